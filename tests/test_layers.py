@@ -1,0 +1,172 @@
+"""Which module may import which (style.md): `sites < arch < plan, trace < engine < backends < serve, studies`.
+
+Read off the source, so that an import inside a function or under TYPE_CHECKING counts like any other. A module that is new at the
+top of the package has to be entered below, as a leaf or as an entry point.
+"""
+
+import ast
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).resolve().parents[1] / "src"
+PACKAGE = "midstream"
+
+LAYERS = {"sites": 0, "arch": 1, "plan": 2, "trace": 2, "engine": 3, "backends": 4, "serve": 5, "studies": 5}
+LEAVES = {"errors", "settings"}  # import nothing of midstream but each other; all may import them
+ENTRY_POINTS = {"", "__main__", "cli", "demo"}  # may import everything; "" is midstream/__init__.py
+MAY_IMPORT_VLLM = {"engine", "serve"}
+WITHOUT_VLLM = {"sites", "arch", "plan", "trace"} | LEAVES
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package by its dotted name."""
+    found = {}
+    for path in sorted((SRC / PACKAGE).rglob("*.py")):
+        parts = path.relative_to(SRC).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def area(module: str) -> str:
+    """The layer, leaf or entry point that a module of midstream belongs to: its name right below the package."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def imports(source: str, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of everything that the source imports; `from a import b` gives `a.b`."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            up = node.level - is_package
+            base = module.split(".")[: -up or None] if node.level else []
+            stem = ".".join(base + ([node.module] if node.module else []))
+            yield from ((node.lineno, f"{stem}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
+            if node.args and isinstance(node.args[0], ast.Constant):
+                yield node.lineno, str(node.args[0].value)
+
+
+def violations(source: str, module: str, is_package: bool = False, known: frozenset[str] = frozenset()) -> list[str]:
+    """What the module's imports do against the rules, one line each. `known` are the areas that exist beside the declared ones."""
+    here = area(module)
+    if here not in LAYERS | dict.fromkeys(LEAVES | ENTRY_POINTS, 0):
+        return [f"{module}: midstream/{here} is new: add it to LAYERS, LEAVES or ENTRY_POINTS of tests/test_layers.py"]
+    found = []
+    for line, name in imports(source, module, is_package):
+        root = name.split(".")[0]
+        if root == "vllm" and here not in MAY_IMPORT_VLLM:
+            found.append(f"{module}:{line}: imports {name}; vLLM is imported under {sorted(MAY_IMPORT_VLLM)} alone")
+        if root == PACKAGE and not may_import(here, target(name, known)):
+            found.append(f"{module}:{line}: imports {name}, which does not lie below {here}")
+    return found
+
+
+def target(name: str, known: frozenset[str] = frozenset()) -> str:
+    """The area that an import reaches: `midstream.sites.x` is sites, a name taken from `midstream` itself is the entry point ""."""
+    reached = area(name)
+    return reached if reached in LAYERS or reached in LEAVES | ENTRY_POINTS | known else ""
+
+
+def may_import(here: str, there: str) -> bool:
+    if here in ENTRY_POINTS or there in LEAVES or here == there:
+        return True
+    return here in LAYERS and there in LAYERS and LAYERS[there] < LAYERS[here]
+
+
+@pytest.mark.parametrize("module", modules())
+def test_imports_point_down(module: str) -> None:
+    path = modules()[module]
+    known = frozenset(area(name) for name in modules())
+    assert not violations(path.read_text(), module, path.name == "__init__.py", known)
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "reason"),
+    [
+        ("midstream.sites.layouts", "from midstream.engine import step", "not lie below sites"),
+        ("midstream.sites.layouts", "from ..arch import find", "not lie below sites"),
+        ("midstream.plan.steer", "from .. import trace", "not lie below plan"),
+        ("midstream.plan.steer", "def f():\n    import midstream.backends.vllm", "plan.steer:2"),
+        ("midstream.engine.worker", "from midstream import VLLM", "not lie below engine"),
+        ("midstream.engine.worker", "if TYPE_CHECKING:\n    from midstream.serve import app", "not lie below engine"),
+        ("midstream.engine.worker", "import midstream", "not lie below engine"),
+        ("midstream.engine.worker", "from midstream.demo import main", "not lie below engine"),
+        ("midstream.serve.app", "from midstream.studies import sweep", "not lie below serve"),
+        ("midstream.errors", "from midstream.sites import Site", "not lie below errors"),
+        ("midstream.backends.vllm", "def f():\n    import vllm", "imports vllm;"),
+        ("midstream.backends.vllm", "from vllm.v1.engine import core", "imports vllm.v1.engine.core;"),
+        ("midstream.trace.body", "importlib.import_module('vllm.config')", "imports vllm.config;"),
+        ("midstream.cli", "import vllm", "imports vllm;"),
+        ("midstream.gadgets", "", "midstream/gadgets is new"),
+    ],
+)
+def test_checker_finds_a_violation(module: str, source: str, reason: str) -> None:
+    (found,) = violations(source, module)
+    assert reason in found
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "is_package"),
+    [
+        ("midstream", "from .engine import plugin\nfrom midstream.serve import app", True),
+        ("midstream.cli", "from midstream.serve import main", False),
+        ("midstream.sites.layouts", "from . import dual\nfrom ..errors import MidstreamError\nimport torch", False),
+        ("midstream.sites", "from .layouts import Single\nfrom .. import errors", True),
+        ("midstream.engine.worker", "import vllm\nfrom midstream.plan import steer\nfrom ..trace.body import Body", False),
+        ("midstream.engine", "from .worker import Worker\nfrom ..sites import Site", True),
+        ("midstream.backends.vllm", "from . import vllm\nfrom .vllm import VLLM\nfrom midstream.engine import plugin", False),
+        ("midstream.serve.app", "import vllm\nfrom midstream.backends import vllm", False),
+    ],
+)
+def test_checker_allows_what_points_down(module: str, source: str, is_package: bool) -> None:
+    assert violations(source, module, is_package) == []
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_midstream_is_light() -> None:
+    """Neither vLLM nor torch is loaded, and the prompt is back in half a second (best of three: machines have other work)."""
+    code = """
+        import sys, time
+        start = time.perf_counter()
+        import midstream
+        seconds = time.perf_counter() - start
+        print(seconds, [name for name in ("vllm", "torch", "transformers", "numpy") if name in sys.modules])
+    """
+    seconds, loaded = [], set()
+    for _ in range(3):
+        first, _, rest = run_python(code).partition(" ")
+        seconds.append(float(first))
+        loaded.add(rest.strip())
+    assert loaded == {"[]"}
+    assert min(seconds) < 0.5
+
+
+def test_layers_below_the_engine_import_without_vllm() -> None:
+    names = [name for name in modules() if area(name) in WITHOUT_VLLM]
+    output = run_python(f"""
+        import importlib, importlib.machinery, importlib.util
+
+        class NoVLLM(importlib.machinery.PathFinder):
+            @classmethod
+            def find_spec(cls, name, path=None, target=None):
+                return None if name.partition(".")[0] == "vllm" else super().find_spec(name, path, target)
+
+        import sys
+        sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = NoVLLM
+        assert importlib.util.find_spec("vllm") is None
+        for name in {names}:
+            importlib.import_module(name)
+        print("imported", len({names}))
+    """)
+    assert output.split() == ["imported", str(len(names))]
