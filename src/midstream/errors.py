@@ -1,0 +1,71 @@
+"""Every error that midstream raises on its own account. Each message says what was given and what to do about it."""
+
+from __future__ import annotations
+
+
+class MidstreamError(Exception):
+    """Base of all midstream errors."""
+
+
+class UnsupportedVersionError(MidstreamError):
+    """The installed vLLM lies outside the supported range."""
+
+
+class ArchitectureError(MidstreamError):
+    """The model's structure could not be placed. Raised when the model is loaded, never at first use."""
+
+
+class UnknownSiteError(MidstreamError, LookupError):
+    """The site does not exist on this architecture, or the layer is out of range."""
+
+
+class UnknownModuleError(MidstreamError, AttributeError):
+    """No module has this path. The message names the nearest ones."""
+
+
+class TraceError(MidstreamError):
+    """A trace that cannot be run as it was written."""
+
+
+class SourceUnavailableError(TraceError):
+    """The source of a with-block cannot be found; `model.run(fn, prompt)` needs none."""
+
+
+class OutOfOrderError(TraceError):
+    """The trace asked for a value that the forward pass has already gone past."""
+
+
+class NeverReachedError(TraceError):
+    """The request ended, or the step ended, before the forward pass came to the value that the trace waited for."""
+
+
+class ShapeError(TraceError, ValueError):
+    """A value written to a site has another shape than the site."""
+
+
+class BarrierError(TraceError):
+    """Invokes wait for each other at a barrier that not all of them can reach."""
+
+
+class PromptError(MidstreamError, ValueError):
+    """A prompt that cannot be traced: empty, or longer than one step may be."""
+
+
+class EngineClosedError(MidstreamError):
+    """The engine was closed, or died."""
+
+
+class ChannelError(MidstreamError):
+    """The results channel between the workers and the client failed."""
+
+
+class TracesNotAllowedError(MidstreamError):
+    """The engine was started without traces allowed: it takes plans only."""
+
+
+class InterventionError(MidstreamError):
+    """The trace's own code raised.
+
+    What is raised is a subclass of both this class and the exception's own builtin type, so `except ValueError` in
+    the caller works as it would have in place. The text ends with the user's own traceback.
+    """
