@@ -1,0 +1,112 @@
+"""The places of a decoder-only model where activations are read and changed.
+
+A site is `(name, layer)`. Its value is the activation as the mathematics has it, whatever the engine's storage: shape
+`[tokens, hidden]`, the request's own tokens in this step. A `Binding` says where in the running model that value lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import torch
+
+LAYER_SITES = (
+    "resid_pre",
+    "resid_mid",
+    "resid_post",
+    "attn_in",
+    "attn_out",
+    "attn_z",
+    "mlp_in",
+    "mlp_act",
+    "mlp_out",
+)
+MODEL_SITES = ("embed", "final_norm", "logits", "samples")
+
+# The standard accessors, under the names that nnterp's users know.
+ACCESSORS = {
+    "layers_input": "resid_pre",
+    "layers_output": "resid_post",
+    "attentions_input": "attn_in",
+    "attentions_output": "attn_out",
+    "mlps_input": "mlp_in",
+    "mlps_output": "mlp_out",
+    "token_embeddings": "embed",
+}
+
+Kind = Literal["input", "output"]
+Ref = tuple[int | str, ...]
+
+
+@dataclass(frozen=True)
+class Binding:
+    """Where one site's value lies: a module's call, and the leaves of what goes in or comes out.
+
+    For `kind="input"` the leaves are looked up in the pair `(args, kwargs)`: `(0, 1)` is the second positional
+    argument, `(1, "hidden_states")` a keyword. For `kind="output"` in what the module returns: `()` is the returned
+    tensor itself, `(0,)` the first of a tuple.
+
+    Attributes:
+        path: the module's path in the tree, such as `model.layers.3`.
+        kind: whether the value goes into the module or comes out of it.
+        hidden: the leaf that holds the value, or the first of two streams.
+        residual: the leaf of the second stream, if the value is the sum of two. The leaf may be None at run time (the
+            first layer of a dual-stream model): the value is then `hidden` alone.
+        heads: `(heads, head_dim)` if the last axis is to be split, for `attn_z`.
+        scale: what the leaf is multiplied with to give the value, for embeddings that are scaled outside their module.
+    """
+
+    path: str
+    kind: Kind
+    hidden: Ref
+    residual: Ref | None = None
+    heads: tuple[int, int] | None = None
+    scale: float = 1.0
+
+    def read(self, leaf: Callable[[Ref], torch.Tensor | None]) -> torch.Tensor:
+        """The site's value. `leaf` looks a leaf up; the result may alias it if nothing had to be computed."""
+        value = leaf(self.hidden)
+        assert value is not None
+        second = leaf(self.residual) if self.residual is not None else None
+        if second is not None:
+            value = value + second
+        if self.scale != 1.0:
+            value = value * self.scale
+        if self.heads is not None:
+            value = value.unflatten(-1, self.heads)
+        return value
+
+    def leaves(self, value: torch.Tensor, leaf: Callable[[Ref], Any]) -> list[tuple[Ref, torch.Tensor]]:
+        """What to write where, so that `read` gives exactly `value` afterwards."""
+        if self.heads is not None:
+            value = value.flatten(-2)
+        if self.scale != 1.0:
+            value = value / self.scale
+        if self.residual is None or leaf(self.residual) is None:
+            return [(self.hidden, value)]
+        # v + 0 is v in every dtype; (v - residual) + residual is not.
+        return [(self.hidden, value), (self.residual, value.new_zeros(()).expand_as(value))]
+
+
+def follow(tree: Any, ref: Ref) -> Any:
+    """The leaf of `tree` at `ref`."""
+    for key in ref:
+        tree = tree[key]
+    return tree
+
+
+def replaced(tree: Any, ref: Ref, leaf: Any) -> Any:
+    """`tree` with another leaf at `ref`; what lies beside it is shared, nothing is changed in place."""
+    if not ref:
+        return leaf
+    key, rest = ref[0], ref[1:]
+    if isinstance(tree, dict) or hasattr(tree, "keys"):
+        changed = type(tree)(**tree) if not isinstance(tree, dict) else type(tree)(tree)
+        changed[key] = replaced(tree[key], rest, leaf)
+        return changed
+    items = list(tree)
+    items[int(key)] = replaced(tree[key], rest, leaf)
+    return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
