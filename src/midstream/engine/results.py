@@ -1,0 +1,350 @@
+"""The way results take from the engine's workers to the client, past vLLM's scheduler and its output path.
+
+    receiver = Receiver()                                  # client, once per engine
+    box = receiver.expect(("req-1", 0))                    # before the request is submitted
+    sender = Sender(receiver.address, name="rank 0")       # worker; the address came by RPC
+    sender.send({"key": ("req-1", 0)}, {"h": tensor})      # returns at once
+    header, value = box.get(timeout=60)                    # or: await box.aget()
+    box.close()
+
+`send` (in `sender`) pickles the skeleton, notes which tensors are new, and returns; a thread copies the bytes
+(`staging`) and writes the frame (`wire`). On one host the bytes lie in a memfd that the client maps, so the copy into
+it is the only one. Here, on the client, a thread for each worker routes messages to mailboxes, and a value is unpickled
+by whoever takes it out. Tensors arrive on the CPU, contiguous, without grad. They lie in the memory of the message that
+brought them: it is freed with the last of them, and snapshots of one stream share the tensors that they have in common.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import pickle
+import secrets
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Hashable
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+
+from midstream.engine import wire
+from midstream.engine.sender import Sender
+from midstream.engine.wire import ChannelClosedError, Kind, UnsendableError
+from midstream.errors import ChannelError
+
+__all__ = ["ChannelClosedError", "Mailbox", "Receiver", "Sender", "UnsendableError"]
+
+_log = logging.getLogger(__name__)
+_HANDSHAKE_SECONDS = 10.0  # a stranger who says nothing holds a thread for this long
+
+
+@dataclass(slots=True)
+class _Message:
+    header: dict[str, Any]
+    body: bytes | bytearray
+    tensors: list[torch.Tensor | None]  # None: it never arrived
+    failure: str | None = None
+
+    def open(self) -> tuple[dict[str, Any], Any]:
+        if self.failure is None and any(tensor is None for tensor in self.tensors):
+            self.failure = "a tensor sent earlier on its stream was dropped"
+        if self.failure is not None:
+            return self.header, UnsendableError("(unknown here)", self.failure)
+        return self.header, wire.unpack(self.body, self.tensors)
+
+
+class Mailbox:
+    """The messages of one key, in the order in which each worker sent them. Made by `Receiver.expect`."""
+
+    def __init__(self, receiver: Receiver, key: Hashable, senders: frozenset[str]) -> None:
+        self.key = key
+        self.senders = senders
+        self._receiver = receiver
+        self._messages: deque[_Message] = deque()
+        self._error: ChannelClosedError | None = None
+        self._closed = False
+        self._changed = threading.Condition()
+        self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+
+    def get(self, timeout: float | None = None) -> tuple[dict[str, Any], Any]:
+        """The next (header, value), waiting for it up to `timeout` seconds.
+
+        Raises TimeoutError; and ChannelClosedError once nothing is left and nothing more can come.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._messages or self._error, timeout):
+                raise TimeoutError(f"no result for {self.key!r} within {timeout} s")
+            message = self._take()
+        assert message is not None
+        return message.open()
+
+    def get_nowait(self) -> tuple[dict[str, Any], Any] | None:
+        """The next (header, value) if it is here, else None. Raises ChannelClosedError as `get` does."""
+        with self._changed:
+            message = self._take()
+        return message.open() if message else None
+
+    async def aget(self) -> tuple[dict[str, Any], Any]:
+        """`get` for asyncio, without a limit: `asyncio.wait_for` sets one, and loses no message when it fires."""
+        loop = asyncio.get_running_loop()
+        while True:
+            with self._changed:
+                message = self._take()
+                if message is None:
+                    waiter = (loop, loop.create_future())
+                    self._waiters.append(waiter)
+            if message is not None:
+                return message.open()
+            try:
+                await waiter[1]
+            finally:
+                with self._changed:
+                    if waiter in self._waiters:
+                        self._waiters.remove(waiter)
+
+    def close(self) -> None:
+        """Forget the key: what is here and what comes later is dropped. Idempotent."""
+        self._receiver._forget(self)
+        self._fail(ChannelClosedError(f"the mailbox of {self.key!r} is closed"))
+        with self._changed:
+            self._closed = True
+            self._messages.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _take(self) -> _Message | None:
+        if self._messages:
+            return self._messages.popleft()
+        if self._error:
+            raise self._error
+        return None
+
+    def _put(self, message: _Message) -> None:
+        with self._changed:
+            if not self._closed:
+                self._messages.append(message)
+                self._wake()
+
+    def _fail(self, error: ChannelClosedError) -> None:
+        with self._changed:
+            self._error = self._error or error
+            self._wake()
+
+    def _wake(self) -> None:
+        self._changed.notify_all()
+        waiters, self._waiters = self._waiters, []
+        for loop, future in waiters:
+            with contextlib.suppress(RuntimeError):  # its loop was closed meanwhile
+                loop.call_soon_threadsafe(_settle, future)
+
+
+class Receiver:
+    """The client's end: listens for the workers of one engine and routes what they send to mailboxes.
+
+    `host` (and `port`, 0 for any): also listen there on TCP, for workers on other hosts; an address that they can
+    reach. The bytes on TCP are neither encrypted nor signed after the handshake, so it has to be a trusted network.
+
+    Gauges: `open_mailboxes`; `connected`, names of the workers that are; `lost`, names of those that went without
+    closing; `dropped`, messages that nobody expected any more.
+    """
+
+    def __init__(self, host: str | None = None, port: int = 0) -> None:
+        name = f"midstream-{os.getpid()}-{secrets.token_hex(8)}"
+        self._key = secrets.token_bytes(32)
+        self._lock = threading.Lock()
+        self._closed = False
+        self._mailboxes: dict[Hashable, Mailbox] = {}
+        self._gone: set[str] = set()  # workers that were here, by name
+        self._connections: dict[socket.socket, str | None] = {}
+        self._threads: set[threading.Thread] = set()
+        self.lost: list[str] = []
+        self.dropped = 0
+        self._listeners = [_listen_unix(name)]
+        if host is not None:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self._listeners.append(socket.create_server((host, port), family=family))
+        tcp = [host, self._listeners[1].getsockname()[1]] if host is not None else None
+        self.address: dict[str, Any] = {"unix": name, "tcp": tcp, "key": self._key.hex(), "host": wire.machine()}
+        for listener in self._listeners:
+            self._start(self._accept, listener)
+
+    @property
+    def open_mailboxes(self) -> int:
+        return len(self._mailboxes)
+
+    @property
+    def connected(self) -> list[str]:
+        with self._lock:
+            return sorted(name for name in self._connections.values() if name is not None)
+
+    def expect(self, key: Hashable, senders: Collection[str] = ()) -> Mailbox:
+        """A mailbox for the messages whose header has this key. Call it before the workers can send any.
+
+        The mailbox raises ChannelClosedError, once empty, after any of `senders` has gone.
+        """
+        mailbox = Mailbox(self, key, frozenset(senders))
+        with self._lock:
+            if self._closed:
+                raise ChannelClosedError("the results channel is closed")
+            if key in self._mailboxes:
+                raise ChannelError(f"results for {key!r} are expected already; close that mailbox first")
+            self._mailboxes[key] = mailbox
+            gone = self._gone & mailbox.senders
+        for name in gone:
+            mailbox._fail(_gone_error(name))
+        return mailbox
+
+    def close(self) -> None:
+        """Disconnect the workers, wake every mailbox with ChannelClosedError, end the threads. Idempotent."""
+        with self._lock:
+            self._closed = True
+            sockets, threads = [*self._listeners, *self._connections], list(self._threads)
+            mailboxes = list(self._mailboxes.values())
+            self._mailboxes.clear()
+        for sock in sockets:
+            _hang_up(sock)
+        for thread in threads:
+            thread.join()
+        for mailbox in mailboxes:
+            mailbox._fail(ChannelClosedError("the results channel is closed"))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _forget(self, mailbox: Mailbox) -> None:
+        with self._lock:
+            if self._mailboxes.get(mailbox.key) is mailbox:
+                del self._mailboxes[mailbox.key]
+
+    def _start(self, target: Callable[[socket.socket], None], sock: socket.socket) -> None:
+        def run() -> None:
+            try:
+                target(sock)
+            finally:
+                sock.close()
+                with self._lock:
+                    self._threads.discard(threading.current_thread())
+
+        thread = threading.Thread(target=run, name="midstream-receive", daemon=True)
+        self._threads.add(thread)
+        thread.start()
+
+    def _accept(self, listener: socket.socket) -> None:
+        while not self._closed:
+            try:
+                sock, _ = listener.accept()
+            except OSError as error:
+                if not self._closed:  # out of descriptors, say: others may be freed
+                    _log.warning("the results channel could not take a connection: %s", error)
+                    time.sleep(0.1)
+                continue
+            with self._lock:
+                if self._closed:
+                    return sock.close()
+                self._connections[sock] = None
+                self._start(self._converse, sock)
+
+    def _converse(self, sock: socket.socket) -> None:
+        """One worker, from the handshake to its end."""
+        name: str | None = None
+        in_order = False
+        try:
+            sock.settimeout(_HANDSHAKE_SECONDS)
+            name, answer = wire.welcome(sock, self._key)
+            with self._lock:
+                self._connections[sock] = name
+                self._gone.discard(name)
+            sock.sendall(answer)
+            sock.settimeout(None)
+            self._read(sock)
+            in_order = True
+        except Exception as error:
+            if not self._closed:
+                _log.warning("results channel: lost %s: %s", f"worker {name!r}" if name else "a stranger", error)
+        finally:
+            self._lose(sock, name, in_order)
+
+    def _lose(self, sock: socket.socket, name: str | None, in_order: bool) -> None:
+        with self._lock:
+            self._connections.pop(sock, None)
+            if name is None or self._closed:
+                return
+            self._gone.add(name)
+            if not in_order:
+                self.lost.append(name)
+            waiting = [mailbox for mailbox in self._mailboxes.values() if name in mailbox.senders]
+        for mailbox in waiting:
+            mailbox._fail(_gone_error(name))
+
+    def _read(self, sock: socket.socket) -> None:
+        """Frames until the sender says goodbye. Raises ConnectionError if it ends otherwise."""
+        streams: dict[str, dict[int, torch.Tensor]] = {}
+        while (prefix := wire.read_prefix(sock)).kind is not Kind.BYE:
+            try:
+                meta, body = wire.read(sock, prefix.meta), wire.read(sock, prefix.body)
+                if prefix.kind is Kind.END:
+                    streams.pop(pickle.loads(meta), None)
+                else:
+                    inline = wire.read_payload(sock, prefix) if prefix.descriptor is None else None
+                    self._deliver(meta, body, inline, prefix, streams)
+            finally:
+                if prefix.descriptor is not None:
+                    os.close(prefix.descriptor)
+
+    def _deliver(
+        self,
+        meta: bytearray,
+        body: bytearray,
+        payload: torch.Tensor | None,
+        prefix: wire.Prefix,
+        streams: dict[str, dict[int, torch.Tensor]],
+    ) -> None:
+        pickled_header, stream, table = pickle.loads(meta)
+        header = pickle.loads(pickled_header)
+        mailbox = self._mailboxes.get(header["key"])
+        if mailbox is None:
+            self.dropped += 1
+            streams.pop(stream, None)
+            return
+        known = streams.setdefault(stream, {}) if stream is not None else {}
+        try:
+            if payload is None:
+                payload = wire.map_memfd(prefix)
+            message = _Message(header, body, wire.resolve(payload, table, known))
+        except Exception as error:  # no room to map it, say: that is this result's trouble, not the channel's
+            message = _Message(header, body, [], f"taking it in failed: {error!r}")
+        mailbox._put(message)
+
+
+def _settle(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _listen_unix(name: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(f"\0{name}")  # the leading NUL keeps it off the filesystem
+    listener.listen()
+    return listener
+
+
+def _hang_up(sock: socket.socket) -> None:
+    """Wake the thread that is in accept, recv or send on `sock`; it closes the socket itself."""
+    with contextlib.suppress(OSError):  # the other side was first
+        sock.shutdown(socket.SHUT_RDWR)
+
+
+def _gone_error(name: str) -> ChannelClosedError:
+    return ChannelClosedError(f"worker {name!r} has gone: it closed its results channel, or died")

@@ -1,0 +1,229 @@
+"""The worker's end of the results channel; `results` is the client's and has the example.
+
+The forward's thread only pickles the skeleton and queues the message. What it queues is a snapshot of the containers,
+but not of the tensors: whoever sends a tensor does not write to it afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+import pickle
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from midstream.engine import staging, wire
+from midstream.engine.wire import ChannelClosedError, Kind, UnsendableError
+from midstream.errors import ChannelError
+
+_log = logging.getLogger(__name__)
+
+
+class _Job(NamedTuple):
+    """One frame to be written. Without `packed` it is the end of `stream`."""
+
+    header: bytes
+    stream: str | None
+    packed: wire.Packed | None
+    ready: dict[torch.device, torch.cuda.Event]
+    size: int  # bytes that it counts in the queue
+
+
+class Sender:
+    """Sends values to the client whose `Receiver.address` this is, from a thread of its own.
+
+    `name` tells this worker from the engine's others, in the client's `lost` and `expect`. `queue_bytes` bounds what is
+    queued and not yet written; beyond it `send` blocks, except that any single message fits an empty queue.
+
+    Raises ChannelError if there is no way to the client, or either side does not have the key.
+    """
+
+    def __init__(
+        self, address: Mapping[str, Any], name: str | None = None, *, queue_bytes: int = 1 << 30, timeout: float = 10.0
+    ) -> None:
+        self.name = name or f"pid {os.getpid()}"
+        self._queue_bytes = queue_bytes
+        self._queue: deque[_Job] = deque()
+        self._queued_bytes = self._messages = self._bytes = 0
+        self._blocked_seconds = 0.0
+        self._streams: dict[str, wire.Stream] = {}
+        self._changed = threading.Condition()
+        self._closed = False
+        self._error: BaseException | None = None
+        self._sock = _connect(address, self.name, timeout)
+        self._copier = staging.Copier()
+        self._thread = threading.Thread(target=self._run, name="midstream-send", daemon=True)
+        self._thread.start()
+
+    def send(self, header: Mapping[str, Any], value: Any, stream: str | None = None) -> None:
+        """Queue `value` for the mailbox of `header["key"]` (hashable; the whole header has to be picklable).
+
+        Tensors may lie anywhere in `value`, on any device; one that occurs twice is sent once. What cannot be pickled
+        arrives as an `UnsendableError` in its place. With `stream`, a tensor that an earlier message of that stream
+        carried (the same object, unchanged) is not sent again; a stream belongs to one thread, and ends with `end`.
+        A change in place is seen by the tensor's version; tensors made in inference mode have none, so do not change
+        those.
+
+        Returns at once unless the queue is full (see `stats`). Raises ChannelClosedError if the channel is closed.
+        """
+        hash(header["key"])
+        known = self._streams.setdefault(stream, wire.Stream()) if stream is not None else None
+        pickled_header = pickle.dumps(dict(header))
+        packed = wire.pack(value, known)
+        size = len(packed.body) + packed.size
+        self._put(_Job(pickled_header, stream, packed, staging.mark_ready(packed.tensors), size))
+
+    def end(self, stream: str) -> None:
+        """Forget a stream, here and on the client. Every stream has to be ended, also one whose request was aborted."""
+        if self._streams.pop(stream, None) is not None:
+            self._put(_Job(b"", stream, None, {}, 0))
+
+    def close(self, flush: bool = True, timeout: float = 30.0) -> None:
+        """Send what is queued (`flush`) or drop it, and disconnect; cut off after `timeout` seconds. Idempotent."""
+        with self._changed:
+            self._closed = True
+            if not flush:
+                self._drop_queue()
+            self._changed.notify_all()
+        self._thread.join(timeout)
+        if self._thread.is_alive():  # the client has stopped reading
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
+            self._thread.join()
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes queued or being written."""
+        return self._queued_bytes
+
+    @property
+    def stats(self) -> dict[str, float]:
+        """Since the start: `messages` and `bytes` queued, `blocked_seconds` in `send`; and `queued_bytes` now."""
+        return {
+            "messages": self._messages,
+            "bytes": self._bytes,
+            "blocked_seconds": self._blocked_seconds,
+            "queued_bytes": self._queued_bytes,
+        }
+
+    def _put(self, job: _Job) -> None:
+        with self._changed:
+            if not self._has_room(job):
+                start = time.perf_counter()
+                self._changed.wait_for(lambda: self._has_room(job))
+                self._blocked_seconds += time.perf_counter() - start
+            if self._closed or self._error:
+                raise ChannelClosedError(f"results channel of {self.name}: {self._error or 'closed'}") from self._error
+            self._queue.append(job)
+            self._queued_bytes += job.size
+            self._bytes += job.size
+            self._messages += job.packed is not None
+            self._changed.notify_all()
+
+    def _has_room(self, job: _Job) -> bool:
+        fits = self._queued_bytes + job.size <= self._queue_bytes or not self._queued_bytes
+        return fits or self._closed or self._error is not None
+
+    def _drop_queue(self) -> None:
+        self._queued_bytes -= sum(job.size for job in self._queue)
+        self._queue.clear()
+
+    def _run(self) -> None:
+        try:
+            with torch.no_grad():
+                while self._write_next():
+                    pass
+            wire.write(self._sock, Kind.BYE, b"")
+        except BaseException as error:
+            with self._changed:
+                self._error = error
+                self._drop_queue()
+                self._changed.notify_all()
+            if not self._closed:
+                _log.error("results channel of %s failed: %r", self.name, error)
+        finally:
+            self._sock.close()
+            self._copier.close()
+
+    def _write_next(self) -> bool:
+        """Write one job, waiting for it. False once closed and empty."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._closed)
+            if not self._queue:
+                return False
+            job = self._queue.popleft()
+        try:
+            self._write(job)
+        finally:
+            with self._changed:
+                self._queued_bytes -= job.size
+                self._changed.notify_all()
+        return True
+
+    def _write(self, job: _Job) -> None:
+        if job.packed is None:
+            return wire.write(self._sock, Kind.END, pickle.dumps(job.stream))
+        packed, payload, descriptor = job.packed, None, None
+        try:
+            if self._sock.family == socket.AF_UNIX and packed.size > wire.INLINE_LIMIT:
+                descriptor = self._memfd(packed, job.ready)
+            else:
+                payload = torch.empty(packed.size, dtype=torch.uint8)
+                self._copier.fill(payload, packed.tensors, packed.offsets, job.ready)
+        except Exception as error:
+            _log.exception("results channel of %s: a result could not be copied", self.name)
+            packed, payload = wire.pack(UnsendableError("result", f"copying it failed: {error!r}")), None
+        meta = pickle.dumps((job.header, job.stream, packed.table))
+        if descriptor is None:
+            return wire.write(self._sock, Kind.INLINE, meta, packed.body, payload)
+        try:
+            wire.write_memfd(self._sock, meta, packed.body, descriptor, packed.size)
+        finally:
+            os.close(descriptor)
+
+    def _memfd(self, packed: wire.Packed, ready: Mapping[torch.device, torch.cuda.Event]) -> int:
+        """A memfd that holds the payload; the caller closes it."""
+        descriptor = os.memfd_create("midstream-results")
+        try:
+            os.ftruncate(descriptor, packed.size)
+            with mmap.mmap(descriptor, packed.size) as mapping:
+                with contextlib.suppress(OSError):  # a kernel without huge pages
+                    mapping.madvise(mmap.MADV_HUGEPAGE)  # of use where the system has shmem_enabled=advise
+                payload = torch.frombuffer(mapping, dtype=torch.uint8)
+                self._copier.fill(payload, packed.tensors, packed.offsets, ready)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+
+def _connect(address: Mapping[str, Any], name: str, timeout: float) -> socket.socket:
+    """A connection to the client that has proved the key: by Unix socket on its own host, by TCP from elsewhere."""
+    place: str | tuple[str, int]
+    if address["host"] == wire.machine():
+        family, place = socket.AF_UNIX, f"\0{address['unix']}"
+    elif address["tcp"] is not None:
+        family, place = socket.AF_INET6 if ":" in address["tcp"][0] else socket.AF_INET, tuple(address["tcp"])
+    else:
+        raise ChannelError("this worker runs on another host than the client: the receiver has to be given a `host`")
+    sock = socket.socket(family)
+    try:
+        sock.settimeout(timeout)
+        sock.connect(place)
+        wire.introduce(sock, bytes.fromhex(address["key"]), name)
+        sock.settimeout(None)
+    except OSError as error:
+        sock.close()
+        raise ChannelError(f"the client cannot be reached at {place!r}: {error}") from error
+    except ChannelError:
+        sock.close()
+        raise
+    return sock
