@@ -1,3 +1,36 @@
 """Read, change and save a language model's activations in the middle of its forward pass, on stock vLLM."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from midstream.backends.language_model import LanguageModel
+    from midstream.backends.vllm import VLLM
+    from midstream.demo_model import demo_model
+    from midstream.trace.gradients import backward
+    from midstream.trace.tracer import save
+
 __version__ = "0.1.0"
+__all__ = ["VLLM", "LanguageModel", "backward", "demo_model", "save"]
+
+_HOMES = {
+    "LanguageModel": "midstream.backends.language_model",
+    "VLLM": "midstream.backends.vllm",
+    "backward": "midstream.trace.gradients",
+    "demo_model": "midstream.demo_model",
+    "save": "midstream.trace.tracer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Public names are loaded when they are first used, so that `import midstream` takes no time."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'midstream' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

@@ -69,3 +69,7 @@ class InterventionError(MidstreamError):
     What is raised is a subclass of both this class and the exception's own builtin type, so `except ValueError` in
     the caller works as it would have in place. The text ends with the user's own traceback.
     """
+
+
+class InterventionErrorGroup(InterventionError, ExceptionGroup):
+    """Several invokes of one trace raised; `exceptions` holds each one's error."""

@@ -1,0 +1,1 @@
+"""Where traces run: transformers in this process, or a vLLM engine."""

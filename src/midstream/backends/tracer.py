@@ -1,0 +1,200 @@
+"""The client's side of a trace: takes the with-block, has the backend run it, and brings its saved values back."""
+
+from __future__ import annotations
+
+import dis
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+from midstream.errors import InterventionErrorGroup, MidstreamError, TraceError
+from midstream.trace.block import Block, capture, link, push, skip, skipped
+from midstream.trace.program import BlockProgram, Outcome, Program
+from midstream.trace.tracer import Barrier, BodyTracer
+
+if TYPE_CHECKING:
+    from midstream.backends.model import TraceModel
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+
+
+@dataclass
+class Invoke:
+    """One prompt and the code that goes with it."""
+
+    prompt: Prompt
+    program: Program | None
+    params: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Ran:
+    """What a backend gives for one invoke: its outcome (a list of them for n > 1) and its final output."""
+
+    outcomes: list[Outcome]
+    output: Any
+
+
+class _Context:
+    """A with-statement whose body is taken, not run in place."""
+
+    def __init__(self) -> None:
+        self._frame: FrameType | None = None
+        self._block: Block | None = None
+
+    def __enter__(self) -> Any:
+        frame = sys._getframe(1)
+        self._block = capture(frame)
+        self._frame = frame
+        skip(frame)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> bool:
+        if error is not None and not skipped(error):
+            return False
+        assert self._block is not None and self._frame is not None
+        frame, self._frame = self._frame, None
+        self._taken(self._block, frame)
+        return True
+
+    def _taken(self, block: Block, frame: FrameType) -> None:
+        raise NotImplementedError
+
+
+class InvokeContext(_Context):
+    """`with tracer.invoke(prompt):`, one request of the trace."""
+
+    def __init__(self, tracer: Tracer, invoke: Invoke) -> None:
+        super().__init__()
+        self._tracer = tracer
+        self._invoke = invoke
+
+    def _taken(self, block: Block, frame: FrameType) -> None:
+        self._invoke.program = self._tracer.program_of(block)
+        self._tracer.invokes.append(self._invoke)
+
+
+class Tracer(_Context):
+    """`with model.trace(...) as tracer:`.
+
+    Attributes:
+        outputs: the final output of every invoke, in order, once the trace is over.
+        result: the only invoke's output.
+        backend: with `mode="async"`, what to iterate over: `async for output in tracer.backend`.
+    """
+
+    def __init__(self, model: TraceModel, prompt: Prompt | None, params: dict[str, Any]) -> None:
+        super().__init__()
+        self._model = model
+        self._prompt = prompt
+        self._params = params
+        self._saved: dict[int, Any] = {}
+        self._collecting = False
+        self._has_barrier = False
+        self.invokes: list[Invoke] = []
+        self.outputs: list[Any] = []
+        self.backend: Any = None
+
+    def __midstream_reference__(self) -> Any:
+        return ("tracer",)
+
+    @property
+    def result(self) -> Any:
+        if not self.outputs:
+            raise TraceError("tracer.result is there once the trace is over.")
+        return self.outputs[0] if len(self.outputs) == 1 else self.outputs
+
+    def invoke(self, prompt: Prompt, **params: Any) -> InvokeContext:
+        """One request of this trace.
+
+        Args:
+            prompt: text, token ids, or a tokenizer's output for one prompt.
+            params: sampling parameters of this request; those of the trace are the default.
+        """
+        if not self._collecting:
+            raise TraceError("Give model.trace() no prompt to have invokes in it: `with model.trace() as tracer:`.")
+        return InvokeContext(self, Invoke(prompt, None, {**self._params, **params}))
+
+    def barrier(self, parties: int) -> Barrier:
+        """A point where `parties` invokes wait for each other; call it in each of them."""
+        self._has_barrier = True
+        return Barrier(parties)
+
+    def save(self, value: Any) -> Any:
+        self._saved[id(value)] = value
+        return value
+
+    def program_of(self, block: Block) -> BlockProgram:
+        """The program of a block, with the tracer in it replaced by the one that bodies use."""
+        injected = {name: BodyTracer() for name, value in block.captured.items() if value is self}
+        if self._prompt is not None and block.target is not None:
+            injected[block.target] = BodyTracer()
+        saved = [name for name, value in block.captured.items() if id(value) in self._saved]
+        return BlockProgram(block, injected, saved)
+
+    def _taken(self, block: Block, frame: FrameType) -> None:
+        outer: dict[str, Any] = {}
+        if self._prompt is not None:
+            self.invokes.append(Invoke(self._prompt, self.program_of(block), self._params))
+        else:
+            outer = self._collect(block)
+        together = link([invoke.program.block for invoke in self.invokes if isinstance(invoke.program, BlockProgram)])
+        self.backend = self._model._start(self.invokes, together or self._has_barrier)
+        if self._model._deferred:
+            return
+        ran = self.backend.wait()
+        self.outputs = [r.output for r in ran]
+        push(frame, merged(outer, self._saved, ran))
+        raise_failures([o for r in ran for o in r.outcomes])
+
+    def _collect(self, block: Block) -> dict[str, Any]:
+        """Run the block around the invokes here; each invoke in it takes its own block."""
+        self._collecting = True
+        extra = {"__save__": self.save, **({block.target: self} if block.target else {})}
+        try:
+            names = block.function()(extra, {})
+        finally:
+            self._collecting = False
+        if not self.invokes:
+            raise TraceError("A trace needs a prompt, `model.trace(prompt)`, or invokes: `with tracer.invoke(prompt):` in its block.")
+        return names
+
+
+def merged(outer: dict[str, Any], saved: Mapping[int, Any], ran: list[Ran]) -> dict[str, Any]:
+    """The values to bind in the caller's frame. A name that several invokes saved is the last one's."""
+    values = {name: value for name, value in outer.items() if id(value) in saved}
+    for request in sorted(ran, key=lambda r: r.outcomes[-1].order if r.outcomes else 0):
+        for name in request.outcomes[0].values if request.outcomes else ():
+            each = [outcome.values.get(name) for outcome in request.outcomes]
+            value = each[0] if len(each) == 1 else each
+            before = values.get(name)
+            if id(before) in saved and isinstance(before, list) and isinstance(value, list):
+                before[:] = value
+            elif id(before) in saved and isinstance(before, dict) and isinstance(value, dict):
+                before.update(value)
+            else:
+                values[name] = value
+    return values
+
+
+def raise_failures(outcomes: list[Outcome]) -> None:
+    """Raise what the bodies raised: the error itself, or a group if there are several."""
+    errors: list[MidstreamError] = []
+    for outcome in outcomes:
+        if outcome.failure is not None:
+            error = outcome.failure.exception()
+            error.saves = outcome.values  # type: ignore[attr-defined]
+            errors.append(error)
+    if len(errors) == 1:
+        raise errors[0] from None
+    if errors:
+        raise InterventionErrorGroup(f"{len(errors)} invokes of the trace failed", errors) from None
+
+
+def in_with_header(frame: FrameType) -> bool:
+    """Whether the call that `frame` is making right now is what a with-statement enters."""
+    following = (i for i in dis.get_instructions(frame.f_code) if i.offset > frame.f_lasti and i.opname != "CACHE")
+    after = next(following, None)
+    return after is not None and after.opname in ("BEFORE_WITH", "LOAD_SPECIAL", "COPY")

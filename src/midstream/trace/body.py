@@ -1,0 +1,217 @@
+"""A trace's body as a coroutine: it runs on the forward's own thread, in strict turns with it.
+
+The forward resumes a body when it comes to the point that the body waits for; the body runs its Python until it wants the
+next point, and parks. Nothing is locked and nothing times out, because only one of the two ever runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from greenlet import GreenletExit, getcurrent, greenlet
+
+from midstream.errors import NeverReachedError, OutOfOrderError, TraceError
+from midstream.sites import Ref
+from midstream.trace.rows import FlatRows
+from midstream.trace.visit import Key, Visit, point_name
+
+if TYPE_CHECKING:
+    from midstream.trace.interleaver import Interleaver
+
+CURRENT: ContextVar[Body] = ContextVar("midstream_body")
+STEP_START: Key = ("", "step")
+BARRIER: Key = ("", "barrier")
+
+
+def current_body() -> Body:
+    """The trace that is running here."""
+    body = CURRENT.get(None)
+    if body is None:
+        raise TraceError("This works only inside a trace: `with model.trace(prompt) as tracer:` or `model.run(fn, prompt)`.")
+    return body
+
+
+class StopTrace(BaseException):
+    """Unwinds a body after `tracer.stop()`; not an Exception, so that a user's `except Exception` lets it through."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """One edit, kept so that a preempted request's recomputed positions carry it again."""
+
+    ref: Ref
+    tokens: bool  # whether `value` is [tokens, ...], or shaped as the module has it with the tokens on `axis`
+    axis: int
+    first_position: int
+    value: torch.Tensor
+
+
+class Body:
+    """One request's trace.
+
+    Attributes:
+        step: the step that the body's next read is about; 0 is the prompt's forward.
+        now: the step that the forward is in, -1 before the first.
+        parked: the point that it waits for, with its step.
+    """
+
+    def __init__(self, name: str, run: Callable[[], Any], snapshots: bool, journals: bool) -> None:
+        self.name = name
+        self.step = 0
+        self.now = -1
+        self.parked: tuple[Key, int] | None = None
+        self.ended = False
+        self.stopped = False
+        self.failure: BaseException | None = None
+        self.result: Any = None
+        self.saved: dict[int, tuple[Any, Any]] = {}
+        self.snapshots = snapshots
+        self.journal: dict[Key, list[Written]] | None = {} if journals else None
+        self.visit: Visit | None = None
+        self.interleaver: Interleaver
+        self._run = run
+        self._greenlet = greenlet(self._main)
+        self._forward: greenlet | None = None
+
+    @property
+    def done(self) -> bool:
+        return self._greenlet.dead
+
+    @property
+    def started(self) -> bool:
+        return bool(self._greenlet) or self._greenlet.dead
+
+    def _main(self, _: Visit | None = None) -> None:
+        CURRENT.set(self)
+        try:
+            self.result = self._run()
+        except GreenletExit:
+            return
+        except BaseException as failure:
+            self.failure = failure
+        try:
+            self._leave()
+        except BaseException as failure:
+            self.failure = self.failure or failure
+        self.parked = None
+
+    # The forward's side.
+
+    def resume(self, visit: Visit | bool | None = None, error: BaseException | None = None) -> None:
+        """Let the body run until it parks again or ends. `error` is raised at the point where it is parked."""
+        self._forward = getcurrent()
+        grad = torch.is_grad_enabled()
+        self.parked = None
+        if isinstance(visit, Visit):
+            self.visit = visit
+        if error is not None and self.started:
+            self._greenlet.throw(error)
+        else:
+            self._greenlet.switch(visit)
+        torch.set_grad_enabled(grad)
+
+    def discard(self) -> None:
+        """Drop a body whose request is gone, unwinding it without a trace."""
+        if self.started and not self.done:
+            self._forward = getcurrent()
+            with contextlib.suppress(BaseException):
+                self._greenlet.throw(GreenletExit)
+        self.visit = None
+
+    # The body's side.
+
+    def _park(self, key: Key, step: int) -> Any:
+        assert self._forward is not None
+        self._leave()
+        self.parked = (key, step)
+        grad = torch.is_grad_enabled()
+        answer = self._forward.switch()
+        torch.set_grad_enabled(grad)
+        return answer
+
+    def _leave(self) -> None:
+        visit, self.visit = self.visit, None
+        if visit is not None:
+            visit.leave()
+
+    def at(self, key: Key) -> Visit:
+        """The visit to `key` in the body's step, waiting for the forward to get there."""
+        step = self.step
+        if self.visit is not None and self.visit.key == key and self.visit.step == step:
+            return self.visit
+        if self.ended:
+            raise NeverReachedError(f"{point_name(key)} of step {step} was never reached: the request ended before it.")
+        if step < self.now or (step == self.now and self.interleaver.has_passed(key)):
+            raise OutOfOrderError(
+                f"{point_name(key)} of step {step} was asked for after {self.interleaver.where(self.now)}: the forward pass "
+                "has gone past it. Ask for values in the order in which the model computes them."
+            )
+        self.interleaver.prepare(key)
+        visit = self._park(key, step)
+        return visit
+
+    def wait_for_step(self, step: int) -> bool:
+        """Move on to `step`; False if the request ends before it."""
+        if step < self.now:
+            raise OutOfOrderError(f"step {step} was asked for in step {self.now}: it is over.")
+        self.step = step
+        return step == self.now or (not self.ended and bool(self._park(STEP_START, step)))
+
+    def wait_at_barrier(self, barrier: object) -> None:
+        self.interleaver.arrive(barrier, self)
+        while not self.interleaver.is_open(barrier):
+            self._park(BARRIER, self.step)
+
+    def write_down(self, visit: Visit, ref: Ref, tokens: bool, value: torch.Tensor) -> None:
+        """Keep an edit for a later recomputation of its positions."""
+        assert self.journal is not None and isinstance(visit.rows, FlatRows)
+        axis = 0 if tokens else visit.rows.axis(visit.event.leaf(ref))
+        if axis is None:
+            return
+        first = visit.rows.first_position
+        entries = self.journal.setdefault(visit.key, [])
+        entries[:] = [e for e in entries if (e.ref, e.tokens, e.first_position) != (ref, tokens, first)]
+        kept = value.detach().to("cpu", copy=True, non_blocking=True)
+        entries.append(Written(ref, tokens, axis, first, kept))
+
+    def save(self, value: Any) -> Any:
+        """Mark `value` as one to bring back. A tensor comes back as it is now, whatever happens to it later."""
+        kept = value
+        if isinstance(value, torch.Tensor) and self._needs_copy(value):
+            kept = value.clone()
+        self.saved[id(value)] = (value, kept)
+        self.saved[id(kept)] = (kept, kept)
+        return kept
+
+    def _needs_copy(self, value: torch.Tensor) -> bool:
+        if self.snapshots:
+            return True
+        return not value.requires_grad and self.interleaver.is_live(value)
+
+    def pick_saved(self, names: dict[str, Any]) -> dict[str, Any]:
+        """Of a body's variables, those that were saved."""
+        return {name: self.saved[id(v)][1] for name, v in names.items() if id(v) in self.saved}
+
+
+def steps(body: Body, wanted: slice | int | list[int]) -> Iterator[int]:
+    """The steps of a generation: each is yielded when the forward begins it.
+
+    A slice ends quietly with the request; a step asked for by number must come.
+    """
+    if isinstance(wanted, slice):
+        index, stride = wanted.start or 0, wanted.step or 1
+        if index < 0 or stride < 0 or (wanted.stop is not None and wanted.stop < 0):
+            raise TraceError("Steps count from 0 upwards: how many there will be is not known in advance.")
+        while (wanted.stop is None or index < wanted.stop) and body.wait_for_step(index):
+            yield index
+            index += stride
+        return
+    for index in [wanted] if isinstance(wanted, int) else wanted:
+        if not body.wait_for_step(index):
+            raise NeverReachedError(f"step {index} was never reached: the request ended after step {body.now}.")
+        yield index

@@ -1,0 +1,236 @@
+"""A frame of the user: which with statement it is entering, how to pass over the body, and how to bind names in it.
+
+The source comes from linecache: files, IPython cells, doctests. The statement is found by the exact position of the
+instruction that computed the context manager, so several on one line, nested ones and multi-line headers are told
+apart.
+"""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+import dis
+import functools
+import linecache
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from inspect import CO_OPTIMIZED
+from types import CodeType, FrameType, FunctionType, MethodType
+from typing import Any
+
+from midstream.errors import SourceUnavailableError, TraceError
+
+With = ast.With | ast.AsyncWith
+Position = tuple[int, int | None]  # line, column in UTF-8 bytes; no column under `python -X no_debug_ranges`
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """A with statement that a frame is entering: the body that belongs to the entered item, and where it stands."""
+
+    filename: str
+    node: With
+    target: ast.expr | None  # what follows `as`
+    body: list[ast.stmt]  # further items of the same with come as a nested with
+    class_name: str | None  # for names like __x, which mean _Class__x
+    lines: tuple[str, ...]
+
+
+@functools.lru_cache(maxsize=1024)
+def _locate(filename: str, code: CodeType, lasti: int, source: _Source) -> Site:
+    position = _entered(code, lasti, filename)
+    found = [
+        (node, index, class_name)
+        for node, class_name in _withs(source.tree)
+        for index, item in enumerate(node.items)
+        if _covers(item.context_expr, position)
+    ]
+    if len(found) != 1:
+        raise SourceUnavailableError(
+            f"{filename}:{position[0]}: {'no' if not found else 'more than one'} with statement is found there. "
+            "If the file was edited after it was loaded, load it again; else write one `with` per line."
+        )
+    ((node, index, class_name),) = found
+    body, rest = node.body, node.items[index + 1 :]
+    if rest:
+        body = [ast.copy_location(type(node)(items=rest, body=body), node)]
+    lines = tuple(source.lines[node.lineno - 1 : node.end_lineno])
+    return Site(filename, node, node.items[index].optional_vars, body, class_name, lines)
+
+
+def locate(frame: FrameType) -> Site:
+    """The with statement whose `__enter__` the frame is calling."""
+    filename = frame.f_code.co_filename
+    lines = linecache.getlines(filename, frame.f_globals)
+    if not lines:
+        raise SourceUnavailableError(
+            f"No source for {filename!r}, and a with-block is run from its source. Put the code in a file or a "
+            "notebook cell, or use `model.run(fn, prompt)`, which takes a function and needs no source."
+        )
+    return _locate(filename, frame.f_code, frame.f_lasti, _source(filename, "".join(lines)))
+
+
+class _Source:
+    """A parsed file. Compared by identity, so it is cheap as part of a cache key."""
+
+    def __init__(self, filename: str, text: str) -> None:
+        self.lines = text.splitlines(keepends=True)
+        try:
+            self.tree = ast.parse(text, filename)
+        except SyntaxError as error:
+            raise SourceUnavailableError(f"The source of {filename!r} cannot be parsed: {error}") from error
+
+
+@functools.lru_cache(maxsize=64)
+def _source(filename: str, text: str) -> _Source:
+    return _Source(filename, text)
+
+
+def _entered(code: CodeType, lasti: int, filename: str) -> Position:
+    """Where the context expression ends whose value is being entered: the instruction before BEFORE_WITH."""
+    before = None
+    position: Position | None = None
+    for instruction in dis.get_instructions(code):
+        if instruction.offset > lasti:
+            break
+        if instruction.opname in ("BEFORE_WITH", "BEFORE_ASYNC_WITH"):
+            position = before
+            entered_at = instruction.offset
+        if instruction.positions is not None and instruction.positions.lineno is not None:
+            before = (instruction.positions.lineno, instruction.positions.col_offset)
+    if position is None or not (entered_at == lasti or _awaits(code, entered_at, lasti)):
+        raise TraceError(f"{filename}: a trace is entered by a `with` statement, not by a call of `__enter__`")
+    return position
+
+
+def _awaits(code: CodeType, start: int, end: int) -> bool:
+    """Whether only the awaiting of `__aenter__` lies between two instructions."""
+    names = {i.opname for i in dis.get_instructions(code) if start < i.offset <= end}
+    return names <= {"GET_AWAITABLE", "LOAD_CONST", "SEND", "YIELD_VALUE", "RESUME", "JUMP_BACKWARD_NO_INTERRUPT"}
+
+
+def _covers(node: ast.expr, position: Position) -> bool:
+    line, column = position
+    if column is None:
+        return node.lineno <= line <= (node.end_lineno or line)
+    return (node.lineno, node.col_offset) <= (line, column) < (node.end_lineno or line, node.end_col_offset or column)
+
+
+def _withs(tree: ast.AST, class_name: str | None = None) -> Iterator[tuple[With, str | None]]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, With):
+            yield node, class_name
+        yield from _withs(node, node.name if isinstance(node, ast.ClassDef) else class_name)
+
+
+# Passing over the body
+
+
+class SkipBlock(BaseException):
+    """Raised where a body begins that is not to run in place. For `__exit__`: `if skipped(exc): ...`."""
+
+    def __init__(self, skip: _Skip) -> None:
+        super().__init__("the body of a trace runs in the engine")
+        self.skip = skip
+
+
+def skip(frame: FrameType) -> None:
+    """Make the interpreter leave the with statement that the frame is entering before its body begins.
+
+    To be called last in `__enter__`. `__exit__` must call `skipped(exc)` first: it binds the target of `as` and sets
+    the former tracer again (coverage, a debugger), since Python drops a tracer that raises.
+    """
+    _Skip(frame, getattr(locate(frame).target, "id", None)).begin()
+
+
+def skipped(exc: BaseException | None) -> bool:
+    """Whether the block ended because it was skipped."""
+    if not isinstance(exc, SkipBlock):
+        return False
+    exc.skip.end()
+    return True
+
+
+class _Skip:
+    """A tracer for the few instructions between `__enter__` and the body.
+
+    It raises at the instruction that takes the value of `__enter__` off the stack: the body's own first instruction may
+    be a `try` already, or stand on the same line.
+    """
+
+    def __init__(self, frame: FrameType, target: str | None) -> None:
+        self.frame, self.target, self.names = frame, target, dict[str, Any]()
+        self.previous = sys.gettrace()
+        self.local = (frame.f_trace, frame.f_trace_lines, frame.f_trace_opcodes)
+        # A tracer in C, like coverage's, counts calls and returns: it has to be told of the returns that ours sees.
+        self.in_c = self.previous is not None and not isinstance(self.previous, FunctionType | MethodType)
+
+    def begin(self) -> None:
+        callee: FrameType | None = sys._getframe(1)
+        while callee is not None and callee is not self.frame:
+            if callee.f_trace is None:
+                callee.f_trace_lines = False
+            callee.f_trace = functools.partial(self._returning, callee.f_trace)
+            callee = callee.f_back
+        self.at = _taken_off(self.frame.f_code, self.frame.f_lasti)
+        self.frame.f_trace_opcodes = True
+        self.frame.f_trace = self._watch
+        sys.settrace(self._calls)
+
+    def end(self) -> None:
+        push(self.frame, self.names)
+        local, self.frame.f_trace_lines, self.frame.f_trace_opcodes = self.local
+        self.frame.f_trace = self.previous if local is None and self.in_c else local
+        sys.settrace(self.previous)
+
+    def _calls(self, frame: FrameType, event: str, arg: Any) -> None:
+        """What is called in between is not looked into."""
+
+    def _returning(self, local: Any, frame: FrameType, event: str, arg: Any) -> Any:
+        if event == "return":
+            if frame.f_back is self.frame and self.target:
+                self.names[self.target] = arg
+            if self.in_c and self.previous is not None:
+                self.previous(frame, event, arg)
+        following = local(frame, event, arg) if local is not None else None
+        return functools.partial(self._returning, following)
+
+    def _watch(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if event == "opcode" and frame.f_lasti == self.at:
+            raise SkipBlock(self)
+        return self._watch
+
+
+@functools.lru_cache(maxsize=1024)
+def _taken_off(code: CodeType, lasti: int) -> int:
+    """The offset of the instruction that binds or drops what `__enter__` returned."""
+    return next(
+        i.offset
+        for i in dis.get_instructions(code)
+        if i.offset > lasti and (i.opname == "POP_TOP" or i.opname.startswith("STORE_"))
+    )
+
+
+# Binding names
+
+
+def own_names(frame: FrameType) -> frozenset[str]:
+    """The names that can only be local to the frame: unbound there, they are not looked up among its globals."""
+    code = frame.f_code
+    if not code.co_flags & CO_OPTIMIZED:
+        return frozenset()
+    return frozenset(code.co_varnames + code.co_cellvars + code.co_freevars)
+
+
+def push(frame: FrameType, values: Mapping[str, Any]) -> None:
+    """Bind names in a caller's frame after its block."""
+    if not frame.f_code.co_flags & CO_OPTIMIZED:  # a module or a class body
+        frame.f_locals.update(values)
+        return
+    own = own_names(frame)
+    local = frame.f_locals
+    local.update({name: value for name, value in values.items() if name in own})
+    if sys.version_info < (3, 13):
+        ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
+    frame.f_globals.update({name: value for name, value in values.items() if name not in own})  # `global` in the caller

@@ -1,0 +1,319 @@
+"""Runs the bodies of the traces in a batch in turns with one forward pass.
+
+`begin_step` says which requests the coming forward holds, `fire` is called by the hooks at each point that somebody waits
+for, `end_step` closes the step. Hooks are there only while a trace is alive, and only where one waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from midstream.errors import BarrierError, NeverReachedError
+from midstream.trace.body import BARRIER, STEP_START, Body
+from midstream.trace.rows import FlatRows, Rows
+from midstream.trace.source import SourceHooks
+from midstream.trace.tree import leaves
+from midstream.trace.visit import Event, Key, Visit, point_name
+
+Order = Mapping[tuple[str, str], tuple[int, int]]
+Watcher = Callable[[Visit], None]
+LAST_POINTS: dict[Key, int] = {("", "logits"): 1 << 40, ("", "samples"): (1 << 40) + 1}
+
+
+class Interleaver:
+    """The traces that are alive on one model, and where its forward pass is.
+
+    Args:
+        root: the model whose modules are traced.
+        order: from `Architecture.order`: when in a forward pass each module's input and output come by.
+    """
+
+    def __init__(self, root: nn.Module, order: Order) -> None:
+        self.order = order
+        self.modules = dict(root.named_modules())
+        self.bodies: dict[str, Body] = {}
+        self.rows: dict[str, Rows] = {}
+        self.last_rows: dict[str, Rows] = {}
+        self.muted = False
+        self.source = SourceHooks(self.modules, self.fire)
+        self._waiting: dict[Key, list[Body]] = {}
+        self._watchers: dict[Key, list[tuple[Body, Watcher]]] = {}
+        self._replays: dict[Key, list[tuple[Body, FlatRows]]] = {}
+        self._overrides: dict[Key, list[tuple[Body, Any]]] = {}
+        self._position = -1
+        self._point: Key = STEP_START
+        self._firing: Key | None = None
+        self._hooks: dict[Key, Any] = {}
+        self._stepping = False
+        self._at_barrier: dict[object, list[Body]] = {}
+        self._open: set[object] = set()
+        self._live_storages: set[int] = set()
+
+    # Requests.
+
+    def add(self, body: Body) -> None:
+        body.interleaver = self
+        if not self.bodies:
+            self._watch_containers()
+        self.bodies[body.name] = body
+
+    def finish(self, name: str) -> Body | None:
+        """The request has ended: let its body run to its end, with nothing more to be reached."""
+        body = self.bodies.pop(name, None)
+        if body is None:
+            return None
+        body.ended = True
+        self._forget(body)
+        while not body.done and body.failure is None:
+            parked = body.parked
+            if parked is None or parked[0] == STEP_START:
+                body.resume(False)
+            elif parked[0] == BARRIER:
+                body.resume(error=BarrierError("The request ended while this invoke waited at a barrier for another one."))
+            else:
+                body.resume(
+                    error=NeverReachedError(
+                        f"{point_name(parked[0])} of step {parked[1]} was never reached: the request ended after step {body.now}."
+                    )
+                )
+        self._clean_up()
+        return body
+
+    def discard(self, name: str) -> None:
+        """The request is gone and nobody wants its results."""
+        body = self.bodies.pop(name, None)
+        if body is not None:
+            self._forget(body)
+            body.discard()
+            self._clean_up()
+
+    def _forget(self, body: Body) -> None:
+        for table in (self._waiting, self._at_barrier):
+            for waiting in table.values():
+                if body in waiting:
+                    waiting.remove(body)
+        for key, watchers in list(self._watchers.items()):
+            self._watchers[key] = [w for w in watchers if w[0] is not body]
+            if not self._watchers[key]:
+                del self._watchers[key]
+        for rows in (self.rows, self.last_rows):
+            rows.pop(body.name, None)
+
+    def _clean_up(self) -> None:
+        if self.bodies:
+            return
+        for handle in self._hooks.values():
+            handle.remove()
+        self._hooks.clear()
+        self.source.remove()
+        self._open.clear()
+        self._at_barrier.clear()
+
+    # Steps.
+
+    def begin_step(
+        self, rows: Mapping[str, Rows], replays: Mapping[str, FlatRows] | None = None, last_rows: Mapping[str, Rows] | None = None
+    ) -> None:
+        """A forward pass begins that holds these requests' tokens.
+
+        Args:
+            rows: for each body with new tokens, where they are in the batch.
+            replays: for each preempted body, where the positions are that it had computed before.
+            last_rows: where a body's logits and sample are, if there is one row a request there; else as `rows`.
+        """
+        self._position, self._point, self._stepping = -1, STEP_START, True
+        self._waiting.clear()
+        self._replays.clear()
+        self.rows = dict(rows)
+        self.last_rows = dict(last_rows or rows)
+        for name, part in (replays or {}).items():
+            for key in self.bodies[name].journal or ():
+                self.prepare(key)
+                self._replays.setdefault(key, []).append((self.bodies[name], part))
+        for name in rows:
+            body = self.bodies[name]
+            body.now += 1
+            if not body.started:
+                body.resume()
+            elif body.parked is not None and body.parked == (STEP_START, body.now):
+                body.resume(True)
+            self._file(body)
+        self._release_barriers()
+
+    def end_step(self) -> None:
+        """The forward is over, tokens are sampled: nothing more of this step will come by."""
+        self._replays.clear()
+        self._overrides.clear()
+        for body in list(self.bodies.values()):
+            while not body.done and body.parked is not None and body.parked[1] == body.now and body.name in self.rows:
+                key, step = body.parked
+                if key in (STEP_START, BARRIER):
+                    break
+                body.resume(error=NeverReachedError(self._why_never(key, step)))
+        self._waiting.clear()
+        self._live_storages.clear()
+        self._stepping = False
+
+    def _why_never(self, key: Key, step: int) -> str:
+        text = f"{point_name(key)} of step {step} was never reached: the forward pass ended without it."
+        if len(key) == 4:
+            return text + " The call lies on a branch that was not taken, or its module was running already when it was asked for."
+        if key[:2] not in self.order and key not in LAST_POINTS:
+            return text + f" `{key[0]}` is not called by name in this model's forward; print(model) shows what is."
+        return text
+
+    def _file(self, body: Body) -> None:
+        if not body.done and body.parked is not None and body.parked[1] == body.now and body.parked[0] != BARRIER:
+            self._waiting.setdefault(body.parked[0], []).append(body)
+
+    def fire(self, key: Key, tree: Any) -> Any:
+        """The forward is at `key` with value `tree`: what it is to go on with."""
+        if self.muted or not self._stepping:
+            return tree
+        waiting = self._waiting.pop(key, None)
+        if not waiting and not any(key in table for table in (self._replays, self._watchers, self._overrides)):
+            return tree
+        self._position = max(self._position, self._ordinal(key)[0])
+        self._point = self._firing = key
+        event = Event(key, tree)
+        for body, rows in self._replays.get(key, ()):
+            _replay(event, body, rows)
+        for body, value in self._overrides.pop(key, ()):
+            visit = self._visit(body, event)
+            visit.set_raw(value)
+            visit.leave()
+        while waiting:
+            for body in sorted(waiting, key=lambda b: getattr(self.rows[b.name], "start", 0)):
+                self._run(body, event)
+            waiting = self._waiting.pop(key, None)
+        for body, watch in self._watchers.get(key, ()):
+            if body.name in self.rows:
+                watch(self._visit(body, event))
+        self._firing = None
+        return event.tree
+
+    def _visit(self, body: Body, event: Event) -> Visit:
+        rows = (self.last_rows if event.key in LAST_POINTS else self.rows)[body.name]
+        if rows.aliases:
+            self._live_storages.update(t.untyped_storage().data_ptr() for _, t in leaves(event.tree))
+        return Visit(event, rows, body.now, body.write_down if body.journal is not None else None)
+
+    def _run(self, body: Body, event: Event) -> None:
+        body.resume(self._visit(body, event))
+        self._file(body)
+        self._release_barriers()
+
+    # What bodies ask for.
+
+    def _ordinal(self, key: Key) -> tuple[int, int]:
+        if key in LAST_POINTS:
+            return LAST_POINTS[key], LAST_POINTS[key]
+        return self.order.get(key[:2] if len(key) == 2 else (key[0], "input"), (-1, 1 << 50))
+
+    def has_passed(self, key: Key) -> bool:
+        """Whether the forward can no longer come to `key` in this step."""
+        if not self._stepping:
+            return True
+        return key != self._firing and len(key) != 4 and self._ordinal(key)[1] <= self._position
+
+    def where(self, step: int) -> str:
+        return f"{point_name(self._point)} of step {step}" if self._point != STEP_START else f"the start of step {step}"
+
+    def watch(self, body: Body, key: Key, watcher: Watcher) -> None:
+        """Have `watcher` called with every later visit of the body's request to `key`, after all edits there."""
+        self.prepare(key)
+        self._watchers.setdefault(key, []).append((body, watcher))
+
+    def override(self, body: Body, key: Key, value: Any) -> None:
+        """Have the request's part of `key` be `value` when the forward comes to it in this step."""
+        self.prepare(key)
+        self._overrides.setdefault(key, []).append((body, value))
+
+    def is_live(self, value: torch.Tensor) -> bool:
+        """Whether `value` shares memory with an activation of this step."""
+        return value.untyped_storage().data_ptr() in self._live_storages
+
+    # Barriers.
+
+    def arrive(self, barrier: Any, body: Body) -> None:
+        waiting = self._at_barrier.setdefault(barrier, [])
+        waiting.append(body)
+        if len(waiting) >= barrier.parties:
+            self._open.add(barrier)
+
+    def is_open(self, barrier: object) -> bool:
+        return barrier in self._open
+
+    def _release_barriers(self) -> None:
+        for barrier in list(self._open):
+            for body in self._at_barrier.pop(barrier, ()):
+                if body.parked is not None and body.parked[0] == BARRIER:
+                    body.resume()
+                    self._file(body)
+
+    # Hooks.
+
+    def prepare(self, key: Key) -> None:
+        """See to it that `fire` is called when the forward comes to `key`."""
+        if key in self._hooks or not key[0] and key[1] not in ("input", "output"):
+            return
+        if len(key) == 4:
+            self.source.install(key[0])
+            return
+        module = self.modules[key[0]]
+        self._hooks[key] = self._hook(module, key)
+
+    def _hook(self, module: nn.Module, key: Key) -> Any:
+        if key[1] == "input":
+
+            def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+                return self.fire(key, (args, kwargs))
+
+            return module.register_forward_pre_hook(before, with_kwargs=True)
+
+        def after(_: nn.Module, __: Any, output: Any) -> Any:
+            return self.fire(key, output)
+
+        return module.register_forward_hook(after)
+
+    def _watch_containers(self) -> None:
+        """A module looks for hooks when it is called: one without any would not see a hook that is added while it runs."""
+        for path, module in self.modules.items():
+            if type(module).__call__ is not nn.Module.__call__:
+                self._hooks[(path, "input")] = self._hooks[(path, "output")] = _ForwardHook(module, path, self.fire)
+            elif next(module.children(), None) is not None:
+                self._hooks[(path, "called")] = module.register_forward_pre_hook(lambda *_: None)
+
+
+class _ForwardHook:
+    """For a class whose `__call__` goes straight to `forward` (vLLM's compiled models): wraps the instance's `forward`."""
+
+    def __init__(self, module: nn.Module, path: str, fire: Callable[[Key, Any], Any]) -> None:
+        self._module = module
+        forward = module.forward
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = fire((path, "input"), (args, kwargs))
+            return fire((path, "output"), forward(*args, **kwargs))
+
+        module.__dict__["forward"] = wrapped
+
+    def remove(self) -> None:
+        self._module.__dict__.pop("forward", None)
+
+
+def _replay(event: Event, body: Body, rows: FlatRows) -> None:
+    """Put a preempted request's edits back on the positions that are computed again."""
+    for written in (body.journal or {}).get(event.key, ()):
+        count = written.value.shape[written.axis]
+        begin = max(written.first_position, rows.first_position)
+        end = min(written.first_position + count, rows.first_position + rows.count)
+        if begin < end:
+            part = written.value.narrow(written.axis, begin - written.first_position, end - begin)
+            start = rows.start + begin - rows.first_position
+            target = FlatRows(start, start + end - begin, rows.total)
+            event.write(written.ref, part.to(event.leaf(written.ref).device), target, written.tokens)

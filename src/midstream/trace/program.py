@@ -1,0 +1,231 @@
+"""What a trace runs: a with-block or a function, how it is shipped, and what comes back of it."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import linecache
+import pickle
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import cloudpickle
+
+from midstream.errors import InterventionError, MidstreamError, TraceError
+from midstream.trace.block import Block, locals_at
+from midstream.trace.body import Body, StopTrace, current_body
+from midstream.trace.gradients import backward
+from midstream.trace.tracer import BodyTracer, save
+from midstream.trace.tree import map_tensors
+
+RETURNED = "return"
+
+
+class Program:
+    """One invoke's code."""
+
+    def run(self, model: Any, shared: dict[str, Any]) -> dict[str, Any]:
+        """Run it in the current body; the values to bring back, by name."""
+        raise NotImplementedError
+
+    def recover(self, error: BaseException, body: Body) -> dict[str, Any]:
+        """After `run` raised: what had been saved until then."""
+        raise NotImplementedError
+
+
+@dataclass
+class FunctionProgram(Program):
+    """`fn(model)` or `fn(model, tracer)`: what it returns is brought back."""
+
+    fn: Callable[..., Any]
+
+    def run(self, model: Any, shared: dict[str, Any]) -> dict[str, Any]:
+        body = current_body()
+        arguments = (model, BodyTracer()) if _takes_tracer(self.fn) else (model,)
+        returned = self.fn(*arguments)
+        return {RETURNED: map_tensors(returned, lambda _, t: body.save(t))}
+
+    def recover(self, error: BaseException, body: Body) -> dict[str, Any]:
+        code = getattr(inspect.unwrap(self.fn), "__code__", None)
+        return body.pick_saved(_locals_of(error.__traceback__, code))
+
+
+def _takes_tracer(fn: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(fn).parameters.values()
+    required = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if len(required) not in (1, 2):
+        raise TraceError(f"{fn!r} must take (model) or (model, tracer).")
+    return len(required) == 2
+
+
+def _locals_of(tb: TracebackType | None, code: Any) -> dict[str, Any]:
+    while tb is not None:
+        if tb.tb_frame.f_code is code:
+            return dict(tb.tb_frame.f_locals)
+        tb = tb.tb_next
+    return {}
+
+
+@dataclass
+class BlockProgram(Program):
+    """A with-block: those of its variables that were saved are brought back.
+
+    Attributes:
+        injected: names the block uses that stand for something else where it runs: the model and the tracer.
+        saved: captured names whose object had been saved above the block.
+    """
+
+    block: Block
+    injected: dict[str, Any]
+    saved: list[str] = field(default_factory=list)
+
+    def run(self, model: Any, shared: dict[str, Any]) -> dict[str, Any]:
+        body = current_body()
+        for name in self.saved:
+            body.save(self.block.captured[name])
+        names = self.block.function()({**self.injected, "__save__": save, "__backward__": backward}, shared)
+        return body.pick_saved({**self._captured(), **names})
+
+    def recover(self, error: BaseException, body: Body) -> dict[str, Any]:
+        return body.pick_saved({**self._captured(), **locals_at(error, self.block)})
+
+    def _captured(self) -> dict[str, Any]:
+        return {name: self.block.captured[name] for name in self.saved}
+
+
+@dataclass
+class Failure:
+    """An exception of a body, in a form that travels."""
+
+    error: BaseException | None  # the exception itself where it can be pickled
+    type_name: str
+    bases: list[str]  # names of its builtin base classes, nearest first
+    message: str
+    frames: list[tuple[str, int, str, str]]  # (file, line, function, text) of the user's own frames
+    midstream: bool
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        own = isinstance(error, MidstreamError)
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if not _internal(f.filename)]
+        builtin = [b.__name__ for b in type(error).__mro__ if b.__module__ == "builtins" and b is not object]
+        return cls(
+            error=error if own and _picklable(error) else None,
+            type_name=type(error).__name__,
+            bases=builtin,
+            message=str(error),
+            frames=[(f.filename, f.lineno or 0, f.name, f.line or "") for f in frames],
+            midstream=own,
+        )
+
+    def text(self) -> str:
+        """A traceback of the user's own lines."""
+        lines = ["Traceback (most recent call last), in the trace:"]
+        for filename, number, name, line in self.frames:
+            lines.append(f'  File "{filename}", line {number}, in {name}')
+            if shown := line or linecache.getline(filename, number).strip():
+                lines.append(f"    {shown}")
+        return "\n".join([*lines, f"{self.type_name}: {self.message}"])
+
+    def exception(self) -> MidstreamError:
+        """What to raise at the client. midstream's own errors stay what they are; others become an InterventionError."""
+        if isinstance(self.error, MidstreamError):
+            self.error.add_note(self.text())
+            return self.error
+        return _mixed_with(self.bases)(f"{self.type_name}: {self.message}\n\n{self.text()}")
+
+
+def _mixed_with(bases: list[str]) -> type[InterventionError]:
+    import builtins
+
+    for name in bases:
+        base = getattr(builtins, name, None)
+        if name in ("BaseException", "Exception") or base is None:
+            break
+        try:
+            return type(f"Intervention{name}", (InterventionError, base), {"__module__": InterventionError.__module__})
+        except TypeError:  # a builtin with a layout of its own
+            continue
+    return InterventionError
+
+
+def _internal(filename: str) -> bool:
+    return f"{__name__.split('.')[0]}/trace/" in filename.replace("\\", "/") or "/site-packages/" in filename
+
+
+def _picklable(error: BaseException) -> bool:
+    try:
+        return type(pickle.loads(pickle.dumps(error))) is type(error)
+    except Exception:
+        return False
+
+
+@dataclass
+class Outcome:
+    """What one request's trace gave.
+
+    Attributes:
+        values: the saved values by name.
+        stopped: whether the body asked for the request to end.
+        order: counts the outcomes of an engine, so that the last of several is known.
+    """
+
+    values: dict[str, Any]
+    failure: Failure | None = None
+    stopped: bool = False
+    order: int = 0
+
+
+def make_body(name: str, program: Program, model: Any, shared: dict[str, Any], *, snapshots: bool, journals: bool) -> Body:
+    """A body that runs `program` on `model`."""
+    return Body(name, lambda: program.run(model, shared), snapshots, journals)
+
+
+def outcome(body: Body, program: Program) -> Outcome:
+    """What `body` gave, once it is done."""
+    if body.failure is None:
+        return Outcome(body.result or {})
+    values = program.recover(body.failure, body)
+    if isinstance(body.failure, StopTrace):
+        return Outcome(values, stopped=True)
+    return Outcome(values, Failure.of(body.failure))
+
+
+# Shipping: by value, but for the model's own objects, which stand for their counterparts in the worker.
+
+
+class _Pickler(cloudpickle.Pickler):
+    def persistent_id(self, obj: Any) -> Any:
+        stands_for = getattr(type(obj), "__midstream_reference__", None)
+        return stands_for(obj) if stands_for is not None else None
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, data: bytes, resolve: Callable[[Any], Any]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._resolve = resolve
+
+    def persistent_load(self, pid: Any) -> Any:
+        return self._resolve(pid)
+
+
+def ship(programs: list[Program]) -> bytes:
+    """Programs as bytes. What they share stays shared. Raises TraceError naming what cannot be shipped."""
+    buffer = io.BytesIO()
+    try:
+        _Pickler(buffer).dump((sys.version_info[:2], programs))
+    except Exception as error:
+        raise TraceError(f"The trace uses a value that cannot be sent to the engine: {error}") from error
+    return buffer.getvalue()
+
+
+def unship(data: bytes, resolve: Callable[[Any], Any]) -> list[Program]:
+    """The programs, with references resolved by `resolve`."""
+    version, programs = _Unpickler(data, resolve).load()
+    if tuple(version) != sys.version_info[:2]:
+        raise TraceError(f"The trace was written on Python {version}, the engine runs {sys.version_info[:2]}; use the same on both.")
+    return programs

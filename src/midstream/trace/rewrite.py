@@ -1,0 +1,328 @@
+"""The body of a with statement as the code object of a function.
+
+Every rewritten node keeps the line and column of what it replaces. The body's own names become free variables of the
+code, which lets `block.py` hand in their first values, read the last ones and lend one to a sibling block, all through
+the cells.
+"""
+
+from __future__ import annotations
+import __future__
+
+import ast
+import copy
+import dis
+import functools
+from collections.abc import Iterator
+from types import CodeType
+
+from midstream.errors import TraceError
+from midstream.trace.frames import Site
+
+INJECTED = frozenset({"__save__", "__backward__", "__builtins__"})
+_FUTURES = functools.reduce(
+    lambda flags, name: flags | getattr(__future__, name).compiler_flag, __future__.all_feature_names, 0
+)
+_GLOBAL_OPS = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "STORE_GLOBAL", "DELETE_GLOBAL"}
+
+
+# What a body may not do
+
+
+class _Escapes(ast.NodeVisitor):
+    """Finds the statements that would leave the block, which has become a function of its own."""
+
+    def __init__(self, filename: str) -> None:
+        self.filename = filename
+        self.in_loop = False
+
+    def refuse(self, node: ast.AST, word: str) -> None:
+        line = getattr(node, "lineno", 0)
+        raise TraceError(
+            f"{self.filename}:{line}: `{word}` cannot leave or suspend a trace, whose block is run as a function"
+        )
+
+    def visit_Return(self, node: ast.Return) -> None:
+        self.refuse(node, "return")
+
+    def visit_Yield(self, node: ast.Yield | ast.YieldFrom) -> None:
+        self.refuse(node, "yield")
+
+    def visit_Await(self, node: ast.Await) -> None:
+        self.refuse(node, "await")
+
+    def visit_AsyncFor(self, node: ast.AsyncFor) -> None:
+        self.refuse(node, "async for")
+
+    def visit_AsyncWith(self, node: ast.AsyncWith) -> None:
+        self.refuse(node, "async with")
+
+    def visit_comprehension(self, node: ast.comprehension) -> None:
+        if node.is_async:
+            self.refuse(node.target, "async for")
+        self.generic_visit(node)
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        if node.names[0].name == "*":
+            self.refuse(node, "import *")
+
+    def visit_Break(self, node: ast.Break | ast.Continue) -> None:
+        if not self.in_loop:
+            self.refuse(node, type(node).__name__.lower())
+
+    def visit_For(self, node: ast.For | ast.While) -> None:
+        outside, self.in_loop = self.in_loop, True
+        for child in node.body:
+            self.visit(child)
+        self.in_loop = outside
+        for child in [node.iter if isinstance(node, ast.For) else node.test, *node.orelse]:
+            self.visit(child)
+
+    def visit_Lambda(self, node: ast.AST) -> None:
+        """A function or class of its own: nothing in it leaves the block."""
+
+    visit_YieldFrom, visit_Continue, visit_While = visit_Yield, visit_Break, visit_For
+    visit_FunctionDef = visit_AsyncFunctionDef = visit_ClassDef = visit_Lambda
+
+
+# The rewrites
+
+
+class _Rewriter(ast.NodeTransformer):
+    """`x.save()` -> `__save__(x)`; `with loss.backward():` -> a `with` in which `h.grad` asks the backward pass."""
+
+    def __init__(self) -> None:
+        self.depth = 0  # of nested functions
+        self.backwards = 0
+        self.grads: list[str] = []
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "save" and not node.args and not node.keywords:
+            return _call("__save__", [self.visit(node.func.value)], [], node)
+        return self.generic_visit(node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        if node.attr == "grad" and isinstance(node.ctx, ast.Load) and self.grads:
+            return _call(self.grads[-1], [self.visit(node.value)], [], node)
+        return self.generic_visit(node)
+
+    def visit_With(self, node: ast.With) -> ast.AST:
+        outside = len(self.grads)
+        for item in node.items:
+            call = item.context_expr
+            self.generic_visit(item)
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "backward":
+                item.context_expr = _call("__backward__", [call.func.value, *call.args], call.keywords, call)
+                if not isinstance(item.optional_vars, ast.Name):
+                    name = ast.Name(f"__grads_{self.backwards}__", ast.Store())
+                    item.optional_vars = ast.copy_location(name, call)
+                self.grads.append(item.optional_vars.id)
+                self.backwards += 1
+        node.body = [self.visit(statement) for statement in node.body]
+        del self.grads[outside:]
+        return node
+
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> ast.AST:
+        self.depth += 1
+        self.generic_visit(node)
+        self.depth -= 1
+        return node
+
+    visit_AsyncFunctionDef = visit_FunctionDef
+
+    def visit_Global(self, node: ast.Global | ast.Nonlocal) -> ast.AST:
+        """All names are the block's: a declaration in it says nothing, one in a nested function means the block's."""
+        return ast.copy_location(ast.Nonlocal(node.names) if self.depth else ast.Pass(), node)
+
+    visit_Nonlocal = visit_Global
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
+        """A free variable cannot be annotated."""
+        if self.depth or not isinstance(node.target, ast.Name):
+            return self.generic_visit(node)
+        plain = ast.Assign([node.target], self.visit(node.value)) if node.value else ast.Pass()
+        return ast.copy_location(plain, node)
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
+        self.depth += 1  # annotations of a class body are the class's
+        self.generic_visit(node)
+        self.depth -= 1
+        return node
+
+
+def _call(name: str, args: list[ast.expr], keywords: list[ast.keyword], at: ast.expr) -> ast.Call:
+    func = ast.copy_location(ast.Name(name, ast.Load()), at)
+    return ast.copy_location(ast.Call(func, args, keywords), at)
+
+
+# Which names a body binds, and which of them it may read first
+
+
+class _Names:
+    """Walks statements in order. `sure` are the names certain to be bound by now, `early` those read while not sure."""
+
+    def __init__(self, body: list[ast.stmt]) -> None:
+        self.bound: set[str] = set()
+        self.early: set[str] = set()
+        self.sure: set[str] = set()
+        self.run(body)
+
+    def run(self, body: list[ast.stmt]) -> None:
+        for node in body:
+            getattr(self, type(node).__name__, self.read)(node)
+
+    def branch(self, body: list[ast.stmt], *targets: ast.AST | str | None) -> set[str]:
+        """Runs statements that may not be executed; returns what is sure where they end."""
+        before, self.sure = self.sure, set(self.sure)
+        self.bind(*targets)
+        self.run(body)
+        after, self.sure = self.sure, before
+        return after
+
+    def read(self, *nodes: ast.AST | None) -> None:
+        for node in (inner for outer in nodes if outer for inner in ast.walk(outer)):
+            if isinstance(node, ast.Name) and node.id not in self.sure:
+                if not isinstance(node.ctx, ast.Store):
+                    self.early.add(node.id)
+            elif isinstance(node, ast.NamedExpr):
+                self.bound.add(node.target.id)
+            elif isinstance(node, ast.Nonlocal):
+                self.bound.update(node.names)
+                self.early.update(node.names)
+
+    def bind(self, *targets: ast.AST | str | None) -> None:
+        for target in targets:
+            if isinstance(target, ast.Name):
+                target = target.id
+            if isinstance(target, str):
+                self.bound.add(target)
+                self.sure.add(target)
+            elif isinstance(target, ast.Tuple | ast.List):
+                self.bind(*target.elts)
+            elif isinstance(target, ast.Starred):
+                self.bind(target.value)
+            else:
+                self.read(target)
+
+    def Assign(self, node: ast.Assign) -> None:
+        self.read(node.value)
+        self.bind(*node.targets)
+
+    def AugAssign(self, node: ast.AugAssign) -> None:
+        if isinstance(node.target, ast.Name) and node.target.id not in self.sure:
+            self.early.add(node.target.id)
+        self.read(node.value)
+        self.bind(node.target)
+
+    def Delete(self, node: ast.Delete) -> None:
+        self.read(node)
+        self.bind(*node.targets)
+        self.sure -= {target.id for target in node.targets if isinstance(target, ast.Name)}
+
+    def For(self, node: ast.For) -> None:
+        self.read(node.iter)
+        self.branch(node.body, node.target)
+        self.branch(node.orelse)
+
+    def While(self, node: ast.While) -> None:
+        self.read(node.test)
+        self.branch(node.body)
+        self.branch(node.orelse)
+
+    def If(self, node: ast.If) -> None:
+        self.read(node.test)
+        self.sure = self.branch(node.body) & self.branch(node.orelse)
+
+    def With(self, node: ast.With) -> None:
+        for item in node.items:
+            self.read(item.context_expr)
+            self.bind(item.optional_vars)
+        after = self.branch(node.body)
+        if any(_is_invoke(item.context_expr) for item in node.items):
+            self.sure = (
+                after  # else a second run of a notebook cell would feed the first run's value to the next invoke
+            )
+
+    def Try(self, node: ast.Try) -> None:
+        self.branch(node.body + node.orelse)
+        for handler in node.handlers:
+            self.read(handler.type)
+            self.branch(handler.body, handler.name)
+        self.run(node.finalbody)
+
+    TryStar = Try
+
+    def Match(self, node: ast.Match) -> None:
+        self.read(node.subject)
+        for case in node.cases:
+            names = [getattr(part, "name", None) or getattr(part, "rest", None) for part in ast.walk(case.pattern)]
+            self.read(case.pattern)
+            self.branch([ast.Expr(case.guard), *case.body] if case.guard else case.body, *filter(None, names))
+
+    def FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> None:
+        self.read(node)
+        self.bind(node.name)
+
+    AsyncFunctionDef = ClassDef = FunctionDef
+
+    def Import(self, node: ast.Import | ast.ImportFrom) -> None:
+        self.bind(*(alias.asname or alias.name.split(".")[0] for alias in node.names))
+
+    ImportFrom = Import
+
+    def TypeAlias(self, node: ast.AST) -> None:
+        self.read(node)
+        self.bind(getattr(node, "name", None))
+
+
+def _is_invoke(node: ast.expr) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "invoke"
+
+
+# The code object
+
+
+def compile_site(site: Site, frame_code: CodeType) -> tuple[CodeType, frozenset[str], frozenset[str]]:
+    """(code, the names outside that it reads, the names it binds before it reads them)."""
+    for statement in site.body:
+        _Escapes(site.filename).visit(statement)
+    rewriter = _Rewriter()
+    body = [rewriter.visit(statement) for statement in copy.deepcopy(site.body)]
+    names = _Names(body)
+    tree = _function_tree(site, body, sorted(names.bound))
+    try:
+        module = compile(tree, site.filename, "exec", flags=frame_code.co_flags & _FUTURES, dont_inherit=True)
+    except SyntaxError as error:
+        raise TraceError(f"{site.filename}:{error.lineno}: {error.msg}") from error
+    (code,) = (code for code in _codes(module) if code.co_name == "__block__")
+    code = code.replace(co_name=frame_code.co_name, co_qualname=frame_code.co_qualname)
+    return code, frozenset(_globals(code)) - INJECTED, frozenset(names.bound - names.early)
+
+
+def _function_tree(site: Site, body: list[ast.stmt], bound: list[str]) -> ast.Module:
+    """The body as a function inside a function that owns its names, inside the class that the block stands in."""
+    tree = ast.parse("def __names__():\n def __block__(): pass")
+    outer = tree.body[0]
+    assert isinstance(outer, ast.FunctionDef) and isinstance(outer.body[0], ast.FunctionDef)
+    inner = outer.body[0]
+    if bound:
+        outer.body.insert(0, ast.Assign([ast.Name(name, ast.Store()) for name in bound], ast.Constant(None)))
+        inner.body = [ast.Nonlocal(bound)]
+    if site.class_name:
+        tree.body = ast.parse(f"class {site.class_name}: pass").body
+        tree.body[0].body = [outer]  # type: ignore[attr-defined]
+    for node in ast.walk(tree):
+        ast.copy_location(node, site.node)
+    inner.body += body
+    return ast.fix_missing_locations(tree)
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def _globals(code: CodeType) -> Iterator[str]:
+    for part in _codes(code):
+        yield from (i.argval for i in dis.get_instructions(part) if i.opname in _GLOBAL_OPS)

@@ -1,0 +1,126 @@
+"""`.source`: the calls inside a module's Python forward as points of their own.
+
+The forward's source is rewritten so that each call `f(x)` goes through a dispatcher that reports the call's arguments and
+result; the rewritten forward replaces the module's own only while a trace is alive. Calls are named after what is called,
+with a running number: `self_c_proj_0`, `attention_interface_0`.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import CodeType, FunctionType
+from typing import Any
+
+from torch import nn
+
+from midstream.errors import SourceUnavailableError
+
+_DISPATCH = "__midstream_call__"
+
+
+@dataclass(frozen=True)
+class ForwardSource:
+    """A forward's text and the code that reports its calls."""
+
+    text: str
+    names: tuple[str, ...]
+    lines: tuple[int, ...]  # of each call, counted from the first line of `text`
+    code: CodeType
+
+    def __str__(self) -> str:
+        marks: dict[int, list[str]] = {}
+        for name, line in zip(self.names, self.lines, strict=True):
+            marks.setdefault(line, []).append(name)
+        rows = []
+        for number, line in enumerate(self.text.splitlines(), start=1):
+            here = ", ".join(marks.get(number, ()))
+            rows.append(f"{here:>40} | {line}")
+        return "\n".join(rows)
+
+
+class _Dispatch(ast.NodeTransformer):
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.calls: list[tuple[str, int]] = []
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        if isinstance(node.func, ast.Name) and node.func.id in ("super", "locals", "isinstance", "getattr", "hasattr"):
+            return self.generic_visit(node)
+        words = "".join(c if c.isalnum() else " " for c in ast.unparse(node.func)).split()
+        stem = "_".join(words) or "call"
+        name = f"{stem}_{self.counts[stem]}"
+        self.counts[stem] += 1
+        self.calls.append((name, node.lineno))
+        self.generic_visit(node)
+        dispatched = ast.Call(ast.Name(_DISPATCH, ast.Load()), [ast.Constant(name), node.func, *node.args], node.keywords)
+        return ast.copy_location(dispatched, node)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        node.decorator_list = []
+        node.body = [self.visit(statement) for statement in node.body]
+        return node
+
+
+@functools.cache
+def forward_source(forward: FunctionType) -> ForwardSource:
+    """Read and rewrite one forward. Raises SourceUnavailableError for a forward without Python source."""
+    forward = inspect.unwrap(forward)
+    try:
+        text = textwrap.dedent(inspect.getsource(forward))
+    except (OSError, TypeError):
+        raise SourceUnavailableError(f"{forward!r} has no Python source; use the module's .input and .output.") from None
+    if "__class__" in forward.__code__.co_freevars:
+        raise SourceUnavailableError(f"{forward.__qualname__} calls super(), which .source cannot follow; use .input and .output.")
+    tree = ast.parse(text)
+    dispatch = _Dispatch()
+    function = dispatch.visit(tree.body[0])
+    tree.body = [ast.fix_missing_locations(_in_factory(function, forward.__code__.co_freevars))]
+    module = compile(ast.fix_missing_locations(tree), forward.__code__.co_filename, "exec")
+    names, lines = zip(*dispatch.calls, strict=True) if dispatch.calls else ((), ())
+    return ForwardSource(text, names, lines, module)
+
+
+def _in_factory(function: ast.FunctionDef, free: tuple[str, ...]) -> ast.FunctionDef:
+    """`def factory(free...): def forward(...): ...; return forward`, so that closures keep working."""
+    arguments = ast.arguments([], [ast.arg(name) for name in free], None, [], [], None, [])
+    returned = ast.Return(ast.Name(function.name, ast.Load()))
+    return ast.FunctionDef("__factory__", arguments, [function, returned], [], None, None, type_params=[])  # type: ignore[call-arg]
+
+
+class SourceHooks:
+    """The rewritten forwards that stand in for modules' own while a trace is alive."""
+
+    def __init__(self, modules: Mapping[str, nn.Module], fire: Callable[[Any, Any], Any]) -> None:
+        self._modules = modules
+        self._fire = fire
+        self._installed: list[nn.Module] = []
+
+    def of(self, path: str) -> ForwardSource:
+        return forward_source(type(self._modules[path]).forward)  # type: ignore[arg-type]
+
+    def install(self, path: str) -> None:
+        module = self._modules[path]
+        if module in self._installed:
+            return
+        plain = inspect.unwrap(type(module).forward)
+        cells = [cell.cell_contents for cell in plain.__closure__ or ()]
+
+        def call(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            args, kwargs = self._fire((path, "source", name, "input"), (args, kwargs))
+            return self._fire((path, "source", name, "output"), function(*args, **kwargs))
+
+        names = {**plain.__globals__, _DISPATCH: call}
+        exec(self.of(path).code, names)
+        module.__dict__["forward"] = names["__factory__"](*cells).__get__(module)
+        self._installed.append(module)
+
+    def remove(self) -> None:
+        for module in self._installed:
+            module.__dict__.pop("forward", None)
+        self._installed.clear()

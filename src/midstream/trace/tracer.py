@@ -1,0 +1,167 @@
+"""What a trace's body sees as `tracer`: steps, early stop, cache and barriers."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from midstream.errors import TraceError, UnknownModuleError
+from midstream.trace.body import StopTrace, current_body, steps
+from midstream.trace.tree import map_tensors
+from midstream.trace.visit import Visit
+
+_numbers = itertools.count()
+
+
+def save(value: Any) -> Any:
+    """Mark a value to be brought back from a trace.
+
+    A tensor comes back as it is at this moment, on the CPU if an engine computed it; a container comes back as it is when the
+    trace ends. Works on any object. In a with-block `x.save()` means the same.
+
+    Returns:
+        The value to keep: for an engine's tensor a copy that later kernels do not touch.
+    """
+    return current_body().save(value)
+
+
+@dataclass(frozen=True)
+class Barrier:
+    """`barrier = tracer.barrier(2)` above the invokes, `barrier()` in each of them: all wait there for each other."""
+
+    parties: int
+    name: str = field(default_factory=lambda: f"{os.getpid()}-{next(_numbers)}")
+
+    def __call__(self) -> None:
+        current_body().wait_at_barrier(self)
+
+
+@dataclass(frozen=True)
+class Result:
+    """Stands for the request's final output inside the body, where it does not exist yet."""
+
+
+class Steps:
+    """`tracer.iter`: `for step in tracer.iter[:]`, `tracer.iter[2:5]`, `tracer.iter[0]`, `tracer.iter[[0, 3]]`."""
+
+    def __getitem__(self, wanted: slice | int | list[int]) -> Iterator[int]:
+        return steps(current_body(), wanted)
+
+
+@dataclass
+class CacheEntry:
+    """What a cache holds of one module: its outputs and inputs, a list of them if the request ran several steps."""
+
+    output: Any = None
+    inputs: Any = None
+
+    def add(self, field_name: str, value: Any) -> None:
+        before = getattr(self, field_name)
+        if before is None:
+            setattr(self, field_name, value)
+        elif isinstance(before, _Steps):
+            before.append(value)
+        else:
+            setattr(self, field_name, _Steps([before, value]))
+
+
+class _Steps(list[Any]):
+    """Values of several steps, told from a module's own list."""
+
+
+class Cache(dict[str, CacheEntry]):
+    """Activations by module path: `cache["model.layers.3"].output`, or `cache.model.layers[3].output`."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _CachePath(self, name)
+
+
+class _CachePath:
+    def __init__(self, cache: Cache, path: str) -> None:
+        self._cache = cache
+        self._path = path
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("output", "inputs"):
+            if self._path not in self._cache:
+                raise UnknownModuleError(f"the cache holds nothing of {self._path}; it has {', '.join(list(self._cache)[:8])} ...")
+            return getattr(self._cache[self._path], name)
+        return _CachePath(self._cache, f"{self._path}.{name}")
+
+    def __getitem__(self, index: int) -> Any:
+        return _CachePath(self._cache, f"{self._path}.{index}")
+
+
+class BodyTracer:
+    """The tracer inside a trace's body."""
+
+    iter = Steps()
+    result = Result()
+
+    def all(self) -> Iterator[int]:
+        """Every step of the generation, as `iter[:]`."""
+        return self.iter[:]
+
+    def next(self, count: int = 1) -> int:
+        """Go on to the next step; reads that follow are about that one."""
+        body = current_body()
+        for step in steps(body, [body.step + count]):
+            return step
+        raise AssertionError("an asked-for step is yielded or raises")
+
+    def stop(self) -> None:
+        """End the request with this step. What was saved before is kept; the code that follows does not run."""
+        current_body().stopped = True
+        raise StopTrace
+
+    def barrier(self, parties: int) -> Barrier:
+        raise TraceError("Make the barrier above the invokes that meet at it: `barrier = tracer.barrier(2)` outside of them.")
+
+    def invoke(self, *_: Any, **__: Any) -> None:
+        raise TraceError("An invoke cannot lie inside another one, nor inside a trace that has a prompt: give model.trace() no prompt.")
+
+    def cache(
+        self,
+        modules: Iterable[Any] | None = None,
+        include_output: bool = True,
+        include_inputs: bool = False,
+        device: torch.device | str | None = "cpu",
+        dtype: torch.dtype | None = None,
+    ) -> Cache:
+        """Keep what modules return in the rest of this trace, after all edits.
+
+        Args:
+            modules: modules or paths; None for every module of the tree.
+            include_output, include_inputs: what to keep of each.
+            device, dtype: what the kept tensors are converted to; None leaves them.
+
+        Returns:
+            A saved cache, filled as the forward goes on.
+        """
+        body = current_body()
+        tree = body.interleaver.modules
+        paths = [p for p in tree if p] if modules is None else [getattr(m, "_path", m) for m in modules]
+        cache = Cache()
+
+        def keep(path: str, field_name: str) -> Any:
+            def watch(visit: Visit) -> None:
+                value = map_tensors(visit.raw(), lambda _, t: t.detach().to(device, dtype, copy=True))
+                cache.setdefault(path, CacheEntry()).add(field_name, value)
+
+            return watch
+
+        for path in paths:
+            if path not in tree:
+                raise UnknownModuleError(f"cache: the model has no module {path!r}; print(model) shows the tree.")
+            if include_output:
+                body.interleaver.watch(body, (path, "output"), keep(path, "output"))
+            if include_inputs:
+                body.interleaver.watch(body, (path, "input"), keep(path, "inputs"))
+        return save(cache)

@@ -1,0 +1,45 @@
+"""Tensors inside what modules take and return: tuples, lists, named tuples, dicts and transformers' ModelOutput."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from midstream.sites import Ref
+
+
+def leaves(tree: Any, at: Ref = ()) -> Iterator[tuple[Ref, torch.Tensor]]:
+    """Each tensor in `tree`, with the way to it."""
+    if isinstance(tree, torch.Tensor):
+        yield at, tree
+    elif isinstance(tree, (tuple, list)):
+        for i, item in enumerate(tree):
+            yield from leaves(item, (*at, i))
+    elif hasattr(tree, "keys") and hasattr(tree, "__getitem__"):
+        for name in tree.keys():  # noqa: SIM118 (ModelOutput iterates over its keys, mappings of other kinds need not)
+            yield from leaves(tree[name], (*at, name))
+
+
+def map_tensors(tree: Any, change: Callable[[Ref, torch.Tensor], Any], at: Ref = ()) -> Any:
+    """`tree` with every tensor replaced by what `change(ref, tensor)` returns."""
+    if isinstance(tree, torch.Tensor):
+        return change(at, tree)
+    if isinstance(tree, (tuple, list)):
+        items = [map_tensors(item, change, (*at, i)) for i, item in enumerate(tree)]
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    if hasattr(tree, "keys") and hasattr(tree, "__getitem__"):
+        changed = {name: map_tensors(tree[name], change, (*at, name)) for name in tree.keys()}  # noqa: SIM118
+        return type(tree)(**changed) if type(tree) is not dict else changed
+    return tree
+
+
+def shape_text(tree: Any) -> str:
+    """What a value looks like, for messages: `[7, 64]`, `([7, 64], [7, 64])`, `None`, `int`."""
+    if isinstance(tree, torch.Tensor):
+        return str(list(tree.shape))
+    if isinstance(tree, (tuple, list)):
+        inner = ", ".join(shape_text(item) for item in tree)
+        return f"({inner})" if isinstance(tree, tuple) else f"[{inner}]"
+    return "None" if tree is None else type(tree).__name__

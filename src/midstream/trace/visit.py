@@ -1,0 +1,191 @@
+"""One stop of the forward pass at a point, and what one trace does to the value there.
+
+An `Event` is the forward's side: the value of the whole batch, replaced where somebody wrote. A `Visit` is one request's
+side of it: it hands out this request's part, and on leaving writes back what was edited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from midstream.errors import ShapeError
+from midstream.sites import Binding, Ref, follow, replaced
+from midstream.trace.rows import Rows, private
+from midstream.trace.tree import leaves, map_tensors, shape_text
+
+Key = tuple[str, ...]  # (path, "input"), (path, "output"), ("", "logits"), (path, "source", call, "output")
+Journal = Callable[["Visit", Ref, bool, torch.Tensor], None]
+
+
+def point_name(key: Key) -> str:
+    """How a user would write the point: `model.layers.3.output`."""
+    return ".".join(part for part in key if part)
+
+
+class Event:
+    """The forward pass at `key`. `tree` is the whole batch's value there: `(args, kwargs)` or what was returned."""
+
+    def __init__(self, key: Key, tree: Any) -> None:
+        self.key = key
+        self.tree = tree
+        self._owned: set[Ref] = set()
+
+    @property
+    def changed(self) -> bool:
+        return bool(self._owned)
+
+    def leaf(self, ref: Ref) -> Any:
+        return follow(self.tree, ref)
+
+    def write(self, ref: Ref, value: torch.Tensor, rows: Rows, tokens: bool) -> None:
+        """Put `value` into this request's part of the leaf. The engine's own tensor is left alone: it may be seen from elsewhere."""
+        full = self.leaf(ref)
+        if ref not in self._owned and not rows.aliases:
+            full = full.clone()
+        full = rows.put_tokens(full, value) if tokens else rows.put(full, value)
+        self.tree = replaced(self.tree, ref, full)
+        self._owned.add(ref)
+
+
+@dataclass
+class _Handed:
+    """A tensor that the trace holds, and how it looked when it was handed out."""
+
+    value: torch.Tensor
+    version: int
+    write: Callable[[torch.Tensor], None]
+
+
+class Visit:
+    """What one trace sees of an event."""
+
+    def __init__(self, event: Event, rows: Rows, step: int, journal: Journal | None = None) -> None:
+        self.event = event
+        self.key = event.key
+        self.rows = rows
+        self.step = step
+        self._journal = journal
+        self._handed: list[_Handed] = []
+        self._raw: Any = None
+        self._has_raw = False
+        self._sites: dict[Binding, torch.Tensor] = {}
+
+    def _write(self, ref: Ref, value: torch.Tensor, tokens: bool) -> None:
+        self.event.write(ref, value, self.rows, tokens)
+        if self._journal is not None:
+            self._journal(self, ref, tokens, value)
+
+    def _hand_out(self, value: torch.Tensor, write: Callable[[torch.Tensor], None], aliased: bool) -> torch.Tensor:
+        if not aliased:
+            self._handed.append(_Handed(value, value._version, write))
+        return value
+
+    def _isolate(self, value: torch.Tensor) -> torch.Tensor:
+        """A module's input is often its neighbour's too: an edit must reach this module alone."""
+        return value.clone() if self.rows.aliases and "input" in self.key else value
+
+    def raw(self) -> Any:
+        """The value as the module has it, this request's rows only."""
+        if not self._has_raw:
+
+            def take(ref: Ref, full: torch.Tensor) -> torch.Tensor:
+                part = self.rows.take(full)
+                if not (self.rows.aliases and "input" in self.key):
+                    return self._hand_out(part, lambda v: self._write(ref, v, False), self.rows.aliases)
+                part = part.clone()
+                if part.requires_grad:  # gradients are read at the copy, so the copy must be what the module gets
+                    self._write(ref, part, False)
+                return self._hand_out(part, lambda v: self._write(ref, v, False), False)
+
+            self._raw, self._has_raw = map_tensors(self.event.tree, take), True
+        return self._raw
+
+    def set_raw(self, value: Any) -> None:
+        current = self.raw()
+        if value is current:
+            return
+        expected = dict(leaves(current))
+        given = dict(leaves(value))
+        if set(expected) != set(given) or any(given[ref].shape != part.shape for ref, part in expected.items()):
+            raise ShapeError(
+                f"{point_name(self.key)} is {shape_text(current)} for this request; "
+                f"{shape_text(value)} was written to it. Write a value of the same structure and shape."
+            )
+        self._settle()
+        for ref, part in given.items():
+            if part is not expected[ref]:
+                self._write(ref, part, False)
+        self._forget()
+
+        def keep(ref: Ref, part: torch.Tensor) -> torch.Tensor:
+            return self._hand_out(_tracked(part), lambda v: self._write(ref, v, False), False)
+
+        self._raw, self._has_raw = map_tensors(value, keep), True
+
+    def site(self, binding: Binding) -> torch.Tensor:
+        """The site's value, `[tokens, hidden]` (`[tokens, heads, head_dim]` for `attn_z`)."""
+        if binding not in self._sites:
+            if self._has_raw:
+                self._settle()
+
+            def leaf(ref: Ref) -> torch.Tensor | None:
+                full = self.event.leaf(ref)
+                return None if full is None else self.rows.take_tokens(full)
+
+            value = self._isolate(binding.read(leaf))
+            aliased = self.rows.aliases and self.key[-1] != "input" and binding.residual is None and binding.scale == 1.0
+            self._sites[binding] = self._hand_out(value, lambda v: self._write_site(binding, v), aliased)
+            if value.requires_grad and not aliased:
+                self._write_site(binding, value)
+        return self._sites[binding]
+
+    def _write_site(self, binding: Binding, value: torch.Tensor) -> None:
+        for ref, part in binding.leaves(value, self.event.leaf):
+            self._write(ref, part, True)
+
+    def set_site(self, binding: Binding, value: torch.Tensor, name: str) -> None:
+        current = self.site(binding)
+        if value is current:
+            return
+        if not isinstance(value, torch.Tensor):
+            raise ShapeError(f"{name} is a tensor {list(current.shape)}; a {type(value).__name__} was written to it.")
+        try:
+            whole = value.to(current).expand_as(current)
+        except RuntimeError:
+            raise ShapeError(
+                f"{name} is {list(current.shape)} for this request; {list(value.shape)} was written to it. "
+                "Write a tensor of that shape, or one that broadcasts to it."
+            ) from None
+        self._settle()
+        self._forget()
+        self._write_site(binding, whole)
+        kept = _tracked(whole if whole is value else whole.clone())
+        self._sites = {binding: kept}
+        self._hand_out(kept, lambda v: self._write_site(binding, v), False)
+
+    def _settle(self) -> None:
+        """Write back what was edited in place since it was handed out."""
+        for handed in self._handed:
+            if handed.value._version != handed.version:
+                handed.write(handed.value)
+                handed.version = handed.value._version
+
+    def _forget(self) -> None:
+        """Older views of this point are out of date after a replacement."""
+        self._handed.clear()
+        self._sites.clear()
+        self._has_raw = False
+
+    def leave(self) -> None:
+        """The trace goes on to another point: its edits here become final."""
+        self._settle()
+        self._handed.clear()
+
+
+def _tracked(value: torch.Tensor) -> torch.Tensor:
+    """`value`, such that edits in place can be told: what is computed in inference mode has no version counter."""
+    return private(value) if value.is_inference() else value
