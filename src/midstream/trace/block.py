@@ -210,7 +210,9 @@ def capture(frame: FrameType) -> Block:
             captured[name] = local[name]
         elif name not in own and name in frame.f_globals:
             captured[name] = frame.f_globals[name]
-    module = {name: frame.f_globals[name] for name in ("__name__", "__package__") if name in frame.f_globals}
+    module: dict[str, Any] = {
+        name: frame.f_globals[name] for name in ("__name__", "__package__") if name in frame.f_globals
+    }
     return Block(compiled, captured, module)
 
 

@@ -161,7 +161,7 @@ class _Skip:
 
     def __init__(self, frame: FrameType, target: str | None) -> None:
         self.frame, self.target, self.names = frame, target, dict[str, Any]()
-        self.previous = sys.gettrace()
+        self.previous: Any = sys.gettrace()
         self.local = (frame.f_trace, frame.f_trace_lines, frame.f_trace_opcodes)
         # A tracer in C, like coverage's, counts calls and returns: it has to be told of the returns that ours sees.
         self.in_c = self.previous is not None and not isinstance(self.previous, FunctionType | MethodType)

@@ -74,7 +74,8 @@ class _Escapes(ast.NodeVisitor):
         for child in node.body:
             self.visit(child)
         self.in_loop = outside
-        for child in [node.iter if isinstance(node, ast.For) else node.test, *node.orelse]:
+        self.visit(node.iter if isinstance(node, ast.For) else node.test)
+        for child in node.orelse:
             self.visit(child)
 
     def visit_Lambda(self, node: ast.AST) -> None:
@@ -139,7 +140,7 @@ class _Rewriter(ast.NodeTransformer):
         """A free variable cannot be annotated."""
         if self.depth or not isinstance(node.target, ast.Name):
             return self.generic_visit(node)
-        plain = ast.Assign([node.target], self.visit(node.value)) if node.value else ast.Pass()
+        plain: ast.stmt = ast.Assign([node.target], self.visit(node.value)) if node.value else ast.Pass()
         return ast.copy_location(plain, node)
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
