@@ -1,0 +1,484 @@
+"""Detection on stub modules, one per layout (rows B2, B3, B4, B6, B7). No vLLM, no transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from midstream.arch import Architecture, detect
+from midstream.errors import ArchitectureError, UnknownSiteError
+from midstream.sites import follow
+
+T, H, HEADS = 5, 8, 2
+
+
+class Norm(nn.Module):
+    """Fused like vLLM's: with a residual it overwrites both buffers and returns them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(H) + 0.5)
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        if residual is None:
+            return nn.functional.rms_norm(x, (H,), self.weight)
+        residual.add_(x)
+        x.copy_(nn.functional.rms_norm(residual, (H,), self.weight))
+        return x, residual
+
+
+class Attention(nn.Module):
+    """Zeros, as in an engine's dummy run. `hidden_states` may come by position or by keyword."""
+
+    head_dim = H // HEADS
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.o_proj = nn.Linear(H, H)
+
+    def forward(self, hidden_states: torch.Tensor, positions: torch.Tensor | None = None) -> Any:
+        return self.o_proj(torch.zeros_like(hidden_states)) * 0
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj = nn.Linear(H, 3 * H), nn.Linear(3 * H, H)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.up_proj(x).relu())
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.input_layernorm, self.post_attention_layernorm = Norm(), Norm()
+        self.self_attn, self.mlp = Attention(), MLP()
+
+
+class Single(Block):
+    def forward(self, hidden_states: torch.Tensor) -> Any:
+        hidden_states = hidden_states + self.self_attn(self.input_layernorm(hidden_states))
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class Tupled(Single):
+    def forward(self, hidden_states: torch.Tensor) -> Any:
+        return super().forward(hidden_states), torch.zeros(1, HEADS, T, T)
+
+
+class Keyword(Single):
+    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> Any:
+        return super().forward(hidden_states)
+
+
+class Dual(Block):
+    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None) -> Any:
+        if residual is None:
+            residual = hidden_states.clone()
+            hidden_states = self.input_layernorm(hidden_states)
+        else:
+            hidden_states, residual = self.input_layernorm(hidden_states, residual)
+        hidden_states = self.self_attn(positions=positions, hidden_states=hidden_states)
+        hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
+        return self.mlp(hidden_states), residual
+
+
+class DualByHand(Single):
+    """Adds its two streams itself, with no fused norm."""
+
+    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None) -> Any:
+        stream = hidden_states if residual is None else hidden_states + residual
+        stream = stream + self.self_attn(self.input_layernorm(stream))
+        return self.mlp(self.post_attention_layernorm(stream)), stream
+
+
+class FakeDual(Single):
+    """Returns and takes a second tensor that is no part of the stream (Command-R)."""
+
+    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None) -> Any:
+        return super().forward(hidden_states), hidden_states
+
+
+class Mismatched(Dual):
+    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None) -> Any:
+        hidden_states, _ = super().forward(positions, hidden_states, residual)
+        return hidden_states, hidden_states[:1].clone()
+
+
+class Parallel(Block):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        attended = self.self_attn(self.input_layernorm(hidden_states))
+        return hidden_states + attended + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class InPlace(Block):
+    """The stream after attention lies in the buffer that entered the block (Falcon on vLLM): not a parallel block."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        residual = hidden_states
+        residual += self.self_attn(self.input_layernorm(hidden_states))
+        return residual + self.mlp(self.post_attention_layernorm(residual))
+
+
+class PostNorm(Block):
+    """Norms what attention and MLP return, before the add (OLMo 2)."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        hidden_states = hidden_states + self.post_attention_layernorm(self.self_attn(hidden_states))
+        return hidden_states + self.input_layernorm(self.mlp(hidden_states))
+
+
+class SumThenNorm(Block):
+    """The norm reads the sum, which lies in attention's own output buffer: it is no post-norm."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        attended = self.self_attn(self.input_layernorm(hidden_states))
+        attended += hidden_states
+        return attended + self.mlp(self.post_attention_layernorm(attended))
+
+
+class Paired(nn.Module):
+    """Returns its bias beside its output, for the caller to add."""
+
+    head_dim = H // HEADS
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.bias = nn.Linear(H, H, bias=False), nn.Parameter(torch.rand(H))
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.dense(hidden_states), self.bias
+
+
+class WithBias(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.self_attn = Paired()
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        attended, bias = self.self_attn(self.input_layernorm(hidden_states))
+        hidden_states = hidden_states + (attended + bias)
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class BareMLP(Block):
+    """The two linear layers of the MLP are the block's own (OPT)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.mlp
+        self.fc1, self.fc2 = nn.Linear(H, 3 * H), nn.Linear(3 * H, H)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        hidden_states = hidden_states + self.self_attn(self.input_layernorm(hidden_states))
+        return hidden_states + self.fc2(self.fc1(self.post_attention_layernorm(hidden_states)).relu())
+
+
+def by_position(layer: nn.Module, positions: torch.Tensor, h: torch.Tensor, r: Any) -> tuple[torch.Tensor, Any]:
+    return layer(h), None
+
+
+def first_of_tuple(layer: nn.Module, positions: torch.Tensor, h: torch.Tensor, r: Any) -> tuple[torch.Tensor, Any]:
+    return layer(h)[0], None
+
+
+def by_keyword(layer: nn.Module, positions: torch.Tensor, h: torch.Tensor, r: Any) -> tuple[torch.Tensor, Any]:
+    return layer(positions=positions, hidden_states=h), None
+
+
+def positions_first(layer: nn.Module, positions: torch.Tensor, h: torch.Tensor, r: Any) -> tuple[torch.Tensor, Any]:
+    return layer(positions, h), None
+
+
+def two_streams(layer: nn.Module, positions: torch.Tensor, h: torch.Tensor, r: Any) -> tuple[torch.Tensor, Any]:
+    return layer(positions, h, r)
+
+
+def two_by_keyword(layer: nn.Module, positions: torch.Tensor, h: torch.Tensor, r: Any) -> tuple[torch.Tensor, Any]:
+    return layer(positions, hidden_states=h, residual=r)
+
+
+Call = Callable[[nn.Module, torch.Tensor, torch.Tensor, Any], tuple[torch.Tensor, Any]]
+
+
+class Model(nn.Module):
+    def __init__(self, block: type[nn.Module], call: Call, *, num_layers: int = 3, scale: float = 1.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed_tokens, self.norm = nn.Embedding(11, H), Norm()
+        self.layers = nn.ModuleList(block() for _ in range(num_layers))
+        self.call, self.scale = call, scale
+        self.stream: list[torch.Tensor] = []  # the oracle: the value at every layer boundary
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        h, r = self.embed_tokens(input_ids) * self.scale, None
+        self.stream = [h.clone()]
+        for layer in self.layers:
+            h, r = self.call(layer, torch.arange(T), h, r)
+            self.stream.append(h.clone() if r is None or isinstance(layer, FakeDual) else h + r)
+        return self.norm(h, r)[0] if r is not None else self.norm(h)
+
+
+IDS = torch.tensor([3, 1, 4, 1, 5])
+
+
+def probe(model: nn.Module, **options: Any) -> Architecture:
+    return detect(model, lambda: model(IDS), **options)
+
+
+def read_all(model: nn.Module, architecture: Architecture) -> dict[tuple[str, int | None], torch.Tensor]:
+    """Every site's value, by plain forward hooks at the bindings."""
+    values, modules, handles = {}, dict(model.named_modules()), []
+    for key, binding in architecture.bindings.items():
+
+        def take(tree: Any, key: Any = key, binding: Any = binding) -> None:
+            values[key] = binding.read(lambda ref: follow(tree, ref)).detach().clone()
+
+        def before(m: Any, args: Any, kwargs: Any, take: Any = take) -> None:
+            take((args, kwargs))
+
+        def after(m: Any, args: Any, output: Any, take: Any = take) -> None:
+            take(output)
+
+        module = modules[binding.path]
+        if binding.kind == "input":
+            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        else:
+            handles.append(module.register_forward_hook(after))
+    with torch.no_grad():
+        model(IDS)
+    for handle in handles:
+        handle.remove()
+    return values
+
+
+LAYOUTS = {
+    "single": (Single, by_position),
+    "tuple": (Tupled, first_of_tuple),
+    "keyword": (Keyword, by_keyword),
+    "positions_first": (Keyword, positions_first),
+    "dual": (Dual, two_streams),
+    "dual_by_keyword": (Dual, two_by_keyword),
+    "dual_by_hand": (DualByHand, two_streams),
+    "fake_dual": (FakeDual, two_streams),
+    "in_place": (InPlace, by_position),
+    "post_norm": (PostNorm, by_position),
+    "sum_then_norm": (SumThenNorm, by_position),
+    "bias_pair": (WithBias, by_position),
+    "bare_mlp": (BareMLP, by_position),
+    "parallel": (Parallel, by_position),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_gives_the_residual_stream(layout: str) -> None:
+    """B2, B3, B6: the value at a layer boundary is the stream, whatever carries it; and the parts add up."""
+    model = Model(*LAYOUTS[layout])
+    architecture = probe(model)
+    values = read_all(model, architecture)
+    for i in range(3):
+        assert torch.equal(values["resid_pre", i], model.stream[i])
+        assert torch.equal(values["resid_post", i], model.stream[i + 1])
+        assert values["attn_in", i].is_floating_point()
+        assert values["attn_z", i].shape == (T, HEADS, H // HEADS)
+        assert values["mlp_act", i].shape == (T, 3 * H)
+        parts = values["attn_out", i] + values["mlp_out", i]
+        torch.testing.assert_close(values["resid_pre", i] + parts, values["resid_post", i])
+        if layout == "parallel":
+            assert ("resid_mid", i) not in values
+        else:
+            middle = values["resid_mid", i]
+            torch.testing.assert_close(middle, values["resid_pre", i] + values["attn_out", i])
+            torch.testing.assert_close(middle + values["mlp_out", i], values["resid_post", i])
+
+
+@pytest.mark.parametrize("layout", ["single", "dual"])
+def test_final_norm_is_one_tensor(layout: str) -> None:
+    """B7: a fused norm returns a pair, and the value is its first element."""
+    model = Model(*LAYOUTS[layout])
+    binding = probe(model).binding("final_norm")
+    assert binding.hidden == ((0,) if layout == "dual" else ())
+    assert binding.residual is None
+
+
+@pytest.mark.parametrize("layout", ["dual", "single", "keyword"])
+def test_a_stage_with_one_layer(layout: str) -> None:
+    """A pipeline stage may have one layer, and the first of a dual-stream model sees no residual."""
+    model = Model(*LAYOUTS[layout], num_layers=1)
+    values = read_all(model, probe(model))
+    assert torch.equal(values["resid_pre", 0], model.stream[0])
+    assert torch.equal(values["resid_post", 0], model.stream[1])
+
+
+def test_layers_of_other_stages_are_left_out() -> None:
+    class PPMissingLayer(nn.Identity):
+        def forward(self, positions: Any, h: torch.Tensor, r: Any) -> Any:
+            return h, r
+
+    model = Model(Dual, two_streams, num_layers=4)
+    model.layers[0], model.layers[3] = PPMissingLayer(), PPMissingLayer()
+    architecture = probe(model)
+    assert (architecture.num_layers, architecture.layers) == (4, (1, 2))
+    with pytest.raises(UnknownSiteError, match=r"layer 3 is not in this process.*\[1, 2\]"):
+        architecture.binding("resid_post", 3)
+
+
+def test_streams_of_different_shapes() -> None:
+    """B4: names the module and what was expected, at detection."""
+    with pytest.raises(ArchitectureError, match=r"layers\.0 hands two streams of different shapes.*expected"):
+        probe(Model(Mismatched, two_streams))
+
+
+def test_no_hidden_states() -> None:
+    """B4: the layer returns nothing of the width that it was given."""
+
+    class Narrow(Single):
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            return super().forward(hidden_states)[..., :1]
+
+    def widened(layer: nn.Module, p: torch.Tensor, h: torch.Tensor, r: Any) -> tuple[torch.Tensor, Any]:
+        return layer(h).repeat(1, H), None
+
+    with pytest.raises(ArchitectureError, match=r"layers\.0 \(Narrow\).*expected a floating argument"):
+        probe(Model(Narrow, widened))
+
+    class Silent(Single):
+        def forward(self, hidden_states: torch.Tensor) -> Any:
+            return None
+
+    def ignored(layer: nn.Module, p: torch.Tensor, h: torch.Tensor, r: Any) -> tuple[torch.Tensor, Any]:
+        layer(h)
+        return h, None
+
+    with pytest.raises(ArchitectureError, match=r"layers\.0 \(Silent\) returned no tensor; expected the hidden states"):
+        probe(Model(Silent, ignored))
+
+
+class Custom(nn.Module):
+    """All under the user's own names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.lookup, self.ln_last = nn.Embedding(11, H), Norm()
+        self.my_blocks = nn.ModuleList(Single() for _ in range(2))
+        for block in self.my_blocks:
+            block.mixer, block.expander = block.self_attn, block.mlp
+            del block.self_attn, block.mlp
+            block.forward = lambda h, b=block: self.block(b, h)
+
+    def block(self, b: nn.Module, h: torch.Tensor) -> torch.Tensor:
+        h = h + b.mixer(b.input_layernorm(h))
+        return h + b.expander(b.post_attention_layernorm(h))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        h = self.lookup(ids)
+        for block in self.my_blocks:
+            h = block(h)
+        return self.ln_last(h)
+
+
+def test_rename() -> None:
+    rename = {"my_blocks": "layers", "mixer": "attn", "expander": "mlp", "lookup": "embed", "ln_last": "final_norm"}
+    architecture = probe(Custom(), rename=rename)
+    assert architecture.sites == probe(Model(Single, by_position)).sites
+    assert architecture.parts["attn"] == "my_blocks.{}.mixer"
+    with pytest.raises(ArchitectureError, match=r"'layer'.* did you mean 'layers'"):
+        probe(Custom(), rename={"my_blocks": "layer"})
+
+
+def test_no_container() -> None:
+    with pytest.raises(ArchitectureError, match=r"no list of layers.*my_blocks.*rename=\{'my_blocks': 'layers'\}"):
+        probe(Custom())
+
+
+def test_several_containers() -> None:
+    class Two(Model):
+        def __init__(self) -> None:
+            super().__init__(Single, by_position)
+            self.blocks = nn.ModuleList([Single()])
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.blocks[0](super().forward(ids))
+
+    with pytest.raises(ArchitectureError, match=r"several lists of layers.*layers, blocks"):
+        probe(Two())
+    assert probe(Two(), rename={"blocks": "layers"}).num_layers == 1
+
+
+def test_embedding_scaled_outside_its_module() -> None:
+    scaled = Model(Dual, two_streams, scale=2.5)
+    assert probe(scaled).binding("embed").scale == 2.5
+    assert torch.equal(read_all(scaled, probe(scaled))["embed", None], scaled.stream[0])
+
+    class Positions(Model):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            h = self.embed_tokens(ids) + torch.ones(T, H)
+            return self.norm(self.layers[0](h))
+
+    assert probe(Positions(Single, by_position)).binding("embed").scale == 1.0
+
+
+def test_own_call_past_the_hooks() -> None:
+    """vLLM's compiled models call `self.forward` from their own `__call__`."""
+
+    class Decorated(Model):
+        def __call__(self, *args: Any) -> Any:
+            return self.forward(*args)
+
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = Decorated(Single, by_position)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.model(ids)
+
+    root = Root()
+    order = probe(root).order
+    assert order["", "input"] < order["model", "input"] < order["model.layers.0", "input"]
+    assert order["model.norm", "output"] < order["model", "output"] < order["", "output"]
+    assert "forward" not in vars(root.model)
+
+
+def test_shapes() -> None:
+    shapes = probe(Model(Dual, two_streams)).shapes
+    assert shapes["layers.1"] == f"([T, {H}], [T, {H}])"
+    assert shapes["layers.1.mlp"] == f"[T, {H}]"
+    model = Model(Single, by_position)
+    assert detect(model, lambda: model(IDS[None])).shapes["layers.1"] == f"[B, T, {H}]"
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = Model(Dual, two_streams)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    probe(model)
+
+    def fail() -> None:
+        model(IDS)
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        detect(model, fail)
+    for module in model.modules():
+        assert not module._forward_hooks and not module._forward_pre_hooks
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+
+
+def test_unknown_sites() -> None:
+    architecture = probe(Model(Parallel, by_position))
+    with pytest.raises(UnknownSiteError, match=r"no site 'resid_mid': it has resid_pre, resid_post, attn_in"):
+        architecture.binding("resid_mid", 0)
+    with pytest.raises(UnknownSiteError, match="did you mean 'resid_post'"):
+        architecture.binding("resid_pots", 0)
+    with pytest.raises(UnknownSiteError, match=r"layer 7 is out of range.*0 to 2"):
+        architecture.binding("attn_out", 7)
+    with pytest.raises(UnknownSiteError, match="needs a layer"):
+        architecture.binding("attn_out")
+    with pytest.raises(UnknownSiteError, match="takes no layer"):
+        architecture.binding("embed", 1)
