@@ -146,7 +146,10 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 # What vLLM's CPU build cannot run, with what it says.
 UNSUPPORTED_ON_CPU: dict[str, str] = {
-    "mpt": "Model architecture MptForCausalLM was supported in vLLM until v0.28.0, and is not supported anymore.",
+    "mpt": (
+        "Model architecture MptForCausalLM was supported in vLLM until v0.28.0, and is not supported anymore. "
+        "model_impl='transformers': The Transformers implementation of 'MptForCausalLM' is not compatible with vLLM."
+    ),
 }
 
 
@@ -164,6 +167,8 @@ def build(name: str, directory: Path) -> Path:
         os.rename(scratch, path)  # whole or not at all, for test workers that share a cache
     except OSError:
         shutil.rmtree(scratch)
+        if not path.is_dir():
+            raise
     return path
 
 
