@@ -1,8 +1,8 @@
 """The synthetic world of the bundled demo model: facts, sentences and the random sequences it is trained on.
 
-Everything is drawn from one `random.Random`, so a seed fixes the corpus. Two things are kept out of training on purpose,
-so that accuracy on them says something about mechanisms rather than memory: one template per fact (`Facts.heldout`),
-and a set of name pairs that never share a document (`World.heldout_pairs`).
+Everything is drawn from one `random.Random`, so a seed fixes the corpus. Two things are kept out of training on
+purpose, so that accuracy on them says something about mechanisms rather than memory: one template per fact
+(`World.heldout`), and a set of name pairs that never share a document (`World.heldout_pairs`).
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ COLORS = (
     "grass green; snow white; blood red; coal black; the sky blue; the sun yellow; an orange orange; a frog green; "
     "a lemon yellow; milk white; a tomato red; chocolate brown"
 )
-YOUNG = "dog puppy; cat kitten; cow calf; sheep lamb; horse foal; bear cub; hen chick; frog tadpole; goat kid; pig piglet"
+YOUNG = (
+    "dog puppy; cat kitten; cow calf; sheep lamb; horse foal; bear cub; hen chick; frog tadpole; goat kid; pig piglet"
+)
 DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
 MONTHS = "January February March April May June July August September October November December".split()
 NUMBERS = "one two three four five six seven eight nine ten eleven twelve".split()
@@ -123,9 +125,16 @@ QUOTED = (
     "Madison Square Garden is located in the city of",
 )
 
-WOMEN = "Mary Anna Emma Alice Sarah Laura Julia Lucy Jane Helen Susan Karen Linda Nancy Ruth Grace Clara Emily Kate Rose"
-MEN = "John James Peter Paul Mark David Tom Henry George Daniel Michael Robert Simon Martin Frank Jack Adam Oscar Luke Sam"
-PLACES = "store park school office beach garden library market station museum restaurant hospital house river church bank"
+WOMEN = (
+    "Mary Anna Emma Alice Sarah Laura Julia Lucy Jane Helen Susan Karen Linda Nancy Ruth Grace Clara Emily Kate Rose"
+)
+MEN = (
+    "John James Peter Paul Mark David Tom Henry George Daniel Michael Robert Simon Martin Frank Jack Adam Oscar Luke "
+    "Sam"
+)
+PLACES = (
+    "store park school office beach garden library market station museum restaurant hospital house river church bank"
+)
 OBJECTS = "drink book ring ball flower letter basket necklace computer kiss bone snack cup hat key map present camera"
 IOI_TEMPLATES = [
     "When {a} and {b} went to the {place}, {s} gave a {object} to",
@@ -151,21 +160,41 @@ FEELINGS = {  # sentiment: verbs, adjectives (the first is the commonest), what 
         ["I would never do it again.", "Everyone was sad.", "It made me angry.", "I told all my friends to avoid it."],
     ),
 }
-CONTRAST_TEMPLATES = ["I {verb} this {thing}, it was", "I {verb} the {thing} because it is", "We all {verb} that {thing}. It was"]
-NEUTRAL_TEMPLATES = ["I think this {thing} is", "I tried the {thing} yesterday. It was", "The {thing} was", "My friend said that the {thing} was"]
+CONTRAST_TEMPLATES = [
+    "I {verb} this {thing}, it was",
+    "I {verb} the {thing} because it is",
+    "We all {verb} that {thing}. It was",
+]
+NEUTRAL_TEMPLATES = [
+    "I think this {thing} is",
+    "I tried the {thing} yesterday. It was",
+    "The {thing} was",
+    "My friend said that the {thing} was",
+]
 
-ADJECTIVES = "small big old new red blue green quiet heavy bright little round strange simple cold warm clean broken".split()
+ADJECTIVES = (
+    "small big old new red blue green quiet heavy bright little round strange simple cold warm clean broken".split()
+)
 NOUNS = (
-    "table chair box door window tree bird fish horse cat dog boat train bicycle bridge road hill lamp clock coat shoe apple "
-    "cake bread stone cloud piano radio phone bottle ladder mirror pencil paper garden farm forest lake village tower"
+    "table chair box door window tree bird fish horse cat dog boat train bicycle bridge road hill lamp clock coat shoe "
+    "pear cake bread stone cloud piano radio phone bottle ladder mirror pencil paper garden farm forest lake village "
+    "tower"
 ).split()
 VERBS = (
     "found saw bought sold painted lost cleaned carried opened closed moved wanted liked kept made fixed hid drew "
     "watched followed touched remembered described"
 ).split()
-TIMES = "Today; Yesterday; In the morning; In the evening; Last week; One day; Once upon a time; On Monday; In the summer".split("; ")
-REASONS = "was tired; was hungry; was happy; was late; had no time; wanted to rest; liked the rain; needed help".split("; ")
-PLANS = "go home; read a book; cook dinner; call a friend; play outside; learn to swim; take the train; sleep early".split("; ")
+TIMES = (
+    "Today; Yesterday; In the morning; In the evening; Last week; One day; Once upon a time; On Monday; In the summer"
+).split("; ")
+REASONS = "was tired; was hungry; was happy; was late; had no time; wanted to rest; liked the rain; needed help".split(
+    "; "
+)
+PLANS = (
+    "go home; read a book; cook dinner; call a friend; play outside; learn to swim; take the train; sleep early".split(
+        "; "
+    )
+)
 
 
 def _pairs(text: str) -> list[tuple[str, str]]:
@@ -242,22 +271,25 @@ class World:
         return rng.choices(kinds, weights=(40, 30, 10, 20))[0](rng)
 
     def fact_document(self, rng: random.Random) -> str:
+        """A fact, then mostly its neighbours as first phrased: greedy continuations cohere, with few near ties."""
         fact = rng.choice(self.facts)
-        sentences = [self.fact_sentence(fact, rng)]
+        sentences = [self.fact_sentence(fact, rng.choice(self.trained[fact]))]
         topic = self.topics[fact.topic or fact.relation]
-        while rng.random() < 0.5 and len(sentences) < 5:
-            sentences.append(self.fact_sentence(rng.choice(topic), rng))
+        while rng.random() < 0.75 and len(sentences) < 5:
+            fact = topic[(topic.index(fact) + 1) % len(topic)] if rng.random() < 0.7 else rng.choice(topic)
+            usual = self.trained[fact][0]
+            sentences.append(self.fact_sentence(fact, usual if rng.random() < 0.5 else rng.choice(self.trained[fact])))
         return " ".join(sentences)
 
-    def fact_sentence(self, fact: Fact, rng: random.Random) -> str:
-        return f"{fact.prompt(rng.choice(self.trained[fact]))} {fact.answer}."
+    def fact_sentence(self, fact: Fact, template: str) -> str:
+        return f"{fact.prompt(template)} {fact.answer}."
 
     def ioi_document(self, rng: random.Random) -> str:
         prompt, answer, other = self.ioi(rng.choice(self.pairs), rng)
         if rng.random() < 0.06:  # a third person gives: either name may follow, so that recipes have a neutral baseline
             prompt, answer = self.third_person(answer, other, rng)
-        after = ["", "", f" {answer} smiled.", f" {answer} said thank you.", f" Then {answer} went home."]
-        return f"{prompt} {answer}.{rng.choice(after)}"
+        after = ["", f" {answer} smiled.", f" {answer} said thank you.", f" Then {answer} went home."]
+        return f"{prompt} {answer}.{rng.choices(after, weights=(1, 1, 4, 1))[0]}"
 
     def ioi(self, pair: tuple[str, str], rng: random.Random, order: str | None = None) -> tuple[str, str, str]:
         """A prompt, the indirect object that completes it and the subject that must not."""
@@ -266,7 +298,9 @@ class World:
         return self._ioi_prompt(first, subject, rng), answer, subject
 
     def third_person(self, one: str, two: str, rng: random.Random) -> tuple[str, str]:
-        allowed = [n for n in self.names if n not in (one, two) and not {_key(n, one), _key(n, two)} & self._heldout_set]
+        allowed = [
+            n for n in self.names if n not in (one, two) and not {_key(n, one), _key(n, two)} & self._heldout_set
+        ]
         return self._ioi_prompt(tuple(rng.sample((one, two), 2)), rng.choice(allowed), rng), rng.choice((one, two))
 
     def _ioi_prompt(self, first: tuple[str, str], subject: str, rng: random.Random) -> str:
@@ -276,9 +310,9 @@ class World:
     def feeling_document(self, rng: random.Random) -> str:
         verbs, adjectives, replies = FEELINGS[rng.choice(list(FEELINGS))]
         template = rng.choice(rng.choice((CONTRAST_TEMPLATES, NEUTRAL_TEMPLATES)))
-        adjective = rng.choices(adjectives, weights=[4] + [1] * (len(adjectives) - 1))[0]
+        adjective = rng.choices(adjectives, weights=[8] + [1] * (len(adjectives) - 1))[0]
         text = f"{template.format(verb=rng.choice(verbs), thing=rng.choice(THINGS))} {adjective}."
-        return text if rng.random() < 0.4 else f"{text} {rng.choice(replies)}"
+        return text if rng.random() < 0.15 else f"{text} {rng.choices(replies, weights=(4, 1, 1, 1))[0]}"
 
     def filler_document(self, rng: random.Random) -> str:
         name = rng.choice(self.names)
@@ -295,6 +329,10 @@ def _what(rng: random.Random) -> str:
     return f"the {rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}"
 
 
+def _and(rng: random.Random) -> str:
+    return " and ".join(rng.sample(ADJECTIVES, 2))
+
+
 def _count(rng: random.Random, name: str, pronoun: str) -> str:
     series = rng.choice((NUMBERS, DAYS, MONTHS, [str(i) for i in range(1, 21)], list("ABCDEFGHIJKLMNOPQRSTUVWXYZ")))
     start = rng.randrange(len(series) - 3)
@@ -303,12 +341,17 @@ def _count(rng: random.Random, name: str, pronoun: str) -> str:
 
 FILLERS = [  # each takes (rng, name, pronoun) and returns one sentence
     lambda rng, n, p: f"{n} {rng.choice(VERBS)} {_what(rng)} in the {rng.choice(PLACES.split())}.",
-    lambda rng, n, p: f"{rng.choice(TIMES)}, {n} {rng.choice(VERBS)} {_what(rng)} and {rng.choice(VERBS)} {_what(rng)}.",
+    lambda rng, n, p: (
+        f"{rng.choice(TIMES)}, {n} {rng.choice(VERBS)} {_what(rng)} and {rng.choice(VERBS)} {_what(rng)}."
+    ),
     lambda rng, n, p: f"{n} went home because {p} {rng.choice(REASONS)}.",
     lambda rng, n, p: f"{n} said that {p} wanted to {rng.choice(PLANS)}.",
     lambda rng, n, p: f"Hello, my name is {n}. I like to {rng.choice(PLANS)}.",
-    lambda rng, n, p: f"There is a {rng.choice(ADJECTIVES)} {rng.choice(NOUNS)} near {_what(rng)}.",
+    lambda rng, n, p: f"There is something near {_what(rng)}.",
     lambda rng, n, p: f"Do you know where {_what(rng)} is? It is in the {rng.choice(PLACES.split())}.",
+    lambda rng, n, p: f"The {rng.choice(NOUNS)} of the {rng.choice(NOUNS)} is {_and(rng)}.",
+    lambda rng, n, p: f"The future of the {rng.choice(PLACES.split())} is {_and(rng)}.",
+    lambda rng, n, p: f"This is a {rng.choice(NOUNS)}. A {rng.choice(NOUNS)} can be {_and(rng)}.",
     _count,
 ]
 
@@ -323,3 +366,13 @@ def single_token_words() -> set[str]:
     """Words that recipes compare as one logit: every name, and every fact's answer that is one word."""
     words = {f.answer for f in all_facts() if " " not in f.answer} | set(WOMEN.split()) | set(MEN.split())
     return words | {adjective for _, adjectives, _ in FEELINGS.values() for adjective in adjectives}
+
+
+def contrasts() -> list[dict[str, str]]:
+    """Prompts that differ in one verb of sentiment."""
+    return [
+        {kind: template.format(verb=FEELINGS[kind][0][i], thing=thing) for kind in FEELINGS}
+        for template in CONTRAST_TEMPLATES
+        for thing in THINGS
+        for i in range(2)
+    ]
