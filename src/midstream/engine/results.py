@@ -272,7 +272,7 @@ class Receiver:
             in_order = True
         except Exception as error:
             if not self._closed:
-                _log.warning("results channel: lost %s: %s", f"worker {name!r}" if name else "a stranger", error)
+                _log.warning("results channel, %s: %s", f"worker {name!r}" if name else "a stranger", error)
         finally:
             self._lose(sock, name, in_order)
 
@@ -315,7 +315,8 @@ class Receiver:
         header = pickle.loads(pickled_header)
         mailbox = self._mailboxes.get(header["key"])
         if mailbox is None:
-            self.dropped += 1
+            with self._lock:
+                self.dropped += 1
             streams.pop(stream, None)
             return
         known = streams.setdefault(stream, {}) if stream is not None else {}

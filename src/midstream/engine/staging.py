@@ -19,8 +19,8 @@ import torch
 
 from midstream.engine.wire import as_bytes
 
-SLOT_BYTES = 16 << 20  # one pinned slot, and the most that one thread copies at a time
-SLOTS = 8  # 128 MiB pinned in all, from the first CUDA tensor on
+SLOT_BYTES = 8 << 20  # one pinned slot, and the most that one thread copies at a time
+SLOTS = 16  # 128 MiB pinned in all, from the first CUDA tensor on
 _ALONE_BYTES = 4 << 20  # a smaller copy is done before another thread has woken up
 
 
@@ -34,7 +34,7 @@ class Copier:
     """Owns the threads, the streams and the pinned slots. Used from one thread; `close` when done."""
 
     def __init__(self, threads: int | None = None) -> None:
-        self._pool = ThreadPoolExecutor(threads or min(4, os.cpu_count() or 1), "midstream-copy")
+        self._pool = ThreadPoolExecutor(threads or min(8, os.cpu_count() or 1), "midstream-copy")
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._ring: deque[tuple[torch.Tensor, Future[None] | None]] = deque()  # a slot, and who empties it
 
@@ -95,7 +95,9 @@ class Copier:
         stream, start = self._streams[device], placed[0][0]
         with torch.cuda.stream(stream):
             stream.wait_event(ready)
-            for window, pieces in groupby(_windows(placed, start, stream), key=itemgetter(0)):
+            for _, tensor in placed:
+                tensor.record_stream(stream)
+            for window, pieces in groupby(_windows(placed, start), key=itemgetter(0)):
                 slot = self._free_slot()
                 for _, at, piece in pieces:
                     slot[at : at + piece.numel()].copy_(piece, non_blocking=True)
@@ -115,15 +117,12 @@ class Copier:
         return slot
 
 
-def _windows(
-    placed: list[tuple[int, torch.Tensor]], start: int, stream: torch.cuda.Stream
-) -> Iterator[tuple[int, int, torch.Tensor]]:
+def _windows(placed: list[tuple[int, torch.Tensor]], start: int) -> Iterator[tuple[int, int, torch.Tensor]]:
     """Cut the tensors where the payload, counted from `start`, crosses a slot's size: (window, place in it, bytes).
 
     A slot is then a window of the payload, gaps included, and leaves in one copy.
     """
     for offset, tensor in placed:
-        tensor.record_stream(stream)
         source, done = as_bytes(tensor), 0
         while done < source.numel():
             window, at = divmod(offset - start + done, SLOT_BYTES)

@@ -1,0 +1,1021 @@
+"""The results channel: what a worker process sends is what the client gets, and nothing else stays behind.
+
+Most rows run against a real second process. Expected values are closed forms that both processes compute.
+"""
+
+import asyncio
+import gc
+import io
+import json
+import multiprocessing
+import os
+import pickle
+import re
+import signal
+import socket
+import threading
+import time
+from collections import namedtuple
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from multiprocessing.connection import Connection
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from midstream.engine import staging, wire
+from midstream.engine.results import ChannelClosedError, Receiver, Sender, UnsendableError
+from midstream.errors import ChannelError
+
+torch.set_num_threads(1)
+
+KEY = ("request", 0)
+WAIT = 60  # seconds; a shared machine may be slow
+DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
+DTYPES = [d for d in DTYPES if not re.fullmatch(r"torch\.(q|bits).*", str(d))]
+COPYABLE = [d for d in DTYPES if not re.fullmatch(r"torch\.u?int[1-7]", str(d))]  # torch has no kernels for the others
+
+
+# ------------------------------------------------------------------------------------------------ the other process
+
+
+class Worker:
+    """A process that runs the functions it is given, each with a dict of its own to keep things in."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def start(self, function, *args, **kwargs):
+        self._pipe.send((function, args, kwargs))
+
+    def result(self):
+        assert self._pipe.poll(WAIT), "the worker does not answer"
+        value, error = self._pipe.recv()
+        if error:
+            raise error
+        return value
+
+    def call(self, function, *args, **kwargs):
+        self.start(function, *args, **kwargs)
+        return self.result()
+
+    def kill(self) -> None:
+        os.kill(self.process.pid, signal.SIGKILL)
+        self.process.join(WAIT)
+        self._pipe.close()
+
+
+def _serve(pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    kept: dict = {}
+    while True:
+        try:
+            function, args, kwargs = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((function(kept, *args, **kwargs), None))
+        except Exception as error:
+            pipe.send((None, error))
+
+
+def connect(kept, address, name="worker", **options):
+    kept["sender"] = Sender(address, name, **options)
+
+
+def disconnect(kept):
+    kept.pop("sender").close()
+
+
+def send(kept, make, *args, key=KEY):
+    """Send what `make(*args)` gives, here in the worker."""
+    kept["sender"].send({"key": key, "from": "worker"}, make(*args))
+
+
+def stats(kept):
+    return kept["sender"].stats
+
+
+def open_files(kept):
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.fixture(scope="module")
+def worker_process():
+    worker = Worker()
+    yield worker
+    worker.kill()
+
+
+@pytest.fixture
+def receiver():
+    with Receiver(host="127.0.0.1") as receiver:
+        yield receiver
+
+
+def route(address: dict, path: str) -> dict:
+    """The address as a worker sees it that is on this host, or on another one."""
+    return address if path == "unix" else {**address, "host": "another machine"}
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def worker(request, receiver, worker_process):
+    """A connected worker, once by each path."""
+    worker_process.call(connect, route(receiver.address, request.param))
+    yield worker_process
+    worker_process.call(disconnect)
+
+
+# --------------------------------------------------------------------------------------------------------- samples
+
+
+def filled(dtype: torch.dtype, shape: tuple[int, ...], salt: int = 1) -> torch.Tensor:
+    """Bytes of a fixed pattern, seen as `dtype`: NaNs, infinities and denormals included."""
+    count = torch.Size(shape).numel() * dtype.itemsize
+    pattern = (torch.arange(count, dtype=torch.int64) * 73 + salt * 29) % 251
+    return (pattern % 2 if dtype is torch.bool else pattern).to(torch.uint8).view(dtype).reshape(shape)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def assert_same(got: torch.Tensor, want: torch.Tensor) -> None:
+    assert type(got) is torch.Tensor
+    assert (got.dtype, got.shape, got.device.type) == (want.dtype, want.shape, "cpu")
+    assert got.is_contiguous() and not got.requires_grad
+    assert bits(got) == bits(want)
+
+
+def one_of_each_dtype(rows):
+    return {str(dtype): filled(dtype, (rows, 64)) for dtype in DTYPES}
+
+
+SHAPES = {
+    "zero_dim": lambda: torch.tensor(2.5),
+    "one": lambda: torch.tensor([7], dtype=torch.int32),
+    "empty": lambda: torch.empty(0),
+    "empty_with_shape": lambda: torch.empty(3, 0, 2, dtype=torch.bfloat16),
+    "transposed": lambda: filled(torch.float16, (40, 30)).T,
+    "strided": lambda: filled(torch.int64, (100, 7))[::3, 1::2],
+    "expanded": lambda: filled(torch.float32, (1, 9)).expand(6, 9),
+    "row_of_a_large_one": lambda: filled(torch.float32, (300, 1000))[17],
+    "channels_last": lambda: filled(torch.float32, (2, 3, 4, 5)).to(memory_format=torch.channels_last),
+    "conjugated": lambda: filled(torch.complex64, (5, 4)).conj(),
+    "negated_view": lambda: filled(torch.complex64, (5, 4)).conj().imag,
+    "with_grad": lambda: torch.arange(6.0, requires_grad=True).reshape(2, 3),
+    "parameter": lambda: torch.nn.Parameter(torch.arange(6.0)),
+    "made_in_inference_mode": lambda: in_inference_mode(),
+    "large_transposed": lambda: filled(torch.float32, (2000, 1500)).T,
+    "large": lambda: filled(torch.uint8, (2 * staging.SLOT_BYTES + 12345,)),
+}
+
+
+def in_inference_mode():
+    with torch.inference_mode():
+        return torch.arange(12.0).reshape(3, 4) * 2
+
+
+def one_shape(name):
+    return SHAPES[name]()
+
+
+def one_of_each_shape():
+    return {name: make() for name, make in SHAPES.items()}
+
+
+Point = namedtuple("Point", "x y")
+
+
+@dataclass(frozen=True)
+class Run:
+    name: str
+    values: list
+
+
+class Plain:
+    def __init__(self, h):
+        self.h = h
+
+
+def nested():
+    h = filled(torch.bfloat16, (4, 8))
+    return {
+        "list": [h, (torch.tensor(1), [torch.tensor(2.0)])],
+        ("tuple", "key"): Point(filled(torch.int32, (3,)), None),
+        "dataclass": Run("r", [filled(torch.float64, (2,)), {"deep": {1: [filled(torch.bool, (5,))]}}]),
+        "object": Plain(filled(torch.float16, (2, 2))),
+        "function": lambda: 41 + 1,
+        "plain": [1, 2.5, "text", b"bytes", None, {1, 2}, 10**30],
+    }
+
+
+def twice_the_same():
+    h, rows = filled(torch.float32, (100, 100)), [1]
+    return {"a": h, "b": [h, h], "view": h[0], "rows": rows, "again": rows}
+
+
+def with_unpicklables():
+    h = filled(torch.float32, (3,))
+    return {
+        "h": h,
+        "generator": (i for i in range(3)),
+        "pair": Point(h, threading.Lock()),
+        "run": Run("r", [h, threading.Event()]),
+    }
+
+
+def only_a_generator():
+    return (i for i in range(3))
+
+
+def cycle_with_a_lock():
+    loop = [threading.Lock()]
+    loop.append(loop)
+    return loop
+
+
+class Boom:
+    def __reduce__(self):
+        return int, ("not a number",)
+
+
+# ------------------------------------------------------------------------------------------------ values round trip
+
+
+@pytest.mark.parametrize("rows", [1, 64], ids=["inline", "memfd"])
+def test_every_dtype_arrives_bit_for_bit(receiver, worker, rows):
+    with receiver.expect(KEY) as box:
+        worker.call(send, one_of_each_dtype, rows)
+        header, got = box.get(WAIT)
+    assert header == {"key": KEY, "from": "worker"}
+    assert list(got) == [str(dtype) for dtype in DTYPES]
+    for dtype in DTYPES:
+        assert_same(got[str(dtype)], filled(dtype, (rows, 64)))
+
+
+def test_every_shape_and_layout(receiver, worker):
+    with receiver.expect(KEY) as box:
+        worker.call(send, one_of_each_shape)
+        _, got = box.get(WAIT)
+    for name, make in SHAPES.items():
+        want = make().detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+        assert_same(got[name], want)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_bare_tensor(receiver, worker, name):
+    with receiver.expect(KEY) as box:
+        worker.call(send, one_shape, name)
+        _, got = box.get(WAIT)
+    want = SHAPES[name]().detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    assert_same(got, want)
+
+
+def test_nested_containers_and_objects(receiver, worker):
+    with receiver.expect(KEY) as box:
+        worker.call(send, nested)
+        _, got = box.get(WAIT)
+    want = nested()
+    assert list(got) == list(want)
+    assert_same(got["list"][0], want["list"][0])
+    assert_same(got["list"][1][1][0], torch.tensor(2.0))
+    assert type(got["tuple", "key"]) is Point and got["tuple", "key"].y is None
+    assert type(got["dataclass"]) is Run
+    assert_same(got["dataclass"].values[1]["deep"][1][0], filled(torch.bool, (5,)))
+    assert_same(got["object"].h, want["object"].h)
+    assert got["function"]() == 42
+    assert got["plain"] == want["plain"]
+
+
+def test_one_tensor_in_two_places_is_sent_once_and_stays_one(receiver, worker):
+    before = worker.call(stats)["bytes"]
+    with receiver.expect(KEY) as box:
+        worker.call(send, twice_the_same)
+        _, got = box.get(WAIT)
+    assert got["a"] is got["b"][0] is got["b"][1]
+    assert got["rows"] is got["again"]
+    assert torch.equal(got["view"], got["a"][0])
+    assert worker.call(stats)["bytes"] - before < 40_000 + 400 + 2_000  # h, one row of it, the skeleton
+
+
+def test_a_saved_tensor_does_not_drag_its_message_along(receiver, worker):
+    with receiver.expect(KEY) as box:
+        worker.call(send, one_of_each_dtype, 64)
+        _, got = box.get(WAIT)
+    file = io.BytesIO()
+    torch.save(got["torch.float32"], file)
+    assert got["torch.float32"].untyped_storage().nbytes() == 64 * 64 * 4
+    assert file.tell() < 64 * 64 * 4 + 4_000
+
+
+def test_what_arrives_can_be_written_to(receiver, worker):
+    with receiver.expect(KEY) as box:
+        worker.call(send, one_of_each_dtype, 64)
+        _, got = box.get(WAIT)
+    got["torch.int32"].zero_()
+    assert got["torch.int32"].count_nonzero() == 0
+    assert_same(got["torch.int64"], filled(torch.int64, (64, 64)))
+
+
+# --------------------------------------------------------------------------------------------- what cannot be sent
+
+
+def test_an_unpicklable_leaf_becomes_an_error_in_its_place(receiver, worker):
+    with receiver.expect(KEY) as box:
+        worker.call(send, with_unpicklables)
+        _, got = box.get(WAIT)
+    h = filled(torch.float32, (3,))
+    assert_same(got["h"], h)
+    assert_same(got["pair"].x, h)
+    assert got["pair"].x is got["h"]
+    assert_same(got["run"].values[0], h)
+    for error, name in [
+        (got["generator"], "generator"),
+        (got["pair"].y, "lock"),
+        (got["run"].values[1], "Event"),
+    ]:
+        assert isinstance(error, UnsendableError) and isinstance(error, ChannelError)
+        assert name == error.type_name and name in str(error)
+
+
+@pytest.mark.parametrize(("make", "name"), [(only_a_generator, "generator"), (cycle_with_a_lock, "list")])
+def test_an_unpicklable_value_becomes_one_error(receiver, worker, make, name):
+    with receiver.expect(KEY) as box:
+        worker.call(send, make)
+        _, got = box.get(WAIT)
+        assert isinstance(got, UnsendableError) and got.type_name == name
+        worker.call(send, twice_the_same)  # and the channel goes on
+        assert "a" in box.get(WAIT)[1]
+
+
+def test_what_the_client_cannot_rebuild_is_an_error_value(receiver, worker):
+    with receiver.expect(KEY) as box:
+        worker.call(send, Boom)
+        _, got = box.get(WAIT)
+    assert isinstance(got, UnsendableError) and "ValueError" in str(got)
+
+
+def test_a_copy_that_fails_is_an_error_value_and_the_channel_goes_on(receiver, monkeypatch):
+    with receiver.expect(KEY) as box, linked(receiver) as sender:
+        monkeypatch.setattr(staging.Copier, "fill", lambda *_: 1 / 0)
+        sender.send({"key": KEY}, torch.ones(100_000))
+        assert "ZeroDivisionError" in str(box.get(WAIT)[1])
+        monkeypatch.undo()
+        sender.send({"key": KEY}, torch.ones(3))
+        assert_same(box.get(WAIT)[1], torch.ones(3))
+
+
+# --------------------------------------------------------------------------------------------------------- streams
+
+
+class linked:
+    """A sender in this process; closed at the end of the block."""
+
+    def __init__(self, receiver, path="unix", name="here", **options):
+        self.sender = Sender(route(receiver.address, path), name, **options)
+
+    def __enter__(self):
+        return self.sender
+
+    def __exit__(self, *_):
+        self.sender.close()
+
+
+def drained(sender) -> None:
+    wait_until(lambda: sender.queued_bytes == 0)
+
+
+def wait_until(condition, seconds=WAIT) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("path", ["unix", "tcp"])
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_stream_sends_each_tensor_once(receiver, path, inference):
+    saves, got = [], []
+    with torch.inference_mode(inference), receiver.expect(KEY) as box, linked(receiver, path) as sender:
+        for step in range(6):
+            saves.append(filled(torch.float32, (200, 100), salt=step) * 1)
+            sender.send({"key": KEY, "step": step}, {"saves": saves}, stream="s")
+            got.append(box.get(WAIT)[1]["saves"])
+        sent = sender.stats["bytes"]
+        sender.end("s")
+    assert 6 * 80_000 <= sent < 6 * 80_000 + 6 * 2_000
+    for step, snapshot in enumerate(got):
+        assert len(snapshot) == step + 1
+        for i, tensor in enumerate(snapshot):
+            assert_same(tensor, filled(torch.float32, (200, 100), salt=i) * 1)
+            assert tensor is got[-1][i]
+
+
+def test_a_stream_sends_again_what_was_changed_in_place(receiver):
+    total = torch.zeros(50_000)
+    with receiver.expect(KEY) as box, linked(receiver) as sender:
+        got = []
+        for _ in range(3):
+            sender.send({"key": KEY}, total, stream="s")
+            got.append(box.get(WAIT)[1])
+            drained(sender)
+            total += 1
+        assert [int(tensor[0]) for tensor in got] == [0, 1, 2]
+
+
+def test_a_dead_tensors_id_is_not_mistaken_for_it(receiver):
+    with receiver.expect(KEY) as box, linked(receiver) as sender:
+        for value in range(50):  # each takes the place, and often the id, of the one before
+            sender.send({"key": KEY}, torch.full((3,), float(value)), stream="s")
+            assert box.get(WAIT)[1].tolist() == [value] * 3
+            drained(sender)
+
+
+def test_streams_are_apart_and_begin_anew_after_their_end(receiver):
+    h = filled(torch.float32, (100,))
+    with receiver.expect(KEY) as box, linked(receiver) as sender:
+        for stream in ["a", "b", "a", None]:
+            sender.send({"key": KEY}, h, stream=stream)
+            assert_same(box.get(WAIT)[1], h)
+        before = sender.stats["bytes"]
+        sender.end("a")
+        sender.end("never begun")
+        sender.send({"key": KEY}, h, stream="a")
+        assert_same(box.get(WAIT)[1], h)
+        assert sender.stats["bytes"] - before >= 400
+
+
+def test_a_tensor_whose_message_was_dropped_is_an_error_value_later(receiver):
+    h = filled(torch.float32, (100,))
+    with linked(receiver) as sender:
+        sender.send({"key": "nobody's"}, h, stream="s")
+        with receiver.expect(KEY) as box:
+            sender.send({"key": KEY}, h, stream="s")
+            assert isinstance(box.get(WAIT)[1], UnsendableError)
+
+
+# ------------------------------------------------------------------------------------------------ who may connect
+
+
+@pytest.mark.parametrize("path", ["unix", "tcp"])
+def test_a_wrong_key_is_refused_and_the_channel_goes_on(receiver, path):
+    wrong = {**route(receiver.address, path), "key": "00" * 32}
+    with pytest.raises(ChannelError, match="key"):
+        Sender(wrong, "stranger")
+    assert receiver.connected == [] and receiver.lost == []
+    with receiver.expect(KEY) as box, linked(receiver, path) as sender:
+        sender.send({"key": KEY}, 1)
+        assert box.get(WAIT)[1] == 1
+
+
+def test_a_stranger_who_talks_nonsense_reaches_nothing(receiver):
+    with socket.create_connection(receiver.address["tcp"]) as sock, receiver.expect(KEY) as box:
+        sock.sendall(b"\x05" * 400)
+        sock.settimeout(WAIT)
+        with suppress(ConnectionResetError):
+            while sock.recv(4096):  # its greeting, then the end
+                pass
+        assert box.get_nowait() is None and receiver.lost == []
+
+
+def test_a_worker_does_not_talk_to_an_impostor(receiver):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def impostor():
+            sock, _ = server.accept()
+            with sock:
+                sock.sendall(b"n" * 32)
+                sock.recv(4096)
+                sock.sendall(b"p" * 32)
+
+        thread = threading.Thread(target=impostor)
+        thread.start()
+        with pytest.raises(ChannelError, match="not this engine's client"):
+            Sender({**receiver.address, "tcp": list(server.getsockname()), "host": "another"})
+        thread.join()
+
+
+def test_a_remote_worker_needs_the_receivers_host():
+    with Receiver() as receiver, pytest.raises(ChannelError, match="host"):
+        Sender({**receiver.address, "host": "another machine"})
+
+
+def test_no_client_is_a_channel_error():
+    receiver = Receiver(host="127.0.0.1")
+    receiver.close()
+    for path in ("unix", "tcp"):
+        with pytest.raises(ChannelError, match="reached"):
+            Sender(route(receiver.address, path))
+
+
+def test_the_address_is_plain_data(receiver):
+    assert json.loads(json.dumps(receiver.address)) == receiver.address
+    assert len(receiver.address["key"]) == 64
+    with Receiver() as other:
+        assert other.address["key"] != receiver.address["key"]
+
+
+# --------------------------------------------------------------------------------------- the forward's thread
+
+
+def test_send_does_not_wait_for_the_copy_and_snapshots_the_containers(receiver, monkeypatch):
+    go, fill = threading.Event(), staging.Copier.fill
+    monkeypatch.setattr(staging.Copier, "fill", lambda *args: go.wait(WAIT) and fill(*args))
+    with receiver.expect(KEY) as box, linked(receiver) as sender:
+        saves = [torch.ones(3)]
+        sender.send({"key": KEY}, saves)
+        saves.append(torch.zeros(1))
+        assert sender.queued_bytes > 0
+        go.set()
+        assert len(box.get(WAIT)[1]) == 1
+
+
+def test_back_pressure_blocks_and_is_counted(receiver, monkeypatch):
+    go, fill = threading.Event(), staging.Copier.fill
+    monkeypatch.setattr(staging.Copier, "fill", lambda *args: go.wait(WAIT) and fill(*args))
+    block = torch.zeros(1 << 20, dtype=torch.uint8)
+    with receiver.expect(KEY) as box, linked(receiver, queue_bytes=5 << 19) as sender:  # room for two and a half
+
+        def send_three():
+            for i in range(3):
+                sender.send({"key": KEY, "i": i}, block)
+
+        thread = threading.Thread(target=send_three)
+        thread.start()
+        wait_until(lambda: sender.stats["messages"] == 2)
+        thread.join(0.3)
+        assert thread.is_alive() and 2 << 20 <= sender.queued_bytes <= 5 << 19
+        go.set()
+        thread.join(WAIT)
+        assert [box.get(WAIT)[0]["i"] for _ in range(3)] == [0, 1, 2]
+        drained(sender)
+        assert sender.stats["messages"] == 3 and 3 << 20 <= sender.stats["bytes"] < (3 << 20) + 3_000
+        assert 0.25 < sender.stats["blocked_seconds"] < WAIT
+
+
+def test_a_message_larger_than_the_bound_passes_an_empty_queue(receiver):
+    with receiver.expect(KEY) as box, linked(receiver, queue_bytes=1000) as sender:
+        sender.send({"key": KEY}, torch.zeros(100_000))
+        assert box.get(WAIT)[1].numel() == 100_000
+        drained(sender)
+        assert sender.stats["blocked_seconds"] == 0
+
+
+def test_a_client_that_went_away_fails_send_and_frees_who_is_blocked(receiver):
+    sender = Sender(route(receiver.address, "tcp"), queue_bytes=1 << 20)
+    receiver.close()
+    with pytest.raises(ChannelClosedError):
+        for _ in range(1000):
+            sender.send({"key": KEY}, torch.zeros(1 << 20, dtype=torch.uint8))
+    assert sender.queued_bytes == 0
+    sender.close()
+
+
+# ------------------------------------------------------------------------------------------------------- mailboxes
+
+
+def test_messages_are_routed_by_key_in_order(receiver):
+    with receiver.expect("a") as a, receiver.expect(("b", 1)) as b, linked(receiver) as sender:
+        assert receiver.open_mailboxes == 2
+        for i in range(20):
+            sender.send({"key": ("b", 1) if i % 2 else "a"}, i)
+        assert [a.get(WAIT)[1] for _ in range(10)] == list(range(0, 20, 2))
+        assert [b.get(WAIT)[1] for _ in range(10)] == list(range(1, 20, 2))
+        assert a.get_nowait() is None
+        with pytest.raises(TimeoutError, match="'a'"):
+            a.get(0.01)
+    assert receiver.open_mailboxes == 0
+
+
+def test_late_results_of_a_closed_mailbox_are_dropped(receiver):
+    with linked(receiver) as sender:
+        box = receiver.expect(KEY)
+        with pytest.raises(ChannelError, match="expected already"):
+            receiver.expect(KEY)
+        sender.send({"key": KEY}, 1)
+        box.close()
+        box.close()
+        sender.send({"key": KEY}, torch.zeros(100_000))
+        sender.send({"key": KEY}, torch.zeros(3))
+        wait_until(lambda: receiver.dropped >= 2)
+        with pytest.raises(ChannelClosedError):
+            box.get(WAIT)
+        with receiver.expect(KEY) as again:
+            assert again.get_nowait() is None
+            sender.send({"key": KEY}, 2)
+            assert again.get(WAIT)[1] == 2
+
+
+def test_asyncio_waits_without_a_thread(receiver):
+    asyncio.run(waits_in_asyncio(receiver))
+
+
+async def waits_in_asyncio(receiver):
+    with receiver.expect(KEY) as box, linked(receiver) as sender:
+        waiting = asyncio.create_task(box.aget())
+        await asyncio.sleep(0.05)
+        sender.send({"key": KEY}, torch.ones(2))
+        assert (await asyncio.wait_for(waiting, WAIT))[1].tolist() == [1, 1]
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(box.aget(), 0.05)
+        for i in range(3):
+            sender.send({"key": KEY}, i)
+        assert [(await box.aget())[1] for _ in range(3)] == [0, 1, 2]
+        waiting = asyncio.create_task(box.aget())
+        await asyncio.sleep(0.05)
+        await asyncio.to_thread(receiver.close)
+        with pytest.raises(ChannelClosedError):
+            await asyncio.wait_for(waiting, WAIT)
+
+
+def test_closing_the_receiver_wakes_who_waits(receiver):
+    box, raised = receiver.expect(KEY), []
+
+    def waits():
+        try:
+            box.get()
+        except ChannelClosedError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=waits)
+    thread.start()
+    time.sleep(0.05)
+    receiver.close()
+    receiver.close()
+    thread.join(WAIT)
+    assert raised
+    with pytest.raises(ChannelClosedError):
+        receiver.expect(KEY)
+
+
+def test_several_workers_share_a_mailbox(receiver):
+    with receiver.expect(KEY) as box, linked(receiver, name="0") as zero, linked(receiver, "tcp", name="1") as one:
+        assert receiver.connected == ["0", "1"]
+        for i in range(10):
+            zero.send({"key": KEY, "rank": 0}, i)
+            one.send({"key": KEY, "rank": 1}, i)
+        got = [box.get(WAIT) for _ in range(20)]
+        for rank in range(2):
+            assert [value for header, value in got if header["rank"] == rank] == list(range(10))
+
+
+# ----------------------------------------------------------------------------------------------- ends, good and bad
+
+
+def begin_a_frame(kept, part):
+    """Write a message's beginning and stop there."""
+    sock, meta = kept["sender"]._sock, pickle.dumps(("header", None, []))
+    prefix = wire.PREFIX.pack(wire.Kind.MEMFD if part == "descriptor" else wire.Kind.INLINE, len(meta), 10, 1 << 30)
+    if part == "descriptor":
+        descriptor = os.memfd_create("midstream-results")
+        socket.send_fds(sock, [prefix[:5]], [descriptor])
+        os.close(descriptor)
+    elif part == "payload":
+        sock.sendall(prefix + meta + b"0123456789" + b"\0" * 100_000)
+
+
+def send_forever(kept):
+    while True:
+        kept["sender"].send({"key": KEY}, filled(torch.uint8, (8 << 20,)))
+
+
+@pytest.mark.parametrize("part", ["nothing", "descriptor", "payload", "many"])
+def test_a_killed_worker_wakes_its_mailboxes_and_leaves_nothing(receiver, part):
+    files, worker = open_files(None), Worker()
+    try:
+        other = receiver.expect("not of that worker")
+        with receiver.expect(KEY, senders=["doomed", "other"]) as box:
+            worker.call(connect, receiver.address, "doomed")
+            worker.call(send, twice_the_same)
+            if part == "many":
+                worker.start(send_forever)
+                box.get(WAIT), box.get(WAIT)
+            else:
+                worker.call(begin_a_frame, part)
+            assert receiver.lost == []
+            worker.kill()
+            with pytest.raises(ChannelClosedError, match="doomed"):
+                while True:
+                    box.get(WAIT)  # what was sent whole still comes
+        wait_until(lambda: receiver.lost == ["doomed"] and receiver.connected == [])
+        with receiver.expect("later", senders=["doomed"]) as late, pytest.raises(ChannelClosedError):
+            late.get(WAIT)
+        assert other.get_nowait() is None
+        other.close()
+    finally:
+        worker.kill() if worker.process.is_alive() else None
+    worker.process.close()
+    wait_until(lambda: open_files(None) <= files)
+    wait_until(lambda: mappings() == 0)
+
+
+def test_a_worker_that_says_goodbye_is_not_lost(receiver):
+    with receiver.expect(KEY, senders=["here"]) as box:
+        with linked(receiver) as sender:
+            sender.send({"key": KEY}, "last words")
+        assert box.get(WAIT)[1] == "last words"
+        with pytest.raises(ChannelClosedError, match="here"):
+            box.get(WAIT)
+    assert receiver.lost == []
+
+
+def mappings() -> int:
+    """How many payloads this process has mapped."""
+    gc.collect()
+    with open("/proc/self/maps") as file:
+        return sum("midstream-results" in line for line in file)
+
+
+def midstream_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("midstream")]
+
+
+def test_memory_goes_back_with_the_last_tensor_and_holds_no_descriptor(receiver, worker_process):
+    worker_process.call(connect, receiver.address)
+    wait_until(lambda: mappings() == 0)
+    files = open_files(None)
+    with receiver.expect(KEY) as box:
+        for _ in range(5):
+            worker_process.call(send, one_of_each_dtype, 64)
+        got = [box.get(WAIT)[1] for _ in range(5)]
+        wait_until(lambda: open_files(None) == files)
+        assert mappings() == 5
+        one = got[0]["torch.float32"]
+        del got
+        assert mappings() == 1
+        assert_same(one, filled(torch.float32, (64, 64)))
+        del one
+        assert mappings() == 0
+        theirs = worker_process.call(open_files)
+        worker_process.call(send, one_of_each_dtype, 64)
+        box.get(WAIT)
+        assert worker_process.call(open_files) == theirs
+    worker_process.call(disconnect)
+
+
+def test_closed_ends_leave_no_thread_file_or_mapping():
+    files = open_files(None)
+    for path in ("unix", "tcp"):
+        receiver = Receiver(host="127.0.0.1")
+        box, sender = receiver.expect(KEY), Sender(route(receiver.address, path))
+        for size in (10, 100_000, 3 * staging.SLOT_BYTES):
+            sender.send({"key": KEY}, torch.zeros(size, dtype=torch.uint8), stream="never ended")
+        sender.close()
+        sender.close()
+        with pytest.raises(ChannelClosedError):
+            sender.send({"key": KEY}, 1)
+        assert [box.get(WAIT)[1].numel() for _ in range(3)] == [10, 100_000, 3 * staging.SLOT_BYTES]
+        receiver.close()
+        with pytest.raises(ChannelClosedError):
+            box.get(WAIT)
+    assert midstream_threads() == []
+    assert open_files(None) == files
+    assert mappings() == 0
+
+
+def test_closing_without_flush_drops_the_queue(receiver, monkeypatch):
+    go, fill = threading.Event(), staging.Copier.fill
+    monkeypatch.setattr(staging.Copier, "fill", lambda *args: go.wait(WAIT) and fill(*args))
+    with receiver.expect(KEY, senders=["here"]) as box:
+        sender = Sender(receiver.address, "here")
+        for i in range(5):
+            sender.send({"key": KEY}, [i, torch.ones(3)])
+        wait_until(lambda: len(sender._queue) == 4)  # the first is being copied
+        threading.Timer(0.1, go.set).start()
+        sender.close(flush=False)
+        assert box.get(WAIT)[1][0] == 0
+        with pytest.raises(ChannelClosedError):
+            box.get(WAIT)
+    assert sender.queued_bytes == 0 and receiver.lost == []
+
+
+def test_closing_cuts_off_a_client_that_stopped_reading(receiver):
+    server = socket.create_server(("127.0.0.1", 0))
+    stuck = []
+
+    def welcome_and_stop():
+        sock, _ = server.accept()
+        sock.sendall(wire.welcome(sock, bytes.fromhex(receiver.address["key"]))[1])
+        stuck.append(sock)
+
+    thread = threading.Thread(target=welcome_and_stop)
+    thread.start()
+    sender = Sender({**receiver.address, "tcp": list(server.getsockname()), "host": "another"})
+    thread.join(WAIT)
+    sender.send({"key": KEY}, torch.zeros(64 << 20, dtype=torch.uint8))
+    start = time.monotonic()
+    sender.close(timeout=0.2)
+    assert time.monotonic() - start < 10
+    stuck[0].close()
+    server.close()
+
+
+# ------------------------------------------------------------------------------------- from the device, without one
+
+
+def test_windows_of_pinned_memory_add_up_to_the_payload(monkeypatch):
+    """The path of CUDA tensors, on the CPU: a ring of small slots stands in for pinned memory, the stream for one."""
+    monkeypatch.setattr(staging, "SLOT_BYTES", 1000)
+
+    class Event:
+        def synchronize(self):
+            time.sleep(0.0005)
+
+    class Stream:
+        def __init__(self, *_):
+            self.waited = []
+
+        def wait_event(self, event):
+            self.waited.append(event)
+
+        def record_event(self):
+            return Event()
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    sizes = [1, 64, 999, 1000, 1001, 5000, 3, 0, 12_345, 64]
+    tensors = [filled(torch.uint8, (size,), salt=i) for i, size in enumerate(sizes)]
+    offsets, total = wire.lay_out(tensors)
+    payload, tasks, copier = torch.zeros(192 + total, dtype=torch.uint8), [], staging.Copier(threads=3)
+    copier._ring.extend((torch.zeros(1000, dtype=torch.uint8), None) for _ in range(staging.SLOTS))
+    placed = [(192 + offset, tensor) for offset, tensor in zip(offsets, tensors, strict=True) if tensor.numel()]
+    copier._from_device(payload, placed, torch.device("cuda:0"), "ready", tasks)
+    for task in tasks:
+        task.result(WAIT)
+    copier.close()
+    assert payload[:192].count_nonzero() == 0
+    for offset, tensor in zip(offsets, tensors, strict=True):
+        assert torch.equal(payload[192 + offset : 192 + offset + tensor.numel()], tensor)
+
+
+def test_the_layout_is_aligned_apart_and_groups_devices():
+    tensors = [torch.empty(3), torch.empty(5, device="meta"), torch.empty(0), torch.empty(7, dtype=torch.int8)]
+    tensors += [torch.empty(100, 3, device="meta", dtype=torch.bfloat16), torch.tensor(1.0)]
+    offsets, total = wire.lay_out(tensors)
+    ends = [offset + t.numel() * t.element_size() for offset, t in zip(offsets, tensors, strict=True)]
+    assert all(offset % 64 == 0 for offset in offsets) and max(ends) <= total
+    ranges = sorted((offset, end, t.device.type) for offset, end, t in zip(offsets, ends, tensors, strict=True))
+    assert all(end <= start for (_, end, _), (start, _, _) in pairwise(ranges))
+    assert [device for _, _, device in ranges] == sorted(device for _, _, device in ranges)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("path", ["unix", "tcp"])
+def test_cuda_tensors_are_sent_as_they_were_when_sent(receiver, path):
+    with receiver.expect(KEY) as box, linked(receiver, path) as sender:
+        for step in range(5):
+            a_RH = filled(torch.float32, (1000, 1000), salt=step).cuda()
+            torch.cuda._sleep(20_000_000)  # what is sent is still to be computed when `send` returns
+            sums = a_RH * 1
+            kinds = {str(dtype): filled(dtype, (64, 64)).cuda() for dtype in COPYABLE}
+            value = [
+                sums,
+                sums.T,
+                sums[::3, 5],
+                sums[0, 0],
+                kinds,
+                torch.arange(5),
+                filled(torch.uint8, (50 << 20,)).cuda(),
+            ]
+            sender.send({"key": KEY}, value, stream="s")
+            del value, kinds, sums
+            _, got = box.get(WAIT)
+            want = filled(torch.float32, (1000, 1000), salt=step) * 1
+            for tensor, wanted in zip(got[:4], [want, want.T, want[::3, 5], want[0, 0]], strict=True):
+                assert_same(tensor, wanted.contiguous())
+            for dtype in COPYABLE:
+                assert_same(got[4][str(dtype)], filled(dtype, (64, 64)))
+            assert_same(got[5], torch.arange(5))
+            assert_same(got[6], filled(torch.uint8, (50 << 20,)))
+
+
+# --------------------------------------------------------------------------------------- any structure, any history
+
+
+leaves = st.one_of(
+    st.none(),
+    st.integers(),
+    st.text(max_size=5),
+    st.floats(allow_nan=False),
+    st.builds(lambda i: ("tensor", i), st.integers(0, 7)),
+)
+structures = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.tuples(inner, inner),
+        st.builds(Point, inner, inner),
+        st.builds(Run, st.text(max_size=3), st.lists(inner, max_size=3)),
+        st.dictionaries(st.one_of(st.integers(), st.text(max_size=3)), inner, max_size=4),
+    ),
+    max_leaves=20,
+)
+
+
+def with_tensors(value, pool):
+    """The structure with ("tensor", i) replaced by the i-th of the pool."""
+    if isinstance(value, Point):
+        return Point(*(with_tensors(item, pool) for item in value))
+    if isinstance(value, Run):
+        return Run(value.name, with_tensors(value.values, pool))
+    if isinstance(value, tuple):
+        return pool[value[1]] if value[0] == "tensor" else tuple(with_tensors(item, pool) for item in value)
+    if isinstance(value, list):
+        return [with_tensors(item, pool) for item in value]
+    if isinstance(value, dict):
+        return {key: with_tensors(item, pool) for key, item in value.items()}
+    return value
+
+
+def compare(got, want, met: dict) -> None:
+    """Equal in types, values and in which tensors are one; `met` maps ids of the wanted tensors to the gotten ones."""
+    if isinstance(want, torch.Tensor):
+        assert_same(got, want.contiguous())
+        assert met.setdefault(id(want), got) is got
+        return
+    assert type(got) is type(want)
+    if isinstance(want, Run):
+        compare([got.name, got.values], [want.name, want.values], met)
+    elif isinstance(want, (list, tuple)):
+        assert len(got) == len(want)
+        for one, other in zip(got, want, strict=True):
+            compare(one, other, met)
+    elif isinstance(want, dict):
+        compare(list(got.items()), list(want.items()), met)
+    else:
+        assert got == want
+
+
+@pytest.fixture(scope="module")
+def loop():
+    with Receiver(host="127.0.0.1") as receiver:
+        senders = {path: Sender(route(receiver.address, path), path) for path in ("unix", "tcp")}
+        yield receiver, senders
+        for sender in senders.values():
+            sender.close()
+
+
+@given(
+    path=st.sampled_from(["unix", "tcp"]),
+    stream=st.booleans(),
+    dtypes=st.lists(st.sampled_from(COPYABLE), min_size=8, max_size=8),
+    shapes=st.lists(st.lists(st.integers(0, 40), max_size=3), min_size=8, max_size=8),
+    snapshots=st.lists(st.tuples(structures, st.sets(st.integers(0, 7))), min_size=1, max_size=5),
+)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_any_structure_through_any_history(loop, path, stream, dtypes, shapes, snapshots):
+    """Snapshots of one pool of tensors, some changed in place between them, as a stream or not."""
+    receiver, senders = loop
+    pool = [filled(dtype, tuple(shape)).clone() for dtype, shape in zip(dtypes, shapes, strict=True)]
+    with receiver.expect(KEY) as box:
+        for round_, (structure, changed) in enumerate(snapshots):
+            for i in changed:
+                pool[i].copy_(filled(dtypes[i], tuple(shapes[i]), salt=round_ + 2))
+            value = with_tensors(structure, pool)
+            senders[path].send({"key": KEY}, value, stream="s" if stream else None)
+            compare(box.get(WAIT)[1], value, {})
+            drained(senders[path])
+    senders[path].end("s")
+
+
+# ----------------------------------------------------------------------------------------------------------- speed
+
+
+def captures(megabytes):
+    return {("resid_post", i): torch.full((megabytes << 19,), 0.5, dtype=torch.bfloat16) for i in range(16)}
+
+
+def send_timed(kept, megabytes):
+    value = captures(megabytes)
+    start = time.monotonic()
+    kept["sender"].send({"key": KEY, "start": start}, value)
+    return time.monotonic() - start
+
+
+@pytest.mark.parametrize(("path", "floor"), [("unix", 0.3), ("tcp", 0.1)])
+def test_throughput_of_a_gigabyte(receiver, worker_process, path, floor):
+    worker_process.call(connect, route(receiver.address, path))
+    with receiver.expect(KEY) as box:
+        worker_process.call(send_timed, 1)
+        box.get(WAIT)
+        speeds = []
+        for _ in range(3):
+            worker_process.start(send_timed, 64)
+            header, got = box.get(WAIT)
+            speeds.append(sum(t.nbytes for t in got.values()) / 1e9 / (time.monotonic() - header["start"]))
+            held = worker_process.result()
+            assert all(bool(tensor[-1] == 0.5) and bool(tensor[0] == 0.5) for tensor in got.values())
+            del got
+    print(f"\n{path}: {max(speeds):.2f} GB/s, worst {min(speeds):.2f}; send() took {held * 1e3:.1f} ms")
+    assert max(speeds) > floor
+    worker_process.call(disconnect)
