@@ -119,7 +119,7 @@ class Block:
         """The stream between attention and MLP: where the norm that feeds the MLP reads it, or else the MLP itself.
 
         A norm that ran before attention was done, or that reads what entered the block, belongs to a parallel block;
-        and what attention returned is not the stream before it is added.
+        and what attention returned is not the stream, unless it adds that itself.
         """
         reader, taken = mlp.first, [mlp.source]
         norm = self._producer(mlp)
@@ -129,7 +129,9 @@ class Block:
             return None
         if len(taken) > 1 and not taken[0].same(taken[1]):
             return Binding(reader.path, "input", taken[0].ref, taken[1].ref)
-        unread = [entering_leaf(self.call, self.layout), *stream_leaves(attn.last.outputs, self.like)]
+        unread = [entering_leaf(self.call, self.layout)]
+        if not self._takes_residual(attn):
+            unread += stream_leaves(attn.last.outputs, self.like)
         if any(taken[0].same(leaf) for leaf in unread):
             return None
         return Binding(reader.path, "input", taken[0].ref)
