@@ -72,7 +72,7 @@ setup() {
   rm -f "$venv"/.midstream-*
   echo "[2/3] uv, the installer" >&2
   quieter "$python" -m pip install --quiet --disable-pip-version-check -c "$root/requirements/cpu-constraints.txt" uv
-  echo "[3/3] midstream[$extra,dev] and what it needs: about a gigabyte where nothing is cached" >&2
+  echo "[3/3] midstream[$extra,dev] and what it needs: some 600 MB to fetch where nothing is cached" >&2
   install
   echo "$wanted" >"$stamp"
   echo "      ready after ${SECONDS} s" >&2
@@ -80,7 +80,10 @@ setup() {
 
 # Two commands started together set up once: the second waits for the first.
 exec 9>"$root/.setup.lock"
-if command -v flock >/dev/null; then flock 9; fi
+if command -v flock >/dev/null && ! flock --nonblock 9; then
+  echo "waiting for a set-up that is running already" >&2
+  flock 9
+fi
 setup
 exec 9>&-
 
