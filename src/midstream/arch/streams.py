@@ -8,6 +8,7 @@ taken and ignored: summing would count it twice.
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -60,14 +61,14 @@ def stream_of(call: Call) -> Leaf:
 
 
 def find_layout(probe: Probe, blocks: list[Call]) -> Layout:
-    """The layout that all blocks share, taken from how one hands over to the next."""
+    """The layout that all blocks share, taken from how one hands over to the next.
+
+    By majority, since a model may change one of two streams between some of its blocks.
+    """
     for block in blocks:
         stream_of(block)
-    for block, following in pairwise(blocks):
-        layout = _handover(probe, block, following)
-        if layout is not None:
-            return layout
-    return _alone(probe, blocks[0])
+    seen = Counter(layout for pair in pairwise(blocks) if (layout := _handover(probe, *pair)) is not None)
+    return seen.most_common(1)[0][0] if seen else _alone(probe, blocks[0])
 
 
 def _handover(probe: Probe, block: Call, following: Call) -> Layout | None:
