@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from inspect import CO_OPTIMIZED
-from types import CodeType, FrameType, FunctionType, MethodType
+from types import CodeType, FrameType
 from typing import Any
 
 from midstream.errors import SourceUnavailableError, TraceError
@@ -37,54 +37,58 @@ class Site:
     lines: tuple[str, ...]
 
 
-@functools.lru_cache(maxsize=1024)
-def _locate(filename: str, code: CodeType, lasti: int, source: _Source) -> Site:
-    position = _entered(code, lasti, filename)
-    found = [
-        (node, index, class_name)
-        for node, class_name in _withs(source.tree)
-        for index, item in enumerate(node.items)
-        if _covers(item.context_expr, position)
-    ]
-    if len(found) != 1:
-        raise SourceUnavailableError(
-            f"{filename}:{position[0]}: {'no' if not found else 'more than one'} with statement is found there. "
-            "If the file was edited after it was loaded, load it again; else write one `with` per line."
-        )
-    ((node, index, class_name),) = found
-    body, rest = node.body, node.items[index + 1 :]
-    if rest:
-        body = [ast.copy_location(type(node)(items=rest, body=body), node)]
-    lines = tuple(source.lines[node.lineno - 1 : node.end_lineno])
-    return Site(filename, node, node.items[index].optional_vars, body, class_name, lines)
+_SITES: dict[tuple[str, CodeType, int], Site] = {}  # a statement once found stays, also if the file is edited later
 
 
 def locate(frame: FrameType) -> Site:
     """The with statement whose `__enter__` the frame is calling."""
+    key = (frame.f_code.co_filename, frame.f_code, frame.f_lasti)
+    if key not in _SITES:
+        if len(_SITES) > 4096:
+            _SITES.clear()
+        _SITES[key] = _find(frame)
+    return _SITES[key]
+
+
+def _find(frame: FrameType) -> Site:
     filename = frame.f_code.co_filename
+    linecache.checkcache(filename)
     lines = linecache.getlines(filename, frame.f_globals)
     if not lines:
         raise SourceUnavailableError(
             f"No source for {filename!r}, and a with-block is run from its source. Put the code in a file or a "
             "notebook cell, or use `model.run(fn, prompt)`, which takes a function and needs no source."
         )
-    return _locate(filename, frame.f_code, frame.f_lasti, _source(filename, "".join(lines)))
-
-
-class _Source:
-    """A parsed file. Compared by identity, so it is cheap as part of a cache key."""
-
-    def __init__(self, filename: str, text: str) -> None:
-        self.lines = text.splitlines(keepends=True)
-        try:
-            self.tree = ast.parse(text, filename)
-        except SyntaxError as error:
-            raise SourceUnavailableError(f"The source of {filename!r} cannot be parsed: {error}") from error
+    line, _ = position = _entered(frame.f_code, frame.f_lasti, filename)
+    found = [
+        (node, index, class_name)
+        for node, class_name in _withs(_parse(filename, "".join(lines)))
+        for index, item in enumerate(node.items)
+        if _covers(item.context_expr, position)
+    ]
+    if len(found) != 1:
+        reason = "the file was edited after it was loaded; load it again" if not found else "write one `with` per line"
+        raise SourceUnavailableError(f"{filename}:{line}: the with statement is not found there: {reason}.")
+    ((node, index, class_name),) = found
+    body, rest = node.body, node.items[index + 1 :]
+    if rest:
+        body = [ast.copy_location(type(node)(items=rest, body=body), node)]
+    return Site(
+        filename,
+        node,
+        node.items[index].optional_vars,
+        body,
+        class_name,
+        tuple(lines[node.lineno - 1 : node.end_lineno]),
+    )
 
 
 @functools.lru_cache(maxsize=64)
-def _source(filename: str, text: str) -> _Source:
-    return _Source(filename, text)
+def _parse(filename: str, text: str) -> ast.Module:
+    try:
+        return ast.parse(text, filename)
+    except SyntaxError as error:
+        raise SourceUnavailableError(f"The source of {filename!r} cannot be parsed: {error}") from error
 
 
 def _entered(code: CodeType, lasti: int, filename: str) -> Position:
@@ -163,16 +167,14 @@ class _Skip:
         self.frame, self.target, self.names = frame, target, dict[str, Any]()
         self.previous: Any = sys.gettrace()
         self.local = (frame.f_trace, frame.f_trace_lines, frame.f_trace_opcodes)
-        # A tracer in C, like coverage's, counts calls and returns: it has to be told of the returns that ours sees.
-        self.in_c = self.previous is not None and not isinstance(self.previous, FunctionType | MethodType)
+        # Coverage's C tracer counts calls and returns, so it is told of the calls whose return it is going to see.
+        self.counts = type(self.previous).__name__ == "CTracer"
 
     def begin(self) -> None:
-        callee: FrameType | None = sys._getframe(1)
-        while callee is not None and callee is not self.frame:
+        for callee in self._callees():
             if callee.f_trace is None:
                 callee.f_trace_lines = False
             callee.f_trace = functools.partial(self._returning, callee.f_trace)
-            callee = callee.f_back
         self.at = _taken_off(self.frame.f_code, self.frame.f_lasti)
         self.frame.f_trace_opcodes = True
         self.frame.f_trace = self._watch
@@ -180,19 +182,26 @@ class _Skip:
 
     def end(self) -> None:
         push(self.frame, self.names)
-        local, self.frame.f_trace_lines, self.frame.f_trace_opcodes = self.local
-        self.frame.f_trace = self.previous if local is None and self.in_c else local
-        sys.settrace(self.previous)
+        self.frame.f_trace, self.frame.f_trace_lines, self.frame.f_trace_opcodes = self.local
+        if not self.counts:
+            sys.settrace(self.previous)
+        for callee in reversed(self._callees()) if self.counts else ():
+            self.previous(callee, "call", None)  # by which it sets itself again
+
+    def _callees(self) -> list[FrameType]:
+        """The frames from the calling method out to the user's."""
+        found, callee = list[FrameType](), sys._getframe(1)
+        while callee is not self.frame and callee.f_back is not None:
+            found.append(callee)
+            callee = callee.f_back
+        return found
 
     def _calls(self, frame: FrameType, event: str, arg: Any) -> None:
         """What is called in between is not looked into."""
 
     def _returning(self, local: Any, frame: FrameType, event: str, arg: Any) -> Any:
-        if event == "return":
-            if frame.f_back is self.frame and self.target:
-                self.names[self.target] = arg
-            if self.in_c and self.previous is not None:
-                self.previous(frame, event, arg)
+        if event == "return" and frame.f_back is self.frame and self.target:
+            self.names[self.target] = arg
         following = local(frame, event, arg) if local is not None else None
         return functools.partial(self._returning, following)
 

@@ -257,6 +257,11 @@ class Interleaver:
 
     # Hooks.
 
+    @property
+    def hook_count(self) -> int:
+        """How many hooks are on the model."""
+        return len(self._hooks)
+
     def prepare(self, key: Key) -> None:
         """See to it that `fire` is called when the forward comes to `key`."""
         if key in self._hooks or not key[0] and key[1] not in ("input", "output"):

@@ -213,7 +213,7 @@ class _Unpickler(pickle.Unpickler):
         return self._resolve(pid)
 
 
-def ship(programs: list[Program]) -> bytes:
+def ship(programs: list[list[Program]]) -> bytes:
     """Programs as bytes. What they share stays shared. Raises TraceError naming what cannot be shipped."""
     buffer = io.BytesIO()
     try:
@@ -223,7 +223,7 @@ def ship(programs: list[Program]) -> bytes:
     return buffer.getvalue()
 
 
-def unship(data: bytes, resolve: Callable[[Any], Any]) -> list[Program]:
+def unship(data: bytes, resolve: Callable[[Any], Any]) -> list[list[Program]]:
     """The programs, with references resolved by `resolve`."""
     version, programs = _Unpickler(data, resolve).load()
     if tuple(version) != sys.version_info[:2]:

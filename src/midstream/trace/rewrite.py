@@ -15,7 +15,7 @@ import functools
 from collections.abc import Iterator
 from types import CodeType
 
-from midstream.errors import TraceError
+from midstream.errors import SourceUnavailableError, TraceError
 from midstream.trace.frames import Site
 
 INJECTED = frozenset({"__save__", "__backward__", "__builtins__"})
@@ -295,6 +295,10 @@ def compile_site(site: Site, frame_code: CodeType) -> tuple[CodeType, frozenset[
     except SyntaxError as error:
         raise TraceError(f"{site.filename}:{error.lineno}: {error.msg}") from error
     (code,) = (code for code in _codes(module) if code.co_name == "__block__")
+    if not _marks(code) <= _marks(frame_code):
+        raise SourceUnavailableError(
+            f"{site.filename}:{site.node.lineno}: the file was edited after it was loaded; load it again."
+        )
     code = code.replace(co_name=frame_code.co_name, co_qualname=frame_code.co_qualname)
     return code, frozenset(_globals(code)) - INJECTED, frozenset(names.bound - names.early)
 
@@ -307,7 +311,7 @@ def _function_tree(site: Site, body: list[ast.stmt], bound: list[str]) -> ast.Mo
     inner = outer.body[0]
     if bound:
         outer.body.insert(0, ast.Assign([ast.Name(name, ast.Store()) for name in bound], ast.Constant(None)))
-        inner.body = [ast.Nonlocal(bound)]
+        inner.body = [ast.Nonlocal(bound)]  # or else `pass`: a string that the body begins with is no docstring
     if site.class_name:
         tree.body = ast.parse(f"class {site.class_name}: pass").body
         tree.body[0].body = [outer]  # type: ignore[attr-defined]
@@ -315,6 +319,16 @@ def _function_tree(site: Site, body: list[ast.stmt], bound: list[str]) -> ast.Mo
         ast.copy_location(node, site.node)
     inner.body += body
     return ast.fix_missing_locations(tree)
+
+
+def _marks(code: CodeType) -> set[tuple[type, object]]:
+    """The names and constants in a code object: those of a block are among those of the function that it stands in."""
+    marks: set[tuple[type, object]] = set()
+    for part in _codes(code):
+        names = (*part.co_names, *part.co_varnames, *part.co_cellvars, *part.co_freevars)
+        marks.update((str, name) for name in names if not name.startswith("__"))
+        marks.update((type(value), value) for value in part.co_consts if not isinstance(value, CodeType | None))
+    return {(kind, value) for kind, value in marks if "__block__." not in str(value)}  # qualified names of classes
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:

@@ -18,11 +18,17 @@ class Rows(Protocol):
     aliases: bool  # whether what `take` returns shares memory with the batch, so that edits in place land by themselves
     count: int  # tokens of this request in this step
 
-    def take(self, full: torch.Tensor) -> torch.Tensor: ...
+    def take(self, full: torch.Tensor) -> torch.Tensor:
+        """This request's part of what a module takes or returns, for the trace to hold."""
+        ...
 
-    def put(self, full: torch.Tensor, value: torch.Tensor) -> torch.Tensor: ...
+    def put(self, full: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """`full` with this request's part replaced."""
+        ...
 
-    def take_tokens(self, full: torch.Tensor) -> torch.Tensor: ...
+    def take_tokens(self, full: torch.Tensor) -> torch.Tensor:
+        """This request's tokens of a site's leaf, `[t, ...]`, as a view."""
+        ...
 
     def put_tokens(self, full: torch.Tensor, value: torch.Tensor) -> torch.Tensor: ...
 
@@ -66,7 +72,7 @@ class FlatRows:
         return full
 
     def take_tokens(self, full: torch.Tensor) -> torch.Tensor:
-        return private((full[0] if full.ndim == 3 else full)[self.start : self.stop])
+        return (full[0] if full.ndim == 3 else full)[self.start : self.stop]
 
     def put_tokens(self, full: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         (full[0] if full.ndim == 3 else full)[self.start : self.stop].copy_(value)
@@ -113,6 +119,8 @@ class BatchRows:
         return self._grid(full)[self.index, self.pad :]
 
     def put_tokens(self, full: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        if self.batch == 1 and not self.pad:
+            return value.to(full.dtype).reshape(full.shape)
         full = full.clone()
         self._grid(full)[self.index, self.pad :] = value.to(full.dtype)
         return full
@@ -121,5 +129,4 @@ class BatchRows:
 def private(part: torch.Tensor) -> torch.Tensor:
     """A copy of `part` that is not an inference-mode tensor, so that edits in place move its version counter."""
     with torch.inference_mode(False):
-        copy = torch.empty(part.shape, dtype=part.dtype, device=part.device)
-    return copy.copy_(part)
+        return part.clone()

@@ -43,3 +43,14 @@ def shape_text(tree: Any) -> str:
         inner = ", ".join(shape_text(item) for item in tree)
         return f"({inner})" if isinstance(tree, tuple) else f"[{inner}]"
     return "None" if tree is None else type(tree).__name__
+
+
+def map_objects(tree: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    """`tree` with every object of class `kind` in its containers replaced."""
+    if isinstance(tree, kind):
+        return change(tree)
+    if type(tree) is dict:
+        return {name: map_objects(item, kind, change) for name, item in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(map_objects(item, kind, change) for item in tree)
+    return tree

@@ -79,9 +79,12 @@ class Visit:
         if self._journal is not None:
             self._journal(self, ref, tokens, value)
 
-    def _hand_out(self, value: torch.Tensor, write: Callable[[torch.Tensor], None], aliased: bool) -> torch.Tensor:
-        if not aliased:
-            self._handed.append(_Handed(value, value._version, write))
+    def _hand_out(self, value: torch.Tensor, write: Callable[[torch.Tensor], None], lands_itself: bool) -> torch.Tensor:
+        if lands_itself:
+            return value
+        if value.requires_grad:  # gradients are read at what the trace holds, so that must be what the model goes on with
+            write(value)
+        self._handed.append(_Handed(value, value._version, write))
         return value
 
     def _isolate(self, value: torch.Tensor) -> torch.Tensor:
@@ -93,13 +96,8 @@ class Visit:
         if not self._has_raw:
 
             def take(ref: Ref, full: torch.Tensor) -> torch.Tensor:
-                part = self.rows.take(full)
-                if not (self.rows.aliases and "input" in self.key):
-                    return self._hand_out(part, lambda v: self._write(ref, v, False), self.rows.aliases)
-                part = part.clone()
-                if part.requires_grad:  # gradients are read at the copy, so the copy must be what the module gets
-                    self._write(ref, part, False)
-                return self._hand_out(part, lambda v: self._write(ref, v, False), False)
+                part = self._isolate(self.rows.take(full))
+                return self._hand_out(part, lambda v: self._write(ref, v, False), part is full)
 
             self._raw, self._has_raw = map_tensors(self.event.tree, take), True
         return self._raw
@@ -136,11 +134,8 @@ class Visit:
                 full = self.event.leaf(ref)
                 return None if full is None else self.rows.take_tokens(full)
 
-            value = self._isolate(binding.read(leaf))
-            aliased = self.rows.aliases and self.key[-1] != "input" and binding.residual is None and binding.scale == 1.0
-            self._sites[binding] = self._hand_out(value, lambda v: self._write_site(binding, v), aliased)
-            if value.requires_grad and not aliased:
-                self._write_site(binding, value)
+            value = self._isolate(binding.read(leaf)) if self.rows.aliases else _own(binding, leaf)
+            self._sites[binding] = self._hand_out(value, lambda v: self._write_site(binding, v), False)
         return self._sites[binding]
 
     def _write_site(self, binding: Binding, value: torch.Tensor) -> None:
@@ -184,6 +179,16 @@ class Visit:
         """The trace goes on to another point: its edits here become final."""
         self._settle()
         self._handed.clear()
+
+
+def _own(binding: Binding, leaf: Callable[[Ref], torch.Tensor | None]) -> torch.Tensor:
+    """The site's value in memory of its own, outside inference mode."""
+    with torch.inference_mode(False):
+        value = binding.read(leaf)
+        part = leaf(binding.hidden)
+        assert part is not None
+        shared = value.untyped_storage().data_ptr() == part.untyped_storage().data_ptr()
+        return value.clone() if shared else value
 
 
 def _tracked(value: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,259 @@
+"""`VLLM`: traces on a stock vLLM engine."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch
+
+from midstream.backends.model import TraceModel
+from midstream.backends.tracer import Invoke, Prompt, Ran
+from midstream.engine import launch
+from midstream.engine.request import TraceRequest, requests_of
+from midstream.engine.results import Mailbox, Receiver
+from midstream.engine.settings import Settings
+from midstream.errors import EngineClosedError, MidstreamError, PromptError, TraceError, UnknownModuleError
+from midstream.sites import ACCESSORS
+from midstream.trace.envoy import nearest
+from midstream.trace.program import Outcome, Program, ship
+from midstream.trace.show import show_tree
+from midstream.trace.tracer import Result
+from midstream.trace.tree import map_objects
+
+_RESULT_SECONDS = 120.0
+
+
+class ModuleHandle:
+    """A module of the engine's model, named outside of a trace. Inside one it is the module."""
+
+    def __init__(self, path: str, paths: frozenset[str]) -> None:
+        self._path = path
+        self._paths = paths
+
+    def __midstream_reference__(self) -> Any:
+        return ("module", self._path)
+
+    def _child(self, name: str) -> ModuleHandle:
+        path = f"{self._path}.{name}" if self._path else name
+        if path not in self._paths:
+            if name in ("output", "input", "inputs", "source"):
+                raise TraceError(f"{self._path}.{name} exists only in a trace: `with model.trace(prompt):` or `model.run(fn, prompt)`.")
+            siblings = [p.rpartition(".")[2] for p in self._paths if p.rpartition(".")[0] == self._path]
+            raise UnknownModuleError(f"{self._path or 'the model'} has no module {name}{nearest(name, siblings)}")
+        return ModuleHandle(path, self._paths)
+
+    def __getattr__(self, name: str) -> ModuleHandle:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self._child(name)
+
+    def __getitem__(self, index: int) -> ModuleHandle:
+        return self._child(str(index))
+
+    def __repr__(self) -> str:
+        return f"<{self._path}>"
+
+
+class VLLM(TraceModel):
+    """A vLLM engine with traces.
+
+        model = VLLM("meta-llama/Llama-3.1-8B", tensor_parallel_size=1)
+        with model.trace("The Eiffel Tower is in", temperature=0.0):
+            h = model.layers_output[8].save()         # [tokens, hidden], on the CPU
+            model.layers_output[10] += v
+
+    Steps that no trace shares run as in stock vLLM, compiled and with CUDA graphs.
+
+    Args:
+        model: as for `vllm.LLM`.
+        mode: `"sync"` runs traces to their end; `"async"` starts them, and `async for output in tracer.backend` follows.
+        rename: names of this model's own modules for the standard ones, such as `{"blocks": "layers"}`.
+        progress: whether to show vLLM's progress bar over the requests of a call.
+        engine: any argument of `vllm.LLM`, or of `AsyncEngineArgs` with `mode="async"`.
+
+    Raises:
+        UnsupportedVersionError: vLLM lies outside the supported range.
+        ArchitectureError: the model's structure could not be placed.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        mode: Literal["sync", "async"] = "sync",
+        rename: Mapping[str, str] | None = None,
+        progress: bool = False,
+        **engine: Any,
+    ) -> None:
+        if mode not in ("sync", "async"):
+            raise MidstreamError(f'mode is "sync" or "async"; {mode!r} was given.')
+        settings = Settings(allow_traces=True, rename=dict(rename or {}))
+        arguments = launch.engine_arguments(model, settings, engine)
+        self.edits = {}
+        self.mode = mode
+        self._progress = progress
+        self._engine: Any = (launch.start_async_llm if mode == "async" else launch.start_llm)(arguments)
+        self._config = launch.config_of(self._engine)
+        self._receiver: Receiver | None = Receiver()
+        self._described: dict[str, Any] | None = None
+        self._senders: list[str] = []
+        self._tokenizer: Any = None
+        if mode == "sync":
+            self._senders = self._engine.collective_rpc("midstream_connect", args=(self._receiver.address,))
+
+    _deferred = property(lambda self: self.mode == "async")  # type: ignore[assignment]
+
+    def __midstream_reference__(self) -> Any:
+        return ("model",)
+
+    # The engine.
+
+    @property
+    def engine(self) -> Any:
+        """The `vllm.LLM` or `AsyncLLM` underneath. Raises EngineClosedError after `close`."""
+        if self._engine is None:
+            raise EngineClosedError("This engine is closed; make a new VLLM(...).")
+        return self._engine
+
+    @property
+    def tokenizer(self) -> Any:
+        if self._tokenizer is None:
+            from transformers import AutoTokenizer
+
+            self._tokenizer = AutoTokenizer.from_pretrained(self._config.model_config.tokenizer)
+        return self._tokenizer
+
+    def close(self) -> None:
+        """End the engine and its processes. Closing again does nothing."""
+        engine, self._engine = self._engine, None
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            receiver.close()
+        if engine is not None:
+            launch.shut_down(engine)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def gauges(self) -> list[dict[str, int]]:
+        """What is alive on each worker: zeros when no traced request is running (`traced_steps` counts since the start)."""
+        return self.engine.collective_rpc("midstream_gauges")
+
+    # The module tree, outside of traces.
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """The module tree, its shapes and sites, from the workers."""
+        if self._described is None:
+            if self.mode == "async":
+                raise TraceError("With mode='async' call `await model.start()` first.")
+            self._described = self.engine.collective_rpc("midstream_describe")[0]
+        return self._described
+
+    @property
+    def num_layers(self) -> int:
+        return self.description["num_layers"]
+
+    @property
+    def hidden_size(self) -> int:
+        return self.description["hidden_size"]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or "_engine" not in self.__dict__:
+            raise AttributeError(name)
+        if name in ACCESSORS or name in ("logits", "samples", "next_token_probs"):
+            raise TraceError(f"model.{name} exists only in a trace: `with model.trace(prompt):` or `model.run(fn, prompt)`.")
+        return getattr(ModuleHandle("", frozenset(self.description["modules"])), name)
+
+    def __repr__(self) -> str:
+        if self._engine is None:
+            return "<VLLM, closed>"
+        described = self.description
+        return show_tree(described["modules"], described["shapes"], described["sites"])
+
+    # Running.
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            ids: Any = self.tokenizer(prompt)["input_ids"]
+        elif isinstance(prompt, Mapping):
+            ids = prompt["input_ids"] if "input_ids" in prompt else prompt["prompt_token_ids"]
+        else:
+            ids = prompt
+        ids = torch.as_tensor(ids)
+        ids = ids[0] if ids.ndim == 2 and ids.shape[0] == 1 else ids
+        if ids.ndim != 1 or not ids.numel():
+            raise PromptError(f"A prompt is a text or one sequence of at least one token id; {prompt!r} was given.")
+        return ids.long().tolist()
+
+    def _start(self, invokes: list[Invoke], together: bool) -> Any:
+        prompts = [self._encode(invoke.prompt) for invoke in invokes]
+        programs = [self._with_edits(invoke.program) for invoke in invokes]
+        traced = any(programs)
+        launch.check_prompts(self._config, prompts if traced else [], together)
+        requests: Sequence[TraceRequest | None] = [None] * len(invokes)
+        if traced:
+            requests = requests_of(ship(programs), len(invokes), together)
+        engine_prompts = [launch.engine_prompt(ids, secrets.token_hex(8) if traced else None) for ids in prompts]
+        params = [launch.sampling_params(i.params, r) for i, r in zip(invokes, requests, strict=True)]
+        batch = Submission(self, engine_prompts, params, requests)
+        return batch
+
+    def _with_edits(self, program: Program | None) -> list[Program]:
+        return [*self.edits.values(), *([program] if program is not None else [])]
+
+    def _outputs(self, prompts: list[Prompt], params: dict[str, Any] | list[dict[str, Any]]) -> list[Any]:
+        each = params if isinstance(params, list) else [params] * len(prompts)
+        submission = self._start([Invoke(p, None, q) for p, q in zip(prompts, each, strict=True)], False)
+        return [ran.output for ran in submission.wait()]
+
+
+class Submission:
+    """The requests of one trace on their way through the engine."""
+
+    def __init__(self, model: VLLM, prompts: list[dict[str, Any]], params: list[Any], requests: Sequence[TraceRequest | None]) -> None:
+        self._model = model
+        self._prompts = prompts
+        self._params = params
+        self._requests = requests
+
+    def wait(self) -> list[Ran]:
+        """Run them to their end."""
+        engine, receiver = self._model.engine, self._model._receiver
+        assert receiver is not None
+        boxes = [r and receiver.expect((r.trace, r.index), self._model._senders) for r in self._requests]
+        try:
+            outputs = launch.generate(engine, self._prompts, self._params, self._model._progress)
+            if launch.is_in_process(engine) and any(boxes):
+                engine.collective_rpc("midstream_finish")
+            return [_collect(box, output) for box, output in zip(boxes, outputs, strict=True)]
+        finally:
+            for box in boxes:
+                if box is not None:
+                    box.close()
+
+
+def _collect(box: Mailbox | None, output: Any) -> Ran:
+    """A request's outcomes, in the order of its completions, and its output with the saves on it."""
+    if box is None:
+        output.saves = {}
+        return Ran([], output)
+    messages = [box.get(_RESULT_SECONDS) for _ in output.outputs]
+    messages.sort(key=lambda message: _sample_index(message[0]["request"], len(output.outputs)))
+    outcomes: list[Outcome] = [o for _, value in messages for o in value]
+    for outcome in outcomes:
+        outcome.values = map_objects(outcome.values, Result, lambda _: output)
+    own = [value[0] for _, value in messages]
+    output.saves = own[0].values if len(own) == 1 else [o.values for o in own]
+    return Ran(outcomes, output)
+
+
+def _sample_index(request_id: str, samples: int) -> int:
+    """vLLM names the n samples of a request `0_ID`, `1_ID`, ..."""
+    return int(request_id.partition("_")[0]) if samples > 1 else 0

@@ -1,0 +1,263 @@
+"""The traces of one worker: from the requests of a step to bodies in the forward pass, and their results to the client."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from midstream.arch import Architecture
+from midstream.engine.request import TraceRequest
+from midstream.engine.sender import Sender
+from midstream.engine.step import Scheduled, StepView
+from midstream.errors import MidstreamError, TraceError, TracesNotAllowedError
+from midstream.trace.envoy import Envoy, ModelEnvoy
+from midstream.trace.interleaver import Interleaver
+from midstream.trace.program import Failure, Outcome, Program, make_body, outcome, unship
+from midstream.trace.rows import FlatRows
+from midstream.trace.tracer import BodyTracer
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Group:
+    """The programs of one trace, and what its invokes share."""
+
+    programs: list[list[Program]]
+    shared: dict[str, Any] = field(default_factory=dict)
+    running: set[str] = field(default_factory=set)
+    ended: set[int] = field(default_factory=set)
+
+
+@dataclass
+class _Request:
+    """One traced request on its way."""
+
+    trace: TraceRequest
+    programs: dict[str, Program]  # by the name of the body
+    main: str
+    prompt_length: int
+    sampling: Any
+    seen: int = 0  # positions that its bodies have been through
+    generated: int = 0
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+
+
+class TraceHost:
+    """Runs the traces of a worker's requests.
+
+    Args:
+        envoy: what bodies see of the model.
+        allow_traces: whether requests may carry code at all.
+        max_model_len: where the engine cuts every request off.
+    """
+
+    def __init__(self, envoy: ModelEnvoy, interleaver: Interleaver, arch: Architecture, allow_traces: bool, max_model_len: int) -> None:
+        self.envoy = envoy
+        self.arch = arch
+        self.interleaver = interleaver
+        self.sender: Sender | None = None
+        self.stops: list[str] = []
+        self.traced_steps = 0
+        self._allow_traces = allow_traces
+        self._max_model_len = max_model_len
+        self._requests: dict[str, _Request] = {}
+        self._groups: dict[str, _Group] = {}
+        self._traced = False
+        self._in_step: list[tuple[Scheduled, _Request]] = []
+        self._expects_logits = False
+        self._sent = 0
+
+    # From the worker.
+
+    @property
+    def step_is_traced(self) -> bool:
+        """Whether a trace shares the step that is being prepared or run."""
+        return self._traced
+
+    def schedule(self, new: Mapping[str, tuple[Any, int]], scheduled: Mapping[str, int], finished: set[str]) -> None:
+        """What the scheduler has sent for the coming step.
+
+        Args:
+            new: request id -> (sampling parameters, prompt length) of requests that begin.
+            scheduled: request id -> tokens in this step.
+            finished: requests that have ended, also by an abort.
+        """
+        for name in finished & self._requests.keys():
+            self._end(name)
+        for name, (sampling, length) in new.items():
+            trace = TraceRequest.of(sampling)
+            if trace is not None and name not in self._requests:
+                self._begin(name, trace, sampling, length)
+        self._traced = any(name in self._requests for name in scheduled)
+        self.traced_steps += self._traced
+
+    @property
+    def requests(self) -> list[str]:
+        """The traced requests that are alive."""
+        return list(self._requests)
+
+    def take_stops(self) -> list[str]:
+        """The requests that this step is the last of."""
+        stops, self.stops = self.stops, []
+        return stops
+
+    # Requests.
+
+    def _begin(self, name: str, trace: TraceRequest, sampling: Any, length: int) -> None:
+        request = _Request(trace, {}, f"{name}/{trace.index}", length, sampling)
+        try:
+            programs = self._programs(name, trace)
+        except MidstreamError as error:
+            self._fail(name, request, error)
+            return
+        except Exception as error:
+            self._fail(name, request, TraceError(f"The trace cannot be loaded in the engine: {type(error).__name__}: {error}"))
+            return
+        group = self._groups[trace.trace]
+        self._requests[name] = request
+        for number, program in enumerate(programs):
+            body_name = request.main if number == len(programs) - 1 else f"{request.main}#{number}"
+            request.programs[body_name] = program
+            self.interleaver.add(make_body(body_name, program, self.envoy, group.shared, snapshots=True, journals=True))
+
+    def _programs(self, name: str, trace: TraceRequest) -> list[Program]:
+        if not self._allow_traces:
+            raise TracesNotAllowedError("This engine takes no traces: they are code. Start it with traces allowed (midstream.VLLM does).")
+        group = self._groups.get(trace.trace)
+        if group is None:
+            if trace.programs is None:
+                raise TraceError("The trace's code came with a request that the engine has not begun; send its requests in order.")
+            group = self._groups[trace.trace] = _Group(unship(trace.programs, self._resolve))
+        group.running.add(name)
+        return group.programs[trace.index]
+
+    def _resolve(self, reference: tuple[Any, ...]) -> Any:
+        """What a reference in a shipped trace stands for here."""
+        kind, *rest = reference
+        if kind == "model":
+            return self.envoy
+        if kind == "tracer":
+            return BodyTracer()
+        module = self.interleaver.modules.get(rest[0])
+        if module is None:
+            raise TraceError(f"The model has no module {rest[0]!r}.")
+        return Envoy(module, rest[0], self.interleaver)
+
+    def _fail(self, name: str, request: _Request, error: MidstreamError) -> None:
+        self._send(name, request, [Outcome({}, Failure.of(error))])
+        self.stops.append(name)
+
+    def _end(self, name: str) -> None:
+        """The request is over for its bodies: gather what they gave and send it."""
+        request = self._requests.pop(name)
+        for body_name in request.programs:
+            if body_name not in request.outcomes:
+                self._gather(request, body_name)
+        failed = [o for body_name, o in request.outcomes.items() if body_name != request.main and o.failure is not None]
+        self._send(name, request, [request.outcomes[request.main], *failed])
+        group = self._groups[request.trace.trace]
+        group.running.discard(name)
+        group.ended.add(request.trace.index)
+        if not group.running and len(group.ended) == request.trace.size:
+            del self._groups[request.trace.trace]
+
+    def _gather(self, request: _Request, body_name: str) -> None:
+        body = self.interleaver.finish(body_name)
+        assert body is not None
+        self._sent += 1
+        request.outcomes[body_name] = outcome(body, request.programs[body_name])
+        request.outcomes[body_name].order = self._sent
+
+    def _send(self, name: str, request: _Request, outcomes: list[Outcome]) -> None:
+        if self.sender is None:
+            _log.error("A trace's results have nowhere to go: the client has not connected to this worker.")
+            return
+        self.sender.send({"key": (request.trace.trace, request.trace.index), "request": name}, outcomes)
+
+    # Steps, called by the runner's adapter.
+
+    def begin_step(self, view: StepView) -> None:
+        """The batch is laid out; the forward comes next."""
+        rows: dict[str, FlatRows] = {}
+        replays: dict[str, FlatRows] = {}
+        last: dict[str, FlatRows] = {}
+        self._in_step = []
+        self._expects_logits = True
+        for scheduled in view.requests:
+            request = self._requests.get(scheduled.request_id)
+            if request is None:
+                continue
+            end = scheduled.computed + scheduled.stop - scheduled.start
+            fresh = scheduled.start + max(request.seen - scheduled.computed, 0)
+            for body_name in request.programs.keys() - request.outcomes.keys():
+                if scheduled.computed < request.seen:
+                    replays[body_name] = FlatRows(scheduled.start, min(fresh, scheduled.stop), view.total, scheduled.computed)
+                if end > request.seen:
+                    rows[body_name] = FlatRows(fresh, scheduled.stop, view.total, max(request.seen, scheduled.computed))
+                    last[body_name] = FlatRows(scheduled.index, scheduled.index + 1, len(view.requests))
+            if end > request.seen:
+                request.seen = end
+                self._in_step.append((scheduled, request))
+        self.interleaver.begin_step(rows, replays, last)
+
+    def see_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """`[requests, vocab]`; prompt logprobs compute further logits, which are not a step's."""
+        if not self._expects_logits:
+            return logits
+        self._expects_logits = False
+        return self.interleaver.fire(("", "logits"), logits)
+
+    def see_samples(self, samples: torch.Tensor) -> torch.Tensor:
+        """`[requests]`, the sampled token ids. Closes the step."""
+        samples = self.interleaver.fire(("", "samples"), samples)
+        self.interleaver.end_step()
+        tokens = samples.tolist() if any(self._may_stop(request) for _, request in self._in_step) else None
+        for scheduled, request in self._in_step:
+            self._after_step(scheduled.request_id, request, tokens[scheduled.index] if tokens is not None else None)
+        self._in_step = []
+        self._traced = False
+        return samples
+
+    @staticmethod
+    def _may_stop(request: _Request) -> bool:
+        return request.sampling.eos_token_id is not None or bool(request.sampling.stop_token_ids)
+
+    def _after_step(self, name: str, request: _Request, token: int | None) -> None:
+        request.generated += 1
+        bodies = {n: self.interleaver.bodies[n] for n in request.programs if n not in request.outcomes}
+        for body_name, body in bodies.items():
+            if body.done:
+                self._gather(request, body_name)
+        asked = any(o.failure is not None or o.stopped for o in request.outcomes.values())
+        if asked:
+            self.stops.append(name)
+        if asked or self._is_over(request, token) or len(request.outcomes) == len(request.programs):
+            self._end(name)
+
+    def _is_over(self, request: _Request, token: int | None) -> bool:
+        """Whether the engine ends the request with this token: its async scheduler may run a step more, which nobody may see."""
+        sampling, generated = request.sampling, request.generated
+        if sampling.max_tokens is not None and generated >= sampling.max_tokens:
+            return True
+        if request.prompt_length + generated >= self._max_model_len:
+            return True
+        stops = token is not None and (token == sampling.eos_token_id or token in (sampling.stop_token_ids or ()))
+        return stops and generated >= sampling.min_tokens
+
+    # For tests and health.
+
+    def gauges(self) -> dict[str, int]:
+        """What is alive; all zero when no traced request is."""
+        return {
+            "requests": len(self._requests),
+            "groups": len(self._groups),
+            "bodies": len(self.interleaver.bodies),
+            "hooks": self.interleaver.hook_count,
+            "queued_bytes": self.sender.queued_bytes if self.sender is not None else 0,
+        }
+

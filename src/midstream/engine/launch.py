@@ -1,0 +1,120 @@
+"""Starts vLLM engines with midstream's worker and scheduler in them, and speaks to them for the client."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from midstream.engine.plugin import register
+from midstream.engine.request import TraceRequest
+from midstream.engine.settings import Settings
+from midstream.errors import EngineClosedError, MidstreamError, PromptError
+
+WORKER = "midstream.engine.worker.Worker"
+SCHEDULER = "midstream.engine.scheduler.make_scheduler"
+
+
+def engine_arguments(model: str, settings: Settings, given: Mapping[str, Any]) -> dict[str, Any]:
+    """vLLM's engine arguments with midstream's own among them. Raises MidstreamError if one of those is taken."""
+    for name in ("worker_cls", "scheduler_cls"):
+        if name in given:
+            raise MidstreamError(f"{name} is what midstream puts itself into the engine by; it cannot be given as well.")
+    return {
+        **given,
+        "model": model,
+        "worker_cls": WORKER,
+        "scheduler_cls": SCHEDULER,
+        "additional_config": settings.to_config(given.get("additional_config")),
+    }
+
+
+def start_llm(arguments: dict[str, Any]) -> Any:
+    """A `vllm.LLM`."""
+    register()
+    from vllm import LLM
+
+    return LLM(**arguments)
+
+
+def start_async_llm(arguments: dict[str, Any]) -> Any:
+    """A `vllm.v1.engine.async_llm.AsyncLLM`."""
+    register()
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+
+
+def config_of(engine: Any) -> Any:
+    """The engine's VllmConfig."""
+    return engine.llm_engine.vllm_config if hasattr(engine, "llm_engine") else engine.vllm_config
+
+
+def shut_down(engine: Any) -> None:
+    """End the engine and its processes."""
+    core = engine.llm_engine.engine_core if hasattr(engine, "llm_engine") else None
+    (core if core is not None else engine).shutdown()
+
+
+def is_in_process(engine: Any) -> bool:
+    """Whether the engine runs in this very process, and so rests between calls."""
+    return hasattr(engine, "llm_engine") and not engine.llm_engine.engine_core.__class__.__name__.startswith(("Sync", "Async", "DP"))
+
+
+def sampling_params(params: Mapping[str, Any], request: TraceRequest | None) -> Any:
+    """`vllm.SamplingParams`; a traced request's prompt is computed in full, never read from the prefix cache."""
+    from vllm import SamplingParams
+
+    extra = dict(params.get("extra_args") or {})
+    given = {**params}
+    if request is not None:
+        given |= {"extra_args": {**extra, **request.to_extra_args()}, "skip_reading_prefix_cache": True}
+    try:
+        return SamplingParams(**given)
+    except TypeError as error:
+        raise MidstreamError(f"Not a sampling parameter of vLLM: {error}") from error
+
+
+def engine_prompt(token_ids: Sequence[int], salt: str | None) -> dict[str, Any]:
+    """A prompt for vLLM. Blocks of a salted prompt are keyed by the salt: its KV is nobody else's."""
+    prompt: dict[str, Any] = {"prompt_token_ids": list(token_ids)}
+    return {**prompt, "cache_salt": salt} if salt is not None else prompt
+
+
+def check_prompts(config: Any, prompts: Sequence[Sequence[int]], together: bool) -> None:
+    """Refuse what cannot be traced in one piece. Raises PromptError."""
+    scheduler, longest = config.scheduler_config, config.model_config.max_model_len
+    budget = scheduler.max_num_batched_tokens
+    for ids in prompts:
+        if len(ids) >= longest:
+            raise PromptError(f"The prompt has {len(ids)} tokens; with max_model_len={longest} there is room for {longest - 1}.")
+        if len(ids) > budget:
+            raise PromptError(
+                f"A traced prompt is computed in one step, and this one has {len(ids)} tokens; a step takes {budget}. "
+                "Start the engine with a larger max_num_batched_tokens, or shorten the prompt."
+            )
+    if together and (sum(map(len, prompts)) > budget or len(prompts) > scheduler.max_num_seqs):
+        raise PromptError(
+            f"Invokes that wait for each other run in the same step: {len(prompts)} prompts of {sum(map(len, prompts))} tokens "
+            f"together do not fit into max_num_batched_tokens={budget}, max_num_seqs={scheduler.max_num_seqs}."
+        )
+
+
+def generate(llm: Any, prompts: list[dict[str, Any]], params: list[Any], progress: bool) -> list[Any]:
+    """Run requests on a `vllm.LLM` to their end. Interrupted, it takes them off the engine."""
+    try:
+        return llm.generate(prompts, params, use_tqdm=progress)
+    except BaseException as error:
+        _abort_all(llm)
+        if type(error).__name__ == "EngineDeadError":
+            raise EngineClosedError("The engine died; its log says why. Start a new one.") from error
+        raise
+
+
+def _abort_all(llm: Any) -> None:
+    engine = llm.llm_engine
+    pending = list(engine.output_processor.request_states)
+    if pending:
+        engine.abort_request(pending, internal=True)
+
+

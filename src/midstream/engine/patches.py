@@ -1,0 +1,59 @@
+"""Every change to a vLLM internal, in one place. All are inert until a step is marked eager.
+
+Seen on vLLM 0.26 (V1, V2) and 0.32 (V1).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+
+class EagerStep:
+    """Whether the step that is being prepared runs without compiled code and CUDA graphs."""
+
+    on = False
+
+
+def apply() -> None:
+    """Apply the patches, once a process."""
+    _patch_forward_context()
+    _patch_v2_dispatch()
+
+
+def _patch_forward_context() -> None:
+    """`skip_compiled` is what vLLM itself runs a step uncompiled by; its runners set it for encoders only."""
+    import vllm.forward_context as module
+
+    original = module.create_forward_context
+    if hasattr(original, "midstream"):
+        return
+
+    @functools.wraps(original)
+    def create_forward_context(*args: Any, **kwargs: Any) -> Any:
+        context = original(*args, **kwargs)
+        if EagerStep.on:
+            context.skip_compiled = True
+        return context
+
+    create_forward_context.midstream = True  # type: ignore[attr-defined]
+    module.create_forward_context = create_forward_context
+
+
+def _patch_v2_dispatch() -> None:
+    """The V2 runner replays full CUDA graphs past the model's call, so it must be told not to for an eager step."""
+    try:
+        import vllm.v1.worker.gpu.model_runner as module
+    except ImportError:  # the CPU build lacks what V2 needs
+        return
+    original = getattr(module, "dispatch_cg_and_sync_dp", None)
+    if original is None or hasattr(original, "midstream"):
+        return
+
+    @functools.wraps(original)
+    def dispatch_cg_and_sync_dp(*args: Any, **kwargs: Any) -> Any:
+        kwargs["need_eager"] = kwargs.get("need_eager", False) or EagerStep.on
+        return original(*args, **kwargs)
+
+    dispatch_cg_and_sync_dp.midstream = True  # type: ignore[attr-defined]
+    module.dispatch_cg_and_sync_dp = dispatch_cg_and_sync_dp

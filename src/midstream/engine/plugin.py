@@ -1,0 +1,12 @@
+"""vLLM calls `register` in each of its processes (entry point group `vllm.general_plugins`)."""
+
+from __future__ import annotations
+
+
+def register() -> None:
+    """Check the vLLM version and prepare this process. An engine that was not started by midstream is left as it is."""
+    from midstream.engine.patches import apply
+    from midstream.engine.versions import check_vllm_version
+
+    check_vllm_version()
+    apply()

@@ -1,0 +1,45 @@
+"""What a traced request carries in `SamplingParams.extra_args`."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import asdict, dataclass
+from typing import Any
+
+NAME = "midstream"
+# Below this, every request of a trace carries the trace's code, so that the order in which they arrive does not matter.
+SMALL = 1 << 20
+
+
+@dataclass(frozen=True)
+class TraceRequest:
+    """One request of a trace.
+
+    Attributes:
+        trace: the trace's id; with `index` the address of the results.
+        index: which of the trace's programs is this request's.
+        size: how many requests the trace has.
+        together: whether all of them must be in the same steps.
+        programs: the pickled programs; None if another request of the trace carries them.
+    """
+
+    trace: str
+    index: int
+    size: int
+    together: bool
+    programs: bytes | None
+
+    def to_extra_args(self) -> dict[str, Any]:
+        return {NAME: {"trace": asdict(self)}}
+
+    @classmethod
+    def of(cls, sampling_params: Any) -> TraceRequest | None:
+        carried = (getattr(sampling_params, "extra_args", None) or {}).get(NAME)
+        return cls(**carried["trace"]) if carried and "trace" in carried else None
+
+
+def requests_of(programs: bytes, size: int, together: bool) -> list[TraceRequest]:
+    """The requests of one trace."""
+    trace = secrets.token_hex(8)
+    small = len(programs) * size <= SMALL
+    return [TraceRequest(trace, i, size, together, programs if small or i == 0 else None) for i in range(size)]

@@ -1,0 +1,129 @@
+"""The thin adapters to vLLM's two model runners: what differs between V1 and V2 is said here and nowhere else.
+
+Each tells the host when a batch has been laid out, passes logits and samples by it, and runs a dummy forward for the probe.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from midstream.engine.patches import EagerStep
+from midstream.engine.step import StepView, lay_out
+
+
+class Host(Protocol):
+    """What the adapters call."""
+
+    @property
+    def step_is_traced(self) -> bool: ...
+
+    def begin_step(self, view: StepView) -> None: ...
+
+    def see_logits(self, logits: torch.Tensor) -> torch.Tensor: ...
+
+    def see_samples(self, samples: torch.Tensor) -> torch.Tensor: ...
+
+
+class Runner:
+    """One of vLLM's model runners."""
+
+    def __init__(self, runner: Any) -> None:
+        self.runner = runner
+        self.model: nn.Module = runner.get_model()
+
+    def connect(self, host: Host) -> None:
+        """Have the host called in each step that it says is traced."""
+        raise NotImplementedError
+
+    def probe(self, tokens: int) -> None:
+        """One forward over `tokens` dummy tokens, uncompiled and without attention."""
+        EagerStep.on = True
+        try:
+            self._dummy_run(tokens)
+        finally:
+            EagerStep.on = False
+
+    def _dummy_run(self, tokens: int) -> None:
+        raise NotImplementedError
+
+    def _watch_logits(self, host: Host) -> None:
+        compute = self.model.compute_logits
+
+        def compute_logits(*args: Any, **kwargs: Any) -> Any:
+            logits = compute(*args, **kwargs)
+            return host.see_logits(logits) if host.step_is_traced and logits is not None else logits
+
+        self.model.__dict__["compute_logits"] = compute_logits
+
+    @staticmethod
+    def _with_samples(host: Host, sampler_output: Any) -> None:
+        samples_R = sampler_output.sampled_token_ids[:, 0]
+        changed_R = host.see_samples(samples_R)
+        if changed_R is not samples_R:
+            samples_R.copy_(changed_R)
+
+
+class V1Runner(Runner):
+    """`vllm.v1.worker.gpu_model_runner`, also on CPU."""
+
+    def _dummy_run(self, tokens: int) -> None:
+        self.runner._dummy_run(tokens, is_profile=True)
+
+    def connect(self, host: Host) -> None:
+        runner = self.runner
+        determine, sample = runner._determine_batch_execution_and_padding, runner._sample
+
+        def determine_batch(*args: Any, **kwargs: Any) -> Any:
+            if not host.step_is_traced:
+                return determine(*args, **kwargs)
+            kwargs["force_eager"] = True
+            determined = determine(*args, **kwargs)
+            batch, counts = runner.input_batch, kwargs["num_scheduled_tokens_np"]
+            host.begin_step(lay_out(batch.req_ids, counts, batch.num_computed_tokens_cpu[: len(counts)], determined[1].num_tokens))
+            return determined
+
+        def sample_tokens(*args: Any, **kwargs: Any) -> Any:
+            output = sample(*args, **kwargs)
+            if host.step_is_traced:
+                self._with_samples(host, output)
+            return output
+
+        runner._determine_batch_execution_and_padding = determine_batch
+        runner._sample = sample_tokens
+        self._watch_logits(host)
+
+
+class V2Runner(Runner):
+    """`vllm.v1.worker.gpu.model_runner`."""
+
+    def _dummy_run(self, tokens: int) -> None:
+        self.runner._dummy_run(tokens, skip_attn=True, is_profile=True)
+
+    def connect(self, host: Host) -> None:
+        runner = self.runner
+        prepare, sample = runner.prepare_inputs, runner.sample
+
+        def prepare_inputs(*args: Any, **kwargs: Any) -> Any:
+            batch = prepare(*args, **kwargs)
+            if host.step_is_traced:
+                counts, computed = batch.num_scheduled_tokens[: batch.num_reqs], batch.num_computed_tokens_np[: batch.num_reqs]
+                host.begin_step(lay_out(batch.req_ids, counts, computed, batch.num_tokens_after_padding))
+            return batch
+
+        def sample_tokens(*args: Any, **kwargs: Any) -> Any:
+            output = sample(*args, **kwargs)
+            if host.step_is_traced:
+                self._with_samples(host, output[0])
+            return output
+
+        runner.prepare_inputs = prepare_inputs
+        runner.sample = sample_tokens
+        self._watch_logits(host)
+
+
+def adapt(runner: Any) -> Runner:
+    """The adapter for `runner`."""
+    return V2Runner(runner) if type(runner).__module__.startswith("vllm.v1.worker.gpu.") else V1Runner(runner)

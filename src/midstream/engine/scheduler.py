@@ -1,0 +1,102 @@
+"""vLLM's scheduler with one more rule: a traced prompt is computed in one piece.
+
+A traced request that would not fit whole into the coming step waits, with all that queue behind it, so it starves nobody
+and is starved by nobody. All else is vLLM's: chunked prefill, prefix caching and async scheduling stay on.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
+
+from midstream.engine.request import TraceRequest
+
+
+class _TraceRules:
+    """Mixed into vLLM's schedulers, before them."""
+
+    waiting: Any
+    running: list[Any]
+    requests: dict[str, Any]
+    scheduler_config: Any
+    max_num_scheduled_tokens: int
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.waiting or not any(_unstarted_trace(request) for request in self.waiting):
+            return super().schedule(*args, **kwargs)  # type: ignore[misc]
+        held = self._take_held_back()
+        threshold = self.scheduler_config.long_prefill_token_threshold
+        self.scheduler_config.long_prefill_token_threshold = 0
+        try:
+            return super().schedule(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.scheduler_config.long_prefill_token_threshold = threshold
+            for request in held:  # in their order, behind what is left: nothing behind them was let through
+                self.waiting.add_request(request)
+
+    def _take_held_back(self) -> list[Any]:
+        """Take from the queue what has to wait, from the first trace that does not fit on."""
+        waiting = list(self.waiting)
+        budget = self.max_num_scheduled_tokens - sum(_to_compute(request) for request in self.running)
+        slots = self.scheduler_config.max_num_seqs - len(self.running)
+        together = Counter(t.trace for r in waiting if (t := _unstarted_trace(r)) is not None and t.together)
+        sizes: Counter[str] = Counter()
+        for request in waiting:
+            if (trace := _unstarted_trace(request)) is not None and trace.together:
+                sizes[trace.trace] += _to_compute(request)
+        admitted: set[str] = set()
+        for position, request in enumerate(waiting):
+            trace = _unstarted_trace(request)
+            need, requests = _to_compute(request), 1
+            if trace is not None and trace.together and trace.trace not in admitted:
+                need, requests = sizes[trace.trace], trace.size
+                here = together[trace.trace] == trace.size
+                admitted.add(trace.trace)
+                if not here or need > budget or requests > slots:
+                    return self._hold(waiting[position:])
+            elif trace is not None and trace.trace not in admitted and need > budget:
+                return self._hold(waiting[position:])
+            elif trace is not None and trace.together:
+                continue  # counted with the first of its trace
+            budget, slots = budget - need, slots - requests
+        return []
+
+    def _hold(self, requests: list[Any]) -> list[Any]:
+        self.waiting.remove_requests(requests)
+        return requests
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        for name in getattr(model_runner_output, "midstream_stops", ()):
+            if (request := self.requests.get(name)) is not None:
+                request.max_tokens = request.num_output_tokens + 1  # the token of this step is its last
+        return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+
+
+def _to_compute(request: Any) -> int:
+    tokens = request.num_tokens_with_spec + request.num_output_placeholders - request.num_computed_tokens
+    return max(tokens, 0)
+
+
+def _unstarted_trace(request: Any) -> TraceRequest | None:
+    """The trace of a request whose prompt is still to be computed. After a preemption it may be split: its edits are replayed."""
+    if request.status == RequestStatus.PREEMPTED or request.num_computed_tokens:
+        return None
+    return TraceRequest.of(request.sampling_params)
+
+
+class TraceScheduler(_TraceRules, Scheduler):
+    """For engines without async scheduling."""
+
+
+class AsyncTraceScheduler(_TraceRules, AsyncScheduler):
+    """For engines with async scheduling."""
+
+
+def make_scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> Scheduler:
+    """The scheduler that fits the engine; given to vLLM as `scheduler_cls`."""
+    asynchronous = vllm_config.scheduler_config.async_scheduling
+    return (AsyncTraceScheduler if asynchronous else TraceScheduler)(vllm_config, *args, **kwargs)

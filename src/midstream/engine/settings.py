@@ -1,0 +1,33 @@
+"""What an engine is told at its start, in vLLM's `additional_config`.
+
+It enters vLLM's config hash, and with it the key of the compile cache: nothing that differs from start to start belongs here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+NAME = "midstream"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Engine settings.
+
+    Attributes:
+        allow_traces: whether requests may carry code.
+        rename: names of the model's own modules for the standard ones.
+    """
+
+    allow_traces: bool = False
+    rename: dict[str, str] = field(default_factory=dict)
+
+    def to_config(self, additional: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        return {**(additional or {}), NAME: asdict(self)}
+
+    @classmethod
+    def of(cls, vllm_config: Any) -> Settings:
+        additional = vllm_config.additional_config
+        return cls(**additional.get(NAME, {})) if isinstance(additional, Mapping) else cls()

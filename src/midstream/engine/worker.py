@@ -1,0 +1,136 @@
+"""vLLM's worker with midstream's host beside the model runner. Named as `worker_cls`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.platforms import current_platform
+from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.outputs import AsyncModelRunnerOutput
+
+from midstream.arch import detect
+from midstream.engine.host import TraceHost
+from midstream.engine.patches import EagerStep
+from midstream.engine.plugin import register
+from midstream.engine.runners import adapt
+from midstream.engine.sender import Sender
+from midstream.engine.settings import Settings
+from midstream.trace.envoy import ModelEnvoy
+from midstream.trace.interleaver import Interleaver
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
+else:
+    PlatformWorker = resolve_obj_by_qualname(
+        "vllm.v1.worker.cpu_worker.CPUWorker" if current_platform.is_cpu() else "vllm.v1.worker.gpu_worker.Worker"
+    )
+
+_PROBE_TOKENS = 3
+
+
+class _Stopped(AsyncModelRunnerOutput):
+    """An output on its way from the device, with the requests that end with it."""
+
+    def __init__(self, output: AsyncModelRunnerOutput, stops: list[str]) -> None:
+        self._output = output
+        self._stops = stops
+
+    def get_output(self) -> Any:
+        return _with_stops(self._output.get_output(), self._stops)
+
+
+def _with_stops(output: Any, stops: list[str]) -> Any:
+    output.midstream_stops = stops
+    return output
+
+
+class Worker(PlatformWorker):
+    """A worker that runs traces."""
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        register()
+        super().load_model(*args, **kwargs)
+        self.midstream = self._attach()
+
+    @torch.inference_mode()
+    def _attach(self) -> TraceHost:
+        config = self.vllm_config
+        settings = Settings.of(config)
+        runner = adapt(self.model_runner)
+        model = runner.model
+        arch = detect(
+            model,
+            lambda: runner.probe(_PROBE_TOKENS),
+            num_heads=config.model_config.get_num_attention_heads(config.parallel_config),
+            head_dim=config.model_config.get_head_size(),
+            rename=settings.rename,
+        )
+        interleaver = Interleaver(model, arch.order)
+        compute_logits = model.compute_logits
+        norm = model.get_submodule(arch.parts["final_norm"]) if "final_norm" in arch.parts else None
+
+        def unembed(hidden: torch.Tensor) -> torch.Tensor:
+            assert norm is not None
+            hidden = hidden.to(config.model_config.dtype)
+            return compute_logits(norm(hidden))
+
+        envoy = ModelEnvoy(model, arch, interleaver, unembed, self._tokenizer)
+        host = TraceHost(envoy, interleaver, arch, settings.allow_traces, config.model_config.max_model_len)
+        runner.connect(host)
+        return host
+
+    def _tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.vllm_config.model_config.tokenizer)
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        new = {r.req_id: (r.sampling_params, len(r.prompt_token_ids or ())) for r in scheduler_output.scheduled_new_reqs}
+        self.midstream.schedule(new, scheduler_output.num_scheduled_tokens, set(scheduler_output.finished_req_ids))
+        EagerStep.on = self.midstream.step_is_traced
+        try:
+            return super().execute_model(scheduler_output)
+        finally:
+            EagerStep.on = False
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        output = super().sample_tokens(grammar_output)
+        stops = self.midstream.take_stops()
+        if not stops or output is None:
+            return output
+        return _Stopped(output, stops) if isinstance(output, AsyncModelRunnerOutput) else _with_stops(output, stops)
+
+    # Called by the client through `collective_rpc`.
+
+    def midstream_connect(self, address: Mapping[str, Any]) -> str:
+        """Connect to the client's results channel; the name under which this worker sends."""
+        if self.midstream.sender is not None:
+            self.midstream.sender.close()
+        self.midstream.sender = Sender(address, f"rank {self.rank}")
+        return self.midstream.sender.name
+
+    def midstream_describe(self) -> dict[str, Any]:
+        """The module tree of this worker, for the client."""
+        arch, modules = self.midstream.arch, self.midstream.interleaver.modules
+        return {
+            "modules": {path: type(module).__name__ for path, module in modules.items()},
+            "shapes": dict(arch.shapes),
+            "sites": list(arch.sites),
+            "num_layers": arch.num_layers,
+            "hidden_size": arch.hidden_size,
+        }
+
+    def midstream_gauges(self) -> dict[str, int]:
+        """What is alive on this worker."""
+        return {**self.midstream.gauges(), "traced_steps": self.midstream.traced_steps}
+
+    def midstream_finish(self) -> None:
+        """End the traces of requests whose end this worker has not been told: an in-process engine rests between calls."""
+        self.midstream.schedule({}, {}, set(self.midstream.requests))
+
+    def shutdown(self) -> None:
+        if (host := getattr(self, "midstream", None)) is not None and host.sender is not None:
+            host.sender.close(flush=False)
+        super().shutdown()
