@@ -225,6 +225,13 @@ def test_no_container() -> None:
         probe(Custom())
 
 
+def test_compiled_forward() -> None:
+    """One that calls no module shows nothing."""
+    model = Model(Single, by_position)
+    with pytest.raises(ArchitectureError, match=r"called no layer of layers.*uncompiled"):
+        detect(model, lambda: None)
+
+
 def test_several_containers() -> None:
     class Two(Model):
         def __init__(self) -> None:

@@ -101,7 +101,8 @@ def detect(
 
     Args:
         root: the model, or the part of it that this process has.
-        run: performs one forward of a few tokens over `root`. Its values do not matter and are changed on the way.
+        run: performs one forward of a few tokens over `root`, uncompiled. Its values do not matter and are changed on
+            the way, so nothing that is kept, such as a prefix cache, may come from it.
         num_heads: attention heads in this process, if the model does not say how wide a head is.
         head_dim: width of a head, where the model's own word is not to be taken.
         rename: the user's names, as `{"my_blocks": "layers", "mixer": "attn"}`; roles are `midstream.arch.ROLES`.
@@ -231,10 +232,15 @@ def _the_container(
             f"{type(modules['']).__name__} has several lists of layers that its forward goes through: "
             f"{', '.join(called)}; expected one. Name it by its path, as rename={{{called[0]!r}: 'layers'}}"
         )
+    if containers:
+        raise ArchitectureError(
+            f"the forward of {type(modules['']).__name__} called no layer of {', '.join(containers)}; expected it to go "
+            f"through one of them, uncompiled and not replayed from a graph"
+        )
     lists = [path for path, module in modules.items() if isinstance(module, (nn.ModuleList, nn.Sequential))]
     raise ArchitectureError(
-        f"{type(modules['']).__name__} has no list of layers under a standard name (layers, h, blocks, ...) that its "
-        f"forward goes through; its lists are {', '.join(lists) or 'none'}. "
+        f"{type(modules['']).__name__} has no list of layers under a standard name (layers, h, blocks, ...); its "
+        f"lists are {', '.join(lists) or 'none'}. "
         f"Name it by rename={{{(lists[0] if lists else 'my_blocks')!r}: 'layers'}}"
     )
 
