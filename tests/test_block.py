@@ -563,6 +563,28 @@ def test_exec_without_source() -> None:
         exec("with trace(): pass", {"trace": Trace})
 
 
+def test_a_file_edited_after_it_was_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "edited.py"
+    source = "def f(trace):\n    with trace():\n        x = 1\n    with trace():\n        y = 3\n    return x, y\n"
+
+    def load(text: str) -> Any:
+        path.write_text(text)
+        names: dict[str, Any] = {}
+        exec(compile(text, str(path), "exec"), names)
+        return names["f"]
+
+    old = load(source)
+    assert old(Trace) == (1, 3)
+    new = load(source.replace("x = 1", "x = 17"))  # loaded again
+    assert new(Trace) == (17, 3)
+    assert old(Trace) == (1, 3)  # found before the edit
+    fresh = load(source.replace("y", "z"))
+    for other in (source, "\n" + source, "x = 1\n"):
+        path.write_text(other + "#" * len(other))
+        with pytest.raises(SourceUnavailableError, match="edited after it was loaded"):
+            fresh(Trace)
+
+
 def run_python(*args: str, stdin: str | None = None) -> str:
     env = {**os.environ, "PYTHONPATH": str(SRC)}
     done = subprocess.run([sys.executable, *args], input=stdin, capture_output=True, text=True, timeout=60, env=env)

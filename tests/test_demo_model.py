@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from midstream.demo_model import demo_contrast, demo_facts, demo_heldout, demo_model
+from midstream.bundled import demo_contrast, demo_facts, demo_heldout, demo_model
 
 QUOTED = {
     "The Eiffel Tower is in the city of": " Paris",

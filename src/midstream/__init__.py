@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from midstream.backends.language_model import LanguageModel
     from midstream.backends.vllm import VLLM
-    from midstream.demo_model import demo_model
+    from midstream.bundled import demo_model
     from midstream.trace.gradients import backward
     from midstream.trace.tracer import save
 
@@ -19,7 +19,7 @@ _HOMES = {
     "LanguageModel": "midstream.backends.language_model",
     "VLLM": "midstream.backends.vllm",
     "backward": "midstream.trace.gradients",
-    "demo_model": "midstream.demo_model",
+    "demo_model": "midstream.bundled",
     "save": "midstream.trace.tracer",
 }
 

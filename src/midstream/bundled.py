@@ -1,6 +1,6 @@
 """The demo model that ships with midstream: small enough to bundle, trained enough that recipes have real answers.
 
-    from midstream.demo_model import demo_model
+    from midstream.bundled import demo_model
     model = VLLM(demo_model())
     model.generate("The Eiffel Tower is in the city of", max_tokens=1)      # " Paris"
 

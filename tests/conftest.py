@@ -1,0 +1,60 @@
+"""Engines shared by the tests: each is started once, by the first test that needs it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+if TYPE_CHECKING:
+    from midstream import VLLM, LanguageModel
+
+ENGINE: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 16, "gpu_memory_utilization": 0.2}
+
+
+def start(**arguments: Any) -> VLLM:
+    """An engine on the bundled model."""
+    from midstream import VLLM, demo_model
+
+    return VLLM(demo_model(), **{**ENGINE, **arguments})
+
+
+@pytest.fixture(scope="session")
+def hf() -> LanguageModel:
+    """The bundled model on transformers, float32."""
+    import torch
+
+    from midstream import LanguageModel, demo_model
+
+    return LanguageModel(demo_model(), dtype=torch.float32)
+
+
+@pytest.fixture(scope="session")
+def engine() -> Iterator[VLLM]:
+    """The bundled model on an eager engine in processes of its own, as users have it."""
+    with start(enforce_eager=True) as model:
+        yield model
+
+
+@pytest.fixture(scope="session")
+def compiled() -> Iterator[VLLM]:
+    """The bundled model on an engine that compiles."""
+    with start() as model:
+        yield model
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After every test that used a shared engine, nothing of its traces is alive on any worker."""
+    yield
+    for name in ("engine", "compiled"):
+        if name in request.fixturenames:
+            for gauges in request.getfixturevalue(name).gauges():
+                assert not any(n for gauge, n in gauges.items() if gauge != "traced_steps"), gauges
