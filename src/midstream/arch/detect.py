@@ -234,8 +234,8 @@ def _the_container(
         )
     if containers:
         raise ArchitectureError(
-            f"the forward of {type(modules['']).__name__} called no layer of {', '.join(containers)}; expected it to go "
-            f"through one of them, uncompiled and not replayed from a graph"
+            f"the forward of {type(modules['']).__name__} called no layer of {', '.join(containers)}; expected it to "
+            f"go through one of them, uncompiled and not replayed from a graph"
         )
     lists = [path for path, module in modules.items() if isinstance(module, (nn.ModuleList, nn.Sequential))]
     raise ArchitectureError(
