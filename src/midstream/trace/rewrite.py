@@ -328,7 +328,8 @@ def _marks(code: CodeType) -> set[tuple[type, object]]:
         names = (*part.co_names, *part.co_varnames, *part.co_cellvars, *part.co_freevars)
         marks.update((str, name) for name in names if not name.startswith("__"))
         marks.update((type(value), value) for value in part.co_consts if not isinstance(value, CodeType | None))
-    return {(kind, value) for kind, value in marks if "__block__." not in str(value)}  # qualified names of classes
+    # Not the qualified names of classes, nor nan, which equals nothing.
+    return {(kind, value) for kind, value in marks if "__block__." not in str(value) and value == value}
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
