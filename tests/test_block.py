@@ -881,6 +881,20 @@ def test_an_async_with() -> None:
     assert info.value.value == (2, [])
 
 
+def test_in_a_generator_with_the_with_in_a_try() -> None:
+    def generate() -> Any:
+        for i in range(3):
+            try:
+                with Trace():
+                    assert i < 2, "i is 2"
+                    x = i
+            except AssertionError:
+                x = "failed"
+            yield x
+
+    assert list(generate()) == [0, 1, "failed"]
+
+
 def test_an_error_of_the_users_own_in_the_header_passes_through() -> None:
     with pytest.raises(ZeroDivisionError):
         with Trace(run=False) as t:
