@@ -85,8 +85,11 @@ class Binding:
             value = value.flatten(-2)
         if self.scale != 1.0:
             value = value / self.scale
-        if self.residual is None or leaf(self.residual) is None:
+        second = leaf(self.residual) if self.residual is not None else None
+        if second is None:
             return [(self.hidden, value)]
+        if second.ndim == 1:  # a bias beside the output: not the request's own to change
+            return [(self.hidden, value - second)]
         # v + 0 is v in every dtype; (v - residual) + residual is not.
         return [(self.hidden, value), (self.residual, value.new_zeros(()).expand_as(value))]
 

@@ -132,7 +132,7 @@ class Visit:
 
             def leaf(ref: Ref) -> torch.Tensor | None:
                 full = self.event.leaf(ref)
-                return None if full is None else self.rows.take_tokens(full)
+                return full if full is None or full.ndim == 1 else self.rows.take_tokens(full)
 
             value = self._isolate(binding.read(leaf)) if self.rows.aliases else _own(binding, leaf)
             self._sites[binding] = self._hand_out(value, lambda v: self._write_site(binding, v), False)
