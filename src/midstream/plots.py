@@ -1,0 +1,239 @@
+"""Figures for notebooks: a heatmap of layers and positions, and the logit lens.
+
+    grid = [[diff(layer, position) for position in range(5)] for layer in range(8)]
+    plot_heatmap(grid, tokens, range(8), title="logit difference, patched", path="patching.png")
+
+    plot_logit_lens(model, "The capital of France is")       # runs one trace
+    lens = logit_lens(model, "The capital of France is")     # the numbers alone
+    plot_logit_lens(lens, path="lens.png")
+
+A notebook shows what they return; with `path` the figure is written there. matplotlib is loaded when a figure is drawn,
+not before: `pip install "midstream[plot]"`.
+
+Shapes: L layers, T tokens of the prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any
+
+import torch
+
+from midstream.errors import MidstreamError
+
+_LONGEST_LABEL = 12  # characters
+_WIDEST, _HIGHEST = 14.0, 20.0  # inches: about what a notebook shows without making it smaller
+
+
+@dataclass(frozen=True)
+class LogitLens:
+    """What the logit lens sees of one prompt.
+
+    Attributes:
+        tokens: the prompt's tokens as text, T of them.
+        top: for each of L layers, the likeliest next token after each of the T tokens.
+        probs_LT: its probability, float32 `[layers, tokens]`.
+    """
+
+    tokens: list[str]
+    top: list[list[str]]
+    probs_LT: torch.Tensor
+
+
+def logit_lens(model: Any, prompt: str | Sequence[int]) -> LogitLens:
+    """The likeliest next token after each token of `prompt`, read off the residual stream leaving each layer.
+
+    nostalgebraist, 2020, "interpreting GPT: the logit lens". One trace; the vocabulary stays where the model runs.
+
+    Args:
+        model: a `VLLM` or a `LanguageModel`.
+        prompt: text or token ids.
+    """
+    if getattr(model, "mode", "sync") == "async":
+        raise MidstreamError('logit_lens runs its trace to the end: give it a VLLM of mode="sync", or a LanguageModel.')
+    token_ids = model.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt)
+    probs_LT, top_LT = model.run(_best_tokens, token_ids)
+    decode = model.tokenizer.decode
+    return LogitLens(
+        tokens=[decode([token]) for token in token_ids],
+        top=[[decode([token]) for token in row] for row in top_LT.tolist()],
+        probs_LT=probs_LT,
+    )
+
+
+def _best_tokens(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    probs, tokens = [], []
+    for layer in range(model.num_layers):
+        best = model.project_on_vocab(model.layers_output[layer]).float().softmax(-1).max(-1)
+        probs.append(best.values.detach())
+        tokens.append(best.indices)
+    return torch.stack(probs), torch.stack(tokens)
+
+
+def plot_heatmap(
+    values: Any,
+    xlabels: Iterable[Any],
+    ylabels: Iterable[Any],
+    title: str | None = None,
+    path: str | PathLike[str] | None = None,
+    *,
+    xlabel: str = "",
+    ylabel: str = "layer",
+    label: str = "",
+    cmap: str | None = None,
+    limits: tuple[float, float] | None = None,
+    ax: Any = None,
+) -> Any:
+    """A grid of numbers as colours, the first row at the top. NaN is drawn grey.
+
+    Args:
+        values: `[rows, columns]`: a tensor, an array or nested lists.
+        xlabels, ylabels: what stands at the columns and the rows.
+        title: above the figure.
+        path: where to write it, by its ending as PNG, PDF or SVG; the figure is then closed, and can still be used.
+        xlabel, ylabel, label: what the columns, the rows and the colours are.
+        cmap: matplotlib's name of a colour map; if None, diverging about 0 where the values have both signs.
+        limits: the values at the ends of the colour map; if None, those that there are.
+        ax: matplotlib's Axes to draw into, instead of a figure of its own.
+
+    Returns:
+        The Axes; `.figure` is its figure.
+
+    Raises:
+        MidstreamError: matplotlib is not installed, or the labels do not fit the values.
+    """
+    grid, columns, rows = _grid(values), list(xlabels), list(ylabels)
+    if grid.shape != (len(rows), len(columns)):
+        raise MidstreamError(
+            f"The values are {list(grid.shape)}, with {len(rows)} labels for rows and {len(columns)} for columns."
+        )
+    pyplot = _pyplot()
+    if ax is None:
+        size = (min(_WIDEST, 2.5 + 0.42 * len(columns)), min(_HIGHEST, 1.5 + 0.3 * len(rows)))
+        ax = pyplot.subplots(figsize=size, layout="constrained")[1]
+    low, high = limits or _limits(grid)
+    image = _draw(ax, grid, columns, rows, cmap or ("RdBu" if low < 0 < high else "viridis"), (low, high))
+    ax.set(xlabel=xlabel, ylabel=ylabel, title=title or "")
+    ax.figure.colorbar(image, ax=ax, label=label, pad=0.02, aspect=25)
+    _write_file(pyplot, ax.figure, path)
+    return ax
+
+
+def plot_logit_lens(
+    model_or_lens: Any,
+    prompt: str | Sequence[int] | None = None,
+    *,
+    title: str = "Logit lens",
+    path: str | PathLike[str] | None = None,
+    wrap: int = 12,
+) -> Any:
+    """The logit lens as a figure: tokens to the right, layers upwards, in each cell the likeliest next token.
+
+    Colour is its probability. A dot at the beginning of a token stands for a space. A long prompt takes several rows.
+
+    Args:
+        model_or_lens: a model, which runs one trace on `prompt`, or what `logit_lens` gave.
+        prompt: text or token ids; None with a `LogitLens`.
+        title, path: as in `plot_heatmap`.
+        wrap: how many tokens to put into a row.
+
+    Returns:
+        matplotlib's Figure.
+    """
+    if isinstance(model_or_lens, LogitLens):
+        lens = model_or_lens
+    elif prompt is None:
+        raise MidstreamError("plot_logit_lens takes a model and a prompt, or what logit_lens(model, prompt) gave.")
+    else:
+        lens = logit_lens(model_or_lens, prompt)
+    pyplot = _pyplot()
+    starts = range(0, len(lens.tokens), wrap)
+    layers = list(range(len(lens.top)))[::-1]  # the stream flows upwards
+    width, height = min(wrap, len(lens.tokens)), 0.55 + 0.3 * len(layers)
+    size = (min(_WIDEST, 2.0 + 1.0 * width), 0.8 + height * len(starts))
+    figure, bands = pyplot.subplots(len(starts), squeeze=False, figsize=size, layout="constrained")
+    for start, ax in zip(starts, bands[:, 0], strict=True):
+        columns = lens.tokens[start : start + width]
+        probs = lens.probs_LT[:, start : start + width].flip(0)
+        image = _draw(ax, probs, columns, layers, "viridis", (0.0, 1.0))
+        _write_cells(ax, image, probs, [lens.top[layer][start : start + width] for layer in layers])
+        ax.set(ylabel="layer", xlim=(-0.5, width - 0.5))
+    figure.suptitle(title)
+    label = "probability of the likeliest token"
+    figure.colorbar(image, ax=list(bands[:, 0]), label=label, pad=0.02, aspect=25, shrink=min(1, 2 / len(starts)))
+    _write_file(pyplot, figure, path)
+    return figure
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib.pyplot as pyplot
+    except ImportError as error:
+        raise MidstreamError('Figures need matplotlib: pip install "midstream[plot]".') from error
+    return pyplot
+
+
+def _grid(values: Any) -> torch.Tensor:
+    if isinstance(values, (list, tuple)):
+        values = torch.stack([torch.as_tensor(row) for row in values])
+    grid = torch.as_tensor(values).detach().float().cpu()
+    if grid.ndim != 2 or not grid.numel():
+        raise MidstreamError(f"A heatmap is of values [rows, columns]; {list(grid.shape)} was given.")
+    return grid
+
+
+def _limits(grid: torch.Tensor) -> tuple[float, float]:
+    finite = grid[grid.isfinite()]
+    low, high = (finite.min().item(), finite.max().item()) if finite.numel() else (0.0, 1.0)
+    widest = max(-low, high)
+    return (-widest, widest) if low < 0 < high else (low, high)
+
+
+def _draw(
+    ax: Any, grid: torch.Tensor, columns: list[Any], rows: list[Any], cmap: str, limits: tuple[float, float]
+) -> Any:
+    import matplotlib
+
+    colours = matplotlib.colormaps[cmap].copy()
+    colours.set_bad("lightgrey")
+    low, high = limits
+    image = ax.imshow(grid.numpy(), cmap=colours, vmin=low, vmax=high, aspect="auto", interpolation="nearest")
+    ax.spines[:].set_visible(False)
+    width, height = ax.figure.get_size_inches()
+    _label(ax.xaxis, columns, width * 0.8, turned=True)
+    _label(ax.yaxis, rows, height * 0.8 / len(ax.figure.axes), turned=False)
+    return image
+
+
+def _label(axis: Any, labels: list[Any], room: float, turned: bool) -> None:
+    """Tick labels: slanted where they would touch, and only every second, third, ... where even that is too narrow."""
+    every = -(-len(labels) * 0.14 // room) or 1  # inches of a line of text
+    shown = [(at, show(text)) for at, text in enumerate(labels) if at % every == 0]
+    flat = not turned or sum(len(text) for _, text in shown) * 0.085 + 0.1 * len(shown) < room
+    slant = {} if flat else {"rotation": 60, "ha": "right", "rotation_mode": "anchor"}
+    axis.set_ticks([at for at, _ in shown], [text for _, text in shown], fontsize=8, **slant)
+
+
+def _write_cells(ax: Any, image: Any, grid: torch.Tensor, text: Sequence[Sequence[str]]) -> None:
+    for row, cells in enumerate(text):
+        for column, cell in enumerate(cells):
+            red, green, blue, _ = image.cmap(image.norm(grid[row, column].item()))
+            dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.5
+            ax.text(column, row, show(cell), ha="center", va="center", fontsize=8, color="white" if dark else "black")
+
+
+def _write_file(pyplot: Any, figure: Any, path: str | PathLike[str] | None) -> None:
+    if path is not None:
+        figure.savefig(path, dpi=150, bbox_inches="tight")
+        pyplot.close(figure)
+
+
+def show(label: Any) -> str:
+    """A label for people: a dot for a leading space, line ends and tabs spelled out, what is long cut."""
+    text = str(label).replace("\n", "\\n").replace("\t", "\\t").replace("\r", "\\r")
+    text = "·" + text[1:] if text.startswith(" ") else text
+    text = text if len(text) <= _LONGEST_LABEL else text[: _LONGEST_LABEL - 1] + "…"
+    return text.replace("$", r"\$")  # two of them would set a formula
