@@ -57,6 +57,7 @@ class Binding:
             first layer of a dual-stream model): the value is then `hidden` alone.
         heads: `(heads, head_dim)` if the last axis is to be split, for `attn_z`.
         scale: what the leaf is multiplied with to give the value, for embeddings that are scaled outside their module.
+        in_place: whether the block also adds this very tensor to the stream later on, past the module: a write has to land in it.
     """
 
     path: str
@@ -65,6 +66,7 @@ class Binding:
     residual: Ref | None = None
     heads: tuple[int, int] | None = None
     scale: float = 1.0
+    in_place: bool = False
 
     def read(self, leaf: Callable[[Ref], torch.Tensor | None]) -> torch.Tensor:
         """The site's value. `leaf` looks a leaf up; the result may alias it if nothing had to be computed."""

@@ -134,7 +134,7 @@ class Block:
             unread += stream_leaves(attn.last.outputs, self.like)
         if any(taken[0].same(leaf) for leaf in unread):
             return None
-        return Binding(reader.path, "input", taken[0].ref)
+        return Binding(reader.path, "input", taken[0].ref, in_place=True)
 
     def _producer(self, mlp: Part) -> Call | None:
         """The norm whose output the MLP reads. Dropouts and the like hand on what they got: they are looked through."""

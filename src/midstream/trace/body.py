@@ -47,6 +47,7 @@ class Written:
     ref: Ref
     tokens: bool  # whether `value` is [tokens, ...], or shaped as the module has it with the tokens on `axis`
     axis: int
+    in_place: bool
     first_position: int
     value: torch.Tensor
 
@@ -167,7 +168,7 @@ class Body:
         while not self.interleaver.is_open(barrier):
             self._park(BARRIER, self.step)
 
-    def write_down(self, visit: Visit, ref: Ref, tokens: bool, value: torch.Tensor) -> None:
+    def write_down(self, visit: Visit, ref: Ref, tokens: bool, in_place: bool, value: torch.Tensor) -> None:
         """Keep an edit for a later recomputation of its positions."""
         assert self.journal is not None and isinstance(visit.rows, FlatRows)
         axis = 0 if tokens else visit.rows.axis(visit.event.leaf(ref))
@@ -176,8 +177,8 @@ class Body:
         first = visit.rows.first_position
         entries = self.journal.setdefault(visit.key, [])
         entries[:] = [e for e in entries if (e.ref, e.tokens, e.first_position) != (ref, tokens, first)]
-        kept = value.detach().to("cpu", copy=True, non_blocking=True)
-        entries.append(Written(ref, tokens, axis, first, kept))
+        kept = _keep(value.detach())
+        entries.append(Written(ref, tokens, axis, in_place, first, kept))
 
     def save(self, value: Any) -> Any:
         """Mark `value` as one to bring back. A tensor comes back as it is now, whatever happens to it later."""
@@ -196,6 +197,14 @@ class Body:
     def pick_saved(self, names: dict[str, Any]) -> dict[str, Any]:
         """Of a body's variables, those that were saved."""
         return {name: self.saved[id(v)][1] for name, v in names.items() if id(v) in self.saved}
+
+
+def _keep(value: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory that the forward does not wait for. What is one number, expanded, is kept as it is."""
+    if not any(value.stride()) and value.numel() > 1:
+        return value
+    pinned = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=value.is_cuda)
+    return pinned.copy_(value, non_blocking=True)
 
 
 def steps(body: Body, wanted: slice | int | list[int]) -> Iterator[int]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from midstream.errors import BarrierError, NeverReachedError
+from midstream.errors import BarrierError, NeverReachedError, TraceError
 from midstream.trace.body import BARRIER, STEP_START, Body
 from midstream.trace.rows import FlatRows, Rows
 from midstream.trace.source import SourceHooks
@@ -49,6 +49,7 @@ class Interleaver:
         self._firing: Key | None = None
         self._hooks: dict[Key, Any] = {}
         self._stepping = False
+        self.reachable: frozenset[Key] | None = None  # the points that the step's forward passes; None for all
         self._at_barrier: dict[object, list[Body]] = {}
         self._open: set[object] = set()
         self._live_storages: set[int] = set()
@@ -170,8 +171,8 @@ class Interleaver:
         if not body.done and body.parked is not None and body.parked[1] == body.now and body.parked[0] != BARRIER:
             self._waiting.setdefault(body.parked[0], []).append(body)
 
-    def fire(self, key: Key, tree: Any) -> Any:
-        """The forward is at `key` with value `tree`: what it is to go on with."""
+    def fire(self, key: Key, tree: Any, direct: bool = False) -> Any:
+        """The forward is at `key` with value `tree`: what it is to go on with. `direct`: writes land in `tree` itself."""
         if self.muted or not self._stepping:
             return tree
         waiting = self._waiting.pop(key, None)
@@ -179,7 +180,7 @@ class Interleaver:
             return tree
         self._position = max(self._position, self._ordinal(key)[0])
         self._point = self._firing = key
-        event = Event(key, tree)
+        event = Event(key, tree, direct)
         for body, rows in self._replays.get(key, ()):
             _replay(event, body, rows)
         for body, value in self._overrides.pop(key, ()):
@@ -228,6 +229,10 @@ class Interleaver:
         self.prepare(key)
         self._watchers.setdefault(key, []).append((body, watcher))
 
+    def is_watched_by(self, body: Body) -> bool:
+        """Whether the body's request is to be followed to its end, though its code may be done: a cache is being filled."""
+        return body.failure is None and any(other is body for watchers in self._watchers.values() for other, _ in watchers)
+
     def override(self, body: Body, key: Key, value: Any) -> None:
         """Have the request's part of `key` be `value` when the forward comes to it in this step."""
         self.prepare(key)
@@ -266,6 +271,11 @@ class Interleaver:
         """See to it that `fire` is called when the forward comes to `key`."""
         if key in self._hooks or not key[0] and key[1] not in ("input", "output"):
             return
+        if self.reachable is not None and key not in self.reachable:
+            raise TraceError(
+                f"{point_name(key)} is not built into the compiled forward, and this trace was taken for one that needs no other "
+                "sites. This is a fault in midstream; please report the trace."
+            )
         if len(key) == 4:
             self.source.install(key[0])
             return
@@ -321,4 +331,4 @@ def _replay(event: Event, body: Body, rows: FlatRows) -> None:
             part = written.value.narrow(written.axis, begin - written.first_position, end - begin)
             start = rows.start + begin - rows.first_position
             target = FlatRows(start, start + end - begin, rows.total)
-            event.write(written.ref, part.to(event.leaf(written.ref).device), target, written.tokens)
+            event.write(written.ref, part.to(event.leaf(written.ref).device), target, written.tokens, written.in_place)

@@ -18,7 +18,7 @@ from midstream.trace.rows import Rows, private
 from midstream.trace.tree import leaves, map_tensors, shape_text
 
 Key = tuple[str, ...]  # (path, "input"), (path, "output"), ("", "logits"), (path, "source", call, "output")
-Journal = Callable[["Visit", Ref, bool, torch.Tensor], None]
+Journal = Callable[["Visit", Ref, bool, bool, torch.Tensor], None]
 
 
 def point_name(key: Key) -> str:
@@ -29,9 +29,10 @@ def point_name(key: Key) -> str:
 class Event:
     """The forward pass at `key`. `tree` is the whole batch's value there: `(args, kwargs)` or what was returned."""
 
-    def __init__(self, key: Key, tree: Any) -> None:
+    def __init__(self, key: Key, tree: Any, direct: bool = False) -> None:
         self.key = key
         self.tree = tree
+        self.direct = direct  # whether writes land in the tree's own tensors: compiled code has no other way to see them
         self._owned: set[Ref] = set()
 
     @property
@@ -41,9 +42,15 @@ class Event:
     def leaf(self, ref: Ref) -> Any:
         return follow(self.tree, ref)
 
-    def write(self, ref: Ref, value: torch.Tensor, rows: Rows, tokens: bool) -> None:
-        """Put `value` into this request's part of the leaf. The engine's own tensor is left alone: it may be seen from elsewhere."""
+    def write(self, ref: Ref, value: torch.Tensor, rows: Rows, tokens: bool, in_place: bool = False) -> None:
+        """Put `value` into this request's part of the leaf.
+
+        The engine's own tensor is left alone, for it may be seen from elsewhere; unless that is what is wanted (`in_place`).
+        """
         full = self.leaf(ref)
+        if in_place or self.direct:
+            rows.take_tokens(full).copy_(value)
+            return
         if ref not in self._owned and not rows.aliases:
             full = full.clone()
         full = rows.put_tokens(full, value) if tokens else rows.put(full, value)
@@ -74,10 +81,10 @@ class Visit:
         self._has_raw = False
         self._sites: dict[Binding, torch.Tensor] = {}
 
-    def _write(self, ref: Ref, value: torch.Tensor, tokens: bool) -> None:
-        self.event.write(ref, value, self.rows, tokens)
+    def _write(self, ref: Ref, value: torch.Tensor, tokens: bool, in_place: bool = False) -> None:
+        self.event.write(ref, value, self.rows, tokens, in_place)
         if self._journal is not None:
-            self._journal(self, ref, tokens, value)
+            self._journal(self, ref, tokens, in_place, value)
 
     def _hand_out(self, value: torch.Tensor, write: Callable[[torch.Tensor], None], lands_itself: bool) -> torch.Tensor:
         if lands_itself:
@@ -140,7 +147,7 @@ class Visit:
 
     def _write_site(self, binding: Binding, value: torch.Tensor) -> None:
         for ref, part in binding.leaves(value, self.event.leaf):
-            self._write(ref, part, True)
+            self._write(ref, part, True, binding.in_place)
 
     def set_site(self, binding: Binding, value: torch.Tensor, name: str) -> None:
         current = self.site(binding)
