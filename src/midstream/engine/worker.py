@@ -6,13 +6,15 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.config import CompilationMode
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from midstream.arch import detect
+from midstream.engine.graph_sites import SiteOp
 from midstream.engine.host import TraceHost
-from midstream.engine.patches import EagerStep
+from midstream.engine.patches import StepMode
 from midstream.engine.plugin import register
 from midstream.engine.runners import adapt
 from midstream.engine.sender import Sender
@@ -74,11 +76,14 @@ class Worker(PlatformWorker):
         def unembed(hidden: torch.Tensor) -> torch.Tensor:
             assert norm is not None
             hidden = hidden.to(config.model_config.dtype)
-            return compute_logits(norm(hidden))
+            normed = norm(hidden)
+            return compute_logits(normed[0] if isinstance(normed, tuple) else normed)  # Command-R's norm returns a pair
 
         envoy = ModelEnvoy(model, arch, interleaver, unembed, self._tokenizer)
         host = TraceHost(envoy, interleaver, arch, settings.allow_traces, config.model_config.max_model_len)
         runner.connect(host)
+        if settings.graph_sites and config.compilation_config.mode != CompilationMode.NONE:
+            host.build_in(model)
         return host
 
     def _tokenizer(self) -> Any:
@@ -89,11 +94,13 @@ class Worker(PlatformWorker):
     def execute_model(self, scheduler_output: Any) -> Any:
         new = {r.req_id: (r.sampling_params, len(r.prompt_token_ids or ())) for r in scheduler_output.scheduled_new_reqs}
         self.midstream.schedule(new, scheduler_output.num_scheduled_tokens, set(scheduler_output.finished_req_ids))
-        EagerStep.on = self.midstream.step_is_traced
+        StepMode.set(no_graphs=self.midstream.step_is_traced, uncompiled=self.midstream.step_is_uncompiled)
+        SiteOp.fire = self.midstream.see_site if self.midstream.step_is_traced and not StepMode.uncompiled else None
         try:
             return super().execute_model(scheduler_output)
         finally:
-            EagerStep.on = False
+            StepMode.set(no_graphs=False, uncompiled=False)
+            SiteOp.fire = None
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         output = super().sample_tokens(grammar_output)
@@ -124,7 +131,7 @@ class Worker(PlatformWorker):
 
     def midstream_gauges(self) -> dict[str, int]:
         """What is alive on this worker."""
-        return {**self.midstream.gauges(), "traced_steps": self.midstream.traced_steps}
+        return {**self.midstream.gauges(), "traced_steps": self.midstream.traced_steps, "uncompiled_steps": self.midstream.uncompiled_steps}
 
     def midstream_finish(self) -> None:
         """End the traces of requests whose end this worker has not been told: an in-process engine rests between calls."""

@@ -289,6 +289,7 @@ class ModelEnvoy(Envoy):
         """The logit lens (nostalgebraist, 2020): final norm and unembedding of `hidden`, `[n, hidden]` to `[n, vocab]`."""
         if hidden.shape[-1] != self.hidden_size:
             raise ShapeError(f"project_on_vocab takes [n, {self.hidden_size}]; {list(hidden.shape)} was given.")
+        self._arch.binding("final_norm")  # or a clear error
         self._interleaver.muted = True
         try:
             return self._unembed(hidden)
