@@ -14,6 +14,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 if TYPE_CHECKING:
+    from oracle import Plain
+
     from midstream import VLLM, LanguageModel
 
 ENGINE: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 16, "gpu_memory_utilization": 0.2}
@@ -50,6 +52,22 @@ def compiled() -> Iterator[VLLM]:
         yield model
 
 
+@pytest.fixture(scope="session")
+def plain() -> Plain:
+    """The bundled model on plain transformers with torch hooks: the oracle of the trace tests."""
+    from oracle import Plain
+
+    from midstream import demo_model
+
+    return Plain(demo_model())
+
+
+@pytest.fixture(params=["hf", pytest.param("engine", marks=pytest.mark.engine)])
+def model(request: pytest.FixtureRequest) -> Any:
+    """Both backends in turn, for what means the same on both."""
+    return request.getfixturevalue(request.param)
+
+
 @pytest.fixture(autouse=True)
 def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """After every test that used a shared engine, nothing of its traces is alive on any worker."""
@@ -57,4 +75,4 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
     for name in ("engine", "compiled"):
         if name in request.fixturenames:
             for gauges in request.getfixturevalue(name).gauges():
-                assert not any(n for gauge, n in gauges.items() if gauge != "traced_steps"), gauges
+                assert not any(n for gauge, n in gauges.items() if not gauge.endswith("_steps")), gauges

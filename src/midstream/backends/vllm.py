@@ -17,6 +17,7 @@ from midstream.engine.results import Mailbox, Receiver
 from midstream.engine.settings import Settings
 from midstream.errors import EngineClosedError, MidstreamError, PromptError, TraceError, UnknownModuleError
 from midstream.sites import ACCESSORS
+from midstream.trace.analysis import keeps_to_graph_sites
 from midstream.trace.envoy import nearest
 from midstream.trace.program import Outcome, Program, ship
 from midstream.trace.show import show_tree
@@ -199,7 +200,7 @@ class VLLM(TraceModel):
         launch.check_prompts(self._config, prompts if traced else [], together)
         requests: Sequence[TraceRequest | None] = [None] * len(invokes)
         if traced:
-            requests = requests_of(ship(programs), len(invokes), together)
+            requests = requests_of(ship(programs), [all(map(keeps_to_graph_sites, each)) for each in programs], together)
         engine_prompts = [launch.engine_prompt(ids, secrets.token_hex(8) if traced else None) for ids in prompts]
         params = [launch.sampling_params(i.params, r) for i, r in zip(invokes, requests, strict=True)]
         batch = Submission(self, engine_prompts, params, requests)

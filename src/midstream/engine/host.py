@@ -8,17 +8,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from midstream.arch import Architecture
+from midstream.engine.graph_sites import build_in, graph_keys, tree_at
 from midstream.engine.request import TraceRequest
 from midstream.engine.sender import Sender
 from midstream.engine.step import Scheduled, StepView
 from midstream.errors import MidstreamError, TraceError, TracesNotAllowedError
 from midstream.trace.envoy import Envoy, ModelEnvoy
-from midstream.trace.interleaver import Interleaver
+from midstream.trace.interleaver import LAST_POINTS, Interleaver
 from midstream.trace.program import Failure, Outcome, Program, make_body, outcome, unship
 from midstream.trace.rows import FlatRows
 from midstream.trace.tracer import BodyTracer
+from midstream.trace.visit import Key
 
 _log = logging.getLogger(__name__)
 
@@ -61,13 +64,16 @@ class TraceHost:
         self.arch = arch
         self.interleaver = interleaver
         self.sender: Sender | None = None
+        self._device = next(envoy._module.parameters()).device
         self.stops: list[str] = []
-        self.traced_steps = 0
+        self.traced_steps = self.uncompiled_steps = 0
         self._allow_traces = allow_traces
         self._max_model_len = max_model_len
         self._requests: dict[str, _Request] = {}
         self._groups: dict[str, _Group] = {}
         self._traced = False
+        self._uncompiled = False
+        self._graph_keys: dict[int, Key] = {}
         self._in_step: list[tuple[Scheduled, _Request]] = []
         self._expects_logits = False
         self._sent = 0
@@ -78,6 +84,16 @@ class TraceHost:
     def step_is_traced(self) -> bool:
         """Whether a trace shares the step that is being prepared or run."""
         return self._traced
+
+    @property
+    def step_is_uncompiled(self) -> bool:
+        """Whether that step needs more than the compiled forward passes by."""
+        return self._uncompiled
+
+    def build_in(self, model: nn.Module) -> None:
+        """Put the graph sites into `model`, which is not compiled yet."""
+        build_in(model, self.arch)
+        self._graph_keys = graph_keys(self.arch)
 
     def schedule(self, new: Mapping[str, tuple[Any, int]], scheduled: Mapping[str, int], finished: set[str]) -> None:
         """What the scheduler has sent for the coming step.
@@ -93,8 +109,11 @@ class TraceHost:
             trace = TraceRequest.of(sampling)
             if trace is not None and name not in self._requests:
                 self._begin(name, trace, sampling, length)
-        self._traced = any(name in self._requests for name in scheduled)
+        traced = [request for name, request in self._requests.items() if name in scheduled]
+        self._traced = bool(traced)
+        self._uncompiled = self._traced and not (self._graph_keys and all(r.trace.graph_sites for r in traced))
         self.traced_steps += self._traced
+        self.uncompiled_steps += self._uncompiled
 
     @property
     def requests(self) -> list[str]:
@@ -132,7 +151,7 @@ class TraceHost:
         if group is None:
             if trace.programs is None:
                 raise TraceError("The trace's code came with a request that the engine has not begun; send its requests in order.")
-            group = self._groups[trace.trace] = _Group(unship(trace.programs, self._resolve))
+            group = self._groups[trace.trace] = _Group(unship(trace.programs, self._resolve, self._device))
         group.running.add(name)
         return group.programs[trace.index]
 
@@ -188,6 +207,7 @@ class TraceHost:
         last: dict[str, FlatRows] = {}
         self._in_step = []
         self._expects_logits = True
+        self.interleaver.reachable = None if self._uncompiled else frozenset((*self._graph_keys.values(), *LAST_POINTS))
         for scheduled in view.requests:
             request = self._requests.get(scheduled.request_id)
             if request is None:
@@ -204,6 +224,10 @@ class TraceHost:
                 request.seen = end
                 self._in_step.append((scheduled, request))
         self.interleaver.begin_step(rows, replays, last)
+
+    def see_site(self, layer: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        """Compiled code is behind `layer`; edits land in its tensors."""
+        self.interleaver.fire(self._graph_keys[layer], tree_at(self.arch, layer, hidden, residual), direct=True)
 
     def see_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """`[requests, vocab]`; prompt logprobs compute further logits, which are not a step's."""
@@ -231,7 +255,7 @@ class TraceHost:
         request.generated += 1
         bodies = {n: self.interleaver.bodies[n] for n in request.programs if n not in request.outcomes}
         for body_name, body in bodies.items():
-            if body.done:
+            if body.done and not self.interleaver.is_watched_by(body):
                 self._gather(request, body_name)
         asked = any(o.failure is not None or o.stopped for o in request.outcomes.values())
         if asked:

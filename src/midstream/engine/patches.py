@@ -1,4 +1,4 @@
-"""Every change to a vLLM internal, in one place. All are inert until a step is marked eager.
+"""Every change to a vLLM internal, in one place. All are inert in steps without traces.
 
 Seen on vLLM 0.26 (V1, V2) and 0.32 (V1).
 """
@@ -9,10 +9,20 @@ import functools
 from typing import Any
 
 
-class EagerStep:
-    """Whether the step that is being prepared runs without compiled code and CUDA graphs."""
+class StepMode:
+    """How the step that is being prepared runs.
 
-    on = False
+    Attributes:
+        no_graphs: without replay of CUDA graphs.
+        uncompiled: without compiled code.
+    """
+
+    no_graphs = False
+    uncompiled = False
+
+    @classmethod
+    def set(cls, no_graphs: bool, uncompiled: bool) -> None:
+        cls.no_graphs, cls.uncompiled = no_graphs, uncompiled
 
 
 def apply() -> None:
@@ -32,7 +42,7 @@ def _patch_forward_context() -> None:
     @functools.wraps(original)
     def create_forward_context(*args: Any, **kwargs: Any) -> Any:
         context = original(*args, **kwargs)
-        if EagerStep.on:
+        if StepMode.uncompiled:
             context.skip_compiled = True
         return context
 
@@ -52,7 +62,7 @@ def _patch_v2_dispatch() -> None:
 
     @functools.wraps(original)
     def dispatch_cg_and_sync_dp(*args: Any, **kwargs: Any) -> Any:
-        kwargs["need_eager"] = kwargs.get("need_eager", False) or EagerStep.on
+        kwargs["need_eager"] = kwargs.get("need_eager", False) or StepMode.no_graphs
         return original(*args, **kwargs)
 
     dispatch_cg_and_sync_dp.midstream = True  # type: ignore[attr-defined]

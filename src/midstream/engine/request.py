@@ -20,6 +20,7 @@ class TraceRequest:
         index: which of the trace's programs is this request's.
         size: how many requests the trace has.
         together: whether all of them must be in the same steps.
+        graph_sites: whether its code keeps to sites that are built into the compiled forward.
         programs: the pickled programs; None if another request of the trace carries them.
     """
 
@@ -27,6 +28,7 @@ class TraceRequest:
     index: int
     size: int
     together: bool
+    graph_sites: bool
     programs: bytes | None
 
     def to_extra_args(self) -> dict[str, Any]:
@@ -38,8 +40,10 @@ class TraceRequest:
         return cls(**carried["trace"]) if carried and "trace" in carried else None
 
 
-def requests_of(programs: bytes, size: int, together: bool) -> list[TraceRequest]:
-    """The requests of one trace."""
-    trace = secrets.token_hex(8)
+def requests_of(programs: bytes, graph_sites: list[bool], together: bool) -> list[TraceRequest]:
+    """The requests of one trace, one for each of `graph_sites`."""
+    trace, size = secrets.token_hex(8), len(graph_sites)
     small = len(programs) * size <= SMALL
-    return [TraceRequest(trace, i, size, together, programs if small or i == 0 else None) for i in range(size)]
+    return [
+        TraceRequest(trace, i, size, together, keeps, programs if small or i == 0 else None) for i, keeps in enumerate(graph_sites)
+    ]

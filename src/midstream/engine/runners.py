@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from midstream.engine.patches import EagerStep
+from midstream.engine.patches import StepMode
 from midstream.engine.step import StepView, lay_out
 
 
@@ -40,11 +40,11 @@ class Runner:
 
     def probe(self, tokens: int) -> None:
         """One forward over `tokens` dummy tokens, uncompiled and without attention."""
-        EagerStep.on = True
+        StepMode.set(no_graphs=True, uncompiled=True)
         try:
             self._dummy_run(tokens)
         finally:
-            EagerStep.on = False
+            StepMode.set(no_graphs=False, uncompiled=False)
 
     def _dummy_run(self, tokens: int) -> None:
         raise NotImplementedError

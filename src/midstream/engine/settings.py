@@ -19,10 +19,12 @@ class Settings:
     Attributes:
         allow_traces: whether requests may carry code.
         rename: names of the model's own modules for the standard ones.
+        graph_sites: sites built into the compiled forward; traces that keep to them need no uncompiled step.
     """
 
     allow_traces: bool = False
     rename: dict[str, str] = field(default_factory=dict)
+    graph_sites: tuple[str, ...] = ("resid_post",)
 
     def to_config(self, additional: Mapping[str, Any] | None = None) -> dict[str, Any]:
         return {**(additional or {}), NAME: asdict(self)}

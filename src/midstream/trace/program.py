@@ -9,11 +9,13 @@ import pickle
 import sys
 import traceback
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
 import cloudpickle
+import torch
 
 from midstream.errors import InterventionError, MidstreamError, TraceError
 from midstream.trace.block import Block, locals_at
@@ -203,6 +205,21 @@ class _Pickler(cloudpickle.Pickler):
         stands_for = getattr(type(obj), "__midstream_reference__", None)
         return stands_for(obj) if stands_for is not None else None
 
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor):
+            raw = obj.detach().cpu().contiguous()
+            return _tensor_here, (bytes(raw.reshape(-1).view(torch.uint8).numpy()), raw.dtype, tuple(raw.shape))
+        return super().reducer_override(obj)
+
+
+_DEVICE: ContextVar[torch.device | None] = ContextVar("midstream_device", default=None)
+
+
+def _tensor_here(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """A shipped tensor where the model is, so that `model.layers_output[3] += v` works with a `v` made on the client."""
+    flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    return flat.reshape(shape).to(_DEVICE.get())
+
 
 class _Unpickler(pickle.Unpickler):
     def __init__(self, data: bytes, resolve: Callable[[Any], Any]) -> None:
@@ -223,9 +240,14 @@ def ship(programs: list[list[Program]]) -> bytes:
     return buffer.getvalue()
 
 
-def unship(data: bytes, resolve: Callable[[Any], Any]) -> list[list[Program]]:
-    """The programs, with references resolved by `resolve`."""
-    version, programs = _Unpickler(data, resolve).load()
+def unship(data: bytes, resolve: Callable[[Any], Any], device: torch.device | None = None) -> list[list[Program]]:
+    """The programs, with references resolved by `resolve`, and tensors on `device`."""
+    token = _DEVICE.set(device)
+    try:
+        with torch.inference_mode(False):
+            version, programs = _Unpickler(data, resolve).load()
+    finally:
+        _DEVICE.reset(token)
     if tuple(version) != sys.version_info[:2]:
         raise TraceError(f"The trace was written on Python {version}, the engine runs {sys.version_info[:2]}; use the same on both.")
     return programs
