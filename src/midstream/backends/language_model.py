@@ -21,6 +21,8 @@ from midstream.trace.interleaver import Interleaver
 from midstream.trace.program import Outcome, Program, make_body, outcome
 from midstream.trace.rows import BatchRows
 from midstream.trace.show import show_tree
+from midstream.trace.tracer import Result
+from midstream.trace.tree import map_objects
 
 _SAMPLING = {"max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "ignore_eos", "stop_token_ids"}
 
@@ -203,8 +205,11 @@ class _Batch:
         failed = [o for name, o in self.outcomes.items() if self.rows_of[name] == row and o.failure is not None and o is not own]
         outcomes = ([own] if own is not None else []) + failed
         tokens = self.generated[row]
-        text = self.model.tokenizer.decode(tokens)
-        return Ran(outcomes, Generated(self.prompts[row], tokens, text, own.values if own is not None else {}))
+        output = Generated(self.prompts[row], tokens, self.model.tokenizer.decode(tokens), {})
+        for each in outcomes:
+            each.values = map_objects(each.values, Result, lambda _: output)
+        output.saves = own.values if own is not None else {}
+        return Ran(outcomes, output)
 
     def _finish(self, name: str) -> None:
         body = self.interleaver.finish(name)
