@@ -233,10 +233,6 @@ class Interleaver:
         """Whether the body's request is to be followed to its end, though its code may be done: a cache is being filled."""
         return body.failure is None and any(other is body for watchers in self._watchers.values() for other, _ in watchers)
 
-    def is_watched_by(self, body: Body) -> bool:
-        """Whether the body's request is to be followed to its end, though its code may be done: a cache is being filled."""
-        return body.failure is None and any(other is body for watchers in self._watchers.values() for other, _ in watchers)
-
     def override(self, body: Body, key: Key, value: Any) -> None:
         """Have the request's part of `key` be `value` when the forward comes to it in this step."""
         self.prepare(key)
