@@ -1,0 +1,285 @@
+"""`./demo`: what midstream does, in a minute, on the bundled model and a real vLLM engine.
+
+Reads, a logit lens, an ablation, a steering vector and an activation patch, each with the lines of code that it takes,
+and then the same values from vLLM and from transformers side by side. Fails if those differ by more than float32
+rounding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from midstream import VLLM, LanguageModel
+
+EIFFEL = "The Eiffel Tower is in the city of"
+FRANCE, ITALY = "The capital of France is", "The capital of Italy is"
+PROMPTS = (EIFFEL, FRANCE, "When Mary and John went to the store, John gave a drink to")
+LARGEST_DIFFERENCE = 1e-4  # relative, float32
+
+ENVIRONMENT = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # an engine in this process starts in seconds
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "GLOO_LOG_LEVEL": "ERROR",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
+
+
+# What is printed.
+
+
+def colour(code: int, text: str) -> str:
+    """`text` in an ANSI colour, if somebody is looking."""
+    wanted = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    return f"\033[{code}m{text}\033[0m" if wanted else text
+
+
+def heading(number: int, title: str, *code: str) -> None:
+    print(f"\n{colour(1, f'{number}. {title}')}")
+    for line in code:
+        print(colour(36, f"     {line}"))
+
+
+def good(text: str) -> str:
+    return colour(32, text)
+
+
+def bad(text: str) -> str:
+    return colour(31, text)
+
+
+@contextlib.contextmanager
+def waiting(text: str) -> Iterator[None]:
+    """Shows that something goes on: a running clock on a terminal, a line at the end elsewhere."""
+    start, done, live = time.monotonic(), threading.Event(), sys.stderr.isatty()
+
+    def tick() -> None:
+        while not done.wait(0.2):
+            print(f"\r  {text} ... {time.monotonic() - start:.0f} s", end="", file=sys.stderr, flush=True)
+
+    clock = threading.Thread(target=tick, daemon=True)
+    if live:
+        clock.start()
+    else:
+        print(f"  {text} ...", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        done.set()
+        if live:
+            clock.join()
+        print(f"{chr(13) if live else ''}  {text}: {time.monotonic() - start:.0f} s   ", file=sys.stderr, flush=True)
+
+
+# What is shown. Functions that take `model` alone run inside the forward pass, wherever that is.
+
+
+def read(model: VLLM) -> None:
+    heading(
+        1,
+        f"Read: {EIFFEL!r}",
+        "with model.trace(prompt):",
+        "    h = model.layers_output[3].save()",
+    )
+    from midstream import save
+
+    with model.trace(EIFFEL):
+        embedded = model.token_embeddings.save()
+        streams, attentions, mlps = save([]), save([]), save([])
+        for layer in range(model.num_layers):
+            attentions.append(model.attentions_output[layer].clone())
+            mlps.append(model.mlps_output[layer].clone())
+            streams.append(model.layers_output[layer].clone())
+        logits = model.logits.save()
+    print(f"   token_embeddings {list(embedded.shape)}, logits {list(logits.shape)}; norms at the last token:")
+    print("   layer   layers_output        attentions_output    mlps_output")
+    for layer in (0, 3, 5, 7):
+        row = [f"{list(v.shape)!s:<9} {v[-1].norm():8.2f}" for v in (streams[layer], attentions[layer], mlps[layer])]
+        print(f"   {layer:<7} {'   '.join(row)}")
+
+
+def last_token_lens(model: Any) -> list[torch.Tensor]:
+    """What each layer would say next, were it the last: probabilities, `[vocab]`."""
+    return [model.project_on_vocab(model.layers_output[layer][-1:])[0].softmax(-1) for layer in range(model.num_layers)]
+
+
+def logit_lens(model: VLLM, paris: int) -> None:
+    heading(2, "Logit lens: where ' Paris' appears", "model.project_on_vocab(model.layers_output[i])")
+    decode = model.tokenizer.decode
+    for layer, probs in enumerate(model.run(last_token_lens, EIFFEL)):
+        top, p = repr(decode(probs.argmax())), probs[paris].item()
+        line = f"   layer {layer}   top {top:<12} P(' Paris') {p:6.3f}  {'#' * round(p * 30)}".rstrip()
+        print(good(line) if probs.argmax() == paris else line)
+
+
+def without_mlp(layer: int) -> Callable[[Any], torch.Tensor]:
+    def run(model: Any) -> torch.Tensor:
+        model.mlps_output[layer][:] = 0
+        return model.next_token_probs[0]
+
+    return run
+
+
+def without_head(layer: int, head: int) -> Callable[[Any], torch.Tensor]:
+    def run(model: Any) -> torch.Tensor:
+        model.attn_z[layer][:, head] = 0
+        return model.next_token_probs[0]
+
+    return run
+
+
+def ablate(model: VLLM, paris: int) -> None:
+    heading(3, "Ablate: one part set to zero", "model.mlps_output[i][:] = 0", "model.attn_z[i][:, head] = 0")
+    decode = model.tokenizer.decode
+    cases = {
+        "nothing": lambda model: model.next_token_probs[0],
+        **{f"MLP of layer {layer}": without_mlp(layer) for layer in (0, 3, 7)},
+        **{f"head {head} of layer 0": without_head(0, head) for head in (0, 1)},
+    }
+    for name, case in cases.items():
+        probs = model.run(case, EIFFEL)
+        says = f"{decode(probs.argmax())!r}"
+        says = good(f"{says:<10}") if probs.argmax() == paris else bad(f"{says:<10}")
+        print(f"   {name:<18} ->  {says} P(' Paris') {probs[paris]:.3f}")
+
+
+def steer(model: VLLM) -> None:
+    heading(
+        4,
+        "Steer: the direction from France to Italy, added at layer 5 while it generates",
+        "for step in tracer.iter[:]:",
+        "    model.layers_output[5] += direction",
+    )
+    france, italy = model.run(lambda model: model.layers_output[5][-1], [FRANCE, ITALY])
+    direction = italy - france
+    for prompt in (FRANCE, EIFFEL):
+        with model.trace(max_tokens=3, temperature=0.0) as tracer:
+            with tracer.invoke(prompt):
+                pass
+            with tracer.invoke(prompt):
+                for _ in tracer.iter[:]:
+                    model.layers_output[5] += direction
+        plain, steered = [output.outputs[0].text for output in tracer.outputs]
+        print(f"   {prompt + ' ...':<40} {good(f'{plain!r:<15}')}  steered: {bad(f'{steered!r}')}")
+
+
+def patch(model: VLLM, paris: int, rome: int) -> None:
+    heading(
+        5,
+        "Patch: France's activations into runs on Italy, one layer and token in each; all the runs are one batch",
+        "with tracer.invoke(italy):",
+        "    model.layers_output[layer][position] = clean[layer][position]",
+    )
+    clean = model.run(lambda model: [model.layers_output[layer] for layer in range(model.num_layers)], FRANCE)
+    tokens = [model.tokenizer.decode(token) for token in model.tokenizer(ITALY)["input_ids"]]
+    with model.trace() as tracer:
+        for layer in range(model.num_layers):
+            for position in range(len(tokens)):
+                with tracer.invoke(ITALY):
+                    model.layers_output[layer][position] = clean[layer][position]
+                    difference = (model.logits[0, paris] - model.logits[0, rome]).save()  # noqa: F841 (comes back on the output)
+    found = iter(output.saves["difference"].item() for output in tracer.outputs)
+    print("   logit(' Paris') - logit(' Rome'); above zero the answer has become ' Paris'")
+    print(f"   layer   {''.join(f'{token!r:>12}' for token in tokens)}")
+    for layer in range(model.num_layers):
+        row = [next(found) for _ in tokens]
+        print(f"   {layer:<7} {''.join((good if x > 0 else str)(f'{x:12.1f}') for x in row)}")
+
+
+def every_site(model: Any) -> dict[str, list[torch.Tensor]]:
+    """What the standard accessors give, in the order of the forward pass."""
+    names = (
+        "layers_input", "attentions_input", "attn_z", "attentions_output", "mlps_input", "mlps_output", "layers_output",
+    )  # fmt: skip
+    values: dict[str, list[torch.Tensor]] = {"token_embeddings": [model.token_embeddings.clone()]}
+    for layer in range(model.num_layers):
+        for name in names:
+            values.setdefault(name, []).append(getattr(model, name)[layer].clone())
+    return values | {"logits": [model.logits]}
+
+
+def differences(model: VLLM, hf: LanguageModel) -> float:
+    """Print the table; the largest relative difference."""
+    heading(6, f"vLLM against transformers: {len(PROMPTS)} prompts in a batch, every layer, float32")
+    import torch
+
+    with torch.no_grad():
+        pairs = list(zip(model.run(every_site, list(PROMPTS)), hf.run(every_site, list(PROMPTS)), strict=True))
+    print("   accessor            largest relative difference")
+    found = []
+    for name in pairs[0][0]:
+        each = [(v.cpu(), h.cpu()) for ours, theirs in pairs for v, h in zip(ours[name], theirs[name], strict=True)]
+        largest = max(((v - h).abs().max() / h.abs().max()).item() for v, h in each)
+        print(f"   {name:<19} {(good if largest <= LARGEST_DIFFERENCE else bad)(f'{largest:.1e}')}")
+        found.append(largest)
+    return max(found)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the demo; 1 if vLLM and transformers differ."""
+    parser = argparse.ArgumentParser(prog="midstream demo", description="What midstream does, on the bundled model.")
+    parser.add_argument(
+        "--compile", action="store_true", help="start vLLM with torch.compile and CUDA graphs, as it is served"
+    )
+    arguments = parser.parse_args(argv)
+    warnings.filterwarnings("ignore", module=r"vllm|torch|transformers")
+    os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
+    print(colour(1, "midstream: reads and changes a model's activations in the middle of vLLM's forward pass"))
+    model, hf = start(eager=not arguments.compile)
+    with model:
+        (paris,), (rome,) = (model.tokenizer(city)["input_ids"] for city in (" Paris", " Rome"))
+        read(model)
+        logit_lens(model, paris)
+        ablate(model, paris)
+        steer(model)
+        patch(model, paris, rome)
+        largest = differences(model, hf)
+    if largest > LARGEST_DIFFERENCE:
+        print(bad(f"\nThey differ by {largest:.1e}, where float32 rounding explains {LARGEST_DIFFERENCE:.0e}."))
+        return 1
+    print(f"\n{colour(1, 'Next:')} README.md, docs/quickstart.md, docs/recipes/")
+    return 0
+
+
+def start(eager: bool) -> tuple[VLLM, LanguageModel]:
+    """The bundled model on vLLM and on transformers."""
+    with waiting("loading PyTorch and vLLM"):
+        import torch
+
+        from midstream import VLLM, LanguageModel, demo_model
+        from midstream.engine.versions import check_vllm_version
+
+        check_vllm_version()
+    with waiting(f"starting vLLM {'eager' if eager else 'and compiling'}"):
+        model = VLLM(
+            demo_model(),
+            dtype="float32",
+            enforce_eager=eager,
+            max_model_len=256,
+            max_num_seqs=64,
+            gpu_memory_utilization=0.2,
+            use_tqdm_on_load=False,
+        )
+    with waiting("loading the same model in transformers"):
+        hf = LanguageModel(demo_model(), dtype=torch.float32)
+    return model, hf
+
+
+if __name__ == "__main__":
+    sys.exit(main())
