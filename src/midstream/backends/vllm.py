@@ -202,7 +202,8 @@ class VLLM(TraceModel):
         if traced:
             requests = requests_of(ship(programs), [all(map(keeps_to_graph_sites, each)) for each in programs], together)
         engine_prompts = [launch.engine_prompt(ids, secrets.token_hex(8) if traced else None) for ids in prompts]
-        params = [launch.sampling_params(i.params, r) for i, r in zip(invokes, requests, strict=True)]
+        plain = {id(i.params): launch.sampling_params(i.params, None) for i in invokes} if not traced else {}
+        params = [plain.get(id(i.params)) or launch.sampling_params(i.params, r) for i, r in zip(invokes, requests, strict=True)]
         batch = Submission(self, engine_prompts, params, requests)
         return batch
 

@@ -9,15 +9,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 
 from midstream.errors import NeverReachedError, OutOfOrderError, TraceError
-from midstream.sites import Ref
-from midstream.trace.rows import FlatRows
+from midstream.trace.journal import Journal
 from midstream.trace.visit import Key, Visit, point_name
 
 if TYPE_CHECKING:
@@ -32,24 +30,14 @@ def current_body() -> Body:
     """The trace that is running here."""
     body = CURRENT.get(None)
     if body is None:
-        raise TraceError("This works only inside a trace: `with model.trace(prompt) as tracer:` or `model.run(fn, prompt)`.")
+        raise TraceError(
+            "This works only inside a trace: `with model.trace(prompt) as tracer:` or `model.run(fn, prompt)`."
+        )
     return body
 
 
 class StopTrace(BaseException):
     """Unwinds a body after `tracer.stop()`; not an Exception, so that a user's `except Exception` lets it through."""
-
-
-@dataclass(frozen=True)
-class Written:
-    """One edit, kept so that a preempted request's recomputed positions carry it again."""
-
-    ref: Ref
-    tokens: bool  # whether `value` is [tokens, ...], or shaped as the module has it with the tokens on `axis`
-    axis: int
-    in_place: bool
-    first_position: int
-    value: torch.Tensor
 
 
 class Body:
@@ -70,9 +58,9 @@ class Body:
         self.stopped = False
         self.failure: BaseException | None = None
         self.result: Any = None
-        self.saved: dict[int, tuple[Any, Any]] = {}
+        self.saved: dict[int, tuple[Any, Any, int | None]] = {}  # by id: the value, what is kept, its version
         self.snapshots = snapshots
-        self.journal: dict[Key, list[Written]] | None = {} if journals else None
+        self.journal = Journal() if journals else None
         self.visit: Visit | None = None
         self.interleaver: Interleaver
         self._run = run
@@ -168,43 +156,32 @@ class Body:
         while not self.interleaver.is_open(barrier):
             self._park(BARRIER, self.step)
 
-    def write_down(self, visit: Visit, ref: Ref, tokens: bool, in_place: bool, value: torch.Tensor) -> None:
-        """Keep an edit for a later recomputation of its positions."""
-        assert self.journal is not None and isinstance(visit.rows, FlatRows)
-        axis = 0 if tokens else visit.rows.axis(visit.event.leaf(ref))
-        if axis is None:
-            return
-        first = visit.rows.first_position
-        entries = self.journal.setdefault(visit.key, [])
-        entries[:] = [e for e in entries if (e.ref, e.tokens, e.first_position) != (ref, tokens, first)]
-        kept = _keep(value.detach())
-        entries.append(Written(ref, tokens, axis, in_place, first, kept))
-
     def save(self, value: Any) -> Any:
         """Mark `value` as one to bring back. A tensor comes back as it is now, whatever happens to it later."""
-        kept = value
-        if isinstance(value, torch.Tensor) and self._needs_copy(value):
-            kept = value.clone()
-        self.saved[id(value)] = (value, kept)
-        self.saved[id(kept)] = (kept, kept)
+        if not isinstance(value, torch.Tensor):
+            self.saved[id(value)] = (value, value, None)
+            return value
+        kept = value.clone() if self._needs_copy(value) else value
+        if value.requires_grad:  # its gradient is read at itself, not at a copy
+            _, _, version = self.saved.setdefault(id(value), (value, kept, value._version))
+            if version == value._version:
+                return value
+        else:
+            self.saved[id(value)] = (value, kept, None)
+        self.saved[id(kept)] = (kept, kept, None)
         return kept
 
     def _needs_copy(self, value: torch.Tensor) -> bool:
-        if self.snapshots:
-            return True
-        return not value.requires_grad and self.interleaver.is_live(value)
+        return self.snapshots or self.interleaver.is_live(value)
 
     def pick_saved(self, names: dict[str, Any]) -> dict[str, Any]:
         """Of a body's variables, those that were saved."""
-        return {name: self.saved[id(v)][1] for name, v in names.items() if id(v) in self.saved}
+        return {name: _as_saved(*self.saved[id(v)]) for name, v in names.items() if id(v) in self.saved}
 
 
-def _keep(value: torch.Tensor) -> torch.Tensor:
-    """A copy in host memory that the forward does not wait for. What is one number, expanded, is kept as it is."""
-    if not any(value.stride()) and value.numel() > 1:
-        return value
-    pinned = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=value.is_cuda)
-    return pinned.copy_(value, non_blocking=True)
+def _as_saved(value: Any, kept: Any, version: int | None) -> Any:
+    """The tensor itself if it can have a gradient and has not changed since, else the copy."""
+    return value if version is not None and value._version == version else kept
 
 
 def steps(body: Body, wanted: slice | int | list[int]) -> Iterator[int]:

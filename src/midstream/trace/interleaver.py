@@ -14,6 +14,7 @@ from torch import nn
 
 from midstream.errors import BarrierError, NeverReachedError, TraceError
 from midstream.trace.body import BARRIER, STEP_START, Body
+from midstream.trace.journal import Journal, spill
 from midstream.trace.rows import FlatRows, Rows
 from midstream.trace.source import SourceHooks
 from midstream.trace.tree import leaves
@@ -132,7 +133,7 @@ class Interleaver:
         self.rows = dict(rows)
         self.last_rows = dict(last_rows or rows)
         for name, part in (replays or {}).items():
-            for key in self.bodies[name].journal or ():
+            for key in self.journal_of(name).keys():
                 self.prepare(key)
                 self._replays.setdefault(key, []).append((self.bodies[name], part))
         for name in rows:
@@ -155,9 +156,15 @@ class Interleaver:
                 if key in (STEP_START, BARRIER):
                     break
                 body.resume(error=NeverReachedError(self._why_never(key, step)))
+        spill(body.journal for body in self.bodies.values() if body.journal is not None)
         self._waiting.clear()
         self._live_storages.clear()
         self._stepping = False
+
+    def journal_of(self, name: str) -> Journal:
+        journal = self.bodies[name].journal
+        assert journal is not None
+        return journal
 
     def _why_never(self, key: Key, step: int) -> str:
         text = f"{point_name(key)} of step {step} was never reached: the forward pass ended without it."
@@ -182,7 +189,7 @@ class Interleaver:
         self._point = self._firing = key
         event = Event(key, tree, direct)
         for body, rows in self._replays.get(key, ()):
-            _replay(event, body, rows)
+            self.journal_of(body.name).replay(event, rows)
         for body, value in self._overrides.pop(key, ()):
             visit = self._visit(body, event)
             visit.set_raw(value)
@@ -201,7 +208,7 @@ class Interleaver:
         rows = (self.last_rows if event.key in LAST_POINTS else self.rows)[body.name]
         if rows.aliases:
             self._live_storages.update(t.untyped_storage().data_ptr() for _, t in leaves(event.tree))
-        return Visit(event, rows, body.now, body.write_down if body.journal is not None else None)
+        return Visit(event, rows, body.now, body.journal.write_down if body.journal is not None else None)
 
     def _run(self, body: Body, event: Event) -> None:
         body.resume(self._visit(body, event))
@@ -319,16 +326,3 @@ class _ForwardHook:
 
     def remove(self) -> None:
         self._module.__dict__.pop("forward", None)
-
-
-def _replay(event: Event, body: Body, rows: FlatRows) -> None:
-    """Put a preempted request's edits back on the positions that are computed again."""
-    for written in (body.journal or {}).get(event.key, ()):
-        count = written.value.shape[written.axis]
-        begin = max(written.first_position, rows.first_position)
-        end = min(written.first_position + count, rows.first_position + rows.count)
-        if begin < end:
-            part = written.value.narrow(written.axis, begin - written.first_position, end - begin)
-            start = rows.start + begin - rows.first_position
-            target = FlatRows(start, start + end - begin, rows.total)
-            event.write(written.ref, part.to(event.leaf(written.ref).device), target, written.tokens, written.in_place)
