@@ -72,7 +72,7 @@ class VLLM(TraceModel):
         model: as for `vllm.LLM`.
         mode: `"sync"` runs traces to their end; `"async"` starts them, and `async for output in tracer.backend` follows.
         rename: names of this model's own modules for the standard ones, such as `{"blocks": "layers"}`.
-        progress: whether to show vLLM's progress bar over the requests of a call.
+        progress: whether to show vLLM's progress bar over the requests of a call, if there are several.
         engine: any argument of `vllm.LLM`, or of `AsyncEngineArgs` with `mode="async"`.
 
     Raises:
@@ -231,7 +231,7 @@ class Submission:
         assert receiver is not None
         boxes = [r and receiver.expect((r.trace, r.index), self._model._senders) for r in self._requests]
         try:
-            outputs = launch.generate(engine, self._prompts, self._params, self._model._progress)
+            outputs = launch.generate(engine, self._prompts, self._params, self._model._progress and len(self._prompts) > 1)
             if launch.is_in_process(engine) and any(boxes):
                 engine.collective_rpc("midstream_finish")
             return [_collect(box, output) for box, output in zip(boxes, outputs, strict=True)]
