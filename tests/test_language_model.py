@@ -1,0 +1,271 @@
+"""`LanguageModel` on transformers (row F2): batched invokes, gradients, edits, generation, other models.
+
+Expected values come from the raw transformers model: torch hooks, and plain `torch.autograd`.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from oracle import close, differs
+
+from midstream import LanguageModel
+from midstream.errors import PromptError, TraceError
+
+PARIS = "The capital of France is"
+ROME = "The capital of Italy is"
+EIFFEL = "The Eiffel Tower is in the city of"
+MARY = "When Mary and John went to the store, John gave a drink to"
+PROMPTS = [PARIS, MARY, EIFFEL, "Paris"]  # 5, 14, 8 and 1 tokens
+
+
+def gradient_of(plain, prompt, site_layer, loss_of, edit=None):
+    """d loss / d (what leaves layer `site_layer`), by torch alone: `[tokens, hidden]`."""
+    held = []
+
+    def hook(_, __, output):
+        value = output[0] if isinstance(output, tuple) else output
+        if edit is not None:
+            value = edit(value)
+        value.retain_grad()
+        held.append(value)
+        return (value, *output[1:]) if isinstance(output, tuple) else value
+
+    handle = plain.model.model.layers[site_layer].register_forward_hook(hook)
+    try:
+        logits = plain.model(input_ids=torch.tensor([plain.ids(prompt)]), use_cache=False).logits[0, -1:]
+    finally:
+        handle.remove()
+    loss_of(logits).backward()
+    plain.model.zero_grad(set_to_none=True)
+    return held[0].grad[0]
+
+
+# ---------------------------------------------------------------------------------------------------- batched invokes
+
+
+def test_f2_prompts_of_different_lengths_in_one_batch_equal_runs_of_their_own(hf, plain):
+    """The batch is padded on the left; no invoke sees a pad.
+
+    Seen failing: without `position_ids` in `_forward_once` the short prompts' logits are off by more than 1, and with
+    `BatchRows.pad` set to 0 the shapes are those of the longest prompt.
+    """
+    with hf.trace(temperature=0.0) as tracer:
+        seen = [].save()
+        for prompt in PROMPTS:
+            with tracer.invoke(prompt):
+                embedded = hf.token_embeddings.clone()
+                attention = hf.attentions_output[2].clone()
+                heads = hf.attn_z[3].clone()
+                hidden = hf.layers_output[5].clone()
+                seen.append((prompt, embedded, attention, heads, hidden, hf.logits.clone()))
+    assert sorted(s[0] for s in seen) == sorted(PROMPTS)
+    for prompt, embedded, attention, heads, hidden, logits in seen:
+        solo = plain.run(prompt)
+        close(embedded, solo.sites["embed"])
+        close(attention, solo.sites["attn_out", 2])
+        close(heads, solo.sites["attn_z", 3])
+        close(hidden, solo.sites["resid_post", 5])
+        close(logits, solo.logits[-1:])
+
+
+def test_f2_generation_of_a_batch_equals_runs_of_their_own(hf, plain):
+    with hf.trace(max_tokens=5, temperature=0.0) as tracer:
+        hidden = dict().save()
+        for prompt in PROMPTS:
+            with tracer.invoke(prompt):
+                mine = []
+                for _ in tracer.iter[:]:
+                    mine.append(hf.layers_output[4].clone())
+                hidden[prompt] = mine
+    for prompt, output in zip(PROMPTS, tracer.outputs, strict=True):
+        tokens = plain.generate(prompt, 5)
+        assert output.token_ids == tokens and output.prompt_token_ids == plain.ids(prompt)
+        assert output.text == plain.decode(tokens)
+        close(torch.cat(hidden[prompt]), plain.run(plain.ids(prompt) + tokens[:-1]).sites["resid_post", 4])
+
+
+def test_f2_an_edit_of_one_prompt_of_a_padded_batch_stays_there(hf, plain):
+    with hf.trace(max_tokens=3, temperature=0.0) as tracer:
+        logits = dict().save()
+        with tracer.invoke(MARY):
+            logits["mary"] = hf.logits.clone()
+        with tracer.invoke(PARIS):
+            for step in tracer.iter[:]:
+                hf.mlps_output[4][:] = 0
+                hf.layers_output[6] = hf.layers_output[6] * 0.5
+                if step == 0:
+                    logits["paris"] = hf.logits.clone()
+    edits = {("mlp_out", 4): torch.zeros_like, ("resid_post", 6): lambda h: h * 0.5}
+    close(logits["mary"], plain.run(MARY).logits[-1:])
+    close(logits["paris"], plain.run(PARIS, edits).logits[-1:])
+    differs(logits["paris"], plain.run(PARIS).logits[-1:])
+    assert [o.token_ids for o in tracer.outputs] == [plain.generate(MARY, 3), plain.generate(PARIS, 3, edits)]
+
+
+def test_f2_a_prompt_that_ends_early_leaves_the_others_going(hf, plain):
+    with hf.trace(max_tokens=5, temperature=0.0) as tracer:
+        with tracer.invoke(PARIS):
+            for step in tracer.iter[:]:
+                if step == 1:
+                    tracer.stop()
+        with tracer.invoke(EIFFEL):
+            ids = list().save()
+            for _ in tracer.iter[:]:
+                ids.append(hf.samples.item())
+    assert tracer.outputs[0].token_ids == plain.generate(PARIS, 2)
+    assert ids == tracer.outputs[1].token_ids == plain.generate(EIFFEL, 5)
+
+
+def test_f2_invokes_of_one_batch_have_the_same_sampling_parameters(hf):
+    with pytest.raises(TraceError, match="same sampling parameters"):
+        with hf.trace(temperature=0.0) as tracer:
+            with tracer.invoke(PARIS, max_tokens=2):
+                pass
+            with tracer.invoke(PARIS, max_tokens=3):
+                pass
+    with pytest.raises(TraceError, match="no sampling parameter banana"):
+        hf.generate(PARIS, banana=1)
+    with pytest.raises(PromptError):
+        hf.generate("")
+
+
+# ---------------------------------------------------------------------------------------------------------- gradients
+
+
+def test_f2_gradients_equal_plain_autograd(hf, plain):
+    paris, rome = plain.token(" Paris"), plain.token(" Rome")
+    with hf.trace(PARIS, temperature=0.0):
+        early = hf.layers_output[2]
+        late = hf.layers_output[6]
+        loss = hf.logits[0, paris] - hf.logits[0, rome]
+        with loss.backward():
+            late_grad = late.grad.save()
+            early_grad = early.grad.save()
+    hf.module.zero_grad(set_to_none=True)
+
+    def loss_of(logits):
+        return logits[0, paris] - logits[0, rome]
+
+    close(early_grad, gradient_of(plain, PARIS, 2, loss_of))
+    close(late_grad, gradient_of(plain, PARIS, 6, loss_of))
+    assert early_grad.abs().max() > 1e-4
+
+
+def test_f2_gradients_of_one_prompt_of_a_padded_batch(hf, plain):
+    with hf.trace(temperature=0.0) as tracer:
+        with tracer.invoke(MARY):
+            mary = hf.layers_output[3]
+            loss = hf.logits.logsumexp(-1).sum()
+            with loss.backward(retain_graph=True):
+                mary_grad = mary.grad.save()
+        with tracer.invoke(PARIS):
+            paris = hf.layers_output[3]
+            other = hf.logits[0, 965]
+            with other.backward():
+                paris_grad = paris.grad.save()
+    hf.module.zero_grad(set_to_none=True)
+    close(mary_grad, gradient_of(plain, MARY, 3, lambda logits: logits.logsumexp(-1).sum()))
+    close(paris_grad, gradient_of(plain, PARIS, 3, lambda logits: logits[0, 965]))
+
+
+def test_f2_gradients_go_through_an_edit(hf, plain):
+    with hf.trace(PARIS, temperature=0.0):
+        hf.layers_output[3] = hf.layers_output[3] * 0.5
+        h = hf.layers_output[3]
+        loss = hf.logits[0, 965]
+        with loss.backward():
+            grad = h.grad.save()
+    hf.module.zero_grad(set_to_none=True)
+    close(grad, gradient_of(plain, PARIS, 3, lambda logits: logits[0, 965], edit=lambda h: h * 0.5))
+
+
+def test_f2_parameters_get_their_gradients(hf, plain):
+    with hf.trace(PARIS, temperature=0.0):
+        loss = hf.logits[0, 965]
+        with loss.backward():
+            pass
+    grad = hf.module.model.layers[3].mlp.down_proj.weight.grad.clone()
+    hf.module.zero_grad(set_to_none=True)
+    plain.model(input_ids=torch.tensor([plain.ids(PARIS)])).logits[0, -1, 965].backward()
+    close(grad, plain.model.model.layers[3].mlp.down_proj.weight.grad)
+    plain.model.zero_grad(set_to_none=True)
+
+
+def test_f2_gradient_errors_say_what_to_do(hf):
+    with torch.no_grad(), pytest.raises(TraceError, match=r"torch\.no_grad"):
+        with hf.trace(PARIS, temperature=0.0):
+            h = hf.layers_output[3]
+            loss = hf.logits.sum()
+            with loss.backward():
+                h.grad.save()
+    with pytest.raises(TraceError, match="does not depend on"):
+        with hf.trace(PARIS, temperature=0.0):
+            h = hf.layers_output[3] * 2
+            loss = hf.logits.sum()
+            with loss.backward():
+                h.grad.save()
+    hf.module.zero_grad(set_to_none=True)
+
+
+@pytest.mark.engine
+def test_f2_on_an_engine_there_are_no_gradients_and_the_error_says_where_they_are(engine):
+    with pytest.raises(TraceError, match="LanguageModel"):
+        with engine.trace(PARIS, temperature=0.0):
+            h = engine.layers_output[3]
+            loss = engine.logits.sum()
+            with loss.backward():
+                h.grad.save()
+
+
+# --------------------------------------------------------------------------------------------------------- the model
+
+
+def test_f2_sampling_is_transformers_own(hf, plain):
+    """With a seed, tokens equal those of transformers' generate with the same settings."""
+    settings = {"temperature": 1.5, "top_k": 50, "top_p": 0.9}
+    given = hf.generate(PARIS, max_tokens=8, seed=5, ignore_eos=True, **settings)[0].token_ids
+    torch.manual_seed(5)
+    ids = torch.tensor([plain.ids(PARIS)])
+    expected = plain.model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=True,
+        max_new_tokens=8,
+        pad_token_id=0,
+        eos_token_id=None,
+        **settings,
+    )
+    assert given == expected[0, ids.shape[1] :].tolist() != plain.generate(PARIS, 8)
+
+
+def test_f2_stop_tokens(hf, plain):
+    tokens = plain.generate(PARIS, 5)
+    stopped = hf.generate(PARIS, max_tokens=5, temperature=0.0, stop_token_ids=[tokens[2]])[0]
+    first = tokens.index(tokens[2])
+    assert stopped.token_ids == tokens[: first + 1]
+
+
+def test_f2_a_model_of_ones_own(plain):
+    """A module instead of a path, with the tokenizer given: nothing of it is changed by a trace."""
+    model = LanguageModel(plain.model, plain.tokenizer)
+    before = {name: value.clone() for name, value in plain.model.state_dict().items()}
+    with model.trace(PARIS, temperature=0.0):
+        model.layers_output[3][:] = 0
+        logits = model.logits.save()
+    close(logits, plain.run(PARIS, {("resid_post", 3): torch.zeros_like}).logits[-1:])
+    assert all(torch.equal(value, before[name]) for name, value in plain.model.state_dict().items())
+    assert not any(m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__ for m in plain.model.modules())
+
+
+def test_f2_nothing_is_left_on_the_model_after_a_trace(hf):
+    with hf.trace(PARIS, max_tokens=2, temperature=0.0) as tracer:
+        tracer.cache()
+        call = hf.model.layers[3].mlp.source.self_down_proj_0.output.save()
+    with pytest.raises(ZeroDivisionError):
+        with hf.trace(PARIS, temperature=0.0):
+            hf.layers_output[2]
+            1 / 0
+    assert call.shape == (1, 5, 256)
+    assert not hf._interleaver.bodies and not hf._interleaver.hook_count
+    assert not any(m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__ for m in hf.module.modules())

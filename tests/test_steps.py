@@ -1,0 +1,209 @@
+"""Traces over a generation: steps, samples, stopping, generating, standing edits (row F1), on both backends."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from oracle import close, differs
+
+PARIS = "The capital of France is"
+ROME = "The capital of Italy is"
+EIFFEL = "The Eiffel Tower is in the city of"
+
+
+def token_ids(output) -> list[int]:
+    """The generated tokens of an output of either backend."""
+    return list(output.outputs[0].token_ids) if hasattr(output, "outputs") else output.token_ids
+
+
+def direction() -> torch.Tensor:
+    torch.manual_seed(3)
+    return torch.randn(256)
+
+
+@pytest.mark.parametrize("form", ["slice", "all"])
+def test_f1_iter_and_all_see_every_step(model, plain, form):
+    with model.trace(PARIS, max_tokens=5, temperature=0.0) as tracer:
+        ids, hidden, steps = list().save(), list().save(), list().save()
+        for step in tracer.iter[:] if form == "slice" else tracer.all():
+            steps.append(step)
+            hidden.append(model.layers_output[3].clone())
+            ids.append(model.samples.item())
+    expected = plain.generate(PARIS, 5)
+    assert steps == [0, 1, 2, 3, 4]
+    assert ids == expected == token_ids(tracer.result)
+    whole = plain.run(plain.ids(PARIS) + expected[:-1]).sites["resid_post", 3]
+    close(torch.cat(hidden), whole)  # five of the prompt, then one a step
+
+
+def test_f1_parts_of_a_generation(model, plain):
+    with model.trace(max_tokens=5, temperature=0.0) as tracer:
+        some, one, two, moved = list().save(), list().save(), list().save(), list().save()
+        with tracer.invoke(PARIS):
+            for step in tracer.iter[1:4:2]:
+                some.append((step, model.samples.item()))
+        with tracer.invoke(PARIS):
+            for step in tracer.iter[3]:
+                one.append((step, model.samples.item()))
+        with tracer.invoke(PARIS):
+            for step in tracer.iter[[0, 4]]:
+                two.append((step, model.samples.item()))
+        with tracer.invoke(PARIS):
+            moved.append(model.samples.item())
+            tracer.next()
+            moved.append(model.samples.item())
+            tracer.next(2)
+            moved.append(model.samples.item())
+    e = plain.generate(PARIS, 5)
+    assert some == [(1, e[1]), (3, e[3])]
+    assert one == [(3, e[3])]
+    assert two == [(0, e[0]), (4, e[4])]
+    assert moved == [e[0], e[1], e[3]]
+    assert [token_ids(o) for o in tracer.outputs] == [e] * 4
+
+
+def test_f1_edits_in_chosen_steps_of_one_of_two_prompts(model, plain):
+    vector = direction()
+    with model.trace(max_tokens=5, temperature=0.0) as tracer:
+        with tracer.invoke(EIFFEL):
+            logits = list().save()
+            for step in tracer.iter[:]:
+                if step >= 2:
+                    model.layers_output[4] += 30.0 * vector
+                logits.append(model.logits.clone())
+        with tracer.invoke(PARIS):
+            pass
+    length = len(plain.ids(EIFFEL))
+
+    def steered(h):
+        h[length + 1 :] += 30.0 * vector  # step 2 computes the second generated token's position
+        return h
+
+    expected = plain.generate(EIFFEL, 5, {("resid_post", 4): steered})
+    assert expected != plain.generate(EIFFEL, 5)
+    assert token_ids(tracer.outputs[0]) == expected
+    assert token_ids(tracer.outputs[1]) == plain.generate(PARIS, 5)
+    whole = plain.run(plain.ids(EIFFEL) + expected[:-1], {("resid_post", 4): steered}).logits
+    close(torch.cat(logits), whole[length - 1 :])
+
+
+def test_f1_stop_ends_the_request_and_keeps_the_saves(model, plain):
+    with model.trace(PARIS, max_tokens=6, temperature=0.0) as tracer:
+        ids = list().save()
+        for step in tracer.iter[:]:
+            ids.append(model.samples.item())
+            if step == 2:
+                h = torch.ones(3).save()
+                tracer.stop()
+                ids.append("after")
+    expected = plain.generate(PARIS, 3)
+    assert ids == expected == token_ids(tracer.result)
+    assert torch.equal(h, torch.ones(3))
+
+
+def test_f1_logits_are_written(model, plain):
+    rome = plain.token(" Rome")
+    with model.trace(max_tokens=3, temperature=0.0) as tracer:
+        with tracer.invoke(EIFFEL):
+            pass
+        with tracer.invoke(PARIS):
+            model.logits[:, rome] += 1000.0
+    assert token_ids(tracer.outputs[0]) == plain.generate(EIFFEL, 3)
+    assert token_ids(tracer.outputs[1]) == plain.generate(PARIS, 3, forced={0: rome})
+
+
+@pytest.mark.parametrize("form", ["replaced", "in place"])
+def test_f1_samples_are_read_and_written(model, plain, form):
+    """The token that a trace writes is the token that the request goes on with, in this request alone."""
+    rome = plain.token(" Rome")
+    with model.trace(max_tokens=6, temperature=0.0) as tracer:
+        with tracer.invoke(EIFFEL):
+            others = list().save()
+            for _ in tracer.iter[:]:
+                others.append(model.samples.item())
+        with tracer.invoke(PARIS):
+            seen = list().save()
+            for step in tracer.iter[:]:
+                seen.append(model.samples.item())
+                if step == 0:
+                    if form == "replaced":
+                        model.samples = torch.full_like(model.samples, rome)
+                    else:
+                        model.samples[:] = rome
+    expected = plain.generate(PARIS, 6, forced={0: rome})
+    assert token_ids(tracer.outputs[1]) == expected != plain.generate(PARIS, 6)
+    assert seen == [plain.token(" Paris"), *expected[1:]]
+    assert others == token_ids(tracer.outputs[0]) == plain.generate(EIFFEL, 6)
+
+
+def test_f1_a_cache_over_several_steps_is_a_list_a_module(model, plain):
+    with model.trace(PARIS, max_tokens=3, temperature=0.0) as tracer:
+        cache = tracer.cache(modules=["model.layers.4.mlp"])
+    outputs = cache.model.layers[4].mlp.output
+    ids = plain.ids(PARIS) + plain.generate(PARIS, 3)[:-1]
+    assert len(outputs) == 3
+    close(torch.cat([o.reshape(-1, 256) for o in outputs]), plain.run(ids).sites["mlp_out", 4])
+
+
+def test_f1_tracer_result_is_the_output_also_inside_the_body(model, plain):
+    with model.trace(PARIS, max_tokens=3, temperature=0.0) as tracer:
+        out = tracer.result.save()
+        hidden = model.layers_output[2].save()
+    assert token_ids(out) == token_ids(tracer.result) == plain.generate(PARIS, 3)
+    assert out is tracer.result
+    assert torch.equal(tracer.result.saves["hidden"], hidden)
+
+
+def test_a4_a_list_made_above_the_invokes_has_what_all_of_them_put_in(model, plain):
+    with model.trace(temperature=0.0) as tracer:
+        shared, table = list().save(), dict().save()
+        for name, prompt in [("p", PARIS), ("r", ROME), ("e", EIFFEL)]:
+            with tracer.invoke(prompt):
+                token = model.samples.item()
+                shared.append(token)
+                table[name] = token
+    expected = {name: plain.token(city) for name, city in [("p", " Paris"), ("r", " Rome"), ("e", " Paris")]}
+    assert sorted(shared) == sorted(expected.values())
+    assert table == expected
+
+
+# -------------------------------------------------------------------------------------------------------- generating
+
+
+def test_f1_generate_as_a_call_and_as_a_context(model, plain):
+    outputs = model.generate([PARIS, plain.ids(EIFFEL)], max_tokens=4, temperature=0.0)
+    assert [token_ids(o) for o in outputs] == [plain.generate(PARIS, 4), plain.generate(EIFFEL, 4)]
+    single = model.generate(PARIS, max_new_tokens=2, temperature=0.0)
+    assert [token_ids(o) for o in single] == [plain.generate(PARIS, 2)]
+    with model.generate(PARIS, max_tokens=4, temperature=0.0) as tracer:
+        ids = list().save()
+        for _ in tracer.iter[:]:
+            ids.append(model.samples.item())
+    assert ids == plain.generate(PARIS, 4)
+
+
+def test_f1_edits_stay_on_the_model_until_they_are_cleared(model, plain):
+    vector = direction()
+    try:
+        with model.edit("push"):
+            model.layers_output[4] += 30.0 * vector
+        pushed = model.generate([EIFFEL, PARIS], max_tokens=4, temperature=0.0)
+        with model.edit("damp"):
+            model.mlps_output[6] *= 0.25
+        with model.trace(EIFFEL, temperature=0.0):
+            both = model.logits.save()
+        model.clear_edits("push")
+        with model.trace(EIFFEL, temperature=0.0):
+            damped = model.logits.save()
+    finally:
+        model.clear_edits()
+    cleared = model.generate([EIFFEL, PARIS], max_tokens=4, temperature=0.0)
+
+    push = {("resid_post", 4): lambda h: h + 30.0 * vector}
+    damp = {("mlp_out", 6): lambda h: h * 0.25}
+    assert [token_ids(o) for o in pushed] == [plain.generate(p, 4, push) for p in (EIFFEL, PARIS)]
+    close(both, plain.run(EIFFEL, {**push, **damp}).logits[-1:])
+    close(damped, plain.run(EIFFEL, damp).logits[-1:])
+    differs(both, damped)
+    assert [token_ids(o) for o in cleared] == [plain.generate(p, 4) for p in (EIFFEL, PARIS)]
+    assert plain.generate(EIFFEL, 4, push) != plain.generate(EIFFEL, 4)
