@@ -63,11 +63,11 @@ class TraceModel:
     edits: dict[str, Edit]
     _deferred = False
 
-    def _start(self, invokes: list[Invoke], together: bool) -> Running:
-        """Begin to run `invokes`; `together` if they must be in the same steps."""
+    def _start(self, invokes: list[Invoke], together: bool) -> Any:
+        """Begin to run `invokes`, `together` if they must be in the same steps: a Running, or a Stream if `_deferred`."""
         raise NotImplementedError
 
-    def _outputs(self, prompts: list[Prompt], params: dict[str, Any] | list[dict[str, Any]]) -> list[Any]:
+    def _outputs(self, prompts: list[Prompt], params: dict[str, Any] | list[dict[str, Any]]) -> Any:
         raise NotImplementedError
 
     def trace(self, prompt: Prompt | None = None, **params: Any) -> Tracer:
@@ -94,7 +94,7 @@ class TraceModel:
             params: as of `trace`.
 
         Returns:
-            What `fn` returned, tensors on the CPU; a list for a list of prompts.
+            What `fn` returned, tensors on the CPU; a list for a list of prompts. To be awaited with `mode="async"`.
         """
         many = isinstance(prompt, list) and not all(isinstance(token, int) for token in prompt)
         prompts: list[Any] = prompt if many else [prompt]  # type: ignore[assignment]
@@ -103,11 +103,10 @@ class TraceModel:
         program = FunctionProgram(fn)
         ran = self._start([Invoke(p, program, sampling(params, 1)) for p in prompts], False)
         if self._deferred:
-            return ran
+            return _returned_later(ran, many)
         done = ran.wait()
         raise_failures([outcome for request in done for outcome in request.outcomes])
-        values = [_returned(request) for request in done]
-        return values if many else values[0]
+        return _values(done, many)
 
     def generate(self, prompts: Prompt | Sequence[Prompt] | None = None, **params: Any) -> Any:
         """Generate from prompts with the model's edits on; or, entered by `with`, a trace over a generation.
@@ -117,7 +116,8 @@ class TraceModel:
             params: sampling parameters; `max_tokens` is 16 if not given.
 
         Returns:
-            A list of outputs, one a prompt. As `with model.generate(prompt, max_tokens=8) as tracer:` it is `model.trace`.
+            A list of outputs, one a prompt; with `mode="async"` what to await for it, or to iterate over the outputs as they
+            come. As `with model.generate(prompt, max_tokens=8) as tracer:` it is `model.trace`.
         """
         if in_with_header(sys._getframe(1)):
             return Tracer(self, prompts, sampling(params, 16))  # type: ignore[arg-type]
@@ -136,6 +136,16 @@ class TraceModel:
             raise TraceError(f"There is no edit {name!r}; there are: {', '.join(self.edits) or 'none'}.")
         for gone in [name] if name is not None else list(self.edits):
             del self.edits[gone]
+
+
+async def _returned_later(stream: Any, many: bool) -> Any:
+    await stream
+    return _values(stream.ran, many)
+
+
+def _values(done: list[Ran], many: bool) -> Any:
+    values = [_returned(request) for request in done]
+    return values if many else values[0]
 
 
 def _returned(request: Ran) -> Any:

@@ -143,6 +143,7 @@ class Tracer(_Context):
         together = link([invoke.program.block for invoke in self.invokes if isinstance(invoke.program, BlockProgram)])
         self.backend = self._model._start(self.invokes, together or self._has_barrier)
         if self._model._deferred:
+            self.outputs = self.backend.outputs
             return
         ran = self.backend.wait()
         self.outputs = [r.output for r in ran]

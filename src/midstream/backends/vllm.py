@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
+import weakref
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch
 
+from midstream.backends.async_ import Stream
 from midstream.backends.model import TraceModel
-from midstream.backends.tracer import Invoke, Prompt, Ran
+from midstream.backends.submission import Requests, Submission
+from midstream.backends.tracer import Invoke, Prompt
 from midstream.engine import launch
 from midstream.engine.request import TraceRequest, requests_of
 from midstream.engine.results import Mailbox, Receiver
@@ -19,12 +23,8 @@ from midstream.errors import EngineClosedError, MidstreamError, PromptError, Tra
 from midstream.sites import ACCESSORS
 from midstream.trace.analysis import keeps_to_graph_sites
 from midstream.trace.envoy import nearest
-from midstream.trace.program import Outcome, Program, ship
+from midstream.trace.program import Program, ship
 from midstream.trace.show import show_tree
-from midstream.trace.tracer import Result
-from midstream.trace.tree import map_objects
-
-_RESULT_SECONDS = 120.0
 
 
 class ModuleHandle:
@@ -95,13 +95,16 @@ class VLLM(TraceModel):
         arguments = launch.engine_arguments(model, settings, engine)
         self.edits = {}
         self.mode = mode
-        self._progress = progress
+        self.progress = progress
+        self.streams: weakref.WeakSet[Stream] = weakref.WeakSet()  # those that are being iterated over
         self._engine: Any = (launch.start_async_llm if mode == "async" else launch.start_llm)(arguments)
         self._config = launch.config_of(self._engine)
         self._receiver: Receiver | None = Receiver()
         self._described: dict[str, Any] | None = None
         self._senders: list[str] = []
         self._tokenizer: Any = None
+        self._loop = _running_loop() if mode == "async" else None
+        self._starting: asyncio.Task[None] | None = None
         if mode == "sync":
             self._senders = self._engine.collective_rpc("midstream_connect", args=(self._receiver.address,))
 
@@ -127,8 +130,31 @@ class VLLM(TraceModel):
             self._tokenizer = AutoTokenizer.from_pretrained(self._config.model_config.tokenizer)
         return self._tokenizer
 
+    @property
+    def is_open(self) -> bool:
+        return self._engine is not None
+
+    async def start(self) -> Self:
+        """With `mode="async"`: have the workers connect. The first trace does it by itself; the module tree needs it before."""
+        loop = asyncio.get_running_loop()
+        if self._loop not in (None, loop):
+            raise MidstreamError("An async engine belongs to the event loop that it was first used in; keep to one asyncio.run().")
+        self._loop = loop
+        if self.mode == "async":
+            if self._starting is None:
+                self._starting = loop.create_task(self._connect())
+            await asyncio.shield(self._starting)
+        return self
+
+    async def _connect(self) -> None:
+        assert self._receiver is not None
+        self._senders = await self.engine.collective_rpc("midstream_connect", args=(self._receiver.address,))
+        self._described = (await self.engine.collective_rpc("midstream_describe"))[0]
+
     def close(self) -> None:
         """End the engine and its processes. Closing again does nothing."""
+        for stream in list(self.streams):
+            stream.fail(EngineClosedError("The engine was closed while the trace ran."))
         engine, self._engine = self._engine, None
         receiver, self._receiver = self._receiver, None
         if receiver is not None:
@@ -142,8 +168,17 @@ class VLLM(TraceModel):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    def gauges(self) -> list[dict[str, int]]:
-        """What is alive on each worker: zeros when no traced request is running (`traced_steps` counts since the start)."""
+    async def __aenter__(self) -> Self:
+        return await self.start()
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def gauges(self) -> Any:
+        """What is alive on each worker: zeros when no traced request is running (`traced_steps` counts since the start).
+
+        A list with a dict for each worker; to be awaited with `mode="async"`.
+        """
         return self.engine.collective_rpc("midstream_gauges")
 
     # The module tree, outside of traces.
@@ -200,62 +235,32 @@ class VLLM(TraceModel):
         launch.check_prompts(self._config, prompts if traced else [], together)
         requests: Sequence[TraceRequest | None] = [None] * len(invokes)
         if traced:
-            requests = requests_of(ship(programs), [all(map(keeps_to_graph_sites, each)) for each in programs], together)
+            keep = [all(map(keeps_to_graph_sites, each)) for each in programs]
+            samples = [invoke.params.get("n", 1) for invoke in invokes]
+            requests = requests_of(ship(programs), keep, samples, together, self._deferred)
         engine_prompts = [launch.engine_prompt(ids, secrets.token_hex(8) if traced else None) for ids in prompts]
         plain = {id(i.params): launch.sampling_params(i.params, None) for i in invokes} if not traced else {}
         params = [plain.get(id(i.params)) or launch.sampling_params(i.params, r) for i, r in zip(invokes, requests, strict=True)]
-        batch = Submission(self, engine_prompts, params, requests)
-        return batch
+        return (Stream if self._deferred else Submission)(self, Requests(engine_prompts, params, requests))
+
+    def expect(self, traces: Sequence[TraceRequest | None]) -> list[Mailbox | None]:
+        """A mailbox for the results of each traced request."""
+        receiver = self._receiver
+        if receiver is None:
+            raise EngineClosedError("This engine is closed; make a new VLLM(...).")
+        return [receiver.expect((t.trace, t.index), self._senders) if t is not None else None for t in traces]
 
     def _with_edits(self, program: Program | None) -> list[Program]:
         return [*self.edits.values(), *([program] if program is not None else [])]
 
-    def _outputs(self, prompts: list[Prompt], params: dict[str, Any] | list[dict[str, Any]]) -> list[Any]:
+    def _outputs(self, prompts: list[Prompt], params: dict[str, Any] | list[dict[str, Any]]) -> Any:
         each = params if isinstance(params, list) else [params] * len(prompts)
         submission = self._start([Invoke(p, None, q) for p, q in zip(prompts, each, strict=True)], False)
-        return [ran.output for ran in submission.wait()]
+        return submission if self._deferred else [ran.output for ran in submission.wait()]
 
 
-class Submission:
-    """The requests of one trace on their way through the engine."""
-
-    def __init__(self, model: VLLM, prompts: list[dict[str, Any]], params: list[Any], requests: Sequence[TraceRequest | None]) -> None:
-        self._model = model
-        self._prompts = prompts
-        self._params = params
-        self._requests = requests
-
-    def wait(self) -> list[Ran]:
-        """Run them to their end."""
-        engine, receiver = self._model.engine, self._model._receiver
-        assert receiver is not None
-        boxes = [r and receiver.expect((r.trace, r.index), self._model._senders) for r in self._requests]
-        try:
-            outputs = launch.generate(engine, self._prompts, self._params, self._model._progress and len(self._prompts) > 1)
-            if launch.is_in_process(engine) and any(boxes):
-                engine.collective_rpc("midstream_finish")
-            return [_collect(box, output) for box, output in zip(boxes, outputs, strict=True)]
-        finally:
-            for box in boxes:
-                if box is not None:
-                    box.close()
-
-
-def _collect(box: Mailbox | None, output: Any) -> Ran:
-    """A request's outcomes, in the order of its completions, and its output with the saves on it."""
-    if box is None:
-        output.saves = {}
-        return Ran([], output)
-    messages = [box.get(_RESULT_SECONDS) for _ in output.outputs]
-    messages.sort(key=lambda message: _sample_index(message[0]["request"], len(output.outputs)))
-    outcomes: list[Outcome] = [o for _, value in messages for o in value]
-    for outcome in outcomes:
-        outcome.values = map_objects(outcome.values, Result, lambda _: output)
-    own = [value[0] for _, value in messages]
-    output.saves = own[0].values if len(own) == 1 else [o.values for o in own]
-    return Ran(outcomes, output)
-
-
-def _sample_index(request_id: str, samples: int) -> int:
-    """vLLM names the n samples of a request `0_ID`, `1_ID`, ..."""
-    return int(request_id.partition("_")[0]) if samples > 1 else 0
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None

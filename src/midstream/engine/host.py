@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,9 +15,11 @@ from midstream.engine.graph_sites import build_in, graph_keys, tree_at
 from midstream.engine.request import TraceRequest
 from midstream.engine.sender import Sender
 from midstream.engine.step import Scheduled, StepView
+from midstream.engine.wire import ChannelClosedError
 from midstream.errors import MidstreamError, TraceError, TracesNotAllowedError
 from midstream.trace.envoy import Envoy, ModelEnvoy
 from midstream.trace.interleaver import LAST_POINTS, Interleaver
+from midstream.trace.journal import Journal
 from midstream.trace.program import Failure, Outcome, Program, make_body, outcome, unship
 from midstream.trace.rows import FlatRows
 from midstream.trace.tracer import BodyTracer
@@ -33,7 +35,7 @@ class _Group:
     programs: list[list[Program]]
     shared: dict[str, Any] = field(default_factory=dict)
     running: set[str] = field(default_factory=set)
-    ended: set[int] = field(default_factory=set)
+    ended: int = 0
 
 
 @dataclass
@@ -48,6 +50,7 @@ class _Request:
     seen: int = 0  # positions that its bodies have been through
     generated: int = 0
     outcomes: dict[str, Outcome] = field(default_factory=dict)
+    journals: list[Journal] = field(default_factory=list)  # of its bodies, in their order
 
 
 class TraceHost:
@@ -70,6 +73,7 @@ class TraceHost:
         self._allow_traces = allow_traces
         self._max_model_len = max_model_len
         self._requests: dict[str, _Request] = {}
+        self._settled: dict[str, _Request] = {}  # their bodies are done; preempted, their edits have to be made again
         self._groups: dict[str, _Group] = {}
         self._traced = False
         self._uncompiled = False
@@ -95,21 +99,33 @@ class TraceHost:
         build_in(model, self.arch)
         self._graph_keys = graph_keys(self.arch)
 
-    def schedule(self, new: Mapping[str, tuple[Any, int]], scheduled: Mapping[str, int], finished: set[str]) -> None:
+    def schedule(
+        self,
+        new: Mapping[str, tuple[Any, int]],
+        scheduled: Collection[str],
+        finished: set[str],
+        computed: Mapping[str, int] | None = None,
+    ) -> None:
         """What the scheduler has sent for the coming step.
 
         Args:
             new: request id -> (sampling parameters, prompt length) of requests that begin.
-            scheduled: request id -> tokens in this step.
+            scheduled: the requests in this step.
             finished: requests that have ended, also by an abort.
+            computed: request id -> tokens computed before, where that is known; less than before after a preemption.
         """
         for name in finished & self._requests.keys():
             self._end(name)
+        for name in finished:
+            self._settled.pop(name, None)
         for name, (sampling, length) in new.items():
             trace = TraceRequest.of(sampling)
-            if trace is not None and name not in self._requests:
+            if trace is not None and name not in self._requests and name not in self._settled:
                 self._begin(name, trace, sampling, length)
         traced = [request for name, request in self._requests.items() if name in scheduled]
+        for name, tokens in (computed or {}).items():
+            if name in self._settled and tokens < self._settled[name].seen:
+                traced.append(self._settled[name])
         self._traced = bool(traced)
         self._uncompiled = self._traced and not (self._graph_keys and all(r.trace.graph_sites for r in traced))
         self.traced_steps += self._traced
@@ -118,7 +134,7 @@ class TraceHost:
     @property
     def requests(self) -> list[str]:
         """The traced requests that are alive."""
-        return list(self._requests)
+        return [*self._requests, *self._settled]
 
     def take_stops(self) -> list[str]:
         """The requests that this step is the last of."""
@@ -142,7 +158,10 @@ class TraceHost:
         for number, program in enumerate(programs):
             body_name = request.main if number == len(programs) - 1 else f"{request.main}#{number}"
             request.programs[body_name] = program
-            self.interleaver.add(make_body(body_name, program, self.envoy, group.shared, snapshots=True, journals=True))
+            body = make_body(body_name, program, self.envoy, group.shared, snapshots=True, journals=True)
+            assert body.journal is not None
+            request.journals.append(body.journal)
+            self.interleaver.add(body)
 
     def _programs(self, name: str, trace: TraceRequest) -> list[Program]:
         if not self._allow_traces:
@@ -171,19 +190,34 @@ class TraceHost:
         self._send(name, request, [Outcome({}, Failure.of(error))])
         self.stops.append(name)
 
-    def _end(self, name: str) -> None:
-        """The request is over for its bodies: gather what they gave and send it."""
+    def _end(self, name: str, goes_on: bool = False) -> None:
+        """The request is over for its bodies: gather what they gave and send it. `goes_on`: not so for the engine."""
         request = self._requests.pop(name)
         for body_name in request.programs:
             if body_name not in request.outcomes:
                 self._gather(request, body_name)
         failed = [o for body_name, o in request.outcomes.items() if body_name != request.main and o.failure is not None]
         self._send(name, request, [request.outcomes[request.main], *failed])
+        if goes_on:
+            self._settled[name] = request
         group = self._groups[request.trace.trace]
         group.running.discard(name)
-        group.ended.add(request.trace.index)
-        if not group.running and len(group.ended) == request.trace.size:
+        group.ended += 1
+        if not group.running and group.ended == request.trace.size:
             del self._groups[request.trace.trace]
+
+    def drop(self, traces: Collection[str]) -> None:
+        """Forget traces whose requests the client has taken off the engine; nobody waits for their results."""
+        for name, request in list(self._requests.items()):
+            if request.trace.trace in traces:
+                del self._requests[name]
+                for body_name in request.programs:
+                    self.interleaver.discard(body_name)
+                if self.sender is not None:
+                    self.sender.end(name)
+        self._settled = {name: request for name, request in self._settled.items() if request.trace.trace not in traces}
+        for trace in traces:
+            self._groups.pop(trace, None)
 
     def _gather(self, request: _Request, body_name: str) -> None:
         body = self.interleaver.finish(body_name)
@@ -192,37 +226,54 @@ class TraceHost:
         request.outcomes[body_name] = outcome(body, request.programs[body_name])
         request.outcomes[body_name].order = self._sent
 
-    def _send(self, name: str, request: _Request, outcomes: list[Outcome]) -> None:
+    def _send_snapshot(self, name: str, request: _Request) -> None:
+        """What the request has saved so far."""
+        if (done := request.outcomes.get(request.main)) is not None:
+            values = done.values
+        else:
+            values = request.programs[request.main].snapshot(self.interleaver.bodies[request.main])
+        self._send(name, request, [Outcome(values)], final=False)
+
+    def _send(self, name: str, request: _Request, outcomes: list[Outcome], final: bool = True) -> None:
         if self.sender is None:
             _log.error("A trace's results have nowhere to go: the client has not connected to this worker.")
             return
-        self.sender.send({"key": (request.trace.trace, request.trace.index), "request": name}, outcomes)
+        header = {"key": (request.trace.trace, request.trace.index), "request": name, "final": final}
+        try:
+            self.sender.send(header, outcomes, name if request.trace.stream else None, exact=final)
+            if final:
+                self.sender.end(name)
+        except ChannelClosedError as error:  # the client is closing; the engine is about to be told
+            _log.warning("A trace's results have nowhere to go: %s", error)
 
     # Steps, called by the runner's adapter.
 
     def begin_step(self, view: StepView) -> None:
         """The batch is laid out; the forward comes next."""
         rows: dict[str, FlatRows] = {}
-        replays: dict[str, FlatRows] = {}
+        replays: list[tuple[Journal, FlatRows]] = []
         last: dict[str, FlatRows] = {}
         self._in_step = []
         self._expects_logits = True
         self.interleaver.reachable = None if self._uncompiled else frozenset((*self._graph_keys.values(), *LAST_POINTS))
         for scheduled in view.requests:
-            request = self._requests.get(scheduled.request_id)
+            name = scheduled.request_id
+            request = self._requests.get(name) or self._settled.get(name)
             if request is None:
                 continue
             end = scheduled.computed + scheduled.stop - scheduled.start
             fresh = scheduled.start + max(request.seen - scheduled.computed, 0)
-            for body_name in request.programs.keys() - request.outcomes.keys():
-                if scheduled.computed < request.seen:
-                    replays[body_name] = FlatRows(scheduled.start, min(fresh, scheduled.stop), view.total, scheduled.computed)
-                if end > request.seen:
+            if scheduled.computed < request.seen:
+                again = FlatRows(scheduled.start, min(fresh, scheduled.stop), view.total, scheduled.computed)
+                replays += [(journal, again) for journal in request.journals]
+            if end <= request.seen or name in self._settled:
+                continue
+            for body_name in request.programs:
+                if body_name not in request.outcomes:
                     rows[body_name] = FlatRows(fresh, scheduled.stop, view.total, max(request.seen, scheduled.computed))
                     last[body_name] = FlatRows(scheduled.index, scheduled.index + 1, len(view.requests))
-            if end > request.seen:
-                request.seen = end
-                self._in_step.append((scheduled, request))
+            request.seen = end
+            self._in_step.append((scheduled, request))
         self.interleaver.begin_step(rows, replays, last)
 
     def see_site(self, layer: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
@@ -260,8 +311,11 @@ class TraceHost:
         asked = any(o.failure is not None or o.stopped for o in request.outcomes.values())
         if asked:
             self.stops.append(name)
-        if asked or self._is_over(request, token) or len(request.outcomes) == len(request.programs):
-            self._end(name)
+        over = asked or self._is_over(request, token)
+        if over or len(request.outcomes) == len(request.programs):
+            self._end(name, goes_on=not over)
+        elif request.trace.stream:
+            self._send_snapshot(name, request)
 
     def _is_over(self, request: _Request, token: int | None) -> bool:
         """Whether the engine ends the request with this token: its async scheduler may run a step more, which nobody may see."""
@@ -278,7 +332,7 @@ class TraceHost:
     def gauges(self) -> dict[str, int]:
         """What is alive; all zero when no traced request is."""
         return {
-            "requests": len(self._requests),
+            "requests": len(self._requests) + len(self._settled),
             "groups": len(self._groups),
             "bodies": len(self.interleaver.bodies),
             "hooks": self.interleaver.hook_count,

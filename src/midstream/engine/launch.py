@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 from midstream.engine.plugin import register
@@ -100,21 +101,39 @@ def check_prompts(config: Any, prompts: Sequence[Sequence[int]], together: bool)
         )
 
 
-def generate(llm: Any, prompts: list[dict[str, Any]], params: list[Any], progress: bool) -> list[Any]:
-    """Run requests on a `vllm.LLM` to their end. Interrupted, it takes them off the engine."""
+def generate(llm: Any, prompts: list[dict[str, Any]], params: list[Any], traces: list[str], progress: bool) -> list[Any]:
+    """Run requests on a `vllm.LLM` to their end. Interrupted, it takes them and their `traces` off the engine."""
     try:
         return llm.generate(prompts, params, use_tqdm=progress)
     except BaseException as error:
-        _abort_all(llm)
-        if type(error).__name__ == "EngineDeadError":
-            raise EngineClosedError("The engine died; its log says why. Start a new one.") from error
-        raise
+        with contextlib.suppress(Exception):  # what interrupted it says more; a dead engine has dropped them as well
+            _abort_all(llm, traces)
+        raise _told(error) from error.__cause__
 
 
-def _abort_all(llm: Any) -> None:
+def _abort_all(llm: Any, traces: list[str]) -> None:
     engine = llm.llm_engine
     pending = list(engine.output_processor.request_states)
     if pending:
         engine.abort_request(pending, internal=True)
+    if traces:
+        llm.collective_rpc("midstream_drop", args=(traces,))
+
+
+async def stream(engine: Any, prompt: dict[str, Any], params: Any, request_id: str) -> AsyncGenerator[Any]:
+    """The outputs of one request on an `AsyncLLM`. Cancelled or closed, it takes it off the engine."""
+    try:
+        async with contextlib.aclosing(engine.generate(prompt, params, request_id)) as outputs:
+            async for output in outputs:
+                yield output
+    except Exception as error:
+        raise _told(error) from error.__cause__
+
+
+def _told(error: BaseException) -> BaseException:
+    """The engine's error in midstream's words, if it is one of its death."""
+    if type(error).__name__ == "EngineDeadError":
+        return EngineClosedError("The engine died; its log says why. Start a new one.")
+    return error
 
 

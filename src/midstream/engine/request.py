@@ -18,10 +18,11 @@ class TraceRequest:
     Attributes:
         trace: the trace's id; with `index` the address of the results.
         index: which of the trace's programs is this request's.
-        size: how many requests the trace has.
+        size: how many requests the trace has, each sample of `n > 1` counted.
         together: whether all of them must be in the same steps.
         graph_sites: whether its code keeps to sites that are built into the compiled forward.
         programs: the pickled programs; None if another request of the trace carries them.
+        stream: whether the worker sends after each step what has been saved so far.
     """
 
     trace: str
@@ -30,6 +31,7 @@ class TraceRequest:
     together: bool
     graph_sites: bool
     programs: bytes | None
+    stream: bool = False
 
     def to_extra_args(self) -> dict[str, Any]:
         return {NAME: {"trace": asdict(self)}}
@@ -40,10 +42,13 @@ class TraceRequest:
         return cls(**carried["trace"]) if carried and "trace" in carried else None
 
 
-def requests_of(programs: bytes, graph_sites: list[bool], together: bool) -> list[TraceRequest]:
-    """The requests of one trace, one for each of `graph_sites`."""
-    trace, size = secrets.token_hex(8), len(graph_sites)
+def requests_of(
+    programs: bytes, graph_sites: list[bool], samples: list[int], together: bool, stream: bool = False
+) -> list[TraceRequest]:
+    """The requests of one trace; `samples` has the `n` of each."""
+    trace, size = secrets.token_hex(8), sum(samples)
     small = len(programs) * size <= SMALL
     return [
-        TraceRequest(trace, i, size, together, keeps, programs if small or i == 0 else None) for i, keeps in enumerate(graph_sites)
+        TraceRequest(trace, i, size, together, keeps, programs if small or i == 0 else None, stream)
+        for i, keeps in enumerate(graph_sites)
     ]

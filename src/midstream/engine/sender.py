@@ -63,21 +63,21 @@ class Sender:
         self._thread = threading.Thread(target=self._run, name="midstream-send", daemon=True)
         self._thread.start()
 
-    def send(self, header: Mapping[str, Any], value: Any, stream: str | None = None) -> None:
+    def send(self, header: Mapping[str, Any], value: Any, stream: str | None = None, *, exact: bool = False) -> None:
         """Queue `value` for the mailbox of `header["key"]` (hashable; the whole header has to be picklable).
 
         Tensors may lie anywhere in `value`, on any device; one that occurs twice is sent once. What cannot be pickled
         arrives as an `UnsendableError` in its place. With `stream`, a tensor that an earlier message of that stream
         carried (the same object, unchanged) is not sent again; a stream belongs to one thread, and ends with `end`.
         A change in place is seen by the tensor's version; tensors made in inference mode have none, so do not change
-        those.
+        those, or send them again with `exact`.
 
         Returns at once unless the queue is full (see `stats`). Raises ChannelClosedError if the channel is closed.
         """
         hash(header["key"])
         known = self._streams.setdefault(stream, wire.Stream()) if stream is not None else None
         pickled_header = pickle.dumps(dict(header))
-        packed = wire.pack(value, known)
+        packed = wire.pack(value, known, exact)
         size = len(packed.body) + packed.size
         self._put(_Job(pickled_header, stream, packed, staging.mark_ready(packed.tensors), size))
 

@@ -194,13 +194,16 @@ class Packed(NamedTuple):
     size: int  # bytes of the payload
 
 
-def pack(value: Any, stream: Stream | None = None) -> Packed:
-    """Cut `value`. What cannot be pickled is replaced by an `UnsendableError` in its place; never raises for it."""
+def pack(value: Any, stream: Stream | None = None, exact: bool = False) -> Packed:
+    """Cut `value`. What cannot be pickled is replaced by an `UnsendableError` in its place; never raises for it.
+
+    With `exact`, tensors whose changes cannot be told are cut out again though `stream` has carried them.
+    """
     try:
         body, found = _skeleton(value)
     except Exception as error:
         body, found = _salvaged_skeleton(value, error)
-    known = [stream.find(tensor) if stream else None for tensor in found]
+    known = [stream.find(tensor) if stream and not (exact and tensor.is_inference()) else None for tensor in found]
     new = [tensor for tensor, index in zip(found, known, strict=True) if index is None]
     offsets, size = lay_out(new)
     places = iter(offsets)

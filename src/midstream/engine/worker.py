@@ -93,7 +93,11 @@ class Worker(PlatformWorker):
 
     def execute_model(self, scheduler_output: Any) -> Any:
         new = {r.req_id: (r.sampling_params, len(r.prompt_token_ids or ())) for r in scheduler_output.scheduled_new_reqs}
-        self.midstream.schedule(new, scheduler_output.num_scheduled_tokens, set(scheduler_output.finished_req_ids))
+        cached = scheduler_output.scheduled_cached_reqs
+        computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        computed |= {r.req_id: r.num_computed_tokens for r in scheduler_output.scheduled_new_reqs}
+        finished = set(scheduler_output.finished_req_ids)
+        self.midstream.schedule(new, scheduler_output.num_scheduled_tokens.keys(), finished, computed)
         StepMode.set(no_graphs=self.midstream.step_is_traced, uncompiled=self.midstream.step_is_uncompiled)
         SiteOp.fire = self.midstream.see_site if self.midstream.step_is_traced and not StepMode.uncompiled else None
         try:
@@ -135,7 +139,11 @@ class Worker(PlatformWorker):
 
     def midstream_finish(self) -> None:
         """End the traces of requests whose end this worker has not been told: an in-process engine rests between calls."""
-        self.midstream.schedule({}, {}, set(self.midstream.requests))
+        self.midstream.schedule({}, (), set(self.midstream.requests))
+
+    def midstream_drop(self, traces: list[str]) -> None:
+        """Forget these traces: the client has aborted their requests."""
+        self.midstream.drop(traces)
 
     def shutdown(self) -> None:
         if (host := getattr(self, "midstream", None)) is not None and host.sender is not None:

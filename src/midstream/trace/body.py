@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -74,6 +75,13 @@ class Body:
     @property
     def started(self) -> bool:
         return bool(self._greenlet) or self._greenlet.dead
+
+    def frame_of(self, code: CodeType) -> FrameType | None:
+        """The frame that runs `code`, while the body is parked somewhere below it."""
+        frame = self._greenlet.gr_frame
+        while frame is not None and frame.f_code is not code:
+            frame = frame.f_back
+        return frame
 
     def _main(self, _: Visit | None = None) -> None:
         CURRENT.set(self)

@@ -6,7 +6,7 @@ for, `end_step` closes the step. Hooks are there only while a trace is alive, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ class Interleaver:
         self.source = SourceHooks(self.modules, self.fire)
         self._waiting: dict[Key, list[Body]] = {}
         self._watchers: dict[Key, list[tuple[Body, Watcher]]] = {}
-        self._replays: dict[Key, list[tuple[Body, FlatRows]]] = {}
+        self._replays: dict[Key, list[tuple[Journal, FlatRows]]] = {}
         self._overrides: dict[Key, list[tuple[Body, Any]]] = {}
         self._position = -1
         self._point: Key = STEP_START
@@ -118,13 +118,13 @@ class Interleaver:
     # Steps.
 
     def begin_step(
-        self, rows: Mapping[str, Rows], replays: Mapping[str, FlatRows] | None = None, last_rows: Mapping[str, Rows] | None = None
+        self, rows: Mapping[str, Rows], replays: Sequence[tuple[Journal, FlatRows]] = (), last_rows: Mapping[str, Rows] | None = None
     ) -> None:
         """A forward pass begins that holds these requests' tokens.
 
         Args:
             rows: for each body with new tokens, where they are in the batch.
-            replays: for each preempted body, where the positions are that it had computed before.
+            replays: what preempted requests had written, and where the positions are that they compute again.
             last_rows: where a body's logits and sample are, if there is one row a request there; else as `rows`.
         """
         self._position, self._point, self._stepping = -1, STEP_START, True
@@ -132,10 +132,12 @@ class Interleaver:
         self._replays.clear()
         self.rows = dict(rows)
         self.last_rows = dict(last_rows or rows)
-        for name, part in (replays or {}).items():
-            for key in self.journal_of(name).keys():
+        if replays and not self._hooks:
+            self._watch_containers()
+        for journal, part in replays:
+            for key in journal.keys():
                 self.prepare(key)
-                self._replays.setdefault(key, []).append((self.bodies[name], part))
+                self._replays.setdefault(key, []).append((journal, part))
         for name in rows:
             body = self.bodies[name]
             body.now += 1
@@ -160,11 +162,7 @@ class Interleaver:
         self._waiting.clear()
         self._live_storages.clear()
         self._stepping = False
-
-    def journal_of(self, name: str) -> Journal:
-        journal = self.bodies[name].journal
-        assert journal is not None
-        return journal
+        self._clean_up()
 
     def _why_never(self, key: Key, step: int) -> str:
         text = f"{point_name(key)} of step {step} was never reached: the forward pass ended without it."
@@ -188,14 +186,14 @@ class Interleaver:
         self._position = max(self._position, self._ordinal(key)[0])
         self._point = self._firing = key
         event = Event(key, tree, direct)
-        for body, rows in self._replays.get(key, ()):
-            self.journal_of(body.name).replay(event, rows)
+        for journal, rows in self._replays.get(key, ()):
+            journal.replay(event, rows)
         for body, value in self._overrides.pop(key, ()):
             visit = self._visit(body, event)
             visit.set_raw(value)
             visit.leave()
         while waiting:
-            for body in sorted(waiting, key=lambda b: getattr(self.rows[b.name], "start", 0)):
+            for body in self._in_order(waiting) if len(waiting) > 1 else waiting:
                 self._run(body, event)
             waiting = self._waiting.pop(key, None)
         for body, watch in self._watchers.get(key, ()):
@@ -204,11 +202,17 @@ class Interleaver:
         self._firing = None
         return event.tree
 
+    def _in_order(self, bodies: list[Body]) -> list[Body]:
+        """By the batch; a request's own in the order in which they were added, so that an edit comes before its trace."""
+        added = {name: number for number, name in enumerate(self.bodies)}
+        return sorted(bodies, key=lambda body: (getattr(self.rows[body.name], "start", 0), added[body.name]))
+
     def _visit(self, body: Body, event: Event) -> Visit:
         rows = (self.last_rows if event.key in LAST_POINTS else self.rows)[body.name]
         if rows.aliases:
             self._live_storages.update(t.untyped_storage().data_ptr() for _, t in leaves(event.tree))
-        return Visit(event, rows, body.now, body.journal.write_down if body.journal is not None else None)
+        journal = body.journal if event.key not in LAST_POINTS else None  # behind these, nothing is computed again
+        return Visit(event, rows, body.now, journal.write_down if journal is not None else None)
 
     def _run(self, body: Body, event: Event) -> None:
         body.resume(self._visit(body, event))

@@ -38,6 +38,10 @@ class Program:
         """After `run` raised: what had been saved until then."""
         raise NotImplementedError
 
+    def snapshot(self, body: Body) -> dict[str, Any]:
+        """While `run` is parked: what has been saved so far."""
+        return {}
+
 
 @dataclass
 class FunctionProgram(Program):
@@ -94,6 +98,10 @@ class BlockProgram(Program):
 
     def recover(self, error: BaseException, body: Body) -> dict[str, Any]:
         return body.pick_saved({**self._captured(), **locals_at(error, self.block)})
+
+    def snapshot(self, body: Body) -> dict[str, Any]:
+        frame = body.frame_of(self.block.code)
+        return body.pick_saved({**self._captured(), **(frame.f_locals if frame is not None else {})})
 
     def _captured(self) -> dict[str, Any]:
         return {name: self.block.captured[name] for name in self.saved}
