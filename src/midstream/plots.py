@@ -177,7 +177,7 @@ def _pyplot() -> Any:
 
 
 def _grid(values: Any) -> torch.Tensor:
-    if isinstance(values, (list, tuple)):
+    if isinstance(values, (list, tuple)) and values:
         values = torch.stack([torch.as_tensor(row) for row in values])
     grid = torch.as_tensor(values).detach().float().cpu()
     if grid.ndim != 2 or not grid.numel():

@@ -1,0 +1,188 @@
+"""Issue 2, point 10: figures for notebooks, and the progress bar.
+
+What is drawn is read back off the Axes; the logit lens is checked against plain transformers.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from midstream.errors import MidstreamError
+
+matplotlib = pytest.importorskip("matplotlib")
+matplotlib.use("Agg")
+
+from matplotlib import pyplot  # noqa: E402
+
+from midstream.plots import LogitLens, logit_lens, plot_heatmap, plot_logit_lens  # noqa: E402
+
+PROMPT = "The Eiffel Tower is in the city of"
+
+
+@pytest.fixture(autouse=True)
+def _close_figures() -> Any:
+    yield
+    pyplot.close("all")
+
+
+def drawn_values(ax: Any) -> torch.Tensor:
+    return torch.as_tensor(ax.images[0].get_array().filled(float("nan")))
+
+
+def ticks(axis: Any) -> list[str]:
+    return [label.get_text() for label in axis.get_ticklabels()]
+
+
+def test_heatmap_draws_the_values() -> None:
+    values = torch.arange(6.0).reshape(2, 3)
+    ax = plot_heatmap(values, ["The", " city", " of"], [0, 1], title="t", xlabel="token", label="logit")
+    assert torch.equal(drawn_values(ax).float(), values)
+    assert (ticks(ax.xaxis), ticks(ax.yaxis)) == (["The", "·city", "·of"], ["0", "1"])
+    assert (ax.get_title(), ax.get_xlabel(), ax.get_ylabel()) == ("t", "token", "layer")
+    assert ax.yaxis_inverted()  # the first row at the top
+
+
+@pytest.mark.parametrize(
+    "values", [[[1, 2]], ((1.0, 2.0),), torch.tensor([[1.0, 2.0]]).numpy(), torch.ones(1, 2).bfloat16()]
+)
+def test_heatmap_takes_lists_arrays_and_tensors(values: Any) -> None:
+    assert plot_heatmap(values, "ab", "c").images
+
+
+def test_heatmap_is_diverging_about_zero_where_signs_differ() -> None:
+    low, high = plot_heatmap([[-1.0, 3.0]], "ab", "c").images[0].get_clim()
+    assert (low, high) == (-3.0, 3.0)
+    assert plot_heatmap([[1.0, 3.0]], "ab", "c").images[0].get_clim() == (1.0, 3.0)
+
+
+def test_heatmap_leaves_void_cells_grey() -> None:
+    ax = plot_heatmap([[float("nan"), 1.0]], "ab", "c")
+    image = ax.images[0]
+    assert image.cmap(image.norm(image.get_array()))[0, 0].tolist()[:3] == pytest.approx([211 / 255] * 3)
+
+
+def test_heatmap_with_many_tokens_has_labels_that_do_not_touch(tmp_path: Path) -> None:
+    ax = plot_heatmap(torch.rand(32, 300), [f" token{i}" for i in range(300)], range(32), path=tmp_path / "a.png")
+    boxes = [label.get_window_extent() for label in ax.get_xticklabels()]
+    line = boxes[0].height / 8  # slanted: what matters is the distance of the lines
+    assert len(boxes) > 50
+    assert all(b.x1 - a.x1 > line for a, b in pairwise(boxes))
+    assert ax.figure.get_size_inches()[0] <= 14
+
+
+def test_heatmap_writes_a_file_and_closes_the_figure(tmp_path: Path) -> None:
+    plot_heatmap([[1.0]], "a", "b", path=tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
+    assert not pyplot.get_fignums()
+
+
+def test_heatmap_draws_into_given_axes() -> None:
+    _, (left, right) = pyplot.subplots(1, 2)
+    assert plot_heatmap([[1.0]], "a", "b", ax=right) is right
+    assert not left.images
+
+
+@pytest.mark.parametrize(
+    ("values", "words"), [([[1.0, 2.0]], "1 for columns"), ([1.0, 2.0], r"\[2\] was given"), ([], r"\[0\]")]
+)
+def test_heatmap_says_what_does_not_fit(values: Any, words: str) -> None:
+    with pytest.raises(MidstreamError, match=words):
+        plot_heatmap(values, ["a"], ["b"])
+
+
+def lens_of(tokens: int, layers: int = 2) -> LogitLens:
+    return LogitLens(
+        [f" t{i}" for i in range(tokens)],
+        [[f"{layer}.{i}" for i in range(tokens)] for layer in range(layers)],
+        torch.rand(layers, tokens),
+    )
+
+
+def test_lens_has_layers_upwards_and_tokens_in_the_cells() -> None:
+    lens = lens_of(3)
+    (ax, *_) = plot_logit_lens(lens).axes
+    assert ticks(ax.yaxis) == ["1", "0"]
+    assert torch.equal(drawn_values(ax).float(), lens.probs_LT.flip(0))
+    written = {text.get_position(): text.get_text() for text in ax.texts}
+    assert written[0, 0] == "1.0"
+    assert written[2, 1] == "0.2"
+
+
+def test_lens_of_a_long_prompt_takes_several_rows() -> None:
+    lens = lens_of(30)
+    *bands, _ = plot_logit_lens(lens, wrap=12).axes
+    assert [ax.get_xlabel() or len(ax.texts) for ax in bands] == [24, 24, 12]
+    assert [tick for ax in bands for tick in ticks(ax.xaxis)] == [f"·t{i}" for i in range(30)]
+    assert len({ax.get_xlim() for ax in bands}) == 1  # cells of one width
+
+
+def plain_lens(prompt: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """By transformers alone: hidden states, the final norm, the unembedding."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from midstream import demo_model
+
+    model = AutoModelForCausalLM.from_pretrained(demo_model(), dtype=torch.float32)
+    streams: list[torch.Tensor] = []
+    for layer in model.model.layers:
+        layer.register_forward_hook(lambda _, __, out: streams.append(out[0] if isinstance(out, tuple) else out))
+    with torch.no_grad():
+        model(torch.tensor([AutoTokenizer.from_pretrained(demo_model())(prompt)["input_ids"]]))
+        best = model.lm_head(model.model.norm(torch.stack(streams)[:, 0])).softmax(-1).max(-1)
+    return best.values, best.indices
+
+
+def check_lens(model: Any) -> None:
+    lens = logit_lens(model, PROMPT)
+    probs_LT, tokens_LT = plain_lens(PROMPT)
+    torch.testing.assert_close(lens.probs_LT, probs_LT, atol=1e-4, rtol=1e-3)
+    assert lens.top == [[model.tokenizer.decode([t]) for t in row] for row in tokens_LT.tolist()]
+    assert "".join(lens.tokens) == PROMPT
+    assert len(plot_logit_lens(model, PROMPT).axes) == 2
+
+
+def test_lens_of_language_model(hf: Any) -> None:
+    check_lens(hf)
+
+
+@pytest.mark.engine
+def test_lens_of_vllm(engine: Any) -> None:
+    check_lens(engine)
+
+
+def test_lens_without_prompt_says_so(hf: Any) -> None:
+    with pytest.raises(MidstreamError, match="takes a model and a prompt"):
+        plot_logit_lens(hf)
+
+
+def test_matplotlib_is_loaded_when_a_figure_is_drawn_and_named_when_it_is_missing() -> None:
+    code = """
+import sys
+import midstream.plots
+assert "matplotlib" not in sys.modules
+sys.modules["matplotlib"] = None
+try:
+    midstream.plots.plot_heatmap([[1.0]], "a", "b")
+except midstream.plots.MidstreamError as error:
+    print(error)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "midstream[plot]" in result.stdout
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(("prompts", "bar"), [([PROMPT] * 3, True), ([PROMPT], False)])
+def test_progress_bar_on_calls_with_several_prompts(
+    engine: Any, prompts: list[str], bar: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """`VLLM(progress=True)`; a call with one prompt is no long work."""
+    monkeypatch.setattr(engine, "_progress", True)
+    engine.run(lambda model: model.layers_output[0], prompts)
+    assert (f"{len(prompts)}/{len(prompts)}" in capfd.readouterr().err) == bar
