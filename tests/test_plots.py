@@ -183,6 +183,6 @@ def test_progress_bar_on_calls_with_several_prompts(
     engine: Any, prompts: list[str], bar: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """`VLLM(progress=True)`; a call with one prompt is no long work."""
-    monkeypatch.setattr(engine, "_progress", True)
+    monkeypatch.setattr(engine, "progress", True)
     engine.run(lambda model: model.layers_output[0], prompts)
     assert (f"{len(prompts)}/{len(prompts)}" in capfd.readouterr().err) == bar

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import os
 import sys
 import threading
@@ -265,6 +266,7 @@ def start(eager: bool) -> tuple[VLLM, LanguageModel]:
         from midstream import VLLM, LanguageModel, demo_model
         from midstream.engine.versions import check_vllm_version
 
+        logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # that a CPU has no Triton is no news
         check_vllm_version()
     with waiting(f"starting vLLM {'eager' if eager else 'and compiling'}"):
         model = VLLM(
