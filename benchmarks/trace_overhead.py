@@ -84,7 +84,7 @@ def build_runs(arguments: argparse.Namespace) -> tuple[dict[str, Callable[[], An
 
     def steer(m: Any, tracer: Any) -> None:
         for _ in tracer.iter[:]:
-            m.layers_output[middle] += vector.to(m.layers_output[middle])
+            m.layers_output[middle] += vector
 
     runs: dict[str, Callable[[], Any]] = {
         "stock vLLM": lambda: stock.generate(

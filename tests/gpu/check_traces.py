@@ -166,7 +166,7 @@ def main() -> int:
 
     torch.backends.cuda.matmul.allow_tf32 = False
     engine: dict[str, Any] = {"enforce_eager": arguments.eager, "max_model_len": 512, "max_num_seqs": 16}
-    engine |= {"gpu_memory_utilization": 0.2, "dtype": "float32"}
+    engine |= {"gpu_memory_utilization": 0.2 if arguments.cpu else 0.4, "dtype": "float32"}
     if not arguments.cpu:
         # FLASH_ATTN takes no float32
         engine |= {"dtype": "bfloat16", "attention_backend": "FLASH_ATTN"}

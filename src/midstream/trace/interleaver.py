@@ -16,6 +16,7 @@ from midstream.errors import BarrierError, NeverReachedError, TraceError
 from midstream.trace.body import BARRIER, STEP_START, Body
 from midstream.trace.journal import Journal, spill
 from midstream.trace.rows import FlatRows, Rows
+from midstream.trace.shared import Span
 from midstream.trace.source import SourceHooks
 from midstream.trace.tree import leaves
 from midstream.trace.visit import Event, Key, Visit, point_name
@@ -45,6 +46,7 @@ class Interleaver:
         self._watchers: dict[Key, list[tuple[Body, Watcher]]] = {}
         self._replays: dict[Key, list[tuple[Journal, FlatRows]]] = {}
         self._overrides: dict[Key, list[tuple[Body, Any]]] = {}
+        self._span: Span | None = None
         self._position = -1
         self._point: Key = STEP_START
         self._firing: Key | None = None
@@ -132,6 +134,7 @@ class Interleaver:
         self._replays.clear()
         self.rows = dict(rows)
         self.last_rows = dict(last_rows or rows)
+        self._span = _dense_span(list(rows.values()))
         if replays and not self._hooks:
             self._watch_containers()
         for journal, part in replays:
@@ -196,6 +199,7 @@ class Interleaver:
             for body in self._in_order(waiting) if len(waiting) > 1 else waiting:
                 self._run(body, event)
             waiting = self._waiting.pop(key, None)
+        event.write_back()
         for body, watch in self._watchers.get(key, ()):
             if body.name in self.rows:
                 watch(self._visit(body, event))
@@ -212,7 +216,7 @@ class Interleaver:
         if rows.aliases:
             self._live_storages.update(t.untyped_storage().data_ptr() for _, t in leaves(event.tree))
         journal = body.journal if event.key not in LAST_POINTS else None  # behind these, nothing is computed again
-        return Visit(event, rows, body.now, journal.write_down if journal is not None else None)
+        return Visit(event, rows, body.now, journal, self._span if event.key not in LAST_POINTS else None)
 
     def _run(self, body: Body, event: Event) -> None:
         body.resume(self._visit(body, event))
@@ -313,6 +317,15 @@ class Interleaver:
                 self._hooks[(path, "input")] = self._hooks[(path, "output")] = _ForwardHook(module, path, self.fire)
             elif next(module.children(), None) is not None:
                 self._hooks[(path, "called")] = module.register_forward_pre_hook(lambda *_: None)
+
+
+def _dense_span(rows: list[Rows]) -> Span | None:
+    """The rows from the first traced one to the last, if they are traced ones mostly: then they are worth reading together."""
+    if len(rows) < 2 or not all(isinstance(part, FlatRows) for part in rows):
+        return None
+    flat = [part for part in rows if isinstance(part, FlatRows)]
+    first, last = min(part.start for part in flat), max(part.stop for part in flat)
+    return (first, last) if last - first <= 2 * sum(part.count for part in flat) else None
 
 
 class _ForwardHook:

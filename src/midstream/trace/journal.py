@@ -8,19 +8,17 @@ from dataclasses import dataclass
 
 import torch
 
-from midstream.sites import Ref
+from midstream.sites import Binding, Ref
 from midstream.trace.rows import FlatRows
-from midstream.trace.visit import Event, Key, Visit
+from midstream.trace.visit import Event, Key
 
 
 @dataclass
 class Written:
-    """One edit: what was written at the positions from `first_position` on."""
+    """One edit: the value of a site, or of a leaf, at the positions from `first_position` on along `axis`."""
 
-    ref: Ref
-    tokens: bool  # whether `value` is [tokens, ...], or shaped as the module has it with the tokens on `axis`
+    where: Binding | Ref
     axis: int
-    in_place: bool
     first_position: int
     value: torch.Tensor
 
@@ -29,37 +27,37 @@ class Journal:
     """One request's edits by point. A later edit of the same positions takes the place of the earlier one."""
 
     def __init__(self) -> None:
-        self._written: defaultdict[Key, dict[tuple[Ref, bool, int], Written]] = defaultdict(dict)
+        self._written: defaultdict[Key, dict[tuple[Binding | Ref, int], Written]] = defaultdict(dict)
         self.fresh: list[Written] = []  # still where the forward computes
 
     def keys(self) -> Iterable[Key]:
         return self._written.keys()
 
-    def write_down(self, visit: Visit, ref: Ref, tokens: bool, in_place: bool, value: torch.Tensor) -> None:
-        """Note an edit; the value may be changed by the trace afterwards."""
-        assert isinstance(visit.rows, FlatRows)
-        axis = 0 if tokens else visit.rows.axis(visit.event.leaf(ref))
-        if axis is None:
-            return
-        first = visit.rows.first_position
-        one_number = value.numel() > 1 and not any(value.stride())  # the zeros of a second stream
-        written = Written(ref, tokens, axis, in_place, first, value if one_number else value.detach().clone())
-        self._written[visit.key][ref, tokens, first] = written
-        if value.is_cuda and not one_number:
+    def add(self, key: Key, where: Binding | Ref, first_position: int, value: torch.Tensor, axis: int = 0) -> None:
+        """Note an edit; `value` is the journal's own from now on."""
+        written = Written(where, axis, first_position, value)
+        self._written[key][where, first_position] = written
+        if value.is_cuda:
             self.fresh.append(written)
 
     def replay(self, event: Event, rows: FlatRows) -> None:
         """Put the edits of `rows`' positions back."""
         for written in self._written.get(event.key, {}).values():
-            count = written.value.shape[written.axis]
             begin = max(written.first_position, rows.first_position)
-            end = min(written.first_position + count, rows.first_position + rows.count)
+            end = min(written.first_position + written.value.shape[written.axis], rows.first_position + rows.count)
             if begin < end:
                 part = written.value.narrow(written.axis, begin - written.first_position, end - begin)
                 start = rows.start + begin - rows.first_position
-                target = FlatRows(start, start + end - begin, rows.total)
-                part = part.to(event.leaf(written.ref).device)
-                event.write(written.ref, part, target, written.tokens, written.in_place)
+                _put(event, written.where, part, FlatRows(start, start + end - begin, rows.total))
+
+
+def _put(event: Event, where: Binding | Ref, value: torch.Tensor, rows: FlatRows) -> None:
+    if isinstance(where, Binding):
+        full = event.leaf(where.hidden)
+        for ref, part in where.leaves(value.to(full.device), event.leaf):
+            event.write(ref, part, rows, tokens=True, in_place=where.in_place)
+    else:
+        event.write(where, value.to(event.leaf(where).device), rows, tokens=False)
 
 
 def spill(journals: Iterable[Journal]) -> None:

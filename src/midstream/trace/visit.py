@@ -8,17 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from midstream.errors import ShapeError
 from midstream.sites import Binding, Ref, follow, replaced
-from midstream.trace.rows import Rows, private
+from midstream.trace.rows import FlatRows, Rows, private
+from midstream.trace.shared import SharedSite, Span
 from midstream.trace.tree import leaves, map_tensors, shape_text
 
+if TYPE_CHECKING:
+    from midstream.trace.journal import Journal
+
 Key = tuple[str, ...]  # (path, "input"), (path, "output"), ("", "logits"), (path, "source", call, "output")
-Journal = Callable[["Visit", Ref, bool, bool, torch.Tensor], None]
 
 
 def point_name(key: Key) -> str:
@@ -34,6 +37,19 @@ class Event:
         self.tree = tree
         self.direct = direct  # whether writes land in the tree's own tensors: compiled code has no other way to see them
         self._owned: set[Ref] = set()
+        self._shared: dict[tuple[Binding, Span], SharedSite] = {}
+
+    def shared(self, binding: Binding, span: Span, total: int) -> SharedSite:
+        """The site's value for the traced requests of this event."""
+        if (binding, span) not in self._shared:
+            self._shared[binding, span] = SharedSite(self, binding, span, total)
+        return self._shared[binding, span]
+
+    def write_back(self) -> None:
+        """Have every edit in the tree, before anybody looks at it otherwise."""
+        shared, self._shared = self._shared, {}
+        for site in shared.values():
+            site.write_back()
 
     @property
     def changed(self) -> bool:
@@ -70,12 +86,13 @@ class _Handed:
 class Visit:
     """What one trace sees of an event."""
 
-    def __init__(self, event: Event, rows: Rows, step: int, journal: Journal | None = None) -> None:
+    def __init__(self, event: Event, rows: Rows, step: int, journal: Journal | None = None, span: Span | None = None) -> None:
         self.event = event
         self.key = event.key
         self.rows = rows
         self.step = step
         self._journal = journal
+        self._span = span
         self._handed: list[_Handed] = []
         self._raw: Any = None
         self._has_raw = False
@@ -83,8 +100,10 @@ class Visit:
 
     def _write(self, ref: Ref, value: torch.Tensor, tokens: bool, in_place: bool = False) -> None:
         self.event.write(ref, value, self.rows, tokens, in_place)
-        if self._journal is not None:
-            self._journal(self, ref, tokens, in_place, value)
+        if self._journal is not None and isinstance(self.rows, FlatRows) and not tokens:
+            axis = self.rows.axis(self.event.leaf(ref))
+            if axis is not None:
+                self._journal.add(self.key, ref, self.rows.first_position, value.detach().clone(), axis)
 
     def _hand_out(self, value: torch.Tensor, write: Callable[[torch.Tensor], None], lands_itself: bool) -> torch.Tensor:
         if lands_itself:
@@ -101,6 +120,8 @@ class Visit:
     def raw(self) -> Any:
         """The value as the module has it, this request's rows only."""
         if not self._has_raw:
+            self._settle()
+            self.event.write_back()
 
             def take(ref: Ref, full: torch.Tensor) -> torch.Tensor:
                 part = self._isolate(self.rows.take(full))
@@ -134,18 +155,30 @@ class Visit:
     def site(self, binding: Binding) -> torch.Tensor:
         """The site's value, `[tokens, hidden]` (`[tokens, heads, head_dim]` for `attn_z`)."""
         if binding not in self._sites:
-            if self._has_raw:
+            if self._sites or self._has_raw:
                 self._settle()
+                self.event.write_back()
 
             def leaf(ref: Ref) -> torch.Tensor | None:
                 full = self.event.leaf(ref)
                 return full if full is None or full.ndim == 1 else self.rows.take_tokens(full)
 
-            value = self._isolate(binding.read(leaf)) if self.rows.aliases else _own(binding, leaf)
+            if isinstance(self.rows, FlatRows):
+                value = self._shared(binding).part(self.rows)
+            else:
+                value = self._isolate(binding.read(leaf))
             self._sites[binding] = self._hand_out(value, lambda v: self._write_site(binding, v), False)
         return self._sites[binding]
 
+    def _shared(self, binding: Binding) -> SharedSite:
+        assert isinstance(self.rows, FlatRows)
+        span = self._span or (self.rows.start, self.rows.stop)
+        return self.event.shared(binding, span, self.rows.total)
+
     def _write_site(self, binding: Binding, value: torch.Tensor) -> None:
+        if isinstance(self.rows, FlatRows):
+            self._shared(binding).edit(self.rows, value, self._journal)
+            return
         for ref, part in binding.leaves(value, self.event.leaf):
             self._write(ref, part, True, binding.in_place)
 
@@ -186,16 +219,6 @@ class Visit:
         """The trace goes on to another point: its edits here become final."""
         self._settle()
         self._handed.clear()
-
-
-def _own(binding: Binding, leaf: Callable[[Ref], torch.Tensor | None]) -> torch.Tensor:
-    """The site's value in memory of its own, outside inference mode."""
-    with torch.inference_mode(False):
-        value = binding.read(leaf)
-        part = leaf(binding.hidden)
-        assert part is not None
-        shared = value.untyped_storage().data_ptr() == part.untyped_storage().data_ptr()
-        return value.clone() if shared else value
 
 
 def _tracked(value: torch.Tensor) -> torch.Tensor:
