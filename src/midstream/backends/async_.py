@@ -22,6 +22,7 @@ from midstream.errors import EngineClosedError, TraceError
 if TYPE_CHECKING:
     from midstream.backends.vllm import VLLM
 
+_DROP_SECONDS = 10.0  # a worker may be held up by the trace that is being left
 _Item = tuple[int, Any, Ran | None] | BaseException
 
 
@@ -94,8 +95,9 @@ class Stream(Awaitable[list[Any]]):
         try:
             await asyncio.gather(*tasks, return_exceptions=True)
             if early and self._requests.trace_ids and self._model.is_open:
+                drop = self._model.engine.collective_rpc("midstream_drop", args=(self._requests.trace_ids,))
                 with contextlib.suppress(Exception):  # a dead engine has dropped them as well
-                    await self._model.engine.collective_rpc("midstream_drop", args=(self._requests.trace_ids,))
+                    await asyncio.wait_for(drop, _DROP_SECONDS)
         finally:
             for box in boxes:
                 if box is not None:

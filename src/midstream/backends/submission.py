@@ -44,13 +44,17 @@ class Submission:
     def wait(self) -> list[Ran]:
         """Run them to their end."""
         engine, requests = self._model.engine, self._requests
+        self._model.drop_interrupted()
         boxes = self._model.expect(requests.traces)
         try:
             progress = self._model.progress and len(requests.prompts) > 1
-            outputs = launch.generate(engine, requests.prompts, requests.params, requests.trace_ids, progress)
+            outputs = launch.generate(engine, requests.prompts, requests.params, progress)
             if launch.is_in_process(engine) and any(boxes):
                 engine.collective_rpc("midstream_finish")
             return [_collect(box, output) for box, output in zip(boxes, outputs, strict=True)]
+        except BaseException:
+            self._model.interrupted += requests.trace_ids
+            raise
         finally:
             for box in boxes:
                 if box is not None:

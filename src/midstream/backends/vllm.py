@@ -96,6 +96,7 @@ class VLLM(TraceModel):
         self.edits = {}
         self.mode = mode
         self.progress = progress
+        self.interrupted: list[str] = []  # traces whose requests were taken off the engine
         self.streams: weakref.WeakSet[Stream] = weakref.WeakSet()  # those that are being iterated over
         self._engine: Any = (launch.start_async_llm if mode == "async" else launch.start_llm)(arguments)
         self._config = launch.config_of(self._engine)
@@ -179,7 +180,14 @@ class VLLM(TraceModel):
 
         A list with a dict for each worker; to be awaited with `mode="async"`.
         """
+        self.drop_interrupted()
         return self.engine.collective_rpc("midstream_gauges")
+
+    def drop_interrupted(self) -> None:
+        """Have the workers forget the traces that were interrupted: not at once, for a worker may be held up by the trace itself."""
+        if self.interrupted:
+            traces, self.interrupted = self.interrupted, []
+            self.engine.collective_rpc("midstream_drop", args=(traces,))
 
     # The module tree, outside of traces.
 

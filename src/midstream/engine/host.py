@@ -81,6 +81,7 @@ class TraceHost:
         self._in_step: list[tuple[Scheduled, _Request]] = []
         self._expects_logits = False
         self._sent = 0
+        self._client_gone = False
 
     # From the worker.
 
@@ -244,7 +245,9 @@ class TraceHost:
             if final:
                 self.sender.end(name)
         except ChannelClosedError as error:  # the client is closing; the engine is about to be told
-            _log.warning("A trace's results have nowhere to go: %s", error)
+            if not self._client_gone:
+                _log.warning("A trace's results have nowhere to go: %s", error)
+            self._client_gone = True
 
     # Steps, called by the runner's adapter.
 

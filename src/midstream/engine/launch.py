@@ -101,23 +101,21 @@ def check_prompts(config: Any, prompts: Sequence[Sequence[int]], together: bool)
         )
 
 
-def generate(llm: Any, prompts: list[dict[str, Any]], params: list[Any], traces: list[str], progress: bool) -> list[Any]:
-    """Run requests on a `vllm.LLM` to their end. Interrupted, it takes them and their `traces` off the engine."""
+def generate(llm: Any, prompts: list[dict[str, Any]], params: list[Any], progress: bool) -> list[Any]:
+    """Run requests on a `vllm.LLM` to their end. Interrupted, it takes them off the engine."""
     try:
         return llm.generate(prompts, params, use_tqdm=progress)
     except BaseException as error:
         with contextlib.suppress(Exception):  # what interrupted it says more; a dead engine has dropped them as well
-            _abort_all(llm, traces)
+            _abort_all(llm)
         raise _told(error) from error.__cause__
 
 
-def _abort_all(llm: Any, traces: list[str]) -> None:
+def _abort_all(llm: Any) -> None:
     engine = llm.llm_engine
     pending = list(engine.output_processor.request_states)
     if pending:
         engine.abort_request(pending, internal=True)
-    if traces:
-        llm.collective_rpc("midstream_drop", args=(traces,))
 
 
 async def stream(engine: Any, prompt: dict[str, Any], params: Any, request_id: str) -> AsyncGenerator[Any]:

@@ -13,6 +13,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
+from midstream.engine.lifeline import tie_to_parent
 from midstream.engine.request import TraceRequest
 
 
@@ -98,5 +99,6 @@ class AsyncTraceScheduler(_TraceRules, AsyncScheduler):
 
 def make_scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> Scheduler:
     """The scheduler that fits the engine; given to vLLM as `scheduler_cls`."""
+    tie_to_parent()  # a scheduler is made in the engine's process
     asynchronous = vllm_config.scheduler_config.async_scheduling
     return (AsyncTraceScheduler if asynchronous else TraceScheduler)(vllm_config, *args, **kwargs)

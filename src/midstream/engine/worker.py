@@ -14,6 +14,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 from midstream.arch import detect
 from midstream.engine.graph_sites import SiteOp
 from midstream.engine.host import TraceHost
+from midstream.engine.lifeline import raise_if_ending, tie_to_parent
 from midstream.engine.patches import StepMode
 from midstream.engine.plugin import register
 from midstream.engine.runners import adapt
@@ -53,6 +54,7 @@ class Worker(PlatformWorker):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         register()
+        tie_to_parent()
         super().load_model(*args, **kwargs)
         self.midstream = self._attach()
 
@@ -108,6 +110,7 @@ class Worker(PlatformWorker):
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         output = super().sample_tokens(grammar_output)
+        raise_if_ending()
         stops = self.midstream.take_stops()
         if not stops or output is None:
             return output

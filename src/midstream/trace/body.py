@@ -56,7 +56,7 @@ class Body:
         self.now = -1
         self.parked: tuple[Key, int] | None = None
         self.ended = False
-        self.stopped = False
+        self.stopped = self.interrupted = False
         self.failure: BaseException | None = None
         self.result: Any = None
         self.saved: dict[int, tuple[Any, Any, int | None]] = {}  # by id: the value, what is kept, its version
@@ -111,6 +111,9 @@ class Body:
         else:
             self._greenlet.switch(visit)
         torch.set_grad_enabled(grad)
+        if isinstance(self.failure, KeyboardInterrupt) and not self.interrupted:  # Ctrl-C is not the body's own
+            self.interrupted = True
+            raise self.failure
 
     def discard(self) -> None:
         """Drop a body whose request is gone, unwinding it without a trace."""
