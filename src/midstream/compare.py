@@ -5,8 +5,9 @@
     python -m midstream.compare MODEL --model-impl transformers --markdown
 
 A difference is `max|vllm - transformers| / max|transformers|`, the largest of all layers and prompts. Every accessor is
-read in a trace of its own, with all prompts in one batch. Every edit is judged by what it does: to the logits, and to the
-residual stream downstream of it. A site that a side lacks is shown as such, and an edit that changes nothing is no success.
+read in a trace of its own, with all prompts in one batch. Every edit is judged by what it does: to the logits, and to
+the residual stream downstream of it. A site that a side lacks is shown as such, and an edit that changes nothing is no
+success.
 """
 
 from __future__ import annotations
