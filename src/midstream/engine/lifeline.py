@@ -26,7 +26,7 @@ class Lifeline:
 
 
 def tie_to_parent() -> None:
-    """Leave SIGINT to the client, and end once the process that started this one is gone. Not for in-process engines."""
+    """Leave SIGINT to the client, and end once the process that started this one is gone. Not in an in-process one."""
     if multiprocessing.parent_process() is None or Lifeline.tied:
         return
     Lifeline.tied = True
