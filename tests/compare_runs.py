@@ -3,7 +3,7 @@
     python tests/compare_runs.py CACHE_DIRECTORY RESULTS.pt NAME [NAME ...]
 
 `test_compare.py` starts it once for all the architectures that were asked for and judges the results. The engines run
-in the process itself (VLLM_ENABLE_V1_MULTIPROCESSING=0): seconds each; in processes of its own an engine takes a minute.
+in the process itself (VLLM_ENABLE_V1_MULTIPROCESSING=0): seconds each; in processes of its own each takes a minute.
 """
 
 from __future__ import annotations
