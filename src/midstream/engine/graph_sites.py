@@ -2,8 +2,8 @@
 
 A forward hook on each decoder layer calls one opaque custom op, which Dynamo traces into the compiled graph. In a plain step
 the op returns at once; under CUDA graphs nothing of it is even recorded. In a step with traces that keep to these sites the
-compiled code runs without graph replay, and the op hands the residual stream to the interleaver. That step costs its
-neighbours the replay, not the compilation.
+op hands the residual stream to the interleaver, between the CUDA graphs of the compiled pieces (the op splits the graph as
+attention does). Such a step gives up the full graph, not the compilation.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from midstream.arch import Architecture
 from midstream.sites import follow
 from midstream.trace.visit import Key
 
+SITE_OP = "midstream::site"
 Fire = Callable[[int, torch.Tensor, torch.Tensor | None], None]
 _library: torch.library.Library | None = None
 

@@ -13,16 +13,19 @@ class StepMode:
     """How the step that is being prepared runs.
 
     Attributes:
-        no_graphs: without replay of CUDA graphs.
+        no_full_graph: without replay of a full CUDA graph; graphs of the pieces between splitting ops are fine.
+        no_graphs: without replay of any.
         uncompiled: without compiled code.
     """
 
+    no_full_graph = False
     no_graphs = False
     uncompiled = False
 
     @classmethod
-    def set(cls, no_graphs: bool, uncompiled: bool) -> None:
-        cls.no_graphs, cls.uncompiled = no_graphs, uncompiled
+    def set(cls, no_full_graph: bool = False, no_graphs: bool = False, uncompiled: bool = False) -> None:
+        """Set the mode; without arguments, that of a plain step."""
+        cls.no_full_graph, cls.no_graphs, cls.uncompiled = no_full_graph, no_graphs, uncompiled
 
 
 def apply() -> None:
@@ -61,9 +64,13 @@ def _patch_v2_dispatch() -> None:
         return
 
     @functools.wraps(original)
-    def dispatch_cg_and_sync_dp(*args: Any, **kwargs: Any) -> Any:
+    def dispatch_cg_and_sync_dp(manager: Any, requests: int, tokens: int, uniform: int | None, *args: Any, **kwargs: Any) -> Any:
         kwargs["need_eager"] = kwargs.get("need_eager", False) or StepMode.no_graphs
-        return original(*args, **kwargs)
+        # Full graphs are kept for uniform decode batches, so a batch that is not called one gets the pieces' graphs.
+        dispatched = original(manager, requests, tokens, None if StepMode.no_full_graph else uniform, *args, **kwargs)
+        if StepMode.no_full_graph and dispatched[0].cg_mode.name == "FULL":
+            return original(manager, requests, tokens, None, *args, **{**kwargs, "need_eager": True})
+        return dispatched
 
     dispatch_cg_and_sync_dp.midstream = True  # type: ignore[attr-defined]
     module.dispatch_cg_and_sync_dp = dispatch_cg_and_sync_dp

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from vllm.config import CUDAGraphMode
 
 from midstream.engine.patches import StepMode
 from midstream.engine.step import StepView, lay_out
@@ -40,11 +41,11 @@ class Runner:
 
     def probe(self, tokens: int) -> None:
         """One forward over `tokens` dummy tokens, uncompiled and without attention."""
-        StepMode.set(no_graphs=True, uncompiled=True)
+        StepMode.set(no_full_graph=True, no_graphs=True, uncompiled=True)
         try:
             self._dummy_run(tokens)
         finally:
-            StepMode.set(no_graphs=False, uncompiled=False)
+            StepMode.set()
 
     def _dummy_run(self, tokens: int) -> None:
         raise NotImplementedError
@@ -74,12 +75,13 @@ class V1Runner(Runner):
 
     def connect(self, host: Host) -> None:
         runner = self.runner
+        self._keep_from_full_graphs(runner.cudagraph_dispatcher)
         determine, sample = runner._determine_batch_execution_and_padding, runner._sample
 
         def determine_batch(*args: Any, **kwargs: Any) -> Any:
             if not host.step_is_traced:
                 return determine(*args, **kwargs)
-            kwargs["force_eager"] = True
+            kwargs["force_eager"] = StepMode.no_graphs
             determined = determine(*args, **kwargs)
             batch, counts = runner.input_batch, kwargs["num_scheduled_tokens_np"]
             host.begin_step(lay_out(batch.req_ids, counts, batch.num_computed_tokens_cpu[: len(counts)], determined[1].num_tokens))
@@ -94,6 +96,18 @@ class V1Runner(Runner):
         runner._determine_batch_execution_and_padding = determine_batch
         runner._sample = sample_tokens
         self._watch_logits(host)
+
+
+    @staticmethod
+    def _keep_from_full_graphs(dispatcher: Any) -> None:
+        dispatch = dispatcher.dispatch
+
+        def dispatch_cudagraph(*args: Any, **kwargs: Any) -> Any:
+            if StepMode.no_full_graph:
+                kwargs["invalid_modes"] = {CUDAGraphMode.FULL, *(kwargs.get("invalid_modes") or ())}
+            return dispatch(*args, **kwargs)
+
+        dispatcher.dispatch = dispatch_cudagraph
 
 
 class V2Runner(Runner):

@@ -12,7 +12,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from midstream.arch import detect
-from midstream.engine.graph_sites import SiteOp
+from midstream.engine.graph_sites import SITE_OP, SiteOp
 from midstream.engine.host import TraceHost
 from midstream.engine.lifeline import raise_if_ending, tie_to_parent
 from midstream.engine.patches import StepMode
@@ -55,8 +55,17 @@ class Worker(PlatformWorker):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         register()
         tie_to_parent()
+        self._split_at_sites = self._split_graph()
         super().load_model(*args, **kwargs)
         self.midstream = self._attach()
+
+    def _split_graph(self) -> bool:
+        """Where the pieces between splitting ops have CUDA graphs of their own, a split at the site op keeps those for traced steps."""
+        compilation = self.vllm_config.compilation_config
+        if not Settings.of(self.vllm_config).graph_sites or not compilation.splitting_ops:
+            return False
+        compilation.splitting_ops = [*compilation.splitting_ops, SITE_OP]
+        return True
 
     @torch.inference_mode()
     def _attach(self) -> TraceHost:
@@ -100,12 +109,13 @@ class Worker(PlatformWorker):
         computed |= {r.req_id: r.num_computed_tokens for r in scheduler_output.scheduled_new_reqs}
         finished = set(scheduler_output.finished_req_ids)
         self.midstream.schedule(new, scheduler_output.num_scheduled_tokens.keys(), finished, computed)
-        StepMode.set(no_graphs=self.midstream.step_is_traced, uncompiled=self.midstream.step_is_uncompiled)
-        SiteOp.fire = self.midstream.see_site if self.midstream.step_is_traced and not StepMode.uncompiled else None
+        traced, uncompiled = self.midstream.step_is_traced, self.midstream.step_is_uncompiled
+        StepMode.set(traced, traced and (uncompiled or not self._split_at_sites), uncompiled)
+        SiteOp.fire = self.midstream.see_site if traced and not uncompiled else None
         try:
             return super().execute_model(scheduler_output)
         finally:
-            StepMode.set(no_graphs=False, uncompiled=False)
+            StepMode.set()
             SiteOp.fire = None
 
     def sample_tokens(self, grammar_output: Any) -> Any:
