@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from midstream.arch import detect
+from midstream.engine.eager_kernels import EagerKernels
 from midstream.engine.graph_sites import SITE_OP, SiteOp
 from midstream.engine.host import TraceHost
 from midstream.engine.lifeline import raise_if_ending, tie_to_parent
@@ -58,6 +60,7 @@ class Worker(PlatformWorker):
         self._split_at_sites = self._split_graph()
         super().load_model(*args, **kwargs)
         self.midstream = self._attach()
+        self._eager_kernels = EagerKernels(self.midstream.envoy._module, self.vllm_config)
 
     def _split_graph(self) -> bool:
         """Where the pieces between splitting ops have CUDA graphs of their own, a split at the site op keeps those for traced steps."""
@@ -113,7 +116,8 @@ class Worker(PlatformWorker):
         StepMode.set(traced, traced and (uncompiled or not self._split_at_sites), uncompiled)
         SiteOp.fire = self.midstream.see_site if traced and not uncompiled else None
         try:
-            return super().execute_model(scheduler_output)
+            with self._eager_kernels.on() if uncompiled else contextlib.nullcontext():
+                return super().execute_model(scheduler_output)
         finally:
             StepMode.set()
             SiteOp.fire = None
