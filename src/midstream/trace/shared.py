@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from midstream.sites import Binding, Ref
-from midstream.trace.rows import FlatRows
+from midstream.trace.rows import FlatRows, private
 
 if TYPE_CHECKING:
     from midstream.trace.journal import Journal
@@ -29,7 +29,8 @@ class SharedSite:
         self._binding = binding
         self._first = span[0]
         self._total = total
-        self._edited: dict[tuple[int, int], tuple[FlatRows, Journal | None]] = {}
+        self._edited: dict[Span, tuple[FlatRows, Journal | None]] = {}
+        self._replaced: dict[Span, torch.Tensor] = {}
         rows = FlatRows(*span, total)
 
         def leaf(ref: Ref) -> torch.Tensor | None:
@@ -44,21 +45,22 @@ class SharedSite:
             self._value = value.clone() if aliased else value
 
     def part(self, rows: FlatRows) -> torch.Tensor:
-        """One request's rows, as a view."""
+        """One request's rows, as a view; what was put in their place, if something was."""
+        if (rows.start, rows.stop) in self._replaced:
+            return self._replaced[rows.start, rows.stop]
         return self._value[rows.start - self._first : rows.stop - self._first]
 
     def edit(self, rows: FlatRows, value: torch.Tensor, journal: Journal | None) -> None:
         """Note that a request's rows are to be `value`, which may be the very view that `part` gave."""
-        part = self.part(rows)
-        if value.data_ptr() != part.data_ptr():
-            part.copy_(value)
+        if value.data_ptr() != self.part(rows).data_ptr():
+            self._replaced[rows.start, rows.stop] = private(value)  # not into the view: a trace holds it as what it read
         self._edited[rows.start, rows.stop] = (rows, journal)
 
     def write_back(self) -> None:
         """Put the edited rows into the engine's tensors."""
         for run in _runs(self._edited):
             rows = FlatRows(run[0][0], run[-1][1], self._total)
-            value = self.part(rows)
+            value = torch.cat([self.part(self._edited[span][0]) for span in run]) if self._replaced else self.part(rows)
             for ref, part in self._binding.leaves(value, self._event.leaf):
                 self._event.write(ref, part, rows, tokens=True, in_place=self._binding.in_place)
             kept = value.clone() if any(self._edited[span][1] is not None for span in run) else value
@@ -67,6 +69,7 @@ class SharedSite:
                 if journal is not None:
                     journal.add(self._event.key, self._binding, own.first_position, kept[own.start - rows.start : own.stop - rows.start])
         self._edited.clear()
+        self._replaced.clear()
 
 
 def _runs(spans: dict[Span, tuple[FlatRows, Journal | None]]) -> list[list[Span]]:

@@ -81,6 +81,7 @@ class _Handed:
     value: torch.Tensor
     version: int
     write: Callable[[torch.Tensor], None]
+    view: Binding | None  # the site that it is the value of, or None for the module's own
 
 
 class Visit:
@@ -105,12 +106,14 @@ class Visit:
             if axis is not None:
                 self._journal.add(self.key, ref, self.rows.first_position, value.detach().clone(), axis)
 
-    def _hand_out(self, value: torch.Tensor, write: Callable[[torch.Tensor], None], lands_itself: bool) -> torch.Tensor:
+    def _hand_out(
+        self, value: torch.Tensor, write: Callable[[torch.Tensor], None], lands_itself: bool, view: Binding | None = None
+    ) -> torch.Tensor:
         if lands_itself:
             return value
         if value.requires_grad:  # gradients are read at what the trace holds, so that must be what the model goes on with
             write(value)
-        self._handed.append(_Handed(value, value._version, write))
+        self._handed.append(_Handed(value, value._version, write, view))
         return value
 
     def _isolate(self, value: torch.Tensor) -> torch.Tensor:
@@ -119,8 +122,8 @@ class Visit:
 
     def raw(self) -> Any:
         """The value as the module has it, this request's rows only."""
+        self._settle()
         if not self._has_raw:
-            self._settle()
             self.event.write_back()
 
             def take(ref: Ref, full: torch.Tensor) -> torch.Tensor:
@@ -154,9 +157,9 @@ class Visit:
 
     def site(self, binding: Binding) -> torch.Tensor:
         """The site's value, `[tokens, hidden]` (`[tokens, heads, head_dim]` for `attn_z`)."""
+        self._settle()
         if binding not in self._sites:
-            if self._sites or self._has_raw:
-                self._settle()
+            if self._sites or self._handed:
                 self.event.write_back()
 
             def leaf(ref: Ref) -> torch.Tensor | None:
@@ -167,7 +170,7 @@ class Visit:
                 value = self._shared(binding).part(self.rows)
             else:
                 value = self._isolate(binding.read(leaf))
-            self._sites[binding] = self._hand_out(value, lambda v: self._write_site(binding, v), False)
+            self._sites[binding] = self._hand_out(value, lambda v: self._write_site(binding, v), False, binding)
         return self._sites[binding]
 
     def _shared(self, binding: Binding) -> SharedSite:
@@ -200,14 +203,18 @@ class Visit:
         self._write_site(binding, whole)
         kept = _tracked(whole if whole is value else whole.clone())
         self._sites = {binding: kept}
-        self._hand_out(kept, lambda v: self._write_site(binding, v), False)
+        self._hand_out(kept, lambda v: self._write_site(binding, v), False, binding)
 
     def _settle(self) -> None:
-        """Write back what was edited in place since it was handed out."""
-        for handed in self._handed:
-            if handed.value._version != handed.version:
-                handed.write(handed.value)
-                handed.version = handed.value._version
+        """Write back what was edited in place since it was handed out. Other views of this point are then out of date."""
+        edited = [handed for handed in self._handed if handed.value._version != handed.version]
+        for handed in edited:
+            handed.write(handed.value)
+            handed.version = handed.value._version
+        views = {handed.view for handed in edited}
+        if views:
+            self._sites = {binding: value for binding, value in self._sites.items() if views == {binding}}
+            self._has_raw = self._has_raw and views == {None}
 
     def _forget(self) -> None:
         """Older views of this point are out of date after a replacement."""
