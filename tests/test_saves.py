@@ -11,6 +11,7 @@ import torch
 from oracle import close, differs
 
 PARIS = "The capital of France is"
+ROME = "The capital of Italy is"
 EIFFEL = "The Eiffel Tower is in the city of"
 LAYERS = 8
 
@@ -235,3 +236,94 @@ def test_a9_two_edits_of_one_site_add_up(model, plain):
     expected = plain.run(EIFFEL, {("resid_post", 4): both})
     close(seen, expected.sites["resid_post", 4])
     close(logits, expected.logits[-1:])
+
+
+# --------------------------------------------------------------------------------------------------------- aliasing
+
+
+def test_what_was_read_stays_after_a_replacement(model, plain):
+    """A value that was read and not saved is an ordinary tensor of the trace's own: a later replacement is another one."""
+    with model.trace(temperature=0.0) as tracer:
+        with tracer.invoke(PARIS):
+            other = model.layers_output[3].save()
+        with tracer.invoke(EIFFEL):
+            old = model.layers_output[3]
+            model.layers_output[3] = torch.zeros_like(old)
+            new = model.layers_output[3]
+            norms = [old.norm().item(), new.norm().item()].save()
+            model.layers_output[4] = model.layers_output[4] + old
+            logits = model.logits.save()
+    sites = plain.run(EIFFEL).sites
+    assert norms[0] == pytest.approx(sites["resid_post", 3].norm().item(), rel=1e-4)
+    assert norms[1] == 0.0
+    edits = {("resid_post", 3): torch.zeros_like, ("resid_post", 4): lambda h: h + sites["resid_post", 3]}
+    close(logits, plain.run(EIFFEL, edits).logits[-1:])
+    close(other, plain.run(PARIS).sites["resid_post", 3])
+
+
+def test_a_value_kept_from_one_step_is_not_changed_by_the_next(model, plain):
+    with model.trace(max_tokens=3, temperature=0.0) as tracer:
+        with tracer.invoke(EIFFEL):
+            kept = []
+            for _ in tracer.iter[:]:
+                kept.append(model.layers_output[3])  # not saved, not cloned
+                model.layers_output[5] *= 0.5
+            sums = [value.sum(-1) for value in kept].save()
+        with tracer.invoke(PARIS):
+            for _ in tracer.iter[:]:
+                model.layers_output[3] *= 0.5
+    half = {("resid_post", 5): scaled}
+    ids = plain.ids(EIFFEL) + plain.generate(EIFFEL, 3, half)[:-1]
+    close(torch.cat(sums), plain.run(ids, half).sites["resid_post", 3].sum(-1))
+
+
+def test_one_point_seen_as_a_module_and_as_a_site(model, plain):
+    """The module's output and the site at it are two views of one value: an edit through either is seen through the other,
+    while a neighbour in the batch reads and edits the same point."""
+    with model.trace(temperature=0.0) as tracer:
+        with tracer.invoke(PARIS):
+            neighbour = model.mlps_output[3].save()
+            model.mlps_output[3] *= 0.5
+            first = model.logits.save()
+        with tracer.invoke(EIFFEL):
+            model.mlps_output[3][:] += 1.0
+            raw = model.model.layers[3].mlp.output
+            raw_seen = raw.clone().save()
+            raw *= 2.0
+            site_seen = model.mlps_output[3].save()
+            model.model.layers[3].mlp.output = model.model.layers[3].mlp.output + 3.0
+            again = model.mlps_output[3].save()
+            second = model.logits.save()
+        with tracer.invoke(ROME):
+            third = model.mlps_output[3].save()
+    sites = plain.run(EIFFEL).sites
+    close(raw_seen.reshape(8, 256), sites["mlp_out", 3] + 1)
+    close(site_seen, (sites["mlp_out", 3] + 1) * 2)
+    close(again, (sites["mlp_out", 3] + 1) * 2 + 3)
+    close(second, plain.run(EIFFEL, {("mlp_out", 3): lambda h: (h + 1) * 2 + 3}).logits[-1:])
+    close(neighbour, plain.run(PARIS).sites["mlp_out", 3])
+    close(first, plain.run(PARIS, {("mlp_out", 3): scaled}).logits[-1:])
+    close(third, plain.run(ROME).sites["mlp_out", 3])
+
+
+def test_two_sites_of_one_module(model, plain):
+    """The stream between attention and MLP, and what the MLP reads of it, meet at one norm: both are edited, in either order."""
+    with model.trace(temperature=0.0) as tracer:
+        with tracer.invoke(PARIS):
+            model.resid_mid[3] *= 0.5
+            first = model.layers_output[3].save()
+        with tracer.invoke(EIFFEL):
+            model.mlps_input[3] *= 0.5
+            second = model.layers_output[3].save()
+        with tracer.invoke(ROME):
+            mid = model.resid_mid[3].save()
+            entering = model.mlps_input[3].save()
+            third = model.layers_output[3].save()
+    before = plain.run(PARIS).sites
+    move = {("attn_out", 3): lambda h: h - 0.5 * before["resid_mid", 3]}
+    close(first, plain.run(PARIS, move).sites["resid_post", 3])
+    close(second, plain.run(EIFFEL, {("mlp_in", 3): scaled}).sites["resid_post", 3])
+    sites = plain.run(ROME).sites
+    close(mid, sites["resid_mid", 3])
+    close(entering, sites["mlp_in", 3])
+    close(third, sites["resid_post", 3])
