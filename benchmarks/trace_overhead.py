@@ -47,7 +47,12 @@ def engine_arguments(arguments: argparse.Namespace) -> tuple[str, dict[str, Any]
 
         common = {"dtype": "float32", "enforce_eager": not arguments.compiled, "gpu_memory_utilization": 0.2}
         return demo_model(), {**common, "max_model_len": 512, "max_num_seqs": 64}
-    common = {"dtype": "bfloat16", "load_format": "dummy", "skip_tokenizer_init": True, "attention_backend": "FLASH_ATTN"}
+    common = {
+        "dtype": "bfloat16",
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "attention_backend": "FLASH_ATTN",
+    }
     sizes = {"max_model_len": 2048, "max_num_seqs": 128, "max_num_batched_tokens": 16384, "gpu_memory_utilization": 0.3}
     return shape_dir(QWEN3_06B), {**common, **sizes, "seed": 0, "enforce_eager": arguments.eager}
 
@@ -86,6 +91,10 @@ def build_runs(arguments: argparse.Namespace) -> tuple[dict[str, Callable[[], An
         for _ in tracer.iter[:]:
             m.layers_output[middle] += vector
 
+    def steer_mlp(m: Any, tracer: Any) -> None:
+        for _ in tracer.iter[:]:
+            m.mlps_output[middle] += vector
+
     runs: dict[str, Callable[[], Any]] = {
         "stock vLLM": lambda: stock.generate(
             [{"prompt_token_ids": p} for p in prompts], SamplingParams(**params, detokenize=False), use_tqdm=False
@@ -93,6 +102,9 @@ def build_runs(arguments: argparse.Namespace) -> tuple[dict[str, Callable[[], An
         "midstream, nothing traced": lambda: model.generate(prompts, **params, detokenize=False),
         "trace that saves one site": lambda: model.run(save_one, prompts, **params, detokenize=False),
         "trace that steers every step": lambda: model.run(steer, prompts, **params, detokenize=False),
+        "the same at an MLP's output (uncompiled steps)": lambda: model.run(
+            steer_mlp, prompts, **params, detokenize=False
+        ),
     }
     return runs, [model.close, stock.llm_engine.engine_core.shutdown, lambda: capture(model, arguments)]
 
@@ -104,7 +116,9 @@ def capture(model: Any, arguments: argparse.Namespace) -> tuple[float, float]:
     for attempt in range(3):
         prompts = [[(11 * i + 5 * j + attempt) % 1000 + 1 for j in range(length)] for i in range(count)]
         start = time.perf_counter()
-        values = model.run(lambda m: [m.layers_output[i] for i in range(m.num_layers)], prompts, temperature=0.0, detokenize=False)
+        values = model.run(
+            lambda m: [m.layers_output[i] for i in range(m.num_layers)], prompts, temperature=0.0, detokenize=False
+        )
         best = min(best, time.perf_counter() - start)
         size = sum(t.numel() * t.element_size() for v in values for t in v)
     return best, size / best / 1e9
@@ -132,7 +146,11 @@ def main() -> None:
     seconds = in_turns(runs, arguments.rounds)
     requests, tokens = (32, 32) if arguments.cpu else (64, 128)
     print(f"\n{describe_machine()}")
-    mode = ("compiled" if arguments.compiled else "eager") if arguments.cpu else f"{arguments.runner}{', eager' if arguments.eager else ''}"
+    mode = (
+        ("compiled" if arguments.compiled else "eager")
+        if arguments.cpu
+        else f"{arguments.runner}{', eager' if arguments.eager else ''}"
+    )
     print(f"{requests} requests x {tokens} tokens, {mode}, median of {arguments.rounds} rounds")
     print("| run | tok/s | of stock | time / stock |\n|---|---|---|---|")
     for name, each in seconds.items():

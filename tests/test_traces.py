@@ -260,8 +260,8 @@ def test_f1_prompts_as_text_token_ids_and_tokenizer_output(model, plain):
 def test_f1_of_several_prompts_each_invoke_has_its_own_rows_and_only_one_is_edited(model, plain):
     """Rows of different lengths in one batch, the edited one in the middle.
 
-    Seen failing: with `FlatRows.start` shifted to 0 (every request given the batch's first rows), and with the batch's rows
-    in the order of submission reversed, the neighbours' logits are off by more than 1.
+    Seen failing with `FlatRows.start` always 0 (hidden states off by 1850), and with the request ids that are given to
+    `lay_out` reversed (the second prompt has the third's 8 rows).
     """
     with model.trace(temperature=0.0) as tracer:
         with tracer.invoke(MARY):

@@ -88,7 +88,7 @@ class Binding:
         if self.scale != 1.0:
             value = value / self.scale
         second = leaf(self.residual) if self.residual is not None else None
-        if second is None:
+        if self.residual is None or second is None:
             return [(self.hidden, value)]
         if second.ndim == 1:  # a bias beside the output: not the request's own to change
             return [(self.hidden, value - second)]

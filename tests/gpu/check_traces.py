@@ -6,6 +6,7 @@ The oracle is transformers with plain forward hooks on the same weights, in floa
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
 import time
@@ -20,7 +21,9 @@ os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 PROMPT, OTHER = "The Eiffel Tower is in the city of", "The capital of France is"
 
 
-def hooked(module: Any, tokenizer: Any, prompt: str, edit: Callable[[int, Any], Any] | None = None) -> tuple[list[Any], Any]:
+def hooked(
+    module: Any, tokenizer: Any, prompt: str, edit: Callable[[int, Any], Any] | None = None
+) -> tuple[list[Any], Any]:
     """Residual streams leaving each layer, and the last logits, by forward hooks on transformers."""
     import torch
 
@@ -63,7 +66,11 @@ class Checks:
 
     def check_reads(self) -> None:
         streams, logits = hooked(self.module, self.tokenizer, PROMPT)
-        values = self.model.run(lambda m: ([m.layers_output[i] for i in range(m.num_layers)], m.logits), [PROMPT, OTHER, PROMPT], temperature=0.0)
+        values = self.model.run(
+            lambda m: ([m.layers_output[i] for i in range(m.num_layers)], m.logits),
+            [PROMPT, OTHER, PROMPT],
+            temperature=0.0,
+        )
         for read, read_logits in (values[0], values[2]):
             for mine, theirs in zip(read, streams, strict=True):
                 close(mine, theirs, self.tolerance)
@@ -96,7 +103,7 @@ class Checks:
             return out
 
         pairs = self.model.run(both, PROMPT, temperature=0.0)
-        for (_, out), (following, _) in zip(pairs, pairs[1:], strict=False):
+        for (_, out), (following, _) in itertools.pairwise(pairs):
             assert (out == following).all()
 
     def check_generation(self) -> None:
@@ -111,7 +118,7 @@ class Checks:
         model = self.model
         with model.trace(OTHER, max_tokens=2, temperature=0.0) as tracer:
             model.samples[:] = 42
-        assert list(tracer.result.outputs[0].token_ids)[0] == 42
+        assert next(iter(tracer.result.outputs[0].token_ids)) == 42
 
     def check_stop(self) -> None:
         model = self.model
@@ -150,7 +157,12 @@ class Checks:
 
     def check_gauges(self) -> None:
         for _ in range(500):  # the client has its results a moment before the sender counts them as gone
-            alive = {name: n for gauges in self.model.gauges() for name, n in gauges.items() if n and not name.endswith("_steps")}
+            alive = {
+                name: n
+                for gauges in self.model.gauges()
+                for name, n in gauges.items()
+                if n and not name.endswith("_steps")
+            }
             if set(alive) != {"queued_bytes"}:
                 break
             time.sleep(0.01)

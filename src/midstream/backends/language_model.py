@@ -24,7 +24,17 @@ from midstream.trace.show import show_tree
 from midstream.trace.tracer import Result
 from midstream.trace.tree import map_objects
 
-_SAMPLING = {"max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "ignore_eos", "stop_token_ids"}
+_SAMPLING = {
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "seed",
+    "ignore_eos",
+    "stop_token_ids",
+}
 
 
 @dataclass
@@ -80,11 +90,13 @@ class LanguageModel(TraceModel):
     ) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        module = AutoModelForCausalLM.from_pretrained(model, **kwargs) if isinstance(model, str) else model
+        module: Any = AutoModelForCausalLM.from_pretrained(model, **kwargs) if isinstance(model, str) else model
         module = (module.to(device) if device is not None else module).eval()
         name = tokenizer if isinstance(tokenizer, str) else model if isinstance(model, str) else None
-        self.module = module
-        self.tokenizer = AutoTokenizer.from_pretrained(name) if tokenizer is None or isinstance(tokenizer, str) else tokenizer
+        self.module: Any = module
+        self.tokenizer = (
+            AutoTokenizer.from_pretrained(name) if tokenizer is None or isinstance(tokenizer, str) else tokenizer
+        )
         self.edits = {}
         config = module.config.get_text_config()
         self.arch = detect(
@@ -106,7 +118,9 @@ class LanguageModel(TraceModel):
         head = self.module.get_output_embeddings()
         config = self.module.config.get_text_config()
         logits = head(norm(hidden.to(head.weight.dtype)))
-        logits = logits * (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+        logits = (
+            logits * (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+        )
         cap = getattr(config, "final_logit_softcapping", None)
         return torch.tanh(logits / cap) * cap if cap else logits
 
@@ -183,7 +197,9 @@ class _Batch:
         if any(invoke.params != params for invoke in invokes):
             raise TraceError("On transformers all invokes of a trace have the same sampling parameters.")
         if unknown := set(params) - _SAMPLING:
-            raise TraceError(f"LanguageModel has no sampling parameter {', '.join(sorted(unknown))}; it has {', '.join(sorted(_SAMPLING))}.")
+            raise TraceError(
+                f"LanguageModel has no sampling parameter {', '.join(sorted(unknown))}; it has {', '.join(sorted(_SAMPLING))}."
+            )
         return params
 
     def run(self) -> list[Ran]:
@@ -202,7 +218,11 @@ class _Batch:
 
     def _ran(self, row: int) -> Ran:
         own = self.outcomes.get(str(row))
-        failed = [o for name, o in self.outcomes.items() if self.rows_of[name] == row and o.failure is not None and o is not own]
+        failed = [
+            o
+            for name, o in self.outcomes.items()
+            if self.rows_of[name] == row and o.failure is not None and o is not own
+        ]
         outcomes = ([own] if own is not None else []) + failed
         tokens = self.generated[row]
         output = Generated(self.prompts[row], tokens, self.model.tokenizer.decode(tokens), {})
@@ -312,7 +332,11 @@ class _Batch:
             torch.manual_seed(params["seed"])
         settings: dict[str, Any] = {"do_sample": temperature > 0, "max_new_tokens": params["max_tokens"]}
         if temperature > 0:
-            settings |= {"temperature": temperature, "top_p": params.get("top_p", 1.0), "top_k": max(params.get("top_k", 0), 0)}
+            settings |= {
+                "temperature": temperature,
+                "top_p": params.get("top_p", 1.0),
+                "top_k": max(params.get("top_k", 0), 0),
+            }
         settings |= {k: params[k] for k in ("min_p", "repetition_penalty") if k in params}
         return settings
 

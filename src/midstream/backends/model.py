@@ -123,7 +123,9 @@ class TraceModel:
             return Tracer(self, prompts, sampling(params, 16))  # type: ignore[arg-type]
         if prompts is None:
             raise PromptError("generate needs a prompt.")
-        single = isinstance(prompts, str) or hasattr(prompts, "keys") or all(isinstance(token, int) for token in prompts)
+        single = (
+            isinstance(prompts, str) or hasattr(prompts, "keys") or all(isinstance(token, int) for token in prompts)
+        )
         return self._outputs([prompts] if single else list(prompts), sampling(params, 16))  # type: ignore[list-item,arg-type]
 
     def edit(self, name: str = "default") -> EditContext:

@@ -159,7 +159,9 @@ class Tracer(_Context):
         finally:
             self._collecting = False
         if not self.invokes:
-            raise TraceError("A trace needs a prompt, `model.trace(prompt)`, or invokes: `with tracer.invoke(prompt):` in its block.")
+            raise TraceError(
+                "A trace needs a prompt, `model.trace(prompt)`, or invokes: `with tracer.invoke(prompt):` in its block."
+            )
         return names
 
 

@@ -41,7 +41,9 @@ class ModuleHandle:
         path = f"{self._path}.{name}" if self._path else name
         if path not in self._paths:
             if name in ("output", "input", "inputs", "source"):
-                raise TraceError(f"{self._path}.{name} exists only in a trace: `with model.trace(prompt):` or `model.run(fn, prompt)`.")
+                raise TraceError(
+                    f"{self._path}.{name} exists only in a trace: `with model.trace(prompt):` or `model.run(fn, prompt)`."
+                )
             siblings = [p.rpartition(".")[2] for p in self._paths if p.rpartition(".")[0] == self._path]
             raise UnknownModuleError(f"{self._path or 'the model'} has no module {name}{nearest(name, siblings)}")
         return ModuleHandle(path, self._paths)
@@ -139,7 +141,9 @@ class VLLM(TraceModel):
         """With `mode="async"`: have the workers connect. The first trace does it by itself; the module tree needs it before."""
         loop = asyncio.get_running_loop()
         if self._loop not in (None, loop):
-            raise MidstreamError("An async engine belongs to the event loop that it was first used in; keep to one asyncio.run().")
+            raise MidstreamError(
+                "An async engine belongs to the event loop that it was first used in; keep to one asyncio.run()."
+            )
         self._loop = loop
         if self.mode == "async":
             if self._starting is None:
@@ -172,7 +176,9 @@ class VLLM(TraceModel):
     async def __aenter__(self) -> Self:
         return await self.start()
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
         self.close()
 
     def gauges(self) -> Any:
@@ -212,7 +218,9 @@ class VLLM(TraceModel):
         if name.startswith("_") or "_engine" not in self.__dict__:
             raise AttributeError(name)
         if name in ACCESSORS or name in ("logits", "samples", "next_token_probs"):
-            raise TraceError(f"model.{name} exists only in a trace: `with model.trace(prompt):` or `model.run(fn, prompt)`.")
+            raise TraceError(
+                f"model.{name} exists only in a trace: `with model.trace(prompt):` or `model.run(fn, prompt)`."
+            )
         return getattr(ModuleHandle("", frozenset(self.description["modules"])), name)
 
     def __repr__(self) -> str:
@@ -248,7 +256,10 @@ class VLLM(TraceModel):
             requests = requests_of(ship(programs), keep, samples, together, self._deferred)
         engine_prompts = [launch.engine_prompt(ids, secrets.token_hex(8) if traced else None) for ids in prompts]
         plain = {id(i.params): launch.sampling_params(i.params, None) for i in invokes} if not traced else {}
-        params = [plain.get(id(i.params)) or launch.sampling_params(i.params, r) for i, r in zip(invokes, requests, strict=True)]
+        params = [
+            plain.get(id(i.params)) or launch.sampling_params(i.params, r)
+            for i, r in zip(invokes, requests, strict=True)
+        ]
         return (Stream if self._deferred else Submission)(self, Requests(engine_prompts, params, requests))
 
     def expect(self, traces: Sequence[TraceRequest | None]) -> list[Mailbox | None]:

@@ -48,7 +48,9 @@ def _register() -> None:
 def graph_keys(arch: Architecture) -> dict[int, Key]:
     """Layer -> the point at which its `resid_post` goes by."""
     found = {layer: arch.bindings.get(("resid_post", layer)) for layer in arch.layers}
-    return {layer: (b.path, b.kind) for layer, b in found.items() if b is not None and b.kind == "output" and b.scale == 1.0}
+    return {
+        layer: (b.path, b.kind) for layer, b in found.items() if b is not None and b.kind == "output" and b.scale == 1.0
+    }
 
 
 def build_in(model: nn.Module, arch: Architecture) -> None:

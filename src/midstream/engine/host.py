@@ -62,7 +62,9 @@ class TraceHost:
         max_model_len: where the engine cuts every request off.
     """
 
-    def __init__(self, envoy: ModelEnvoy, interleaver: Interleaver, arch: Architecture, allow_traces: bool, max_model_len: int) -> None:
+    def __init__(
+        self, envoy: ModelEnvoy, interleaver: Interleaver, arch: Architecture, allow_traces: bool, max_model_len: int
+    ) -> None:
         self.envoy = envoy
         self.arch = arch
         self.interleaver = interleaver
@@ -133,6 +135,11 @@ class TraceHost:
         self.uncompiled_steps += self._uncompiled
 
     @property
+    def is_idle(self) -> bool:
+        """Whether no request that this worker knows is or was traced: a plain step then is vLLM's own."""
+        return not (self._requests or self._settled)
+
+    @property
     def requests(self) -> list[str]:
         """The traced requests that are alive."""
         return [*self._requests, *self._settled]
@@ -152,7 +159,9 @@ class TraceHost:
             self._fail(name, request, error)
             return
         except Exception as error:
-            self._fail(name, request, TraceError(f"The trace cannot be loaded in the engine: {type(error).__name__}: {error}"))
+            self._fail(
+                name, request, TraceError(f"The trace cannot be loaded in the engine: {type(error).__name__}: {error}")
+            )
             return
         group = self._groups[trace.trace]
         self._requests[name] = request
@@ -166,11 +175,15 @@ class TraceHost:
 
     def _programs(self, name: str, trace: TraceRequest) -> list[Program]:
         if not self._allow_traces:
-            raise TracesNotAllowedError("This engine takes no traces: they are code. Start it with traces allowed (midstream.VLLM does).")
+            raise TracesNotAllowedError(
+                "This engine takes no traces: they are code. Start it with traces allowed (midstream.VLLM does)."
+            )
         group = self._groups.get(trace.trace)
         if group is None:
             if trace.programs is None:
-                raise TraceError("The trace's code came with a request that the engine has not begun; send its requests in order.")
+                raise TraceError(
+                    "The trace's code came with a request that the engine has not begun; send its requests in order."
+                )
             group = self._groups[trace.trace] = _Group(unship(trace.programs, self._resolve, self._device))
         group.running.add(name)
         return group.programs[trace.index]
@@ -341,4 +354,3 @@ class TraceHost:
             "hooks": self.interleaver.hook_count,
             "queued_bytes": self.sender.queued_bytes if self.sender is not None else 0,
         }
-

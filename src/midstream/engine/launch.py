@@ -19,7 +19,9 @@ def engine_arguments(model: str, settings: Settings, given: Mapping[str, Any]) -
     """vLLM's engine arguments with midstream's own among them. Raises MidstreamError if one of those is taken."""
     for name in ("worker_cls", "scheduler_cls"):
         if name in given:
-            raise MidstreamError(f"{name} is what midstream puts itself into the engine by; it cannot be given as well.")
+            raise MidstreamError(
+                f"{name} is what midstream puts itself into the engine by; it cannot be given as well."
+            )
     return {
         **given,
         "model": model,
@@ -59,7 +61,9 @@ def shut_down(engine: Any) -> None:
 
 def is_in_process(engine: Any) -> bool:
     """Whether the engine runs in this very process, and so rests between calls."""
-    return hasattr(engine, "llm_engine") and not engine.llm_engine.engine_core.__class__.__name__.startswith(("Sync", "Async", "DP"))
+    return hasattr(engine, "llm_engine") and not engine.llm_engine.engine_core.__class__.__name__.startswith(
+        ("Sync", "Async", "DP")
+    )
 
 
 def sampling_params(params: Mapping[str, Any], request: TraceRequest | None) -> Any:
@@ -88,7 +92,9 @@ def check_prompts(config: Any, prompts: Sequence[Sequence[int]], together: bool)
     budget = scheduler.max_num_batched_tokens
     for ids in prompts:
         if len(ids) >= longest:
-            raise PromptError(f"The prompt has {len(ids)} tokens; with max_model_len={longest} there is room for {longest - 1}.")
+            raise PromptError(
+                f"The prompt has {len(ids)} tokens; with max_model_len={longest} there is room for {longest - 1}."
+            )
         if len(ids) > budget:
             raise PromptError(
                 f"A traced prompt is computed in one step, and this one has {len(ids)} tokens; a step takes {budget}. "
@@ -133,5 +139,3 @@ def _told(error: BaseException) -> BaseException:
     if type(error).__name__ == "EngineDeadError":
         return EngineClosedError("The engine died; its log says why. Start a new one.")
     return error
-
-

@@ -64,7 +64,9 @@ def _patch_v2_dispatch() -> None:
         return
 
     @functools.wraps(original)
-    def dispatch_cg_and_sync_dp(manager: Any, requests: int, tokens: int, uniform: int | None, *args: Any, **kwargs: Any) -> Any:
+    def dispatch_cg_and_sync_dp(
+        manager: Any, requests: int, tokens: int, uniform: int | None, *args: Any, **kwargs: Any
+    ) -> Any:
         kwargs["need_eager"] = kwargs.get("need_eager", False) or StepMode.no_graphs
         # Full graphs are kept for uniform decode batches, so a batch that is not called one gets the pieces' graphs.
         dispatched = original(manager, requests, tokens, None if StepMode.no_full_graph else uniform, *args, **kwargs)

@@ -51,7 +51,7 @@ class Runner:
         raise NotImplementedError
 
     def _watch_logits(self, host: Host) -> None:
-        compute = self.model.compute_logits
+        compute: Any = self.model.compute_logits
 
         def compute_logits(*args: Any, **kwargs: Any) -> Any:
             logits = compute(*args, **kwargs)
@@ -84,7 +84,9 @@ class V1Runner(Runner):
             kwargs["force_eager"] = StepMode.no_graphs
             determined = determine(*args, **kwargs)
             batch, counts = runner.input_batch, kwargs["num_scheduled_tokens_np"]
-            host.begin_step(lay_out(batch.req_ids, counts, batch.num_computed_tokens_cpu[: len(counts)], determined[1].num_tokens))
+            host.begin_step(
+                lay_out(batch.req_ids, counts, batch.num_computed_tokens_cpu[: len(counts)], determined[1].num_tokens)
+            )
             return determined
 
         def sample_tokens(*args: Any, **kwargs: Any) -> Any:
@@ -96,7 +98,6 @@ class V1Runner(Runner):
         runner._determine_batch_execution_and_padding = determine_batch
         runner._sample = sample_tokens
         self._watch_logits(host)
-
 
     @staticmethod
     def _keep_from_full_graphs(dispatcher: Any) -> None:
@@ -123,7 +124,10 @@ class V2Runner(Runner):
         def prepare_inputs(*args: Any, **kwargs: Any) -> Any:
             batch = prepare(*args, **kwargs)
             if host.step_is_traced:
-                counts, computed = batch.num_scheduled_tokens[: batch.num_reqs], batch.num_computed_tokens_np[: batch.num_reqs]
+                counts, computed = (
+                    batch.num_scheduled_tokens[: batch.num_reqs],
+                    batch.num_computed_tokens_np[: batch.num_reqs],
+                )
                 host.begin_step(lay_out(batch.req_ids, counts, computed, batch.num_tokens_after_padding))
             return batch
 

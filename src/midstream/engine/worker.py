@@ -19,6 +19,7 @@ from midstream.engine.host import TraceHost
 from midstream.engine.lifeline import raise_if_ending, tie_to_parent
 from midstream.engine.patches import StepMode
 from midstream.engine.plugin import register
+from midstream.engine.request import TraceRequest
 from midstream.engine.runners import adapt
 from midstream.engine.sender import Sender
 from midstream.engine.settings import Settings
@@ -49,6 +50,10 @@ class _Stopped(AsyncModelRunnerOutput):
 def _with_stops(output: Any, stops: list[str]) -> Any:
     output.midstream_stops = stops
     return output
+
+
+def _is_traced(new_request: Any) -> bool:
+    return TraceRequest.of(new_request.sampling_params) is not None
 
 
 class Worker(PlatformWorker):
@@ -84,7 +89,7 @@ class Worker(PlatformWorker):
             rename=settings.rename,
         )
         interleaver = Interleaver(model, arch.order)
-        compute_logits = model.compute_logits
+        compute_logits: Any = model.compute_logits
         norm = model.get_submodule(arch.parts["final_norm"]) if "final_norm" in arch.parts else None
 
         def unembed(hidden: torch.Tensor) -> torch.Tensor:
@@ -106,7 +111,11 @@ class Worker(PlatformWorker):
         return AutoTokenizer.from_pretrained(self.vllm_config.model_config.tokenizer)
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        new = {r.req_id: (r.sampling_params, len(r.prompt_token_ids or ())) for r in scheduler_output.scheduled_new_reqs}
+        if self.midstream.is_idle and not any(map(_is_traced, scheduler_output.scheduled_new_reqs)):
+            return super().execute_model(scheduler_output)
+        new = {
+            r.req_id: (r.sampling_params, len(r.prompt_token_ids or ())) for r in scheduler_output.scheduled_new_reqs
+        }
         cached = scheduler_output.scheduled_cached_reqs
         computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         computed |= {r.req_id: r.num_computed_tokens for r in scheduler_output.scheduled_new_reqs}
@@ -152,7 +161,11 @@ class Worker(PlatformWorker):
 
     def midstream_gauges(self) -> dict[str, int]:
         """What is alive on this worker."""
-        return {**self.midstream.gauges(), "traced_steps": self.midstream.traced_steps, "uncompiled_steps": self.midstream.uncompiled_steps}
+        return {
+            **self.midstream.gauges(),
+            "traced_steps": self.midstream.traced_steps,
+            "uncompiled_steps": self.midstream.uncompiled_steps,
+        }
 
     def midstream_finish(self) -> None:
         """End the traces of requests whose end this worker has not been told: an in-process engine rests between calls."""

@@ -22,7 +22,17 @@ _MODEL = frozenset(
 )
 _TRACER = frozenset({"iter", "all", "next", "stop", "result"})
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, torch.Tensor, torch.dtype, torch.device, torch.Size)
-_KNOWN_CODE = ("torch", "numpy", "math", "operator", "itertools", "functools", "collections", "builtins", "midstream.trace.tracer")
+_KNOWN_CODE = (
+    "torch",
+    "numpy",
+    "math",
+    "operator",
+    "itertools",
+    "functools",
+    "collections",
+    "builtins",
+    "midstream.trace.tracer",
+)
 
 
 def keeps_to_graph_sites(program: Program) -> bool:
@@ -76,19 +86,27 @@ def _harmless(value: Any) -> bool:
 
 def _uses_only(code: CodeType, uses: Mapping[str, frozenset[str]]) -> bool:
     """Whether each load of a name in `uses` is for one of the attributes it has there."""
-    instructions = [i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "COPY", "PUSH_NULL", "EXTENDED_ARG")]
+    instructions = [
+        i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "COPY", "PUSH_NULL", "EXTENDED_ARG")
+    ]
     for instruction, following in zip(instructions, [*instructions[1:], None], strict=True):
         names = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
         touched = [name for name in names if isinstance(name, str) and name in uses]
         if not touched or instruction.opname in ("MAKE_CELL", "LOAD_CLOSURE", "COPY_FREE_VARS", "LOAD_CONST"):
             continue
-        if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR"):  # an attribute that happens to have the name
+        if instruction.opname in (
+            "LOAD_ATTR",
+            "LOAD_METHOD",
+            "STORE_ATTR",
+        ):  # an attribute that happens to have the name
             continue
         loads = len(names) == 1 and instruction.opname.startswith("LOAD_")
         attribute = following is not None and following.opname in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR")
         if not (loads and attribute and following is not None and following.argval in uses[touched[0]]):
             return False
-    return all(_uses_only(inner, uses) for inner in code.co_consts if isinstance(inner, CodeType)) and not _reaches_frames(code)
+    return all(
+        _uses_only(inner, uses) for inner in code.co_consts if isinstance(inner, CodeType)
+    ) and not _reaches_frames(code)
 
 
 def _reaches_frames(code: CodeType) -> bool:

@@ -1,8 +1,8 @@
 """What a trace's body sees of the model: each module of the tree with its values, and the standard accessors.
 
-    h = model.model.layers[3].mlp.output          # any module, as this model has it
-    h = model.layers_output[3]                    # the same on every architecture and both backends: [tokens, hidden]
-    model.layers_output[3] += v                   # edits land in the running forward pass
+h = model.model.layers[3].mlp.output          # any module, as this model has it
+h = model.layers_output[3]                    # the same on every architecture and both backends: [tokens, hidden]
+model.layers_output[3] += v                   # edits land in the running forward pass
 """
 
 from __future__ import annotations
@@ -147,18 +147,22 @@ class Envoy(CallPoints):
         if name.startswith("__"):
             raise AttributeError(name)
         children = self._module._modules
-        if name in children and children[name] is not None:
-            return self._child(children[name], name)
+        if (child := children.get(name)) is not None:
+            return self._child(child, name)
         try:
             return getattr(self._module, name)
         except AttributeError:
             known = list(children) + [n for n in type(self).__dict__ if not n.startswith("_")]
             where = self._path or "the model"
-            raise UnknownModuleError(f"{where} ({type(self._module).__name__}) has no {name}{nearest(name, known)}") from None
+            raise UnknownModuleError(
+                f"{where} ({type(self._module).__name__}) has no {name}{nearest(name, known)}"
+            ) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_") and not isinstance(getattr(type(self), name, None), property):
-            raise UnknownModuleError(f"{self._path or 'the model'}.{name} cannot be written; write to its .output or .input.")
+            raise UnknownModuleError(
+                f"{self._path or 'the model'}.{name} cannot be written; write to its .output or .input."
+            )
         super().__setattr__(name, value)
 
     def __getitem__(self, index: int | slice) -> Any:
@@ -297,7 +301,11 @@ class ModelEnvoy(Envoy):
             self._interleaver.muted = False
 
     def steer(
-        self, layers: int | list[int], vector: torch.Tensor, factor: float = 1.0, positions: int | slice | list[int] | None = None
+        self,
+        layers: int | list[int],
+        vector: torch.Tensor,
+        factor: float = 1.0,
+        positions: int | slice | list[int] | None = None,
     ) -> None:
         """Add `factor * vector` to the residual stream leaving each of `layers`, at `positions` of this step (all if None).
 
@@ -326,5 +334,3 @@ class ModelEnvoy(Envoy):
 
     def __repr__(self) -> str:
         return f"<model: {type(self._module).__name__}, {self.num_layers} layers>"
-
-

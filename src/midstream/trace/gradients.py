@@ -20,7 +20,9 @@ class backward:
         TraceError: if gradients are not recorded (engines compute in inference mode), or the loss does not depend on `h`.
     """
 
-    def __init__(self, loss: torch.Tensor, gradient: torch.Tensor | None = None, retain_graph: bool = False, **rest: Any) -> None:
+    def __init__(
+        self, loss: torch.Tensor, gradient: torch.Tensor | None = None, retain_graph: bool = False, **rest: Any
+    ) -> None:
         if not loss.requires_grad:
             raise TraceError(
                 "backward() needs gradients: trace on LanguageModel (vLLM computes without them), outside torch.no_grad()."

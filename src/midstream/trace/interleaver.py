@@ -77,7 +77,9 @@ class Interleaver:
             if parked is None or parked[0] == STEP_START:
                 body.resume(False)
             elif parked[0] == BARRIER:
-                body.resume(error=BarrierError("The request ended while this invoke waited at a barrier for another one."))
+                body.resume(
+                    error=BarrierError("The request ended while this invoke waited at a barrier for another one.")
+                )
             else:
                 body.resume(
                     error=NeverReachedError(
@@ -120,7 +122,10 @@ class Interleaver:
     # Steps.
 
     def begin_step(
-        self, rows: Mapping[str, Rows], replays: Sequence[tuple[Journal, FlatRows]] = (), last_rows: Mapping[str, Rows] | None = None
+        self,
+        rows: Mapping[str, Rows],
+        replays: Sequence[tuple[Journal, FlatRows]] = (),
+        last_rows: Mapping[str, Rows] | None = None,
     ) -> None:
         """A forward pass begins that holds these requests' tokens.
 
@@ -138,7 +143,7 @@ class Interleaver:
         if replays and not self._hooks:
             self._watch_containers()
         for journal, part in replays:
-            for key in journal.keys():
+            for key in journal:
                 self.prepare(key)
                 self._replays.setdefault(key, []).append((journal, part))
         for name in rows:
@@ -170,7 +175,10 @@ class Interleaver:
     def _why_never(self, key: Key, step: int) -> str:
         text = f"{point_name(key)} of step {step} was never reached: the forward pass ended without it."
         if len(key) == 4:
-            return text + " The call lies on a branch that was not taken, or its module was running already when it was asked for."
+            return (
+                text
+                + " The call lies on a branch that was not taken, or its module was running already when it was asked for."
+            )
         if key[:2] not in self.order and key not in LAST_POINTS:
             return text + f" `{key[0]}` is not called by name in this model's forward; print(model) shows what is."
         return text
@@ -246,7 +254,9 @@ class Interleaver:
 
     def is_watched_by(self, body: Body) -> bool:
         """Whether the body's request is to be followed to its end, though its code may be done: a cache is being filled."""
-        return body.failure is None and any(other is body for watchers in self._watchers.values() for other, _ in watchers)
+        return body.failure is None and any(
+            other is body for watchers in self._watchers.values() for other, _ in watchers
+        )
 
     def override(self, body: Body, key: Key, value: Any) -> None:
         """Have the request's part of `key` be `value` when the forward comes to it in this step."""
@@ -284,7 +294,7 @@ class Interleaver:
 
     def prepare(self, key: Key) -> None:
         """See to it that `fire` is called when the forward comes to `key`."""
-        if key in self._hooks or not key[0] and key[1] not in ("input", "output"):
+        if key in self._hooks or (not key[0] and key[1] not in ("input", "output")):
             return
         if self.reachable is not None and key not in self.reachable:
             raise TraceError(

@@ -62,7 +62,9 @@ class FunctionProgram(Program):
 
 def _takes_tracer(fn: Callable[..., Any]) -> bool:
     parameters = inspect.signature(fn).parameters.values()
-    required = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    required = [
+        p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
     if len(required) not in (1, 2):
         raise TraceError(f"{fn!r} must take (model) or (model, tracer).")
     return len(required) == 2
@@ -190,7 +192,9 @@ class Outcome:
     order: int = 0
 
 
-def make_body(name: str, program: Program, model: Any, shared: dict[str, Any], *, snapshots: bool, journals: bool) -> Body:
+def make_body(
+    name: str, program: Program, model: Any, shared: dict[str, Any], *, snapshots: bool, journals: bool
+) -> Body:
     """A body that runs `program` on `model`."""
     return Body(name, lambda: program.run(model, shared), snapshots, journals)
 
@@ -257,5 +261,7 @@ def unship(data: bytes, resolve: Callable[[Any], Any], device: torch.device | No
     finally:
         _DEVICE.reset(token)
     if tuple(version) != sys.version_info[:2]:
-        raise TraceError(f"The trace was written on Python {version}, the engine runs {sys.version_info[:2]}; use the same on both.")
+        raise TraceError(
+            f"The trace was written on Python {version}, the engine runs {sys.version_info[:2]}; use the same on both."
+        )
     return programs

@@ -15,8 +15,15 @@ import torch
 class Rows(Protocol):
     """One request's part of the batch of this step."""
 
-    aliases: bool  # whether what `take` returns shares memory with the batch, so that edits in place land by themselves
-    count: int  # tokens of this request in this step
+    @property
+    def aliases(self) -> bool:
+        """Whether what `take` returns shares memory with the batch, so that edits in place land by themselves."""
+        ...
+
+    @property
+    def count(self) -> int:
+        """Tokens of this request in this step."""
+        ...
 
     def take(self, full: torch.Tensor) -> torch.Tensor:
         """This request's part of what a module takes or returns, for the trace to hold."""

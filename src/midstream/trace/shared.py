@@ -53,7 +53,9 @@ class SharedSite:
     def edit(self, rows: FlatRows, value: torch.Tensor, journal: Journal | None) -> None:
         """Note that a request's rows are to be `value`, which may be the very view that `part` gave."""
         if value.data_ptr() != self.part(rows).data_ptr():
-            self._replaced[rows.start, rows.stop] = private(value)  # not into the view: a trace holds it as what it read
+            self._replaced[rows.start, rows.stop] = private(
+                value
+            )  # not into the view: a trace holds it as what it read
         self._edited[rows.start, rows.stop] = (rows, journal)
 
     def write_back(self) -> None:
@@ -67,7 +69,12 @@ class SharedSite:
             for span in run:
                 own, journal = self._edited[span]
                 if journal is not None:
-                    journal.add(self._event.key, self._binding, own.first_position, kept[own.start - rows.start : own.stop - rows.start])
+                    journal.add(
+                        self._event.key,
+                        self._binding,
+                        own.first_position,
+                        kept[own.start - rows.start : own.stop - rows.start],
+                    )
         self._edited.clear()
         self._replaced.clear()
 

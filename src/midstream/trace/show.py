@@ -27,7 +27,12 @@ def _class_name(module: Any) -> str:
 
 
 def _show(
-    parent: str, depth: int, modules: Mapping[str, Any], shapes: Mapping[str, str], children: Mapping[str, list[str]], lines: list[str]
+    parent: str,
+    depth: int,
+    modules: Mapping[str, Any],
+    shapes: Mapping[str, str],
+    children: Mapping[str, list[str]],
+    lines: list[str],
 ) -> None:
     folded: tuple[str, ...] = ()
     first = 0

@@ -35,12 +35,12 @@ class ForwardSource:
 
     def __str__(self) -> str:
         marks: dict[int, list[str]] = {}
-        for name, line in zip(self.names, self.lines, strict=True):
-            marks.setdefault(line, []).append(name)
+        for name, number in zip(self.names, self.lines, strict=True):
+            marks.setdefault(number, []).append(name)
         rows = []
-        for number, line in enumerate(self.text.splitlines(), start=1):
+        for number, text in enumerate(self.text.splitlines(), start=1):
             here = ", ".join(marks.get(number, ()))
-            rows.append(f"{here:>40} | {line}")
+            rows.append(f"{here:>40} | {text}")
         return "\n".join(rows)
 
 
@@ -58,7 +58,9 @@ class _Dispatch(ast.NodeTransformer):
         self.counts[stem] += 1
         self.calls.append((name, node.lineno))
         self.generic_visit(node)
-        dispatched = ast.Call(ast.Name(_DISPATCH, ast.Load()), [ast.Constant(name), node.func, *node.args], node.keywords)
+        dispatched = ast.Call(
+            ast.Name(_DISPATCH, ast.Load()), [ast.Constant(name), node.func, *node.args], node.keywords
+        )
         return ast.copy_location(dispatched, node)
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
@@ -74,9 +76,13 @@ def forward_source(forward: FunctionType) -> ForwardSource:
     try:
         text = textwrap.dedent(inspect.getsource(forward))
     except (OSError, TypeError):
-        raise SourceUnavailableError(f"{forward!r} has no Python source; use the module's .input and .output.") from None
+        raise SourceUnavailableError(
+            f"{forward!r} has no Python source; use the module's .input and .output."
+        ) from None
     if "__class__" in forward.__code__.co_freevars:
-        raise SourceUnavailableError(f"{forward.__qualname__} calls super(), which .source cannot follow; use .input and .output.")
+        raise SourceUnavailableError(
+            f"{forward.__qualname__} calls super(), which .source cannot follow; use .input and .output."
+        )
     tree = ast.parse(text)
     dispatch = _Dispatch()
     function = dispatch.visit(tree.body[0])

@@ -91,7 +91,9 @@ class _CachePath:
     def __getattr__(self, name: str) -> Any:
         if name in ("output", "inputs"):
             if self._path not in self._cache:
-                raise UnknownModuleError(f"the cache holds nothing of {self._path}; it has {', '.join(list(self._cache)[:8])} ...")
+                raise UnknownModuleError(
+                    f"the cache holds nothing of {self._path}; it has {', '.join(list(self._cache)[:8])} ..."
+                )
             return getattr(self._cache[self._path], name)
         return _CachePath(self._cache, f"{self._path}.{name}")
 
@@ -122,10 +124,14 @@ class BodyTracer:
         raise StopTrace
 
     def barrier(self, parties: int) -> Barrier:
-        raise TraceError("Make the barrier above the invokes that meet at it: `barrier = tracer.barrier(2)` outside of them.")
+        raise TraceError(
+            "Make the barrier above the invokes that meet at it: `barrier = tracer.barrier(2)` outside of them."
+        )
 
     def invoke(self, *_: Any, **__: Any) -> None:
-        raise TraceError("An invoke cannot lie inside another one, nor inside a trace that has a prompt: give model.trace() no prompt.")
+        raise TraceError(
+            "An invoke cannot lie inside another one, nor inside a trace that has a prompt: give model.trace() no prompt."
+        )
 
     def cache(
         self,

@@ -35,7 +35,9 @@ class Event:
     def __init__(self, key: Key, tree: Any, direct: bool = False) -> None:
         self.key = key
         self.tree = tree
-        self.direct = direct  # whether writes land in the tree's own tensors: compiled code has no other way to see them
+        self.direct = (
+            direct  # whether writes land in the tree's own tensors: compiled code has no other way to see them
+        )
         self._owned: set[Ref] = set()
         self._shared: dict[tuple[Binding, Span], SharedSite] = {}
 
@@ -87,7 +89,9 @@ class _Handed:
 class Visit:
     """What one trace sees of an event."""
 
-    def __init__(self, event: Event, rows: Rows, step: int, journal: Journal | None = None, span: Span | None = None) -> None:
+    def __init__(
+        self, event: Event, rows: Rows, step: int, journal: Journal | None = None, span: Span | None = None
+    ) -> None:
         self.event = event
         self.key = event.key
         self.rows = rows
@@ -107,11 +111,17 @@ class Visit:
                 self._journal.add(self.key, ref, self.rows.first_position, value.detach().clone(), axis)
 
     def _hand_out(
-        self, value: torch.Tensor, write: Callable[[torch.Tensor], None], lands_itself: bool, view: Binding | None = None
+        self,
+        value: torch.Tensor,
+        write: Callable[[torch.Tensor], None],
+        lands_itself: bool,
+        view: Binding | None = None,
     ) -> torch.Tensor:
         if lands_itself:
             return value
-        if value.requires_grad:  # gradients are read at what the trace holds, so that must be what the model goes on with
+        if (
+            value.requires_grad
+        ):  # gradients are read at what the trace holds, so that must be what the model goes on with
             write(value)
         self._handed.append(_Handed(value, value._version, write, view))
         return value
