@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -30,8 +30,9 @@ class Journal:
         self._written: defaultdict[Key, dict[tuple[Binding | Ref, int], Written]] = defaultdict(dict)
         self.fresh: list[Written] = []  # still where the forward computes
 
-    def keys(self) -> Iterable[Key]:
-        return self._written.keys()
+    def __iter__(self) -> Iterator[Key]:
+        """The points that were written to."""
+        return iter(self._written)
 
     def add(self, key: Key, where: Binding | Ref, first_position: int, value: torch.Tensor, axis: int = 0) -> None:
         """Note an edit; `value` is the journal's own from now on."""
