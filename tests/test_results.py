@@ -762,7 +762,7 @@ def test_memory_goes_back_with_the_last_tensor_and_holds_no_descriptor(receiver,
 
 
 def test_closed_ends_leave_no_thread_file_or_mapping():
-    files = open_files(None)
+    files, threads, mapped = open_files(None), midstream_threads(), mappings()  # engines of other tests may be alive
     for path in ("unix", "tcp"):
         receiver = Receiver(host="127.0.0.1")
         box, sender = receiver.expect(KEY), Sender(route(receiver.address, path))
@@ -776,9 +776,9 @@ def test_closed_ends_leave_no_thread_file_or_mapping():
         receiver.close()
         with pytest.raises(ChannelClosedError):
             box.get(WAIT)
-    assert midstream_threads() == []
+    assert midstream_threads() == threads
     assert open_files(None) == files
-    assert mappings() == 0
+    assert mappings() == mapped
 
 
 def test_closing_without_flush_drops_the_queue(receiver, monkeypatch):

@@ -1,0 +1,50 @@
+"""Settings of an engine, and which vLLM it may be."""
+
+from __future__ import annotations
+
+import pytest
+
+from midstream.engine.settings import Settings
+from midstream.engine.versions import check_vllm_version
+from midstream.errors import MidstreamError, UnsupportedVersionError
+
+
+def test_settings_survive_vllms_config():
+    class Config:
+        additional_config = Settings(allow_traces=True, rename={"blocks": "layers"}).to_config({"another": 1})
+
+    assert Config.additional_config["another"] == 1
+    assert Settings.of(Config) == Settings(allow_traces=True, rename={"blocks": "layers"})
+
+
+def test_traces_are_off_unless_the_operator_allows_them():
+    assert not Settings().allow_traces
+
+
+@pytest.mark.engine
+def test_settings_enter_the_key_of_the_compile_cache():
+    """Design section 4: else a cached model without the site op would be served. The key must not differ from start to start."""
+    from vllm.config import VllmConfig
+
+    stock, ours, again = (VllmConfig(additional_config=c) for c in ({}, Settings().to_config(), Settings().to_config()))
+    assert stock.compute_hash() != ours.compute_hash() == again.compute_hash()
+    assert VllmConfig(additional_config=Settings(graph_sites=()).to_config()).compute_hash() != ours.compute_hash()
+
+
+@pytest.mark.parametrize("version", ["0.26.0", "0.32.0+cpu", "0.33.1rc1"])
+def test_supported_versions(version):
+    check_vllm_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.25.3", "0.34.0", "1.0.0", "dev"])
+def test_other_versions_are_refused_by_name(version):
+    with pytest.raises(UnsupportedVersionError, match=r"0\.26 to 0\.33") as refusal:
+        check_vllm_version(version)
+    assert version in str(refusal.value)
+
+
+def test_midstreams_own_engine_arguments_cannot_be_taken():
+    from midstream.engine.launch import engine_arguments
+
+    with pytest.raises(MidstreamError, match="worker_cls"):
+        engine_arguments("model", Settings(), {"worker_cls": "other.Worker"})
