@@ -103,6 +103,7 @@ class VLLM(TraceModel):
         self._engine: Any = (launch.start_async_llm if mode == "async" else launch.start_llm)(arguments)
         self._config = launch.config_of(self._engine)
         self._receiver: Receiver | None = Receiver()
+        self._end = weakref.finalize(self, _end, self._engine, self._receiver)  # once; at the latest when Python ends
         self._described: dict[str, Any] | None = None
         self._senders: list[str] = []
         self._tokenizer: Any = None
@@ -160,12 +161,8 @@ class VLLM(TraceModel):
         """End the engine and its processes. Closing again does nothing."""
         for stream in list(self.streams):
             stream.fail(EngineClosedError("The engine was closed while the trace ran."))
-        engine, self._engine = self._engine, None
-        receiver, self._receiver = self._receiver, None
-        if receiver is not None:
-            receiver.close()
-        if engine is not None:
-            launch.shut_down(engine)
+        self._engine = self._receiver = None
+        self._end()
 
     def __enter__(self) -> Self:
         return self
@@ -276,6 +273,11 @@ class VLLM(TraceModel):
         each = params if isinstance(params, list) else [params] * len(prompts)
         submission = self._start([Invoke(p, None, q) for p, q in zip(prompts, each, strict=True)], False)
         return submission if self._deferred else [ran.output for ran in submission.wait()]
+
+
+def _end(engine: Any, receiver: Receiver) -> None:
+    receiver.close()
+    launch.shut_down(engine)
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

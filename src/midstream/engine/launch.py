@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, Mapping, Sequence
+import os
+import shutil
+import tempfile
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
 from midstream.engine.plugin import register
@@ -13,6 +16,9 @@ from midstream.errors import EngineClosedError, MidstreamError, PromptError
 
 WORKER = "midstream.engine.worker.Worker"
 SCHEDULER = "midstream.engine.scheduler.make_scheduler"
+_SHUTDOWN_SECONDS = 15.0
+_SOCKETS = "VLLM_RPC_BASE_PATH"
+_LONGEST_DIRECTORY = 107 - 37  # what a socket's path may have, less a UUID
 
 
 def engine_arguments(model: str, settings: Settings, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -36,7 +42,7 @@ def start_llm(arguments: dict[str, Any]) -> Any:
     register()
     from vllm import LLM
 
-    return LLM(**arguments)
+    return _start(lambda: LLM(**arguments))
 
 
 def start_async_llm(arguments: dict[str, Any]) -> Any:
@@ -45,7 +51,25 @@ def start_async_llm(arguments: dict[str, Any]) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+    return _start(lambda: AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments)))
+
+
+def _start(start: Callable[[], Any]) -> Any:
+    """An engine with a directory of its own for its sockets: vLLM leaves their files behind."""
+    before = os.environ.get(_SOCKETS)
+    directory = tempfile.mkdtemp(prefix="midstream-", dir=before)
+    if len(directory) <= _LONGEST_DIRECTORY:
+        os.environ[_SOCKETS] = directory
+    try:
+        engine = start()
+    except BaseException:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
+    finally:
+        os.environ.pop(_SOCKETS, None)
+        os.environ.update({_SOCKETS: before} if before is not None else {})
+    engine.midstream_sockets = directory
+    return engine
 
 
 def config_of(engine: Any) -> Any:
@@ -54,9 +78,12 @@ def config_of(engine: Any) -> Any:
 
 
 def shut_down(engine: Any) -> None:
-    """End the engine and its processes."""
-    core = engine.llm_engine.engine_core if hasattr(engine, "llm_engine") else None
-    (core if core is not None else engine).shutdown()
+    """End the engine and its processes, with time to free their shared memory and sockets."""
+    core = engine.llm_engine.engine_core if hasattr(engine, "llm_engine") else engine
+    try:
+        core.shutdown(timeout=_SHUTDOWN_SECONDS)
+    finally:
+        shutil.rmtree(engine.midstream_sockets, ignore_errors=True)
 
 
 def is_in_process(engine: Any) -> bool:

@@ -1,0 +1,146 @@
+"""Run by test_lifecycle.py in a process of its own:
+
+    python lifecycle_script.py interrupt|kill DIRECTORY    a client that is interrupted or killed in the middle of a trace
+    python lifecycle_script.py preempt DIRECTORY           traces on an engine whose KV cache is too small for them
+
+The body of a long trace touches a file of DIRECTORY when it has got under way. What the client finds is printed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from conftest import start
+
+PROMPTS = [
+    "The capital of France is",
+    "The Eiffel Tower is in the city of",
+    "Madison Square Garden is located in the city of",
+    "The capital of Italy is",
+]
+LONG = {"temperature": 0.0, "ignore_eos": True}
+
+
+def long_trace(model: Any, mark: str) -> Any:
+    with model.trace(PROMPTS[0], max_tokens=500, **LONG) as tracer:
+        for step in tracer.iter[:]:
+            model.layers_output[3] += 0.0
+            time.sleep(0.05)
+            if step == 3:
+                Path(mark).touch()
+    return tracer.backend
+
+
+async def to_the_end(stream: Any) -> None:
+    await stream
+
+
+def kill(directory: Path) -> None:
+    model = start(mode="async", enforce_eager=True)
+    asyncio.run(to_the_end(long_trace(model, str(directory / "first"))))
+
+
+def interrupt(directory: Path) -> None:
+    model = start(enforce_eager=True)
+    try:
+        long_trace(model, str(directory / "first"))
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+    with model.trace(PROMPTS[0], temperature=0.0):
+        token = model.samples.item().save()
+    gauges = [{name: n for name, n in worker.items() if not name.endswith("_steps")} for worker in model.gauges()]
+    print("clean" + model.tokenizer.decode(token), any(any(worker.values()) for worker in gauges), flush=True)
+    long_trace(model, str(directory / "second"))
+
+
+# Preemption.
+
+
+def steer_every_step(model: Any, prompts: list[str]) -> Any:
+    with model.trace(max_tokens=60, **LONG) as tracer:
+        for prompt in prompts:
+            with tracer.invoke(prompt):
+                hidden, ids = list().save(), list().save()
+                for step in tracer.iter[:]:
+                    model.layers_output[3] += 0.05 * (step % 7)
+                    hidden.append(model.layers_output[5][-1].clone())
+                    ids.append(model.samples.item())
+    return tracer.outputs
+
+
+def steer_the_prompt(model: Any, prompts: list[str]) -> Any:
+    """Its code is done with the prompt, and what it wrote lives on in the KV cache alone."""
+    with model.trace(max_tokens=60, **LONG) as tracer:
+        for prompt in prompts:
+            with tracer.invoke(prompt):
+                model.layers_output[3] += torch.linspace(-2, 2, model.hidden_size)
+    return tracer.outputs
+
+
+def choose_tokens(model: Any, prompts: list[str]) -> Any:
+    """Edits of logits and samples, which a recomputation has no use for."""
+    with model.trace(max_tokens=60, **LONG) as tracer:
+        for prompt in prompts:
+            first = 300 + 80 * PROMPTS.index(prompt)
+            with tracer.invoke(prompt):
+                for step in tracer.iter[:]:
+                    if step % 3 == 0:
+                        model.logits[0, first + step] += 1000.0
+    return tracer.outputs
+
+
+def steered_by_two(model: Any, prompts: list[str]) -> Any:
+    """An edit left on the model and a trace write at the same place."""
+    with model.edit("double"):
+        model.layers_output[3] = model.layers_output[3] * 1.1
+    try:
+        return steer_every_step(model, prompts)
+    finally:
+        model.clear_edits()
+
+
+def compared(model: Any, steered: Any) -> dict[str, Any]:
+    """The runs of all prompts together, against each alone."""
+    before = preemptions(model)
+    alone = [steered(model, [prompt])[0] for prompt in PROMPTS]
+    without, together = preemptions(model), steered(model, PROMPTS)
+    pairs = list(zip(alone, together, strict=True))
+    return {
+        "preempted alone": without - before,
+        "preempted together": preemptions(model) - without,
+        "same tokens": [list(a.outputs[0].token_ids) == list(b.outputs[0].token_ids) for a, b in pairs],
+        "ids are the tokens": [b.saves.get("ids") in (None, list(b.outputs[0].token_ids)) for b in together],
+        "largest difference": max(
+            ((torch.stack(a.saves["hidden"]) - torch.stack(b.saves["hidden"])).abs().max().item())
+            for a, b in pairs
+            if "hidden" in a.saves
+        )
+        if "hidden" in alone[0].saves
+        else 0.0,
+    }
+
+
+def preemptions(model: Any) -> int:
+    return sum(metric.value for metric in model.engine.get_metrics() if metric.name == "vllm:num_preemptions")
+
+
+def preempt(directory: Path) -> None:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # starts fast, and the scheduler is the same
+    model = start(
+        enforce_eager=True, max_model_len=128, block_size=32, num_gpu_blocks_override=8, disable_log_stats=False
+    )
+    kinds = [steer_every_step, steer_the_prompt, choose_tokens, steered_by_two]
+    result = {kind.__name__: compared(model, kind) for kind in kinds}
+    print(json.dumps({**result, "gauges": model.gauges()}))
+    model.close()
+
+
+if __name__ == "__main__":
+    {"kill": kill, "interrupt": interrupt, "preempt": preempt}[sys.argv[1]](Path(sys.argv[2]))
