@@ -42,7 +42,7 @@ def hf() -> LanguageModel:
 @pytest.fixture(scope="session")
 def engine() -> Iterator[VLLM]:
     """The bundled model on an eager engine in processes of its own, as users have it."""
-    with start(enforce_eager=True) as model:
+    with start(enforce_eager=True, worker_extension_cls="in_place_norms.InPlaceNorms") as model:
         yield model
 
 

@@ -164,7 +164,7 @@ def test_f1_output_input_and_inputs_of_raw_modules(model, plain):
 
 @pytest.mark.engine
 def test_f1_vllm_modules_return_what_vllm_computes(engine, plain):
-    """Fused projections and streams are seen as they are: gate and up, or q, k and v, side by side; a pair of streams."""
+    """Fused projections and streams are seen as they are: gate and up side by side, q, k and v too; a pair of streams."""
     with engine.trace(EIFFEL, temperature=0.0):
         qkv = engine.model.layers[3].self_attn.qkv_proj.output.save()
         gate_up = engine.model.layers[3].mlp.gate_up_proj.output.save()
