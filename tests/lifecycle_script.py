@@ -25,7 +25,7 @@ PROMPTS = [
     "Madison Square Garden is located in the city of",
     "The capital of Italy is",
 ]
-LONG = {"temperature": 0.0, "ignore_eos": True}
+LONG = {"temperature": 0.0, "ignore_eos": True, "logprobs": 0}  # a cache that lacks an edit shows in the logprobs first
 
 
 def long_trace(model: Any, mark: str) -> Any:
@@ -80,7 +80,7 @@ def steer_the_prompt(model: Any, prompts: list[str]) -> Any:
     with model.trace(max_tokens=60, **LONG) as tracer:
         for prompt in prompts:
             with tracer.invoke(prompt):
-                model.layers_output[3] += torch.linspace(-2, 2, model.hidden_size)
+                model.layers_output[3] += torch.linspace(-10, 10, model.hidden_size)
     return tracer.outputs
 
 
@@ -117,14 +117,18 @@ def compared(model: Any, steered: Any) -> dict[str, Any]:
         "preempted together": preemptions(model) - without,
         "same tokens": [list(a.outputs[0].token_ids) == list(b.outputs[0].token_ids) for a, b in pairs],
         "ids are the tokens": [b.saves.get("ids") in (None, list(b.outputs[0].token_ids)) for b in together],
-        "largest difference": max(
-            ((torch.stack(a.saves["hidden"]) - torch.stack(b.saves["hidden"])).abs().max().item())
-            for a, b in pairs
-            if "hidden" in a.saves
-        )
-        if "hidden" in alone[0].saves
-        else 0.0,
+        "largest difference": max(difference(a.saves.get("hidden", []), b.saves.get("hidden", [])) for a, b in pairs),
+        "logprobs": max(difference(logprobs(a), logprobs(b)) for a, b in pairs),
     }
+
+
+def logprobs(output: Any) -> list[torch.Tensor]:
+    (sample,) = output.outputs
+    return [torch.tensor(step[token].logprob) for step, token in zip(sample.logprobs, sample.token_ids, strict=True)]
+
+
+def difference(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
+    return max(((a - b).abs().max().item() for a, b in zip(one, other, strict=True)), default=0.0)
 
 
 def preemptions(model: Any) -> int:

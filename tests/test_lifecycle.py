@@ -146,7 +146,7 @@ def test_preempted_requests_are_as_if_they_had_run_alone(client: Callable[[str],
     for name, found in result.items():
         assert found["preempted alone"] == 0 < found["preempted together"], (name, found)
         assert all(found["same tokens"]) and all(found["ids are the tokens"]), (name, found)
-        assert found["largest difference"] < 1e-3, (name, found)
+        assert found["largest difference"] < 1e-3 and found["logprobs"] < 1e-3, (name, found)
 
 
 # On the shared engine.
@@ -242,6 +242,20 @@ def test_the_body_sees_no_step_past_the_end(engine: VLLM, stop: str) -> None:
     (sample,) = tracer.result.outputs
     assert ids == list(sample.token_ids) and len(ids) == 5
     assert (ids[-1] == last) and sample.finish_reason == ("length" if stop == "length" else "stop")
+
+
+@pytest.mark.engine
+def test_an_edit_left_on_the_model_comes_before_the_trace(engine: VLLM, plain: Plain) -> None:
+    """Also where the trace has waited for that place from the start, and the edit comes to it from an earlier one."""
+    with engine.edit("double"):
+        engine.layers_output[1]
+        engine.layers_output[3] = engine.layers_output[3] * 2
+    try:
+        with engine.trace(FRANCE):
+            hidden = engine.layers_output[3].save()
+    finally:
+        engine.clear_edits()
+    close(hidden, 2 * plain.run(FRANCE).sites["resid_post", 3])
 
 
 @pytest.mark.engine
