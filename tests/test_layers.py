@@ -1,4 +1,5 @@
-"""Which module may import which (style.md): `sites < arch < plan, trace < engine < backends < serve, studies`.
+"""Which module may import which (style.md): `sites < arch < plan, trace < captures < engine < backends`,
+and `serve, studies` above them.
 
 Read off the source, so that an import inside a function or under TYPE_CHECKING counts like any other. A module that is
 new at the top of the package has to be entered below, as a leaf or as an entry point.
@@ -16,11 +17,21 @@ import pytest
 SRC = Path(__file__).resolve().parents[1] / "src"
 PACKAGE = "midstream"
 
-LAYERS = {"sites": 0, "arch": 1, "plan": 2, "trace": 2, "engine": 3, "backends": 4, "serve": 5, "studies": 5}
+LAYERS = {
+    "sites": 0,
+    "arch": 1,
+    "plan": 2,
+    "trace": 2,
+    "captures": 3,
+    "engine": 4,
+    "backends": 5,
+    "serve": 6,
+    "studies": 6,
+}
 LEAVES = {"errors", "settings", "bundled", "plots"}  # import nothing of midstream but each other; all may import them
 ENTRY_POINTS = {"", "__main__", "cli", "demo", "compare"}  # may import everything; "" is midstream/__init__.py
 MAY_IMPORT_VLLM = {"engine", "serve"}
-WITHOUT_VLLM = {"sites", "arch", "plan", "trace"} | LEAVES
+WITHOUT_VLLM = {"sites", "arch", "plan", "trace", "captures"} | LEAVES
 
 
 def modules() -> dict[str, Path]:
@@ -85,6 +96,9 @@ def test_imports_point_down(module: str) -> None:
         ("midstream.sites.layouts", "from ..arch import find", "not lie below sites"),
         ("midstream.plan.steer", "from .. import trace", "not lie below plan"),
         ("midstream.plan.steer", "def f():\n    import midstream.backends.vllm", "plan.steer:2"),
+        ("midstream.plan.values", "from midstream.captures import segment", "not lie below plan"),
+        ("midstream.captures.store", "from midstream.engine import results", "not lie below captures"),
+        ("midstream.captures.store", "import vllm", "imports vllm;"),
         ("midstream.engine.worker", "from midstream import VLLM", "not lie below engine"),
         ("midstream.engine.worker", "if TYPE_CHECKING:\n    from midstream.serve import app", "not lie below engine"),
         ("midstream.engine.worker", "import midstream", "not lie below engine"),

@@ -9,17 +9,44 @@ if TYPE_CHECKING:
     from midstream.backends.language_model import LanguageModel
     from midstream.backends.vllm import VLLM
     from midstream.bundled import demo_model
+    from midstream.captures.store import open_captures
+    from midstream.plan.runs import RecordedRun
+    from midstream.plan.values import Capture, Clamp, Consumer, Patch, Plan, Span, Steer
     from midstream.trace.gradients import backward
     from midstream.trace.tracer import save
 
 __version__ = "0.1.0"
-__all__ = ["VLLM", "LanguageModel", "backward", "demo_model", "save"]
+__all__ = [
+    "VLLM",
+    "Capture",
+    "Clamp",
+    "Consumer",
+    "LanguageModel",
+    "Patch",
+    "Plan",
+    "RecordedRun",
+    "Span",
+    "Steer",
+    "backward",
+    "demo_model",
+    "open_captures",
+    "save",
+]
 
 _HOMES = {
+    "Capture": "midstream.plan.values",
+    "Clamp": "midstream.plan.values",
+    "Consumer": "midstream.plan.values",
     "LanguageModel": "midstream.backends.language_model",
+    "Patch": "midstream.plan.values",
+    "Plan": "midstream.plan.values",
+    "RecordedRun": "midstream.plan.runs",
+    "Span": "midstream.plan.values",
+    "Steer": "midstream.plan.values",
     "VLLM": "midstream.backends.vllm",
     "backward": "midstream.trace.gradients",
     "demo_model": "midstream.bundled",
+    "open_captures": "midstream.captures.store",
     "save": "midstream.trace.tracer",
 }
 

@@ -51,6 +51,14 @@ class PromptError(MidstreamError, ValueError):
     """A prompt that cannot be traced: empty, or longer than one step may be."""
 
 
+class PlanError(MidstreamError, ValueError):
+    """A plan, or a field of one, that cannot be carried out. The message names the field, what was given and what is allowed."""
+
+
+class CaptureError(MidstreamError):
+    """Captured rows that did not come whole, or a consumer of them that failed."""
+
+
 class EngineClosedError(MidstreamError):
     """The engine was closed, or died."""
 

@@ -1,0 +1,216 @@
+"""The one way to write a plan. Plans that do the same to the same rows, bit for bit, have the same normal form and hash.
+
+In a normal form each edit has one layer and each patch one position; edits that change nothing are gone; steers, which add up, are sorted,
+so that their float32 sum is always taken in the same order; patches and clamps at one site keep their order, for there it matters.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import numpy as np
+
+from midstream.errors import PlanError
+from midstream.plan import fields
+from midstream.plan.runs import RecordedRun
+from midstream.plan.values import (
+    Capture,
+    Clamp,
+    Consumer,
+    Edit,
+    Intervention,
+    Named,
+    Patch,
+    Plan,
+    Sink,
+    Span,
+    Steer,
+    Vector,
+)
+from midstream.plan.vectors import digest
+from midstream.sites import LAYER_SITES
+
+T = TypeVar("T", Steer, Patch, Clamp, Capture)
+SITE_ORDER = {site: i for i, site in enumerate(LAYER_SITES)}
+
+
+def normal(plan: Plan, num_layers: int | None = None, prompt_length: int | None = None) -> Plan:
+    """The normal form of a plan.
+
+    Args:
+        num_layers: the model's, for what is written with `layers="all"`; None leaves that as it is.
+        prompt_length: in tokens, for positions that count from the end; None leaves them as they are.
+
+    Raises:
+        PlanError: a layer lies outside the model, a position outside the prompt; with `prompt_length`, a span is not resolved yet.
+    """
+    edits = [edit for edit in plan.edits if not changes_nothing(edit)]
+    patches = [one for edit in edits if isinstance(edit, Patch) for one in _patches(edit, num_layers, prompt_length)]
+    steers = [one for edit in edits if isinstance(edit, Steer) for one in _per_layer(edit, num_layers)]
+    clamps = [one for edit in edits if isinstance(edit, Clamp) for one in _per_layer(edit, num_layers)]
+    captures = {
+        encoded(one): one
+        for capture in plan.captures
+        for one in _per_layer(_placed(capture, prompt_length), num_layers)
+    }
+    ordered: list[Intervention] = [
+        *sorted(patches, key=_patch_order(patches)),
+        *sorted(steers, key=lambda steer: (_point(steer), encoded(steer))),
+        *sorted(clamps, key=_clamp_order(clamps)),
+        *(captures[key] for key in sorted(captures, key=lambda key: (_point(captures[key]), key))),
+    ]
+    return Plan(tuple(ordered))
+
+
+def changes_nothing(edit: Edit) -> bool:
+    """Whether an edit leaves every value as it is, whatever it is."""
+    if isinstance(edit, Steer):
+        return edit.scale == 0 or _is_zero(edit.vector)
+    if isinstance(edit, Patch):
+        return edit.alpha == 0 or _is_zero(edit.mask)
+    return edit.strength == 0 or (edit.low == -np.inf and edit.high == np.inf)
+
+
+def identity(source: Any) -> list[Any]:
+    """What tells a vector or a source apart; the same for a vector and for its name, once the name's digest is known."""
+    match source:
+        case Vector():
+            return ["vector", source.digest]
+        case Named():
+            return ["vector", source.digest] if source.digest is not None else ["named", source.name]
+        case RecordedRun():
+            return ["run", source.id]
+        case None:
+            return []
+    return ["zeros"]
+
+
+def encoded(item: Intervention) -> str:
+    """All fields of an intervention as text: for comparing and hashing."""
+    match item:
+        case Steer():
+            rest = [identity(item.vector), item.scale, item.norm_match, item.phase]
+        case Patch():
+            source = [item.source_position, item.source_layer, item.source_site]
+            rest = [_place(item.position), identity(item.source), source, item.alpha, identity(item.mask)]
+        case Clamp():
+            rest = [identity(item.direction), item.low, item.high, item.strength, item.phase]
+        case Capture():
+            rest = [_place(item.positions), item.when, [_sink(sink) for sink in item.sinks]]
+    layers = item.layer if isinstance(item, Patch) else item.layers
+    return json.dumps([type(item).__name__, item.site, layers, *rest])
+
+
+def plan_hash(plan: Plan) -> str:
+    return digest("\n".join(encoded(item) for item in normal(plan).interventions).encode())
+
+
+def changed(item: T, **attributes: Any) -> T:
+    """The intervention with other attributes, which are known to be good: thousands are made of a patch at many positions."""
+    made = object.__new__(type(item))
+    made.__dict__.update(item.__dict__, **attributes)
+    return made
+
+
+def resolved_position(field: str, position: int, length: int, of: str = "the prompt") -> int:
+    """A position counted from the begin. Raises PlanError if it lies outside."""
+    if not -length <= position < length:
+        raise fields.refuse(field, str(position), f"from {-length} to {length - 1}, since {of} has {length} tokens")
+    return position + length if position < 0 else position
+
+
+def _per_layer(item: T, num_layers: int | None) -> Iterator[T]:
+    if isinstance(item, Patch) or (item.layers == "all" and num_layers is None):
+        yield item
+        return
+    layers = range(num_layers or 0) if item.layers == "all" else item.layers
+    for layer in layers:
+        _check_layer(f"{type(item).__name__}.layers", layer, num_layers)
+        yield changed(item, layers=(layer,))
+
+
+def _check_layer(field: str, layer: int, num_layers: int | None) -> None:
+    if num_layers is not None and layer >= num_layers:
+        raise fields.refuse(field, str(layer), f"0 to {num_layers - 1}, since the model has {num_layers} layers")
+
+
+def _patches(patch: Patch, num_layers: int | None, prompt_length: int | None) -> Iterator[Patch]:
+    """One patch for each position, with all that its source needs written out."""
+    _check_layer("Patch.layer", patch.layer, num_layers)
+    run = patch.source if isinstance(patch.source, RecordedRun) else None
+    if run is not None:
+        layer = patch.layer if patch.source_layer is None else patch.source_layer
+        patch = changed(patch, source_layer=layer, source_site=patch.source_site or patch.site)
+    if isinstance(patch.position, Span):
+        if prompt_length is not None:
+            raise unresolved("Patch.position", patch.position)
+        yield patch
+        return
+    given = patch.source_position or patch.position
+    for i, position in enumerate(patch.position):
+        source = given[i] if len(given) > 1 else given[0]
+        if prompt_length is not None:
+            position = resolved_position("Patch.position", position, prompt_length)
+            if run is not None:
+                source = resolved_position(
+                    "Patch.source_position", source, len(run.prompt_token_ids), f"the run {run.name!r}"
+                )
+        yield changed(patch, position=(position,), source_position=None if run is None else (source,))
+
+
+def unresolved(field: str, span: Span) -> PlanError:
+    return fields.refuse(
+        field,
+        f"{span}, which needs the prompt's text",
+        "positions where the prompt was given as token ids or embeddings",
+    )
+
+
+def _placed(capture: Capture, prompt_length: int | None) -> Capture:
+    """The capture with listed positions in their order."""
+    if isinstance(capture.positions, Span) and prompt_length is not None:
+        raise unresolved("Capture.positions", capture.positions)
+    if isinstance(capture.positions, (str, Span)):
+        return capture
+    positions = capture.positions
+    if prompt_length is not None:
+        positions = {resolved_position("Capture.positions", position, prompt_length) for position in positions}
+    return changed(capture, positions=tuple(sorted(positions)))
+
+
+def _point(item: Intervention) -> tuple[int, int]:
+    if isinstance(item, Patch):
+        return SITE_ORDER[item.site], item.layer
+    return SITE_ORDER[item.site], -1 if item.layers == "all" else item.layers[0]
+
+
+def _patch_order(patches: list[Patch]) -> Callable[[Patch], Any]:
+    """Patches at different positions may trade places; while it is open whether they differ, they may not."""
+    spans = any(isinstance(patch.position, Span) for patch in patches)
+    signs = {patch.position[0] < 0 for patch in patches if not isinstance(patch.position, Span)}
+    if spans or len(signs) > 1:
+        return _point
+    return lambda patch: (_point(patch), patch.position)
+
+
+def _clamp_order(clamps: list[Clamp]) -> Callable[[Clamp], Any]:
+    """Likewise for clamps and layers."""
+    if any(clamp.layers == "all" for clamp in clamps):
+        return lambda clamp: SITE_ORDER[clamp.site]
+    return _point
+
+
+def _place(position: Any) -> Any:
+    return [position.text, position.occurrence] if isinstance(position, Span) else position
+
+
+def _sink(sink: Sink) -> Any:
+    if isinstance(sink, Consumer):
+        return ["consumer", sink.name, sink.options]
+    return ["callable", id(sink)] if callable(sink) else sink
+
+
+def _is_zero(vector: Any) -> bool:
+    return isinstance(vector, Vector) and not vector.data.any()

@@ -1,0 +1,193 @@
+"""Checks of single fields. Every message names the field, what was given, and what is allowed."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import numbers
+import operator
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from midstream.errors import PlanError
+
+# What is larger cannot be a layer, a position or a token of any model, and has no room in the engine's int32 tables.
+MAX_INDEX = 2**31 - 1
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+
+
+def refuse(field: str, given: str, allowed: str) -> PlanError:
+    """The error that says so."""
+    return PlanError(f"{field} is {given}; allowed: {allowed}.")
+
+
+def shown(value: Any) -> str:
+    """A value as short text, whatever it is."""
+    shape = getattr(value, "shape", None)
+    if shape is not None and hasattr(value, "dtype"):
+        return f"a {type(value).__name__} of shape {list(shape)} and dtype {value.dtype}"
+    if isinstance(value, (list, tuple)) and len(value) > 8:
+        return f"a {type(value).__name__} of {len(value)} items"
+    try:
+        text = repr(value)
+    except Exception:  # a user's own object may do anything
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """The names most like `name`, else all of them, as the end of a message."""
+    there = sorted(set(names))
+    near = difflib.get_close_matches(name, there, 3, 0.5)
+    if near:
+        return f"did you mean {' or '.join(map(repr, near))}?"
+    return (
+        f"there are {', '.join(map(repr, there[:20]))}{', ...' if len(there) > 20 else ''}"
+        if there
+        else "there are none"
+    )
+
+
+def number(field: str, value: Any, low: float = -math.inf, high: float = math.inf, *, unbounded: bool = False) -> float:
+    """A real number in `[low, high]`; finite unless `unbounded`, never NaN."""
+    allowed = f"a number from {low:g} to {high:g}" if math.isfinite(low) else "a finite number that float32 can hold"
+    allowed = "a number, or infinity for no bound" if unbounded else allowed
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
+        raise refuse(field, shown(value), allowed)
+    try:
+        found = float(value)
+    except OverflowError as error:
+        raise refuse(field, "too large", allowed) from error
+    fits = abs(found) <= FLOAT32_MAX or (unbounded and math.isinf(found))
+    if not (fits and low <= found <= high):  # NaN is not within anything
+        raise refuse(field, shown(value), allowed)
+    return found
+
+
+def flag(field: str, value: Any) -> bool:
+    if not isinstance(value, (bool, np.bool_)):
+        raise refuse(field, shown(value), "True or False")
+    return bool(value)
+
+
+def one_of(field: str, value: Any, choices: Collection[str]) -> str:
+    if not isinstance(value, str) or value not in choices:
+        raise refuse(field, shown(value), " or ".join(map(repr, choices)))
+    return value
+
+
+def text(field: str, value: Any) -> str:
+    """A string that is not empty and can be encoded."""
+    if not isinstance(value, str) or not value:
+        raise refuse(field, shown(value), "a string that is not empty")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise refuse(field, shown(value), "a string that UTF-8 can hold") from error
+    return value
+
+
+def integer(field: str, value: Any, low: int = -MAX_INDEX, high: int = MAX_INDEX) -> int:
+    """A whole number in `[low, high]`, also one of numpy's."""
+    allowed = f"a whole number from {low} to {high}" if low >= 0 else "a whole number"
+    if isinstance(value, (bool, np.bool_)) or (
+        isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral)
+    ):
+        raise refuse(field, shown(value), allowed)
+    try:
+        found = operator.index(value)
+    except Exception as error:  # a tensor's own errors among them
+        raise refuse(field, shown(value), allowed) from error
+    if not low <= found <= high:
+        raise refuse(field, shown(found), allowed)
+    return found
+
+
+def integers(field: str, value: Any, allowed: str, low: int = -MAX_INDEX) -> tuple[int, ...]:
+    """One whole number or several different ones, as a tuple in the order given."""
+    if isinstance(value, (str, bytes)) or not (_is_many(value) or hasattr(value, "__index__")):
+        raise refuse(field, shown(value), allowed)
+    if not _is_many(value):
+        return (integer(field, value, low),)
+    found = tuple(integer(f"{field}[{i}]", item, low) for i, item in enumerate(value))
+    if not found:
+        raise refuse(field, "empty", allowed)
+    if len(set(found)) < len(found):
+        twice = next(item for i, item in enumerate(found) if item in found[:i])
+        raise refuse(field, f"{shown(value)}, which has {twice} twice", "each once")
+    return found
+
+
+def layers(field: str, value: Any) -> str | tuple[int, ...]:
+    """`"all"`, or layers in ascending order."""
+    if isinstance(value, str) and value == "all":
+        return "all"
+    allowed = "'all', a layer or a sequence of layers, counted from 0"
+    return tuple(sorted(integers(field, value, allowed, 0)))
+
+
+def plain(field: str, value: Any, depth: int = 8) -> Any:
+    """A deep copy of what every wire can hold: strings, numbers, booleans, None, and lists and dicts of them."""
+    allowed = "strings, finite numbers, booleans, None, and lists and dicts of them, nested up to 8 deep"
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return text(field, value) if value else value
+    if (isinstance(value, int) and abs(value) < 2**63) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    if isinstance(value, (list, tuple)) and depth:
+        return [plain(f"{field}[{i}]", item, depth - 1) for i, item in enumerate(value)]
+    if isinstance(value, dict) and depth:
+        return {
+            text(f"a key of {field}", key): plain(f"{field}[{key!r}]", item, depth - 1) for key, item in value.items()
+        }
+    raise refuse(field, shown(value), allowed)
+
+
+def finite_float32(field: str, value: Any, *, booleans: bool = False) -> np.ndarray:
+    """A tensor, an array or a list `[hidden]` as a read-only float32 copy.
+
+    Args:
+        booleans: whether True and False count as 1 and 0, as masks have them.
+    """
+    allowed = "numbers of shape [hidden]"
+    array = _array(field, value, allowed)
+    if array.dtype.kind not in ("fiub" if booleans else "fiu"):
+        raise refuse(field, shown(value), allowed)
+    if array.ndim != 1 or not array.size:
+        raise refuse(field, f"of shape {list(array.shape)}", "shape [hidden]")
+    for what, wrong in (("NaN", np.isnan(array)), ("infinity", np.isinf(array))):
+        if wrong.any():
+            raise refuse(field, f"{what} at index {int(wrong.argmax())}", "finite numbers")
+    with np.errstate(over="ignore"):
+        found = array.astype("<f4")
+    if not np.isfinite(found).all():
+        raise refuse(field, f"{array[int((~np.isfinite(found)).argmax())]:g} at one index", "numbers within float32")
+    found.setflags(write=False)
+    return found
+
+
+def unit(vector: np.ndarray) -> np.ndarray | None:
+    """The vector at length 1, float32; None for zero. One that has length 1 up to rounding is returned as it is."""
+    length = float(np.linalg.norm(vector.astype(np.float64)))
+    if length == 0.0:
+        return None
+    return vector if abs(length - 1.0) < 1e-6 else (vector.astype(np.float64) / length).astype(np.float32)
+
+
+def _is_many(value: Any) -> bool:
+    return getattr(value, "ndim", 0) > 0 or isinstance(value, (Sequence, range))
+
+
+def _array(field: str, value: Any, allowed: str) -> np.ndarray:
+    try:
+        if hasattr(value, "detach"):  # a tensor, wherever it lies; torch need not be imported to tell
+            value = value.detach().cpu()
+            return np.asarray(value.double().numpy() if value.is_floating_point() else value.numpy())
+        if isinstance(value, np.ndarray) or (isinstance(value, (list, tuple)) and len(value)):
+            return np.asarray(value)
+    except Exception as error:  # ragged lists, meta tensors, arrays of objects: each has errors of its own
+        raise refuse(field, shown(value), allowed) from error
+    raise refuse(field, shown(value), allowed)
