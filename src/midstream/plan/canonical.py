@@ -7,7 +7,7 @@ so that their float32 sum is always taken in the same order; patches and clamps 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import numpy as np
@@ -51,15 +51,16 @@ def normal(plan: Plan, num_layers: int | None = None, prompt_length: int | None 
     steers = [one for edit in edits if isinstance(edit, Steer) for one in _per_layer(edit, num_layers)]
     clamps = [one for edit in edits if isinstance(edit, Clamp) for one in _per_layer(edit, num_layers)]
     captures = {
-        encoded(one): one
-        for capture in plan.captures
-        for one in _per_layer(_placed(capture, prompt_length), num_layers)
+        (_point(one), key): one
+        for capture in (_placed(capture, prompt_length) for capture in plan.captures)
+        for key in [encoded(changed(capture, layers=()))]
+        for one in _per_layer(capture, num_layers)
     }
     ordered: list[Intervention] = [
         *sorted(patches, key=_patch_order(patches)),
         *sorted(steers, key=lambda steer: (_point(steer), encoded(steer))),
         *sorted(clamps, key=_clamp_order(clamps)),
-        *(captures[key] for key in sorted(captures, key=lambda key: (_point(captures[key]), key))),
+        *(captures[key] for key in sorted(captures)),
     ]
     return Plan(tuple(ordered))
 
@@ -114,11 +115,15 @@ def changed(item: T, **attributes: Any) -> T:
     return made
 
 
-def resolved_position(field: str, position: int, length: int, of: str = "the prompt") -> int:
-    """A position counted from the begin. Raises PlanError if it lies outside."""
-    if not -length <= position < length:
-        raise fields.refuse(field, str(position), f"from {-length} to {length - 1}, since {of} has {length} tokens")
-    return position + length if position < 0 else position
+def resolved_positions(field: str, positions: Iterable[int], length: int, of: str = "the prompt") -> np.ndarray:
+    """int64 positions counted from the begin, in the order given. Raises PlanError if one lies outside."""
+    given = np.array(tuple(positions), np.int64)
+    outside = (given < -length) | (given >= length)
+    if outside.any():
+        raise fields.refuse(
+            field, str(given[outside][0]), f"from {-length} to {length - 1}, since {of} has {length} tokens"
+        )
+    return np.where(given < 0, given + length, given)
 
 
 def _per_layer(item: T, num_layers: int | None) -> Iterator[T]:
@@ -148,15 +153,14 @@ def _patches(patch: Patch, num_layers: int | None, prompt_length: int | None) ->
             raise unresolved("Patch.position", patch.position)
         yield patch
         return
-    given = patch.source_position or patch.position
-    for i, position in enumerate(patch.position):
-        source = given[i] if len(given) > 1 else given[0]
-        if prompt_length is not None:
-            position = resolved_position("Patch.position", position, prompt_length)
-            if run is not None:
-                source = resolved_position(
-                    "Patch.source_position", source, len(run.prompt_token_ids), f"the run {run.name!r}"
-                )
+    positions, sources = patch.position, patch.source_position or patch.position
+    if prompt_length is not None:
+        positions = resolved_positions("Patch.position", positions, prompt_length).tolist()
+        if run is not None:
+            length, of = len(run.prompt_token_ids), f"the run {run.name!r}"
+            sources = resolved_positions("Patch.source_position", sources, length, of).tolist()
+    for i, position in enumerate(positions):
+        source = sources[i] if len(sources) > 1 else sources[0]
         yield changed(patch, position=(position,), source_position=None if run is None else (source,))
 
 
@@ -176,8 +180,8 @@ def _placed(capture: Capture, prompt_length: int | None) -> Capture:
         return capture
     positions = capture.positions
     if prompt_length is not None:
-        positions = {resolved_position("Capture.positions", position, prompt_length) for position in positions}
-    return changed(capture, positions=tuple(sorted(positions)))
+        positions = resolved_positions("Capture.positions", positions, prompt_length).tolist()
+    return changed(capture, positions=tuple(sorted(set(positions))))
 
 
 def _point(item: Intervention) -> tuple[int, int]:
@@ -203,7 +207,10 @@ def _clamp_order(clamps: list[Clamp]) -> Callable[[Clamp], Any]:
 
 
 def _place(position: Any) -> Any:
-    return [position.text, position.occurrence] if isinstance(position, Span) else position
+    if isinstance(position, Span):
+        return [position.text, position.occurrence]
+    many = isinstance(position, tuple) and len(position) > 16
+    return [len(position), digest(np.array(position, "<i8").tobytes())] if many else position
 
 
 def _sink(sink: Sink) -> Any:

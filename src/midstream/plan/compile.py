@@ -1,0 +1,315 @@
+"""From a plan to what each row gets: a few profiles, and for each position the number of its profile.
+
+A profile says what to do to a row at every site and layer. Positions that get the same share one, and 0 is the profile that does nothing,
+so an engine has one number per row to look up. Everything that several ops refer to lies in a bank of vectors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from midstream.plan import fields
+from midstream.plan.canonical import SITE_ORDER, normal
+from midstream.plan.positions import captured_positions
+from midstream.plan.runs import RecordedRun
+from midstream.plan.values import Capture, Clamp, Named, Patch, Plan, Steer, Vector
+
+Point = tuple[str, int]  # (site, layer)
+Key = tuple[str, int, str]  # (site, layer, when)
+
+
+class Op(NamedTuple):
+    """One thing to do to a row at a site.
+
+    Attributes:
+        kind: capture, patch, steer, norm_steer or clamp.
+        vector: index in the bank of what is written, added (of length 1 for norm_steer) or projected on; -1 for none.
+        mask: index in the bank; -1 for none.
+        a: alpha of a patch, scale of a steer, low of a clamp.
+        b: high of a clamp.
+        c: strength of a clamp.
+        offset: of a capture, in elements, where the row's value goes in the captured row.
+    """
+
+    kind: str
+    vector: int = -1
+    mask: int = -1
+    a: float = 0.0
+    b: float = 0.0
+    c: float = 0.0
+    offset: int = 0
+
+
+class Plane(NamedTuple):
+    """Where one captured site lies in the captured row, in elements."""
+
+    site: str
+    layer: int
+    when: str
+    offset: int
+    width: int
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What a row gets.
+
+    Attributes:
+        ops: (site, layer) -> capture before, patches, steers, clamps, capture after; sites with none are not there.
+        layout: what a captured row holds, one plane after the other.
+        row_width: elements of a captured row; 0 if nothing is captured.
+    """
+
+    ops: dict[Point, tuple[Op, ...]]
+    layout: tuple[Plane, ...] = ()
+    row_width: int = 0
+
+
+@dataclass(frozen=True)
+class CompiledPlan:
+    """A plan for one prompt length, ready for the rows.
+
+    Attributes:
+        bank: float32 `[width]` each, on the CPU or where the engine had them.
+        profiles: what rows get; the first does nothing.
+        prompt: int32 `[prompt_length]`, the profile of each position of the prompt.
+        generated: the profile of every later position.
+    """
+
+    bank: list[torch.Tensor]
+    profiles: list[Profile]
+    prompt: np.ndarray
+    generated: int
+
+
+def compile_plan(
+    plan: Plan,
+    prompt_length: int,
+    num_layers: int,
+    *,
+    width: Callable[[str, int], int],
+    vector: Callable[[Named], Any],
+    run: Callable[[RecordedRun, str, int, int], torch.Tensor],
+    points: Collection[Point] | None = None,
+) -> CompiledPlan:
+    """What each row gets of `plan`.
+
+    Args:
+        prompt_length: in tokens; later positions are generated.
+        num_layers: the model's, all stages together.
+        width: of a site at a layer.
+        vector: gives a named vector, float32 `[width]`, numpy or torch.
+        run: gives a recorded run's row at a site, layer and position, `[width]`, on any device.
+        points: the (site, layer) to compile for, those of one pipeline stage; None for all.
+
+    Raises:
+        PlanError: what `canonical.normal` finds, a vector of another width, or what `vector` and `run` raise.
+    """
+    bank = _Bank(width, vector, run)
+    edits: dict[str, dict[Point, list[Op]]] = {"prefill": {}, "decode": {}}
+    patches: dict[int, dict[Point, list[Op]]] = {}
+    captures: list[Capture] = []
+    for item in normal(plan, num_layers, prompt_length).interventions:
+        point = _point(item)
+        if points is not None and point not in points:
+            continue
+        if isinstance(item, Capture):
+            captures.append(item)
+        elif isinstance(item, Patch):
+            patches.setdefault(item.position[0], {}).setdefault(point, []).append(bank.patch(item))
+        else:
+            op = bank.steer(item) if isinstance(item, Steer) else bank.clamp(item)
+            for phase in edits if item.phase == "both" else (item.phase,):
+                edits[phase].setdefault(point, []).append(op)
+    profiles = _Profiles(edits, width)
+    planes_P, generated_planes = _captured(captures, prompt_length)
+    generated = profiles.number(generated_planes, "decode")
+    prompt = np.zeros(prompt_length, np.int32)
+    rest = np.ones(prompt_length, bool)
+    for position, here in patches.items():
+        rest[position] = False
+        prompt[position] = profiles.number(planes_P.sets[planes_P.codes[position]], "prefill", here)
+    for code in np.unique(planes_P.codes[rest]).tolist():
+        prompt[rest & (planes_P.codes == code)] = profiles.number(planes_P.sets[code], "prefill")
+    return CompiledPlan(bank.tensors, profiles.list, prompt, generated)
+
+
+def _point(item: Steer | Patch | Clamp | Capture) -> Point:
+    """Of an intervention in normal form."""
+    return item.site, item.layer if isinstance(item, Patch) else item.layers[0]
+
+
+class _Planes(NamedTuple):
+    """What is captured at each position of the prompt: `sets[codes[position]]`."""
+
+    codes: np.ndarray
+    sets: list[frozenset[Key]]
+
+
+def _captured(captures: list[Capture], prompt_length: int) -> tuple[_Planes, frozenset[Key]]:
+    """What is captured of the prompt, and at generated positions."""
+    groups: dict[Any, set[Key]] = {}
+    for capture in captures:
+        groups.setdefault(capture.positions, set()).add((*_point(capture), capture.when))
+    generated: set[Key] = set()
+    codes, sets = np.zeros(prompt_length, np.int64), [frozenset[Key]()]
+    for selector, keys in groups.items():
+        positions, goes_on = captured_positions(selector, prompt_length)
+        generated |= keys if goes_on else set()
+        before, place = np.unique(codes[positions], return_inverse=True)
+        codes[positions] = len(sets) + place
+        sets += [sets[code] | keys for code in before.tolist()]
+    return _Planes(codes, sets), frozenset(generated)
+
+
+class _Bank:
+    """The vectors that ops refer to, each once."""
+
+    def __init__(
+        self,
+        width: Callable[[str, int], int],
+        vector: Callable[[Named], Any],
+        run: Callable[[RecordedRun, str, int, int], torch.Tensor],
+    ) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self._width, self._vector, self._run = width, vector, run
+        self._index: dict[Any, int] = {}
+
+    def patch(self, patch: Patch) -> Op:
+        point = _point(patch)
+        if isinstance(patch.source, RecordedRun):
+            index = self._row(patch, point)
+        elif isinstance(patch.source, (Vector, Named)):
+            index = self._value(patch.source, point, "Patch.source")
+        else:
+            zeros = self._width(*point)
+            index = self._held(("zeros", zeros), point, "Patch.source", lambda: torch.zeros(zeros))
+        mask = -1 if patch.mask is None else self._value(patch.mask, point, "Patch.mask", _as_mask)
+        return Op("patch", index, mask, patch.alpha)
+
+    def _row(self, patch: Patch, point: Point) -> int:
+        """The index of a recorded run's row."""
+        run, site, layer, position = patch.source, patch.source_site, patch.source_layer, patch.source_position[0]
+        assert site is not None and layer is not None  # written out in a normal form
+        return self._held(
+            (run.id, site, layer, position), point, "Patch.source", lambda: self._run(run, site, layer, position)
+        )
+
+    def steer(self, steer: Steer) -> Op:
+        shape = _as_unit if steer.norm_match else None
+        kind = "norm_steer" if steer.norm_match else "steer"
+        return Op(kind, self._value(steer.vector, _point(steer), "Steer.vector", shape), a=steer.scale)
+
+    def clamp(self, clamp: Clamp) -> Op:
+        index = self._value(clamp.direction, _point(clamp), "Clamp.direction", _as_unit)
+        return Op("clamp", index, a=clamp.low, b=clamp.high, c=clamp.strength)
+
+    def _value(
+        self,
+        source: Vector | Named,
+        point: Point,
+        field: str,
+        shape: Callable[[np.ndarray, str], np.ndarray] | None = None,
+    ) -> int:
+        """The index of a given or a named vector, put into shape."""
+
+        def make() -> torch.Tensor:
+            data = source.data if isinstance(source, Vector) else self._vector(source)
+            if shape is not None:
+                data = shape(
+                    np.asarray(data.cpu() if isinstance(data, torch.Tensor) else data), f"{field} ({source!r})"
+                )
+            return data if isinstance(data, torch.Tensor) else torch.tensor(data)
+
+        return self._held((source, shape), point, field, make)
+
+    def _held(self, key: Any, point: Point, field: str, make: Callable[[], torch.Tensor]) -> int:
+        if key not in self._index:
+            self.tensors.append(make().detach().to(torch.float32).contiguous())
+            self._index[key] = len(self.tensors) - 1
+        index = self._index[key]
+        shape, (site, layer) = list(self.tensors[index].shape), point
+        if shape != [self._width(site, layer)]:
+            raise fields.refuse(
+                field, f"of shape {shape}", f"[{self._width(site, layer)}], the width of {site} at layer {layer}"
+            )
+        return index
+
+
+def _as_unit(vector: np.ndarray, field: str) -> np.ndarray:
+    unit = fields.unit(vector)
+    if unit is None:
+        raise fields.refuse(field, "zero", "a vector with a direction")
+    return unit
+
+
+def _as_mask(mask: np.ndarray, field: str) -> np.ndarray:
+    if mask.min() < 0 or mask.max() > 1:
+        raise fields.refuse(field, f"from {mask.min():g} to {mask.max():g}", "numbers from 0 to 1")
+    return mask
+
+
+class _Profiles:
+    """Profiles by what makes them up, each once."""
+
+    def __init__(self, edits: dict[str, dict[Point, list[Op]]], width: Callable[[str, int], int]) -> None:
+        self.list = [Profile({})]
+        self._edits = edits
+        self._same = edits["prefill"] == edits["decode"]
+        self._width = width
+        self._numbers: dict[Any, int] = {}
+        self._layouts: dict[frozenset[Key], tuple[Plane, ...]] = {}
+        self._bases: dict[Any, Profile] = {}
+
+    def number(self, planes: frozenset[Key], phase: str, patches: dict[Point, list[Op]] | None = None) -> int:
+        """The number of the profile that captures `planes` and makes the edits of `phase` and these patches."""
+        phase = "prefill" if self._same else phase
+        patched = tuple((point, tuple(ops)) for point, ops in (patches or {}).items())
+        if not planes and not patched and not self._edits[phase]:
+            return 0
+        key = (planes, phase, patched)
+        if key not in self._numbers:
+            self._numbers[key] = len(self.list)
+            self.list.append(self._make(planes, phase, patches or {}))
+        return self._numbers[key]
+
+    def _make(self, planes: frozenset[Key], phase: str, patches: dict[Point, list[Op]]) -> Profile:
+        if (planes, phase) not in self._bases:
+            layout = self._layout(planes)
+            points = {*self._edits[phase], *((site, layer) for site, layer, _ in planes)}
+            offsets = {plane[:3]: plane.offset for plane in layout}
+            ops = {point: self._ops(point, phase, offsets, ()) for point in sorted(points, key=_order)}
+            self._bases[planes, phase] = Profile(ops, layout, sum(plane.width for plane in layout))
+        base = self._bases[planes, phase]
+        if not patches:
+            return base
+        offsets = {plane[:3]: plane.offset for plane in base.layout}
+        return Profile(
+            base.ops | {point: self._ops(point, phase, offsets, here) for point, here in patches.items()},
+            base.layout,
+            base.row_width,
+        )
+
+    def _ops(self, point: Point, phase: str, offsets: dict[Key, int], patches: Collection[Op]) -> tuple[Op, ...]:
+        before, after = (
+            [Op("capture", offset=offsets[*point, when])] if (*point, when) in offsets else []
+            for when in ("before", "after")
+        )
+        return (*before, *patches, *self._edits[phase].get(point, ()), *after)
+
+    def _layout(self, planes: frozenset[Key]) -> tuple[Plane, ...]:
+        layout: list[Plane] = []
+        offset = 0
+        for site, layer, when in sorted(planes, key=lambda key: (*_order(key[:2]), key[2] == "after")):
+            layout.append(Plane(site, layer, when, offset, self._width(site, layer)))
+            offset += layout[-1].width
+        return tuple(layout)
+
+
+def _order(point: Point) -> tuple[int, int]:
+    return SITE_ORDER[point[0]], point[1]
