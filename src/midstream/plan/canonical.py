@@ -32,7 +32,7 @@ from midstream.plan.values import (
 from midstream.plan.vectors import digest
 from midstream.sites import LAYER_SITES
 
-T = TypeVar("T", Steer, Patch, Clamp, Capture)
+T = TypeVar("T", bound=Intervention)
 SITE_ORDER = {site: i for i, site in enumerate(LAYER_SITES)}
 
 

@@ -91,6 +91,8 @@ def text(field: str, value: Any) -> str:
 
 def integer(field: str, value: Any, low: int = -MAX_INDEX, high: int = MAX_INDEX) -> int:
     """A whole number in `[low, high]`, also one of numpy's."""
+    if type(value) is int and low <= value <= high:  # thousands of these come at once
+        return value
     allowed = f"a whole number from {low} to {high}" if low >= 0 else "a whole number"
     if isinstance(value, (bool, np.bool_)) or (
         isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral)

@@ -316,9 +316,9 @@ class Plan:
         if isinstance(given, (Steer, Patch, Clamp, Capture)):
             return cls((given,))
         if isinstance(given, (Mapping, str)):
-            from midstream.plan import wire
+            from midstream.plan.wire import from_json, from_wire
 
-            return wire.from_json(given) if isinstance(given, str) else wire.from_wire(given)
+            return from_json(given) if isinstance(given, str) else from_wire(given)
         if isinstance(given, Iterable) and not isinstance(given, bytes):
             return cls(tuple(_flattened(given)))
         raise fields.refuse("the plan", fields.shown(given), "a Plan, interventions, a wire form, JSON, or None")

@@ -1,0 +1,186 @@
+"""Whether a model can do what a plan says, to a given prompt: all that shows only once these are known.
+
+Whoever admits a request checks it, with what it knows; the workers know all of it. The first thing wrong raises a PlanError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from midstream.errors import PlanError
+from midstream.plan import fields
+from midstream.plan.canonical import resolved_positions, unresolved
+from midstream.plan.runs import RecordedRun
+from midstream.plan.spans import Span
+from midstream.plan.values import Capture, Clamp, Intervention, Named, Patch, Plan, Steer, Vector
+from midstream.sites import LAYER_SITES
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What plans need to know of a model. What is not known is left empty, and not checked.
+
+    Attributes:
+        num_layers: of all pipeline stages together; 0 if not known.
+        widths: (site, layer) -> the site's width, for every site that the model has.
+        dtype: of the activations, as in "bfloat16".
+    """
+
+    num_layers: int = 0
+    widths: Mapping[tuple[str, int], int] = field(default_factory=dict)
+    dtype: str = ""
+
+
+def check(
+    plan: Plan,
+    facts: ModelFacts,
+    prompt_length: int | None,
+    max_tokens: int | None,
+    *,
+    vectors: Mapping[str, int] | None,
+    runs: Mapping[str, str] | None,
+    multimodal: bool = False,
+) -> None:
+    """Raise PlanError for the first thing in `plan` that cannot be done.
+
+    Args:
+        facts: of the model.
+        prompt_length: in tokens.
+        max_tokens: that the request may generate.
+        vectors: name -> width of the engine's named vectors.
+        runs: name -> id of the engine's recorded runs.
+        multimodal: whether the prompt has parts that are no text, which moves positions.
+
+    Each may be None where it is not known, and is not checked then.
+    """
+    checker = _Checker(facts, prompt_length, vectors, runs)
+    for item in plan.interventions:
+        if multimodal:
+            _check_text(item)
+        checker.check(item)
+        if isinstance(item, Capture) and item.positions == "all_generated" and max_tokens == 0:
+            allowed = "positions of the prompt, or more max_tokens"
+            raise fields.refuse("Capture.positions", "'all_generated' with max_tokens=0", allowed)
+
+
+def _check_text(item: Intervention) -> None:
+    place = item.position if isinstance(item, Patch) else item.positions if isinstance(item, Capture) else "all"
+    if not isinstance(place, str):
+        name = "Patch.position" if isinstance(item, Patch) else "Capture.positions"
+        given = f"{fields.shown(place)} in a multimodal prompt, whose positions are not those of its text"
+        raise fields.refuse(name, given, "such positions in prompts of text only")
+
+
+class _Checker:
+    def __init__(
+        self,
+        facts: ModelFacts,
+        prompt_length: int | None,
+        vectors: Mapping[str, int] | None,
+        runs: Mapping[str, str] | None,
+    ) -> None:
+        self._facts, self._length, self._vectors, self._runs = facts, prompt_length, vectors, runs
+
+    def check(self, item: Intervention) -> None:
+        if isinstance(item, Patch):
+            self._check_layers("Patch.layer", item.site, (item.layer,))
+            self._check_place("Patch.position", item.position)
+            self._check_source("Patch.source", item.source, item.site, (item.layer,))
+            self._check_source("Patch.mask", item.mask, item.site, (item.layer,))
+            if isinstance(item.source, RecordedRun):
+                self._check_run(item, item.source)
+            return
+        name = type(item).__name__
+        listed = range(self._facts.num_layers) if item.layers == "all" else item.layers
+        self._check_layers(f"{name}.layers", item.site, listed)
+        if isinstance(item, Capture):
+            self._check_place("Capture.positions", item.positions)
+        elif isinstance(item, Steer):
+            self._check_source("Steer.vector", item.vector, item.site, listed)
+        elif isinstance(item, Clamp):
+            self._check_source("Clamp.direction", item.direction, item.site, listed)
+
+    def _check_layers(self, field: str, site: str, layers: Iterable[int]) -> None:
+        count, widths = self._facts.num_layers, self._facts.widths
+        for layer in layers:
+            if count and layer >= count:
+                raise fields.refuse(field, str(layer), f"0 to {count - 1}, since the model has {count} layers")
+            if widths and (site, layer) not in widths:
+                raise self._lacking(field, site, layer)
+
+    def _lacking(self, field: str, site: str, layer: int) -> PlanError:
+        widths = self._facts.widths
+        have = [layer for other, layer in widths if other == site]
+        if have:
+            return PlanError(
+                f"The model has no site {site!r} at layer {layer} ({field}); it has it at {_listed(have)}."
+            )
+        sites = [other for other in LAYER_SITES if any(other == site for site, _ in widths)]
+        return PlanError(f"The model has no site {site!r} ({field.split('.')[0]}.site); it has {', '.join(sites)}.")
+
+    def _check_place(self, field: str, place: object) -> None:
+        if self._length is None or isinstance(place, str):
+            return
+        if isinstance(place, Span):
+            raise unresolved(field, place)
+        assert isinstance(place, tuple)
+        positions = resolved_positions(field, place, self._length).tolist()
+        if len(set(positions)) < len(positions):
+            raise fields.refuse(
+                field, f"{fields.shown(place)}, which has one twice in a prompt of {self._length} tokens", "each once"
+            )
+
+    def _check_source(self, field: str, source: object, site: str, layers: Iterable[int]) -> None:
+        if isinstance(source, Named):
+            if self._vectors is None:
+                return
+            if source.name not in self._vectors:
+                raise PlanError(
+                    f"{field}: the engine has no vector {source.name!r}; {fields.nearest(source.name, self._vectors)}"
+                )
+            width = self._vectors[source.name]
+        elif isinstance(source, Vector):
+            width = source.width
+        else:
+            return
+        for layer in layers:
+            expected = self._facts.widths.get((site, layer), width)
+            if width != expected:
+                given = f"{source.name!r}, of width {width}" if isinstance(source, Named) else f"of width {width}"
+                raise fields.refuse(field, given, f"{expected}, the width of {site} at layer {layer}")
+
+    def _check_run(self, patch: Patch, run: RecordedRun) -> None:
+        if self._runs is not None and run.id not in self._runs.values():
+            same = " (it has another of that name)" if run.name in self._runs else ""
+            raise PlanError(
+                f"Patch.source: the engine has no recorded run {run.name!r} any more{same}; {fields.nearest(run.name, self._runs)}"
+            )
+        site = patch.source_site or patch.site
+        layer = patch.layer if patch.source_layer is None else patch.source_layer
+        run.check_point("Patch.source", site, layer)
+        width, expected = (self._facts.widths.get(point) for point in ((site, layer), (patch.site, patch.layer)))
+        if width is not None and expected is not None and width != expected:
+            given = f"a run's {site} at layer {layer}, of width {width}"
+            raise fields.refuse("Patch.source", given, f"{expected}, the width of {patch.site} at layer {patch.layer}")
+        self._check_run_positions(patch, run)
+
+    def _check_run_positions(self, patch: Patch, run: RecordedRun) -> None:
+        written = patch.source_position or patch.position
+        if isinstance(written, Span):
+            return
+        field = "Patch.source_position" if patch.source_position else "Patch.position (and so Patch.source_position)"
+        length = len(run.prompt_token_ids)
+        for position in resolved_positions(field, written, length, f"the run {run.name!r}").tolist():
+            if position not in run.positions:
+                given = f"{position}, which the run {run.name!r} did not record"
+                raise fields.refuse(field, given, _listed(run.positions))
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    """As ranges: "0 to 3, 7"."""
+    ordered = sorted(set(numbers))
+    starts = [n for i, n in enumerate(ordered) if i == 0 or ordered[i - 1] != n - 1]
+    stops = [n for i, n in enumerate(ordered) if i == len(ordered) - 1 or ordered[i + 1] != n + 1]
+    ranges = [str(a) if a == b else f"{a} to {b}" for a, b in zip(starts, stops, strict=True)]
+    return ", ".join(ranges[:20]) + (", ..." if len(ranges) > 20 else "") if ranges else "none"

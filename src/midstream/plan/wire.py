@@ -1,0 +1,276 @@
+"""A plan as data that any transport can hold: for msgpack (`to_wire`) and as JSON (`to_json`). No pickle, and no code in it.
+
+    {"version": 1,
+     "interventions": [{"kind": "steer", "site": "resid_post", "layers": [14], "vector": {"vector": DIGEST}, "scale": 4.0}, ...],
+     "vectors": {DIGEST: little-endian float32, bytes or in JSON base64},
+     "runs": {ID: {"name": ..., "prompt_token_ids": [...], "sites": [...], "layers": [...], "positions": [...]}}}
+
+Fields that are left out have their defaults. Where a vector is asked for there may also stand a list of numbers, or a name. What comes in
+may be anybody's: every key, type and size is checked, by the constructors of `values` too, and a digest is computed, not believed.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING
+from dataclasses import fields as fields_of
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from midstream.errors import PlanError
+from midstream.plan import fields
+from midstream.plan.runs import RecordedRun
+from midstream.plan.values import Capture, Clamp, Consumer, Intervention, Named, Patch, Plan, Span, Steer, Vector, Zeros
+
+VERSION = 1
+MAX_INTERVENTIONS = 1 << 16
+MAX_ITEMS = 1 << 20  # layers, positions, tokens or numbers in one list
+MAX_VECTOR_BYTES = 1 << 30  # of all vectors of a plan
+
+KINDS: dict[str, type[Intervention]] = {"steer": Steer, "patch": Patch, "clamp": Clamp, "capture": Capture}
+NAMES = {kind: name for name, kind in KINDS.items()}
+RUN_LISTS = ("prompt_token_ids", "sites", "layers", "positions")
+SOURCES = ("vector", "direction", "source", "mask")  # the fields that hold a vector or a run
+
+T = TypeVar("T")
+
+
+# ------------------------------------------------------------------------------------------------------------ writing
+
+
+def to_wire(plan: Plan) -> dict[str, Any]:
+    """The plan as str, int, float, bool, None, bytes, and lists and dicts of them; each vector and run once.
+
+    Raises PlanError for a `Capture.to` that is a callable.
+    """
+    tables: dict[str, dict[str, Any]] = {"vectors": {}, "runs": {}}
+    interventions = [_written(item, tables) for item in plan.interventions]
+    return {"version": VERSION, "interventions": interventions} | {
+        name: table for name, table in tables.items() if table
+    }
+
+
+def to_json(plan: Plan) -> str:
+    """The same as JSON, vectors in base64."""
+    wire = to_wire(plan)
+    if "vectors" in wire:
+        wire["vectors"] = {key: base64.b64encode(data).decode() for key, data in wire["vectors"].items()}
+    return json.dumps(wire, allow_nan=False)
+
+
+def _written(item: Intervention, tables: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    written: dict[str, Any] = {"kind": NAMES[type(item)]}
+    for field in fields_of(item):
+        value = getattr(item, field.name)
+        if field.default is MISSING or value != field.default:
+            written[field.name] = _written_value(value, tables)
+    return written
+
+
+def _written_value(value: Any, tables: dict[str, dict[str, Any]]) -> Any:
+    match value:
+        case Vector():
+            tables["vectors"][value.digest] = value.data.tobytes()
+            return {"vector": value.digest}
+        case Named():
+            return {"named": value.name} | ({"digest": value.digest} if value.digest is not None else {})
+        case Zeros():
+            return {"zeros": True}
+        case RecordedRun():
+            tables["runs"][value.id] = _written_run(value)
+            return {"run": value.id}
+        case Span():
+            return {"span": value.text} | ({"occurrence": value.occurrence} if value.occurrence else {})
+        case Consumer():
+            return {"consumer": value.name} | ({"options": value.options} if value.options else {})
+        case tuple():
+            return [_written_value(item, tables) for item in value]
+    if callable(value):
+        given = f"the callable {fields.shown(value)}, which cannot be sent"
+        raise fields.refuse("Capture.to", given, "None, a directory or a Consumer in a plan that is sent")
+    return None if isinstance(value, float) and np.isinf(value) else value  # bounds of a clamp
+
+
+def _written_run(run: RecordedRun) -> dict[str, Any]:
+    return {"name": run.name} | {name: list(getattr(run, name)) for name in RUN_LISTS}
+
+
+# ------------------------------------------------------------------------------------------------------------ reading
+
+
+def from_json(text: str, *, sinks: bool = True) -> Plan:
+    """The plan that `to_json` wrote, or somebody by hand. Raises PlanError for anything else."""
+    try:
+        wire = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"The plan is not JSON: {error}.") from error
+    if isinstance(wire, dict) and isinstance(wire.get("vectors"), dict):
+        wire["vectors"] = {key: _decoded(key, data) for key, data in wire["vectors"].items()}
+    return from_wire(wire, sinks=sinks)
+
+
+def from_wire(wire: Mapping[str, Any], *, sinks: bool = True) -> Plan:
+    """The plan that `to_wire` wrote.
+
+    Args:
+        sinks: whether `Capture.to` may name directories and consumers of the machine that reads the plan. False for the plans of strangers.
+
+    Raises:
+        PlanError: it is no such thing, in any way whatever. The message names the place, what stands there and what is allowed.
+    """
+    wire = _dict("the plan", wire, ("interventions",), ("version", "vectors", "runs"))
+    if wire.get("version", VERSION) != VERSION:
+        raise fields.refuse(
+            "the plan's version", fields.shown(wire["version"]), f"{VERSION}, which is all that this midstream reads"
+        )
+    tables = _Tables(_vectors(_dict("vectors", wire.get("vectors", {}))), _runs(_dict("runs", wire.get("runs", {}))))
+    items = _list("interventions", wire["interventions"], MAX_INTERVENTIONS)
+    return Plan(tuple(_intervention(f"interventions[{i}]", item, tables, sinks) for i, item in enumerate(items)))
+
+
+class _Tables(NamedTuple):
+    vectors: dict[str, Vector]
+    runs: dict[str, RecordedRun]
+
+
+def _intervention(place: str, item: Any, tables: _Tables, sinks: bool) -> Intervention:
+    kind = fields.one_of(f"{place}.kind", item.get("kind") if isinstance(item, dict) else item, KINDS)
+    cls = KINDS[kind]
+    known = {field.name: field.default is MISSING for field in fields_of(cls)}
+    required = [name for name, needed in known.items() if needed]
+    item = _dict(f"{place} ({kind})", item, ("kind", *required), tuple(known))
+    read = {name: _value(f"{place}.{name}", name, value, tables) for name, value in item.items() if name != "kind"}
+    if not sinks and read.get("to") is not None:
+        raise fields.refuse(
+            f"{place}.to", fields.shown(read["to"]), "None; who sends this plan may not name where the engine writes"
+        )
+    try:
+        return cls(**read)
+    except PlanError as error:
+        raise PlanError(f"{place}: {error}") from error
+
+
+def _value(place: str, name: str, value: Any, tables: _Tables) -> Any:
+    """A field's value for its constructor, which checks what lies beyond its form."""
+    if name in SOURCES and isinstance(value, dict):
+        return _source(place, value, tables)
+    if name in SOURCES and isinstance(value, list):
+        return _numbers(place, value)
+    if name in ("low", "high") and value is None:
+        return -math.inf if name == "low" else math.inf
+    if name in ("position", "positions") and isinstance(value, dict):
+        _dict(place, value, ("span",), ("occurrence",))
+        return Span(value["span"], value.get("occurrence", 0))
+    if name == "to":
+        return (
+            tuple(_sink(place, sink) for sink in _list(place, value))
+            if isinstance(value, list)
+            else _sink(place, value)
+        )
+    return _list(place, value) if isinstance(value, list) else value
+
+
+def _source(place: str, value: dict[str, Any], tables: _Tables) -> Any:
+    match value:
+        case {"vector": str(key), **rest} if not rest:
+            return _looked_up(place, "vectors", key, tables.vectors)
+        case {"run": str(key), **rest} if not rest:
+            return _looked_up(place, "runs", key, tables.runs)
+        case {"zeros": True, **rest} if not rest and place.endswith(".source"):
+            return Zeros()
+        case {"named": str(name), **rest} if rest.keys() <= {"digest"}:
+            return Named(name, rest.get("digest"))
+    raise fields.refuse(
+        place, fields.shown(value), "{'vector': digest}, {'named': name}, {'run': id} or {'zeros': True}"
+    )
+
+
+def _looked_up(place: str, table: str, key: str, there: Mapping[str, T]) -> T:
+    if key not in there:
+        raise fields.refuse(place, fields.shown(key), f"a key of the plan's {table!r}: {fields.nearest(key, there)}")
+    return there[key]
+
+
+def _sink(place: str, value: Any) -> Any:
+    if isinstance(value, dict):
+        _dict(place, value, ("consumer",), ("options",))
+        return Consumer(value["consumer"], **_dict(f"{place}.options", value.get("options", {})))
+    if value is None or isinstance(value, str):
+        return value
+    raise fields.refuse(
+        place, fields.shown(value), "None, a directory, {'consumer': name, 'options': {...}}, or a list of these"
+    )
+
+
+def _vectors(table: dict[str, Any]) -> dict[str, Vector]:
+    size, read = 0, {}
+    for key, data in table.items():
+        place = f"vectors[{fields.shown(key)}]"
+        if not isinstance(data, bytes) or not data or len(data) % 4:
+            given = f"{len(data)} bytes" if isinstance(data, bytes) else fields.shown(data)
+            raise fields.refuse(place, given, "float32 as bytes, 4 for each dimension")
+        size += len(data)
+        if size > MAX_VECTOR_BYTES:
+            raise fields.refuse("the plan's vectors", f"over {MAX_VECTOR_BYTES} bytes", f"up to {MAX_VECTOR_BYTES}")
+        read[key] = Vector(np.frombuffer(data, "<f4"), place)
+        if read[key].digest != key:  # it keys the prefix cache: a wrong one would share KV that differs
+            raise fields.refuse(place, "not the digest of its bytes", f"{read[key].digest!r}")
+    return read
+
+
+def _runs(table: dict[str, Any]) -> dict[str, RecordedRun]:
+    read = {}
+    for key, run in table.items():
+        place = f"runs[{fields.shown(key)}]"
+        _dict(place, run, ("name", *RUN_LISTS))
+        lists = {name: tuple(_list(f"{place}.{name}", run[name])) for name in RUN_LISTS}
+        try:
+            read[key] = RecordedRun(name=run["name"], id=key, **lists)
+        except PlanError as error:
+            raise PlanError(f"{place}: {error}") from error
+    return read
+
+
+def _decoded(key: str, data: Any) -> bytes:
+    try:
+        return base64.b64decode(data, validate=True)
+    except (TypeError, ValueError) as error:
+        raise fields.refuse(f"vectors[{fields.shown(key)}]", fields.shown(data), "float32 in base64") from error
+
+
+def _dict(
+    place: str, value: Any, required: Sequence[str] = (), optional: Sequence[str] | None = None
+) -> dict[str, Any]:
+    """A dict with string keys: all of `required`, and beyond these only `optional` ones, if any are named at all."""
+    if not isinstance(value, dict):
+        raise fields.refuse(place, fields.shown(value), "a dict")
+    for key in required:
+        if key not in value:
+            raise PlanError(f"{place} has no {key!r}; it has {fields.shown(list(value))}.")
+    for key in value:
+        if not isinstance(key, str):
+            raise fields.refuse(f"a key of {place}", fields.shown(key), "a string")
+        if (required or optional is not None) and key not in (*required, *(optional or ())):
+            raise PlanError(
+                f"{place} has an unknown key {fields.shown(key)}: {fields.nearest(key, [*required, *(optional or ())])}"
+            )
+    return value
+
+
+def _list(place: str, value: Any, longest: int = MAX_ITEMS) -> list[Any]:
+    if not isinstance(value, list):
+        raise fields.refuse(place, fields.shown(value), "a list")
+    if len(value) > longest:
+        raise fields.refuse(place, f"a list of {len(value)} items", f"up to {longest}")
+    return value
+
+
+def _numbers(place: str, value: list[Any]) -> list[float]:
+    for i, item in enumerate(_list(place, value)):
+        if type(item) not in (int, float):
+            raise fields.refuse(f"{place}[{i}]", fields.shown(item), "a number")
+    return value
