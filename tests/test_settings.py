@@ -44,7 +44,7 @@ def test_other_versions_are_refused_by_name(version):
 
 
 def test_midstreams_own_engine_arguments_cannot_be_taken():
-    from midstream.engine.launch import engine_arguments
+    from midstream.engine.launch import llm_arguments
 
     with pytest.raises(MidstreamError, match="worker_cls"):
-        engine_arguments("model", Settings(), {"worker_cls": "other.Worker"})
+        llm_arguments("model", Settings(), {"worker_cls": "other.Worker"})

@@ -1,4 +1,4 @@
-"""The trace checks on a GPU, on both model runners. On a machine without one, `check_traces.py --cpu` runs the same checks."""
+"""Traces and plans on a GPU, on both model runners. On a machine without one, `check_traces.py --cpu` runs the same checks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ pytestmark = [
 
 @pytest.mark.parametrize("mode", [[], ["--eager"]], ids=["graphs", "eager"])
 @pytest.mark.parametrize("runner", ["v1", "v2"])
-def test_traces_on_gpu(runner: str, mode: list[str]) -> None:
-    script = Path(__file__).with_name("check_traces.py")
+@pytest.mark.parametrize("checks", ["traces", "plans"])
+def test_on_gpu(checks: str, runner: str, mode: list[str]) -> None:
+    script = Path(__file__).with_name(f"check_{checks}.py")
     done = subprocess.run(
         [sys.executable, str(script), "--runner", runner, *mode], capture_output=True, text=True, timeout=800
     )

@@ -23,7 +23,7 @@ from midstream.arch.blocks import Block
 from midstream.arch.ends import bind_embed, bind_final_norm, planted_embedding
 from midstream.arch.names import Names, is_placeholder, text_config
 from midstream.arch.probe import Plant, Probe, record
-from midstream.arch.shapes import shapes_of
+from midstream.arch.shapes import shapes_of, widths_of
 from midstream.arch.streams import bind_streams, check_shapes, find_layout, stream_of
 from midstream.errors import ArchitectureError, UnknownSiteError
 from midstream.sites import LAYER_SITES, MODEL_SITES, Binding
@@ -43,6 +43,7 @@ class Architecture:
         order: `(path, "input" | "output")` to the first and last moment of the forward at which this happened, counted
             over the inputs and outputs of all modules that were called. The root's path is "".
         shapes: path to the shape of its output, with T for the token axis and B for a batch axis.
+        widths: for each binding, how many elements one token has; heads counted together.
     """
 
     num_layers: int
@@ -52,6 +53,7 @@ class Architecture:
     parts: dict[str, str]
     order: dict[tuple[str, str], tuple[int, int]]
     shapes: dict[str, str]
+    widths: dict[tuple[str, int | None], int]
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -136,6 +138,7 @@ def detect(
         parts=_parts(root, container, blocks, bindings, names),
         order=dict(probe.order),
         shapes=shapes_of(probe, stream_of(first)),
+        widths=widths_of(probe, bindings),
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from midstream.arch.probe import Leaf, Probe
+from midstream.sites import Binding
 
 
 def shapes_of(probe: Probe, stream: Leaf) -> dict[str, str]:
@@ -21,6 +22,17 @@ def shapes_of(probe: Probe, stream: Leaf) -> dict[str, str]:
     for call in probe.calls:
         if call.path not in found:
             found[call.path] = _written(call.result, tokens, flat)
+    return found
+
+
+def widths_of(probe: Probe, bindings: Mapping[tuple[str, int | None], Binding]) -> dict[tuple[str, int | None], int]:
+    """How many elements one token of each binding's value has."""
+    calls = {call.path: call for call in reversed(probe.calls)}
+    found: dict[tuple[str, int | None], int] = {}
+    for point, binding in bindings.items():
+        call = calls[binding.path]
+        leaves = call.inputs if binding.kind == "input" else call.returned
+        found[point] = next(leaf for leaf in leaves if leaf.ref == binding.hidden).shape[-1]
     return found
 
 

@@ -1,37 +1,61 @@
-"""The site op: a site that is built into the compiled forward.
+"""The site op: sites that are built into the compiled forward.
 
-A forward hook on each decoder layer calls one opaque custom op, which Dynamo traces into the compiled graph. In a plain step
-the op returns at once; under CUDA graphs nothing of it is even recorded. In a step with traces that keep to these sites the
-op hands the residual stream to the interleaver, between the CUDA graphs of the compiled pieces (the op splits the graph as
-attention does). Such a step gives up the full graph, not the compilation.
+A forward hook at each of them calls one opaque custom op, which Dynamo traces into the compiled graph. In a plain step the op
+returns at once; under CUDA graphs nothing of it is even recorded. Full graphs are recorded a second time with the plans' kernel in
+them, for the steps in which a plan acts. In a step with traces that keep to these sites the op hands the residual stream to the
+interleaver, between the CUDA graphs of the compiled pieces (the op splits the graph as attention does). Such a step gives up the
+full graph, not the compilation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from midstream.arch import Architecture
-from midstream.sites import follow
+from midstream.errors import UnknownSiteError
+from midstream.sites import Binding, follow
 from midstream.trace.visit import Key
 
 SITE_OP = "midstream::site"
+# Where a write in place reaches what comes after the site and nothing else.
+BUILDABLE = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")
+Point = tuple[str, int]
 Fire = Callable[[int, torch.Tensor, torch.Tensor | None], None]
 _library: torch.library.Library | None = None
 
 
 class SiteOp:
-    """What the op calls: None unless the step that runs has traces on graph sites."""
+    """What the op calls with a point's index.
 
+    Attributes:
+        edit: applies plans; None unless one acts in the step.
+        fire: wakes traces; None unless the step has some that keep to graph sites.
+    """
+
+    edit: Fire | None = None
     fire: Fire | None = None
 
+    @classmethod
+    @contextlib.contextmanager
+    def editing(cls, edit: Fire) -> Iterator[None]:
+        """Call `edit` in the block."""
+        cls.edit = edit
+        try:
+            yield
+        finally:
+            cls.edit = None
 
-def _site(hidden: torch.Tensor, residual: torch.Tensor | None, layer: int) -> None:
+
+def _site(hidden: torch.Tensor, residual: torch.Tensor | None, point: int) -> None:
+    if SiteOp.edit is not None:
+        SiteOp.edit(point, hidden, residual)
     if SiteOp.fire is not None:
-        SiteOp.fire(layer, hidden, residual)
+        SiteOp.fire(point, hidden, residual)
 
 
 def _register() -> None:
@@ -39,41 +63,68 @@ def _register() -> None:
     global _library
     if _library is None:
         _library = torch.library.Library("midstream", "FRAGMENT")
-        _library.define("site(Tensor(a!) hidden, Tensor(b!)? residual, int layer) -> ()")
+        _library.define("site(Tensor(a!) hidden, Tensor(b!)? residual, int point) -> ()")
         for backend in ("CPU", "CUDA"):
             _library.impl("site", _site, backend)
-        _library._register_fake("site", lambda hidden, residual, layer: None)
+        _library._register_fake("site", lambda hidden, residual, point: None)
 
 
-def graph_keys(arch: Architecture) -> dict[int, Key]:
-    """Layer -> the point at which its `resid_post` goes by."""
-    found = {layer: arch.bindings.get(("resid_post", layer)) for layer in arch.layers}
-    return {
-        layer: (b.path, b.kind) for layer, b in found.items() if b is not None and b.kind == "output" and b.scale == 1.0
-    }
+def buildable_points(arch: Architecture, sites: Sequence[str]) -> list[Point]:
+    """The (site, layer) of `sites` that can be built in. Raises UnknownSiteError for a site that cannot be at all."""
+    for site in sites:
+        if site not in BUILDABLE:
+            raise UnknownSiteError(f"graph_sites has {site!r}; what can be built in is: {', '.join(BUILDABLE)}.")
+    found = [(site, layer) for site in sites for layer in arch.layers if (site, layer) in arch.bindings]
+    return [point for point in found if _is_plain(arch.bindings[point], point[0])]
 
 
-def build_in(model: nn.Module, arch: Architecture) -> None:
-    """Put the op behind every layer. To be called before the model is compiled."""
+def _is_plain(binding: Binding, site: str) -> bool:
+    """Whether the value is a tensor of the forward, or the sum of two streams."""
+    beside_a_bias = site in ("attn_out", "mlp_out") and binding.residual is not None
+    return binding.scale == 1.0 and not beside_a_bias
+
+
+def trace_keys(arch: Architecture, points: Sequence[Point]) -> dict[Point, Key]:
+    """The points at which traces can read and write the `resid_post` of a compiled forward."""
+    residual = {point: arch.bindings[point] for point in points if point[0] == "resid_post"}
+    return {point: (b.path, b.kind) for point, b in residual.items() if b.kind == "output"}
+
+
+def build_in(model: nn.Module, arch: Architecture, points: Sequence[Point], index: Callable[[Point], int]) -> None:
+    """Put the op at each of `points`, called with its index. To be called before the model is compiled."""
     _register()
-    for layer, key in graph_keys(arch).items():
-        model.get_submodule(key[0]).register_forward_hook(_hook(layer, arch))
+    for point in points:
+        binding = arch.bindings[point]
+        module = model.get_submodule(binding.path)
+        if binding.kind == "input":
+            module.register_forward_pre_hook(_pre_hook(point, arch, index(point)), with_kwargs=True)
+        else:
+            module.register_forward_hook(_hook(point, arch, index(point)))
 
 
-def _hook(layer: int, arch: Architecture) -> Callable[..., None]:
-    binding = arch.bindings["resid_post", layer]
-    hidden, residual = binding.hidden, binding.residual
+def _call(tree: Any, point: Point, arch: Architecture, index: int) -> None:
+    binding = arch.bindings[point]
+    second = follow(tree, binding.residual) if binding.residual is not None else None
+    torch.ops.midstream.site(follow(tree, binding.hidden), second, index)
 
+
+def _hook(point: Point, arch: Architecture, index: int) -> Callable[..., None]:
     def hook(module: nn.Module, args: Any, output: Any) -> None:
-        second = follow(output, residual) if residual is not None else None
-        torch.ops.midstream.site(follow(output, hidden), second, layer)
+        _call(output, point, arch, index)
 
     return hook
 
 
-def tree_at(arch: Architecture, layer: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> Any:
+def _pre_hook(point: Point, arch: Architecture, index: int) -> Callable[..., None]:
+    def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+        _call((args, kwargs), point, arch, index)
+
+    return hook
+
+
+def tree_at(arch: Architecture, point: Point, hidden: torch.Tensor, residual: torch.Tensor | None) -> Any:
     """What the layer returned, as far as its `resid_post` is concerned."""
-    binding = arch.bindings["resid_post", layer]
+    binding = arch.bindings[point]
     if not binding.hidden:
         return hidden
     leaves: list[torch.Tensor | None] = [None, None]

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 
 from midstream.arch import Architecture
-from midstream.engine.graph_sites import build_in, graph_keys, tree_at
+from midstream.engine.graph_sites import Point, trace_keys, tree_at
 from midstream.engine.request import TraceRequest
 from midstream.engine.sender import Sender
 from midstream.engine.step import Scheduled, StepView
@@ -79,7 +78,7 @@ class TraceHost:
         self._groups: dict[str, _Group] = {}
         self._traced = False
         self._uncompiled = False
-        self._graph_keys: dict[int, Key] = {}
+        self._graph_keys: dict[Point, Key] = {}
         self._in_step: list[tuple[Scheduled, _Request]] = []
         self._expects_logits = False
         self._sent = 0
@@ -97,10 +96,9 @@ class TraceHost:
         """Whether that step needs more than the compiled forward passes by."""
         return self._uncompiled
 
-    def build_in(self, model: nn.Module) -> None:
-        """Put the graph sites into `model`, which is not compiled yet."""
-        build_in(model, self.arch)
-        self._graph_keys = graph_keys(self.arch)
+    def watch_graph_sites(self, points: Sequence[Point]) -> None:
+        """These points are built into the compiled forward."""
+        self._graph_keys = trace_keys(self.arch, points)
 
     def schedule(
         self,
@@ -292,9 +290,10 @@ class TraceHost:
             self._in_step.append((scheduled, request))
         self.interleaver.begin_step(rows, replays, last)
 
-    def see_site(self, layer: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        """Compiled code is behind `layer`; edits land in its tensors."""
-        self.interleaver.fire(self._graph_keys[layer], tree_at(self.arch, layer, hidden, residual), direct=True)
+    def see_site(self, point: Point, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        """Compiled code is at `point`; edits land in its tensors."""
+        if (key := self._graph_keys.get(point)) is not None:
+            self.interleaver.fire(key, tree_at(self.arch, point, hidden, residual), direct=True)
 
     def see_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """`[requests, vocab]`; prompt logprobs compute further logits, which are not a step's."""

@@ -11,8 +11,10 @@ from typing import Any
 
 from midstream.engine.plugin import register
 from midstream.engine.request import TraceRequest
-from midstream.engine.settings import Settings
+from midstream.engine.settings import RECORD_BYTES, Settings
 from midstream.errors import EngineClosedError, MidstreamError, PromptError
+from midstream.plan.values import Plan
+from midstream.plan.wire import to_json
 
 WORKER = "midstream.engine.worker.Worker"
 SCHEDULER = "midstream.engine.scheduler.make_scheduler"
@@ -21,7 +23,32 @@ _SOCKETS = "VLLM_RPC_BASE_PATH"
 _LONGEST_DIRECTORY = 107 - 37  # what a socket's path may have, less a UUID
 
 
-def engine_arguments(model: str, settings: Settings, given: Mapping[str, Any]) -> dict[str, Any]:
+def engine_arguments(
+    *,
+    plan: Any = None,
+    graph_sites: Sequence[str] = ("resid_post",),
+    record_bytes: int = RECORD_BYTES,
+    rename: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """What makes a stock vLLM engine take plans: `vllm.LLM(model, **midstream.engine_arguments())`, or `AsyncEngineArgs`.
+
+    Its requests carry plans as `SamplingParams(extra_args={"midstream": plan})`; what they capture goes to directories and consumers,
+    for nobody waits at the client. It takes no traces, which are code.
+
+    Args:
+        plan: for every request, before its own; a `Plan` or a list of interventions, captures with `to=`.
+        graph_sites: as for `midstream.VLLM`, which has all of this built in.
+        record_bytes, rename: likewise.
+
+    Raises:
+        PlanError: `plan` is no plan, or has what cannot be sent to an engine.
+    """
+    text = to_json(Plan.of(plan)) if plan is not None else None  # vLLM hashes the settings as JSON
+    settings = Settings(False, dict(rename or {}), tuple(graph_sites), record_bytes, text)
+    return {"worker_cls": WORKER, "scheduler_cls": SCHEDULER, "additional_config": settings.to_config()}
+
+
+def llm_arguments(model: str, settings: Settings, given: Mapping[str, Any]) -> dict[str, Any]:
     """vLLM's engine arguments with midstream's own among them. Raises MidstreamError if one of those is taken."""
     for name in ("worker_cls", "scheduler_cls"):
         if name in given:

@@ -5,18 +5,24 @@ Each tells the host when a batch has been laid out, passes logits and samples by
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config import CUDAGraphMode
 
 from midstream.engine.patches import StepMode
-from midstream.engine.step import StepView, lay_out
+from midstream.engine.step import StepView
 
 
 class Host(Protocol):
     """What the adapters call."""
+
+    @property
+    def step_is_seen(self) -> bool: ...
 
     @property
     def step_is_traced(self) -> bool: ...
@@ -34,9 +40,18 @@ class Runner:
     def __init__(self, runner: Any) -> None:
         self.runner = runner
         self.model: nn.Module = runner.get_model()
+        self._graphs: tuple[dict[Any, Any], dict[Any, Any]] | None = None
 
     def connect(self, host: Host) -> None:
         """Have the host called in each step that it says is traced."""
+        raise NotImplementedError
+
+    def record_second_graphs(self, on: Callable[[], AbstractContextManager[None]]) -> None:
+        """Have full CUDA graphs recorded twice: as vLLM does, and once more within `on()`, for `use_second_graphs`."""
+        raise NotImplementedError
+
+    def use_second_graphs(self, second: bool) -> None:
+        """Which of the two sets of full graphs the coming step replays from."""
         raise NotImplementedError
 
     def probe(self, tokens: int) -> None:
@@ -79,14 +94,13 @@ class V1Runner(Runner):
         determine, sample = runner._determine_batch_execution_and_padding, runner._sample
 
         def determine_batch(*args: Any, **kwargs: Any) -> Any:
-            if not host.step_is_traced:
+            if not host.step_is_seen:
                 return determine(*args, **kwargs)
             kwargs["force_eager"] = StepMode.no_graphs
             determined = determine(*args, **kwargs)
             batch, counts = runner.input_batch, kwargs["num_scheduled_tokens_np"]
-            host.begin_step(
-                lay_out(batch.req_ids, counts, batch.num_computed_tokens_cpu[: len(counts)], determined[1].num_tokens)
-            )
+            computed = batch.num_computed_tokens_cpu[: len(counts)]
+            host.begin_step(StepView(batch.req_ids, counts, computed, determined[1].num_tokens))
             return determined
 
         def sample_tokens(*args: Any, **kwargs: Any) -> Any:
@@ -98,6 +112,26 @@ class V1Runner(Runner):
         runner._determine_batch_execution_and_padding = determine_batch
         runner._sample = sample_tokens
         self._watch_logits(host)
+
+    def record_second_graphs(self, on: Callable[[], AbstractContextManager[None]]) -> None:
+        capture = self.runner._capture_cudagraphs
+
+        def capture_cudagraphs(*args: Any, **kwargs: Any) -> None:
+            capture(*args, **kwargs)
+            if kwargs["cudagraph_runtime_mode"] == CUDAGraphMode.FULL:
+                self.use_second_graphs(True)
+                with on():
+                    capture(*args, **kwargs)
+                self.use_second_graphs(False)
+
+        self.runner._capture_cudagraphs = capture_cudagraphs
+
+    def use_second_graphs(self, second: bool) -> None:
+        wrapper = self.runner.model
+        if isinstance(wrapper, CUDAGraphWrapper):
+            if self._graphs is None:
+                self._graphs = (wrapper.concrete_cudagraph_entries, {})
+            wrapper.concrete_cudagraph_entries = self._graphs[second]
 
     @staticmethod
     def _keep_from_full_graphs(dispatcher: Any) -> None:
@@ -117,18 +151,41 @@ class V2Runner(Runner):
     def _dummy_run(self, tokens: int) -> None:
         self.runner._dummy_run(tokens, skip_attn=True, is_profile=True)
 
+    def record_second_graphs(self, on: Callable[[], AbstractContextManager[None]]) -> None:
+        manager = self.runner.cudagraph_manager
+        capture = manager.capture
+
+        def capture_graphs(*args: Any, **kwargs: Any) -> None:
+            capture(*args, **kwargs)
+            descriptions = manager._capture_descs
+            full = {mode: each for mode, each in descriptions.items() if mode == CUDAGraphMode.FULL}
+            if full:
+                self.use_second_graphs(True)
+                manager._capture_descs = full
+                with on():
+                    capture(*args, **kwargs)
+                manager._capture_descs = descriptions
+                self.use_second_graphs(False)
+
+        manager.capture = capture_graphs
+
+    def use_second_graphs(self, second: bool) -> None:
+        manager = self.runner.cudagraph_manager
+        if manager is not None:
+            if self._graphs is None:
+                self._graphs = (manager.graphs, {})
+            manager.graphs = self._graphs[second]
+
     def connect(self, host: Host) -> None:
         runner = self.runner
         prepare, sample = runner.prepare_inputs, runner.sample
 
         def prepare_inputs(*args: Any, **kwargs: Any) -> Any:
             batch = prepare(*args, **kwargs)
-            if host.step_is_traced:
-                counts, computed = (
-                    batch.num_scheduled_tokens[: batch.num_reqs],
-                    batch.num_computed_tokens_np[: batch.num_reqs],
-                )
-                host.begin_step(lay_out(batch.req_ids, counts, computed, batch.num_tokens_after_padding))
+            if host.step_is_seen:
+                counts = batch.num_scheduled_tokens[: batch.num_reqs]
+                computed = batch.num_computed_tokens_np[: batch.num_reqs]
+                host.begin_step(StepView(batch.req_ids, counts, computed, batch.num_tokens_after_padding))
             return batch
 
         def sample_tokens(*args: Any, **kwargs: Any) -> Any:

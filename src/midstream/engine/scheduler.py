@@ -1,4 +1,4 @@
-"""vLLM's scheduler with one more rule: a traced prompt is computed in one piece.
+"""vLLM's scheduler with two more rules: a traced prompt is computed in one piece, and plans have their say in the prefix cache.
 
 A traced request that would not fit whole into the coming step waits, with all that queue behind it, so it starves nobody
 and is starved by nobody. All else is vLLM's: chunked prefill, prefix caching and async scheduling stay on.
@@ -11,22 +11,42 @@ from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
 from midstream.engine.lifeline import tie_to_parent
-from midstream.engine.request import TraceRequest
+from midstream.engine.plans.cache import limit_hits
+from midstream.engine.request import NAME, TraceRequest
+from midstream.engine.verdict import Verdict
 
 
-class _TraceRules:
+class _Rules:
     """Mixed into vLLM's schedulers, before them."""
 
+    kv_cache_manager: Any
     waiting: Any
     running: list[Any]
     requests: dict[str, Any]
     scheduler_config: Any
     max_num_scheduled_tokens: int
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._lengths: dict[str, int] = {}  # tokens of the requests that the workers are to be told the end of
+        limit_hits(self.kv_cache_manager)
+
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        output = self._schedule(*args, **kwargs)
+        if self._lengths:
+            output.midstream_finished = {n: self._lengths.pop(n) for n in output.finished_req_ids if n in self._lengths}
+        return output
+
+    def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        if (getattr(request.sampling_params, "extra_args", None) or {}).get(NAME) is not None:
+            self._lengths[request.request_id] = request.num_tokens
+        return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
+
+    def _schedule(self, *args: Any, **kwargs: Any) -> Any:
         if not self.waiting or not any(_unstarted_trace(request) for request in self.waiting):
             return super().schedule(*args, **kwargs)  # type: ignore[misc]
         held = self._take_held_back()
@@ -71,10 +91,17 @@ class _TraceRules:
         return requests
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        for name in getattr(model_runner_output, "midstream_stops", ()):
+        verdict: Verdict = getattr(model_runner_output, "midstream", None) or Verdict()
+        for name in (*verdict.stops, *verdict.errors):
             if (request := self.requests.get(name)) is not None:
                 request.max_tokens = request.num_output_tokens + 1  # the token of this step is its last
-        return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        for output in (o for each in outputs.values() for o in each.outputs) if verdict.errors else ():
+            if output.request_id in verdict.errors:
+                output.new_token_ids = []
+                output.finish_reason = FinishReason.ERROR
+                output.stop_reason = verdict.errors[output.request_id]
+        return outputs
 
 
 def _to_compute(request: Any) -> int:
@@ -89,11 +116,11 @@ def _unstarted_trace(request: Any) -> TraceRequest | None:
     return TraceRequest.of(request.sampling_params)
 
 
-class TraceScheduler(_TraceRules, Scheduler):
+class MidstreamScheduler(_Rules, Scheduler):
     """For engines without async scheduling."""
 
 
-class AsyncTraceScheduler(_TraceRules, AsyncScheduler):
+class AsyncMidstreamScheduler(_Rules, AsyncScheduler):
     """For engines with async scheduling."""
 
 
@@ -101,4 +128,4 @@ def make_scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> Scheduler:
     """The scheduler that fits the engine; given to vLLM as `scheduler_cls`."""
     tie_to_parent()  # a scheduler is made in the engine's process
     asynchronous = vllm_config.scheduler_config.async_scheduling
-    return (AsyncTraceScheduler if asynchronous else TraceScheduler)(vllm_config, *args, **kwargs)
+    return (AsyncMidstreamScheduler if asynchronous else MidstreamScheduler)(vllm_config, *args, **kwargs)

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 NAME = "midstream"
+RECORD_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -19,12 +20,16 @@ class Settings:
     Attributes:
         allow_traces: whether requests may carry code.
         rename: names of the model's own modules for the standard ones.
-        graph_sites: sites built into the compiled forward; traces that keep to them need no uncompiled step.
+        graph_sites: sites built into the compiled forward; traces and plans that keep to them need no uncompiled step.
+        record_bytes: how much of the workers' memory recorded runs may take.
+        plan: a plan for every request, as JSON.
     """
 
     allow_traces: bool = False
     rename: dict[str, str] = field(default_factory=dict)
     graph_sites: tuple[str, ...] = ("resid_post",)
+    record_bytes: int = RECORD_BYTES
+    plan: str | None = None
 
     def to_config(self, additional: Mapping[str, Any] | None = None) -> dict[str, Any]:
         return {**(additional or {}), NAME: asdict(self)}

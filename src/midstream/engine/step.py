@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
 
 
-@dataclass(frozen=True)
-class Scheduled:
+class Scheduled(NamedTuple):
     """One request in the flat batch of a step.
 
     Attributes:
@@ -26,16 +29,27 @@ class Scheduled:
 
 @dataclass(frozen=True)
 class StepView:
-    """A step's batch: the scheduled requests in the batch's order, and how many rows it has with padding."""
+    """A step's batch, in which the requests' tokens lie one after another.
 
-    requests: tuple[Scheduled, ...]
+    Attributes:
+        request_ids: the scheduled requests in the batch's order.
+        counts: `[requests]`, their rows in this step.
+        computed: `[requests]`, how many of their tokens had been computed before.
+        total: the rows of the batch, with padding.
+    """
+
+    request_ids: Sequence[str]
+    counts: np.ndarray
+    computed: np.ndarray
     total: int
 
+    @cached_property
+    def starts(self) -> np.ndarray:
+        """`[requests]`, the first row of each."""
+        return np.cumsum(self.counts) - self.counts
 
-def lay_out(request_ids: Sequence[str], counts: Sequence[int], computed: Sequence[int], total: int) -> StepView:
-    """The view of a batch in which the requests' tokens lie one after another."""
-    scheduled, start = [], 0
-    for index, (name, count, before) in enumerate(zip(request_ids, counts, computed, strict=True)):
-        scheduled.append(Scheduled(name, start, start + int(count), int(before), index))
-        start += int(count)
-    return StepView(tuple(scheduled), total)
+    @cached_property
+    def requests(self) -> tuple[Scheduled, ...]:
+        """The same, request by request."""
+        rows = zip(self.request_ids, self.starts.tolist(), self.counts.tolist(), self.computed.tolist(), strict=True)
+        return tuple(Scheduled(name, at, at + n, before, i) for i, (name, at, n, before) in enumerate(rows))

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.config import CompilationMode
+from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
-from midstream.arch import detect
+from midstream.arch import Architecture, detect
 from midstream.engine.eager_kernels import EagerKernels
-from midstream.engine.graph_sites import SITE_OP, SiteOp
+from midstream.engine.graph_sites import SITE_OP, SiteOp, build_in, buildable_points
 from midstream.engine.host import TraceHost
 from midstream.engine.lifeline import raise_if_ending, tie_to_parent
 from midstream.engine.patches import StepMode
+from midstream.engine.plans.attach import make_plan_host
+from midstream.engine.plans.host import PlanHost
 from midstream.engine.plugin import register
-from midstream.engine.request import TraceRequest
+from midstream.engine.request import NAME
 from midstream.engine.runners import adapt
 from midstream.engine.sender import Sender
 from midstream.engine.settings import Settings
+from midstream.engine.step import StepView
+from midstream.engine.verdict import Verdict
 from midstream.trace.envoy import ModelEnvoy
 from midstream.trace.interleaver import Interleaver
 
@@ -36,35 +40,58 @@ else:
 _PROBE_TOKENS = 3
 
 
-class _Stopped(AsyncModelRunnerOutput):
+class _Judged(AsyncModelRunnerOutput):
     """An output on its way from the device, with the requests that end with it."""
 
-    def __init__(self, output: AsyncModelRunnerOutput, stops: list[str]) -> None:
+    def __init__(self, output: AsyncModelRunnerOutput, verdict: Verdict) -> None:
         self._output = output
-        self._stops = stops
+        self._verdict = verdict
 
     def get_output(self) -> Any:
-        return _with_stops(self._output.get_output(), self._stops)
+        return _judged(self._output.get_output(), self._verdict)
 
 
-def _with_stops(output: Any, stops: list[str]) -> Any:
-    output.midstream_stops = stops
+def _judged(output: Any, verdict: Verdict) -> Any:
+    output.midstream = verdict
     return output
 
 
-def _is_traced(new_request: Any) -> bool:
-    return TraceRequest.of(new_request.sampling_params) is not None
+class StepHost:
+    """Traces and plans as the runner's adapter sees them."""
+
+    def __init__(self, traces: TraceHost, plans: PlanHost) -> None:
+        self._traces, self._plans = traces, plans
+        self.see_logits, self.see_samples = traces.see_logits, traces.see_samples
+
+    @property
+    def step_is_traced(self) -> bool:
+        return self._traces.step_is_traced
+
+    @property
+    def step_is_seen(self) -> bool:
+        return self._traces.step_is_traced or self._plans.step_is_planned
+
+    def begin_step(self, view: StepView) -> None:
+        if self._plans.step_is_planned:
+            self._plans.begin_step(view)
+        if self._traces.step_is_traced:
+            self._traces.begin_step(view)
+
+
+def _carries(new_request: Any) -> bool:
+    """Whether a request that begins has a trace or a plan."""
+    return (getattr(new_request.sampling_params, "extra_args", None) or {}).get(NAME) is not None
 
 
 class Worker(PlatformWorker):
-    """A worker that runs traces."""
+    """A worker that runs traces and plans."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         register()
         tie_to_parent()
         self._split_at_sites = self._split_graph()
         super().load_model(*args, **kwargs)
-        self.midstream = self._attach()
+        self._attach()
         self._eager_kernels = EagerKernels(self.midstream.envoy._module, self.vllm_config)
 
     def _split_graph(self) -> bool:
@@ -76,10 +103,10 @@ class Worker(PlatformWorker):
         return True
 
     @torch.inference_mode()
-    def _attach(self) -> TraceHost:
+    def _attach(self) -> None:
         config = self.vllm_config
         settings = Settings.of(config)
-        runner = adapt(self.model_runner)
+        runner = self._runner = adapt(self.model_runner)
         model = runner.model
         arch = detect(
             model,
@@ -88,6 +115,20 @@ class Worker(PlatformWorker):
             head_dim=config.model_config.get_head_size(),
             rename=settings.rename,
         )
+        records = self._has_graphs or config.compilation_config.mode != CompilationMode.NONE
+        built_in = buildable_points(arch, settings.graph_sites) if records else []
+        self.midstream = self._make_trace_host(arch, settings)
+        self.plans = make_plan_host(self, arch, settings, built_in, lambda: self.midstream.sender)
+        self.midstream.watch_graph_sites(built_in)
+        build_in(model, arch, built_in, self.plans.tables.index.__getitem__)
+        runner.connect(StepHost(self.midstream, self.plans))
+
+    @property
+    def _has_graphs(self) -> bool:
+        return self.vllm_config.compilation_config.cudagraph_mode not in (None, CUDAGraphMode.NONE)
+
+    def _make_trace_host(self, arch: Architecture, settings: Settings) -> TraceHost:
+        model, config = self._runner.model, self.vllm_config
         interleaver = Interleaver(model, arch.order)
         compute_logits: Any = model.compute_logits
         norm = model.get_submodule(arch.parts["final_norm"]) if "final_norm" in arch.parts else None
@@ -99,11 +140,12 @@ class Worker(PlatformWorker):
             return compute_logits(normed[0] if isinstance(normed, tuple) else normed)  # Command-R's norm returns a pair
 
         envoy = ModelEnvoy(model, arch, interleaver, unembed, self._tokenizer)
-        host = TraceHost(envoy, interleaver, arch, settings.allow_traces, config.model_config.max_model_len)
-        runner.connect(host)
-        if settings.graph_sites and config.compilation_config.mode != CompilationMode.NONE:
-            host.build_in(model)
-        return host
+        return TraceHost(envoy, interleaver, arch, settings.allow_traces, config.model_config.max_model_len)
+
+    def compile_or_warm_up_model(self) -> Any:
+        if self._has_graphs:
+            self._runner.record_second_graphs(lambda: SiteOp.editing(self.plans.edit))
+        return super().compile_or_warm_up_model()
 
     def _tokenizer(self) -> Any:
         from transformers import AutoTokenizer
@@ -111,33 +153,46 @@ class Worker(PlatformWorker):
         return AutoTokenizer.from_pretrained(self.vllm_config.model_config.tokenizer)
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        if self.midstream.is_idle and not any(map(_is_traced, scheduler_output.scheduled_new_reqs)):
+        traces, plans = self.midstream, self.plans
+        new = scheduler_output.scheduled_new_reqs
+        if traces.is_idle and plans.is_idle and not any(map(_carries, new)):
             return super().execute_model(scheduler_output)
-        new = {
-            r.req_id: (r.sampling_params, len(r.prompt_token_ids or ())) for r in scheduler_output.scheduled_new_reqs
-        }
+        begun = {r.req_id: (r.sampling_params, r.prompt_token_ids or ()) for r in new}
         cached = scheduler_output.scheduled_cached_reqs
         computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        computed |= {r.req_id: r.num_computed_tokens for r in scheduler_output.scheduled_new_reqs}
+        computed |= {r.req_id: r.num_computed_tokens for r in new}
+        scheduled = scheduler_output.num_scheduled_tokens
         finished = set(scheduler_output.finished_req_ids)
-        self.midstream.schedule(new, scheduler_output.num_scheduled_tokens.keys(), finished, computed)
-        traced, uncompiled = self.midstream.step_is_traced, self.midstream.step_is_uncompiled
-        StepMode.set(traced, traced and (uncompiled or not self._split_at_sites), uncompiled)
-        SiteOp.fire = self.midstream.see_site if traced and not uncompiled else None
+        traced_begun = {name: (params, len(prompt)) for name, (params, prompt) in begun.items()}
+        traces.schedule(traced_begun, scheduled.keys(), finished, computed)
+        lengths = getattr(scheduler_output, "midstream_finished", {})
+        off_graph = plans.schedule(begun, scheduled, {name: lengths.get(name) for name in finished}, computed)
+        traced = traces.step_is_traced
+        uncompiled = off_graph or (traced and traces.step_is_uncompiled)
+        StepMode.set(traced or off_graph, uncompiled or (traced and not self._split_at_sites), uncompiled)
+        SiteOp.fire = self._see_site if traced and not uncompiled else None
+        SiteOp.edit = plans.edit if plans.step_is_planned else None
+        self._runner.use_second_graphs(plans.step_is_planned)
         try:
             with self._eager_kernels.on() if uncompiled else contextlib.nullcontext():
                 return super().execute_model(scheduler_output)
         finally:
             StepMode.set()
-            SiteOp.fire = None
+            SiteOp.fire = SiteOp.edit = None
+            if plans.step_is_planned:
+                self._runner.use_second_graphs(False)
+                plans.end_step()
+
+    def _see_site(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        self.midstream.see_site(self.plans.tables.points[point], hidden, residual)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         output = super().sample_tokens(grammar_output)
         raise_if_ending()
-        stops = self.midstream.take_stops()
-        if not stops or output is None:
+        verdict = Verdict(self.midstream.take_stops(), self.plans.take_errors())
+        if output is None or not (verdict.stops or verdict.errors):
             return output
-        return _Stopped(output, stops) if isinstance(output, AsyncModelRunnerOutput) else _with_stops(output, stops)
+        return _Judged(output, verdict) if isinstance(output, AsyncModelRunnerOutput) else _judged(output, verdict)
 
     # Called by the client through `collective_rpc`.
 
@@ -157,12 +212,18 @@ class Worker(PlatformWorker):
             "sites": list(arch.sites),
             "num_layers": arch.num_layers,
             "hidden_size": arch.hidden_size,
+            "widths": {f"{site}/{layer}": width for (site, layer), width in self.plans.facts.widths.items()},
+            "dtype": self.plans.facts.dtype,
         }
 
     def midstream_gauges(self) -> dict[str, int]:
         """What is alive on this worker."""
         return {
             **self.midstream.gauges(),
+            **self.plans.gauges(),
+            "planned_steps": self.plans.planned_steps,
+            "off_graph_steps": self.plans.off_graph_steps,
+            "table_growths": self.plans.tables.growths,
             "traced_steps": self.midstream.traced_steps,
             "uncompiled_steps": self.midstream.uncompiled_steps,
         }
@@ -170,12 +231,37 @@ class Worker(PlatformWorker):
     def midstream_finish(self) -> None:
         """End the traces of requests whose end this worker has not been told: an in-process engine rests between calls."""
         self.midstream.schedule({}, (), set(self.midstream.requests))
+        self.plans.schedule({}, {}, dict.fromkeys(self.plans.requests), {})
 
     def midstream_drop(self, traces: list[str]) -> None:
         """Forget these traces: the client has aborted their requests."""
         self.midstream.drop(traces)
 
+    def midstream_set_vectors(self, vectors: Mapping[str, tuple[bytes, str]]) -> None:
+        """Register named vectors: name -> (little-endian float32, digest)."""
+        self.plans.vectors.set(vectors)
+
+    def midstream_delete_vectors(self, names: Sequence[str]) -> None:
+        self.plans.vectors.delete(names)
+
+    def midstream_list_vectors(self) -> dict[str, tuple[int, str]]:
+        """name -> (width, digest)."""
+        return self.plans.vectors.list()
+
+    def midstream_list_runs(self) -> list[dict[str, Any]]:
+        """The recorded runs: id, name, bytes, leases, sites, layers, positions."""
+        return self.plans.runs.list()
+
+    def midstream_delete_runs(self, ids: Sequence[str]) -> None:
+        self.plans.runs.delete(ids)
+
+    def midstream_lease_runs(self, ids: Sequence[str], by: int) -> list[str]:
+        """Hold runs for requests on their way (`by=1`) or let them go (-1); the ids that are not there."""
+        return self.plans.runs.lease(ids, by)
+
     def shutdown(self) -> None:
         if (host := getattr(self, "midstream", None)) is not None and host.sender is not None:
             host.sender.close(flush=False)
+        if (plans := getattr(self, "plans", None)) is not None:
+            plans.outlet.close()
         super().shutdown()

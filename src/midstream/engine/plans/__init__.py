@@ -1,0 +1,1 @@
+"""Plans in the engine: kernels, device tables, and what follows each planned request."""

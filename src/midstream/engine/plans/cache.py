@@ -1,0 +1,94 @@
+"""Plans and the prefix cache, on the scheduler's side: whose KV blocks a planned request may read, and who may read its own.
+
+A block's hash gets a key from all that the plan has changed below the block's end. Blocks below the first such change have none and are
+shared with everybody; blocks that differ in any edit never meet. A request whose prompt is to be captured takes cache hits up to the
+lowest captured position and no further.
+"""
+
+from __future__ import annotations
+
+import functools
+import secrets
+from typing import Any
+
+from midstream.engine.plans.request import PlanRequest
+from midstream.errors import PlanError
+from midstream.plan.keys import PlanKeys, lowest_captured
+
+
+def block_key(request: Any, end: int) -> str | None:
+    """What sets a request's block that ends at position `end` apart."""
+    keys = _known(request)[0]
+    return keys.at(end) if keys is not None else None
+
+
+def longest_hit(request: Any) -> int | None:
+    """How many of the request's tokens may come from the cache; None for as many as there are."""
+    return _known(request)[1]
+
+
+def _known(request: Any) -> tuple[Any, int | None]:
+    length = request.num_prompt_tokens
+    known: tuple[int, Any, int | None] | None = getattr(request, "midstream_cache", None)
+    if known is None or known[0] != length:  # streaming input makes a prompt longer
+        known = request.midstream_cache = (length, *_make(request, length))
+    return known[1:]
+
+
+def _make(request: Any, length: int) -> tuple[Any, int | None]:
+    try:
+        carried = PlanRequest.of(request.sampling_params)
+        plan = carried.plan if carried is not None else None
+    except PlanError:  # the worker will refuse it; until then its blocks are nobody's
+        return _Alone(), 0
+    if carried is None or not plan:
+        return None, None
+    return PlanKeys(plan, length, carried.num_layers), lowest_captured(plan, length)
+
+
+def limit_hits(manager: Any) -> None:
+    """Have `manager`, vLLM's KVCacheManager, heed `longest_hit`."""
+    get, find = manager.get_computed_blocks, manager.coordinator.find_longest_cache_hit
+    limits: list[int | None] = [None]
+
+    def get_computed_blocks(request: Any, *args: Any, **kwargs: Any) -> Any:
+        limits[0] = longest_hit(request)
+        try:
+            return get(request, *args, **kwargs)
+        finally:
+            limits[0] = None
+
+    def find_longest_cache_hit(block_hashes: Any, max_cache_hit_length: int, *args: Any, **kwargs: Any) -> Any:
+        longest = max_cache_hit_length if limits[0] is None else min(max_cache_hit_length, limits[0])
+        return find(block_hashes, longest, *args, **kwargs)
+
+    manager.get_computed_blocks = get_computed_blocks
+    manager.coordinator.find_longest_cache_hit = find_longest_cache_hit
+
+
+class _Alone:
+    """Keys that no other request has."""
+
+    def __init__(self) -> None:
+        self._key = secrets.token_hex(16)
+
+    def at(self, end: int) -> str:
+        return self._key
+
+
+def key_blocks() -> None:
+    """Have vLLM's block hashes carry the plans' keys. Once a process; seen on vLLM 0.26 and 0.32."""
+    import vllm.v1.core.kv_cache_utils as module
+
+    original = module.generate_block_hash_extra_keys
+    if hasattr(original, "midstream"):
+        return
+
+    @functools.wraps(original)
+    def generate_block_hash_extra_keys(request: Any, start: int, end: int, *args: Any, **kwargs: Any) -> Any:
+        keys, next_mm = original(request, start, end, *args, **kwargs)
+        own = block_key(request, end)
+        return (keys if own is None else (*(keys or ()), ("midstream", own))), next_mm
+
+    generate_block_hash_extra_keys.midstream = True  # type: ignore[attr-defined]
+    module.generate_block_hash_extra_keys = generate_block_hash_extra_keys

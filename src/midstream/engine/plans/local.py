@@ -1,0 +1,123 @@
+"""Consumers in the worker, for plans that came past `midstream.VLLM`: nobody waits for their rows at the client.
+
+The forward's thread only queues; a thread of its own copies rows from the device and feeds `midstream.captures.Sinks`. The queue is
+bounded: a consumer that cannot keep up slows the engine down, which `blocked_seconds` shows, and nothing is dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from midstream.captures.consumers import CaptureInfo
+from midstream.captures.segment import Segment
+from midstream.captures.sinks import Sinks
+from midstream.captures.wanted import routes
+from midstream.engine import staging
+from midstream.errors import CaptureError
+from midstream.plan.values import Plan
+
+_log = logging.getLogger(__name__)
+QUEUE_BYTES = 256 << 20
+Rows = Sequence[tuple[np.ndarray, tuple[Any, ...], torch.Tensor]]  # (positions, layout, [rows, row_width])
+
+
+class LocalSinks:
+    """Feeds consumers in this process.
+
+    Args:
+        engine: tells this engine from others that write to the same place.
+        num_layers: of the model.
+    """
+
+    def __init__(self, engine: str, num_layers: int) -> None:
+        self._engine, self._num_layers = engine, num_layers
+        self._sinks = Sinks()
+        self._copier = staging.Copier()
+        self._jobs: deque[tuple[Callable[[], None], int]] = deque()
+        self._changed = threading.Condition()
+        self._queued = 0
+        self._closed = False
+        self._blocked = 0.0
+        self.failed = 0
+        self._thread = threading.Thread(target=self._run, name="midstream-consumers", daemon=True)
+        self._thread.start()
+
+    def begin(self, name: str, plan: Plan, prompt_token_ids: Sequence[int]) -> None:
+        info = CaptureInfo(name, tuple(prompt_token_ids), engine=self._engine)
+        ways = routes(plan.captures, len(prompt_token_ids), range(self._num_layers)).sinks
+        self._put(lambda: self._sinks.begin(info, ways), 0)
+
+    def rows(self, name: str, rows: Rows) -> None:
+        tensors = [each for _, _, each in rows]
+        ready = staging.mark_ready(tensors)
+        self._put(lambda: self._deliver(name, rows, ready), sum(each.nbytes for each in tensors))
+
+    def end(self, name: str, stop: int | None, error: str | None = None) -> None:
+        """`stop`: rows below this position are the user's."""
+
+        def job() -> None:
+            self._sinks.end(name, stop, CaptureError(error) if error is not None else None)
+            self._sinks.result(name)
+
+        self._put(job, 0)
+
+    @property
+    def stats(self) -> dict[str, float]:
+        """As of `Sinks.stats`, with what is queued here."""
+        stats = self._sinks.stats
+        stats["queued_bytes"] += self._queued
+        stats["blocked_seconds"] += self._blocked
+        return stats
+
+    def close(self) -> None:
+        """Let the consumers take what is queued, and close them."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+        self._sinks.close()
+        self._copier.close()
+
+    def _deliver(self, name: str, rows: Rows, ready: Any) -> None:
+        for positions, layout, device_rows in rows:
+            host = torch.empty(device_rows.shape, dtype=device_rows.dtype)
+            flat = host.view(-1).view(torch.uint8)
+            self._copier.fill(flat, [device_rows], [0], ready)
+            self._sinks.put(Segment(name, positions, layout, host))
+
+    def _put(self, job: Callable[[], None], size: int) -> None:
+        with self._changed:
+            if self._queued and self._queued + size > QUEUE_BYTES:
+                start = time.perf_counter()
+                self._changed.wait_for(lambda: not self._queued or self._queued + size <= QUEUE_BYTES)
+                self._blocked += time.perf_counter() - start
+            self._jobs.append((job, size))
+            self._queued += size
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._jobs or self._closed)
+                if not self._jobs:
+                    return
+                job, size = self._jobs.popleft()
+            try:
+                job()
+            except CaptureError as error:
+                self.failed += 1
+                _log.error("%s", error)
+            except Exception:
+                self.failed += 1
+                _log.exception("Captured rows were lost.")
+            with self._changed:
+                self._queued -= size
+                self._changed.notify_all()

@@ -1,0 +1,127 @@
+"""Where plans act in the running model: sites that are built into the compiled forward, and hooks for the others.
+
+A built-in site calls the site op, which the graphs hold. Any other site gets a forward hook while a plan that names it is alive, and
+the steps in which such a plan is active run uncompiled.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import nn
+
+from midstream.arch import Architecture
+from midstream.sites import LAYER_SITES, Binding, follow, replaced
+
+_log = logging.getLogger(__name__)
+Point = tuple[str, int]
+Edit = Callable[[int, torch.Tensor, torch.Tensor | None], None]
+
+
+def points_of(arch: Architecture) -> list[Point]:
+    """Every (site, layer) that plans may name on this worker."""
+    return [(site, layer) for site in LAYER_SITES for layer in arch.layers if (site, layer) in arch.bindings]
+
+
+class PointHooks:
+    """Hooks at sites that are not in the graphs, there while somebody needs them.
+
+    Args:
+        built_in: the points that the site op serves.
+        edit: called with the point's index and the tensors to edit in place.
+    """
+
+    def __init__(self, model: nn.Module, arch: Architecture, built_in: Collection[Point], edit: Edit) -> None:
+        self._model = model
+        self._arch = arch
+        self._edit = edit
+        self._index = {point: i for i, point in enumerate(points_of(arch))}
+        self._built_in = frozenset(built_in)
+        self._needed: Counter[Point] = Counter()
+        self._handles: dict[Point, Any] = {}
+        self.on = False  # whether the coming forward has rows for them
+        self._told: set[str] = set()
+
+    def need(self, points: Collection[Point]) -> None:
+        """A request with ops at `points` has begun."""
+        for point in points:
+            if point in self._built_in or point not in self._index:
+                continue
+            self._needed[point] += 1
+            if point not in self._handles:
+                self._handles[point] = self._hook(point)
+
+    def release(self, points: Collection[Point]) -> None:
+        """It has ended."""
+        for point in points:
+            if point in self._handles:
+                self._needed[point] -= 1
+                if not self._needed[point]:
+                    del self._needed[point]
+                    self._handles.pop(point).remove()
+
+    def tell(self, site: str) -> None:
+        """Say once that this site costs the compiled forward."""
+        if site not in self._told:
+            self._told.add(site)
+            _log.info(
+                "Plans at %s run their steps uncompiled; start the engine with graph_sites=[..., %r] to have that site in the graphs.",
+                site,
+                site,
+            )
+
+    def __len__(self) -> int:
+        return len(self._handles)
+
+    def _hook(self, point: Point) -> Any:
+        binding, index = self._arch.bindings[point], self._index[point]
+        module = self._model.get_submodule(binding.path)
+        if binding.kind == "input":
+
+            def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+                return self._edited(index, binding, (args, kwargs)) if self.on else None
+
+            return module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+
+        def after(module: nn.Module, args: Any, output: Any) -> Any:
+            return self._edited(index, binding, output) if self.on else None
+
+        return module.register_forward_hook(after, prepend=True)
+
+    def _edited(self, index: int, binding: Binding, tree: Any) -> Any:
+        """`tree` with the plans' edits. The engine's own tensors are left alone unless a write has to land in them."""
+        hidden = follow(tree, binding.hidden)
+        residual = follow(tree, binding.residual) if binding.residual is not None else None
+        if binding.scale != 1.0 or (residual is not None and residual.ndim == 1):
+            return self._edited_as_value(index, binding, tree)
+        if binding.in_place and hidden.is_contiguous():
+            self._edit(index, hidden, residual)
+            return tree
+        hidden = hidden.contiguous() if not hidden.is_contiguous() else hidden.clone()
+        tree = replaced(tree, binding.hidden, hidden)
+        if residual is not None:
+            residual = residual.clone()
+            tree = replaced(tree, binding.residual, residual)  # type: ignore[arg-type]
+        self._edit(index, hidden, residual)
+        return tree
+
+    def _edited_as_value(self, index: int, binding: Binding, tree: Any) -> Any:
+        """The same where the value is more than a leaf, or two leaves' sum; elements that nothing changed keep their leaf's bits."""
+        old = binding.read(lambda ref: follow(tree, ref))
+        shape = old.shape
+        old = old.flatten(-2) if binding.heads is not None else old
+        new = old.clone()
+        self._edit(index, new, None)
+        changed = new != old
+        for ref, leaf in binding.leaves(new.view(shape), lambda ref: follow(tree, ref)):
+            before = follow(tree, ref)
+            after = torch.where(changed, leaf, before)
+            if binding.in_place:
+                before.copy_(after)
+            else:
+                tree = replaced(tree, ref, after)
+        return tree

@@ -1,0 +1,69 @@
+"""What a planned request carries in `SamplingParams.extra_args`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from midstream.engine.request import NAME
+from midstream.errors import PlanError
+from midstream.plan.values import Plan
+from midstream.plan.wire import from_wire, to_wire
+
+_ENVELOPE = {"trace", "plan", "capture", "record"}
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """One planned request.
+
+    Attributes:
+        wire: the plan, as `midstream.plan.wire` writes it.
+        num_layers: of the model; said at admission.
+        capture: `(id, index)`, where the client waits for captured rows; None if they stay in the engine or nothing is captured.
+        record: `(id, name)` of the run that its captured rows are kept as, in the workers.
+    """
+
+    wire: dict[str, Any]
+    num_layers: int = 0
+    capture: tuple[str, int] | None = None
+    record: tuple[str, str] | None = None
+
+    def to_extra_args(self) -> dict[str, Any]:
+        carried: dict[str, Any] = {"plan": self.wire, "num_layers": self.num_layers}
+        carried |= {"capture": list(self.capture)} if self.capture is not None else {}
+        carried |= {"record": list(self.record)} if self.record is not None else {}
+        return {NAME: carried}
+
+    @property
+    def plan(self) -> Plan:
+        """The plan; parsed anew each time. Raises PlanError."""
+        return from_wire(self.wire)
+
+    @classmethod
+    def of(cls, sampling_params: Any) -> PlanRequest | None:
+        """The plan that a request carries, from whatever was put there. Raises PlanError."""
+        carried = (getattr(sampling_params, "extra_args", None) or {}).get(NAME)
+        if carried is None:
+            return None
+        if not isinstance(carried, Mapping) or not _ENVELOPE & carried.keys():
+            return cls(to_wire(Plan.of(carried)))  # a user's own: a Plan, interventions, a wire form or JSON
+        if "plan" not in carried:
+            return None
+        given = carried["plan"]
+        wire = given if isinstance(given, dict) else to_wire(Plan.of(given))
+        return cls(
+            wire, carried.get("num_layers", 0), _pair(carried, "capture", str, int), _pair(carried, "record", str, str)
+        )
+
+
+def _pair(carried: Mapping[str, Any], name: str, first: type, second: type) -> Any:
+    value = carried.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, (list, tuple)) or len(value) != 2:
+        raise PlanError(f"{NAME}.{name} is a pair; {value!r} was given.")
+    if not isinstance(value[0], first) or not isinstance(value[1], second):
+        raise PlanError(f"{NAME}.{name} is [{first.__name__}, {second.__name__}]; {value!r} was given.")
+    return tuple(value)

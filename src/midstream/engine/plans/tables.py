@@ -1,0 +1,286 @@
+"""What the site kernel reads: each row's profile, where its captured row goes, and the ops of every profile.
+
+The buffers that a recorded CUDA graph holds on to have fixed addresses: the profile and the capture address of each row, and one
+word with the table's address. The table and the ops lie behind that word, so they may grow and move: there is no limit on how many
+plans, vectors, sites or positions a batch has. Uploads are ordered by the stream that the forward runs on and never waited for.
+
+`TwinTables` is the same in plain PyTorch, the path on the CPU.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from midstream.plan.arithmetic import apply
+from midstream.plan.compile import CompiledPlan, Op, Profile
+
+Point = tuple[str, int]  # (site, layer)
+_FIRST_PROFILES = 64
+
+
+@dataclass
+class Loaded:
+    """A compiled plan that the tables hold.
+
+    Attributes:
+        ids: the numbers of its profiles in the tables; 0 for the empty one.
+    """
+
+    compiled: CompiledPlan
+    ids: np.ndarray
+    kept: list[torch.Tensor] = field(default_factory=list)  # the device memory that its ops point to
+
+
+class Tables:
+    """Profiles by number, and the rows of the step.
+
+    Args:
+        points: every (site, layer) at which plans may act, in the order of the op's `point` argument.
+        rows: the most rows that a batch has.
+    """
+
+    def __init__(self, points: Sequence[Point], rows: int) -> None:
+        self.points = list(points)
+        self.index = {point: i for i, point in enumerate(self.points)}
+        self.profiles: dict[int, Profile] = {}
+        self.growths = 0
+        self._free: list[int] = list(range(_FIRST_PROFILES - 1, 0, -1))
+        self._size = _FIRST_PROFILES
+        self._rows = rows
+
+    def load(self, compiled: CompiledPlan) -> Loaded:
+        """Hold `compiled` until `unload`."""
+        while len(self._free) < len(compiled.profiles):
+            self._free += range(2 * self._size - 1, self._size - 1, -1)
+            self._size *= 2
+            self._grow()
+        numbers = [0 if not profile.ops else self._free.pop() for profile in compiled.profiles]
+        loaded = Loaded(compiled, np.array(numbers, np.int32))
+        for number, profile in zip(numbers, compiled.profiles, strict=True):
+            if number:
+                self.profiles[number] = profile
+        self._place(loaded)
+        return loaded
+
+    def unload(self, loaded: Loaded) -> None:
+        """Forget a plan that no request has any more."""
+        for number in loaded.ids[loaded.ids > 0].tolist():
+            del self.profiles[number]
+            self._free.append(number)
+        loaded.kept.clear()
+
+    def begin_step(
+        self, profile_T: np.ndarray, blocks: Mapping[int, tuple[np.ndarray, torch.Tensor]], same: bool
+    ) -> None:
+        """The coming forward's rows.
+
+        Args:
+            profile_T: int32 `[T]`, the profile of each row, padding included.
+            blocks: profile -> (its rows that are kept, `[rows, row_width]` to write them to).
+            same: whether `profile_T` is what it was in the step before.
+        """
+        raise NotImplementedError
+
+    def edit(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        """Apply the rows' ops at `point` in place; `hidden` and `residual` are `[T, H]` or `[1, T, H]`."""
+        raise NotImplementedError
+
+    def _grow(self) -> None:
+        self.growths += 1
+
+    def _place(self, loaded: Loaded) -> None:
+        raise NotImplementedError
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """`[T, H]` of a tensor that may have a leading batch axis of 1, as a view."""
+    return tensor[0] if tensor.ndim == 3 else tensor
+
+
+class DeviceTables(Tables):
+    """For the Triton kernel."""
+
+    def __init__(self, points: Sequence[Point], rows: int, device: torch.device) -> None:
+        super().__init__(points, rows)
+        self._device = device
+        self._profile_T = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._capture_T = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._addressed = 0  # rows that may have a capture address
+        self._host = np.zeros((self._size, len(self.points), 2), np.int64)
+        self._table = torch.zeros(self._host.shape, dtype=torch.int64, device=device)
+        self._address = torch.tensor([self._table.data_ptr()], dtype=torch.int64, device=device)
+        self._stale = False
+
+    def _upload(self, values: np.ndarray, to: torch.Tensor) -> None:
+        host = torch.from_numpy(values)
+        # PyTorch hands a pinned block out again only when the copy from it is done.
+        to.copy_(host.pin_memory() if to.is_cuda else host, non_blocking=True)
+
+    def _grow(self) -> None:
+        super()._grow()
+        grown = np.zeros((self._size, len(self.points), 2), np.int64)
+        grown[: len(self._host)] = self._host
+        self._host = grown
+        self._table = torch.empty(grown.shape, dtype=torch.int64, device=self._device)
+        self._upload(np.array([self._table.data_ptr()], np.int64), self._address)
+        self._stale = True
+
+    def _place(self, loaded: Loaded) -> None:
+        from midstream.engine.plans.kernel import KINDS, OP_WORDS
+
+        compiled = loaded.compiled
+        bank = self._bank(compiled.bank, loaded.kept)
+        words: list[bytes] = []
+        for number, profile in zip(loaded.ids.tolist(), compiled.profiles, strict=True):
+            for point, ops in profile.ops.items() if number else ():
+                if point in self.index:
+                    self._host[number, self.index[point]] = (len(words), len(ops))
+                    words += [_words(op, bank, KINDS[op.kind]) for op in ops]
+        if not words:
+            return
+        ops_O = torch.empty(len(words) * OP_WORDS, dtype=torch.int64, device=self._device)
+        self._upload(np.frombuffer(b"".join(words), np.int64).copy(), ops_O)
+        loaded.kept.append(ops_O)
+        numbers = loaded.ids[loaded.ids > 0]
+        rows = self._host[numbers]
+        rows[..., 0] = np.where(rows[..., 1] > 0, ops_O.data_ptr() + rows[..., 0] * OP_WORDS * 8, 0)
+        self._host[numbers] = rows
+        self._stale = True
+
+    def _bank(self, bank: Sequence[torch.Tensor], kept: list[torch.Tensor]) -> list[int]:
+        """The addresses of the vectors, those from the host in one upload."""
+        here = [vector for vector in bank if not vector.is_cuda]
+        addresses: list[int] = []
+        whole = torch.empty(sum(_padded(v.numel()) for v in here), dtype=torch.float32, device=self._device)
+        kept.append(whole)
+        host = np.zeros(whole.numel(), np.float32)
+        at = 0
+        for vector in bank:
+            if vector.is_cuda:
+                kept.append(vector)
+                addresses.append(vector.data_ptr())
+                continue
+            host[at : at + vector.numel()] = vector.numpy()
+            addresses.append(whole.data_ptr() + 4 * at)
+            at += _padded(vector.numel())
+        if at:
+            self._upload(host, whole)
+        return addresses
+
+    def unload(self, loaded: Loaded) -> None:
+        self._host[loaded.ids[loaded.ids > 0]] = (
+            0  # no row has these profiles any more: the device may keep the old entries
+        )
+        super().unload(loaded)
+
+    def begin_step(
+        self, profile_T: np.ndarray, blocks: Mapping[int, tuple[np.ndarray, torch.Tensor]], same: bool
+    ) -> None:
+        if self._stale:
+            self._upload(self._host, self._table)
+            self._stale = False
+        if not same:
+            self._upload(profile_T, self._profile_T[: len(profile_T)])
+        if blocks or self._addressed:
+            capture_T = np.zeros(max(len(profile_T), self._addressed), np.int64)  # no address outlives its block
+            for rows, block in blocks.values():
+                capture_T[rows] = block.data_ptr() + np.arange(len(rows)) * block.stride(0) * block.element_size()
+            self._upload(capture_T, self._capture_T[: len(capture_T)])
+            self._addressed = len(profile_T) if blocks else 0
+
+    def edit(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        from midstream.engine.plans.kernel import edit_rows
+
+        second = flat(residual) if residual is not None else None
+        edit_rows(flat(hidden), second, self._profile_T, self._capture_T, self._address, point, len(self.points))
+
+
+def _padded(width: int) -> int:
+    return -(-width // 4) * 4  # 16 bytes, so that the kernel may load four at a time
+
+
+def _words(op: Op, bank: Sequence[int], kind: int) -> bytes:
+    vector = bank[op.vector] if op.vector >= 0 else 0
+    mask = bank[op.mask] if op.mask >= 0 else 0
+    return struct.pack("<qqqqffff", vector, mask, kind, op.offset, op.a, op.b, op.c, 0.0)
+
+
+class TwinTables(Tables):
+    """The plain PyTorch twin: what the CPU runs, and what the kernel is tested against."""
+
+    def __init__(self, points: Sequence[Point], rows: int, device: torch.device) -> None:
+        super().__init__(points, rows)
+        self._device = device
+        self._banks: dict[int, list[torch.Tensor]] = {}
+        self._groups: list[tuple[int, torch.Tensor | slice]] = []
+        self._blocks: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def _place(self, loaded: Loaded) -> None:
+        bank = [vector.to(self._device) for vector in loaded.compiled.bank]
+        loaded.kept += bank
+        for number in loaded.ids[loaded.ids > 0].tolist():
+            self._banks[number] = bank
+
+    def unload(self, loaded: Loaded) -> None:
+        for number in loaded.ids[loaded.ids > 0].tolist():
+            del self._banks[number]
+        super().unload(loaded)
+
+    def begin_step(
+        self, profile_T: np.ndarray, blocks: Mapping[int, tuple[np.ndarray, torch.Tensor]], same: bool
+    ) -> None:
+        if not same:
+            numbers = np.unique(profile_T)
+            self._groups = [(int(n), _rows(np.nonzero(profile_T == n)[0], self._device)) for n in numbers if n]
+        self._blocks = {
+            n: (torch.from_numpy(rows.astype(np.int64)).to(self._device), block) for n, (rows, block) in blocks.items()
+        }
+
+    def edit(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        where = self.points[point]
+        first, second = flat(hidden), flat(residual) if residual is not None else None
+        for number, rows in self._groups:
+            ops = self.profiles[number].ops.get(where)
+            if ops is None:
+                continue
+            self._capture([op for op in ops if op.kind == "capture" and op is ops[0]], number, first, second)
+            if any(op.kind != "capture" for op in ops):
+                self._apply(ops, number, rows, first, second)
+            self._capture([op for op in ops[1:] if op.kind == "capture"], number, first, second)
+
+    def _apply(
+        self,
+        ops: Sequence[Op],
+        number: int,
+        rows: torch.Tensor | slice,
+        first: torch.Tensor,
+        second: torch.Tensor | None,
+    ) -> None:
+        old = first[rows] if second is None else first[rows] + second[rows]
+        new = apply(old, ops, self._banks[number])
+        if second is None:
+            first[rows] = new  # unchanged elements are bit-identical
+            return
+        changed = new != old
+        first[rows] = torch.where(changed, new, first[rows])
+        second[rows] = torch.where(changed, 0, second[rows])
+
+    def _capture(self, ops: Sequence[Op], number: int, first: torch.Tensor, second: torch.Tensor | None) -> None:
+        if not ops or number not in self._blocks:
+            return
+        rows, block = self._blocks[number]
+        value = first[rows] if second is None else first[rows] + second[rows]
+        for op in ops:
+            block[:, op.offset : op.offset + value.shape[-1]] = value
+
+
+def _rows(rows: np.ndarray, device: torch.device) -> torch.Tensor | slice:
+    """The rows as an index; a slice where they lie together, for that needs no gather."""
+    if rows[-1] - rows[0] + 1 == len(rows):
+        return slice(int(rows[0]), int(rows[-1]) + 1)
+    return torch.from_numpy(rows).to(device)

@@ -1,0 +1,244 @@
+"""The fused site kernel against closed forms and against its PyTorch twin (D1, E1, E9, D3: one table for every plan).
+
+On a machine without a GPU the kernel runs in Triton's interpreter, which executes the same source.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from midstream.engine.plans.tables import DeviceTables, Tables, TwinTables
+from midstream.plan.compile import CompiledPlan, Op, Plane, Profile
+
+pytest.importorskip("triton")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def interpreted() -> Iterator[None]:
+    """The kernel's module is imported by the first test that uses it."""
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
+    yield
+    os.environ.pop("TRITON_INTERPRET", None)
+
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+POINTS = [("resid_post", 0), ("resid_post", 1), ("mlp_out", 1)]
+# Triton's interpreter cuts bfloat16 off instead of rounding it.
+DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if torch.cuda.is_available() else [])]
+KINDS = ["patch", "steer", "norm_steer", "clamp"]
+ORDER = {kind: i for i, kind in enumerate(["patch", "steer", "norm_steer", "clamp"])}
+
+
+def compiled(ops_of_profiles: list[dict[Any, list[Op]]], bank: list[torch.Tensor], width: int) -> CompiledPlan:
+    """A plan with these ops; capture ops get a place in the row."""
+    profiles = [Profile({}, (), 0)]
+    for points in ops_of_profiles:
+        planes, at = [], 0
+        for (site, layer), ops in points.items():
+            for i, op in enumerate(ops):
+                if op.kind == "capture":
+                    planes.append(Plane(site, layer, "before" if i == 0 else "after", at, width))
+                    ops[i] = op._replace(offset=at)
+                    at += width
+        profiles.append(Profile({point: tuple(ops) for point, ops in points.items()}, tuple(planes), at))
+    return CompiledPlan(bank, profiles, np.zeros(0, np.int32), 0)
+
+
+def op(kind: str, vector: int = -1, mask: int = -1, a: float = 0.0, b: float = 0.0, c: float = 0.0) -> Op:
+    return Op(kind, vector, mask, a, b, c, 0)
+
+
+def exact(x: torch.Tensor, ops: list[Op], bank: list[torch.Tensor]) -> torch.Tensor:
+    """One row in float64, written out."""
+    h = x.double()
+    for o in ops:
+        if o.kind == "patch":
+            weight = o.a * (bank[o.mask].double() if o.mask >= 0 else torch.ones_like(h))
+            h = (1 - weight) * h + weight * bank[o.vector].double()
+    base = h.clone()
+    for o in ops:
+        if o.kind == "steer":
+            h = h + o.a * bank[o.vector].double()
+        if o.kind == "norm_steer":
+            h = h + o.a * base.norm() * bank[o.vector].double()
+    for o in ops:
+        if o.kind == "clamp":
+            along = h @ bank[o.vector].double()
+            h = h + o.c * (along.clamp(o.a, o.b) - along) * bank[o.vector].double()
+    return h
+
+
+@st.composite
+def batches(draw: Any) -> dict[str, Any]:
+    hidden = draw(st.sampled_from([1, 3, 16, 40, 128, 257]))
+    rows = draw(st.integers(1, 9))
+    seed = draw(st.integers(0, 2**31))
+    generator = torch.Generator().manual_seed(seed)
+    bank = [torch.randn(hidden, generator=generator) for _ in range(4)]
+    bank += [v / v.norm() for v in bank[:2]]  # 4, 5: unit
+    bank.append(torch.randint(0, 2, (hidden,), generator=generator).float())  # 6: mask
+    profiles = []
+    for _ in range(draw(st.integers(1, 3))):
+        points = {}
+        for point in draw(st.lists(st.sampled_from(POINTS), unique=True, min_size=1)):
+            kinds = sorted(
+                draw(st.lists(st.sampled_from(KINDS), max_size=4)), key=lambda k: (ORDER[k] > 0) + (k == "clamp")
+            )
+            ops = [make(draw, kind) for kind in kinds]
+            if draw(st.booleans()):
+                ops = [op("capture"), *ops]
+            if draw(st.booleans()):
+                ops = [*ops, op("capture")]
+            if ops:
+                points[point] = ops
+        profiles.append(points)
+    return {
+        "bank": bank,
+        "profiles": profiles,
+        "rows": [draw(st.integers(0, len(profiles))) for _ in range(rows)],
+        "x": torch.randn(rows, hidden, generator=generator),
+        "residual": torch.randn(rows, hidden, generator=generator) if draw(st.booleans()) else None,
+        "dtype": draw(st.sampled_from(DTYPES)),
+        "batch_axis": draw(st.booleans()),
+    }
+
+
+def make(draw: Any, kind: str) -> Op:
+    scalar = st.floats(-2, 2, width=32)
+    if kind == "patch":
+        return op(
+            kind, draw(st.integers(0, 3)), draw(st.sampled_from([-1, 6])), draw(st.sampled_from([0.0, 0.25, 0.5, 1.0]))
+        )
+    if kind == "steer":
+        return op(kind, draw(st.integers(0, 3)), a=draw(scalar))
+    if kind == "norm_steer":
+        return op(kind, draw(st.integers(4, 5)), a=draw(scalar))
+    low, high = sorted([draw(scalar), draw(scalar)])
+    return op(kind, draw(st.integers(4, 5)), a=low, b=high, c=draw(st.sampled_from([0.5, 1.0])))
+
+
+def run(tables: Tables, plan: CompiledPlan, case: dict[str, Any]) -> tuple[dict[Any, Any], dict[int, torch.Tensor]]:
+    """(hidden, residual) behind each point, starting from the same values at each; and what was captured, by profile."""
+    loaded = tables.load(plan)
+    profile = loaded.ids[np.array(case["rows"])]
+    blocks = {}
+    for number in np.unique(profile).tolist():
+        if number and (width := tables.profiles[number].row_width):
+            rows = np.flatnonzero(profile == number)[::2]  # some rows are kept, some are not
+            blocks[number] = (rows, torch.full((len(rows), width), 7.0, dtype=case["dtype"], device=DEVICE))
+    tables.begin_step(profile, blocks, False)
+    results = {}
+    for i, point in enumerate(POINTS):
+        hidden = case["x"].to(DEVICE, case["dtype"], copy=True)
+        residual = case["residual"].to(DEVICE, case["dtype"], copy=True) if case["residual"] is not None else None
+        given = [t[None] if t is not None and case["batch_axis"] else t for t in (hidden, residual)]
+        tables.edit(i, *given)
+        results[point] = (hidden, residual)
+    kept = {int(np.flatnonzero(loaded.ids == number)[0]): block for number, (_, block) in blocks.items()}
+    tables.unload(loaded)
+    return results, kept
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(batches())
+def test_kernel_twin_and_closed_form_agree(case: dict[str, Any]) -> None:
+    plan = compiled(case["profiles"], case["bank"], case["x"].shape[1])
+    kernel, kept = run(DeviceTables(POINTS, 64, DEVICE), plan, case)
+    twin, twin_kept = run(TwinTables(POINTS, 64, DEVICE), plan, case)
+    tolerance = {torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}[case["dtype"]]
+    x = case["x"].to(case["dtype"])
+    residual = case["residual"].to(case["dtype"]) if case["residual"] is not None else None
+    value = x if residual is None else x + residual
+    for point in POINTS:
+        for row, number in enumerate(case["rows"]):
+            ops = list(plan.profiles[number].ops.get(point, ()))
+            edits = [o for o in ops if o.kind != "capture"]
+            for hidden, second in (kernel[point], twin[point]):
+                got = (hidden[row] if second is None else hidden[row] + second[row]).cpu()
+                if not edits:  # untouched, bit for bit, in both streams
+                    assert torch.equal(hidden[row].cpu(), x[row])
+                    assert second is None or torch.equal(second[row].cpu(), residual[row])
+                else:
+                    wanted = exact(value[row], edits, case["bank"])
+                    scale = 1 + wanted.abs().max()
+                    assert ((got.double() - wanted).abs().max() / scale).item() <= tolerance
+    assert kept.keys() == twin_kept.keys()
+    for number, block in kept.items():
+        rows = np.flatnonzero(np.array(case["rows"]) == number)[::2]
+        for plane in plan.profiles[number].layout:
+            part = block[:, plane.offset : plane.offset + plane.width].cpu()
+            point = (plane.site, plane.layer)
+            if plane.when == "before":
+                assert torch.equal(part, value[rows])
+            else:
+                hidden, second = kernel[point]
+                after = hidden if second is None else hidden + second
+                assert torch.equal(part, after[torch.from_numpy(rows).to(DEVICE)].cpu())
+            torch.testing.assert_close(
+                part,
+                twin_kept[number][:, plane.offset : plane.offset + plane.width].cpu(),
+                atol=tolerance,
+                rtol=tolerance,
+            )
+
+
+@pytest.mark.parametrize("tables", [DeviceTables, TwinTables])
+@pytest.mark.parametrize("dual", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_full_patch_is_exact_and_a_self_patch_changes_no_bit(tables: Any, dual: bool, dtype: torch.dtype) -> None:
+    """E1: at alpha 1 the source itself; patched with itself not even a stream of the pair changes."""
+    x, residual = torch.randn(3, 48).to(dtype), (torch.randn(3, 48).to(dtype) if dual else None)
+    value = x if residual is None else x + residual
+    source = torch.randn(48).to(dtype)
+    plan = compiled(
+        [{POINTS[0]: [op("patch", 0, a=1.0)]}, {POINTS[0]: [op("patch", 1, a=1.0)]}],
+        [source.float(), value[1].float()],
+        48,
+    )
+    case = {"rows": [1, 2, 0], "x": x, "residual": residual, "dtype": dtype, "batch_axis": False}
+    hidden, second = run(tables(POINTS, 64, DEVICE), plan, case)[0][POINTS[0]]
+    got = hidden if second is None else hidden + second
+    assert torch.equal(got[0].cpu(), source)
+    for row in (1, 2):
+        assert torch.equal(hidden[row].cpu(), x[row])
+        assert second is None or torch.equal(second[row].cpu(), residual[row])
+
+
+@pytest.mark.parametrize("tables", [DeviceTables, TwinTables])
+def test_tables_grow_and_profiles_are_used_again(tables: Any) -> None:
+    """No limit on how many different plans a batch has: 500 at once, then none, then others."""
+    table = tables(POINTS, 1024, DEVICE)
+    for turn in range(2):
+        bank = [torch.full((4,), float(i + 1 + turn)) for i in range(500)]
+        loaded = [table.load(compiled([{POINTS[1]: [op("steer", 0, a=1.0)]}], [vector], 4)) for vector in bank]
+        profile = np.array([each.ids[1] for each in loaded], np.int32)
+        assert len(set(profile.tolist())) == 500
+        table.begin_step(profile, {}, False)
+        hidden = torch.zeros(500, 4, device=DEVICE)
+        table.edit(1, hidden, None)
+        assert torch.equal(hidden.cpu(), torch.stack(bank))
+        for each in loaded:
+            table.unload(each)
+        assert not table.profiles
+    assert table.growths == 3  # 64 -> 512
+
+
+def test_strided_rows() -> None:
+    """A site's tensor may be a slice of a wider one."""
+    wide = torch.randn(4, 96, device=DEVICE)
+    before, plan = wide.clone(), compiled([{POINTS[0]: [op("steer", 0, a=1.0)]}], [torch.ones(32)], 32)
+    table = DeviceTables(POINTS, 8, DEVICE)
+    loaded = table.load(plan)
+    table.begin_step(loaded.ids[np.array([1, 0, 1, 0])], {}, False)
+    table.edit(0, wide[:, 32:64], None)
+    before[[0, 2], 32:64] += 1
+    assert torch.equal(wide, before)
