@@ -101,7 +101,7 @@ def encoded(item: Intervention) -> str:
         case Capture():
             rest = [_place(item.positions), item.when, [_sink(sink) for sink in item.sinks]]
     layers = item.layer if isinstance(item, Patch) else item.layers
-    return json.dumps([type(item).__name__, item.site, layers, *rest])
+    return json.dumps([type(item).__name__, item.site, layers, *rest], sort_keys=True)
 
 
 def plan_hash(plan: Plan) -> str:

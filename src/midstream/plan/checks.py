@@ -171,8 +171,9 @@ class _Checker:
             return
         field = "Patch.source_position" if patch.source_position else "Patch.position (and so Patch.source_position)"
         length = len(run.prompt_token_ids)
+        recorded = set(run.positions)
         for position in resolved_positions(field, written, length, f"the run {run.name!r}").tolist():
-            if position not in run.positions:
+            if position not in recorded:
                 given = f"{position}, which the run {run.name!r} did not record"
                 raise fields.refuse(field, given, _listed(run.positions))
 

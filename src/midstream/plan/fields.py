@@ -20,7 +20,7 @@ FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 def refuse(field: str, given: str, allowed: str) -> PlanError:
     """The error that says so."""
-    return PlanError(f"{field} is {given}; allowed: {allowed}.")
+    return PlanError(f"{field} is {given}; allowed: {allowed}{'' if allowed.endswith('?') else '.'}")
 
 
 def shown(value: Any) -> str:
@@ -93,7 +93,7 @@ def integer(field: str, value: Any, low: int = -MAX_INDEX, high: int = MAX_INDEX
     """A whole number in `[low, high]`, also one of numpy's."""
     if type(value) is int and low <= value <= high:  # thousands of these come at once
         return value
-    allowed = f"a whole number from {low} to {high}" if low >= 0 else "a whole number"
+    allowed = "a whole number, 0 or more" if low == 0 else "a whole number"
     if isinstance(value, (bool, np.bool_)) or (
         isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral)
     ):

@@ -299,6 +299,7 @@ class Plan:
     interventions: tuple[Intervention, ...] = ()
 
     def __post_init__(self) -> None:
+        _settle(self, interventions=tuple(self.interventions))
         for i, item in enumerate(self.interventions):
             if not isinstance(item, (Steer, Patch, Clamp, Capture)):
                 raise fields.refuse(f"plan[{i}]", fields.shown(item), "Steer, Patch, Clamp or Capture")
@@ -319,9 +320,13 @@ class Plan:
             from midstream.plan.wire import from_json, from_wire
 
             return from_json(given) if isinstance(given, str) else from_wire(given)
-        if isinstance(given, Iterable) and not isinstance(given, bytes):
-            return cls(tuple(_flattened(given)))
-        raise fields.refuse("the plan", fields.shown(given), "a Plan, interventions, a wire form, JSON, or None")
+        try:
+            items = iter(given)
+        except TypeError as error:
+            raise fields.refuse(
+                "the plan", fields.shown(given), "a Plan, interventions, a wire form, JSON, or None"
+            ) from error
+        return cls(tuple(_flattened(items)))
 
     @property
     def edits(self) -> tuple[Edit, ...]:

@@ -104,6 +104,8 @@ def _written_run(run: RecordedRun) -> dict[str, Any]:
 
 def from_json(text: str, *, sinks: bool = True) -> Plan:
     """The plan that `to_json` wrote, or somebody by hand. Raises PlanError for anything else."""
+    if not isinstance(text, str):
+        raise fields.refuse("the plan", fields.shown(text), "JSON as a string")
     try:
         wire = json.loads(text)
     except (ValueError, RecursionError) as error:
