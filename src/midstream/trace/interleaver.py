@@ -343,6 +343,7 @@ class _ForwardHook:
 
     def __init__(self, module: nn.Module, path: str, fire: Callable[[Key, Any], Any]) -> None:
         self._module = module
+        self._before = module.__dict__.get("forward")  # somebody else's wrapper
         forward = module.forward
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -353,3 +354,5 @@ class _ForwardHook:
 
     def remove(self) -> None:
         self._module.__dict__.pop("forward", None)
+        if self._before is not None:
+            self._module.__dict__["forward"] = self._before
