@@ -81,3 +81,7 @@ class InterventionError(MidstreamError):
 
 class InterventionErrorGroup(InterventionError, ExceptionGroup):
     """Several invokes of one trace raised; `exceptions` holds each one's error."""
+
+
+class RequestErrorGroup(MidstreamError, ExceptionGroup):
+    """Several requests of one call failed; `exceptions` holds each one's error, `outputs` what there is of all of them."""

@@ -10,10 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Generator
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from midstream.backends.submission import RESULT_SECONDS, Message, Requests, ran, sample_index, saves_of
+from midstream.backends.capturing import RESULT_SECONDS, Capturing, sample_index
+from midstream.backends.submission import Message, Requests, put_capture, ran, saves_of
 from midstream.backends.tracer import Ran, raise_failures
 from midstream.engine import launch
 from midstream.engine.results import ChannelClosedError, Mailbox
@@ -29,18 +33,22 @@ _Item = tuple[int, Any, Ran | None] | BaseException
 class Stream(Awaitable[list[Any]]):
     """Requests for an `AsyncLLM`: iterate over the outputs, or await the final ones. Nothing is submitted before that.
 
-    A body's error is raised when all requests have finished, instead of that request's final output; several as an
-    InterventionErrorGroup. Leaving the loop early, or cancelling its task, aborts what has not finished.
+    A body's error, or a plan's, is raised when all requests have finished, instead of that request's final output; several as
+    a group. Leaving the loop early, or cancelling its task, aborts what has not finished.
+
+    Args:
+        prepare: gives the requests; called when the engine has started.
 
     Attributes:
         outputs: the final outputs in the order of the invokes, once all have finished.
     """
 
-    def __init__(self, model: VLLM, requests: Requests) -> None:
+    def __init__(self, model: VLLM, prepare: Callable[[], Requests]) -> None:
         self.outputs: list[Any] = []
         self.ran: list[Ran] = []
         self._model = model
-        self._requests = requests
+        self._prepare = prepare
+        self.requests: Requests | None = None
         self._items: asyncio.Queue[_Item] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -66,12 +74,15 @@ class Stream(Awaitable[list[Any]]):
     async def _iterate(self, items: asyncio.Queue[_Item]) -> AsyncIterator[Any]:
         await self._model.start()
         self._loop = asyncio.get_running_loop()
-        requests = self._requests
-        boxes = self._model.expect(requests.traces)
+        requests = self.requests = self._prepare()
         done: dict[int, Ran] = {}
-        tasks = [asyncio.create_task(self._follow(i, box, items)) for i, box in enumerate(boxes)]
-        self._model.streams.add(self)
-        try:
+        async with AsyncExitStack() as stack:
+            await self._model.send_vectors()
+            if requests.runs:
+                await self._model.runs.lease(requests.runs, 1)
+                stack.push_async_callback(self._model.release_runs_later, requests.runs)
+            tasks = self._submit(requests, items, stack)
+            stack.push_async_callback(self._leave, requests, tasks, done)
             while len(done) < len(tasks):
                 item = await items.get()
                 if isinstance(item, BaseException):
@@ -79,51 +90,121 @@ class Stream(Awaitable[list[Any]]):
                 index, output, result = item
                 if result is not None:
                     done[index] = result
-                    if any(outcome.failure is not None for outcome in result.outcomes):
+                    if result.error is not None or any(outcome.failure is not None for outcome in result.outcomes):
                         continue
                 yield output
-        finally:
-            self._model.streams.discard(self)
-            await self._leave(tasks, boxes, len(done) < len(tasks))
         self.ran = [done[index] for index in range(len(tasks))]
         self.outputs[:] = [result.output for result in self.ran]
-        raise_failures([outcome for result in self.ran for outcome in result.outcomes])
+        raise_failures(self.ran)
 
-    async def _leave(self, tasks: list[asyncio.Task[None]], boxes: list[Mailbox | None], early: bool) -> None:
+    def _submit(
+        self, requests: Requests, items: asyncio.Queue[_Item], stack: AsyncExitStack
+    ) -> list[asyncio.Task[None]]:
+        boxes = self._model.expect(requests.keys)
+        for closed in [*filter(None, boxes)]:
+            stack.callback(closed.close)
+        for capturing in filter(None, requests.capturing):
+            stack.callback(capturing.discard)
+        self._model.streams.add(self)
+        stack.callback(self._model.streams.discard, self)
+        count = len(requests.prompts)
+        request = [_Request(requests, i, boxes[i], boxes[count + i]) for i in range(count)]
+        return [asyncio.create_task(self._follow(each, items)) for each in request]
+
+    async def _leave(self, requests: Requests, tasks: list[asyncio.Task[None]], done: dict[int, Ran]) -> None:
         for task in tasks:
             task.cancel()  # vLLM aborts a request whose consumer is cancelled
-        try:
-            await asyncio.gather(*tasks, return_exceptions=True)
-            if early and self._requests.trace_ids and self._model.is_open:
-                drop = self._model.engine.collective_rpc("midstream_drop", args=(self._requests.trace_ids,))
-                with contextlib.suppress(Exception):  # a dead engine has dropped them as well
-                    await asyncio.wait_for(drop, _DROP_SECONDS)
-        finally:
-            for box in boxes:
-                if box is not None:
-                    box.close()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if len(done) < len(tasks) and requests.trace_ids and self._model.is_open:
+            drop = self._model.engine.collective_rpc("midstream_drop", args=(requests.trace_ids,))
+            with contextlib.suppress(Exception):  # a dead engine has dropped them as well
+                await asyncio.wait_for(drop, _DROP_SECONDS)
 
-    async def _follow(self, index: int, box: Mailbox | None, items: asyncio.Queue[_Item]) -> None:
-        """Hand on one request's outputs, with the saves on them."""
+    async def _follow(self, request: _Request, items: asyncio.Queue[_Item]) -> None:
+        """Hand on one request's outputs, with the saves and the captures on them."""
         try:
-            await self._hand_on(index, _Saves(box, self._requests.params[index].n), items)
+            async with request.rows_followed():
+                async for output in request.outputs(self._model.engine):
+                    if not output.finished:
+                        output.saves, output.captures = request.saves.latest(), None
+                        items.put_nowait((request.index, output, None))
+                        continue
+                    done = ran(await request.saves.final(), output)
+                    await request.put_capture(done)
+                    items.put_nowait((request.index, output, done))
         except Exception as error:
             items.put_nowait(error)
 
-    async def _hand_on(self, index: int, saves: _Saves, items: asyncio.Queue[_Item]) -> None:
-        params = self._requests.params[index]
+
+class _Request:
+    """One of the requests, on its way."""
+
+    def __init__(self, requests: Requests, index: int, saves: Mailbox | None, rows: Mailbox | None) -> None:
+        self.index = index
+        self.saves = _Saves(saves, requests.params[index].n)
+        self._prompt, self._params = requests.prompts[index], requests.params[index]
+        self._capturing: Capturing | None = requests.capturing[index]
+        self._planned = requests.planned[index]
+        self._rows = rows
+        self._following: asyncio.Task[None] | None = None
+        self._generated = [0] * self._params.n
+
+    async def outputs(self, engine: Any) -> AsyncIterator[Any]:
+        """vLLM's outputs; the last one has all samples."""
         samples: dict[int, Any] = {}
-        outputs = launch.stream(self._model.engine, self._requests.prompts[index], params, secrets.token_hex(8))
+        outputs = launch.stream(engine, self._prompt, self._params, secrets.token_hex(8))
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 samples.update((sample.index, sample) for sample in output.outputs)
-                if not output.finished:
-                    output.saves = saves.latest()
-                    items.put_nowait((index, output, None))
-                    continue
-                if params.n > 1 and len(samples) == params.n:  # vLLM streams them one by one
-                    output.outputs = [samples[number] for number in range(params.n)]
-                items.put_nowait((index, output, ran(await saves.final(), output)))
+                self._count(output)
+                if output.finished and self._params.n > 1 and len(samples) == self._params.n:
+                    output.outputs = [samples[i] for i in range(self._params.n)]  # vLLM streams them one by one
+                yield output
+
+    def _count(self, output: Any) -> None:
+        """How many tokens each sample has by now; rows below them are the user's."""
+        is_delta = self._params.output_kind.name == "DELTA"
+        for sample in output.outputs:
+            before = self._generated[sample.index] if is_delta else 0
+            self._generated[sample.index] = before + len(sample.token_ids)
+        if self._capturing is not None and len(self._generated) == 1:
+            self._capturing.stop = len(self._prompt["prompt_token_ids"]) + self._generated[0] - 1
+
+    @contextlib.asynccontextmanager
+    async def rows_followed(self) -> AsyncIterator[None]:
+        """Captured rows are taken as they come."""
+        if self._capturing is None or self._rows is None:
+            yield
+            return
+        self._following = asyncio.create_task(self._capturing.follow(self._rows, _pool()))
+        try:
+            yield
+        finally:
+            self._following.cancel()
+            await asyncio.gather(self._following, return_exceptions=True)
+
+    async def put_capture(self, done: Ran) -> None:
+        capturing, following = self._capturing, self._following
+        if capturing is None or following is None:
+            return put_capture(done, None, self._planned, self._generated)
+        while not (await asyncio.wait([following], timeout=RESULT_SECONDS))[0]:
+            capturing.raise_if_stuck()
+        following.result()
+
+        def end() -> None:
+            capturing.end(self._generated)
+            put_capture(done, capturing, self._planned, self._generated)
+
+        if capturing.has_sinks:
+            await asyncio.get_running_loop().run_in_executor(_pool(), end)
+        else:
+            end()
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    """Threads that wait for sinks, so that nobody's event loop has to."""
+    return ThreadPoolExecutor(4, "midstream-captures")
 
 
 class _Saves:

@@ -1,4 +1,4 @@
-"""What both backends have in common: `trace`, `run`, `generate`, `edit`."""
+"""What both backends have in common: `trace`, `run`, `generate`, `edit`, and plans."""
 
 from __future__ import annotations
 
@@ -7,8 +7,14 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, Protocol
 
-from midstream.backends.tracer import Invoke, Prompt, Ran, Tracer, _Context, in_with_header, raise_failures
-from midstream.errors import PromptError, TraceError
+from midstream.backends.planned import plans_of
+from midstream.backends.prompts import Prompt
+from midstream.backends.runs import Runs
+from midstream.backends.tracer import Invoke, Ran, Tracer, _Context, in_with_header, raise_failures
+from midstream.backends.vectors import Vectors
+from midstream.errors import PlanError, PromptError, TraceError
+from midstream.plan.runs import RecordedRun
+from midstream.plan.values import Capture, Plan
 from midstream.trace.block import Block
 from midstream.trace.body import current_body, steps
 from midstream.trace.program import RETURNED, BlockProgram, FunctionProgram, Program
@@ -58,23 +64,45 @@ def sampling(params: dict[str, Any], max_tokens: int) -> dict[str, Any]:
 
 
 class TraceModel:
-    """A model that traces run on."""
+    """A model that traces and plans run on.
+
+    Attributes:
+        vectors: the named vectors that plans may use: `model.vectors["truth"] = tensor`.
+        runs: the recorded runs that there are.
+    """
 
     edits: dict[str, Edit]
+    vectors: Vectors
+    runs: Runs
+    _plan: Plan = Plan()
     _deferred = False
 
     def _start(self, invokes: list[Invoke], together: bool) -> Any:
         """Begin to run `invokes`, `together` if they must be in the same steps: a Running, or a Stream if `_deferred`."""
         raise NotImplementedError
 
-    def _outputs(self, prompts: list[Prompt], params: dict[str, Any] | list[dict[str, Any]]) -> Any:
+    def _outputs(self, invokes: list[Invoke]) -> Any:
         raise NotImplementedError
 
-    def trace(self, prompt: Prompt | None = None, **params: Any) -> Tracer:
+    def _record(self, prompt: Prompt, plan: Plan, name: str) -> Any:
+        """Run `plan`, which captures, and keep its rows as the run `name`."""
+        raise NotImplementedError
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of every request, before its own: `model.plan = [...]`; None takes it away."""
+        return self._plan
+
+    @plan.setter
+    def plan(self, plan: Any) -> None:
+        self._plan = Plan.of(plan)
+
+    def trace(self, prompt: Prompt | None = None, *, plan: Any = None, **params: Any) -> Tracer:
         """`with model.trace(prompt) as tracer:` runs the block inside the model's forward pass on `prompt`.
 
         Args:
             prompt: text, token ids, or a tokenizer's output; None if the block has invokes with prompts of their own.
+            plan: interventions that run beside the block; at a site, the plan's edits come before it.
             params: sampling parameters, `max_tokens` (1 if not given), `temperature` and so on.
 
         Raises:
@@ -82,15 +110,19 @@ class TraceModel:
             InterventionError: the block raised; also an instance of the builtin class that was raised.
             OutOfOrderError, NeverReachedError, ShapeError, UnknownModuleError, UnknownSiteError: what the block asked for
                 cannot be had.
+            PlanError: the plan cannot be done on this model, or to this prompt.
         """
-        return Tracer(self, prompt, sampling(params, 1))
+        return Tracer(self, prompt, sampling(params, 1), plan)
 
-    def run(self, fn: Callable[..., Any], prompt: Prompt | list[str] | list[list[int]], **params: Any) -> Any:
+    def run(
+        self, fn: Callable[..., Any], prompt: Prompt | list[str] | list[list[int]], *, plan: Any = None, **params: Any
+    ) -> Any:
         """Run `fn(model)` or `fn(model, tracer)` inside the forward pass on `prompt`; the primitive under the with-block.
 
         Args:
             fn: returns what to bring back: tensors, or containers of them.
             prompt: one prompt, or a list of them, each with a run of `fn` of its own in one batch.
+            plan: as of `trace`, for all prompts; or a list with one for each.
             params: as of `trace`.
 
         Returns:
@@ -100,33 +132,75 @@ class TraceModel:
         prompts: list[Any] = prompt if many else [prompt]  # type: ignore[assignment]
         if many and not prompts:
             raise PromptError("run needs at least one prompt.")
-        program = FunctionProgram(fn)
-        ran = self._start([Invoke(p, program, sampling(params, 1)) for p in prompts], False)
+        program, plans = FunctionProgram(fn), plans_of(plan, len(prompts), not many)
+        ran = self._start(
+            [Invoke(p, program, sampling(params, 1), q) for p, q in zip(prompts, plans, strict=True)], False
+        )
         if self._deferred:
             return _returned_later(ran, many)
         done = ran.wait()
-        raise_failures([outcome for request in done for outcome in request.outcomes])
+        raise_failures(done)
         return _values(done, many)
 
-    def generate(self, prompts: Prompt | Sequence[Prompt] | None = None, **params: Any) -> Any:
-        """Generate from prompts with the model's edits on; or, entered by `with`, a trace over a generation.
+    def generate(self, prompts: Prompt | Sequence[Prompt] | None = None, *, plan: Any = None, **params: Any) -> Any:
+        """Generate from prompts with a plan, and with the model's edits; or, entered by `with`, a trace over a generation.
 
         Args:
             prompts: one prompt or several.
+            plan: `Steer`, `Patch`, `Clamp` and `Capture`, or a list of them, for all prompts; or a list with one plan, list or None
+                for each prompt. What it captures is on the outputs, as `captures`.
             params: sampling parameters; `max_tokens` is 16 if not given.
 
         Returns:
             A list of outputs, one a prompt; with `mode="async"` what to await for it, or to iterate over the outputs as they
             come. As `with model.generate(prompt, max_tokens=8) as tracer:` it is `model.trace`.
+
+        Raises:
+            PlanError: a plan cannot be done on this model, or to its prompt. Nothing has been run then.
+            CaptureError: captured rows did not all arrive where they should. `outputs` has the outputs of all prompts.
         """
         if in_with_header(sys._getframe(1)):
-            return Tracer(self, prompts, sampling(params, 16))  # type: ignore[arg-type]
+            return Tracer(self, prompts, sampling(params, 16), plan)  # type: ignore[arg-type]
         if prompts is None:
             raise PromptError("generate needs a prompt.")
         single = (
             isinstance(prompts, str) or hasattr(prompts, "keys") or all(isinstance(token, int) for token in prompts)
         )
-        return self._outputs([prompts] if single else list(prompts), sampling(params, 16))  # type: ignore[list-item,arg-type]
+        each: list[Any] = [prompts] if single else list(prompts)
+        plans, params = plans_of(plan, len(each), single), sampling(params, 16)
+        return self._outputs([Invoke(p, None, params, q) for p, q in zip(each, plans, strict=True)])
+
+    def record(
+        self,
+        prompt: Prompt,
+        sites: str | Sequence[str],
+        layers: Any = "all",
+        positions: Any = "all_prompt",
+        name: str | None = None,
+    ) -> RecordedRun:
+        """Run a prompt and keep its activations where the model is, as sources of `Patch`.
+
+        The model's own plan and edits are on. A run is dropped when others need its room and no request uses it.
+
+        Args:
+            sites: such as `["resid_post"]`; `layers` and `positions` are as of `Capture`, positions of the prompt.
+            name: of the run, in the place of an older one that has it; "run-1" and so on if None.
+
+        Returns:
+            A handle. To be awaited with `mode="async"`.
+
+        Raises:
+            PlanError: there is no such site, layer or position, or no room for the run.
+        """
+        if isinstance(positions, str) and positions not in ("all_prompt", "last_prompt"):
+            raise PlanError(
+                f"record: positions is {positions!r}. Allowed: 'all_prompt', 'last_prompt', positions of the prompt, or a Span."
+            )
+        each = [sites] if isinstance(sites, str) else list(sites)
+        if not each:
+            raise PlanError("record: sites is empty. Allowed: one site or several.")
+        plan = Plan(tuple(Capture(site, layers=layers, positions=positions, when="after") for site in each))
+        return self._record(prompt, Plan(self.plan.edits) + plan, self.runs.new_name() if name is None else name)
 
     def edit(self, name: str = "default") -> EditContext:
         """`with model.edit("name"):` leaves the block on the model: it runs in every step of every later request."""

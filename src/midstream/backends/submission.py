@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from midstream.backends.capturing import RESULT_SECONDS, Capturing, Following, nothing_captured, sample_index
+from midstream.backends.planned import Planned
 from midstream.backends.tracer import Ran
 from midstream.engine import launch
 from midstream.engine.request import TraceRequest
 from midstream.engine.results import Mailbox
+from midstream.errors import MidstreamError, PlanError
 from midstream.trace.program import Outcome
 from midstream.trace.tracer import Result
 from midstream.trace.tree import map_objects
@@ -17,21 +21,36 @@ from midstream.trace.tree import map_objects
 if TYPE_CHECKING:
     from midstream.backends.vllm import VLLM
 
-RESULT_SECONDS = 120.0
 Message = tuple[dict[str, Any], list[Outcome]]
 
 
 @dataclass
 class Requests:
-    """What is to be submitted: a prompt, sampling parameters and perhaps a trace for each request."""
+    """What is to be submitted, in the order of the requests.
+
+    Attributes:
+        traces: what traced requests carry.
+        capturing: where the captured rows of requests go.
+        planned: the plans of those that have one.
+        runs: ids of the recorded runs that any of them uses.
+    """
 
     prompts: list[dict[str, Any]]
     params: list[Any]
     traces: Sequence[TraceRequest | None]
+    capturing: Sequence[Capturing | None]
+    planned: Sequence[Planned | None]
+    runs: list[str]
 
     @property
     def trace_ids(self) -> list[str]:
         return sorted({trace.trace for trace in self.traces if trace is not None})
+
+    @property
+    def keys(self) -> list[tuple[str, int] | None]:
+        """Under which address the results of each trace come, and then the captured rows of each request."""
+        traces = [(trace.trace, trace.index) if trace is not None else None for trace in self.traces]
+        return traces + [capturing.key if capturing is not None else None for capturing in self.capturing]
 
 
 class Submission:
@@ -39,26 +58,88 @@ class Submission:
 
     def __init__(self, model: VLLM, requests: Requests) -> None:
         self._model = model
-        self._requests = requests
+        self.requests = requests
 
     def wait(self) -> list[Ran]:
         """Run them to their end."""
-        engine, requests = self._model.engine, self._requests
         self._model.drop_interrupted()
-        boxes = self._model.expect(requests.traces)
+        with ExitStack() as stack:
+            if self.requests.runs:
+                self._model.runs.lease(self.requests.runs, 1)
+                stack.callback(self._model.release_runs, self.requests.runs)
+            return self._run(stack)
+
+    def _run(self, stack: ExitStack) -> list[Ran]:
+        engine, requests = self._model.engine, self.requests
+        boxes = self._model.expect(requests.keys)
+        traced, captured = boxes[: len(requests.traces)], boxes[len(requests.traces) :]
+        for box in filter(None, boxes):
+            stack.callback(box.close)
+        for capturing in filter(None, requests.capturing):
+            stack.callback(capturing.discard)
+        rows = _Rows(requests.capturing, captured, stack)
         try:
             progress = self._model.progress and len(requests.prompts) > 1
             outputs = launch.generate(engine, requests.prompts, requests.params, progress)
-            if launch.is_in_process(engine) and any(boxes):
+            if launch.is_in_process(engine) and (any(traced) or any(requests.planned)):
                 engine.collective_rpc("midstream_finish")
-            return [_collect(box, output) for box, output in zip(boxes, outputs, strict=True)]
+            done = [_collect(box, output) for box, output in zip(traced, outputs, strict=True)]
+            rows.wait()
         except BaseException:
             self._model.interrupted += requests.trace_ids
             raise
-        finally:
-            for box in boxes:
-                if box is not None:
-                    box.close()
+        put_captures(done, requests)
+        return done
+
+
+class _Rows:
+    """The captured rows of a submission: those that go to sinks are handed on while the engine runs."""
+
+    def __init__(
+        self, capturing: Sequence[Capturing | None], boxes: Sequence[Mailbox | None], stack: ExitStack
+    ) -> None:
+        pairs = [(c, box) for c, box in zip(capturing, boxes, strict=True) if c is not None and box is not None]
+        self._at_the_end = [(c, box) for c, box in pairs if not c.has_sinks]
+        self._following: Following | None = None
+        if len(self._at_the_end) < len(pairs):
+            self._following = Following([(c, box) for c, box in pairs if c.has_sinks])
+            stack.callback(self._following.close)
+
+    def wait(self) -> None:
+        for capturing, box in self._at_the_end:
+            capturing.wait(box)
+        if self._following is not None:
+            self._following.wait()
+
+
+def put_captures(done: Sequence[Ran], requests: Requests) -> None:
+    """Put captures on the outputs. A request that failed has its error in its place."""
+    counts = [[len(sample.token_ids) for sample in ran.output.outputs] for ran in done]
+    for capturing, count in zip(requests.capturing, counts, strict=True):
+        if capturing is not None:
+            capturing.end(count)
+    for ran, capturing, planned, count in zip(done, requests.capturing, requests.planned, counts, strict=True):
+        put_capture(ran, capturing, planned, count)
+
+
+def put_capture(ran: Ran, capturing: Capturing | None, planned: Planned | None, generated: Sequence[int]) -> None:
+    """Likewise of one request, whose samples have `generated` tokens."""
+    ran.output.captures = None
+    try:
+        if planned is not None:
+            raise_if_refused(ran.output)
+        ran.output.captures = (
+            capturing.result(generated) if capturing is not None else nothing_captured(ran.output.request_id)
+        )
+    except MidstreamError as error:
+        ran.error = error
+
+
+def raise_if_refused(output: Any) -> None:
+    """Raise PlanError if the engine ended the request for its plan."""
+    for sample in output.outputs:
+        if sample.finish_reason == "error" and isinstance(sample.stop_reason, str):
+            raise PlanError(sample.stop_reason)
 
 
 def _collect(box: Mailbox | None, output: Any) -> Ran:
@@ -79,8 +160,3 @@ def saves_of(messages: Sequence[Message]) -> Any:
     """What the request's own bodies saved: a dict, or a list of them for n > 1."""
     own = [value[0].values for _, value in messages]
     return own[0] if len(own) == 1 else own or {}
-
-
-def sample_index(request_id: str, samples: int) -> int:
-    """vLLM names the n samples of a request `0_ID`, `1_ID`, ..."""
-    return int(request_id.partition("_")[0]) if samples > 1 else 0

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dis
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from midstream.errors import InterventionErrorGroup, MidstreamError, TraceError
+from midstream.backends.prompts import Prompt
+from midstream.errors import InterventionErrorGroup, MidstreamError, RequestErrorGroup, TraceError
+from midstream.plan.values import Plan
 from midstream.trace.block import Block, capture, link, push, skip, skipped
 from midstream.trace.program import BlockProgram, Outcome, Program
 from midstream.trace.tracer import Barrier, BodyTracer
@@ -17,24 +19,24 @@ from midstream.trace.tracer import Barrier, BodyTracer
 if TYPE_CHECKING:
     from midstream.backends.model import TraceModel
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
-
 
 @dataclass
 class Invoke:
-    """One prompt and the code that goes with it."""
+    """One prompt, with the code and the plan that go with it."""
 
     prompt: Prompt
     program: Program | None
     params: dict[str, Any] = field(default_factory=dict)
+    plan: Plan = field(default_factory=Plan)
 
 
 @dataclass
 class Ran:
-    """What a backend gives for one invoke: its outcome (a list of them for n > 1) and its final output."""
+    """What a backend gives for one invoke: its outcome (a list of them for n > 1), its final output, and what went wrong with its plan."""
 
     outcomes: list[Outcome]
     output: Any
+    error: MidstreamError | None = None
 
 
 class _Context:
@@ -85,11 +87,12 @@ class Tracer(_Context):
         backend: with `mode="async"`, what to iterate over: `async for output in tracer.backend`.
     """
 
-    def __init__(self, model: TraceModel, prompt: Prompt | None, params: dict[str, Any]) -> None:
+    def __init__(self, model: TraceModel, prompt: Prompt | None, params: dict[str, Any], plan: Any = None) -> None:
         super().__init__()
         self._model = model
         self._prompt = prompt
         self._params = params
+        self._plan = Plan.of(plan)
         self._saved: dict[int, Any] = {}
         self._collecting = False
         self._has_barrier = False
@@ -106,16 +109,18 @@ class Tracer(_Context):
             raise TraceError("tracer.result is there once the trace is over.")
         return self.outputs[0] if len(self.outputs) == 1 else self.outputs
 
-    def invoke(self, prompt: Prompt, **params: Any) -> InvokeContext:
+    def invoke(self, prompt: Prompt, *, plan: Any = None, **params: Any) -> InvokeContext:
         """One request of this trace.
 
         Args:
             prompt: text, token ids, or a tokenizer's output for one prompt.
+            plan: of this request, in the place of the trace's.
             params: sampling parameters of this request; those of the trace are the default.
         """
         if not self._collecting:
             raise TraceError("Give model.trace() no prompt to have invokes in it: `with model.trace() as tracer:`.")
-        return InvokeContext(self, Invoke(prompt, None, {**self._params, **params}))
+        own = self._plan if plan is None else Plan.of(plan)
+        return InvokeContext(self, Invoke(prompt, None, {**self._params, **params}, own))
 
     def barrier(self, parties: int) -> Barrier:
         """A point where `parties` invokes wait for each other; call it in each of them."""
@@ -137,7 +142,7 @@ class Tracer(_Context):
     def _taken(self, block: Block, frame: FrameType) -> None:
         outer: dict[str, Any] = {}
         if self._prompt is not None:
-            self.invokes.append(Invoke(self._prompt, self.program_of(block), self._params))
+            self.invokes.append(Invoke(self._prompt, self.program_of(block), self._params, self._plan))
         else:
             outer = self._collect(block)
         together = link([invoke.program.block for invoke in self.invokes if isinstance(invoke.program, BlockProgram)])
@@ -148,7 +153,7 @@ class Tracer(_Context):
         ran = self.backend.wait()
         self.outputs = [r.output for r in ran]
         push(frame, merged(outer, self._saved, ran))
-        raise_failures([o for r in ran for o in r.outcomes])
+        raise_failures(ran)
 
     def _collect(self, block: Block) -> dict[str, Any]:
         """Run the block around the invokes here; each invoke in it takes its own block."""
@@ -182,18 +187,25 @@ def merged(outer: dict[str, Any], saved: Mapping[int, Any], ran: list[Ran]) -> d
     return values
 
 
-def raise_failures(outcomes: list[Outcome]) -> None:
-    """Raise what the bodies raised: the error itself, or a group if there are several."""
-    errors: list[MidstreamError] = []
-    for outcome in outcomes:
+def raise_failures(ran: list[Ran]) -> None:
+    """Raise what the bodies raised, and what went wrong with plans: the error itself, or a group; `outputs` has what there is."""
+    errors = [error for request in ran for error in _errors(request)]
+    if not errors:
+        return
+    several = RequestErrorGroup if any(request.error is not None for request in ran) else InterventionErrorGroup
+    error = errors[0] if len(errors) == 1 else several(f"{len(errors)} requests failed", errors)
+    error.outputs = [request.output for request in ran]  # type: ignore[attr-defined]
+    raise error from error.__cause__
+
+
+def _errors(request: Ran) -> Iterator[MidstreamError]:
+    for outcome in request.outcomes:
         if outcome.failure is not None:
             error = outcome.failure.exception()
             error.saves = outcome.values  # type: ignore[attr-defined]
-            errors.append(error)
-    if len(errors) == 1:
-        raise errors[0] from None
-    if errors:
-        raise InterventionErrorGroup(f"{len(errors)} invokes of the trace failed", errors) from None
+            yield error
+    if request.error is not None:
+        yield request.error
 
 
 def in_with_header(frame: FrameType) -> bool:

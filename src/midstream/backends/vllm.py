@@ -1,29 +1,35 @@
-"""`VLLM`: traces on a stock vLLM engine."""
+"""`VLLM`: traces and plans on a stock vLLM engine."""
 
 from __future__ import annotations
 
 import asyncio
-import secrets
+import contextlib
+import uuid
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, Self
 
-import torch
-
 from midstream.backends.async_ import Stream
+from midstream.backends.carried import make_requests, take_plan
 from midstream.backends.model import TraceModel
-from midstream.backends.submission import Requests, Submission
-from midstream.backends.tracer import Invoke, Prompt
+from midstream.backends.planned import recorded_run, refuse_multimodal
+from midstream.backends.prompts import Prompt, encode
+from midstream.backends.runs import Runs
+from midstream.backends.submission import Submission
+from midstream.backends.tracer import Invoke, raise_failures
+from midstream.backends.vectors import Changes, Vectors
+from midstream.captures.sinks import Sinks
 from midstream.engine import launch
-from midstream.engine.request import TraceRequest, requests_of
 from midstream.engine.results import Mailbox, Receiver
-from midstream.engine.settings import Settings
-from midstream.errors import EngineClosedError, MidstreamError, PromptError, TraceError, UnknownModuleError
+from midstream.engine.settings import RECORD_BYTES, Settings
+from midstream.errors import EngineClosedError, MidstreamError, TraceError, UnknownModuleError
+from midstream.plan.checks import ModelFacts
+from midstream.plan.runs import RecordedRun
+from midstream.plan.values import Plan
 from midstream.sites import ACCESSORS
-from midstream.trace.analysis import keeps_to_graph_sites
 from midstream.trace.envoy import nearest
-from midstream.trace.program import Program, ship
 from midstream.trace.show import show_tree
 
 
@@ -61,9 +67,10 @@ class ModuleHandle:
 
 
 class VLLM(TraceModel):
-    """A vLLM engine with traces.
+    """A vLLM engine with traces and plans.
 
         model = VLLM("meta-llama/Llama-3.1-8B", tensor_parallel_size=1)
+        outputs = model.generate(prompts, plan=Steer("resid_post", layers=14, vector=v, scale=4.0), max_tokens=64)
         with model.trace("The Eiffel Tower is in", temperature=0.0):
             h = model.layers_output[8].save()         # [tokens, hidden], on the CPU
             model.layers_output[10] += v
@@ -74,6 +81,9 @@ class VLLM(TraceModel):
         model: as for `vllm.LLM`.
         mode: `"sync"` runs traces to their end; `"async"` starts them, and `async for output in tracer.backend` follows.
         rename: names of this model's own modules for the standard ones, such as `{"blocks": "layers"}`.
+        graph_sites: sites that are built into the compiled forward and its CUDA graphs; a plan or trace at another one runs its
+            steps uncompiled.
+        record_bytes: how much of each worker's memory recorded runs may take.
         progress: whether to show vLLM's progress bar over the requests of a call, if there are several.
         engine: any argument of `vllm.LLM`, or of `AsyncEngineArgs` with `mode="async"`.
 
@@ -88,25 +98,32 @@ class VLLM(TraceModel):
         *,
         mode: Literal["sync", "async"] = "sync",
         rename: Mapping[str, str] | None = None,
+        graph_sites: Sequence[str] = ("resid_post",),
+        record_bytes: int = RECORD_BYTES,
         progress: bool = False,
         **engine: Any,
     ) -> None:
         if mode not in ("sync", "async"):
             raise MidstreamError(f'mode is "sync" or "async"; {mode!r} was given.')
-        settings = Settings(allow_traces=True, rename=dict(rename or {}))
-        arguments = launch.engine_arguments(model, settings, engine)
+        settings = Settings(True, dict(rename or {}), tuple(graph_sites), record_bytes)
+        arguments = launch.llm_arguments(model, settings, engine)
         self.edits = {}
         self.mode = mode
         self.progress = progress
         self.interrupted: list[str] = []  # traces whose requests were taken off the engine
         self.streams: weakref.WeakSet[Stream] = weakref.WeakSet()  # those that are being iterated over
         self._engine: Any = (launch.start_async_llm if mode == "async" else launch.start_llm)(arguments)
-        self._config = launch.config_of(self._engine)
+        self.config = launch.config_of(self._engine)
+        self.sinks = Sinks()
         self._receiver: Receiver | None = Receiver()
-        self._end = weakref.finalize(self, _end, self._engine, self._receiver)  # once; at the latest when Python ends
+        # Once; at the latest when Python ends.
+        self._end = weakref.finalize(self, _end, self._engine, self._receiver, self.sinks)
         self._described: dict[str, Any] | None = None
         self._senders: list[str] = []
         self._tokenizer: Any = None
+        self.vectors = Vectors(self._send_vectors_now if mode == "sync" else lambda: None)
+        self.runs = Runs(self._ask_runs, mode == "async")
+        self._sending = asyncio.Lock()
         self._loop = _running_loop() if mode == "async" else None
         self._starting: asyncio.Task[None] | None = None
         if mode == "sync":
@@ -131,7 +148,7 @@ class VLLM(TraceModel):
         if self._tokenizer is None:
             from transformers import AutoTokenizer
 
-            self._tokenizer = AutoTokenizer.from_pretrained(self._config.model_config.tokenizer)
+            self._tokenizer = AutoTokenizer.from_pretrained(self.config.model_config.tokenizer)
         return self._tokenizer
 
     @property
@@ -155,7 +172,7 @@ class VLLM(TraceModel):
     async def _connect(self) -> None:
         assert self._receiver is not None
         self._senders = await self.engine.collective_rpc("midstream_connect", args=(self._receiver.address,))
-        self._described = (await self.engine.collective_rpc("midstream_describe"))[0]
+        self._described = _merged(await self.engine.collective_rpc("midstream_describe"))
 
     def close(self) -> None:
         """End the engine and its processes. Closing again does nothing."""
@@ -200,8 +217,17 @@ class VLLM(TraceModel):
         if self._described is None:
             if self.mode == "async":
                 raise TraceError("With mode='async' call `await model.start()` first.")
-            self._described = self.engine.collective_rpc("midstream_describe")[0]
+            self._described = _merged(self.engine.collective_rpc("midstream_describe"))
         return self._described
+
+    @property
+    def facts(self) -> ModelFacts:
+        """What plans are checked against."""
+        described = self.description
+        points = ((*point.split("/"), width) for point, width in described["widths"].items())
+        return ModelFacts(
+            described["num_layers"], {(site, int(layer)): width for site, layer, width in points}, described["dtype"]
+        )
 
     @property
     def num_layers(self) -> int:
@@ -228,56 +254,106 @@ class VLLM(TraceModel):
 
     # Running.
 
-    def _encode(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            ids: Any = self.tokenizer(prompt)["input_ids"]
-        elif isinstance(prompt, Mapping):
-            ids = prompt["input_ids"] if "input_ids" in prompt else prompt["prompt_token_ids"]
-        else:
-            ids = prompt
-        ids = torch.as_tensor(ids)
-        ids = ids[0] if ids.ndim == 2 and ids.shape[0] == 1 else ids
-        if ids.ndim != 1 or not ids.numel():
-            raise PromptError(f"A prompt is a text or one sequence of at least one token id; {prompt!r} was given.")
-        return ids.long().tolist()
-
     def _start(self, invokes: list[Invoke], together: bool) -> Any:
-        prompts = [self._encode(invoke.prompt) for invoke in invokes]
-        programs = [self._with_edits(invoke.program) for invoke in invokes]
-        traced = any(programs)
-        launch.check_prompts(self._config, prompts if traced else [], together)
-        requests: Sequence[TraceRequest | None] = [None] * len(invokes)
-        if traced:
-            keep = [all(map(keeps_to_graph_sites, each)) for each in programs]
-            samples = [invoke.params.get("n", 1) for invoke in invokes]
-            requests = requests_of(ship(programs), keep, samples, together, self._deferred)
-        engine_prompts = [launch.engine_prompt(ids, secrets.token_hex(8) if traced else None) for ids in prompts]
-        plain = {id(i.params): launch.sampling_params(i.params, None) for i in invokes} if not traced else {}
-        params = [
-            plain.get(id(i.params)) or launch.sampling_params(i.params, r)
-            for i, r in zip(invokes, requests, strict=True)
-        ]
-        return (Stream if self._deferred else Submission)(self, Requests(engine_prompts, params, requests))
+        return self._submit(
+            [replace(taken, plan=self.plan + taken.plan) for taken in map(take_plan, invokes)], together
+        )
 
-    def expect(self, traces: Sequence[TraceRequest | None]) -> list[Mailbox | None]:
-        """A mailbox for the results of each traced request."""
+    def _submit(self, invokes: list[Invoke], together: bool, record: tuple[str, str] | None = None) -> Any:
+        for invoke in invokes:
+            refuse_multimodal(invoke.plan, invoke.prompt)
+        prompts = [encode(invoke.prompt, self.tokenizer) for invoke in invokes]
+        if not self._deferred:
+            return Submission(self, make_requests(self, invokes, prompts, together, record))
+        if self._described is None and any(
+            invoke.plan for invoke in invokes
+        ):  # the model is not known before it has started
+            return Stream(self, lambda: make_requests(self, invokes, prompts, together, record))
+        requests = make_requests(self, invokes, prompts, together, record)
+        return Stream(self, lambda: requests)
+
+    def expect(self, keys: Sequence[tuple[str, int] | None]) -> list[Mailbox | None]:
+        """A mailbox for what the workers send to each of these addresses."""
         receiver = self._receiver
         if receiver is None:
             raise EngineClosedError("This engine is closed; make a new VLLM(...).")
-        return [receiver.expect((t.trace, t.index), self._senders) if t is not None else None for t in traces]
+        return [receiver.expect(key, self._senders) if key is not None else None for key in keys]
 
-    def _with_edits(self, program: Program | None) -> list[Program]:
-        return [*self.edits.values(), *([program] if program is not None else [])]
+    def _outputs(self, invokes: list[Invoke]) -> Any:
+        started = self._start(invokes, False)
+        if self._deferred:
+            return started
+        done = started.wait()
+        raise_failures(done)
+        return [ran.output for ran in done]
 
-    def _outputs(self, prompts: list[Prompt], params: dict[str, Any] | list[dict[str, Any]]) -> Any:
-        each = params if isinstance(params, list) else [params] * len(prompts)
-        submission = self._start([Invoke(p, None, q) for p, q in zip(prompts, each, strict=True)], False)
-        return submission if self._deferred else [ran.output for ran in submission.wait()]
+    # What plans refer to.
+
+    def _record(self, prompt: Prompt, plan: Plan, name: str) -> Any:
+        run_id = uuid.uuid4().hex
+        invoke = Invoke(prompt, None, {"max_tokens": 1, "temperature": 0.0}, plan)
+        started = self._submit([invoke], False, (run_id, name))
+        if self._deferred:
+            return self._recorded_later(started, name, run_id)
+        raise_failures(started.wait())
+        return self.runs.add(recorded_run(started.requests.planned[0], name, run_id))
+
+    async def _recorded_later(self, stream: Stream, name: str, run_id: str) -> RecordedRun:
+        await stream
+        assert stream.requests is not None
+        return await self.runs.add(recorded_run(stream.requests.planned[0], name, run_id))
+
+    def _ask_runs(self, what: str, *args: Any) -> Any:
+        return self.engine.collective_rpc(f"midstream_{what}_runs", args=args)
+
+    def release_runs(self, ids: list[str]) -> None:
+        with contextlib.suppress(Exception):  # a dead engine holds nothing
+            self.runs.lease(ids, -1)
+
+    async def release_runs_later(self, ids: list[str]) -> None:
+        with contextlib.suppress(Exception):
+            await self.runs.lease(ids, -1)
+
+    def _send_vectors_now(self) -> None:
+        changes = self.vectors.take_changes()
+        try:
+            for name, args in _vector_calls(changes):
+                self.engine.collective_rpc(name, args=args)
+        except BaseException:
+            self.vectors.put_back(changes)
+            raise
+
+    async def send_vectors(self) -> None:
+        """With `mode="async"`: have the workers know the vectors as they are now."""
+        async with self._sending:
+            changes = self.vectors.take_changes()
+            try:
+                for name, args in _vector_calls(changes):
+                    await self.engine.collective_rpc(name, args=args)
+            except BaseException:
+                self.vectors.put_back(changes)
+                raise
 
 
-def _end(engine: Any, receiver: Receiver) -> None:
+def _vector_calls(changes: Changes) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """What to call on the workers."""
+    put, gone = changes
+    if gone:
+        yield "midstream_delete_vectors", (gone,)
+    if put:
+        yield "midstream_set_vectors", ({name: (vector.data.tobytes(), vector.digest) for name, vector in put.items()},)
+
+
+def _merged(described: list[dict[str, Any]]) -> dict[str, Any]:
+    """The model as its pipeline stages have it; the module tree is the first one's."""
+    widths = {point: width for stage in described for point, width in stage["widths"].items()}
+    return {**described[0], "widths": widths}
+
+
+def _end(engine: Any, receiver: Receiver, sinks: Sinks) -> None:
     receiver.close()
     launch.shut_down(engine)
+    sinks.close()
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

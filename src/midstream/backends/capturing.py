@@ -1,0 +1,214 @@
+"""Captured rows on their way from the workers to the user: to sinks as they come, and onto the output at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import threading
+from collections.abc import Sequence
+from concurrent import futures
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from typing import Any
+
+from midstream.backends.planned import Planned
+from midstream.captures.consumers import CaptureInfo
+from midstream.captures.segment import Captured, Segment, gather
+from midstream.captures.sinks import Sinks
+from midstream.engine.results import ChannelClosedError, Mailbox
+from midstream.errors import CaptureError, EngineClosedError, MidstreamError, PlanError
+
+RESULT_SECONDS = 120.0
+Message = tuple[dict[str, Any], dict[str, Any]]
+
+
+def nothing_captured(request_id: str) -> Captured:
+    return Captured(request_id, (), {})
+
+
+def sample_index(request_id: str, samples: int) -> int:
+    """vLLM names the n samples of a request `0_ID`, `1_ID`, ..."""
+    return int(request_id.partition("_")[0]) if samples > 1 else 0
+
+
+@dataclass
+class _Sample:
+    """What has come of one sample of a request."""
+
+    name: str = ""
+    segments: list[Segment] = field(default_factory=list)
+    finals: int = 0
+    error: MidstreamError | None = None
+    begun: bool = False  # at the sinks
+
+
+class Capturing:
+    """The captured rows of one request.
+
+    Args:
+        planned: its plan.
+        samples: vLLM's `n`.
+        senders: how many workers send the rows of a sample, each what it has.
+    """
+
+    def __init__(self, planned: Planned, samples: int, sinks: Sinks, senders: int = 1) -> None:
+        self.key = (secrets.token_hex(8), 0)
+        self.stop: int | None = None  # positions below this are known to be the user's
+        self._planned = planned
+        self._sinks = sinks
+        self._senders = senders
+        self._samples = [_Sample() for _ in range(samples)]
+        self._taken, self._seen, self._taking = 0, -1, False
+        self._discarded = False
+
+    @property
+    def has_sinks(self) -> bool:
+        return bool(self._planned.routes.sinks)
+
+    @property
+    def is_complete(self) -> bool:
+        return all(sample.finals >= self._senders for sample in self._samples)
+
+    async def follow(self, box: Mailbox, elsewhere: Executor | None = None) -> None:
+        """Take rows as they come, until all are here. A sink that is full is waited for `elsewhere`, or here."""
+        while not self.is_complete:
+            try:
+                message = await box.aget()
+            except ChannelClosedError as error:
+                raise _gone(error) from error
+            if self.has_sinks and elsewhere is not None:
+                await asyncio.get_running_loop().run_in_executor(elsewhere, self.take, message)
+            else:
+                self.take(message)
+
+    def wait(self, box: Mailbox) -> None:
+        """The same on this thread, for a request that has ended."""
+        while not self.is_complete:
+            try:
+                self.take(box.get(RESULT_SECONDS))
+            except ChannelClosedError as error:
+                raise _gone(error) from error
+
+    def raise_if_stuck(self) -> None:
+        """Raise CaptureError if nothing has come, and no sink was waited for, since the last call."""
+        seen, self._seen = self._seen, self._taken
+        if seen == self._taken and not self._taking:
+            raise CaptureError(f"the rows of a request that has ended have not come for {RESULT_SECONDS:g} s")
+
+    def take(self, message: Message) -> None:
+        self._taking = True
+        try:
+            self._take(*message)
+        finally:
+            self._taken, self._taking = self._taken + 1, False
+
+    def _take(self, header: dict[str, Any], value: dict[str, Any]) -> None:
+        sample = self._samples[sample_index(header["request"], len(self._samples))]
+        sample.name = sample.name or self._name(header["request"])
+        sample.finals += header["final"]
+        if value["error"] is not None:
+            sample.error = sample.error or PlanError(value["error"])
+        segments = [Segment(sample.name, positions, layout, rows) for positions, layout, rows in value["segments"]]
+        if self._planned.routes.output:
+            sample.segments += segments
+        if self.has_sinks and sample.error is None:
+            self._pass_on(sample, segments)
+
+    def _name(self, engine_id: str) -> str:
+        """The request's id as the user knows it: vLLM puts a random end to it; its samples are `0_ID`, `1_ID`, ..."""
+        return engine_id.partition("-")[0]
+
+    def _pass_on(self, sample: _Sample, segments: list[Segment]) -> None:
+        if self._discarded:
+            return
+        try:
+            if not sample.begun:
+                self._sinks.begin(CaptureInfo(sample.name, tuple(self._planned.prompt)), self._planned.routes.sinks)
+                sample.begun = True
+                self._sinks.put(self._planned.empty_segment(sample.name))
+            for segment in segments:
+                self._sinks.put(segment)
+            if self.stop is not None:
+                self._sinks.confirm(sample.name, self.stop)
+        except CaptureError as error:
+            self._give_up(sample, error)
+
+    def _give_up(self, sample: _Sample, error: MidstreamError) -> None:
+        sample.error = error
+        if sample.begun:
+            self._sinks.discard(sample.name, error)
+            sample.begun = False
+
+    def end(self, generated: Sequence[int]) -> None:
+        """The request is over, with so many tokens in each sample; all rows are here."""
+        for sample, stop in zip(self._samples, self._stops(generated), strict=True):
+            if sample.error is not None:
+                self._give_up(sample, sample.error)
+            elif sample.begun:
+                self._sinks.end(sample.name, stop)
+
+    def _stops(self, generated: Sequence[int]) -> list[int]:
+        return [len(self._planned.prompt) + count - 1 for count in generated]
+
+    def result(self, generated: Sequence[int]) -> Captured | list[Captured]:
+        """What goes on the output, once the sinks have taken theirs. Raises CaptureError, or PlanError if the engine refused the plan."""
+        captured = []
+        for sample, stop in zip(self._samples, self._stops(generated), strict=True):
+            if sample.error is not None:
+                raise sample.error
+            if sample.begun:
+                sample.begun = False
+                self._sinks.result(sample.name)
+            captured.append(self._gathered(sample, stop))
+        return captured[0] if len(captured) == 1 else captured
+
+    def _gathered(self, sample: _Sample, stop: int) -> Captured:
+        wanted = self._planned.routes.output
+        if not wanted:
+            return nothing_captured(sample.name)
+        segments, sample.segments = sample.segments, []
+        return gather([*segments, self._planned.empty_segment(sample.name)], stop, wanted)
+
+    def discard(self) -> None:
+        """Nobody asks for the result any more."""
+        self._discarded = True
+        for sample in self._samples:
+            if sample.begun:
+                sample.begun = False
+                self._sinks.discard(sample.name)
+
+
+def _gone(error: ChannelClosedError) -> MidstreamError:
+    return EngineClosedError(f"The engine has gone before the captured rows came: {error}")
+
+
+class Following:
+    """A thread that hands rows to sinks while the caller's own thread runs the engine."""
+
+    def __init__(self, followed: Sequence[tuple[Capturing, Mailbox]]) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="midstream-captures", daemon=True)
+        self._thread.start()
+        self._futures = [(c, asyncio.run_coroutine_threadsafe(c.follow(box), self._loop)) for c, box in followed]
+
+    def wait(self) -> None:
+        """Until all rows are here, after the engine is through with the requests."""
+        for capturing, future in self._futures:
+            while not futures.wait([future], RESULT_SECONDS).done:
+                capturing.raise_if_stuck()
+            future.result()
+
+    def close(self) -> None:
+        """Leave what has not come."""
+        for _, future in self._futures:
+            future.cancel()
+        asyncio.run_coroutine_threadsafe(_settle(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+async def _settle() -> None:
+    """Wait for the other tasks of this loop."""
+    rest = asyncio.all_tasks() - {asyncio.current_task()}
+    await asyncio.gather(*rest, return_exceptions=True)

@@ -1,0 +1,133 @@
+"""From invokes to the requests of a vLLM engine: what their traces and plans put into the sampling parameters."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from midstream.backends.capturing import Capturing
+from midstream.backends.planned import Planned, Planner
+from midstream.backends.submission import Requests
+from midstream.backends.tracer import Invoke
+from midstream.captures.wanted import Routes
+from midstream.engine import launch
+from midstream.engine.plans.request import PlanRequest
+from midstream.engine.request import NAME, TraceRequest, requests_of
+from midstream.errors import PlanError
+from midstream.plan.values import Plan
+from midstream.plan.wire import to_wire
+from midstream.trace.analysis import keeps_to_graph_sites
+from midstream.trace.program import Program, ship
+
+if TYPE_CHECKING:
+    from midstream.backends.vllm import VLLM
+
+
+def take_plan(invoke: Invoke) -> Invoke:
+    """The invoke with the plan that its `extra_args` carry, if they do, as its plan. Raises PlanError if it has another."""
+    extra = invoke.params.get("extra_args") or {}
+    if NAME not in extra:
+        return invoke
+    if invoke.plan:
+        raise PlanError(f"The plan was given twice: as plan=, and as extra_args[{NAME!r}].")
+    given = extra[NAME]
+    given = given["plan"] if isinstance(given, Mapping) and "plan" in given else given
+    rest = {name: value for name, value in extra.items() if name != NAME}
+    return replace(invoke, plan=Plan.of(given), params={**invoke.params, "extra_args": rest})
+
+
+def make_requests(
+    model: VLLM,
+    invokes: Sequence[Invoke],
+    prompts: list[list[int]],
+    together: bool,
+    record: tuple[str, str] | None = None,
+) -> Requests:
+    """What is to be submitted for `invokes`.
+
+    Args:
+        prompts: their token ids.
+        together: whether all of them must be in the same steps.
+        record: `(id, name)` of the run that captured rows are kept as in the workers.
+
+    Raises:
+        PromptError: a prompt that cannot be traced in one piece.
+        PlanError: a plan that cannot be done on this model, or to its prompt.
+    """
+    traces = _traces(model, invokes, prompts, together)
+    planned = _planned(model, invokes, prompts)
+    stages = model.config.parallel_config.pipeline_parallel_size
+    capturing = [
+        Capturing(
+            p if record is None else replace(p, routes=Routes({}, ())), invoke.params.get("n", 1), model.sinks, stages
+        )
+        if p is not None and p.plan.captures
+        else None
+        for p, invoke in zip(planned, invokes, strict=True)
+    ]
+    return Requests(
+        [launch.engine_prompt(ids, secrets.token_hex(8) if traces[0] is not None else None) for ids in prompts],
+        _params(invokes, traces, planned, capturing, record),
+        traces,
+        capturing,
+        planned,
+        sorted({run.id for p in planned if p is not None for run in p.runs}),
+    )
+
+
+def _traces(
+    model: VLLM, invokes: Sequence[Invoke], prompts: list[list[int]], together: bool
+) -> Sequence[TraceRequest | None]:
+    """What each request carries of the trace, or None for all if there is none."""
+    programs = [_with_edits(model, invoke.program) for invoke in invokes]
+    if not any(programs):
+        launch.check_prompts(model.config, [], together)
+        return [None] * len(invokes)
+    launch.check_prompts(model.config, prompts, together)
+    keep = [all(map(keeps_to_graph_sites, each)) for each in programs]
+    samples = [invoke.params.get("n", 1) for invoke in invokes]
+    return requests_of(ship(programs), keep, samples, together, model._deferred)
+
+
+def _with_edits(model: VLLM, program: Program | None) -> list[Program]:
+    return [*model.edits.values(), *([program] if program is not None else [])]
+
+
+def _planned(model: VLLM, invokes: Sequence[Invoke], prompts: list[list[int]]) -> list[Planned | None]:
+    """The plan of each invoke, checked. Raises PlanError."""
+    if not any(invoke.plan for invoke in invokes):
+        return [None] * len(invokes)
+    planner = Planner(model.facts, lambda: model.tokenizer, model.vectors, model.runs)
+    return [
+        planner.prepare(invoke.plan, invoke.prompt, ids, invoke.params) if invoke.plan else None
+        for invoke, ids in zip(invokes, prompts, strict=True)
+    ]
+
+
+def _params(
+    invokes: Sequence[Invoke],
+    traces: Sequence[TraceRequest | None],
+    planned: Sequence[Planned | None],
+    capturing: Sequence[Capturing | None],
+    record: tuple[str, str] | None,
+) -> list[Any]:
+    """The sampling parameters of each request. Those that carry nothing are shared, as they were given."""
+    shared: dict[int, Any] = {}
+    wires: dict[int, dict[str, Any]] = {}
+    found = []
+    for invoke, trace, plan, rows in zip(invokes, traces, planned, capturing, strict=True):
+        if trace is None and plan is None:
+            if id(invoke.params) not in shared:
+                shared[id(invoke.params)] = launch.sampling_params(invoke.params, None)
+            found.append(shared[id(invoke.params)])
+            continue
+        params = launch.sampling_params(invoke.params, trace)
+        if plan is not None:
+            wire = wires.get(id(plan.plan)) or wires.setdefault(id(plan.plan), to_wire(plan.bare))
+            carried = PlanRequest(wire, capture=rows.key if rows is not None else None, record=record)
+            extra = params.extra_args or {}
+            params.extra_args = {**extra, NAME: {**extra.get(NAME, {}), **carried.to_extra_args()[NAME]}}
+        found.append(params)
+    return found
