@@ -7,7 +7,7 @@ import uuid
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -144,7 +144,8 @@ class LanguageModel(TraceModel):
         return ModelFacts(self.arch.num_layers, widths, str(self.module.dtype).removeprefix("torch."))
 
     def _start(self, invokes: list[Invoke], together: bool) -> _Done:
-        planned = self._planned([replace(invoke, plan=self.plan + invoke.plan) for invoke in invokes])
+        invokes = self._with_plan(invokes)
+        planned = self._planned(invokes)
         return _Done(self._run(invokes, planned))
 
     def _planned(self, invokes: Sequence[Invoke]) -> list[Planned | None]:
@@ -186,7 +187,7 @@ class LanguageModel(TraceModel):
             done.error = error
 
     def _outputs(self, invokes: list[Invoke]) -> list[Generated]:
-        invokes = [replace(invoke, plan=self.plan + invoke.plan) for invoke in invokes]
+        invokes = self._with_plan(invokes)
         planned = self._planned(invokes)
         if any(planned):
             done = [ran for i, plan in zip(invokes, planned, strict=True) for ran in self._run([i], [plan])]

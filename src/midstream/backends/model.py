@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import FrameType
 from typing import Any, Protocol
 
@@ -96,6 +97,11 @@ class TraceModel:
     @plan.setter
     def plan(self, plan: Any) -> None:
         self._plan = Plan.of(plan)
+
+    def _with_plan(self, invokes: list[Invoke]) -> list[Invoke]:
+        """The invokes with the model's own plan before theirs."""
+        composed = {id(invoke.plan): self.plan + invoke.plan for invoke in invokes} if self.plan else {}
+        return [replace(invoke, plan=composed.get(id(invoke.plan), invoke.plan)) for invoke in invokes]
 
     def trace(self, prompt: Prompt | None = None, *, plan: Any = None, **params: Any) -> Tracer:
         """`with model.trace(prompt) as tracer:` runs the block inside the model's forward pass on `prompt`.

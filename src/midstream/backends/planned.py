@@ -6,17 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from midstream.backends.prompts import Prompt, is_multimodal, offsets_of
 from midstream.backends.runs import Runs
 from midstream.backends.vectors import Vectors
-from midstream.captures.segment import Segment
+from midstream.captures.segment import Segment, without_rows
 from midstream.captures.wanted import Routes, routes
 from midstream.errors import PlanError
 from midstream.plan.checks import ModelFacts, check
-from midstream.plan.compile import Plane
 from midstream.plan.runs import RecordedRun
 from midstream.plan.spans import has_spans, resolve_spans
 from midstream.plan.values import Capture, Clamp, Patch, Plan, Steer, with_digests
@@ -60,27 +58,28 @@ class Planned:
         plan: with positions in the place of spans, and the digests of named vectors.
         prompt: token ids.
         routes: which captured rows go where.
-        layout: all that is captured, in no captured row's order.
-        dtype: of captured rows.
+        facts: of the model that it was checked against.
     """
 
     plan: Plan
     prompt: list[int]
     routes: Routes
-    layout: tuple[Plane, ...] = ()
-    dtype: torch.dtype = torch.float32
+    facts: ModelFacts
 
     def empty_segment(self, request_id: str) -> Segment:
-        """Rows of which there are none: it tells what is captured, and how wide it is, though nothing may come."""
-        width = sum(plane.width for plane in self.layout)
-        return Segment(request_id, np.empty(0, np.int64), self.layout, torch.empty(0, width, dtype=self.dtype))
+        """Tells sinks and outputs what is captured, though no row of it may come."""
+        wanted = (self.routes.output, *(sink.wanted for sink in self.routes.sinks))
+        keys = dict.fromkeys(key for rows in wanted for key in rows)
+        dtype = getattr(torch, self.facts.dtype)
+        return without_rows(request_id, keys, lambda site, layer: self.facts.widths[site, layer], dtype)
 
     @property
     def bare(self) -> Plan:
         """The plan as the engine gets it: it hands all captured rows to the client, which knows where they go."""
-        return Plan(
-            tuple(replace(item, to=None) if isinstance(item, Capture) else item for item in self.plan.interventions)
-        )
+        if all(capture.to is None for capture in self.plan.captures):
+            return self.plan
+        items = self.plan.interventions
+        return Plan(tuple(replace(item, to=None) if isinstance(item, Capture) else item for item in items))
 
     @property
     def runs(self) -> list[RecordedRun]:
@@ -92,51 +91,42 @@ class Planned:
         )
 
 
-@dataclass(frozen=True)
 class Planner:
     """Makes plans ready for a model, of which `facts` tells the sites, layers and widths."""
 
-    facts: ModelFacts
-    tokenizer: Callable[[], Any]
-    vectors: Vectors
-    runs: Runs
+    def __init__(self, facts: ModelFacts, tokenizer: Callable[[], Any], vectors: Vectors, runs: Runs) -> None:
+        self._facts = facts
+        self._tokenizer = tokenizer
+        self._vectors = vectors
+        self._runs = {run.name: run.id for run in runs.handles}
+        self._known: dict[tuple[int, int, int | None], tuple[Plan, Planned]] = {}
 
     def prepare(self, plan: Plan, prompt: Prompt, ids: list[int], params: Mapping[str, Any]) -> Planned:
         """Raises PlanError if the plan cannot be done to this prompt on this model."""
         max_tokens = params.get("max_tokens")
+        if has_spans(plan):
+            return self._prepare(resolve_spans(plan, *offsets_of(prompt, ids, self._tokenizer())), ids, max_tokens)
+        key = (id(plan), len(ids), max_tokens)
+        if key not in self._known:  # many prompts may have one plan
+            self._known[key] = plan, self._prepare(plan, ids, max_tokens)
+        return replace(self._known[key][1], prompt=ids)
+
+    def _prepare(self, plan: Plan, ids: list[int], max_tokens: int | None) -> Planned:
         if max_tokens is not None and max_tokens < 1:
             raise PlanError(
                 f"max_tokens is {max_tokens}; a request with a plan needs at least 1, as every request does on vLLM."
             )
-        if has_spans(plan):
-            plan = resolve_spans(plan, *offsets_of(prompt, ids, self.tokenizer()))
         plan = self._where_there(plan)
-        check(
-            plan,
-            self.facts,
-            len(ids),
-            max_tokens,
-            vectors=self.vectors.widths,
-            runs={run.name: run.id for run in self.runs.handles},
-        )
-        plan = with_digests(plan, self.vectors.digests)
-        return self._planned(plan, ids)
-
-    def _planned(self, plan: Plan, ids: list[int]) -> Planned:
-        found = routes(plan.captures, len(ids), range(self.facts.num_layers))
-        keys = dict.fromkeys(key for wanted in (found.output, *(sink.wanted for sink in found.sinks)) for key in wanted)
-        layout, offset = [], 0
-        for site, layer, when in keys:
-            layout.append(Plane(site, layer, when, offset, self.facts.widths.get((site, layer), 0)))
-            offset += layout[-1].width
-        return Planned(plan, ids, found, tuple(layout), getattr(torch, self.facts.dtype))
+        check(plan, self._facts, len(ids), max_tokens, vectors=self._vectors.widths, runs=self._runs)
+        plan = with_digests(plan, self._vectors.digests)
+        return Planned(plan, ids, routes(plan.captures, len(ids), range(self._facts.num_layers)), self._facts)
 
     def _where_there(self, plan: Plan) -> Plan:
         """The plan with `layers="all"` meaning the layers that have the site, where not all have it."""
         there: dict[str, list[int]] = {}
-        for site, layer in sorted(self.facts.widths):
+        for site, layer in sorted(self._facts.widths):
             there.setdefault(site, []).append(layer)
-        partial = {site for site, layers in there.items() if len(layers) < self.facts.num_layers}
+        partial = {site for site, layers in there.items() if len(layers) < self._facts.num_layers}
         return Plan(
             tuple(
                 replace(item, layers=tuple(there[item.site]))

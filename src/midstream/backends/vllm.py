@@ -7,7 +7,6 @@ import contextlib
 import uuid
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -255,9 +254,7 @@ class VLLM(TraceModel):
     # Running.
 
     def _start(self, invokes: list[Invoke], together: bool) -> Any:
-        return self._submit(
-            [replace(taken, plan=self.plan + taken.plan) for taken in map(take_plan, invokes)], together
-        )
+        return self._submit(self._with_plan([take_plan(invoke) for invoke in invokes]), together)
 
     def _submit(self, invokes: list[Invoke], together: bool, record: tuple[str, str] | None = None) -> Any:
         for invoke in invokes:
