@@ -285,7 +285,7 @@ class TraceHost:
             for body_name in request.programs:
                 if body_name not in request.outcomes:
                     rows[body_name] = FlatRows(fresh, scheduled.stop, view.total, max(request.seen, scheduled.computed))
-                    last[body_name] = FlatRows(scheduled.index, scheduled.index + 1, len(view.requests))
+                    last[body_name] = FlatRows(scheduled.place, scheduled.place + 1, len(view.requests))
             request.seen = end
             self._in_step.append((scheduled, request))
         self.interleaver.begin_step(rows, replays, last)
@@ -308,7 +308,7 @@ class TraceHost:
         self.interleaver.end_step()
         tokens = samples.tolist() if any(self._may_stop(request) for _, request in self._in_step) else None
         for scheduled, request in self._in_step:
-            self._after_step(scheduled.request_id, request, tokens[scheduled.index] if tokens is not None else None)
+            self._after_step(scheduled.request_id, request, tokens[scheduled.place] if tokens is not None else None)
         self._in_step = []
         self._traced = False
         return samples

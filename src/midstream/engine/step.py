@@ -17,14 +17,14 @@ class Scheduled(NamedTuple):
         request_id: the engine's id.
         start, stop: its rows in the batch.
         computed: how many of its tokens had been computed before.
-        index: its row among the logits and samples.
+        place: its row among the logits and samples.
     """
 
     request_id: str
     start: int
     stop: int
     computed: int
-    index: int
+    place: int
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,12 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from midstream.engine.plans.request import PlanRequest
+from midstream.engine.plans.request import PlanRequest, packed, unpacked
 from midstream.engine.request import NAME
 from midstream.engine.settings import Settings
 from midstream.errors import PlanError
 from midstream.plan.checks import ModelFacts, check
 from midstream.plan.values import Plan
-from midstream.plan.wire import to_wire
 
 _RESIDUAL = ("resid_pre", "resid_mid", "resid_post", "attn_in", "attn_out", "mlp_in", "mlp_out")
 
@@ -54,15 +53,14 @@ def admitted(config: Any, request: Any, everyone: str | None) -> dict[str, Any]:
     given = (params.extra_args or {}).get(NAME)
     carried = PlanRequest.of(params)
     if carried is None and everyone is None:
-        return given
-    plan = Plan.of(everyone) + (carried.plan if carried is not None else Plan.of(None))
+        return dict(given or {})
+    own = carried.plan if carried is not None else Plan.of(None)
+    plan = _everyone(everyone) + own if everyone is not None else own
     layers = config.model_config.hf_text_config.num_hidden_layers
-    prompt, text_only = len(request.prompt_token_ids or ()), not request.mm_features
-    for part, facts in _parts(plan, config.model_config, layers):
-        check(part, facts, prompt, params.max_tokens, vectors=None, runs=None, multimodal=not text_only)
-    carried = PlanRequest(
-        to_wire(plan), layers, carried.capture if carried else None, carried.record if carried else None
-    )
+    wire = carried.wire if carried is not None and everyone is None else packed(plan)
+    model = (layers, config.model_config.get_hidden_size(), str(config.model_config.dtype).removeprefix("torch."))
+    _checked(wire, model, len(request.prompt_token_ids or ()), params.max_tokens, bool(request.mm_features))
+    carried = PlanRequest(wire, layers, carried.capture if carried else None, carried.record if carried else None)
     if carried.capture is None and carried.record is None and any(None in capture.sinks for capture in plan.captures):
         raise PlanError(
             "Capture.to is None, and this request goes past midstream.VLLM, so nobody waits for its rows: name a directory or a "
@@ -72,10 +70,18 @@ def admitted(config: Any, request: Any, everyone: str | None) -> dict[str, Any]:
     return {**trace, **carried.to_extra_args()[NAME]}
 
 
-def _parts(plan: Plan, model: Any, layers: int) -> list[tuple[Plan, ModelFacts]]:
-    """The plan's parts, with what is known here of the sites they name: how wide the residual stream is, and nothing of the others."""
+@functools.lru_cache(1)
+def _everyone(plan: str) -> Plan:
+    return Plan.of(plan)
+
+
+@functools.lru_cache(1024)
+def _checked(wire: bytes, model: tuple[int, int, str], prompt: int, max_tokens: int | None, multimodal: bool) -> None:
+    """Raises PlanError for what can be told here: of the residual stream its width, of other sites nothing."""
+    plan = unpacked(wire)
+    layers, hidden, dtype = model
+    widths = {(site, layer): hidden for site in _RESIDUAL for layer in range(layers)}
     residual = Plan(tuple(item for item in plan.interventions if item.site in _RESIDUAL))
     others = Plan(tuple(item for item in plan.interventions if item.site not in _RESIDUAL))
-    dtype, hidden = str(model.dtype).removeprefix("torch."), model.get_hidden_size()
-    widths = {(site, layer): hidden for site in _RESIDUAL for layer in range(layers)}
-    return [(residual, ModelFacts(layers, widths, dtype)), (others, ModelFacts(layers, {}, dtype))]
+    for part, facts in ((residual, ModelFacts(layers, widths, dtype)), (others, ModelFacts(layers, {}, dtype))):
+        check(part, facts, prompt, max_tokens, vectors=None, runs=None, multimodal=multimodal)

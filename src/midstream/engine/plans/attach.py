@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
-import torch
 from torch import nn
 
 from midstream.arch import Architecture

@@ -11,7 +11,7 @@ import functools
 import secrets
 from typing import Any
 
-from midstream.engine.plans.request import PlanRequest
+from midstream.engine.plans.request import PlanRequest, has_open_names, unpacked
 from midstream.errors import PlanError
 from midstream.plan.keys import PlanKeys, lowest_captured
 
@@ -38,12 +38,18 @@ def _known(request: Any) -> tuple[Any, int | None]:
 def _make(request: Any, length: int) -> tuple[Any, int | None]:
     try:
         carried = PlanRequest.of(request.sampling_params)
-        plan = carried.plan if carried is not None else None
+        if carried is None or not carried.plan:
+            return None, None
+        keyed = _keyed if not has_open_names(carried.plan) else _keyed.__wrapped__  # such a name is like no other
+        return keyed(carried.wire, length, carried.num_layers)
     except PlanError:  # the worker will refuse it; until then its blocks are nobody's
         return _Alone(), 0
-    if carried is None or not plan:
-        return None, None
-    return PlanKeys(plan, length, carried.num_layers), lowest_captured(plan, length)
+
+
+@functools.lru_cache(256)
+def _keyed(wire: bytes, length: int, num_layers: int) -> tuple[PlanKeys, int | None]:
+    plan = unpacked(wire)
+    return PlanKeys(plan, length, num_layers), lowest_captured(plan, length)
 
 
 def limit_hits(manager: Any) -> None:

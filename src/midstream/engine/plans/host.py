@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from midstream.engine.plans.images import Image, Images
 from midstream.engine.plans.outlet import Outlet, Piece
 from midstream.engine.plans.points import PointHooks
 from midstream.engine.plans.request import PlanRequest
 from midstream.engine.plans.store import RunStore, VectorStore, make_run
-from midstream.engine.plans.tables import Loaded, Point, Tables
+from midstream.engine.plans.tables import Point, Tables
 from midstream.engine.step import StepView
 from midstream.errors import PlanError
 from midstream.plan.checks import ModelFacts, check
-from midstream.plan.compile import compile_plan
-from midstream.plan.runs import RecordedRun
+from midstream.plan.compile import CompiledPlan, compile_plan
 from midstream.plan.values import Plan
 
 _log = logging.getLogger(__name__)
@@ -30,34 +30,20 @@ class _Planned:
     """One planned request on its way.
 
     Attributes:
-        prompt: int32 `[prompt_length]`, the profile of each prompt position, by the tables' numbers.
-        generated: the profile of every later position.
         captured: positions below this have been captured.
-        last: the position behind the last one that is captured; None if generated ones are.
-        off_graph: sites, not in the graphs, that its prompt and its generated positions have ops at.
+        complete: all its captured rows are sent.
     """
 
     carried: PlanRequest
-    plan: Plan
-    loaded: Loaded
-    prompt: np.ndarray
-    generated: int
-    points: list[Point]
-    runs: list[str]
-    last: int | None = 0
+    image: Image
     captured: int = 0
-    off_graph: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
+    complete: bool = False
     pieces: list[Piece] = field(default_factory=list)
-    complete: bool = False  # all its captured rows are sent
 
-    def profiles(self, start: int, stop: int) -> np.ndarray:
-        """int32, of the positions `start` to `stop`."""
-        length = len(self.prompt)
-        if start >= length:
-            return np.full(stop - start, self.generated, np.int32)
-        if stop <= length:
-            return self.prompt[start:stop]
-        return np.concatenate([self.prompt[start:], np.full(stop - length, self.generated, np.int32)])
+    @property
+    def has_all(self) -> bool:
+        """Whether no further row is to be captured."""
+        return self.image.last is not None and self.captured >= self.image.last
 
 
 class PlanHost:
@@ -96,9 +82,7 @@ class PlanHost:
         self._built_in = frozenset(built_in)
         self._speculative = speculative
         self._requests: dict[str, _Planned] = {}
-        self._cache: dict[
-            tuple[str, int], tuple[Loaded, int]
-        ] = {}  # plans that several requests share, and how many do
+        self._images = Images(tables, self._compile, self._off_graph)
         self._profile = np.zeros(rows, np.int32)
         self._last: tuple[Any, int] | None = None  # the batch that the profiles were laid out for, if it may come again
         self._lengths = np.empty(0, np.int64)  # the prompt lengths of its planned requests, 0 for the others
@@ -122,6 +106,7 @@ class PlanHost:
         """The planned requests that are alive."""
         return list(self._requests)
 
+    @torch.inference_mode()
     def schedule(
         self,
         new: Mapping[str, tuple[Any, Sequence[int]]],
@@ -149,12 +134,15 @@ class PlanHost:
             if count is None:
                 continue
             start = computed[name]
-            length = len(request.prompt)
-            in_prompt = start < length and bool(request.prompt[start : start + count].any())
-            in_generated = start + count > length and request.generated != 0
+            image = request.image
+            length = len(image.prompt)
+            in_prompt = start < length and bool(image.prompt[start : start + count].any())
+            in_generated = start + count > length and image.generated != 0
             self._active = self._active or in_prompt or in_generated
-            off_graph |= request.off_graph[0] if in_prompt else frozenset()
-            off_graph |= request.off_graph[1] if in_generated else frozenset()
+            if in_prompt and image.off_graph[0]:
+                off_graph |= image.off_graph[0]
+            if in_generated and image.off_graph[1]:
+                off_graph |= image.off_graph[1]
         for site in off_graph:
             self.hooks.tell(site)
         self.hooks.on = bool(off_graph) or (self._active and len(self.hooks) > 0)
@@ -162,6 +150,7 @@ class PlanHost:
         self.off_graph_steps += bool(off_graph)
         return bool(off_graph)
 
+    @torch.inference_mode()
     def begin_step(self, view: StepView) -> None:
         """The batch is laid out; the forward comes next."""
         key = (tuple(view.request_ids), view.total)
@@ -170,7 +159,7 @@ class PlanHost:
         if not same:
             self._lay_out(view)
             known = [self._requests.get(name) for name in view.request_ids]
-            self._lengths = np.array([len(request.prompt) if request is not None else 0 for request in known])
+            self._lengths = np.array([len(request.image.prompt) if request is not None else 0 for request in known])
             self._last = key if decode and bool((view.computed >= self._lengths).all()) else None
         self.tables.begin_step(self._profile[: view.total], self._blocks(view) if self._capturing else {}, same)
 
@@ -180,7 +169,7 @@ class PlanHost:
         for scheduled in view.requests:
             if (request := self._requests.get(scheduled.request_id)) is not None:
                 count = scheduled.stop - scheduled.start
-                profile[scheduled.start : scheduled.stop] = request.profiles(
+                profile[scheduled.start : scheduled.stop] = request.image.profiles(
                     scheduled.computed, scheduled.computed + count
                 )
 
@@ -189,12 +178,12 @@ class PlanHost:
         wanted: dict[int, list[tuple[_Planned, int, int, int]]] = {}  # profile -> (request, first row, rows, position)
         for scheduled in view.requests:
             request = self._requests.get(scheduled.request_id)
-            if request is None or (request.last is not None and request.captured >= request.last):
+            if request is None or request.has_all:
                 continue
             start, stop = scheduled.computed, scheduled.computed + scheduled.stop - scheduled.start
             fresh = max(start, request.captured)
             request.captured = max(stop, request.captured)
-            for number, first, count in _stretches(request.profiles(fresh, stop)) if fresh < stop else ():
+            for number, first, count in _stretches(request.image.profiles(fresh, stop)) if fresh < stop else ():
                 if number and self.tables.profiles[number].row_width:
                     row = scheduled.start + fresh - start + first
                     wanted.setdefault(number, []).append((request, row, count, fresh + first))
@@ -210,12 +199,13 @@ class PlanHost:
                 at += count
         return blocks
 
+    @torch.inference_mode()
     def end_step(self) -> None:
         """The forward is queued: send what is complete."""
         for name, request in self._requests.items():
             if not request.pieces or request.carried.record is not None:
                 continue
-            request.complete = request.last is not None and request.captured >= request.last
+            request.complete = request.has_all
             self._capturing -= request.complete
             if request.complete or self.outlet.is_due(request.pieces):
                 pieces, request.pieces = request.pieces, []
@@ -235,101 +225,61 @@ class PlanHost:
 
     def _begin_or_extend(self, name: str, sampling: Any, prompt: Sequence[int]) -> None:
         known = self._requests.get(name)
-        if known is not None:  # streaming input: the same request with a longer prompt
-            self._reload(known, len(prompt))
+        if known is not None:
+            self._extend(known, len(prompt))
             return
         carried: PlanRequest | None = None
         try:
             carried = PlanRequest.of(sampling)
-            if carried is not None and (plan := carried.plan):
-                self._begin(name, carried, plan, sampling, prompt)
+            if carried is not None and carried.plan:
+                self._begin(name, carried, prompt)
         except PlanError as error:
             self.errors[name] = str(error)
             if carried is not None:
                 self.outlet.fail(name, carried, str(error))
 
-    def _begin(self, name: str, carried: PlanRequest, plan: Plan, sampling: Any, prompt: Sequence[int]) -> None:
-        length = len(prompt)
-        self._check(plan, sampling, length)
-        runs = [run.id for run in _runs_of(plan)]
-        if missing := self.runs.lease(runs, 1):
+    def _begin(self, name: str, carried: PlanRequest, prompt: Sequence[int]) -> None:
+        plan = carried.plan
+        if self._speculative and any(capture.positions in ("all_generated", "all") for capture in plan.captures):
+            raise PlanError("A capture of generated positions is not supported with speculative decoding.")
+        image = self._images.take(carried, len(prompt))
+        if missing := self.runs.lease(image.runs, 1):
+            self._images.give_back(image)
             raise PlanError(f"The recorded runs {missing} are not there any more; record them again.")
-        try:
-            loaded = self._load(plan, length)
-        except PlanError:
-            self.runs.lease(runs, -1)
-            raise
-        request = _Planned(carried, plan, loaded, np.empty(0, np.int32), 0, [], runs)
-        self._fill(request, loaded, length)
-        self._requests[name] = request
+        self.hooks.need(image.points)
+        self._requests[name] = _Planned(carried, image)
         self._last = None
         if plan.captures:
             self._capturing += 1
             self.outlet.begin(name, carried, plan, prompt)
 
-    def _check(self, plan: Plan, sampling: Any, length: int) -> None:
+    def _compile(self, plan: Plan, length: int) -> CompiledPlan:
         vectors = {name: width for name, (width, _) in self.vectors.list().items()}
         runs = {run["name"]: run["id"] for run in self.runs.list()}
-        check(plan, self.facts, length, sampling.max_tokens, vectors=vectors, runs=runs)
-        if self._speculative and any(capture.positions in ("all_generated", "all") for capture in plan.captures):
-            raise PlanError("A capture of generated positions is not supported with speculative decoding.")
-
-    def _fill(self, request: _Planned, loaded: Loaded, length: int) -> None:
-        compiled, ids = loaded.compiled, loaded.ids
-        request.loaded = loaded
-        request.prompt = ids[compiled.prompt]
-        request.generated = int(ids[compiled.generated])
-        widths = np.array([profile.row_width for profile in compiled.profiles])
-        captured = np.nonzero(widths[compiled.prompt])[0]
-        request.last = None if widths[compiled.generated] else int(captured[-1]) + 1 if len(captured) else 0
-        request.points = sorted({point for profile in compiled.profiles for point in profile.ops})
-        self.hooks.need(request.points)
-        in_prompt = set(np.unique(compiled.prompt).tolist())
-        request.off_graph = (
-            self._off_graph([compiled.profiles[i] for i in in_prompt]),
-            self._off_graph([compiled.profiles[compiled.generated]]),
+        check(plan, self.facts, length, None, vectors=vectors, runs=runs)
+        return compile_plan(
+            plan,
+            length,
+            self.facts.num_layers,
+            width=lambda site, layer: self.facts.widths[site, layer],
+            vector=self.vectors.get,
+            run=self.runs.row,
         )
 
-    def _off_graph(self, profiles: list[Any]) -> frozenset[str]:
+    def _off_graph(self, points: Collection[Point]) -> frozenset[str]:
         if not self._built_in:  # an engine without compiled code or graphs: nothing to leave
             return frozenset()
-        points = {point for profile in profiles for point in profile.ops}
-        return frozenset(site for site, layer in points - self._built_in if (site, layer) in self.tables.index)
+        return frozenset(site for site, layer in set(points) - self._built_in if (site, layer) in self.tables.index)
 
-    def _load(self, plan: Plan, length: int) -> Loaded:
-        """The plan in the tables; requests with the same plan and prompt length share it."""
-        key = (plan.normal(self.facts.num_layers).hash, length)
-        if key not in self._cache:
-            compiled = compile_plan(
-                plan,
-                length,
-                self.facts.num_layers,
-                width=lambda site, layer: self.facts.widths[site, layer],
-                vector=self.vectors.get,
-                run=self.runs.row,
-            )
-            self._cache[key] = (self.tables.load(compiled), 0)
-        loaded, users = self._cache[key]
-        self._cache[key] = (loaded, users + 1)
-        return loaded
-
-    def _unload(self, loaded: Loaded) -> None:
-        key = next(key for key, (other, _) in self._cache.items() if other is loaded)
-        _, users = self._cache[key]
-        if users > 1:
-            self._cache[key] = (loaded, users - 1)
-        else:
-            del self._cache[key]
-            self.tables.unload(loaded)
-
-    def _reload(self, request: _Planned, length: int) -> None:
-        if length == len(request.prompt):
-            return
-        old, points = request.loaded, request.points
-        self._fill(request, self._load(request.plan, length), length)
-        self.hooks.release(points)
-        self._unload(old)
-        self._last = None
+    def _extend(self, request: _Planned, length: int) -> None:
+        """Streaming input has made the prompt longer."""
+        old = request.image
+        if length != len(old.prompt):
+            request.image = self._images.take(request.carried, length)
+            self.hooks.need(request.image.points)
+            self.hooks.release(old.points)
+            self._images.give_back(old)
+            self._last = None
 
     def _end(self, name: str, tokens: int | None) -> None:
         request = self._requests.pop(name)
@@ -337,7 +287,7 @@ class PlanHost:
         try:
             if request.carried.record is not None:
                 self._keep(request)
-            if request.plan.captures and not request.complete:
+            if request.image.plan.captures and not request.complete:
                 self._capturing -= 1
                 self.outlet.end(name, request.carried, request.pieces, tokens)
             else:
@@ -345,9 +295,9 @@ class PlanHost:
         except PlanError as error:
             self.outlet.fail(name, request.carried, str(error))
         finally:
-            self.hooks.release(request.points)
-            self.runs.lease(request.runs, -1)
-            self._unload(request.loaded)
+            self.hooks.release(request.image.points)
+            self.runs.lease(request.image.runs, -1)
+            self._images.give_back(request.image)
 
     def _keep(self, request: _Planned) -> None:
         """Keep a recorded run's rows here."""
@@ -371,7 +321,7 @@ class PlanHost:
         """What is alive; all but `runs` and `vectors` zero when no planned request is."""
         return {
             "plans": len(self._requests),
-            "profiles": len(self.tables.profiles),
+            "profiles": sum(image.profile_count for image in {r.image for r in self._requests.values()}),
             "plan_hooks": len(self.hooks),
             "leases": self.runs.leases,
             "capture_bytes": sum(
@@ -387,10 +337,3 @@ def _stretches(profiles: np.ndarray) -> list[tuple[int, int, int]]:
     edges = np.flatnonzero(np.diff(profiles)) + 1
     starts = [0, *edges.tolist()]
     return [(int(profiles[at]), at, end - at) for at, end in zip(starts, [*starts[1:], len(profiles)], strict=True)]
-
-
-def _runs_of(plan: Plan) -> list[RecordedRun]:
-    runs = {
-        edit.source.id: edit.source for edit in plan.edits if isinstance(getattr(edit, "source", None), RecordedRun)
-    }
-    return list(runs.values())

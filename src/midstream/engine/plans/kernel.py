@@ -1,28 +1,30 @@
 """The fused site kernel: every edit and capture of one site, for every row of the batch, in one launch.
 
 A row of the batch has a *profile*, the number of what is to be done to it; 0 is nothing, and the row's program ends at once.
-The table says for (profile, point) where its ops lie and how many there are. Everything but the table's own address is found
+The table says for (profile, point) how many ops there are and where they lie. Everything but the table's own address is found
 through memory, so that a recorded CUDA graph serves every plan: nothing is recaptured when plans come, go or grow.
 
-Legend: T rows of the batch, H hidden, O ops of a profile at a point.
+In a decode step the launch is all latency: loads that wait for each other. So a table entry holds its first op itself, rows are
+loaded before it is known whether they are needed (unless there are many), and what all layers read is asked to stay in the cache.
 
-One op is `OP_WORDS` int64 words: vector's address, mask's address (0 for none), kind, offset in the captured row (elements), and
+Legend: T rows of the batch, H hidden.
+
+One op is `tables.OP_WORDS` int64 words: vector's address, mask's address (0 for none), kind, offset in the captured row (elements), and
 three float32 `a, b, c` in the last two words. Their meaning is that of `midstream.plan.arithmetic`, the plain PyTorch twin.
+A table entry is `tables.ENTRY_WORDS`: the number of ops, the address of all of them, and the first one.
 """
 
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
 
-OP_WORDS = 6
-CAPTURE, PATCH, STEER, NORM_STEER, CLAMP = range(5)
-KINDS = {"capture": CAPTURE, "patch": PATCH, "steer": STEER, "norm_steer": NORM_STEER, "clamp": CLAMP}
+_FEW_ROWS = 1024
 
 
-@triton.jit
-def _edit_rows(
+@triton.jit(do_not_specialize=["point", "points"])
+def _edit_rows(  # type: ignore[no-untyped-def]
     hidden_TH,
     residual_TH,
     profile_T,
@@ -34,32 +36,41 @@ def _edit_rows(
     hidden_stride,
     residual_stride,
     DUAL: tl.constexpr,
+    EARLY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    profile = tl.load(profile_T + row).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < hidden_size
+    hidden_at = hidden_TH + row * hidden_stride + columns
+    residual_at = residual_TH + row * residual_stride + columns
+    profile = tl.load(profile_T + row, eviction_policy="evict_last").to(tl.int64)
+    table = tl.load(table_address, eviction_policy="evict_last").to(tl.pointer_type(tl.int64))
+    if EARLY:
+        stored = tl.load(hidden_at, mask=inside, other=0.0)
+        if DUAL:
+            second = tl.load(residual_at, mask=inside, other=0.0)
     if profile != 0:
-        table = tl.load(table_address).to(tl.pointer_type(tl.int64))
-        entry = table + (profile * points + point) * 2
-        ops = tl.load(entry).to(tl.pointer_type(tl.int64))
-        count = tl.load(entry + 1).to(tl.int32)
+        entry = tl.multiple_of(table + (profile * points + point) * 8, 64)
+        count = tl.load(entry, eviction_policy="evict_last").to(tl.int32)
+        others = tl.load(entry + 1, eviction_policy="evict_last").to(tl.pointer_type(tl.int64))
         if count > 0:
-            columns = tl.arange(0, BLOCK)
-            inside = columns < hidden_size
-            hidden_at = hidden_TH + row * hidden_stride + columns
-            stored = tl.load(hidden_at, mask=inside, other=0.0)
-            residual_at = residual_TH + row * residual_stride + columns
+            if not EARLY:
+                stored = tl.load(hidden_at, mask=inside, other=0.0)
+                if DUAL:
+                    second = tl.load(residual_at, mask=inside, other=0.0)
             if DUAL:
-                second = tl.load(residual_at, mask=inside, other=0.0)
                 stored = (stored.to(tl.float32) + second.to(tl.float32)).to(stored.dtype)
             h = stored.to(tl.float32)
             added = tl.zeros_like(h)  # the steers' sum, added once
             for i in range(count):
-                op = ops + i * 6
-                kind = tl.load(op + 2)
-                vector_at = tl.load(op).to(tl.pointer_type(tl.float32)) + columns
+                op = tl.where(i == 0, entry + 2, others + i * 6)
+                kind = tl.load(op + 2, eviction_policy="evict_last")
+                vector_at = tl.multiple_of(
+                    tl.load(op, eviction_policy="evict_last").to(tl.pointer_type(tl.float32)), 16
+                )
                 scalars = (op + 4).to(tl.pointer_type(tl.float32))
-                a = tl.load(scalars)
+                a = tl.load(scalars, eviction_policy="evict_last")
                 if kind == 0:  # capture
                     h += added
                     added = tl.zeros_like(h)
@@ -68,7 +79,7 @@ def _edit_rows(
                         place = base.to(tl.pointer_type(hidden_TH.dtype.element_ty)) + tl.load(op + 3) + columns
                         tl.store(place, h.to(hidden_TH.dtype.element_ty), mask=inside)
                 else:
-                    v = tl.load(vector_at, mask=inside, other=0.0)
+                    v = tl.load(vector_at + columns, mask=inside, other=0.0, eviction_policy="evict_last")
                     if kind == 1:  # patch
                         weight = tl.zeros_like(h) + a
                         mask_address = tl.load(op + 1)
@@ -110,7 +121,7 @@ def edit_rows(
         residual_TH: the second stream of a dual-stream model; the value is then their sum, rounded to the dtype.
         profile_T: int32, each row's profile.
         capture_T: int64, the address of each row's captured row; 0 for a row of which nothing is kept.
-        table_address: int64 `[1]`, where the table `[profiles, points, 2]` lies (address of the ops, their number).
+        table_address: int64 `[1]`, where the table `[profiles, points, tables.ENTRY_WORDS]` lies.
     """
     rows, hidden_size = hidden_TH.shape
     block = triton.next_power_of_2(hidden_size)
@@ -128,6 +139,7 @@ def edit_rows(
         hidden_TH.stride(0),
         second.stride(0),
         DUAL=dual,
+        EARLY=rows <= _FEW_ROWS,
         BLOCK=block,
-        num_warps=min(max(block // 512, 1), 16),
+        num_warps=min(max(block // 256, 1), 16),
     )

@@ -6,6 +6,7 @@ the steps in which such a plan is active run uncompiled.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection
@@ -111,13 +112,13 @@ class PointHooks:
 
     def _edited_as_value(self, index: int, binding: Binding, tree: Any) -> Any:
         """The same where the value is more than a leaf, or two leaves' sum; elements that nothing changed keep their leaf's bits."""
-        old = binding.read(lambda ref: follow(tree, ref))
+        old = binding.read(functools.partial(follow, tree))
         shape = old.shape
         old = old.flatten(-2) if binding.heads is not None else old
         new = old.clone()
         self._edit(index, new, None)
         changed = new != old
-        for ref, leaf in binding.leaves(new.view(shape), lambda ref: follow(tree, ref)):
+        for ref, leaf in binding.leaves(new.view(shape), functools.partial(follow, tree)):
             before = follow(tree, ref)
             after = torch.where(changed, leaf, before)
             if binding.in_place:

@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from midstream.engine.request import NAME
 from midstream.errors import PlanError
-from midstream.plan.values import Plan
+from midstream.plan.values import Clamp, Named, Plan, Steer
 from midstream.plan.wire import from_wire, to_wire
 
 _ENVELOPE = {"trace", "plan", "capture", "record"}
+_PLANS = 256  # that a process keeps read or written: requests come with the same ones again
+
+
+@functools.lru_cache(_PLANS)
+def packed(plan: Plan) -> bytes:
+    """The plan as one msgpack value, which vLLM copies and sends at no cost. Raises PlanError for what cannot be sent."""
+    return msgspec.msgpack.encode(to_wire(plan))
+
+
+@functools.lru_cache(_PLANS)
+def unpacked(data: bytes) -> Plan:
+    """The plan that was packed. Raises PlanError."""
+    try:
+        return from_wire(msgspec.msgpack.decode(data))
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise PlanError(f"{NAME}.plan is not msgpack: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -19,13 +38,13 @@ class PlanRequest:
     """One planned request.
 
     Attributes:
-        wire: the plan, as `midstream.plan.wire` writes it.
+        wire: the plan, packed.
         num_layers: of the model; said at admission.
         capture: `(id, index)`, where the client waits for captured rows; None if they stay in the engine or nothing is captured.
         record: `(id, name)` of the run that its captured rows are kept as, in the workers.
     """
 
-    wire: dict[str, Any]
+    wire: bytes
     num_layers: int = 0
     capture: tuple[str, int] | None = None
     record: tuple[str, str] | None = None
@@ -38,8 +57,8 @@ class PlanRequest:
 
     @property
     def plan(self) -> Plan:
-        """The plan; parsed anew each time. Raises PlanError."""
-        return from_wire(self.wire)
+        """The plan. Raises PlanError."""
+        return unpacked(self.wire)
 
     @classmethod
     def of(cls, sampling_params: Any) -> PlanRequest | None:
@@ -48,11 +67,11 @@ class PlanRequest:
         if carried is None:
             return None
         if not isinstance(carried, Mapping) or not _ENVELOPE & carried.keys():
-            return cls(to_wire(Plan.of(carried)))  # a user's own: a Plan, interventions, a wire form or JSON
+            return cls(packed(Plan.of(carried)))  # a user's own: a Plan, interventions, a wire form or JSON
         if "plan" not in carried:
             return None
         given = carried["plan"]
-        wire = given if isinstance(given, dict) else to_wire(Plan.of(given))
+        wire = given if isinstance(given, bytes) else packed(Plan.of(given))
         return cls(
             wire, carried.get("num_layers", 0), _pair(carried, "capture", str, int), _pair(carried, "record", str, str)
         )
@@ -67,3 +86,16 @@ def _pair(carried: Mapping[str, Any], name: str, first: type, second: type) -> A
     if not isinstance(value[0], first) or not isinstance(value[1], second):
         raise PlanError(f"{NAME}.{name} is [{first.__name__}, {second.__name__}]; {value!r} was given.")
     return tuple(value)
+
+
+def has_open_names(plan: Plan) -> bool:
+    """Whether it names vectors without saying which content was meant."""
+    values: list[Any] = []
+    for edit in plan.edits:
+        if isinstance(edit, Steer):
+            values.append(edit.vector)
+        elif isinstance(edit, Clamp):
+            values.append(edit.direction)
+        else:
+            values += [edit.source, edit.mask]
+    return any(isinstance(value, Named) and value.digest is None for value in values)

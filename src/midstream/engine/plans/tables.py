@@ -21,6 +21,9 @@ from midstream.plan.compile import CompiledPlan, Op, Profile
 
 Point = tuple[str, int]  # (site, layer)
 _FIRST_PROFILES = 64
+# As of `kernel`, which is imported where Triton is.
+OP_WORDS, ENTRY_WORDS = 6, 8
+KINDS = {"capture": 0, "patch": 1, "steer": 2, "norm_steer": 3, "clamp": 4}
 
 
 @dataclass
@@ -111,7 +114,7 @@ class DeviceTables(Tables):
         self._profile_T = torch.zeros(rows, dtype=torch.int32, device=device)
         self._capture_T = torch.zeros(rows, dtype=torch.int64, device=device)
         self._addressed = 0  # rows that may have a capture address
-        self._host = np.zeros((self._size, len(self.points), 2), np.int64)
+        self._host = np.zeros((self._size, len(self.points), ENTRY_WORDS), np.int64)
         self._table = torch.zeros(self._host.shape, dtype=torch.int64, device=device)
         self._address = torch.tensor([self._table.data_ptr()], dtype=torch.int64, device=device)
         self._stale = False
@@ -123,7 +126,7 @@ class DeviceTables(Tables):
 
     def _grow(self) -> None:
         super()._grow()
-        grown = np.zeros((self._size, len(self.points), 2), np.int64)
+        grown = np.zeros((self._size, len(self.points), ENTRY_WORDS), np.int64)
         grown[: len(self._host)] = self._host
         self._host = grown
         self._table = torch.empty(grown.shape, dtype=torch.int64, device=self._device)
@@ -131,25 +134,25 @@ class DeviceTables(Tables):
         self._stale = True
 
     def _place(self, loaded: Loaded) -> None:
-        from midstream.engine.plans.kernel import KINDS, OP_WORDS
-
         compiled = loaded.compiled
         bank = self._bank(compiled.bank, loaded.kept)
         words: list[bytes] = []
+        entries: list[tuple[int, int, int, int]] = []  # (profile, point, first op, ops)
         for number, profile in zip(loaded.ids.tolist(), compiled.profiles, strict=True):
             for point, ops in profile.ops.items() if number else ():
                 if point in self.index:
-                    self._host[number, self.index[point]] = (len(words), len(ops))
-                    words += [_words(op, bank, KINDS[op.kind]) for op in ops]
+                    entries.append((number, self.index[point], len(words), len(ops)))
+                    words += [_words(op, bank) for op in ops]
         if not words:
             return
-        ops_O = torch.empty(len(words) * OP_WORDS, dtype=torch.int64, device=self._device)
-        self._upload(np.frombuffer(b"".join(words), np.int64).copy(), ops_O)
-        loaded.kept.append(ops_O)
-        numbers = loaded.ids[loaded.ids > 0]
-        rows = self._host[numbers]
-        rows[..., 0] = np.where(rows[..., 1] > 0, ops_O.data_ptr() + rows[..., 0] * OP_WORDS * 8, 0)
-        self._host[numbers] = rows
+        ops_OW = np.frombuffer(b"".join(words), np.int64).reshape(-1, OP_WORDS)
+        there = torch.empty(ops_OW.size, dtype=torch.int64, device=self._device)
+        self._upload(ops_OW.reshape(-1).copy(), there)
+        loaded.kept.append(there)
+        profiles, points, first, counts = np.array(entries, np.int64).T
+        self._host[profiles, points, 0] = counts
+        self._host[profiles, points, 1] = there.data_ptr() + first * OP_WORDS * 8
+        self._host[profiles, points, 2:] = ops_OW[first]
         self._stale = True
 
     def _bank(self, bank: Sequence[torch.Tensor], kept: list[torch.Tensor]) -> list[int]:
@@ -204,10 +207,10 @@ def _padded(width: int) -> int:
     return -(-width // 4) * 4  # 16 bytes, so that the kernel may load four at a time
 
 
-def _words(op: Op, bank: Sequence[int], kind: int) -> bytes:
+def _words(op: Op, bank: Sequence[int]) -> bytes:
     vector = bank[op.vector] if op.vector >= 0 else 0
     mask = bank[op.mask] if op.mask >= 0 else 0
-    return struct.pack("<qqqqffff", vector, mask, kind, op.offset, op.a, op.b, op.c, 0.0)
+    return struct.pack("<qqqqffff", vector, mask, KINDS[op.kind], op.offset, op.a, op.b, op.c, 0.0)
 
 
 class TwinTables(Tables):

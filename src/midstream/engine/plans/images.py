@@ -1,0 +1,137 @@
+"""Plans as the tables have them, one image for all requests with the same plan and prompt length.
+
+An image stays for a while after its last request: the next one with that plan costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from midstream.engine.plans.request import PlanRequest, has_open_names
+from midstream.engine.plans.tables import Loaded, Point, Tables
+from midstream.plan.compile import CompiledPlan, Profile
+from midstream.plan.runs import RecordedRun
+from midstream.plan.values import Patch, Plan
+
+_IDLE = 128  # images without a request that are kept
+
+
+@dataclass(eq=False)
+class Image:
+    """A plan for prompts of one length, in the tables.
+
+    Attributes:
+        prompt: int32 `[prompt_length]`, the profile of each prompt position, by the tables' numbers.
+        generated: the profile of every later position.
+        points: where it acts.
+        last: the position behind the last one that is captured; None if generated ones are.
+        off_graph: sites, not in the graphs, that its prompt and its generated positions have ops at.
+        runs: the recorded runs that it reads.
+        users: requests that have it.
+    """
+
+    plan: Plan
+    loaded: Loaded
+    prompt: np.ndarray
+    generated: int
+    points: list[Point]
+    last: int | None
+    off_graph: tuple[frozenset[str], frozenset[str]]
+    runs: list[str]
+    users: int = 0
+    key: Any = None
+
+    def profiles(self, start: int, stop: int) -> np.ndarray:
+        """int32, of the positions `start` to `stop`."""
+        length = len(self.prompt)
+        if start >= length:
+            return np.full(stop - start, self.generated, np.int32)
+        if stop <= length:
+            return self.prompt[start:stop]
+        return np.concatenate([self.prompt[start:], np.full(stop - length, self.generated, np.int32)])
+
+    @property
+    def profile_count(self) -> int:
+        """How many profiles of the tables are its own."""
+        return int((self.loaded.ids > 0).sum())
+
+
+class Images:
+    """The images of one worker.
+
+    Args:
+        compiled: compiles a plan for a prompt length. Raises PlanError.
+        off_graph: which of these points are not in the graphs.
+    """
+
+    def __init__(
+        self,
+        tables: Tables,
+        compiled: Callable[[Plan, int], CompiledPlan],
+        off_graph: Callable[[Collection[Point]], frozenset[str]],
+    ) -> None:
+        self._tables = tables
+        self._compiled = compiled
+        self._off_graph = off_graph
+        self._images: OrderedDict[Any, Image] = OrderedDict()
+
+    def take(self, carried: PlanRequest, length: int) -> Image:
+        """The image for one more request. Raises PlanError, as the compiler does."""
+        key = (carried.wire, length)
+        image = self._images.get(key)
+        if image is None:
+            image = self._make(carried.plan, length)
+            if not has_open_names(image.plan):  # what such a name stands for may be another vector the next time
+                image.key = key
+                self._images[key] = image
+        else:
+            self._images.move_to_end(key)
+        image.users += 1
+        return image
+
+    def give_back(self, image: Image) -> None:
+        """One request less."""
+        image.users -= 1
+        if image.users:
+            return
+        if image.key is None or image.runs:  # a run's memory goes when nobody uses it
+            self._drop(image)
+        idle = [each for each in self._images.values() if not each.users]
+        for each in idle[: max(len(idle) - _IDLE, 0)]:
+            self._drop(each)
+
+    def _drop(self, image: Image) -> None:
+        self._images.pop(image.key, None)
+        self._tables.unload(image.loaded)
+
+    def _make(self, plan: Plan, length: int) -> Image:
+        compiled = self._compiled(plan, length)
+        loaded = self._tables.load(compiled)
+        widths = np.array([profile.row_width for profile in compiled.profiles])
+        captured = np.nonzero(widths[compiled.prompt])[0]
+        last = None if widths[compiled.generated] else int(captured[-1]) + 1 if len(captured) else 0
+        in_prompt = [compiled.profiles[i] for i in np.unique(compiled.prompt).tolist()]
+        return Image(
+            plan,
+            loaded,
+            loaded.ids[compiled.prompt],
+            int(loaded.ids[compiled.generated]),
+            _points(compiled.profiles),
+            last,
+            (self._off_graph(_points(in_prompt)), self._off_graph(_points([compiled.profiles[compiled.generated]]))),
+            list({run.id: run for run in _runs_of(plan)}),
+        )
+
+
+def _points(profiles: Collection[Profile]) -> list[Point]:
+    return sorted({point for profile in profiles for point in profile.ops})
+
+
+def _runs_of(plan: Plan) -> list[RecordedRun]:
+    sources = [edit.source for edit in plan.edits if isinstance(edit, Patch)]
+    return [source for source in sources if isinstance(source, RecordedRun)]
