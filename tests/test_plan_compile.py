@@ -94,7 +94,7 @@ def wanted(plan: Plan, position: int):
 
 
 @given(plans(LAYERS, LENGTH, named=True))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 def test_each_position_gets_what_the_plan_says(plan):
     found = compiled(plan)
     assert found.prompt.dtype == np.int32 and found.prompt.shape == (LENGTH,)
@@ -105,7 +105,7 @@ def test_each_position_gets_what_the_plan_says(plan):
 
 
 @given(plans(LAYERS, LENGTH, named=True))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_profiles_are_few_and_the_first_is_empty(plan):
     found = compiled(plan)
     assert found.profiles[0].ops == {} and found.profiles[0].row_width == 0
@@ -118,7 +118,7 @@ def test_profiles_are_few_and_the_first_is_empty(plan):
 
 
 @given(plans(LAYERS, LENGTH))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_captured_rows_are_laid_out_without_gaps(plan):
     """D4: what a profile captures lies side by side in its row, each plane where its op says."""
     found = compiled(plan, width=lambda site, layer: WIDTH if layer != 99 else 0)
@@ -145,7 +145,7 @@ def test_captured_rows_are_laid_out_without_gaps(plan):
 
 
 @given(plans(LAYERS, LENGTH), st.randoms())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_steers_come_in_one_order_however_they_were_written(plan, random):
     """Sums of float32 depend on their order: plans that share KV have to take them in the same one."""
     steers = [item for item in plan.interventions if isinstance(item, Steer)]

@@ -127,13 +127,13 @@ def variants(draw):
 
 
 @given(variants())
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=800, deadline=None)
 def test_requests_share_a_block_if_and_only_if_they_agree_below_its_end(pair):
     check_pair(*pair)
 
 
 @given(st.tuples(plans(LAYERS, 3, most=2), lengths), st.tuples(plans(LAYERS, 3, most=2), lengths))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_the_same_for_requests_that_have_nothing_to_do_with_each_other(first, second):
     check_pair(first, second)
 

@@ -22,7 +22,11 @@ def site(field: str, value: Any) -> str:
 def vector(field: str, value: Any) -> Vector | Named:
     if isinstance(value, (Vector, Named)):
         return value
-    return Named(value) if isinstance(value, str) and value else as_vector(field, value)
+    if isinstance(value, str) and value:
+        return Named(value)
+    if value is None or isinstance(value, str):
+        raise fields.refuse(field, fields.shown(value), "numbers of shape [hidden], or a name")
+    return as_vector(field, value)
 
 
 def direction(value: Any) -> Vector | Named:

@@ -166,7 +166,8 @@ def finite_float32(field: str, value: Any, *, booleans: bool = False) -> np.ndar
     with np.errstate(over="ignore"):
         found = array.astype("<f4")
     if not np.isfinite(found).all():
-        raise refuse(field, f"{array[int((~np.isfinite(found)).argmax())]:g} at one index", "numbers within float32")
+        index = int((~np.isfinite(found)).argmax())
+        raise refuse(field, f"{array[index]:g} at index {index}", "numbers that float32 can hold")
     found.setflags(write=False)
     return found
 

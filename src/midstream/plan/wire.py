@@ -14,7 +14,7 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING
 from dataclasses import fields as fields_of
 from typing import Any, NamedTuple, TypeVar
@@ -140,7 +140,9 @@ class _Tables(NamedTuple):
 
 
 def _intervention(place: str, item: Any, tables: _Tables, sinks: bool) -> Intervention:
-    kind = fields.one_of(f"{place}.kind", item.get("kind") if isinstance(item, dict) else item, KINDS)
+    if not isinstance(item, dict):
+        raise fields.refuse(place, fields.shown(item), "a dict")
+    kind = fields.one_of(f"{place}.kind", item.get("kind"), KINDS)
     cls = KINDS[kind]
     known = {field.name: field.default is MISSING for field in fields_of(cls)}
     required = [name for name, needed in known.items() if needed]
@@ -150,8 +152,14 @@ def _intervention(place: str, item: Any, tables: _Tables, sinks: bool) -> Interv
         raise fields.refuse(
             f"{place}.to", fields.shown(read["to"]), "None; who sends this plan may not name where the engine writes"
         )
+    make: Callable[..., Intervention] = cls
+    return _made(place, make, **read)
+
+
+def _made(place: str, make: Callable[..., T], *args: Any, **attributes: Any) -> T:
+    """What `make` makes; its errors say where in the plan it was to be."""
     try:
-        return cls(**read)
+        return make(*args, **attributes)
     except PlanError as error:
         raise PlanError(f"{place}: {error}") from error
 
@@ -166,7 +174,7 @@ def _value(place: str, name: str, value: Any, tables: _Tables) -> Any:
         return -math.inf if name == "low" else math.inf
     if name in ("position", "positions") and isinstance(value, dict):
         _dict(place, value, ("span",), ("occurrence",))
-        return Span(value["span"], value.get("occurrence", 0))
+        return _made(place, Span, value["span"], value.get("occurrence", 0))
     if name == "to":
         return (
             tuple(_sink(place, sink) for sink in _list(place, value))
@@ -177,18 +185,18 @@ def _value(place: str, name: str, value: Any, tables: _Tables) -> Any:
 
 
 def _source(place: str, value: dict[str, Any], tables: _Tables) -> Any:
+    is_source = place.endswith(".source")
     match value:
         case {"vector": str(key), **rest} if not rest:
             return _looked_up(place, "vectors", key, tables.vectors)
-        case {"run": str(key), **rest} if not rest:
+        case {"run": str(key), **rest} if not rest and is_source:
             return _looked_up(place, "runs", key, tables.runs)
-        case {"zeros": True, **rest} if not rest and place.endswith(".source"):
+        case {"zeros": True, **rest} if not rest and is_source:
             return Zeros()
         case {"named": str(name), **rest} if rest.keys() <= {"digest"}:
-            return Named(name, rest.get("digest"))
-    raise fields.refuse(
-        place, fields.shown(value), "{'vector': digest}, {'named': name}, {'run': id} or {'zeros': True}"
-    )
+            return _made(place, Named, name, rest.get("digest"))
+    allowed = ["{'vector': digest}", "{'named': name}", *(["{'run': id}", "{'zeros': True}"] if is_source else [])]
+    raise fields.refuse(place, fields.shown(value), " or ".join(allowed))
 
 
 def _looked_up(place: str, table: str, key: str, there: Mapping[str, T]) -> T:
@@ -200,7 +208,7 @@ def _looked_up(place: str, table: str, key: str, there: Mapping[str, T]) -> T:
 def _sink(place: str, value: Any) -> Any:
     if isinstance(value, dict):
         _dict(place, value, ("consumer",), ("options",))
-        return Consumer(value["consumer"], **_dict(f"{place}.options", value.get("options", {})))
+        return _made(place, Consumer, value["consumer"], **_dict(f"{place}.options", value.get("options", {})))
     if value is None or isinstance(value, str):
         return value
     raise fields.refuse(
@@ -230,10 +238,7 @@ def _runs(table: dict[str, Any]) -> dict[str, RecordedRun]:
         place = f"runs[{fields.shown(key)}]"
         _dict(place, run, ("name", *RUN_LISTS))
         lists = {name: tuple(_list(f"{place}.{name}", run[name])) for name in RUN_LISTS}
-        try:
-            read[key] = RecordedRun(name=run["name"], id=key, **lists)
-        except PlanError as error:
-            raise PlanError(f"{place}: {error}") from error
+        read[key] = _made(place, RecordedRun, name=run["name"], id=key, **lists)
     return read
 
 
@@ -263,9 +268,10 @@ def _dict(
     return value
 
 
-def _list(place: str, value: Any, longest: int = MAX_ITEMS) -> list[Any]:
+def _list(place: str, value: Any, longest: int | None = None) -> list[Any]:
     if not isinstance(value, list):
         raise fields.refuse(place, fields.shown(value), "a list")
+    longest = MAX_ITEMS if longest is None else longest
     if len(value) > longest:
         raise fields.refuse(place, f"a list of {len(value)} items", f"up to {longest}")
     return value

@@ -1,0 +1,363 @@
+"""Plans on the wire (issue 3: the wire form; D8; F3): what goes out comes back; whatever else comes in is a PlanError."""
+
+import ast
+import base64
+import contextlib
+import copy
+import inspect
+import json
+import math
+import os
+import pickle
+import random
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_strategies import RUNS, plans
+
+from midstream import Capture, Clamp, Consumer, Patch, Plan, Span, Steer
+from midstream.errors import PlanError
+from midstream.plan import wire
+from midstream.plan.values import Named, Vector
+from midstream.plan.wire import from_json, from_wire, to_json, to_wire
+
+V = [1.0, 2.0, 0.5]
+FULL = Plan.of(
+    [
+        Steer("resid_post", layers=[3, 1], vector=V, scale=-2.5, phase="decode", norm_match=True),
+        Steer("attn_z", vector=Named("calm", "0" * 32)),
+        Steer("attn_z", vector="loud", scale=0.1),
+        Patch("mlp_out", layer=2, position=[4, -1], source=RUNS[0], source_position=[0, -2], source_layer=1, source_site="resid_mid"),
+        Patch("mlp_out", layer=2, position=Span("Paris", 1), source=RUNS[0], alpha=0.1),
+        Patch("mlp_out", layer=2, position=0, source="zeros", mask=[1, 0, 0.5]),
+        Patch("mlp_out", layer=2, position=0, source=V, mask="half"),
+        Clamp("resid_pre", direction=V, low=-math.inf, high=1 / 3, strength=0.25, phase="prefill"),
+        Clamp("resid_pre", layers=0, direction="calm", high=math.inf),
+        Capture("resid_mid", layers=[0], positions=[3, 0, -1], when="after", to="captures"),
+        Capture("resid_mid", positions=Span("a"), to=(None, "captures", Consumer("probe", level="info", tags=[1, None, {"a": True}]))),
+        Capture("resid_mid", positions="all", to=Consumer("log")),
+    ]
+)  # fmt: skip
+
+
+def plain_json(value):
+    """The wire form with its bytes as base64, the way the module describes it."""
+    return json.dumps(value, default=lambda data: base64.b64encode(data).decode())
+
+
+# ------------------------------------------------------------------------------------------------ there and back
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [FULL, Plan(), *(Plan.of(item) for item in FULL.interventions)],
+    ids=lambda plan: str(len(plan.interventions)),
+)
+def test_a_plan_comes_back(plan):
+    assert (
+        from_wire(to_wire(plan)) == plan == from_json(to_json(plan)) == Plan.of(to_wire(plan)) == Plan.of(to_json(plan))
+    )
+    assert from_wire(msgspec.msgpack.decode(msgspec.msgpack.encode(to_wire(plan)))) == plan
+    assert from_wire(to_wire(plan)).hash == plan.hash
+    assert json.loads(to_json(plan)) == json.loads(plain_json(to_wire(plan)))
+
+
+@given(plans(5, 7, named=True))
+@settings(max_examples=200, deadline=None)
+def test_any_plan_comes_back(plan):
+    assert from_wire(msgspec.msgpack.decode(msgspec.msgpack.encode(to_wire(plan)))) == plan == from_json(to_json(plan))
+
+
+@given(
+    st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=50),
+    st.floats(-1e30, 1e30),
+)
+@settings(max_examples=200, deadline=None)
+def test_every_bit_of_a_number_comes_back(vector, scale):
+    plan = Plan.of(Steer("resid_post", vector=vector, scale=scale))
+    for back in (from_wire(to_wire(plan)), from_json(to_json(plan))):
+        steer = back.interventions[0]
+        assert steer.vector.data.tobytes() == np.array(vector, "<f4").tobytes()
+        assert math.copysign(1, steer.scale) == math.copysign(1, scale) and steer.scale == scale
+
+
+def test_the_wire_holds_plain_things_and_each_vector_and_run_once():
+    sent = to_wire(Plan.of([*FULL.interventions, *FULL.interventions]))
+
+    def check(value):
+        assert type(value) in (str, int, float, bool, bytes, list, dict, type(None)), type(value)
+        for item in value.values() if type(value) is dict else value if type(value) is list else ():
+            check(item)
+        assert all(type(key) is str for key in value) if type(value) is dict else True
+
+    check(sent)
+    assert len(sent["vectors"]) == 3 and len(sent["runs"]) == 1
+    assert sent["vectors"][Vector(V).digest] == np.array(V, "<f4").tobytes()
+    assert json.dumps(sent, default=list, allow_nan=False), "no infinities: not every JSON reader has them"
+
+
+def test_a_plan_by_hand():
+    """As somebody writes it for `vllm_xargs`: defaults left out, a name, numbers."""
+    text = """{"interventions": [
+        {"kind": "steer", "site": "resid_post", "layers": 3, "vector": "calm", "scale": 2},
+        {"kind": "clamp", "site": "resid_post", "direction": [0, 3, 4]},
+        {"kind": "patch", "site": "mlp_out", "layer": 0, "position": -1, "source": {"zeros": true}},
+        {"kind": "patch", "site": "mlp_out", "layer": 0, "position": {"span": "a"}, "source": "zeros"},
+        {"kind": "capture", "site": "resid_post"}]}"""
+    assert Plan.of(text) == Plan.of(
+        [
+            Steer("resid_post", layers=3, vector="calm", scale=2),
+            Clamp("resid_post", direction=torch.tensor([0.0, 3.0, 4.0])),
+            Patch("mlp_out", layer=0, position=-1, source="zeros"),
+            Patch("mlp_out", layer=0, position=Span("a"), source="zeros"),
+            Capture("resid_post"),
+        ]
+    )
+
+
+# ------------------------------------------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize("to", [print, (None, lambda *row: None)])
+def test_code_does_not_travel(to):
+    for send in (to_wire, to_json):
+        with pytest.raises(
+            PlanError,
+            match=r"^Capture\.to is the callable .*, which cannot be sent; allowed: None, a directory or a Consumer",
+        ):
+            send(Plan.of(Capture("resid_post", to=to)))
+
+
+@pytest.mark.parametrize("to", ["captures", Consumer("probe"), (None, "captures")])
+def test_strangers_may_not_say_where_an_engine_writes(to):
+    """With `sinks=False`, for plans that come from outside."""
+    plan = Plan.of([Capture("resid_mid"), Capture("resid_post", to=to)])
+    for read in (lambda: from_wire(to_wire(plan), sinks=False), lambda: from_json(to_json(plan), sinks=False)):
+        with pytest.raises(
+            PlanError, match=r"^interventions\[1\]\.to is .*; allowed: None; who sends this plan may not name where"
+        ):
+            read()
+    plain = Plan.of(Capture("resid_post", to=None))
+    assert from_wire(to_wire(plain), sinks=False) == plain
+
+
+def steer(**fields):
+    return {"interventions": [{"kind": "steer", "site": "resid_post", "vector": "calm", **fields}]}
+
+
+def patch(**fields):
+    return {
+        "interventions": [
+            {"kind": "patch", "site": "resid_post", "layer": 0, "position": 0, "source": "zeros", **fields}
+        ]
+    }
+
+
+def capture(**fields):
+    return {"interventions": [{"kind": "capture", "site": "resid_post", **fields}]}
+
+
+RUN = {"name": "clean", "prompt_token_ids": [1, 2], "sites": ["resid_post"], "layers": [0], "positions": [0, 1]}
+DATA = np.array(V, "<f4").tobytes()
+REFUSED = [
+    (3, r"^the plan is 3; allowed: a dict\.$"),
+    ([], r"^the plan is \[\]; allowed: a dict\.$"),
+    ({}, r"^the plan has no 'interventions'; it has \[\]\.$"),
+    ({"interventions": [], "version": 2}, r"^the plan's version is 2; allowed: 1, which is all that this midstream reads\.$"),
+    ({"interventions": [], "vector": {}}, r"^the plan has an unknown key 'vector': did you mean 'vectors'\?"),
+    ({"interventions": [], 3: {}}, r"^a key of the plan is 3; allowed: a string"),
+    ({"interventions": {}}, r"^interventions is \{\}; allowed: a list\.$"),
+    ({"interventions": ["steer"]}, r"^interventions\[0\] is 'steer'; allowed: a dict"),
+    ({"interventions": [{}]}, r"^interventions\[0\]\.kind is None; allowed: 'steer' or 'patch' or 'clamp' or 'capture'\.$"),
+    ({"interventions": [{"kind": ["steer"]}]}, r"^interventions\[0\]\.kind is \['steer'\]; allowed: 'steer' or"),
+    ({"interventions": [{"kind": "steer", "site": "resid_post"}]}, r"^interventions\[0\] \(steer\) has no 'vector'; it has"),
+    (steer(layer=3), r"^interventions\[0\] \(steer\) has an unknown key 'layer': did you mean 'layers'\?"),
+    (steer(scale="2"), r"^interventions\[0\]: Steer\.scale is '2'; allowed: a finite number"),
+    (steer(site="logits"), r"^interventions\[0\]: Steer\.site is 'logits'"),
+    (steer(layers=["a"]), r"^interventions\[0\]: Steer\.layers\[0\] is 'a'; allowed: a whole number"),
+    (steer(layers={"all": 1}), r"^interventions\[0\]: Steer\.layers is \{'all': 1\}; allowed: 'all'"),
+    (steer(vector={"vector": "abc"}), r"^interventions\[0\]\.vector is 'abc'; allowed: a key of the plan's 'vectors': there are none"),
+    (steer(vector={"zeros": True}), r"^interventions\[0\]\.vector is \{'zeros': True\}; allowed: \{'vector': digest\}"),
+    (steer(vector={"run": "a"}), r"^interventions\[0\]\.vector is \{'run': 'a'\}; allowed: \{'vector': digest\} or \{'named': name\}\.$"),
+    (steer(vector={"named": "a", "digest": "b"}), r"^interventions\[0\]\.vector: Named\.digest is 'b'; allowed: 32 hexadecimal"),
+    (steer(vector={"named": "a", "vector": "b"}), r"^interventions\[0\]\.vector is \{'named': 'a', 'vector': 'b'\}; allowed"),
+    (steer(vector=[1, "2"]), r"^interventions\[0\]\.vector\[1\] is '2'; allowed: a number"),
+    (steer(vector=[[1.0]]), r"^interventions\[0\]\.vector\[0\] is \[1\.0\]; allowed: a number"),
+    (steer(vector=[10**400]), r"^interventions\[0\]: Steer\.vector is "),
+    (steer(vector=3), r"^interventions\[0\]: Steer\.vector is 3; allowed: numbers of shape \[hidden\]"),
+    (patch(source={"run": "x"}) | {"runs": {"y": RUN}}, r"^interventions\[0\]\.source is 'x'; allowed: a key of .* there are 'y'"),
+    (patch(mask={"run": "y"}) | {"runs": {"y": RUN}}, r"^interventions\[0\]\.mask is \{'run': 'y'\}; allowed"),
+    (patch(position={"span": 3}), r"^interventions\[0\]\.position: Span\.text is 3; allowed: a string"),
+    (patch(position={"text": "a"}), r"^interventions\[0\]\.position has no 'span'; it has \['text'\]"),
+    (patch(source_position={"span": "a"}), r"^interventions\[0\]: Patch\.source_position is"),
+    ({"interventions": [], "runs": {"y": {**RUN, "layers": 0}}}, r"^runs\['y'\]\.layers is 0; allowed: a list"),
+    ({"interventions": [], "runs": {"y": {**RUN, "layers": [-1]}}}, r"^runs\['y'\]: RecordedRun\.layers is -1; allowed: a whole number"),
+    ({"interventions": [], "runs": {"y": {**RUN, "sites": [[]]}}}, r"^runs\['y'\]: RecordedRun\.sites is"),
+    ({"interventions": [], "runs": {"y": {**RUN, "more": 1}}}, r"^runs\['y'\] has an unknown key 'more'"),
+    ({"interventions": [], "runs": {"": RUN}}, r"^runs\[''\]: RecordedRun\.id is ''"),
+    ({"interventions": [], "vectors": []}, r"^vectors is \[\]; allowed: a dict"),
+    ({"interventions": [], "vectors": {"a": "text"}}, r"^vectors\['a'\] is 'text'; allowed: float32 as bytes, 4 for each dimension"),
+    ({"interventions": [], "vectors": {"a": b""}}, r"^vectors\['a'\] is 0 bytes; allowed"),
+    ({"interventions": [], "vectors": {"a": b"12345"}}, r"^vectors\['a'\] is 5 bytes; allowed"),
+    ({"interventions": [], "vectors": {"a": np.array([np.nan], "<f4").tobytes()}}, r"^vectors\['a'\] is NaN at index 0"),
+    ({"interventions": [], "vectors": {"a": DATA}}, rf"^vectors\['a'\] is not the digest of its bytes; allowed: '{Vector(V).digest}'"),
+    (capture(to={"consumer": 3}), r"^interventions\[0\]\.to: Consumer\.name is 3"),
+    (capture(to={"consumer": "a", "options": 3}), r"to\.options is 3; allowed: a dict"),
+    (capture(to=[["a"]]), r"^interventions\[0\]\.to is \['a'\]; allowed: None, a dir"),
+    (capture(to=[]), r"^interventions\[0\]: Capture\.to is empty"),
+    (capture(to=3), r"^interventions\[0\]\.to is 3; allowed: None, a directory"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "message"), REFUSED)
+def test_what_is_refused_and_why(given, message):
+    with pytest.raises(PlanError, match=message):
+        from_wire(given)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "^The plan is not JSON: "),
+        ("{", "^The plan is not JSON: "),
+        ("[" * 100_000, "^The plan is not JSON: "),
+        ("1" * 10_000, "^The plan is not JSON: "),
+        ("null", "^the plan is None; allowed: a dict"),
+        (b"{}", "^the plan is b'{}'; allowed: JSON as a string"),
+        ('{"interventions": [], "vectors": {"a": "%%%"}}', r"^vectors\['a'\] is '%%%'; allowed: float32 in base64"),
+        ('{"interventions": [], "vectors": {"a": 3}}', r"^vectors\['a'\] is 3; allowed: float32 in base64"),
+        (json.dumps(steer(scale=math.nan)), r"Steer\.scale is nan"),
+        (json.dumps(steer(vector=[math.inf])), r"Steer\.vector is infinity at index 0"),
+    ],
+)
+def test_json_that_is_refused(text, message):
+    with pytest.raises(PlanError, match=message):
+        from_json(text)
+
+
+def test_what_is_too_large(monkeypatch):
+    monkeypatch.setattr(wire, "MAX_INTERVENTIONS", 2)
+    monkeypatch.setattr(wire, "MAX_ITEMS", 3)
+    monkeypatch.setattr(wire, "MAX_VECTOR_BYTES", 20)
+    vectors = {Vector(v).digest: np.array(v, "<f4").tobytes() for v in ([1.0, 2, 3], [1.0, 2])}
+    from_wire({**steer(layers=[0, 1, 2], vector=[1, 2, 3]), "vectors": vectors})
+    with pytest.raises(PlanError, match=r"^interventions is a list of 3 items; allowed: up to 2\.$"):
+        from_wire({"interventions": 3 * steer()["interventions"]})
+    for long in (steer(layers=[0, 1, 2, 3]), steer(vector=[0, 1, 2, 3]), patch(position=[0, 1, 2, 3])):
+        with pytest.raises(PlanError, match=r"is a list of 4 items; allowed: up to 3\.$"):
+            from_wire(long)
+    with pytest.raises(PlanError, match=r"^the plan's vectors is over 20 bytes; allowed: up to 20\.$"):
+        from_wire({**steer(), "vectors": vectors | {Vector([7.0]).digest: np.array([7], "<f4").tobytes()}})
+
+
+# ------------------------------------------------------------------------------------------------ whatever comes in
+
+leaves = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.binary(max_size=12),
+    st.sampled_from(["steer", "patch", "clamp", "capture", "all", "resid_post", "zeros", 10**400, "\ud800", 2**31]),
+)  # fmt: skip
+keys = st.sampled_from(
+    "kind site layers layer vector direction source mask position positions to run named digest span consumer options interventions "
+    "vectors runs version name prompt_token_ids sites scale alpha low high __class__ __reduce__".split()
+)
+garbage = st.recursive(
+    leaves,
+    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(st.one_of(keys, leaves), inner, max_size=5)),
+    max_leaves=12,
+)
+
+
+def read(given):
+    """A plan, or the one error that is allowed."""
+    try:
+        return from_wire(given)
+    except PlanError as error:
+        assert str(error).encode() and len(str(error)) < 1000
+        return None
+
+
+@given(garbage)
+@settings(max_examples=500, deadline=None)
+def test_garbage_is_a_plan_error(given):
+    read(given)
+    read({"interventions": given})
+    read({"interventions": [given]})
+
+
+@given(
+    st.dictionaries(keys, garbage, max_size=6),
+    st.sampled_from(["steer", "patch", "clamp", "capture"]),
+    garbage,
+    garbage,
+)
+@settings(max_examples=500, deadline=None)
+def test_garbage_in_interventions_is_a_plan_error(item, kind, vectors, runs):
+    read({"interventions": [item | {"kind": kind, "site": "resid_post"}]})
+    read({"interventions": [], "vectors": vectors})
+    read({"interventions": [], "runs": {"a": runs}})
+
+
+@given(st.integers(0, 2**32), garbage)
+@settings(max_examples=600, deadline=None)
+def test_a_good_plan_with_one_thing_changed_is_a_plan_or_a_plan_error(seed, other):
+    generator = random.Random(seed)
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(to_wire(FULL)))
+    place, key = sent, generator.choice(list(sent))
+    while isinstance(place[key], (dict, list)) and place[key] and generator.random() < 0.85:
+        place = place[key]
+        key = generator.choice(list(place)) if isinstance(place, dict) else generator.randrange(len(place))
+    match generator.randrange(3):
+        case 0:
+            place[key] = other
+        case 1:
+            del place[key]
+        case 2 if isinstance(place, dict):
+            place[generator.choice([*place, "extra"])] = place.pop(key)
+    found = read(sent)
+    if found is not None:
+        assert from_wire(to_wire(found)) == found, "what was taken is a plan like any other"
+
+
+@given(st.text(max_size=40) | st.binary(max_size=40).map(lambda data: data.decode("latin-1")))
+@settings(max_examples=300, deadline=None)
+def test_text_is_a_plan_error(text):
+    for sent in (text, to_json(FULL)[: len(text) * 7] + text):
+        with contextlib.suppress(PlanError):
+            from_json(sent)
+
+
+def test_nothing_that_comes_in_is_run(tmp_path):
+    """Pickles, and names of code, in every place of a plan."""
+    ran = tmp_path / "ran"
+
+    class Attack:
+        def __reduce__(self):
+            return (os.mkdir, (str(ran),))
+
+    payloads = [
+        pickle.dumps(Attack()),
+        pickle.dumps(Attack(), 0).decode(),
+        f"__import__('os').mkdir({str(ran)!r})",
+        "os.mkdir",
+    ]
+    for payload in payloads:
+        for place, items in to_wire(FULL).items():
+            read({**to_wire(FULL), place: payload})
+            for key in items if isinstance(items, dict) else range(len(items)) if isinstance(items, list) else ():
+                for field in items[key] if isinstance(items[key], dict) else ():
+                    sent = copy.deepcopy(to_wire(FULL))
+                    sent[place][key][field] = payload
+                    read(sent)
+        read({"interventions": [], "vectors": {"a": payload}})
+    assert not ran.exists()
+
+
+def test_the_wire_knows_no_way_to_run_code():
+    nodes = list(ast.walk(ast.parse(inspect.getsource(wire))))
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    names |= {alias.name for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names}
+    assert not names & {"pickle", "cloudpickle", "marshal", "eval", "exec", "compile", "__import__", "import_module"}
