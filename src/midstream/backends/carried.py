@@ -13,11 +13,10 @@ from midstream.backends.submission import Requests
 from midstream.backends.tracer import Invoke
 from midstream.captures.wanted import Routes
 from midstream.engine import launch
-from midstream.engine.plans.request import PlanRequest
+from midstream.engine.plans.request import PlanRequest, packed
 from midstream.engine.request import NAME, TraceRequest, requests_of
 from midstream.errors import PlanError
 from midstream.plan.values import Plan
-from midstream.plan.wire import to_wire
 from midstream.trace.analysis import keeps_to_graph_sites
 from midstream.trace.program import Program, ship
 
@@ -115,7 +114,6 @@ def _params(
 ) -> list[Any]:
     """The sampling parameters of each request. Those that carry nothing are shared, as they were given."""
     shared: dict[int, Any] = {}
-    wires: dict[int, dict[str, Any]] = {}
     found = []
     for invoke, trace, plan, rows in zip(invokes, traces, planned, capturing, strict=True):
         if trace is None and plan is None:
@@ -125,8 +123,7 @@ def _params(
             continue
         params = launch.sampling_params(invoke.params, trace)
         if plan is not None:
-            wire = wires.get(id(plan.plan)) or wires.setdefault(id(plan.plan), to_wire(plan.bare))
-            carried = PlanRequest(wire, capture=rows.key if rows is not None else None, record=record)
+            carried = PlanRequest(packed(plan.bare), capture=rows.key if rows is not None else None, record=record)
             extra = params.extra_args or {}
             params.extra_args = {**extra, NAME: {**extra.get(NAME, {}), **carried.to_extra_args()[NAME]}}
         found.append(params)
