@@ -116,7 +116,7 @@ class Checks:
         assert [f for i, f in enumerate(found) if i % 2 == 0] == self.plain[::2]
         same = sum(a == b for a, b in zip(found[1], wanted, strict=True))
         assert same >= (12 if self.tolerance < 1e-3 else 6), (found[1], wanted)
-        assert found[1] == found[3] == found[5] and found[1] != self.plain[1]
+        assert found[1] != self.plain[1]
 
     def check_phases(self) -> None:
         """D1: prefill-only, decode-only, by position."""

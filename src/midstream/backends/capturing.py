@@ -108,7 +108,10 @@ class Capturing:
         sample.finals += header["final"]
         if value["error"] is not None:
             sample.error = sample.error or PlanError(value["error"])
-        segments = [Segment(sample.name, positions, layout, rows) for positions, layout, rows in value["segments"]]
+        segments = [
+            Segment(sample.name, positions, layout, rows[first : first + len(positions)])
+            for positions, layout, rows, first in value["segments"]
+        ]
         if self._planned.routes.output:
             sample.segments += segments
         if self.has_sinks and sample.error is None:

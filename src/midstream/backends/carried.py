@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from midstream.backends.capturing import Capturing
-from midstream.backends.planned import Planned, Planner
+from midstream.backends.planned import Planned
 from midstream.backends.submission import Requests
 from midstream.backends.tracer import Invoke
 from midstream.captures.wanted import Routes
@@ -98,7 +98,7 @@ def _planned(model: VLLM, invokes: Sequence[Invoke], prompts: list[list[int]]) -
     """The plan of each invoke, checked. Raises PlanError."""
     if not any(invoke.plan for invoke in invokes):
         return [None] * len(invokes)
-    planner = Planner(model.facts, lambda: model.tokenizer, model.vectors, model.runs)
+    planner = model.planner
     return [
         planner.prepare(invoke.plan, invoke.prompt, ids, invoke.params) if invoke.plan else None
         for invoke, ids in zip(invokes, prompts, strict=True)

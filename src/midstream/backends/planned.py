@@ -91,6 +91,9 @@ class Planned:
         )
 
 
+_KNOWN = 1024  # plans that a planner remembers
+
+
 class Planner:
     """Makes plans ready for a model, of which `facts` tells the sites, layers and widths."""
 
@@ -99,17 +102,22 @@ class Planner:
         self._tokenizer = tokenizer
         self._vectors = vectors
         self._runs = {run.name: run.id for run in runs.handles}
-        self._known: dict[tuple[int, int, int | None], tuple[Plan, Planned]] = {}
+        self._known: dict[tuple[Plan, int, int | None], Planned] = {}
+        self._there: dict[str, tuple[int, ...]] = {}
+        for site, layer in sorted(facts.widths):
+            self._there[site] = (*self._there.get(site, ()), layer)
 
     def prepare(self, plan: Plan, prompt: Prompt, ids: list[int], params: Mapping[str, Any]) -> Planned:
         """Raises PlanError if the plan cannot be done to this prompt on this model."""
         max_tokens = params.get("max_tokens")
         if has_spans(plan):
             return self._prepare(resolve_spans(plan, *offsets_of(prompt, ids, self._tokenizer())), ids, max_tokens)
-        key = (id(plan), len(ids), max_tokens)
-        if key not in self._known:  # many prompts may have one plan
-            self._known[key] = plan, self._prepare(plan, ids, max_tokens)
-        return replace(self._known[key][1], prompt=ids)
+        key = (plan, len(ids), max_tokens)
+        if key not in self._known:  # many prompts may have one plan, and come with it again
+            if len(self._known) >= _KNOWN:
+                self._known.clear()
+            self._known[key] = self._prepare(plan, ids, max_tokens)
+        return replace(self._known[key], prompt=ids)
 
     def _prepare(self, plan: Plan, ids: list[int], max_tokens: int | None) -> Planned:
         if max_tokens is not None and max_tokens < 1:
@@ -123,13 +131,13 @@ class Planner:
 
     def _where_there(self, plan: Plan) -> Plan:
         """The plan with `layers="all"` meaning the layers that have the site, where not all have it."""
-        there: dict[str, list[int]] = {}
-        for site, layer in sorted(self._facts.widths):
-            there.setdefault(site, []).append(layer)
+        there = self._there
         partial = {site for site, layers in there.items() if len(layers) < self._facts.num_layers}
+        if not any(item.site in partial for item in plan.interventions):
+            return plan
         return Plan(
             tuple(
-                replace(item, layers=tuple(there[item.site]))
+                replace(item, layers=there[item.site])
                 if not isinstance(item, Patch) and item.layers == "all" and item.site in partial
                 else item
                 for item in plan.interventions

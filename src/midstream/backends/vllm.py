@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 from midstream.backends.async_ import Stream
 from midstream.backends.carried import make_requests, take_plan
 from midstream.backends.model import TraceModel
-from midstream.backends.planned import recorded_run, refuse_multimodal
+from midstream.backends.planned import Planner, recorded_run, refuse_multimodal
 from midstream.backends.prompts import Prompt, encode
 from midstream.backends.runs import Runs
 from midstream.backends.submission import Submission
@@ -118,6 +118,7 @@ class VLLM(TraceModel):
         # Once; at the latest when Python ends.
         self._end = weakref.finalize(self, _end, self._engine, self._receiver, self.sinks)
         self._described: dict[str, Any] | None = None
+        self._planner: tuple[Any, Planner] | None = None
         self._senders: list[str] = []
         self._tokenizer: Any = None
         self.vectors = Vectors(self._send_vectors_now if mode == "sync" else lambda: None)
@@ -227,6 +228,14 @@ class VLLM(TraceModel):
         return ModelFacts(
             described["num_layers"], {(site, int(layer)): width for site, layer, width in points}, described["dtype"]
         )
+
+    @property
+    def planner(self) -> Planner:
+        """Makes plans ready for this engine, with the vectors and runs that there are now."""
+        known = (self.vectors.digests, [run.id for run in self.runs.handles])
+        if self._planner is None or self._planner[0] != known:
+            self._planner = known, Planner(self.facts, lambda: self.tokenizer, self.vectors, self.runs)
+        return self._planner[1]
 
     @property
     def num_layers(self) -> int:

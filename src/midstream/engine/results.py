@@ -58,6 +58,32 @@ class _Message:
         return self.header, wire.unpack(self.body, self.tensors)
 
 
+class _Together:
+    """A frame with messages for several mailboxes, opened by the first that is read."""
+
+    def __init__(self, message: _Message) -> None:
+        self._message = message
+        self._lock = threading.Lock()
+        self._parts: Any = None
+
+    def part(self, place: int) -> tuple[dict[str, Any], Any]:
+        with self._lock:
+            if self._parts is None:
+                self._parts = self._message.open()[1]
+        if isinstance(self._parts, UnsendableError):
+            return {"key": self._message.header["keys"][place]}, self._parts
+        return self._parts[place]
+
+
+@dataclass(slots=True)
+class _Part:
+    together: _Together
+    place: int
+
+    def open(self) -> tuple[dict[str, Any], Any]:
+        return self.together.part(self.place)
+
+
 class Mailbox:
     """The messages of one key, in the order in which each worker sent them. Made by `Receiver.expect`."""
 
@@ -65,7 +91,7 @@ class Mailbox:
         self.key = key
         self.senders = senders
         self._receiver = receiver
-        self._messages: deque[_Message] = deque()
+        self._messages: deque[_Message | _Part] = deque()
         self._error: ChannelClosedError | None = None
         self._closed = False
         self._changed = threading.Condition()
@@ -121,14 +147,14 @@ class Mailbox:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _take(self) -> _Message | None:
+    def _take(self) -> _Message | _Part | None:
         if self._messages:
             return self._messages.popleft()
         if self._error:
             raise self._error
         return None
 
-    def _put(self, message: _Message) -> None:
+    def _put(self, message: _Message | _Part) -> None:
         with self._changed:
             if not self._closed:
                 self._messages.append(message)
@@ -313,10 +339,11 @@ class Receiver:
     ) -> None:
         pickled_header, stream, table = pickle.loads(meta)
         header = pickle.loads(pickled_header)
-        mailbox = self._mailboxes.get(header["key"])
-        if mailbox is None:
-            with self._lock:
-                self.dropped += 1
+        keys = header["keys"] if "keys" in header else [header["key"]]
+        mailboxes = [self._mailboxes.get(key) for key in keys]
+        with self._lock:
+            self.dropped += mailboxes.count(None)
+        if not any(mailboxes):
             streams.pop(stream, None)
             return
         known = streams.setdefault(stream, {}) if stream is not None else {}
@@ -326,7 +353,10 @@ class Receiver:
             message = _Message(header, body, wire.resolve(payload, table, known))
         except Exception as error:  # no room to map it, say: that is this result's trouble, not the channel's
             message = _Message(header, body, [], f"taking it in failed: {error!r}")
-        mailbox._put(message)
+        together = _Together(message)
+        for place, mailbox in enumerate(mailboxes):
+            if mailbox is not None:
+                mailbox._put(_Part(together, place) if "keys" in header else message)
 
 
 def _settle(future: asyncio.Future[None]) -> None:

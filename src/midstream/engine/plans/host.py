@@ -127,6 +127,7 @@ class PlanHost:
                 self._end(name, tokens)
         for name, (sampling, prompt) in new.items():
             self._begin_or_extend(name, sampling, prompt)
+        self.outlet.flush()
         self._active = False
         off_graph: set[str] = set()
         for name, request in self._requests.items():
@@ -195,7 +196,7 @@ class PlanHost:
             blocks[number] = (rows, block)
             at = 0
             for request, _, count, position in parts:
-                request.pieces.append(Piece(position, profile.layout, block[at : at + count]))
+                request.pieces.append(Piece(position, profile.layout, block, at, count))
                 at += count
         return blocks
 
@@ -210,6 +211,7 @@ class PlanHost:
             if request.complete or self.outlet.is_due(request.pieces):
                 pieces, request.pieces = request.pieces, []
                 self.outlet.send(name, request.carried, pieces, request.complete)
+        self.outlet.flush()
         self._active = False
 
     def edit(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
@@ -304,7 +306,7 @@ class PlanHost:
         assert request.carried.record is not None
         run_id, name = request.carried.record
         pieces, request.pieces = request.pieces, []
-        positions = [p for piece in pieces for p in range(piece.position, piece.position + len(piece.rows))]
+        positions = [p for piece in pieces for p in range(piece.position, piece.position + piece.number)]
         planes = (
             {
                 (plane.site, plane.layer): torch.cat(
@@ -324,9 +326,7 @@ class PlanHost:
             "profiles": sum(image.profile_count for image in {r.image for r in self._requests.values()}),
             "plan_hooks": len(self.hooks),
             "leases": self.runs.leases,
-            "capture_bytes": sum(
-                p.rows.numel() * p.rows.element_size() for r in self._requests.values() for p in r.pieces
-            ),
+            "capture_bytes": sum(piece.size for request in self._requests.values() for piece in request.pieces),
         }
 
 

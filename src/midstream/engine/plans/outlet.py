@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,14 +19,35 @@ from midstream.plan.values import Plan
 _log = logging.getLogger(__name__)
 # Rows of one request are sent in pieces of this size: they hold device memory until then.
 DUE_BYTES = 16 << 20
+MESSAGE_BYTES = 64 << 20
+_FEW_PIECES = 4
 
 
 class Piece(NamedTuple):
-    """Rows of one request from one step, `[rows, row_width]`, at `position` and those after it."""
+    """Rows of one request from one step: `number` rows of `block` `[rows, row_width]` from `first` on, of `position` and those after it."""
 
     position: int
     layout: tuple[Any, ...]
-    rows: torch.Tensor
+    block: torch.Tensor
+    first: int
+    number: int
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """`[number, row_width]`, a view."""
+        return self.block[self.first : self.first + self.number]
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.number * self.block.shape[1] * self.block.element_size()
+
+    @property
+    def positions(self) -> np.ndarray:
+        return np.arange(self.position, self.position + self.number)
+
+
+_Queued = tuple[dict[str, Any], list[Piece], str | None]  # (header, pieces, error)
 
 
 class Outlet:
@@ -41,10 +63,11 @@ class Outlet:
         self._make_local = local
         self.local: LocalSinks | None = None
         self._begun: set[str] = set()  # requests whose rows stay in this process
+        self._queue: list[_Queued] = []  # for the client
 
     def is_due(self, pieces: Sequence[Piece]) -> bool:
         """Whether so much has come together that it should go out before the request's end."""
-        return sum(piece.rows.nbytes for piece in pieces) >= DUE_BYTES
+        return sum(piece.size for piece in pieces) >= DUE_BYTES
 
     def begin(self, name: str, carried: PlanRequest, plan: Plan, prompt_token_ids: Sequence[int]) -> None:
         """A request with captures begins."""
@@ -56,10 +79,10 @@ class Outlet:
     def send(self, name: str, carried: PlanRequest, pieces: Sequence[Piece], complete: bool) -> None:
         """Rows of a request; `complete` if they are its last."""
         if carried.capture is not None:
-            self._post(name, carried.capture, {"segments": _segments(pieces), "error": None}, complete)
+            self._queue.append(({"key": carried.capture, "request": name, "final": complete}, list(pieces), None))
         elif name in self._begun:
             assert self.local is not None
-            self.local.rows(name, _segments(pieces))
+            self.local.rows(name, [(p.positions, p.layout, p.rows) for p in _joined(pieces)])
 
     def end(self, name: str, carried: PlanRequest, pieces: Sequence[Piece], tokens: int | None) -> None:
         """The request is over, with its last rows. `tokens`: how many it had, if that is known; the last of them has no row."""
@@ -76,7 +99,7 @@ class Outlet:
     def fail(self, name: str, carried: PlanRequest, message: str) -> None:
         """There will be no more rows, for a reason."""
         if carried.capture is not None:
-            self._post(name, carried.capture, {"segments": [], "error": message}, True)
+            self._queue.append(({"key": carried.capture, "request": name, "final": True}, [], message))
         elif name in self._begun:
             assert self.local is not None
             self._begun.remove(name)
@@ -87,27 +110,54 @@ class Outlet:
         if self.local is not None:
             self.local.close()
 
-    def _post(self, name: str, key: tuple[str, int], value: dict[str, Any], final: bool) -> None:
+    def flush(self) -> None:
+        """Send what is for the client: few messages for many requests, none much larger than a request's rows have to be."""
+        queue, self._queue = self._queue, []
         sender = self._sender()
-        if sender is None:
+        if queue and sender is None:
             _log.error("Captured rows have nowhere to go: the client has not connected to this worker.")
             return
         try:
-            sender.send({"key": key, "request": name, "final": final}, value)
+            while queue:
+                size = 0
+                together: list[_Queued] = []
+                while queue and (not together or size < MESSAGE_BYTES):
+                    together.append(queue.pop(0))
+                    size += sum(piece.size for piece in together[-1][1])
+                assert sender is not None
+                sender.send_together(_messages(together))
         except ChannelClosedError as error:
             _log.warning("Captured rows have nowhere to go: %s", error)
 
 
-def _segments(pieces: Sequence[Piece]) -> list[tuple[np.ndarray, tuple[Any, ...], torch.Tensor]]:
-    """(positions, layout, rows) of pieces, those with the same layout together."""
-    grouped: dict[int, list[Piece]] = {}
+def _messages(queue: Sequence[_Queued]) -> list[tuple[dict[str, Any], Any]]:
+    joined = [(header, _joined(pieces), error) for header, pieces, error in queue]
+    leaving: Counter[int] = Counter()
+    for _, pieces, _ in joined:
+        for piece in pieces:
+            leaving[id(piece.block)] += piece.number
+
+    def segment(piece: Piece) -> tuple[np.ndarray, tuple[Any, ...], torch.Tensor, int]:
+        if 2 * leaving[id(piece.block)] > len(piece.block):  # most of it goes now: as it is, and once
+            return piece.positions, piece.layout, piece.block, piece.first
+        return piece.positions, piece.layout, piece.rows, 0
+
+    return [(header, {"segments": list(map(segment, pieces)), "error": error}) for header, pieces, error in joined]
+
+
+def _joined(pieces: Sequence[Piece]) -> list[Piece]:
+    """Pieces, those of consecutive steps in one if they are many."""
+    if len(pieces) <= _FEW_PIECES:
+        return list(pieces)
+    joined: list[Piece] = []
+    runs: list[list[Piece]] = []
     for piece in pieces:
-        grouped.setdefault(id(piece.layout), []).append(piece)
-    return [
-        (
-            np.concatenate([np.arange(p.position, p.position + len(p.rows)) for p in group]),
-            group[0].layout,
-            group[0].rows if len(group) == 1 else torch.cat([p.rows for p in group]),
-        )
-        for group in grouped.values()
-    ]
+        last = runs[-1][-1] if runs else None
+        if last is not None and last.layout is piece.layout and last.position + last.number == piece.position:
+            runs[-1].append(piece)
+        else:
+            runs.append([piece])
+    for run in runs:
+        block = torch.cat([piece.rows for piece in run])
+        joined.append(Piece(run[0].position, run[0].layout, block, 0, len(block)))
+    return joined
