@@ -206,7 +206,27 @@ def test_a_site_has_its_own_width():
     assert {(plane.site, plane.layer): plane.width for plane in profile.layout} == {
         ("mlp_act", 0): 6, ("mlp_act", 1): 6, ("resid_post", 0): 4
     }  # fmt: skip
+    offsets = {(plane.site, plane.layer): plane.offset for plane in profile.layout}
+    assert sorted(offsets.values()) == sorted({0, 4, 10} if offsets["resid_post", 0] == 0 else {0, 6, 12})
     assert [vector.tolist() for vector in found.bank] == [[0.0] * 6]
+
+
+def test_a_run_gives_the_row_that_was_asked_for():
+    """E9: by run, site, layer and position, and each once."""
+    places = [
+        (RUNS[0], "resid_post", 2, 3),
+        (RUNS[0], "resid_post", 1, 3),
+        (RUNS[0], "attn_out", 2, 3),
+        (RUNS[1], "resid_post", 2, 3),
+    ]
+    plan = [
+        Patch("resid_post", layer=0, position=i, source=run, source_site=site, source_layer=layer, source_position=at)
+        for i, (run, site, layer, at) in enumerate([*places, places[0]])
+    ]
+    found = compiled(plan)
+    rows = [found.bank[found.profiles[found.prompt[i]].ops["resid_post", 0][0].vector] for i in range(5)]
+    assert [vector.tolist() for vector in rows] == [row(*place).tolist() for place in [*places, places[0]]]
+    assert rows[4] is rows[0] and len(found.bank) == 4
 
 
 def test_a_stage_compiles_its_own_layers():

@@ -157,6 +157,10 @@ def steer(**fields):
     return Steer("resid_post", **{"layers": 0, "vector": VECTORS[0], **fields})
 
 
+def patch_at(position, source="zeros"):
+    return Patch("resid_pre", layer=1, position=position, source=source)
+
+
 # One row for each protection: (plan, its length), (other plan, its length), the first end at which they part; None for never.
 PARTING = {
     "a plan and none": ((steer(), 4), (None, 4), 1),
@@ -184,6 +188,11 @@ PARTING = {
         (Patch("resid_pre", layer=1, position=2, source=RUNS[0]), 5),
         (Patch("resid_pre", layer=1, position=2, source=RUNS[0], source_position=1), 5),
         3,
+    ),
+    "what lies behind several other edits": (
+        ([patch_at(0, VECTORS[0]), patch_at(2), patch_at(4)], 6),
+        ([patch_at(0, VECTORS[1]), patch_at(2), patch_at(4)], 6),
+        1,
     ),
     "another scale": ((steer(scale=2), 4), (steer(scale=3), 4), 1),
     "another vector": ((steer(), 4), (steer(vector=VECTORS[1]), 4), 1),
