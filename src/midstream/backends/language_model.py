@@ -16,7 +16,7 @@ from torch import nn
 from midstream.arch import detect
 from midstream.backends.batch import Batch, Generated
 from midstream.backends.model import TraceModel
-from midstream.backends.planned import Planned, Planner, recorded_run, refuse_multimodal
+from midstream.backends.planned import Planned, Planner, recorded_run, refuse_multimodal, runs_of
 from midstream.backends.prompts import Prompt, encode
 from midstream.backends.reference import PlanHooks, PlannedRow, planned_row
 from midstream.backends.runs import Runs
@@ -161,6 +161,9 @@ class LanguageModel(TraceModel):
     def _run(self, invokes: list[Invoke], planned: Sequence[Planned | None]) -> list[Ran]:
         """One batch, with its plans."""
         with ExitStack() as stack:
+            if runs := runs_of(planned):
+                self.runs.lease(runs, 1)
+                stack.callback(self.runs.lease, runs, -1)
             rows: dict[int, PlannedRow] = {}
             for index, each in enumerate(planned):
                 if each is not None:
