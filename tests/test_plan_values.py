@@ -455,6 +455,12 @@ def test_spans_are_the_tokens_that_overlap_them(span, positions):
     assert has_spans(plan) and not has_spans(found)
 
 
+def test_tokens_of_no_text_are_in_no_span():
+    """As the begin of a sequence is, wherever it stands."""
+    found = resolve_spans(Plan.of(capture(positions=Span("abc"))), "xabcx", [(0, 2), (2, 2), (2, 4), (4, 5)])
+    assert found.captures[0].positions == (0, 2)
+
+
 @pytest.mark.parametrize(
     ("item", "text", "message"),
     [

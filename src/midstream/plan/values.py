@@ -6,9 +6,8 @@
     ]
     model.generate(prompts, plan=plan)
 
-All are immutable and checked when they are made: a PlanError names the field, what was given and what is allowed. What depends on the
-model or the prompt is checked when these are known (`checks`). At one site the order is: capture before, patches, steers, clamps, capture
-after. Arithmetic is in float32, rounded to the model's dtype once at the end (`arithmetic` has it in plain PyTorch).
+All are immutable and checked when they are made (PlanError), and once more when model and prompt are known (`checks`). At one site the
+order is: capture before, patches, steers, clamps, capture after. `arithmetic` has what they compute, in plain PyTorch.
 
 Wherever a vector is asked for: a tensor on any device, a numpy array or a list, of shape `[hidden]`, which is copied; or the name of
 a vector that the engine holds.
