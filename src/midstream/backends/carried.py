@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from midstream.backends.capturing import Capturing
-from midstream.backends.planned import Planned
+from midstream.backends.planned import Planned, runs_of
 from midstream.backends.submission import Requests
 from midstream.backends.tracer import Invoke
 from midstream.captures.wanted import Routes
@@ -72,7 +72,7 @@ def make_requests(
         traces,
         capturing,
         planned,
-        sorted({run.id for p in planned if p is not None for run in p.runs}),
+        runs_of(planned),
     )
 
 

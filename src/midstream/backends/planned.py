@@ -81,15 +81,6 @@ class Planned:
         items = self.plan.interventions
         return Plan(tuple(replace(item, to=None) if isinstance(item, Capture) else item for item in items))
 
-    @property
-    def runs(self) -> list[RecordedRun]:
-        """The recorded runs that it needs."""
-        return list(
-            {
-                edit.source.id: edit.source for edit in _patches(self.plan) if isinstance(edit.source, RecordedRun)
-            }.values()
-        )
-
 
 _KNOWN = 1024  # plans that a planner remembers
 
@@ -145,8 +136,10 @@ class Planner:
         )
 
 
-def _patches(plan: Plan) -> Sequence[Patch]:
-    return [edit for edit in plan.edits if isinstance(edit, Patch)]
+def runs_of(planned: Sequence[Planned | None]) -> list[str]:
+    """The ids of the recorded runs that any of the plans needs."""
+    edits = [edit for each in planned if each is not None for edit in each.plan.edits]
+    return sorted({e.source.id for e in edits if isinstance(e, Patch) and isinstance(e.source, RecordedRun)})
 
 
 def recorded_run(planned: Planned | None, name: str, run_id: str) -> RecordedRun:
