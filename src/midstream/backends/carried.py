@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -113,18 +114,24 @@ def _params(
     record: tuple[str, str] | None,
 ) -> list[Any]:
     """The sampling parameters of each request. Those that carry nothing are shared, as they were given."""
-    shared: dict[int, Any] = {}
+    shared: dict[Any, Any] = {}
     found = []
     for invoke, trace, plan, rows in zip(invokes, traces, planned, capturing, strict=True):
-        if trace is None and plan is None:
-            if id(invoke.params) not in shared:
-                shared[id(invoke.params)] = launch.sampling_params(invoke.params, None)
-            found.append(shared[id(invoke.params)])
+        if trace is not None:
+            found.append(_with_plan(launch.sampling_params(invoke.params, trace), plan, rows, record))
             continue
-        params = launch.sampling_params(invoke.params, trace)
-        if plan is not None:
-            carried = PlanRequest(packed(plan.bare), capture=rows.key if rows is not None else None, record=record)
-            extra = params.extra_args or {}
-            params.extra_args = {**extra, NAME: {**extra.get(NAME, {}), **carried.to_extra_args()[NAME]}}
-        found.append(params)
+        key = (id(invoke.params), plan.plan if plan is not None else None)
+        if key not in shared:
+            shared[key] = _with_plan(launch.sampling_params(invoke.params, None), plan, rows, record)
+        alone = rows is not None  # its rows come to an address of its own
+        found.append(_with_plan(copy.copy(shared[key]), plan, rows, record) if alone else shared[key])
     return found
+
+
+def _with_plan(params: Any, planned: Planned | None, rows: Capturing | None, record: tuple[str, str] | None) -> Any:
+    """`params` carrying the plan, and the address of its rows."""
+    if planned is not None:
+        carried = PlanRequest(packed(planned.bare), capture=rows.key if rows is not None else None, record=record)
+        extra = params.extra_args or {}
+        params.extra_args = {**extra, NAME: {**extra.get(NAME, {}), **carried.to_extra_args()[NAME]}}
+    return params

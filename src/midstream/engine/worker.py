@@ -157,16 +157,11 @@ class Worker(PlatformWorker):
         new = scheduler_output.scheduled_new_reqs
         if traces.is_idle and plans.is_idle and not any(map(_carries, new)):
             return super().execute_model(scheduler_output)
-        begun = {r.req_id: (r.sampling_params, r.prompt_token_ids or ()) for r in new}
-        cached = scheduler_output.scheduled_cached_reqs
-        computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        computed |= {r.req_id: r.num_computed_tokens for r in new}
-        scheduled = scheduler_output.num_scheduled_tokens
-        finished = set(scheduler_output.finished_req_ids)
-        traced_begun = {name: (params, len(prompt)) for name, (params, prompt) in begun.items()}
-        traces.schedule(traced_begun, scheduled.keys(), finished, computed)
-        lengths = getattr(scheduler_output, "midstream_finished", {})
-        off_graph = plans.schedule(begun, scheduled, {name: lengths.get(name) for name in finished}, computed)
+        off_graph = False
+        if traces.is_idle and plans.goes_on(scheduler_output):
+            plans.repeat()
+        else:
+            off_graph = self._schedule(scheduler_output)
         traced = traces.step_is_traced
         uncompiled = off_graph or (traced and traces.step_is_uncompiled)
         StepMode.set(traced or off_graph, uncompiled or (traced and not self._split_at_sites), uncompiled)
@@ -182,6 +177,21 @@ class Worker(PlatformWorker):
             if plans.step_is_planned:
                 self._runner.use_second_graphs(False)
                 plans.end_step()
+
+    def _schedule(self, scheduler_output: Any) -> bool:
+        """Tell traces and plans what the step holds; whether a plan has it run uncompiled."""
+        new, cached = scheduler_output.scheduled_new_reqs, scheduler_output.scheduled_cached_reqs
+        begun = {r.req_id: (r.sampling_params, r.prompt_token_ids or ()) for r in new}
+        computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        computed |= {r.req_id: r.num_computed_tokens for r in new}
+        scheduled = scheduler_output.num_scheduled_tokens
+        finished = set(scheduler_output.finished_req_ids)
+        traced_begun = {name: (params, len(prompt)) for name, (params, prompt) in begun.items()}
+        self.midstream.schedule(traced_begun, scheduled.keys(), finished, computed)
+        lengths = getattr(scheduler_output, "midstream_finished", {})
+        off_graph = self.plans.schedule(begun, scheduled, {name: lengths.get(name) for name in finished}, computed)
+        self.plans.settle(scheduler_output, off_graph)
+        return off_graph
 
     def _see_site(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         self.midstream.see_site(self.plans.tables.points[point], hidden, residual)

@@ -56,9 +56,10 @@ class PlanKeys:
         ]
         self._stretches = list(_stretches(edits))
         self._starts = [stretch.start for stretch in self._stretches]
+        self._edits = [digest("\n".join(stretch.edits).encode()) for stretch in self._stretches]
         self._below = [""]  # a hash over all stretches before this one
-        for stretch in self._stretches:
-            self._below.append(_chained(self._below[-1], stretch, stretch.stop))
+        for place, stretch in enumerate(self._stretches):
+            self._below.append(self._chained(place, stretch.stop))
 
     @property
     def floor(self) -> int | None:
@@ -71,7 +72,12 @@ class PlanKeys:
         if not count:
             return None
         last = self._stretches[count - 1]
-        return _chained(self._below[count - 1], last, min(last.stop, end))
+        return self._chained(count - 1, min(last.stop, end))
+
+    def _chained(self, place: int, stop: int) -> str:
+        """A hash over the stretches up to the one at `place`, which ends at `stop`."""
+        start = self._stretches[place].start
+        return digest(f"{self._below[place]}\n{start} {stop}\n{self._edits[place]}".encode())
 
 
 def lowest_captured(plan: Plan, prompt_length: int) -> int | None:
@@ -138,7 +144,3 @@ def _toggle(active: list[int], index: int) -> None:
         del active[place]
     else:
         active.insert(place, index)
-
-
-def _chained(below: str, stretch: _Stretch, stop: int) -> str:
-    return digest("\n".join([below, f"{stretch.start} {stop}", *stretch.edits]).encode())

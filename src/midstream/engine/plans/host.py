@@ -85,6 +85,8 @@ class PlanHost:
         self._images = Images(tables, self._compile, self._off_graph)
         self._profile = np.zeros(rows, np.int32)
         self._last: tuple[Any, int] | None = None  # the batch that the profiles were laid out for, if it may come again
+        self._steady: list[str] | None = None  # the requests of the last step, if all of it was generated tokens
+        self._steadily_active = False
         self._lengths = np.empty(0, np.int64)  # the prompt lengths of its planned requests, 0 for the others
         self._capturing = 0  # requests with rows still to be captured
         self._active = False
@@ -105,6 +107,39 @@ class PlanHost:
     def requests(self) -> list[str]:
         """The planned requests that are alive."""
         return list(self._requests)
+
+    def goes_on(self, scheduler_output: Any) -> bool:
+        """Whether the coming step is the last one again, a token further: nothing has to be decided anew."""
+        cached = scheduler_output.scheduled_cached_reqs
+        return (
+            self._steady is not None
+            and not scheduler_output.scheduled_new_reqs
+            and not scheduler_output.finished_req_ids
+            and scheduler_output.total_num_scheduled_tokens == len(self._steady)
+            and cached.req_ids == self._steady
+            and not self.errors
+        )
+
+    def repeat(self) -> None:
+        """Decide as for the last step."""
+        self._active = self._steadily_active
+        self.planned_steps += self._active
+
+    def settle(self, scheduler_output: Any, off_graph: bool) -> None:
+        """The step is decided: remember it if the next one may be the same."""
+        cached = scheduler_output.scheduled_cached_reqs
+        total = scheduler_output.total_num_scheduled_tokens
+        alone = not scheduler_output.scheduled_new_reqs and total == len(cached.req_ids)
+        same = alone and not off_graph and self._all_generated(cached)
+        self._steady = list(cached.req_ids) if same else None
+        self._steadily_active = self._active
+
+    def _all_generated(self, cached: Any) -> bool:
+        known = (self._requests.get(name) for name in cached.req_ids)
+        return all(
+            request is None or before >= len(request.image.prompt)
+            for request, before in zip(known, cached.num_computed_tokens, strict=True)
+        )
 
     @torch.inference_mode()
     def schedule(
@@ -128,7 +163,6 @@ class PlanHost:
         for name, (sampling, prompt) in new.items():
             self._begin_or_extend(name, sampling, prompt)
         self.outlet.flush()
-        self._active = False
         off_graph: set[str] = set()
         for name, request in self._requests.items():
             count = scheduled.get(name)
@@ -203,6 +237,9 @@ class PlanHost:
     @torch.inference_mode()
     def end_step(self) -> None:
         """The forward is queued: send what is complete."""
+        self._active = False
+        if not self._capturing:
+            return
         for name, request in self._requests.items():
             if not request.pieces or request.carried.record is not None:
                 continue
@@ -212,7 +249,6 @@ class PlanHost:
                 pieces, request.pieces = request.pieces, []
                 self.outlet.send(name, request.carried, pieces, request.complete)
         self.outlet.flush()
-        self._active = False
 
     def edit(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         """The site op, or a hook, is at `point`."""

@@ -11,8 +11,8 @@ import msgspec
 
 from midstream.engine.request import NAME
 from midstream.errors import PlanError
-from midstream.plan.values import Clamp, Named, Plan, Steer
-from midstream.plan.wire import from_wire, to_wire
+from midstream.plan.values import Clamp, Named, Plan, Steer, with_digests
+from midstream.plan.wire import from_json, from_wire, to_wire
 
 _ENVELOPE = {"trace", "plan", "capture", "record"}
 _PLANS = 256  # that a process keeps read or written: requests come with the same ones again
@@ -66,8 +66,12 @@ class PlanRequest:
         carried = (getattr(sampling_params, "extra_args", None) or {}).get(NAME)
         if carried is None:
             return None
+        if isinstance(
+            carried, str
+        ):  # as it comes over HTTP, from anybody: it may neither name files nor vouch for a vector's content
+            return cls(packed(with_digests(from_json(carried, sinks=False), {})))
         if not isinstance(carried, Mapping) or not _ENVELOPE & carried.keys():
-            return cls(packed(Plan.of(carried)))  # a user's own: a Plan, interventions, a wire form or JSON
+            return cls(packed(Plan.of(carried)))  # a user's own: a Plan, interventions or a wire form
         if "plan" not in carried:
             return None
         given = carried["plan"]
