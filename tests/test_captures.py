@@ -5,12 +5,14 @@ No engine runs here. What the rows should be is looked up position by position, 
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import pickle
 import threading
 import time
 import tomllib
+import weakref
 from contextlib import closing
 from pathlib import Path
 
@@ -151,6 +153,11 @@ def test_routes_send_each_capture_where_it_is_to_go():
         {("attn_out", 0, "before"), ("attn_out", 1, "before")},
         {("attn_out", 1, "before")},
     ]
+    recorder = Recorder()  # two looks at a method are two objects, and one place
+    captures = [Capture("resid_post", layers=[layer], to=recorder.rows) for layer in (0, 1)]
+    assert len(routes(captures, 6, range(2)).sinks) == 1
+    captures += [Capture("resid_post", layers=[0], to=Recorder().rows)]
+    assert len(routes(captures, 6, range(2)).sinks) == 2
     with pytest.raises(PlanError, match="Span"):
         routes([Capture("resid_post", positions=Span("Paris"))], 6, range(2))
 
@@ -194,6 +201,19 @@ def test_one_piece_is_not_copied_and_more_are_let_go():
     assert len(captured._segments) == 2
     assert [captured[key].shape for key in captured] == [(4, 3), (4, 5)]
     assert captured._segments == ()
+
+
+def test_dropped_captures_are_freed_at_once():
+    whole = segment("r", range(4), A, C)
+    captured = gather([whole], 4)
+    captured["mlp_out", 2], captured.positions["mlp_out", 2]
+    rows = weakref.ref(whole.rows)
+    gc.disable()  # no cycle holds them until some later collection
+    try:
+        del whole, captured
+        assert rows() is None
+    finally:
+        gc.enable()
 
 
 def test_captures_can_be_pickled():
@@ -434,6 +454,40 @@ def test_a_slow_consumer_holds_the_producer_back_and_memory_is_bounded(caplog):
     assert sinks.stats["blocked_seconds"] >= early
 
 
+def test_a_full_queue_is_waited_for_last():
+    go, other = threading.Event(), Recorder()
+    sinks = Sinks(queue_bytes=1)
+    to = (lambda *_: go.wait(60), other.rows)
+    begin(sinks, "a", Capture("resid_post", layers=1, positions="all_prompt", to=to), prompt=[1, 2])
+    sinks.put(segment("a", [0], A))
+    wait_until(lambda: len(other.calls) == 1)
+    thread = threading.Thread(target=sinks.put, args=[segment("a", [1], A)])
+    thread.start()
+    wait_until(lambda: len(other.calls) == 2)
+    assert thread.is_alive()
+    go.set()
+    thread.join(60)
+    sinks.end("a", 2)
+    sinks.result("a")
+    sinks.close()
+
+
+@pytest.mark.parametrize(("limit", "calls"), [(16 << 20, 1), (10 * 8 * 4, 10), (1, 100)])
+def test_rows_that_were_held_go_on_together(monkeypatch, limit, calls):
+    monkeypatch.setattr("midstream.captures.sinks.JOINED_BYTES", limit)
+    recorder, sinks = Recorder(), Sinks()
+    begin(sinks, "a", Capture("mlp_out", layers=2, positions="all_generated", to=recorder.rows), prompt=[1])
+    whole = segment("a", range(1, 101), A, C)
+    for piece in cut(whole, [[i] for i in range(100)]):
+        sinks.put(piece)
+    sinks.end("a", 101)
+    sinks.result("a")
+    assert len(recorder.calls) == calls
+    rows = recorder.of("a")[C[:3]]
+    assert same_bits(torch.stack([rows[position] for position in range(1, 101)]), whole.rows[:, 3:])
+    sinks.close()
+
+
 def test_rows_larger_than_the_queue_still_pass():
     recorder, sinks = Recorder(), Sinks(queue_bytes=10)
     begin(sinks, "a", Capture("resid_post", layers=1, positions="all_prompt", to=recorder.rows), prompt=[0] * 9)
@@ -550,7 +604,7 @@ def test_a_stalled_consumer_fails_its_requests_and_holds_up_nobody(monkeypatch, 
 
     stuck, other = Recorder(act), Recorder()
     through(monkeypatch, stuck=lambda: stuck, other=lambda: other)
-    sinks = Sinks(queue_bytes=100, timeout=0.4)
+    sinks = Sinks(queue_bytes=100, timeout=1.0)
     both = Capture("resid_post", layers=1, positions="all_prompt", to=(Consumer("stuck"), Consumer("other")))
     alone = Capture("resid_post", layers=1, positions="all_prompt", to=Consumer("other"))
     captures = {"first": both, "second": both, "beside": alone}
@@ -564,10 +618,10 @@ def test_a_stalled_consumer_fails_its_requests_and_holds_up_nobody(monkeypatch, 
         sinks.end(name, 8)
     sinks.result("beside")
     for name in ("first", "second"):
-        reason = rf"consumer 'stuck'.* request '{name}'.*not come back from {where}\(\).*'first'.*allowed: 0.4 s"
+        reason = rf"consumer 'stuck'.* request '{name}'.*not come back from {where}\(\).*'first'.*allowed: 1 s"
         with pytest.raises(CaptureError, match=reason):
             sinks.result(name)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 20
     assert all(len(other.of(name)[A[:3]]) == 8 and other.ended(name) is None for name in captures)
     assert sinks.stats["queued_bytes"] <= 12  # the rows that it is looking at
     begin(sinks, "new", both, prompt=[1])
@@ -577,7 +631,7 @@ def test_a_stalled_consumer_fails_its_requests_and_holds_up_nobody(monkeypatch, 
     with pytest.raises(CaptureError, match=r"'stuck'.*'new'.*not come back"):
         sinks.result("new")
     sinks.close()
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 20
     assert other.calls[-1][0] == "close" and len(other.of("new")[A[:3]]) == 1
     go.set()
     wait_until(
@@ -590,7 +644,7 @@ def test_a_consumer_that_comes_back_serves_later_requests(monkeypatch):
     go = threading.Event()
     recorder = Recorder(lambda call, request, *_: go.wait(60) if (call, request) == ("rows", "a") else None)
     through(monkeypatch, it=lambda: recorder)
-    sinks = Sinks(timeout=0.2)
+    sinks = Sinks(timeout=1.0)
     capture = Capture("resid_post", layers=1, to=Consumer("it"))
     for name in ("a", "b"):
         begin(sinks, name, capture, prompt=[1])

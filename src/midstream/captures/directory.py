@@ -76,7 +76,7 @@ class DirectorySink:
         self._size = self._shards = 0
         self._directory.mkdir(parents=True, exist_ok=True)
         path = self._directory / f"index-{self.writer}.jsonl"
-        self._index = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        self._index = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o666)
         self._append(json.dumps(FORMAT).encode() + b"\n")
         sync_directory(self._directory)
 
@@ -154,7 +154,6 @@ class DirectorySink:
             os.fsync(self._index)
         except BaseException:
             os.ftruncate(self._index, before)
-            os.lseek(self._index, before, os.SEEK_SET)
             raise
 
 

@@ -190,8 +190,11 @@ class ByPlane(Mapping[Any, V], Generic[V]):
     Where a site was captured both before and after its edits, `(site, layer)` is before and `(site, layer, "after")` after.
     """
 
-    def __init__(self, what: str, planes: Iterable[Key], value: Callable[[Key], V]) -> None:
-        self._what, self._planes, self._value = what, dict.fromkeys(planes), value
+    def __init__(self, what: str, planes: Iterable[Key]) -> None:
+        self._what, self._planes = what, dict.fromkeys(planes)
+
+    def _value(self, key: Key) -> V:
+        raise NotImplementedError
 
     def __getitem__(self, key: Any) -> V:
         return self._value(self._resolve(key))
@@ -224,6 +227,17 @@ class ByPlane(Mapping[Any, V], Generic[V]):
         return f"{key[0]} is there at layers {layers}" if layers else nearest(str(key[0]), sites)
 
 
+class Positions(ByPlane[list[int]]):
+    """The positions of each tensor's rows."""
+
+    def __init__(self, what: str, planes: Iterable[Key], positions: Callable[[Key], np.ndarray]) -> None:
+        super().__init__(what, planes)
+        self._positions = positions
+
+    def _value(self, key: Key) -> list[int]:
+        return self._positions(key).tolist()
+
+
 class Captured(ByPlane[torch.Tensor]):
     """What a request captured: `captures["resid_post", 14]` is a CPU tensor `[positions, hidden]` in the model's dtype.
 
@@ -232,13 +246,17 @@ class Captured(ByPlane[torch.Tensor]):
     """
 
     def __init__(self, request: str, segments: Sequence[Segment], found: Mapping[Key, _Found]) -> None:
-        super().__init__(f"capture of request {request!r}", found, self._tensor)
+        super().__init__(f"capture of request {request!r}", found)
         self._segments: Sequence[Segment] = segments
         self._found = dict(found)
         self._tensors: dict[Key, torch.Tensor] = {}
-        self.positions: ByPlane[list[int]] = ByPlane(self._what, found, lambda key: found[key].positions.tolist())
 
-    def _tensor(self, key: Key) -> torch.Tensor:
+    @property
+    def positions(self) -> Positions:
+        """The positions of each tensor's rows, under the same keys."""
+        return Positions(self._what, self._planes, lambda key: self._found[key].positions)
+
+    def _value(self, key: Key) -> torch.Tensor:
         """Put together when it is first asked for; with the last one, what came from the engine is let go."""
         if key not in self._tensors:
             self._tensors[key] = _join(self._what, key, self._segments, self._found[key])
@@ -247,21 +265,20 @@ class Captured(ByPlane[torch.Tensor]):
         return self._tensors[key]
 
     def __reduce__(self) -> Any:
-        tensors = {key: self._tensor(key).contiguous() for key in self._planes}
+        tensors = {key: self._value(key).contiguous() for key in self._planes}
         return _restore, (self._what, tensors, {key: found.positions for key, found in self._found.items()})
 
 
 def _restore(what: str, tensors: dict[Key, torch.Tensor], positions: dict[Key, np.ndarray]) -> Captured:
     captured = Captured(what, (), {key: _Found([], rows, None) for key, rows in positions.items()})
-    captured._what = captured.positions._what = what
-    captured._tensors = tensors
+    captured._what, captured._tensors = what, tensors
     return captured
 
 
 def _join(what: str, key: Key, segments: Sequence[Segment], found: _Found) -> torch.Tensor:
     parts = [column(segments[piece.segment], key)[piece.rows] for piece in found.pieces]
     if not parts:  # nothing was to be captured here; a segment may still tell the width
-        known = (column(segment, key)[:0] for segment in segments if key in planes(segment.layout))
+        known = (column(segment, key)[:0].clone() for segment in segments if key in planes(segment.layout))
         return next(known, torch.empty(0, 0))
     if len({(part.dtype, part.shape[1]) for part in parts}) > 1:
         kinds = sorted({f"{part.dtype} [{part.shape[1]}]" for part in parts})

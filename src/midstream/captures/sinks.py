@@ -19,8 +19,9 @@ stand. What fails is one request's way into one consumer; its other consumers, a
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -30,6 +31,8 @@ from midstream.captures.lane import Delivery, Lane, Piece
 from midstream.captures.segment import Part, Segment, check, column, find_rows, planes, selection
 from midstream.captures.wanted import Key, Route, Wanted
 from midstream.errors import CaptureError
+
+JOINED_BYTES = 16 << 20  # rows that were held go on in pieces up to this size
 
 
 @dataclass
@@ -188,11 +191,13 @@ class Sinks:
     def _release(self, request: _Request, stop: int | None) -> None:
         """Deliver the held rows below `stop`, keep the others."""
         held, request.held = request.held, []
+        standing = []
         for segment in held:
-            stands = selection(segment.positions, stop, None)
-            self._deliver(request, _rows(segment, stands))
+            standing.append(_rows(segment, selection(segment.positions, stop, None)))
             if stop is not None and (beyond := np.flatnonzero(segment.positions >= stop)).size:
                 request.held.append(_rows(segment, beyond))
+        for segment in _joined(standing):
+            self._deliver(request, segment)
 
     def _deliver(self, request: _Request, segment: Segment) -> None:
         for way in sorted(request.ways, key=lambda way: way.lane.full):  # those that need no waiting first
@@ -206,9 +211,30 @@ def _rows(segment: Segment, chosen: slice | np.ndarray) -> Segment:
     return segment._replace(positions=segment.positions[chosen], rows=segment.rows[chosen])
 
 
+def _joined(segments: list[Segment]) -> Iterator[Segment]:
+    """The same rows in fewer pieces: generated ones come one by one, and each piece costs a call for each of its planes."""
+    for _, alike in groupby(segments, key=lambda segment: (segment.layout, segment.rows.dtype, segment.rows.shape[1])):
+        batch: list[Segment] = []
+        size = 0
+        for segment in alike:
+            if batch and size + segment.rows.nbytes > JOINED_BYTES:
+                yield _concatenated(batch)
+                batch, size = [], 0
+            batch.append(segment)
+            size += segment.rows.nbytes
+        yield _concatenated(batch)
+
+
+def _concatenated(batch: list[Segment]) -> Segment:
+    if len(batch) == 1:
+        return batch[0]
+    positions = np.concatenate([segment.positions for segment in batch])
+    return batch[0]._replace(positions=positions, rows=torch.cat([segment.rows for segment in batch]))
+
+
 def _pieces(segment: Segment, way: _Way) -> list[Piece]:
     """What of a segment goes this way. Little out of much is copied, so that it does not keep the rest in memory."""
-    chosen: dict[int, tuple[slice | np.ndarray, list[int]]] = {}
+    chosen: dict[int, tuple[Segment, slice | np.ndarray, list[int]]] = {}
     pieces: list[Piece] = []
     for key in planes(segment.layout):
         rows = way.wanted.get(key)
@@ -216,13 +242,18 @@ def _pieces(segment: Segment, way: _Way) -> list[Piece]:
             continue
         if id(rows) not in chosen:
             selected = selection(segment.positions, None, rows)
-            chosen[id(rows)] = selected, segment.positions[selected].tolist()
-        selected, positions = chosen[id(rows)]
+            positions = segment.positions[selected].tolist()
+            together = isinstance(selected, slice)  # a view for all planes at once
+            chosen[id(rows)] = (
+                (_rows(segment, selected), slice(None), positions) if together else (segment, selected, positions)
+            )
+        part, selected, positions = chosen[id(rows)]
         if positions:
-            pieces.append((key, positions, column(segment, key)[selected]))
+            tensor = column(part, key)
+            pieces.append((key, positions, tensor if isinstance(selected, slice) else tensor[selected]))
             way.seen.add(key)
-        else:
-            way.empty[key] = column(segment, key)[:0]
+        elif key not in way.seen:
+            way.empty[key] = column(segment, key)[:0].clone()
     if sum(tensor.nbytes for _, _, tensor in pieces) * 2 < segment.rows.nbytes:
         return [(key, positions, tensor.clone()) for key, positions, tensor in pieces]
     return pieces

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from midstream.captures.segment import Arranged, ByPlane, NotCapturedError, arrange, describe
+from midstream.captures.segment import Arranged, ByPlane, NotCapturedError, Positions, arrange, describe
 from midstream.captures.shards import FORMAT, Shards
 from midstream.captures.wanted import Key
 from midstream.errors import CaptureError
@@ -76,23 +76,24 @@ class StoredCapture(ByPlane[torch.Tensor]):
     Attributes:
         request_id, engine: who it was.
         prompt_token_ids, prompt_length: its prompt.
-        positions: the positions of each tensor's rows, under the same keys.
     """
 
     def __init__(self, name: str, record: _Record, shards: Shards) -> None:
         pieces: dict[Key, list[_Piece]] = {}
         for line in record.lines.values():
             _collect(line, pieces)
-        super().__init__(f"stored capture of request {name!r}", sorted(pieces, key=_in_order), self._tensor)
+        super().__init__(f"stored capture of request {name!r}", sorted(pieces, key=_in_order))
         self._pieces, self._shards = pieces, shards
         self._arranged: dict[Key, Arranged] = {}
         line = next(iter(record.lines.values()))
         self.request_id, self.engine = record.request, record.engine
         self.prompt_token_ids: list[int] = line["prompt_token_ids"]
         self.prompt_length: int = line["prompt_length"]
-        self.positions: ByPlane[list[int]] = ByPlane(
-            self._what, self._planes, lambda key: self._arrange(key).positions.tolist()
-        )
+
+    @property
+    def positions(self) -> Positions:
+        """The positions of each tensor's rows, under the same keys."""
+        return Positions(self._what, self._planes, lambda key: self._arrange(key).positions)
 
     def _arrange(self, key: Key) -> Arranged:
         if key not in self._arranged:
@@ -100,7 +101,7 @@ class StoredCapture(ByPlane[torch.Tensor]):
             self._arranged[key] = arrange(positions, f"{self._what}, {describe(key)}")
         return self._arranged[key]
 
-    def _tensor(self, key: Key) -> torch.Tensor:
+    def _value(self, key: Key) -> torch.Tensor:
         pieces, arranged = self._pieces[key], self._arrange(key)
         chosen = [pieces[i] for i in arranged.pieces] or pieces[:1]
         tensors = [self._shards.tensor(piece.shard, piece.name, piece.size, piece.positions.size) for piece in chosen]

@@ -38,8 +38,8 @@ class Wanted(NamedTuple):
         return np.union1d(self.listed[self.listed < stop], generated)
 
     def __or__(self, other: Wanted) -> Wanted:
-        tails = [rows.tail for rows in (self, other) if rows.tail is not None]
-        return Wanted(np.union1d(self.listed, other.listed), min(tails, default=None))
+        tail = other.tail if self.tail is None else self.tail  # of one request, so both are its prompt's length
+        return Wanted(np.union1d(self.listed, other.listed), tail)
 
 
 @dataclass
