@@ -21,7 +21,7 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot  # noqa: E402
 
-from midstream.plots import LogitLens, logit_lens, plot_heatmap, plot_logit_lens  # noqa: E402
+from midstream.plots import LogitLens, logit_lens, plot_heatmap, plot_lines, plot_logit_lens  # noqa: E402
 
 PROMPT = "The Eiffel Tower is in the city of"
 
@@ -54,6 +54,23 @@ def test_heatmap_draws_the_values() -> None:
 )
 def test_heatmap_takes_lists_arrays_and_tensors(values: Any) -> None:
     assert plot_heatmap(values, "ab", "c").images
+
+
+def test_lines_draw_the_curves(tmp_path: Path) -> None:
+    """Issue 3, point 10: a steering vector's effect against its scale."""
+    ax = plot_lines([-1, 0, 2], {"film": torch.tensor([0.1, 0.5, 1.0]), "book": [0, 1, 2]}, "t", xlabel="scale", ylabel="p")
+    assert [list(line.get_xdata()) for line in ax.lines] == [[-1, 0, 2], [-1, 0, 2]]
+    assert [list(line.get_ydata()) for line in ax.lines] == [pytest.approx([0.1, 0.5, 1.0]), [0, 1, 2]]
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["film", "book"]
+    assert (ax.get_title(), ax.get_xlabel(), ax.get_ylabel()) == ("t", "scale", "p")
+    assert plot_lines(range(2), [3, 4], path=tmp_path / "lines.png").get_legend() is None
+    assert (tmp_path / "lines.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("y", [[1.0, 2.0], {"a": [1.0, 2.0, 3.0, 4.0]}, [[1.0, 2.0, 3.0]], []])
+def test_lines_say_what_does_not_fit(y: Any) -> None:
+    with pytest.raises(MidstreamError, match=r"points"):
+        plot_lines(range(3), y)
 
 
 def test_heatmap_is_diverging_about_zero_where_signs_differ() -> None:

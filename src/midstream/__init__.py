@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from midstream.backends.vllm import VLLM
     from midstream.bundled import demo_model
     from midstream.captures.store import open_captures
+    from midstream.engine.launch import engine_arguments
     from midstream.plan.runs import RecordedRun
     from midstream.plan.values import Capture, Clamp, Consumer, Patch, Plan, Span, Steer
     from midstream.trace.gradients import backward
@@ -29,6 +30,7 @@ __all__ = [
     "Steer",
     "backward",
     "demo_model",
+    "engine_arguments",
     "open_captures",
     "save",
 ]
@@ -46,6 +48,7 @@ _HOMES = {
     "VLLM": "midstream.backends.vllm",
     "backward": "midstream.trace.gradients",
     "demo_model": "midstream.bundled",
+    "engine_arguments": "midstream.engine.launch",
     "open_captures": "midstream.captures.store",
     "save": "midstream.trace.tracer",
 }

@@ -1,7 +1,9 @@
-"""Figures for notebooks: a heatmap of layers and positions, and the logit lens.
+"""Figures for notebooks: a heatmap of layers and positions, curves, and the logit lens.
 
     grid = [[diff(layer, position) for position in range(5)] for layer in range(8)]
     plot_heatmap(grid, tokens, range(8), title="logit difference, patched", path="patching.png")
+
+    plot_lines(scales, {"film": effects, "book": others}, xlabel="scale", ylabel="effect", path="steering.png")
 
     plot_logit_lens(model, "The capital of France is")       # runs one trace
     lens = logit_lens(model, "The capital of France is")     # the numbers alone
@@ -15,7 +17,7 @@ Shapes: L layers, T tokens of the prompt.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any
@@ -122,6 +124,48 @@ def plot_heatmap(
     return ax
 
 
+def plot_lines(
+    x: Iterable[float],
+    y: Any,
+    title: str | None = None,
+    path: str | PathLike[str] | None = None,
+    *,
+    xlabel: str = "layer",
+    ylabel: str = "",
+    ax: Any = None,
+) -> Any:
+    """Curves over the same points: an effect against a scale, a probe's accuracy against the layer.
+
+    Args:
+        x: where the points stand.
+        y: `[points]`, a tensor, an array or a list; or several curves, by their names.
+        title, path, ax: as in `plot_heatmap`.
+        xlabel, ylabel: what the axes are.
+
+    Returns:
+        The Axes; `.figure` is its figure.
+
+    Raises:
+        MidstreamError: matplotlib is not installed, or a curve has another number of points than `x`.
+    """
+    points = list(x)
+    curves = {name: _curve(values) for name, values in (y if isinstance(y, Mapping) else {"": y}).items()}
+    for name, values in curves.items():
+        if len(values) != len(points):
+            raise MidstreamError(f"The curve {name!r} has {len(values)} points, and x has {len(points)}.")
+    pyplot = _pyplot()
+    ax = ax if ax is not None else pyplot.subplots(figsize=(5.0, 3.2), layout="constrained")[1]
+    for name, values in curves.items():
+        ax.plot(points, values, marker="o", markersize=4, label=name)
+    ax.set(xlabel=xlabel, ylabel=ylabel, title=title or "")
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.grid(alpha=0.3)
+    if any(curves):
+        ax.legend(fontsize=8, frameon=False)
+    _write_file(pyplot, ax.figure, path)
+    return ax
+
+
 def plot_logit_lens(
     model_or_lens: Any,
     prompt: str | Sequence[int] | None = None,
@@ -183,6 +227,13 @@ def _grid(values: Any) -> torch.Tensor:
     if grid.ndim != 2 or not grid.numel():
         raise MidstreamError(f"A heatmap is of values [rows, columns]; {list(grid.shape)} was given.")
     return grid
+
+
+def _curve(values: Any) -> list[float]:
+    curve = torch.as_tensor(values).detach().float().cpu()
+    if curve.ndim != 1 or not curve.numel():
+        raise MidstreamError(f"A curve is of values [points]; {list(curve.shape)} was given.")
+    return curve.tolist()
 
 
 def _limits(grid: torch.Tensor) -> tuple[float, float]:
