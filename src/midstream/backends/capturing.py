@@ -15,7 +15,7 @@ from midstream.backends.planned import Planned
 from midstream.captures.consumers import CaptureInfo
 from midstream.captures.segment import Captured, Segment, gather
 from midstream.captures.sinks import Sinks
-from midstream.engine.results import ChannelClosedError, Mailbox
+from midstream.engine.results import ChannelClosedError, Mailbox, UnsendableError
 from midstream.errors import CaptureError, EngineClosedError, MidstreamError, PlanError
 
 RESULT_SECONDS = 120.0
@@ -102,7 +102,14 @@ class Capturing:
         finally:
             self._taken, self._taking = self._taken + 1, False
 
-    def _take(self, header: dict[str, Any], value: dict[str, Any]) -> None:
+    def _take(self, header: dict[str, Any], value: Any) -> None:
+        if isinstance(value, UnsendableError):  # of which sample the rows were is lost with them
+            for sample in self._samples:
+                sample.error, sample.finals = (
+                    CaptureError(f"captured rows were lost on their way: {value}"),
+                    self._senders,
+                )
+            return
         sample = self._samples[sample_index(header["request"], len(self._samples))]
         sample.name = sample.name or self._name(header["request"])
         sample.finals += header["final"]

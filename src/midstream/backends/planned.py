@@ -11,6 +11,7 @@ import torch
 from midstream.backends.prompts import Prompt, is_multimodal, offsets_of
 from midstream.backends.runs import Runs
 from midstream.backends.vectors import Vectors
+from midstream.captures.consumers import destination
 from midstream.captures.segment import Segment, without_rows
 from midstream.captures.wanted import Routes, routes
 from midstream.errors import PlanError
@@ -99,7 +100,7 @@ class Planner:
             self._there[site] = (*self._there.get(site, ()), layer)
 
     def prepare(self, plan: Plan, prompt: Prompt, ids: list[int], params: Mapping[str, Any]) -> Planned:
-        """Raises PlanError if the plan cannot be done to this prompt on this model."""
+        """Raises PlanError if the plan cannot be done to this prompt on this model, CaptureError if it has an unknown consumer."""
         max_tokens = params.get("max_tokens")
         if has_spans(plan):
             return self._prepare(resolve_spans(plan, *offsets_of(prompt, ids, self._tokenizer())), ids, max_tokens)
@@ -118,7 +119,10 @@ class Planner:
         plan = self._where_there(plan)
         check(plan, self._facts, len(ids), max_tokens, vectors=self._vectors.widths, runs=self._runs)
         plan = with_digests(plan, self._vectors.digests)
-        return Planned(plan, ids, routes(plan.captures, len(ids), range(self._facts.num_layers)), self._facts)
+        found = routes(plan.captures, len(ids), range(self._facts.num_layers))
+        for sink in found.sinks:
+            destination(sink.to)  # raises CaptureError for a consumer that is not installed
+        return Planned(plan, ids, found, self._facts)
 
     def _where_there(self, plan: Plan) -> Plan:
         """The plan with `layers="all"` meaning the layers that have the site, where not all have it."""
