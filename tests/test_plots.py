@@ -58,7 +58,9 @@ def test_heatmap_takes_lists_arrays_and_tensors(values: Any) -> None:
 
 def test_lines_draw_the_curves(tmp_path: Path) -> None:
     """Issue 3, point 10: a steering vector's effect against its scale."""
-    ax = plot_lines([-1, 0, 2], {"film": torch.tensor([0.1, 0.5, 1.0]), "book": [0, 1, 2]}, "t", xlabel="scale", ylabel="p")
+    ax = plot_lines(
+        [-1, 0, 2], {"film": torch.tensor([0.1, 0.5, 1.0]), "book": [0, 1, 2]}, "t", xlabel="scale", ylabel="p"
+    )
     assert [list(line.get_xdata()) for line in ax.lines] == [[-1, 0, 2], [-1, 0, 2]]
     assert [list(line.get_ydata()) for line in ax.lines] == [pytest.approx([0.1, 0.5, 1.0]), [0, 1, 2]]
     assert [text.get_text() for text in ax.get_legend().get_texts()] == ["film", "book"]

@@ -1,8 +1,8 @@
 """`./demo`: what midstream does, in a minute, on the bundled model and a real vLLM engine.
 
-Reads, a logit lens, an ablation, a steering vector and an activation patch, each with the lines of code that it takes,
-and then the same values from vLLM and from transformers side by side. Fails if those differ by more than float32
-rounding.
+Reads, a logit lens, an ablation, a steering vector and an activation patch as traces; a probe, a steering vector, an
+ablation and a patch as plans; each with the lines of code that it takes. Then the same values from vLLM and from
+transformers side by side. Fails if those differ by more than float32 rounding.
 """
 
 from __future__ import annotations
@@ -51,9 +51,13 @@ def colour(code: int, text: str) -> str:
     return f"\033[{code}m{text}\033[0m" if wanted else text
 
 
-def heading(number: int, title: str, *code: str) -> None:
+def heading(number: int, title: str, *lines: str) -> None:
     print(f"\n{colour(1, f'{number}. {title}')}")
-    for line in code:
+    code(*lines)
+
+
+def code(*lines: str) -> None:
+    for line in lines:
         print(colour(36, f"     {line}"))
 
 
@@ -203,6 +207,99 @@ def patch(model: VLLM, paris: int, rome: int) -> None:
         print(f"   {layer:<7} {''.join((good if x > 0 else str)(f'{x:12.1f}') for x in row)}")
 
 
+# The same as plans.
+
+
+def plans(model: VLLM) -> None:
+    heading(6, "Plans: interventions as data. They run inside the compiled forward and its CUDA graphs")
+    print(
+        "   (this engine is eager, to start in seconds, unless the demo runs with --compile; the answers are the same)"
+    )
+    kindness = probe(model)
+    from midstream import Clamp, Steer
+
+    code("plan=Steer('resid_post', layers=5, vector=kindness, scale=-0.5)")
+    compare(model, ["I think this film is"], Steer("resid_post", layers=5, vector=kindness, scale=-0.5), "steered")
+    code("plan=Clamp('resid_post', direction=kindness)     # ablated: nothing of it is left, at any layer")
+    compare(model, ["I dislike this hotel, it was", FRANCE], Clamp("resid_post", direction=kindness), "ablated")
+    patch_from_a_run(model)
+
+
+def compare(model: VLLM, prompts: list[str], plan: Any, label: str) -> None:
+    """What each prompt says with the plan and without, in one batch."""
+    twice = [prompt for prompt in prompts for _ in range(2)]
+    outputs = model.generate(twice, plan=[None, [plan]] * len(prompts), max_tokens=1, temperature=0.0)
+    texts = [repr(output.outputs[0].text) for output in outputs]
+    for prompt, before, after in zip(prompts, texts[::2], texts[1::2], strict=True):
+        print(f"   {prompt + ' ...':<40} {good(f'{before:<15}')}  {label}: {(good if after == before else bad)(after)}")
+
+
+def probe(model: VLLM) -> torch.Tensor:
+    """Whether an opinion is kind, read off each layer: how often a probe is right, and the direction at layer 5."""
+    import torch
+
+    from midstream import Capture
+    from midstream.bundled import demo_contrast
+
+    code("plan=Capture('resid_post', positions='last_prompt')")
+    pairs = sorted(demo_contrast(), key=lambda pair: " like " in pair["positive"])  # love and hate, like and dislike
+    prompts = [pair[side] for side in ("positive", "negative") for pair in pairs]
+    outputs = model.generate(prompts, plan=Capture("resid_post"), max_tokens=1)
+    half, fitted = len(pairs), len(pairs) // 2
+    right, directions = [], []
+    for layer in range(model.num_layers):
+        rows = torch.stack([output.captures["resid_post", layer][0] for output in outputs])
+        kind, unkind = rows.split(half)
+        direction = kind[:fitted].mean(0) - unkind[:fitted].mean(0)
+        middle = direction @ (kind[:fitted].mean(0) + unkind[:fitted].mean(0)) / 2
+        correct = (kind[fitted:] @ direction > middle).sum() + (unkind[fitted:] @ direction < middle).sum()
+        right.append(correct.item() / (2 * (half - fitted)))
+        directions.append(direction)
+    print(
+        "   a probe for kind opinions, fitted on 'love' and 'hate', asked about 'like' and 'dislike': how often right"
+    )
+    print(f"   layer   {''.join(f'{layer:>6}' for layer in range(model.num_layers))}")
+    print(f"           {''.join((good if share > 0.9 else str)(f'{share:6.0%}') for share in right)}")
+    return directions[5]
+
+
+def patch_from_a_run(model: VLLM) -> None:
+    from midstream import Patch
+
+    code(
+        "run = model.record(france, sites=['resid_post'])     # stays where the model is",
+        "plan=Patch('resid_post', layer=layer, position=position, source=run)",
+    )
+    run = model.record(FRANCE, sites=["resid_post"], name="demo")
+    places = [3, 4]
+    grid = [[Patch("resid_post", layer=i, position=p, source=run)] for p in places for i in range(model.num_layers)]
+    outputs = model.generate([ITALY] * len(grid), plan=grid, max_tokens=1, temperature=0.0)
+    found = iter(output.outputs[0].text for output in outputs)
+    print(f"   {ITALY + ' ...':<27}{''.join(f'   layer {layer}' for layer in range(model.num_layers))}")
+    for place in (" Italy", " is"):
+        row = [next(found) for _ in range(model.num_layers)]
+        cells = [(good if text == " Paris" else str)(f"{text!r:>10}") for text in row]
+        print(f"   {'patched at ' + repr(place):<27}{''.join(cells)}")
+    del model.runs["demo"]
+
+
+def planned_captures(model: Any) -> list[list[torch.Tensor]]:
+    """The residual stream of each prompt under a plan that has one of each, behind its edits."""
+    from midstream import Capture, Clamp, Patch, Steer
+
+    run = model.record(ITALY, sites=["resid_post"], name="demo")
+    (output,) = model.generate(FRANCE, plan=Capture("resid_post", layers=2), max_tokens=1)
+    plan = [
+        Patch("resid_post", layer=3, position=-2, source=run, alpha=0.5),
+        Steer("resid_post", layers=[1, 5], vector=output.captures["resid_post", 2][0], scale=0.5),
+        Clamp("resid_post", layers=[4], direction=output.captures["resid_post", 2][0], low=-10.0, high=10.0),
+        Capture("resid_post", positions="all_prompt", when="after"),
+    ]
+    outputs = model.generate(list(PROMPTS), plan=plan, max_tokens=1)
+    del model.runs["demo"]
+    return [[output.captures["resid_post", layer] for layer in range(model.num_layers)] for output in outputs]
+
+
 def every_site(model: Any) -> dict[str, list[torch.Tensor]]:
     """What the standard accessors give, in the order of the forward pass."""
     names = (
@@ -215,13 +312,19 @@ def every_site(model: Any) -> dict[str, list[torch.Tensor]]:
     return values | {"logits": [model.logits]}
 
 
+def values_of(model: Any) -> list[dict[str, list[torch.Tensor]]]:
+    """For each prompt what traces read, and what a plan captures."""
+    traced, planned = model.run(every_site, list(PROMPTS)), planned_captures(model)
+    return [{**values, "planned_captures": captures} for values, captures in zip(traced, planned, strict=True)]
+
+
 def differences(model: VLLM, hf: LanguageModel) -> float:
     """Print the table; the largest relative difference."""
-    heading(6, f"vLLM against transformers: {len(PROMPTS)} prompts in a batch, every layer, float32")
+    heading(7, f"vLLM against transformers: {len(PROMPTS)} prompts in a batch, every layer, float32")
     import torch
 
     with torch.no_grad():
-        pairs = list(zip(model.run(every_site, list(PROMPTS)), hf.run(every_site, list(PROMPTS)), strict=True))
+        pairs = list(zip(values_of(model), values_of(hf), strict=True))
     print("   accessor            largest relative difference")
     found = []
     for name in pairs[0][0]:
@@ -250,11 +353,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         ablate(model, paris)
         steer(model)
         patch(model, paris, rome)
+        plans(model)
         largest = differences(model, hf)
     if largest > LARGEST_DIFFERENCE:
         print(bad(f"\nThey differ by {largest:.1e}, where float32 rounding explains {LARGEST_DIFFERENCE:.0e}."))
         return 1
-    print(f"\n{colour(1, 'Next:')} README.md, docs/quickstart.md, docs/recipes/")
+    print(f"\n{colour(1, 'Next:')} README.md, docs/quickstart.md, docs/plans.md, docs/recipes/")
     return 0
 
 
