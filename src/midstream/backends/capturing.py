@@ -177,7 +177,10 @@ class Capturing:
         if not wanted:
             return nothing_captured(sample.name)
         segments, sample.segments = sample.segments, []
-        return gather([*segments, self._planned.empty_segment(sample.name)], stop, wanted)
+        came = {plane[:3] for layout in {segment.layout for segment in segments} for plane in layout}
+        if not came >= wanted.keys():
+            segments.append(self._planned.empty_segment(sample.name))
+        return gather(segments, stop, wanted)
 
     def discard(self) -> None:
         """Nobody asks for the result any more."""

@@ -126,6 +126,8 @@ def find_rows(
 
     Raises CaptureError for a row that is there twice, and for one below `stop` that was wanted and is not there.
     """
+    if wanted is not None and len(parts) == 1 and planes(parts[0][1]).keys() == wanted.keys():
+        return _rows_of_one(request, parts, stop, wanted)
     by_layout: dict[tuple[Plane, ...], list[int]] = {}
     for i, (_, layout) in enumerate(parts):
         by_layout.setdefault(layout, []).append(i)
@@ -145,6 +147,18 @@ def find_rows(
         found[key] = shared[same]
     _complete(request, found, stop, wanted or {})
     return found | {key: _Found([], NONE, None) for key in wanted or {} if key not in found}
+
+
+def _rows_of_one(
+    request: str, parts: Sequence[Part], stop: int | None, wanted: Mapping[Key, Wanted]
+) -> dict[Key, _Found]:
+    """The same where all rows came at once, as those of a prompt do: what planes share is looked at once."""
+    shared: dict[int, _Found] = {}
+    for key, rows in wanted.items():
+        if id(rows) not in shared:
+            shared[id(rows)] = _select(f"capture of {describe(key)} of request {request!r}", parts, [0], stop, rows)
+            _complete(request, {key: shared[id(rows)]}, stop, {key: rows})
+    return {key: shared[id(rows)] for key, rows in wanted.items()}
 
 
 def _complete(request: str, found: Mapping[Key, _Found], stop: int | None, wanted: Mapping[Key, Wanted]) -> None:
@@ -293,10 +307,15 @@ def column(segment: Segment, key: Key) -> torch.Tensor:
     return segment.rows[:, plane.offset : plane.offset + plane.width]
 
 
+@lru_cache(maxsize=256)
+def _row_width(layout: tuple[Plane, ...]) -> int:
+    return max((plane.offset + plane.width for plane in layout), default=0)
+
+
 def check(segment: Segment) -> Segment:
     """The segment, with its positions as an int64 array. Raises CaptureError if its parts do not fit together."""
     positions = np.asarray(segment.positions, np.int64)
-    wide = max((plane.offset + plane.width for plane in segment.layout), default=0)
+    wide = _row_width(segment.layout)
     if (
         positions.ndim != 1
         or segment.rows.ndim != 2

@@ -26,6 +26,7 @@ from midstream.plan.values import Plan
 
 _log = logging.getLogger(__name__)
 QUEUE_BYTES = 256 << 20
+_MOST_ENDED = 256
 Rows = Sequence[tuple[np.ndarray, tuple[Any, ...], torch.Tensor]]  # (positions, layout, [rows, row_width])
 
 
@@ -44,6 +45,7 @@ class LocalSinks:
         self._jobs: deque[tuple[Callable[[], None], int]] = deque()
         self._changed = threading.Condition()
         self._queued = 0
+        self._ended: list[str] = []  # requests whose consumers have not been asked yet whether they took all
         self._closed = False
         self._blocked = 0.0
         self.failed = 0
@@ -65,7 +67,7 @@ class LocalSinks:
 
         def job() -> None:
             self._sinks.end(name, stop, CaptureError(error) if error is not None else None)
-            self._sinks.result(name)
+            self._ended.append(name)
 
         self._put(job, 0)
 
@@ -106,18 +108,28 @@ class LocalSinks:
     def _run(self) -> None:
         while True:
             with self._changed:
+                waiting = bool(self._jobs) or self._closed
+            if self._ended and (not waiting or len(self._ended) >= _MOST_ENDED):
+                self._try(lambda: self._sinks.result(self._ended.pop(0)))  # requests that end together share a file
+                continue
+            with self._changed:
                 self._changed.wait_for(lambda: self._jobs or self._closed)
                 if not self._jobs:
-                    return
+                    break
                 job, size = self._jobs.popleft()
-            try:
-                job()
-            except CaptureError as error:
-                self.failed += 1
-                _log.error("%s", error)
-            except Exception:
-                self.failed += 1
-                _log.exception("Captured rows were lost.")
+            self._try(job)
             with self._changed:
                 self._queued -= size
                 self._changed.notify_all()
+        while self._ended:
+            self._try(lambda: self._sinks.result(self._ended.pop(0)))
+
+    def _try(self, job: Callable[[], None]) -> None:
+        try:
+            job()
+        except CaptureError as error:
+            self.failed += 1
+            _log.error("%s", error)
+        except Exception:
+            self.failed += 1
+            _log.exception("Captured rows were lost.")
