@@ -1,4 +1,4 @@
-"""Issue 2, `Seen done when`: the demo runs on CPU vLLM, and what it prints is true.
+"""Issue 2, `Seen done when`, and issue 3, point 10: the demo runs on CPU vLLM, and what it prints is true.
 
 Its numbers are compared with plain transformers and forward hooks.
 """
@@ -157,8 +157,103 @@ def test_demo_patch_is_what_hooks_give(demo: subprocess.CompletedProcess[str], p
         assert float(rows[layer][1 + position]) == pytest.approx(expected, abs=0.06)
 
 
+def planned_lines(demo: subprocess.CompletedProcess[str], start: str) -> list[str]:
+    return [line.strip() for line in section(demo, 6) if line.strip().startswith(start)]
+
+
+def opinions(plain: Plain) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The streams leaving each layer at the last token, `[layers, prompts, hidden]`: of kind prompts and of unkind ones; and whether a
+    prompt has the verbs that the probe is fitted on."""
+    from midstream.bundled import demo_contrast
+
+    pairs = demo_contrast()
+    streams = [
+        [plain.model(**plain.tokenizer(pair[side], return_tensors="pt"), output_hidden_states=True) for pair in pairs]
+        for side in ("positive", "negative")
+    ]
+    last = (
+        len(plain.layers) - 1
+    )  # transformers gives the last layer's behind the norm; the probes of the others are compared
+    kind, unkind = (
+        torch.stack([torch.stack([out.hidden_states[layer + 1][0, -1] for out in side]) for layer in range(last)])
+        for side in streams
+    )
+    return kind, unkind, torch.tensor([" love " in pair["positive"] for pair in pairs])
+
+
+@torch.no_grad()
+def test_issue3_10_demo_probes_captures(demo: subprocess.CompletedProcess[str], plain: Plain) -> None:
+    """How often the probe is right, with transformers' own hidden states."""
+    kind, unkind, fitted = opinions(plain)
+    shown = [float(share.rstrip("%")) / 100 for share in planned_lines(demo, "50%")[0].split()]
+    for layer, share in enumerate(shown[:-1]):
+        up, down = kind[layer][fitted].mean(0), unkind[layer][fitted].mean(0)
+        middle = (up - down) @ (up + down) / 2
+        right = [(kind[layer][~fitted] @ (up - down) > middle), (unkind[layer][~fitted] @ (up - down) < middle)]
+        assert share == pytest.approx(torch.cat(right).float().mean().item(), abs=0.02), layer
+    assert shown[5:] == [1.0] * 3
+    assert max(shown[:3]) < 0.6
+
+
+@torch.no_grad()
+def test_issue3_10_demo_steers_and_ablates_by_plan(demo: subprocess.CompletedProcess[str], plain: Plain) -> None:
+    """The answers that forward hooks give."""
+    kind, unkind, fitted = opinions(plain)
+    direction = (kind[5][fitted] - unkind[5][fitted]).mean(0)
+    unit = direction / direction.norm()
+
+    def answer(prompt: str, layers: list[int], change: Callable[[torch.Tensor], torch.Tensor]) -> str:
+        def hook(_: Any, __: Any, out: Any) -> Any:
+            return (change(out[0]), *out[1:]) if isinstance(out, tuple) else change(out)
+
+        handles = [plain.layers[layer].register_forward_hook(hook) for layer in layers]
+        try:
+            return repr(plain.tokenizer.decode(plain.logits(prompt).argmax()))
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    lines = [
+        line for line in planned_lines(demo, "") if " ...  " in line and ("steered:" in line or "ablated:" in line)
+    ]
+    assert [line.partition(" ...")[0] for line in lines] == [
+        "I think this film is",
+        "I dislike this hotel, it was",
+        FRANCE,
+    ]
+    for line in lines:
+        prompt, said = line.partition(" ...")[0], re.findall(r"' \w+'", line)
+        changed = (
+            answer(prompt, [5], lambda h: h - 0.5 * direction)
+            if "steered:" in line
+            else answer(prompt, list(range(8)), lambda h: h - (h @ unit)[..., None] * unit)
+        )
+        assert said == [answer(prompt, [], torch.Tensor.clone), changed]
+
+
+def test_issue3_10_demo_patches_from_a_recorded_run(demo: subprocess.CompletedProcess[str], plain: Plain) -> None:
+    for name, position in (("' Italy'", 3), ("' is'", 4)):
+        (row,) = planned_lines(demo, f"patched at {name}")
+        found = []
+        for layer in plain.layers:
+            kept: list[torch.Tensor] = []
+
+            def keep(_: Any, __: Any, out: Any, kept: list[torch.Tensor] = kept) -> None:
+                kept.append((out[0] if isinstance(out, tuple) else out).clone())
+
+            def put(_: Any, __: Any, out: Any, kept: list[torch.Tensor] = kept, position: int = position) -> Any:
+                changed = (out[0] if isinstance(out, tuple) else out).clone()
+                changed[0, position] = kept[0][0, position]
+                return (changed, *out[1:]) if isinstance(out, tuple) else changed
+
+            plain.logits(FRANCE, layer, keep)
+            found.append(repr(plain.tokenizer.decode(plain.logits(ITALY, layer, put).argmax())))
+        assert re.findall(r"' \w+'", row.removeprefix(f"patched at {name}")) == found
+        assert len(set(found)) == 2
+
+
 def test_demo_difference_table(demo: subprocess.CompletedProcess[str]) -> None:
-    rows = {line.split()[0]: float(line.split()[1]) for line in section(demo, 6) if re.search(r"\de[-+]\d+$", line)}
+    rows = {line.split()[0]: float(line.split()[1]) for line in section(demo, 7) if re.search(r"\de[-+]\d+$", line)}
     assert {
         "token_embeddings",
         "layers_input",
@@ -167,8 +262,10 @@ def test_demo_difference_table(demo: subprocess.CompletedProcess[str]) -> None:
         "mlps_output",
         "attn_z",
         "logits",
+        "planned_captures",
     } <= set(rows)
     assert all(0 <= difference <= 1e-4 for difference in rows.values())
+    assert rows["planned_captures"] > 0
     assert sum(difference > 0 for difference in rows.values()) >= 6  # two implementations, not one compared with itself
 
 
@@ -187,7 +284,7 @@ def test_demo_fails_when_the_two_differ(
 
     edited = Edited(demo_model(), dtype=torch.float32)
     edited.module.model.layers[3].mlp.down_proj.weight.data *= 1.001
-    for name in ("read", "logit_lens", "ablate", "steer", "patch"):
+    for name in ("read", "logit_lens", "ablate", "steer", "patch", "plans"):
         monkeypatch.setattr(demo, name, lambda *_: None)
     monkeypatch.setattr(demo, "ENVIRONMENT", {})  # meant for a process of its own
     monkeypatch.setattr(demo, "start", lambda eager: (edited, hf))

@@ -176,12 +176,16 @@ RECIPES = {
     "one-trace-patching": "barrier",
     "activation-cache": "tracer.cache",
     "head-ablation": "attn_z",
+    "steering-plan": "Steer(",
+    "probing": "LogisticRegression(",
+    "direction-ablation": "Clamp(",
+    "site-patching": "Patch(",
 }
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a8_recipe_checks_itself(recipe: str) -> None:
-    """Each recipe of row A8 is there, uses what it is about, and says what comes out."""
+    """Each recipe of row A8, and of issue 3, point 10, is there, uses what it is about, and says what comes out."""
     code = "".join(b.text for b in read(f"docs/recipes/{recipe}.md") if b.language == "python" and b.words != "notest")
     assert RECIPES[recipe] in code
     assert "assert" in code or EXPECTED.search(code)
