@@ -7,11 +7,12 @@ and is starved by nobody. All else is vLLM's: chunked prefill, prefix caching an
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import FinishReason
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.request import RequestStatus
 
 from midstream.engine.lifeline import tie_to_parent
@@ -29,6 +30,7 @@ class _Rules:
     requests: dict[str, Any]
     scheduler_config: Any
     max_num_scheduled_tokens: int
+    finish_requests: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -92,16 +94,22 @@ class _Rules:
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         verdict: Verdict = getattr(model_runner_output, "midstream", None) or Verdict()
-        for name in (*verdict.stops, *verdict.errors):
+        for name in verdict.stops:
             if (request := self.requests.get(name)) is not None:
                 request.max_tokens = request.num_output_tokens + 1  # the token of this step is its last
+        refused = self._take_refused(verdict.errors) if verdict.errors else []
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
-        for output in (o for each in outputs.values() for o in each.outputs) if verdict.errors else ():
-            if output.request_id in verdict.errors:
-                output.new_token_ids = []
-                output.finish_reason = FinishReason.ERROR
-                output.stop_reason = verdict.errors[output.request_id]
+        for request in refused:
+            reason = {"finish_reason": FinishReason.ERROR, "stop_reason": verdict.errors[request.request_id]}
+            output = EngineCoreOutput(request.request_id, [], **reason, events=request.take_events())
+            outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(output)
         return outputs
+
+    def _take_refused(self, names: Iterable[str]) -> list[Any]:
+        """Take requests off the engine, wherever they are in their prompt; their KV has the plan's key but lacks its edits."""
+        for name in names:
+            self.kv_cache_manager.evict_blocks({i for ids in self.kv_cache_manager.get_block_ids(name) for i in ids})
+        return self.finish_requests(names, RequestStatus.FINISHED_ERROR)
 
 
 def _to_compute(request: Any) -> int:
