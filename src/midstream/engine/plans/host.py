@@ -117,6 +117,7 @@ class PlanHost:
             and not scheduler_output.finished_req_ids
             and scheduler_output.total_num_scheduled_tokens == len(self._steady)
             and cached.req_ids == self._steady
+            and not cached.resumed_req_ids  # a reset of the prefix cache has requests begin anew from one step to the next
             and not self.errors
         )
 
@@ -263,11 +264,10 @@ class PlanHost:
 
     def _begin_or_extend(self, name: str, sampling: Any, prompt: Sequence[int]) -> None:
         known = self._requests.get(name)
-        if known is not None:
-            self._extend(known, len(prompt))
-            return
-        carried: PlanRequest | None = None
+        carried = known.carried if known is not None else None
         try:
+            if known is not None:
+                return self._extend(known, len(prompt))
             carried = PlanRequest.of(sampling)
             if carried is not None and carried.plan:
                 self._begin(name, carried, prompt)
@@ -280,6 +280,7 @@ class PlanHost:
         plan = carried.plan
         if self._speculative and any(capture.positions in ("all_generated", "all") for capture in plan.captures):
             raise PlanError("A capture of generated positions is not supported with speculative decoding.")
+        self.outlet.check(carried, plan)
         image = self._images.take(carried, len(prompt))
         if missing := self.runs.lease(image.runs, 1):
             self._images.give_back(image)
@@ -318,15 +319,19 @@ class PlanHost:
             self.hooks.release(old.points)
             self._images.give_back(old)
             self._last = None
+            if request.complete and not request.has_all:
+                request.complete = False
+                self._capturing += 1
 
     def _end(self, name: str, tokens: int | None) -> None:
         request = self._requests.pop(name)
         self._last = None
         try:
+            unsent = bool(request.image.plan.captures) and not request.complete
+            self._capturing -= unsent
             if request.carried.record is not None:
                 self._keep(request)
-            if request.image.plan.captures and not request.complete:
-                self._capturing -= 1
+            if unsent:
                 self.outlet.end(name, request.carried, request.pieces, tokens)
             else:
                 self.outlet.settle(name, tokens)
