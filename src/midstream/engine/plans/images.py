@@ -19,6 +19,7 @@ from midstream.plan.runs import RecordedRun
 from midstream.plan.values import Patch, Plan
 
 _IDLE = 128  # images without a request that are kept
+_IDLE_BYTES = 64 << 20  # of the device's memory that they may hold
 
 
 @dataclass(eq=False)
@@ -59,6 +60,11 @@ class Image:
     def profile_count(self) -> int:
         """How many profiles of the tables are its own."""
         return int((self.loaded.ids > 0).sum())
+
+    @property
+    def size(self) -> int:
+        """Bytes that it holds on the device."""
+        return sum(tensor.nbytes for tensor in self.loaded.kept)
 
 
 class Images:
@@ -102,7 +108,11 @@ class Images:
         if image.key is None or image.runs:  # a run's memory goes when nobody uses it
             self._drop(image)
         idle = [each for each in self._images.values() if not each.users]
-        for each in idle[: max(len(idle) - _IDLE, 0)]:
+        held = sum(each.size for each in idle)
+        for count, each in zip(range(len(idle), 0, -1), idle, strict=True):
+            if count <= _IDLE and held <= _IDLE_BYTES:
+                return
+            held -= each.size
             self._drop(each)
 
     def _drop(self, image: Image) -> None:
