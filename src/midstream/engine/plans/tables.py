@@ -143,6 +143,7 @@ class DeviceTables(Tables):
                 if point in self.index:
                     entries.append((number, self.index[point], len(words), len(ops)))
                     words += [_words(op, bank) for op in ops]
+        self._stale = True  # also without words: on the device the numbers may still have another plan's
         if not words:
             return
         ops_OW = np.frombuffer(b"".join(words), np.int64).reshape(-1, OP_WORDS)
@@ -153,7 +154,6 @@ class DeviceTables(Tables):
         self._host[profiles, points, 0] = counts
         self._host[profiles, points, 1] = there.data_ptr() + first * OP_WORDS * 8
         self._host[profiles, points, 2:] = ops_OW[first]
-        self._stale = True
 
     def _bank(self, bank: Sequence[torch.Tensor], kept: list[torch.Tensor]) -> list[int]:
         """The addresses of the vectors, those from the host in one upload."""
