@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.compilation.breakable_cudagraph import is_breakable_cudagraph_enabled
 from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
@@ -27,6 +28,7 @@ from midstream.engine.sender import Sender
 from midstream.engine.settings import Settings
 from midstream.engine.step import StepView
 from midstream.engine.verdict import Verdict
+from midstream.errors import MidstreamError
 from midstream.trace.envoy import ModelEnvoy
 from midstream.trace.interleaver import Interleaver
 
@@ -87,12 +89,23 @@ class Worker(PlatformWorker):
     """A worker that runs traces and plans."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
+        self._refuse_unaware_graphs()
         register()
         tie_to_parent()
         self._split_at_sites = self._split_graph()
         super().load_model(*args, **kwargs)
         self._attach()
         self._eager_kernels = EagerKernels(self.midstream.envoy._module, self.vllm_config)
+
+    def _refuse_unaware_graphs(self) -> None:
+        """Steps that would pass traces and plans by without a word."""
+        if self.vllm_config.parallel_config.use_ubatching:
+            raise MidstreamError("midstream needs a step's batch whole; start the engine without dual batch overlap.")
+        if self._has_graphs and is_breakable_cudagraph_enabled():
+            raise MidstreamError(
+                "Breakable CUDA graphs hold no sites, so plans and traces would do nothing. Set VLLM_USE_BREAKABLE_CUDAGRAPH=0, or "
+                "start the engine with enforce_eager=True."
+            )
 
     def _split_graph(self) -> bool:
         """Where the pieces between splitting ops have CUDA graphs of their own, a split at the site op keeps those for traced steps."""
@@ -272,6 +285,8 @@ class Worker(PlatformWorker):
     def shutdown(self) -> None:
         if (host := getattr(self, "midstream", None)) is not None and host.sender is not None:
             host.sender.close(flush=False)
-        if (plans := getattr(self, "plans", None)) is not None:
-            plans.outlet.close()
-        super().shutdown()
+        try:
+            if (plans := getattr(self, "plans", None)) is not None:
+                plans.outlet.close()  # raises what a consumer raised
+        finally:
+            super().shutdown()
