@@ -1,0 +1,106 @@
+"""What the scheduler does with a request whose plan the worker refuses (D8). No engine: vLLM's own scheduler is given the verdicts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+vllm = pytest.importorskip("vllm")
+
+from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig  # noqa: E402
+from vllm.utils.hashing import sha256  # noqa: E402
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash  # noqa: E402
+from vllm.v1.engine import FinishReason  # noqa: E402
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec  # noqa: E402
+from vllm.v1.outputs import ModelRunnerOutput  # noqa: E402
+from vllm.v1.request import Request  # noqa: E402
+from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
+
+from midstream import Steer, demo_model  # noqa: E402
+from midstream.engine.plans.request import PlanRequest, packed  # noqa: E402
+from midstream.engine.plugin import register  # noqa: E402
+from midstream.engine.scheduler import make_scheduler  # noqa: E402
+from midstream.engine.verdict import Verdict  # noqa: E402
+from midstream.plan.values import Plan  # noqa: E402
+
+BLOCK, BUDGET, PROMPT = 16, 32, 100
+REASON = "no such vector"
+
+
+@pytest.fixture(params=[False, True], ids=["sync", "async"])
+def scheduler(request: pytest.FixtureRequest) -> Any:
+    """A step takes 32 tokens, so that a prompt of 100 takes four."""
+    register()
+    init_none_hash(sha256)
+    cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=True)
+    cache.num_gpu_blocks = 64
+    config = VllmConfig(
+        model_config=ModelConfig(model=demo_model(), dtype="float32", max_model_len=256, skip_tokenizer_init=True),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=8,
+            max_num_batched_tokens=BUDGET,
+            max_model_len=256,
+            enable_chunked_prefill=True,
+            async_scheduling=request.param,
+            is_encoder_decoder=False,
+        ),
+        cache_config=cache,
+        device_config=DeviceConfig("cpu"),
+    )
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
+    blocks = KVCacheConfig(num_blocks=64, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
+    return make_scheduler(
+        config,
+        kv_cache_config=blocks,
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=BLOCK,
+        hash_block_size=BLOCK,
+    )
+
+
+def planned(name: str, **params: Any) -> Request:
+    plan = Plan.of([Steer("resid_post", layers=[3], vector=torch.ones(256))])
+    extra = PlanRequest(packed(plan), 8).to_extra_args()
+    sampling = vllm.SamplingParams(max_tokens=4, extra_args=extra, **params)
+    hasher = get_request_block_hasher(BLOCK, sha256)
+    return Request(name, list(range(10, 10 + PROMPT)), sampling, None, block_hasher=hasher)
+
+
+def finish(scheduler: Any, step: Any, verdict: Verdict | None = None) -> list[Any]:
+    """The outputs of a step in which no prompt came to its end."""
+    names = list(step.num_scheduled_tokens)
+    output = ModelRunnerOutput(
+        req_ids=names,
+        req_id_to_index={name: i for i, name in enumerate(names)},
+        sampled_token_ids=[[] for _ in names],
+        logprobs=None,
+        prompt_logprobs_dict={},
+        pooler_output=[],
+    )
+    if verdict is not None:
+        output.midstream = verdict  # type: ignore[attr-defined]
+    return [each for client in scheduler.update_from_output(step, output).values() for each in client.outputs]
+
+
+def refuse(scheduler: Any) -> list[Any]:
+    scheduler.add_request(planned("bad", min_tokens=3))
+    first, second = scheduler.schedule(), scheduler.schedule()  # the second is in flight when the first comes back
+    outputs = finish(scheduler, first, Verdict(errors={"bad": REASON}))
+    assert finish(scheduler, second) == []
+    return outputs
+
+
+def test_d8_a_refused_plan_ends_its_request_in_the_middle_of_its_prompt(scheduler: Any) -> None:
+    (output,) = refuse(scheduler)
+    assert (output.request_id, output.finish_reason, output.stop_reason) == ("bad", FinishReason.ERROR, REASON)
+    assert output.new_token_ids == []
+    assert not scheduler.requests and not scheduler.running
+    assert scheduler.schedule().finished_req_ids == {"bad"}
+
+
+def test_d8_the_kv_of_a_refused_request_is_not_served_under_the_plans_key(scheduler: Any) -> None:
+    refuse(scheduler)
+    scheduler.add_request(planned("again"))
+    assert scheduler.schedule().scheduled_new_reqs[0].num_computed_tokens == 0
