@@ -17,6 +17,7 @@ from vllm.v1.request import RequestStatus
 
 from midstream.engine.lifeline import tie_to_parent
 from midstream.engine.plans.cache import limit_hits
+from midstream.engine.plugin import register
 from midstream.engine.request import NAME, TraceRequest
 from midstream.engine.verdict import Verdict
 
@@ -135,5 +136,6 @@ class AsyncMidstreamScheduler(_Rules, AsyncScheduler):
 def make_scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> Scheduler:
     """The scheduler that fits the engine; given to vLLM as `scheduler_cls`."""
     tie_to_parent()  # a scheduler is made in the engine's process
+    register()  # block hashes are made here, and vLLM may not have loaded its plugins (VLLM_PLUGINS)
     asynchronous = vllm_config.scheduler_config.async_scheduling
     return (AsyncMidstreamScheduler if asynchronous else MidstreamScheduler)(vllm_config, *args, **kwargs)
