@@ -55,6 +55,11 @@ class Generated:
     saves: dict[str, Any]
     captures: Captured | None
 
+    @property
+    def outputs(self) -> list[Generated]:
+        """This generation where vLLM's outputs have it: `output.outputs[0].text`."""
+        return [self]
+
 
 class Batch:
     """One left-padded batch, and the bodies and plans that run on it."""
