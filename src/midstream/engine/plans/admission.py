@@ -33,11 +33,23 @@ def check_requests() -> None:
         request = original(self, *args, **kwargs)
         params, everyone = request.sampling_params, Settings.of(self.vllm_config).plan
         if params is not None and (everyone is not None or (params.extra_args or {}).get(NAME) is not None):
-            params.extra_args = {**(params.extra_args or {}), NAME: admitted(self.vllm_config, request, everyone)}
+            try:
+                carried = admitted(self.vllm_config, request, everyone)
+            except PlanError as error:
+                raise _refusal()(str(error)) from error
+            params.extra_args = {**(params.extra_args or {}), NAME: carried}
         return request
 
     process_inputs.midstream = True  # type: ignore[attr-defined]
     InputProcessor.process_inputs = process_inputs
+
+
+@functools.cache
+def _refusal() -> type[PlanError]:
+    """A PlanError that vLLM takes for what it is, the request's fault: `AsyncLLM` raises it as it is, servers answer 400."""
+    from vllm.exceptions import VLLMValidationError
+
+    return type("PlanError", (VLLMValidationError, PlanError), {"__module__": PlanError.__module__})
 
 
 def admitted(config: Any, request: Any, everyone: str | None) -> dict[str, Any]:

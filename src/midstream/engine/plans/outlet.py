@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from midstream.captures.consumers import find_consumer
 from midstream.engine.plans.local import LocalSinks
 from midstream.engine.plans.request import PlanRequest
 from midstream.engine.sender import Sender
 from midstream.engine.wire import ChannelClosedError
-from midstream.plan.values import Plan
+from midstream.errors import CaptureError, PlanError
+from midstream.plan.values import Consumer, Plan
 
 _log = logging.getLogger(__name__)
 # Rows of one request are sent in pieces of this size: they hold device memory until then.
@@ -62,12 +64,25 @@ class Outlet:
         self._sender = sender
         self._make_local = local
         self.local: LocalSinks | None = None
+        self._found: set[str] = set()  # consumers that are there
         self._begun: set[str] = set()  # requests whose rows stay in this process
         self._queue: list[_Queued] = []  # for the client
 
     def is_due(self, pieces: Sequence[Piece]) -> bool:
         """Whether so much has come together that it should go out before the request's end."""
         return sum(piece.size for piece in pieces) >= DUE_BYTES
+
+    def check(self, carried: PlanRequest, plan: Plan) -> None:
+        """Raise PlanError for a consumer that nobody has installed where its rows would go to it."""
+        if carried.capture is not None or carried.record is not None:
+            return
+        named = {to.name for capture in plan.captures for to in capture.sinks if isinstance(to, Consumer)}
+        for name in named - self._found:
+            try:
+                find_consumer(name)
+            except CaptureError as error:
+                raise PlanError(str(error)) from error
+            self._found.add(name)
 
     def begin(self, name: str, carried: PlanRequest, plan: Plan, prompt_token_ids: Sequence[int]) -> None:
         """A request with captures begins."""
