@@ -261,6 +261,27 @@ def test_d5_a_stalled_sink_fails_its_request_and_the_engine_goes_on(
     engine.sinks.close()
 
 
+def test_d5_a_slow_sink_slows_the_engine_down_and_memory_stays_bounded(engine: VLLM, monkeypatch: Any) -> None:
+    """Seen failing with `paced=False` in `VLLM.expect`: all 98 MB wait in the client."""
+    from midstream.captures.sinks import Sinks
+
+    monkeypatch.setattr(engine, "sinks", Sinks(queue_bytes=1 << 20))
+    monkeypatch.setattr(engine._receiver._pace, "limit", 1 << 20)
+    waiting, rows = [], []
+
+    def slow(_: str, __: str, ___: int, positions: list[int], ____: torch.Tensor) -> None:
+        time.sleep(0.005)
+        rows.append(len(positions))
+        waiting.append(engine._receiver.paced_waiting + int(engine.sinks.stats["queued_bytes"]))
+
+    plan = Capture("resid_post", layers="all", positions="all_prompt", to=slow)
+    engine.generate([[20 + i] * 200 for i in range(60)], plan=plan, max_tokens=1, **GREEDY)
+    assert sum(rows) == 60 * 200 * 8
+    assert max(waiting) < 60 << 20
+    assert engine.sinks.stats["blocked_seconds"] > 1 and engine._receiver.paced_waiting == 0
+    engine.sinks.close()
+
+
 def test_d5_an_unknown_consumer_is_said(engine: VLLM) -> None:
     from midstream.plan.values import Consumer
 

@@ -373,7 +373,7 @@ def test_d1_the_models_own_plan_comes_before_a_requests_and_is_taken_away(model:
     try:
         capture = Capture("resid_post", layers=5, positions="all_prompt", when="after")
         both, only = model.generate(
-            [FRANCE, FRANCE], plan=[[Steer("resid_post", layers=5, vector=b), capture], [capture]], **GREEDY
+            [FRANCE, FRANCE], plan=[[Steer("resid_post", layers=5, vector=b), capture], [capture]], **SHORT
         )
         unplanned = model.generate(FRANCE, **SHORT)[0]
     finally:
@@ -411,12 +411,12 @@ def test_d1_named_vectors_with_a_scale_of_each_requests_own(model: Any, plain: P
 def test_d1_a_name_means_what_it_stands_for_when_the_request_is_made(model: Any, plain: Plain) -> None:
     """Also for what the prefix cache has of the prompt, which fills a block of it."""
     prompt = 20 * EIFFEL
-    for seed in (1, 2, 1):
+    for turn, seed in enumerate((1, 2, 1)):
         model.vectors["it"] = vector(seed, 80.0)
         plan = [Steer("resid_post", layers=2, vector="it"), Capture("resid_post", layers=7, positions="all_generated")]
         (output,) = model.generate(prompt, plan=plan, max_tokens=4, **GREEDY)
         ids, ran = generated_with(plain, {("resid_post", 2): lambda h, s=seed: h + vector(s, 80.0)}, 4, prompt)
-        assert tokens(output) == ids
+        assert tokens(output) == ids, turn
         close(output.captures["resid_post", 7], ran.sites["resid_post", 7][-3:])
     del model.vectors["it"]
 

@@ -100,7 +100,7 @@ class Stream(Awaitable[list[Any]]):
     def _submit(
         self, requests: Requests, items: asyncio.Queue[_Item], stack: AsyncExitStack
     ) -> list[asyncio.Task[None]]:
-        boxes = self._model.expect(requests.keys)
+        boxes = self._model.expect(requests)
         for closed in [*filter(None, boxes)]:
             stack.callback(closed.close)
         for capturing in filter(None, requests.capturing):

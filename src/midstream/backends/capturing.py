@@ -80,6 +80,7 @@ class Capturing:
                 await asyncio.get_running_loop().run_in_executor(elsewhere, self.take, message)
             else:
                 self.take(message)
+        box.close()  # what it holds counts as waiting until then
 
     def wait(self, box: Mailbox) -> None:
         """The same on this thread, for a request that has ended."""

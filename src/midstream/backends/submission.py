@@ -46,12 +46,6 @@ class Requests:
     def trace_ids(self) -> list[str]:
         return sorted({trace.trace for trace in self.traces if trace is not None})
 
-    @property
-    def keys(self) -> list[tuple[str, int] | None]:
-        """Under which address the results of each trace come, and then the captured rows of each request."""
-        traces = [(trace.trace, trace.index) if trace is not None else None for trace in self.traces]
-        return traces + [capturing.key if capturing is not None else None for capturing in self.capturing]
-
 
 class Submission:
     """Requests for a `vllm.LLM`."""
@@ -71,7 +65,7 @@ class Submission:
 
     def _run(self, stack: ExitStack) -> list[Ran]:
         engine, requests = self._model.engine, self.requests
-        boxes = self._model.expect(requests.keys)
+        boxes = self._model.expect(requests)
         traced, captured = boxes[: len(requests.traces)], boxes[len(requests.traces) :]
         for box in filter(None, boxes):
             stack.callback(box.close)

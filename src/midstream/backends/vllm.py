@@ -16,7 +16,7 @@ from midstream.backends.model import TraceModel
 from midstream.backends.planned import Planner, recorded_run, refuse_multimodal
 from midstream.backends.prompts import Prompt, encode
 from midstream.backends.runs import Runs
-from midstream.backends.submission import Submission
+from midstream.backends.submission import Requests, Submission
 from midstream.backends.tracer import Invoke, raise_failures
 from midstream.backends.vectors import Changes, Vectors
 from midstream.captures.sinks import Sinks
@@ -278,12 +278,19 @@ class VLLM(TraceModel):
         requests = make_requests(self, invokes, prompts, together, record)
         return Stream(self, lambda: requests)
 
-    def expect(self, keys: Sequence[tuple[str, int] | None]) -> list[Mailbox | None]:
-        """A mailbox for what the workers send to each of these addresses."""
+    def expect(self, requests: Requests) -> list[Mailbox | None]:
+        """A mailbox for what comes of each trace, and then for the captured rows of each request, or None if nothing will."""
         receiver = self._receiver
         if receiver is None:
             raise EngineClosedError("This engine is closed; make a new VLLM(...).")
-        return [receiver.expect(key, self._senders) if key is not None else None for key in keys]
+        traces = [
+            receiver.expect((trace.trace, trace.index), self._senders) if trace is not None else None
+            for trace in requests.traces
+        ]
+        return traces + [
+            receiver.expect(rows.key, self._senders, paced=rows.has_sinks) if rows is not None else None
+            for rows in requests.capturing
+        ]
 
     def _outputs(self, invokes: list[Invoke]) -> Any:
         started = self._start(invokes, False)

@@ -16,7 +16,6 @@ brought them: it is freed with the last of them, and snapshots of one stream sha
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import os
@@ -25,14 +24,13 @@ import secrets
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Hashable
-from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 
 from midstream.engine import wire
+from midstream.engine.mailbox import Mailbox, Message, Pace, Part, Together
 from midstream.engine.sender import Sender
 from midstream.engine.wire import ChannelClosedError, Kind, UnsendableError
 from midstream.errors import ChannelError
@@ -43,147 +41,20 @@ _log = logging.getLogger(__name__)
 _HANDSHAKE_SECONDS = 10.0  # a stranger who says nothing holds a thread for this long
 
 
-@dataclass(slots=True)
-class _Message:
-    header: dict[str, Any]
-    body: bytes | bytearray
-    tensors: list[torch.Tensor | None]  # None: it never arrived
-    failure: str | None = None
-
-    def open(self) -> tuple[dict[str, Any], Any]:
-        if self.failure is None and any(tensor is None for tensor in self.tensors):
-            self.failure = "a tensor sent earlier on its stream was dropped"
-        if self.failure is not None:
-            return self.header, UnsendableError("(unknown here)", self.failure)
-        return self.header, wire.unpack(self.body, self.tensors)
-
-
-class _Together:
-    """A frame with messages for several mailboxes, opened by the first that is read."""
-
-    def __init__(self, message: _Message) -> None:
-        self._message = message
-        self._lock = threading.Lock()
-        self._parts: Any = None
-
-    def part(self, place: int) -> tuple[dict[str, Any], Any]:
-        with self._lock:
-            if self._parts is None:
-                self._parts = self._message.open()[1]
-        if isinstance(self._parts, UnsendableError):
-            return {"key": self._message.header["keys"][place]}, self._parts
-        return self._parts[place]
-
-
-@dataclass(slots=True)
-class _Part:
-    together: _Together
-    place: int
-
-    def open(self) -> tuple[dict[str, Any], Any]:
-        return self.together.part(self.place)
-
-
-class Mailbox:
-    """The messages of one key, in the order in which each worker sent them. Made by `Receiver.expect`."""
-
-    def __init__(self, receiver: Receiver, key: Hashable, senders: frozenset[str]) -> None:
-        self.key = key
-        self.senders = senders
-        self._receiver = receiver
-        self._messages: deque[_Message | _Part] = deque()
-        self._error: ChannelClosedError | None = None
-        self._closed = False
-        self._changed = threading.Condition()
-        self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
-
-    def get(self, timeout: float | None = None) -> tuple[dict[str, Any], Any]:
-        """The next (header, value), waiting for it up to `timeout` seconds.
-
-        Raises TimeoutError; and ChannelClosedError once nothing is left and nothing more can come.
-        """
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._messages or self._error, timeout):
-                raise TimeoutError(f"no result for {self.key!r} within {timeout} s")
-            message = self._take()
-        assert message is not None
-        return message.open()
-
-    def get_nowait(self) -> tuple[dict[str, Any], Any] | None:
-        """The next (header, value) if it is here, else None. Raises ChannelClosedError as `get` does."""
-        with self._changed:
-            message = self._take()
-        return message.open() if message else None
-
-    async def aget(self) -> tuple[dict[str, Any], Any]:
-        """`get` for asyncio, without a limit: `asyncio.wait_for` sets one, and loses no message when it fires."""
-        loop = asyncio.get_running_loop()
-        while True:
-            with self._changed:
-                message = self._take()
-                if message is None:
-                    waiter = (loop, loop.create_future())
-                    self._waiters.append(waiter)
-            if message is not None:
-                return message.open()
-            try:
-                await waiter[1]
-            finally:
-                with self._changed:
-                    if waiter in self._waiters:
-                        self._waiters.remove(waiter)
-
-    def close(self) -> None:
-        """Forget the key: what is here and what comes later is dropped. Idempotent."""
-        self._receiver._forget(self)
-        self._fail(ChannelClosedError(f"the mailbox of {self.key!r} is closed"))
-        with self._changed:
-            self._closed = True
-            self._messages.clear()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _take(self) -> _Message | _Part | None:
-        if self._messages:
-            return self._messages.popleft()
-        if self._error:
-            raise self._error
-        return None
-
-    def _put(self, message: _Message | _Part) -> None:
-        with self._changed:
-            if not self._closed:
-                self._messages.append(message)
-                self._wake()
-
-    def _fail(self, error: ChannelClosedError) -> None:
-        with self._changed:
-            self._error = self._error or error
-            self._wake()
-
-    def _wake(self) -> None:
-        self._changed.notify_all()
-        waiters, self._waiters = self._waiters, []
-        for loop, future in waiters:
-            with contextlib.suppress(RuntimeError):  # its loop was closed meanwhile
-                loop.call_soon_threadsafe(_settle, future)
-
-
 class Receiver:
     """The client's end: listens for the workers of one engine and routes what they send to mailboxes.
 
     `host` (and `port`, 0 for any): also listen there on TCP, for workers on other hosts; an address that they can
     reach. The bytes on TCP are neither encrypted nor signed after the handshake, so it has to be a trusted network.
 
-    Gauges: `open_mailboxes`; `connected`, names of the workers that are; `lost`, names of those that went without
-    closing; `dropped`, messages that nobody expected any more.
+    `paced_bytes` bounds what waits in mailboxes that are `paced`, but for one frame of each worker; beyond it the workers
+    are not heard until some of it was read.
+
+    Gauges: `open_mailboxes`; `paced_waiting`, bytes in paced ones; `connected`, names of the workers that are; `lost`,
+    names of those that went without closing; `dropped`, messages that nobody expected any more.
     """
 
-    def __init__(self, host: str | None = None, port: int = 0) -> None:
+    def __init__(self, host: str | None = None, port: int = 0, *, paced_bytes: int = 256 << 20) -> None:
         name = f"midstream-{os.getpid()}-{secrets.token_hex(8)}"
         self._key = secrets.token_bytes(32)
         self._lock = threading.Lock()
@@ -194,6 +65,7 @@ class Receiver:
         self._threads: set[threading.Thread] = set()
         self.lost: list[str] = []
         self.dropped = 0
+        self._pace = Pace(paced_bytes)
         self._listeners = [_listen_unix(name)]
         if host is not None:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -208,16 +80,21 @@ class Receiver:
         return len(self._mailboxes)
 
     @property
+    def paced_waiting(self) -> int:
+        return self._pace.bytes
+
+    @property
     def connected(self) -> list[str]:
         with self._lock:
             return sorted(name for name in self._connections.values() if name is not None)
 
-    def expect(self, key: Hashable, senders: Collection[str] = ()) -> Mailbox:
+    def expect(self, key: Hashable, senders: Collection[str] = (), *, paced: bool = False) -> Mailbox:
         """A mailbox for the messages whose header has this key. Call it before the workers can send any.
 
+        `paced`: its messages are read as they come, on a thread that waits for nothing else, and may hold the workers up.
         The mailbox raises ChannelClosedError, once empty, after any of `senders` has gone.
         """
-        mailbox = Mailbox(self, key, frozenset(senders))
+        mailbox = Mailbox(self, key, frozenset(senders), self._pace if paced else None)
         with self._lock:
             if self._closed:
                 raise ChannelClosedError("the results channel is closed")
@@ -236,6 +113,7 @@ class Receiver:
             sockets, threads = [*self._listeners, *self._connections], list(self._threads)
             mailboxes = list(self._mailboxes.values())
             self._mailboxes.clear()
+        self._pace.end()
         for sock in sockets:
             _hang_up(sock)
         for thread in threads:
@@ -328,6 +206,7 @@ class Receiver:
             finally:
                 if prefix.descriptor is not None:
                     os.close(prefix.descriptor)
+            self._pace.wait()
 
     def _deliver(
         self,
@@ -350,18 +229,13 @@ class Receiver:
         try:
             if payload is None:
                 payload = wire.map_memfd(prefix)
-            message = _Message(header, body, wire.resolve(payload, table, known))
+            message = Message(header, body, wire.resolve(payload, table, known), size=prefix.payload)
         except Exception as error:  # no room to map it, say: that is this result's trouble, not the channel's
-            message = _Message(header, body, [], f"taking it in failed: {error!r}")
-        together = _Together(message)
+            message = Message(header, body, [], f"taking it in failed: {error!r}")
+        together = Together(message)
         for place, mailbox in enumerate(mailboxes):
             if mailbox is not None:
-                mailbox._put(_Part(together, place) if "keys" in header else message)
-
-
-def _settle(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
+                mailbox._put(Part(together, place, prefix.payload // len(keys)) if "keys" in header else message)
 
 
 def _listen_unix(name: str) -> socket.socket:
