@@ -1,4 +1,4 @@
-"""One long-lived engine against every request alone: 300 random plans through prefix-cache hits, chunked prefill and preemptions (D2, D4, E1, E3).
+"""One long-lived engine against every request alone: 300 random plans through cache hits, chunked prefill and preemptions (D2, D4, E1, E3).
 
 The engine under test has a small token budget (prompts come in chunks), a KV cache too small for its batches (requests are preempted
 and come back) and prompts with common beginnings (prefix-cache hits). The other engine runs one request at a time, without a prefix
@@ -30,8 +30,8 @@ SELECTORS = ["last_prompt", "all_prompt", "all_generated", "all"]
 @pytest.fixture(scope="module")
 def crowded() -> Iterator[Any]:
     with start(
-        enforce_eager=True, max_num_batched_tokens=64, max_num_seqs=12, max_model_len=256, block_size=16,
-        num_gpu_blocks_override=48, enable_prefix_caching=True, disable_log_stats=False,
+        enforce_eager=True, max_num_batched_tokens=64, max_num_seqs=12, max_model_len=256, block_size=32,
+        num_gpu_blocks_override=30, enable_prefix_caching=True, disable_log_stats=False,
     ) as model:  # fmt: skip
         yield model
 
@@ -48,7 +48,7 @@ class Requests:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.torch = torch.Generator().manual_seed(seed)
-        self.beginnings = [self.tokens(self.random.choice([16, 40, 70, 130])) for _ in range(4)]
+        self.beginnings = [self.tokens(self.random.choice([40, 70, 100, 150])) for _ in range(4)]
 
     def tokens(self, count: int) -> list[int]:
         return [self.random.randrange(10, 2000) for _ in range(count)]
@@ -62,7 +62,7 @@ class Requests:
 
     def prompt(self) -> list[int]:
         beginning = self.random.choice(self.beginnings)
-        kept = self.random.choice([0, 16, 32, len(beginning)])
+        kept = self.random.choice([0, 32, 64, len(beginning)])
         return beginning[:kept] + (
             self.tokens(self.random.randint(1, 40)) if self.random.random() < 0.7 or not kept else []
         )

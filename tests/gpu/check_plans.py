@@ -104,10 +104,10 @@ class Checks:
         """D2, D3: the steered rows as in transformers, the others token for token as without a plan, all in the graphs."""
         from midstream import Steer
 
-        plan = [Steer("resid_post", layers=[3], vector=self.vector)]
+        plan = [Steer("resid_post", layers=[3], vector=self.vector, scale=10.0)]
 
         def add(layer: int, hidden: Any, start: int) -> Any:
-            return hidden + self.vector.to(hidden.device) if layer == 3 else hidden
+            return hidden + 10 * self.vector.to(hidden.device) if layer == 3 else hidden
 
         wanted = self.reference.generate(OTHER, 12, add)[0]
         before = self.gauge("planned_steps"), self.gauge("off_graph_steps")
