@@ -17,8 +17,8 @@ A table entry is `tables.ENTRY_WORDS`: the number of ops, the address of all of 
 from __future__ import annotations
 
 import torch
-import triton  # type: ignore[import-untyped]
-import triton.language as tl  # type: ignore[import-untyped]
+import triton
+import triton.language as tl
 
 _FEW_ROWS = 1024
 
