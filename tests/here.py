@@ -18,10 +18,16 @@ from midstream.engine.launch import engine_arguments
 
 
 @contextmanager
+def _one_thread() -> Iterator[None]:
+    """Threads cost such a small model more than they give, and beside other processes much more."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@contextmanager
 def _in_this_process() -> Iterator[None]:
-    torch.set_num_threads(
-        1
-    )  # threads cost such a small model more than they give, and beside other processes much more
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         patch.setitem(ENGINE, "gpu_memory_utilization", 0.1)
@@ -34,10 +40,11 @@ def _in_this_process() -> Iterator[None]:
 @contextmanager
 def start_here(**arguments: Any) -> Iterator[VLLM]:
     """`midstream.VLLM` on the bundled model."""
-    with _in_this_process():
-        model = start(**arguments)
-    yield model
-    model.close()
+    with _one_thread():
+        with _in_this_process():
+            model = start(**arguments)
+        yield model
+        model.close()
 
 
 @contextmanager
@@ -50,11 +57,12 @@ def start_stock(*, plugin: bool = True, plan: Any = None, **arguments: Any) -> I
     """
     from vllm import LLM
 
-    with _in_this_process():
-        own = engine_arguments(plan=plan) if plugin else {}
-        llm = LLM(demo_model(), **{**ENGINE, "gpu_memory_utilization": 0.1, **arguments}, **own)
-    yield llm
-    llm.llm_engine.engine_core.shutdown()
+    with _one_thread():
+        with _in_this_process():
+            own = engine_arguments(plan=plan) if plugin else {}
+            llm = LLM(demo_model(), **{**ENGINE, **arguments}, **own)
+        yield llm
+        llm.llm_engine.engine_core.shutdown()
 
 
 def submit(llm: Any, prompts: list[Any], plans: list[Any], **params: Any) -> list[Any]:

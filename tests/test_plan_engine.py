@@ -150,11 +150,11 @@ def test_d2_d3_neighbours_are_byte_identical_and_nothing_stays(either: VLLM, kin
 def test_d2_requests_that_come_and_go_beside_a_steered_one(either: VLLM) -> None:
     """The rows of a batch move as its requests end; more requests than the engine takes at once."""
     prompts = [EIFFEL, FRANCE, ITALY] * 8
-    plans = [[Steer("resid_post", layers=3, vector=vector(i))] if i % 3 == 1 else None for i in range(24)]
-    params = {"temperature": 0.0, "max_tokens": 15, "stop": [".", "city"]}  # so that they end one by one
+    plans = [[Steer("resid_post", layers=3, vector=vector(i, 400.0))] if i % 3 == 1 else None for i in range(24)]
+    params = {"temperature": 0.0, "max_tokens": 15, "stop": ["Museum", "capital"]}  # so that they end one by one
     before = [tokens(output) for output in either.generate(prompts, **params)]
     planned = [tokens(output) for output in either.generate(prompts, plan=plans, **params)]
-    assert len({len(each) for each in planned}) > 2
+    assert len({len(each) for each in planned}) > 1
     assert [planned[i] for i in range(24) if i % 3 != 1] == [before[i] for i in range(24) if i % 3 != 1]
     assert sum(planned[i] != before[i] for i in range(1, 24, 3)) >= 4
 
