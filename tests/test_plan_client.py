@@ -262,7 +262,7 @@ def test_d5_a_stalled_sink_fails_its_request_and_the_engine_goes_on(
 
 
 def test_d5_a_slow_sink_slows_the_engine_down_and_memory_stays_bounded(engine: VLLM, monkeypatch: Any) -> None:
-    """Seen failing with `paced=False` in `VLLM.expect`: all 98 MB wait in the client."""
+    """Seen failing with `paced=False` in `VLLM.expect`: 56 of the 98 MB wait in the client."""
     from midstream.captures.sinks import Sinks
 
     monkeypatch.setattr(engine, "sinks", Sinks(queue_bytes=1 << 20))
@@ -270,14 +270,15 @@ def test_d5_a_slow_sink_slows_the_engine_down_and_memory_stays_bounded(engine: V
     waiting, rows = [], []
 
     def slow(_: str, __: str, ___: int, positions: list[int], ____: torch.Tensor) -> None:
-        time.sleep(0.005)
+        time.sleep(0.02)
         rows.append(len(positions))
-        waiting.append(engine._receiver.paced_waiting + int(engine.sinks.stats["queued_bytes"]))
+        boxes = list(engine._receiver._mailboxes.values())
+        waiting.append(sum(message.size for box in boxes for message in list(box._messages)))
 
     plan = Capture("resid_post", layers="all", positions="all_prompt", to=slow)
     engine.generate([[20 + i] * 200 for i in range(60)], plan=plan, max_tokens=1, **GREEDY)
     assert sum(rows) == 60 * 200 * 8
-    assert max(waiting) < 60 << 20
+    assert max(waiting) < 40e6
     assert engine.sinks.stats["blocked_seconds"] > 1 and engine._receiver.paced_waiting == 0
     engine.sinks.close()
 
@@ -479,16 +480,24 @@ def test_async_a_sink_that_raises_fails_its_own_request(model: VLLM, drive: Driv
 
 
 @pytest.mark.parametrize("to", [None, "directory"])
-def test_async_leaving_early_leaves_nothing_behind(model: VLLM, drive: Drive, tmp_path: Path, to: str | None) -> None:
+def test_async_leaving_early_leaves_nothing_behind(
+    model: VLLM, drive: Drive, tmp_path: Path, monkeypatch: Any, to: str | None
+) -> None:
     async def main() -> None:
         run = await model.record(ITALY, sites="resid_post", layers=3)
         sink = str(tmp_path) if to else None
         plan = [Patch("resid_post", layer=3, position=0, source=run), Capture("resid_post", positions="all", to=sink)]
+        ask, leases = model.runs._ask, []
+        monkeypatch.setattr(
+            model.runs, "_ask", lambda what, *args: (what == "lease" and leases.append(args)) or ask(what, *args)
+        )
         stream = model.generate([FRANCE] * 3, plan=plan, max_tokens=400, **GREEDY)
         async for output in stream:
             if len(output.outputs[0].token_ids) > 5:
+                assert leases == [([run.id], 1)]
                 break
         await stream_closed(stream)
+        assert leases == [([run.id], 1), ([run.id], -1)]
         assert not await left(model)
         assert [info.leases for info in await model.runs.listing()] == [0]
         assert model._receiver.open_mailboxes == 0 and not model.sinks.stats["requests"]  # type: ignore[union-attr]
