@@ -104,7 +104,9 @@ class VLLM(TraceModel):
     ) -> None:
         if mode not in ("sync", "async"):
             raise MidstreamError(f'mode is "sync" or "async"; {mode!r} was given.')
-        settings = Settings(True, dict(rename or {}), tuple(graph_sites), record_bytes)
+        settings = Settings(
+            allow_traces=True, rename=dict(rename or {}), graph_sites=tuple(graph_sites), record_bytes=record_bytes
+        )
         arguments = launch.llm_arguments(model, settings, engine)
         self.edits = {}
         self.mode = mode
