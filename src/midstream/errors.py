@@ -39,6 +39,14 @@ class NeverReachedError(TraceError):
     """The request ended, or the step ended, before the forward pass came to the value that the trace waited for."""
 
 
+class StageFailedError(NeverReachedError):
+    """The trace failed on another pipeline stage, whose error says why; this one ends its stage's run of the trace."""
+
+
+class StageMismatchWarning(UserWarning):
+    """A saved value came out differently on the pipeline stages, all of which run the trace's code."""
+
+
 class ShapeError(TraceError, ValueError):
     """A value written to a site has another shape than the site."""
 

@@ -59,7 +59,13 @@ class TraceHost:
         envoy: what bodies see of the model.
         allow_traces: whether requests may carry code at all.
         max_model_len: where the engine cuts every request off.
+
+    Attributes:
+        stage, stages: the pipeline stage that this worker is of, and how many there are.
+        reports: whether this is the worker of its stage that sends what the traces gave.
     """
+
+    stage, stages, reports = 0, 1, True
 
     def __init__(
         self, envoy: ModelEnvoy, interleaver: Interleaver, arch: Architecture, allow_traces: bool, max_model_len: int
@@ -199,7 +205,7 @@ class TraceHost:
         return Envoy(module, rest[0], self.interleaver)
 
     def _fail(self, name: str, request: _Request, error: MidstreamError) -> None:
-        self._send(name, request, [Outcome({}, Failure.of(error))])
+        self._send(name, request, [Outcome({}, Failure.of(error), name=request.main)])
         self.stops.append(name)
 
     def _end(self, name: str, goes_on: bool = False) -> None:
@@ -241,16 +247,20 @@ class TraceHost:
     def _send_snapshot(self, name: str, request: _Request) -> None:
         """What the request has saved so far."""
         if (done := request.outcomes.get(request.main)) is not None:
-            values = done.values
+            values, steps = done.values, done.steps
         else:
-            values = request.programs[request.main].snapshot(self.interleaver.bodies[request.main])
-        self._send(name, request, [Outcome(values)], final=False)
+            body = self.interleaver.bodies[request.main]
+            values, steps = request.programs[request.main].snapshot(body), body.now + 1
+        self._send(name, request, [Outcome(values, name=request.main, steps=steps)], final=False)
 
     def _send(self, name: str, request: _Request, outcomes: list[Outcome], final: bool = True) -> None:
+        if not self.reports:
+            return
         if self.sender is None:
             _log.error("A trace's results have nowhere to go: the client has not connected to this worker.")
             return
-        header = {"key": (request.trace.trace, request.trace.index), "request": name, "final": final}
+        key = (request.trace.trace, request.trace.index)
+        header = {"key": key, "request": name, "final": final, "stage": self.stage}
         try:
             self.sender.send(header, outcomes, name if request.trace.stream else None, exact=final)
             if final:

@@ -17,7 +17,7 @@ from typing import Any
 import cloudpickle
 import torch
 
-from midstream.errors import InterventionError, MidstreamError, TraceError
+from midstream.errors import InterventionError, MidstreamError, StageFailedError, TraceError
 from midstream.trace.block import Block, locals_at
 from midstream.trace.body import Body, StopTrace, current_body
 from midstream.trace.gradients import backward
@@ -111,7 +111,10 @@ class BlockProgram(Program):
 
 @dataclass
 class Failure:
-    """An exception of a body, in a form that travels."""
+    """An exception of a body, in a form that travels.
+
+    `secondary`: it only says that another pipeline stage failed.
+    """
 
     error: BaseException | None  # the exception itself where it can be pickled
     type_name: str
@@ -119,6 +122,7 @@ class Failure:
     message: str
     frames: list[tuple[str, int, str, str]]  # (file, line, function, text) of the user's own frames
     midstream: bool
+    secondary: bool = False
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
@@ -132,6 +136,7 @@ class Failure:
             message=str(error),
             frames=[(f.filename, f.lineno or 0, f.name, f.line or "") for f in frames],
             midstream=own,
+            secondary=isinstance(error, StageFailedError),
         )
 
     def text(self) -> str:
@@ -184,12 +189,16 @@ class Outcome:
         values: the saved values by name.
         stopped: whether the body asked for the request to end.
         order: counts the outcomes of an engine, so that the last of several is known.
+        name: of the body.
+        steps: how many the body was in.
     """
 
     values: dict[str, Any]
     failure: Failure | None = None
     stopped: bool = False
     order: int = 0
+    name: str = ""
+    steps: int = 0
 
 
 def make_body(
@@ -201,12 +210,13 @@ def make_body(
 
 def outcome(body: Body, program: Program) -> Outcome:
     """What `body` gave, once it is done."""
+    steps = body.now + 1
     if body.failure is None:
-        return Outcome(body.result or {})
+        return Outcome(body.result or {}, name=body.name, steps=steps)
     values = program.recover(body.failure, body)
     if isinstance(body.failure, StopTrace):
-        return Outcome(values, stopped=True)
-    return Outcome(values, Failure.of(body.failure))
+        return Outcome(values, stopped=True, name=body.name, steps=steps)
+    return Outcome(values, Failure.of(body.failure), name=body.name, steps=steps)
 
 
 # Shipping: by value, but for the model's own objects, which stand for their counterparts in the worker.
