@@ -38,6 +38,7 @@ ACCESSORS = {
 }
 
 Kind = Literal["input", "output"]
+Point = tuple[str, int]  # (site, layer)
 Ref = tuple[int | str, ...]
 
 

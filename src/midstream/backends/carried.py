@@ -15,7 +15,8 @@ from midstream.backends.tracer import Invoke
 from midstream.captures.wanted import Routes
 from midstream.engine import launch
 from midstream.engine.plans.request import PlanRequest, packed
-from midstream.engine.request import NAME, TraceRequest, requests_of
+from midstream.engine.request import TraceRequest, requests_of
+from midstream.engine.settings import NAME
 from midstream.errors import PlanError
 from midstream.plan.values import Plan
 from midstream.trace.analysis import keeps_to_graph_sites

@@ -21,8 +21,8 @@ from midstream.captures.sinks import Sinks
 from midstream.engine.plans.store import RunStore
 from midstream.errors import CaptureError
 from midstream.plan.arithmetic import apply
-from midstream.plan.compile import CompiledPlan, Op, Plane, Point, compile_plan
-from midstream.sites import LAYER_SITES, Binding
+from midstream.plan.compile import CompiledPlan, Op, Plane, compile_plan
+from midstream.sites import LAYER_SITES, Binding, Point
 from midstream.trace.rows import BatchRows
 from midstream.trace.visit import Event
 

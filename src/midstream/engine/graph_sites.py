@@ -18,13 +18,12 @@ from torch import nn
 
 from midstream.arch import Architecture
 from midstream.errors import UnknownSiteError
-from midstream.sites import Binding, follow
+from midstream.sites import Binding, Point, follow
 from midstream.trace.visit import Key
 
 SITE_OP = "midstream::site"
 # Where a write in place reaches what comes after the site and nothing else.
 BUILDABLE = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")
-Point = tuple[str, int]
 Fire = Callable[[int, torch.Tensor, torch.Tensor | None], None]
 _library: torch.library.Library | None = None
 

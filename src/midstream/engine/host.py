@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from midstream.arch import Architecture
-from midstream.engine.graph_sites import Point, trace_keys, tree_at
+from midstream.engine.graph_sites import trace_keys, tree_at
 from midstream.engine.request import TraceRequest
 from midstream.engine.sender import Sender
 from midstream.engine.step import Scheduled, StepView
 from midstream.engine.wire import ChannelClosedError
 from midstream.errors import MidstreamError, TraceError, TracesNotAllowedError
+from midstream.sites import Point
 from midstream.trace.envoy import Envoy, ModelEnvoy
 from midstream.trace.interleaver import LAST_POINTS, Interleaver
 from midstream.trace.journal import Journal

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
@@ -187,6 +187,29 @@ class Mailbox:
         for loop, future in waiters:
             with contextlib.suppress(RuntimeError):  # its loop was closed meanwhile
                 loop.call_soon_threadsafe(_settle, future)
+
+
+class Handler(Mailbox):
+    """Keeps nothing: each message goes to `handle` on the thread that received it. Made by `results.Receiver.serve`."""
+
+    def __init__(
+        self,
+        receiver: Receiver,
+        key: Hashable,
+        sender: str,
+        handle: Callable[[Message], None],
+        gone: Callable[[], None],
+    ) -> None:
+        super().__init__(receiver, key, frozenset({sender}))
+        self._handle = handle
+        self._gone = gone
+
+    def _put(self, message: Message | Part) -> None:
+        assert isinstance(message, Message)  # who sends here does not send together
+        self._handle(message)
+
+    def _fail(self, error: ChannelClosedError) -> None:
+        self._gone()
 
 
 def _settle(future: asyncio.Future[None]) -> None:

@@ -6,7 +6,8 @@ import secrets
 from dataclasses import asdict, dataclass
 from typing import Any
 
-NAME = "midstream"
+from midstream.engine.settings import NAME
+
 # Below this, every request of a trace carries the trace's code, so that the order in which they arrive does not matter.
 SMALL = 1 << 20
 

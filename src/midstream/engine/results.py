@@ -30,7 +30,7 @@ from typing import Any, Self
 import torch
 
 from midstream.engine import wire
-from midstream.engine.mailbox import Mailbox, Message, Pace, Part, Together
+from midstream.engine.mailbox import Handler, Mailbox, Message, Pace, Part, Together
 from midstream.engine.sender import Sender
 from midstream.engine.wire import ChannelClosedError, Kind, UnsendableError
 from midstream.errors import ChannelError
@@ -95,16 +95,15 @@ class Receiver:
         The mailbox raises ChannelClosedError, once empty, after any of `senders` has gone.
         """
         mailbox = Mailbox(self, key, frozenset(senders), self._pace if paced else None)
-        with self._lock:
-            if self._closed:
-                raise ChannelClosedError("the results channel is closed")
-            if key in self._mailboxes:
-                raise ChannelError(f"results for {key!r} are expected already; close that mailbox first")
-            self._mailboxes[key] = mailbox
-            gone = self._gone & mailbox.senders
-        for name in gone:
-            mailbox._fail(_gone_error(name))
+        self._add(mailbox)
         return mailbox
+
+    def serve(self, key: Hashable, sender: str, handle: Callable[[Message], None], gone: Callable[[], None]) -> None:
+        """From now on each message with this key goes to `handle`, on the thread that reads from its sender.
+
+        `gone` is called when `sender` has gone, or this end was closed; it may be called more than once.
+        """
+        self._add(Handler(self, key, sender, handle, gone))
 
     def close(self) -> None:
         """Disconnect the workers, wake every mailbox with ChannelClosedError, end the threads. Idempotent."""
@@ -126,6 +125,17 @@ class Receiver:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _add(self, mailbox: Mailbox) -> None:
+        with self._lock:
+            if self._closed:
+                raise ChannelClosedError("the results channel is closed")
+            if mailbox.key in self._mailboxes:
+                raise ChannelError(f"results for {mailbox.key!r} are expected already; close that mailbox first")
+            self._mailboxes[mailbox.key] = mailbox
+            gone = self._gone & mailbox.senders
+        for name in gone:
+            mailbox._fail(_gone_error(name))
 
     def _forget(self, mailbox: Mailbox) -> None:
         with self._lock:

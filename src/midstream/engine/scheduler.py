@@ -18,7 +18,8 @@ from vllm.v1.request import RequestStatus
 from midstream.engine.lifeline import tie_to_parent
 from midstream.engine.plans.cache import limit_hits
 from midstream.engine.plugin import register
-from midstream.engine.request import NAME, TraceRequest
+from midstream.engine.request import TraceRequest
+from midstream.engine.settings import NAME
 from midstream.engine.verdict import Verdict
 
 

@@ -33,7 +33,7 @@ class _Job(NamedTuple):
     header: bytes
     stream: str | None
     packed: wire.Packed | None
-    ready: dict[torch.device, torch.cuda.Event]
+    ready: Mapping[torch.device, torch.cuda.Event]
     size: int  # bytes that it counts in the queue
 
 
@@ -63,14 +63,23 @@ class Sender:
         self._thread = threading.Thread(target=self._run, name="midstream-send", daemon=True)
         self._thread.start()
 
-    def send(self, header: Mapping[str, Any], value: Any, stream: str | None = None, *, exact: bool = False) -> None:
+    def send(
+        self,
+        header: Mapping[str, Any],
+        value: Any,
+        stream: str | None = None,
+        *,
+        exact: bool = False,
+        ready: Mapping[torch.device, torch.cuda.Event] | None = None,
+    ) -> None:
         """Queue `value` for the mailbox of `header["key"]` (hashable; the whole header has to be picklable).
 
         Tensors may lie anywhere in `value`, on any device; one that occurs twice is sent once. What cannot be pickled
         arrives as an `UnsendableError` in its place. With `stream`, a tensor that an earlier message of that stream
         carried (the same object, unchanged) is not sent again; a stream belongs to one thread, and ends with `end`.
         A change in place is seen by the tensor's version; tensors made in inference mode have none, so do not change
-        those, or send them again with `exact`.
+        those, or send them again with `exact`. With `ready`, the tensors on a device, or in host memory that one is
+        writing to, are complete with these events; without, with what the caller's current streams have been given.
 
         Returns at once unless the queue is full (see `stats`). Raises ChannelClosedError if the channel is closed.
         """
@@ -79,7 +88,8 @@ class Sender:
         pickled_header = pickle.dumps(dict(header))
         packed = wire.pack(value, known, exact)
         size = len(packed.body) + packed.size
-        self._put(_Job(pickled_header, stream, packed, staging.mark_ready(packed.tensors), size))
+        events = staging.mark_ready(packed.tensors) if ready is None else ready
+        self._put(_Job(pickled_header, stream, packed, events, size))
 
     def send_together(self, messages: Sequence[tuple[Mapping[str, Any], Any]]) -> None:
         """As `send` for each (header, value), in one frame: what they share, tensors too, is sent once."""

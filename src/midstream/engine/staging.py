@@ -47,7 +47,8 @@ class Copier:
     ) -> None:
         """Write each of `tensors` row-major into `payload` (uint8, flat, CPU) at its offset (bytes); return when done.
 
-        `offsets` come from `wire.lay_out`; `ready` from `mark_ready`.
+        `offsets` come from `wire.lay_out`; `ready` from `mark_ready`. Tensors in host memory are waited for if `ready` has
+        an event for it: something is still being copied there.
         """
         placed = sorted(zip(offsets, tensors, strict=True), key=itemgetter(0))
         placed = [(offset, tensor) for offset, tensor in placed if tensor.numel()]
@@ -57,6 +58,8 @@ class Copier:
                 if device.type == "cuda":
                     self._from_device(payload, list(group), device, ready[device], tasks)
                 else:
+                    if device in ready:
+                        ready[device].synchronize()
                     self._from_host(payload, group, tasks)
         finally:
             wait(tasks)  # also after an error: the caller unmaps the payload

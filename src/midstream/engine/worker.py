@@ -22,10 +22,9 @@ from midstream.engine.patches import StepMode
 from midstream.engine.plans.attach import make_plan_host
 from midstream.engine.plans.host import PlanHost
 from midstream.engine.plugin import register
-from midstream.engine.request import NAME
 from midstream.engine.runners import adapt
 from midstream.engine.sender import Sender
-from midstream.engine.settings import Settings
+from midstream.engine.settings import NAME, Settings
 from midstream.engine.step import StepView
 from midstream.engine.verdict import Verdict
 from midstream.errors import MidstreamError

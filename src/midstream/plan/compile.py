@@ -17,9 +17,9 @@ from midstream.plan import fields
 from midstream.plan.canonical import SITE_ORDER, normal
 from midstream.plan.positions import captured_positions
 from midstream.plan.runs import RecordedRun
-from midstream.plan.values import Capture, Clamp, Named, Patch, Plan, Steer, Vector
+from midstream.plan.values import Capture, Clamp, Intervention, Named, Patch, Plan, Steer, Vector
+from midstream.sites import Point
 
-Point = tuple[str, int]  # (site, layer)
 Key = tuple[str, int, str]  # (site, layer, when)
 
 
@@ -70,6 +70,24 @@ class Profile:
     row_width: int = 0
 
 
+class Reach(NamedTuple):
+    """Where a plan acts in the whole model, whichever part of it was compiled for: the stages of a pipeline decide alike by it.
+
+    Attributes:
+        prompt: bool `[prompt_length]`, the positions of the prompt at which it does anything.
+        generated: whether it does at later ones.
+        prompt_points, generated_points: the (site, layer) at which it does.
+    """
+
+    prompt: np.ndarray
+    generated: bool
+    prompt_points: frozenset[Point]
+    generated_points: frozenset[Point]
+
+
+NOWHERE = Reach(np.zeros(0, bool), False, frozenset(), frozenset())
+
+
 @dataclass(frozen=True)
 class CompiledPlan:
     """A plan for one prompt length, ready for the rows.
@@ -85,6 +103,7 @@ class CompiledPlan:
     profiles: list[Profile]
     prompt: np.ndarray
     generated: int
+    reach: Reach = NOWHERE
 
 
 def compile_plan(
@@ -114,7 +133,8 @@ def compile_plan(
     edits: dict[str, dict[Point, list[Op]]] = {"prefill": {}, "decode": {}}
     patches: dict[int, dict[Point, list[Op]]] = {}
     captures: list[Capture] = []
-    for item in normal(plan, num_layers, prompt_length).interventions:
+    items = normal(plan, num_layers, prompt_length).interventions
+    for item in items:
         point = _point(item)
         if points is not None and point not in points:
             continue
@@ -136,12 +156,39 @@ def compile_plan(
         prompt[position] = profiles.number(planes_P.sets[planes_P.codes[position]], "prefill", here)
     for code in np.unique(planes_P.codes[rest]).tolist():
         prompt[rest & (planes_P.codes == code)] = profiles.number(planes_P.sets[code], "prefill")
-    return CompiledPlan(bank.tensors, profiles.list, prompt, generated)
+    return CompiledPlan(bank.tensors, profiles.list, prompt, generated, _reach(items, prompt_length))
 
 
-def _point(item: Steer | Patch | Clamp | Capture) -> Point:
+def _point(item: Intervention) -> Point:
     """Of an intervention in normal form."""
     return item.site, item.layer if isinstance(item, Patch) else item.layers[0]
+
+
+def _reach(items: Collection[Intervention], prompt_length: int) -> Reach:
+    """Of interventions in normal form."""
+    prompt, generated = np.zeros(prompt_length, bool), False
+    first, later = set[Point](), set[Point]()
+    captured: dict[Any, set[Point]] = {}
+    for item in items:
+        if isinstance(item, Capture):
+            captured.setdefault(item.positions, set()).add(_point(item))
+        elif isinstance(item, Patch):
+            prompt[item.position[0]] = True
+            first.add(_point(item))
+        else:
+            if item.phase != "decode":
+                prompt[:] = True
+                first.add(_point(item))
+            if item.phase != "prefill":
+                generated = True
+                later.add(_point(item))
+    for selector, points in captured.items():
+        positions, goes_on = captured_positions(selector, prompt_length)
+        prompt[positions] = True
+        generated |= goes_on
+        first |= points if positions.size else set()
+        later |= points if goes_on else set()
+    return Reach(prompt, generated, frozenset(first), frozenset(later))
 
 
 class _Planes(NamedTuple):

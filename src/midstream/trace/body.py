@@ -17,14 +17,18 @@ from greenlet import GreenletExit, getcurrent, greenlet
 
 from midstream.errors import NeverReachedError, OutOfOrderError, TraceError
 from midstream.trace.journal import Journal
+from midstream.trace.remote import Place, RemoteValue
 from midstream.trace.visit import Key, Visit, point_name
 
 if TYPE_CHECKING:
+    from midstream.ranks.link import Fetch
     from midstream.trace.interleaver import Interleaver
 
 CURRENT: ContextVar[Body] = ContextVar("midstream_body")
 STEP_START: Key = ("", "step")
 BARRIER: Key = ("", "barrier")
+FETCH: Key = ("", "fetch")
+CALL = "call"
 
 
 def current_body() -> Body:
@@ -48,6 +52,9 @@ class Body:
         step: the step that the body's next read is about; 0 is the prompt's forward.
         now: the step that the forward is in, -1 before the first.
         parked: the point that it waits for, with its step.
+        reads: how many values it has asked for, those of other pipeline stages counted.
+        fetching: the value of another stage that it waits for.
+        linked: whether others use its variables, and so run after it at every point.
     """
 
     def __init__(self, name: str, run: Callable[[], Any], snapshots: bool, journals: bool) -> None:
@@ -64,6 +71,11 @@ class Body:
         self.journal = Journal() if journals else None
         self.visit: Visit | None = None
         self.interleaver: Interleaver
+        self.reads = 0
+        self.fetching: Fetch | None = None
+        self.linked = False
+        self._asked: Key | None = None  # the last point of its step
+        self._reached = -1  # and how far in the forward that is, whichever stage has it
         self._run = run
         self._greenlet = greenlet(self._main)
         self._forward: greenlet | None = None
@@ -75,6 +87,11 @@ class Body:
     @property
     def started(self) -> bool:
         return bool(self._greenlet) or self._greenlet.dead
+
+    @property
+    def needs_value(self) -> bool:
+        """Whether it waits for another stage's value that has nothing to wait for."""
+        return self.parked is not None and self.parked[0] == FETCH and (self.ended or self.parked[1] <= self.now)
 
     def frame_of(self, code: CodeType) -> FrameType | None:
         """The frame that runs `code`, while the body is parked somewhere below it."""
@@ -126,9 +143,12 @@ class Body:
     # The body's side.
 
     def _park(self, key: Key, step: int) -> Any:
-        assert self._forward is not None
         self._leave()
-        self.parked = (key, step)
+        return self._switch_away((key, step))
+
+    def _switch_away(self, parked: tuple[Key, int]) -> Any:
+        assert self._forward is not None
+        self.parked = parked
         grad = torch.is_grad_enabled()
         answer = self._forward.switch()
         torch.set_grad_enabled(grad)
@@ -139,28 +159,96 @@ class Body:
         if visit is not None:
             visit.leave()
 
+    def read(self, key: Key, view: Callable[[Visit], Any]) -> Any:
+        """What `view` makes of the visit to `key`; on another stage than the one that has it, a RemoteValue."""
+        return self._of_its_stage(key, lambda: view(self.at(key)))
+
+    def write(self, key: Key, change: Callable[[Visit], None]) -> None:
+        """Have `change` edit what is at `key`, on the stage that has it."""
+        if self.interleaver.has(key):
+            change(self.at(key))
+        else:
+            self._ask(key)
+
+    def compute(self, path: str, value: Callable[[], Any]) -> Any:
+        """What a module gives for a value of the trace's own, computed on the stage that has the module."""
+        return self._of_its_stage((path, CALL), value)
+
+    def _of_its_stage(self, key: Key, value: Callable[[], Any]) -> Any:
+        """A value that one stage has and the others may ask for."""
+        stages = self.interleaver.stages
+        if stages is None:
+            return value()
+        stage = stages.of(key)
+        number, self.reads = self.reads, self.reads + 1
+        if stage == stages.index:
+            found = value()
+            stages.publish(self, number, key, found)
+            return found
+        if key[-1] != CALL:
+            self._ask(key)
+        return RemoteValue(Place(self, number, stage, self.step, point_name(key), stages.width_of(key)))
+
+    def fetch(self, place: Place) -> Any:
+        """The value at `place`, waiting for it; called when a body of this engine uses it."""
+        body, stages = current_body(), self.interleaver.stages
+        assert stages is not None
+        fetch = stages.fetch(place)
+        if not fetch.done:
+            comes = body.ended or place.step < body.now or (place.step == body.now and place.stage < stages.index)
+            if not comes:  # not before the forward has gone on
+                body._leave()
+            body.fetching = fetch
+            body._switch_away((FETCH, place.step if comes else body.now + 1))
+            body.fetching = None
+        return stages.received(fetch)
+
+    def _ask(self, key: Key) -> None:
+        """Go on to a point, wherever it is. Raises OutOfOrderError if the forward has gone past it by the time of the last one."""
+        self._check_order(key)
+        if key != self._asked:
+            self._leave()
+        self._note(key)
+
+    def _check_order(self, key: Key) -> None:
+        last = self.interleaver.ordinal(key)[1]
+        if self._asked is not None and key != self._asked and len(key) != 4 and last <= self._reached:
+            raise self._out_of_order(key, f"{point_name(self._asked)} of step {self.step}")
+
+    def _note(self, key: Key) -> None:
+        self._asked, self._reached = key, max(self._reached, self.interleaver.ordinal(key)[0])
+
+    def _out_of_order(self, key: Key, after: str) -> OutOfOrderError:
+        return OutOfOrderError(
+            f"{point_name(key)} of step {self.step} was asked for after {after}: the forward pass "
+            "has gone past it. Ask for values in the order in which the model computes them."
+        )
+
     def at(self, key: Key) -> Visit:
         """The visit to `key` in the body's step, waiting for the forward to get there."""
         step = self.step
         if self.visit is not None and self.visit.key == key and self.visit.step == step:
             return self.visit
+        if self.interleaver.stages is not None:
+            self._check_order(key)
+            self._note(key)
         if self.ended:
             raise NeverReachedError(f"{point_name(key)} of step {step} was never reached: the request ended before it.")
         if step < self.now or (step == self.now and self.interleaver.has_passed(key)):
-            raise OutOfOrderError(
-                f"{point_name(key)} of step {step} was asked for after {self.interleaver.where(self.now)}: the forward pass "
-                "has gone past it. Ask for values in the order in which the model computes them."
-            )
+            raise self._out_of_order(key, self.interleaver.where(self.now))
         self.interleaver.prepare(key)
         visit = self._park(key, step)
         return visit
 
     def wait_for_step(self, step: int) -> bool:
         """Move on to `step`; False if the request ends before it."""
-        if step < self.now:
-            raise OutOfOrderError(f"step {step} was asked for in step {self.now}: it is over.")
-        self.step = step
-        return step == self.now or (not self.ended and bool(self._park(STEP_START, step)))
+        # With pipeline stages a body may be a step behind the forward, for it waited for a later stage's value.
+        now = self.now if self.interleaver.stages is None else self.step
+        if step < now:
+            raise OutOfOrderError(f"step {step} was asked for in step {now}: it is over.")
+        if step != self.step:
+            self.step, self._asked, self._reached = step, None, -1
+        return step <= self.now or (not self.ended and bool(self._park(STEP_START, step)))
 
     def wait_at_barrier(self, barrier: object) -> None:
         self.interleaver.arrive(barrier, self)

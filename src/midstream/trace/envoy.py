@@ -16,10 +16,11 @@ from torch import nn
 
 from midstream.arch import Architecture
 from midstream.errors import ShapeError, UnknownModuleError, UnknownSiteError
-from midstream.sites import ACCESSORS, LAYER_SITES
+from midstream.sites import ACCESSORS, LAYER_SITES, Binding
 from midstream.trace.body import current_body
 from midstream.trace.interleaver import Interleaver
-from midstream.trace.visit import Key, Visit
+from midstream.trace.remote import RemoteValue, real
+from midstream.trace.visit import Key
 
 
 def nearest(name: str, known: list[str]) -> str:
@@ -35,15 +36,29 @@ class Point:
         self.key = key
 
     def get(self) -> Any:
-        return current_body().at(self.key).raw()
+        return current_body().read(self.key, lambda visit: visit.raw())
+
+    def get_first(self) -> Any:
+        """Of a call's arguments, the first."""
+        return current_body().read(self.key, lambda visit: first_tensor_argument(*visit.raw()))
 
     def set(self, value: Any) -> None:
-        current_body().at(self.key).set_raw(value)
+        current_body().write(self.key, lambda visit: visit.set_raw(real(value)))
+
+    def set_first(self, value: Any) -> None:
+        current_body().write(self.key, lambda visit: visit.set_raw(with_first_argument(*visit.raw(), real(value))))
 
 
 def first_tensor_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What `.input` means: the first argument, as nnsight has it."""
     return args[0] if args else next(iter(kwargs.values()))
+
+
+def with_first_argument(args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> Any:
+    """The same arguments with another first one."""
+    if args:
+        return (value, *args[1:]), kwargs
+    return args, {**kwargs, next(iter(kwargs)): value}
 
 
 class CallPoints:
@@ -72,15 +87,11 @@ class CallPoints:
     @property
     def input(self) -> Any:
         """The call's first argument."""
-        return first_tensor_argument(*self.inputs)
+        return Point((*self._key, "input")).get_first()
 
     @input.setter
     def input(self, value: Any) -> None:
-        args, kwargs = self.inputs
-        if args:
-            self.inputs = ((value, *args[1:]), kwargs)
-        else:
-            self.inputs = (args, {**kwargs, next(iter(kwargs)): value})
+        Point((*self._key, "input")).set_first(value)
 
 
 class SourceCall(CallPoints):
@@ -95,16 +106,18 @@ class Source:
 
     def __init__(self, interleaver: Interleaver, path: str) -> None:
         self._path = path
-        self._source = interleaver.source.of(path)
-        interleaver.source.install(path)
+        self._source = None
+        if interleaver.has((path, "output")):
+            self._source = interleaver.source.of(path)
+            interleaver.source.install(path)
 
     def __getattr__(self, name: str) -> SourceCall:
-        if name not in self._source.names:
+        if self._source is not None and name not in self._source.names:
             raise UnknownModuleError(f"{self._path}.source has no call {name}{nearest(name, list(self._source.names))}")
         return SourceCall(self._path, name)
 
     def __str__(self) -> str:
-        return str(self._source)
+        return str(self._source) if self._source is not None else f"{self._path} is on another pipeline stage"
 
 
 class Envoy(CallPoints):
@@ -112,7 +125,7 @@ class Envoy(CallPoints):
 
     _own = ("output", "input", "inputs")
 
-    def __init__(self, module: nn.Module, path: str, interleaver: Interleaver) -> None:
+    def __init__(self, module: nn.Module | None, path: str, interleaver: Interleaver) -> None:
         self._module = module
         self._path = path
         self._key = (path,)
@@ -129,34 +142,43 @@ class Envoy(CallPoints):
         Must be asked for before the module runs in this step.
         """
         body = current_body()
-        body.at((self._path, "input"))
-        body.interleaver.override(body, (self._path, "output"), value)
+        key = (self._path, "output")
+        body.write((self._path, "input"), lambda _: body.interleaver.override(body, key, real(value)))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Apply the module to a value of the trace's own; no point of the running forward is touched."""
-        self._interleaver.muted = True
-        try:
-            return self._module(*args, **kwargs)
-        finally:
-            self._interleaver.muted = False
+        return self._computed(self._path, lambda: self._interleaver.apart(self._module, real(args), real(kwargs)))
 
-    def _child(self, module: nn.Module, name: str) -> Envoy:
-        return Envoy(module, f"{self._path}.{name}" if self._path else name, self._interleaver)
+    def _computed(self, path: str, value: Callable[[], Any]) -> Any:
+        """A value that the module at `path` gives by itself, on the pipeline stage that has the module."""
+        return value() if self._interleaver.stages is None else current_body().compute(path, value)
+
+    def _child(self, name: str) -> Envoy:
+        path = f"{self._path}.{name}" if self._path else name
+        here = self._module._modules.get(name) if self._module is not None else None
+        return Envoy(here, path, self._interleaver)
+
+    @property
+    def _children(self) -> list[str]:
+        """The names of the modules in this one, those that another pipeline stage has among them."""
+        stages = self._interleaver.stages
+        if stages is not None:
+            return stages.children_of(self._path)
+        assert self._module is not None
+        return [name for name, module in self._module._modules.items() if module is not None]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        children = self._module._modules
-        if (child := children.get(name)) is not None:
-            return self._child(child, name)
+        children = self._children
+        if name in children:
+            return self._child(name)
         try:
-            return getattr(self._module, name)
+            return self._computed(self._path, lambda: getattr(self._module, name))
         except AttributeError:
-            known = list(children) + [n for n in type(self).__dict__ if not n.startswith("_")]
+            known = children + [n for n in type(self).__dict__ if not n.startswith("_")]
             where = self._path or "the model"
-            raise UnknownModuleError(
-                f"{where} ({type(self._module).__name__}) has no {name}{nearest(name, known)}"
-            ) from None
+            raise UnknownModuleError(f"{where} ({self._class_name}) has no {name}{nearest(name, known)}") from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_") and not isinstance(getattr(type(self), name, None), property):
@@ -166,24 +188,27 @@ class Envoy(CallPoints):
         super().__setattr__(name, value)
 
     def __getitem__(self, index: int | slice) -> Any:
-        children = list(self._module._modules.items())
+        children = self._children
         if isinstance(index, slice):
-            return [self._child(module, name) for name, module in children[index] if module is not None]
+            return [self._child(name) for name in children[index]]
         try:
-            name, module = children[index]
+            return self._child(children[index])
         except IndexError:
             raise UnknownModuleError(f"{self._path}[{index}]: {self._path} has {len(children)} modules.") from None
-        assert module is not None
-        return self._child(module, name)
 
     def __len__(self) -> int:
-        return len(self._module._modules)
+        return len(self._children)
 
     def __iter__(self) -> Iterator[Envoy]:
         return iter(self[:])
 
     def __repr__(self) -> str:
-        return f"<{self._path or 'model'}: {type(self._module).__name__}>"
+        return f"<{self._path or 'model'}: {self._class_name}>"
+
+    @property
+    def _class_name(self) -> str:
+        stages = self._interleaver.stages
+        return type(self._module).__name__ if stages is None else stages.modules.get(self._path, "module")
 
 
 class SitePerLayer:
@@ -193,18 +218,17 @@ class SitePerLayer:
         self._arch = arch
         self._site = site
 
-    def _at(self, layer: int) -> tuple[Visit, Any, str]:
+    def _at(self, layer: int) -> tuple[Binding, str]:
         layer = range(self._arch.num_layers)[layer] if -self._arch.num_layers <= layer < 0 else layer
-        binding = self._arch.binding(self._site, layer)
-        return current_body().at((binding.path, binding.kind)), binding, f"{self._site}[{layer}]"
+        return self._arch.binding(self._site, layer), f"{self._site}[{layer}]"
 
     def __getitem__(self, layer: int) -> torch.Tensor:
-        visit, binding, _ = self._at(layer)
-        return visit.site(binding)
+        binding, _ = self._at(layer)
+        return current_body().read((binding.path, binding.kind), lambda visit: visit.site(binding))
 
     def __setitem__(self, layer: int, value: torch.Tensor) -> None:
-        visit, binding, name = self._at(layer)
-        visit.set_site(binding, value, name)
+        binding, name = self._at(layer)
+        current_body().write((binding.path, binding.kind), lambda visit: visit.set_site(binding, real(value), name))
 
     def __len__(self) -> int:
         return self._arch.num_layers
@@ -213,11 +237,11 @@ class SitePerLayer:
 def _site_property(site: str) -> property:
     def get(self: ModelEnvoy) -> torch.Tensor:
         binding = self._arch.binding(site)
-        return current_body().at((binding.path, binding.kind)).site(binding)
+        return current_body().read((binding.path, binding.kind), lambda visit: visit.site(binding))
 
     def put(self: ModelEnvoy, value: torch.Tensor) -> None:
         binding = self._arch.binding(site)
-        current_body().at((binding.path, binding.kind)).set_site(binding, value, site)
+        current_body().write((binding.path, binding.kind), lambda visit: visit.set_site(binding, real(value), site))
 
     return property(get, put, doc=f"The site `{site}`, `[tokens, hidden]`.")
 
@@ -291,14 +315,10 @@ class ModelEnvoy(Envoy):
 
     def project_on_vocab(self, hidden: torch.Tensor) -> torch.Tensor:
         """The logit lens (nostalgebraist, 2020): final norm and unembedding of `hidden`, `[n, hidden]` to `[n, vocab]`."""
-        if hidden.shape[-1] != self.hidden_size:
+        if not isinstance(hidden, RemoteValue) and hidden.shape[-1] != self.hidden_size:
             raise ShapeError(f"project_on_vocab takes [n, {self.hidden_size}]; {list(hidden.shape)} was given.")
-        self._arch.binding("final_norm")  # or a clear error
-        self._interleaver.muted = True
-        try:
-            return self._unembed(hidden)
-        finally:
-            self._interleaver.muted = False
+        norm = self._arch.binding("final_norm")  # or a clear error
+        return self._computed(norm.path, lambda: self._interleaver.apart(self._unembed, (real(hidden),), {}))
 
     def steer(
         self,
@@ -317,7 +337,9 @@ class ModelEnvoy(Envoy):
             raise UnknownSiteError(f"steer: layers {out} are out of range; the model has {self.num_layers}.")
         for layer in sorted(i % self.num_layers for i in wanted):
             hidden = self.layers_output[layer]
-            added = factor * vector.to(hidden)
+            if isinstance(hidden, RemoteValue):
+                continue
+            added = factor * real(vector).to(hidden)
             if positions is None:
                 hidden += added
             else:
@@ -329,8 +351,8 @@ class ModelEnvoy(Envoy):
         end = start if end is None else end
         if not 0 <= start <= end < self.num_layers:
             raise UnknownSiteError(f"skip_layers({start}, {end}): layers run from 0 to {self.num_layers - 1}.")
-        before = self.layers_input[start].clone()
-        self.layers_output[end] = before
+        before = self.layers_input[start]
+        self.layers_output[end] = before if isinstance(before, RemoteValue) else before.clone()
 
     def __repr__(self) -> str:
         return f"<model: {type(self._module).__name__}, {self.num_layers} layers>"

@@ -6,14 +6,14 @@ for, `end_step` closes the step. Hooks are there only while a trace is alive, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from midstream.errors import BarrierError, NeverReachedError, TraceError
-from midstream.trace.body import BARRIER, STEP_START, Body
+from midstream.trace.body import BARRIER, FETCH, STEP_START, Body
 from midstream.trace.journal import Journal, spill
 from midstream.trace.rows import FlatRows, Rows
 from midstream.trace.shared import Span
@@ -21,9 +21,13 @@ from midstream.trace.source import SourceHooks
 from midstream.trace.tree import leaves
 from midstream.trace.visit import Event, Key, Visit, point_name
 
+if TYPE_CHECKING:
+    from midstream.ranks.stages import Stages
+
 Order = Mapping[tuple[str, str], tuple[int, int]]
 Watcher = Callable[[Visit], None]
-LAST_POINTS: dict[Key, int] = {("", "logits"): 1 << 40, ("", "samples"): (1 << 40) + 1}
+LAST_POINTS: dict[Key, int] = {("", "logits"): 1 << 60, ("", "samples"): (1 << 60) + 1}
+_NEVER_PASSED = 1 << 61
 
 
 class Interleaver:
@@ -32,10 +36,12 @@ class Interleaver:
     Args:
         root: the model whose modules are traced.
         order: from `Architecture.order`: when in a forward pass each module's input and output come by.
+        stages: the pipeline that the model is one stage of.
     """
 
-    def __init__(self, root: nn.Module, order: Order) -> None:
+    def __init__(self, root: nn.Module, order: Order, stages: Stages | None = None) -> None:
         self.order = order
+        self.stages = stages
         self.modules = dict(root.named_modules())
         self.bodies: dict[str, Body] = {}
         self.rows: dict[str, Rows] = {}
@@ -74,7 +80,9 @@ class Interleaver:
         self._forget(body)
         while not body.done and body.failure is None:
             parked = body.parked
-            if parked is None or parked[0] == STEP_START:
+            if parked is not None and parked[0] == FETCH:
+                self._complete([body])
+            elif parked is None or parked[0] == STEP_START:
                 body.resume(False)
             elif parked[0] == BARRIER:
                 body.resume(
@@ -146,13 +154,18 @@ class Interleaver:
             for key in journal:
                 self.prepare(key)
                 self._replays.setdefault(key, []).append((journal, part))
-        for name in rows:
-            body = self.bodies[name]
+        bodies = [self.bodies[name] for name in rows]
+        for body in bodies:
             body.now += 1
+        self._complete(bodies)
+        for body in bodies:
             if not body.started:
                 body.resume()
             elif body.parked is not None and body.parked == (STEP_START, body.now):
                 body.resume(True)
+            self._complete([body] if body.linked else ())
+        self._complete(bodies)
+        for body in bodies:
             self._file(body)
         self._release_barriers()
 
@@ -163,7 +176,7 @@ class Interleaver:
         for body in list(self.bodies.values()):
             while not body.done and body.parked is not None and body.parked[1] == body.now and body.name in self.rows:
                 key, step = body.parked
-                if key in (STEP_START, BARRIER):
+                if key in (STEP_START, BARRIER, FETCH):
                     break
                 body.resume(error=NeverReachedError(self._why_never(key, step)))
         spill(body.journal for body in self.bodies.values() if body.journal is not None)
@@ -184,7 +197,9 @@ class Interleaver:
         return text
 
     def _file(self, body: Body) -> None:
-        if not body.done and body.parked is not None and body.parked[1] == body.now and body.parked[0] != BARRIER:
+        if body.done or body.parked is None or body.parked[0] in (BARRIER, FETCH):
+            return
+        if body.parked[1] == body.now:
             self._waiting.setdefault(body.parked[0], []).append(body)
 
     def fire(self, key: Key, tree: Any, direct: bool = False) -> Any:
@@ -194,7 +209,7 @@ class Interleaver:
         waiting = self._waiting.pop(key, None)
         if not waiting and not any(key in table for table in (self._replays, self._watchers, self._overrides)):
             return tree
-        self._position = max(self._position, self._ordinal(key)[0])
+        self._position = max(self._position, self.ordinal(key)[0])
         self._point = self._firing = key
         event = Event(key, tree, direct)
         for journal, rows in self._replays.get(key, ()):
@@ -204,8 +219,14 @@ class Interleaver:
             visit.set_raw(value)
             visit.leave()
         while waiting:
-            for body in self._in_order(waiting) if len(waiting) > 1 else waiting:
-                self._run(body, event)
+            ordered = self._in_order(waiting) if len(waiting) > 1 else waiting
+            for body in ordered:
+                body.resume(self._visit(body, event))
+                self._complete([body] if body.linked else ())
+            self._complete(ordered)
+            for body in ordered:
+                self._file(body)
+            self._release_barriers()
             waiting = self._waiting.pop(key, None)
         event.write_back()
         for body, watch in self._watchers.get(key, ()):
@@ -226,23 +247,36 @@ class Interleaver:
         journal = body.journal if event.key not in LAST_POINTS else None  # behind these, nothing is computed again
         return Visit(event, rows, body.now, journal, self._span if event.key not in LAST_POINTS else None)
 
-    def _run(self, body: Body, event: Event) -> None:
-        body.resume(self._visit(body, event))
-        self._file(body)
-        self._release_barriers()
+    def _complete(self, bodies: Collection[Body]) -> None:
+        """Let these bodies have the values of other stages that they wait for, all but those that come after this forward.
+
+        Whichever value is there first goes first, other bodies' too: a stage that waited for one body alone could hold up the very
+        stage that it waits for.
+        """
+        if self.stages is None:
+            return
+        while any(body.needs_value for body in bodies):
+            waiting = [body for body in dict.fromkeys((*self.bodies.values(), *bodies)) if body.fetching is not None]
+            self.stages.wait_any([body.fetching for body in waiting if body.fetching is not None])
+            for body in waiting:
+                if body.fetching is not None and body.fetching.done:
+                    body.resume()
+                    if body not in bodies:
+                        self._file(body)
 
     # What bodies ask for.
 
-    def _ordinal(self, key: Key) -> tuple[int, int]:
+    def ordinal(self, key: Key) -> tuple[int, int]:
+        """When in a forward `key` comes by, first and last."""
         if key in LAST_POINTS:
             return LAST_POINTS[key], LAST_POINTS[key]
-        return self.order.get(key[:2] if len(key) == 2 else (key[0], "input"), (-1, 1 << 50))
+        return self.order.get(key[:2] if len(key) == 2 else (key[0], "input"), (-1, _NEVER_PASSED))
 
     def has_passed(self, key: Key) -> bool:
         """Whether the forward can no longer come to `key` in this step."""
         if not self._stepping:
             return True
-        return key != self._firing and len(key) != 4 and self._ordinal(key)[1] <= self._position
+        return key != self._firing and len(key) != 4 and self.ordinal(key)[1] <= self._position
 
     def where(self, step: int) -> str:
         return f"{point_name(self._point)} of step {step}" if self._point != STEP_START else f"the start of step {step}"
@@ -267,6 +301,18 @@ class Interleaver:
         """Whether `value` shares memory with an activation of this step."""
         return value.untyped_storage().data_ptr() in self._live_storages
 
+    def has(self, key: Key) -> bool:
+        """Whether this process has the point; another pipeline stage may."""
+        return self.stages is None or self.stages.has(key)
+
+    def apart(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a module on a value that is not the forward's: no point is passed by it."""
+        self.muted = True
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self.muted = False
+
     # Barriers.
 
     def arrive(self, barrier: Any, body: Body) -> None:
@@ -283,6 +329,7 @@ class Interleaver:
             for body in self._at_barrier.pop(barrier, ()):
                 if body.parked is not None and body.parked[0] == BARRIER:
                     body.resume()
+                    self._complete([body])
                     self._file(body)
 
     # Hooks.

@@ -152,7 +152,8 @@ class BodyTracer:
             A saved cache, filled as the forward goes on.
         """
         body = current_body()
-        tree = body.interleaver.modules
+        interleaver = body.interleaver
+        tree = interleaver.modules if interleaver.stages is None else interleaver.stages.modules
         paths = [p for p in tree if p] if modules is None else [getattr(m, "_path", m) for m in modules]
         cache = Cache()
 
@@ -166,8 +167,8 @@ class BodyTracer:
         for path in paths:
             if path not in tree:
                 raise UnknownModuleError(f"cache: the model has no module {path!r}; print(model) shows the tree.")
-            if include_output:
-                body.interleaver.watch(body, (path, "output"), keep(path, "output"))
-            if include_inputs:
-                body.interleaver.watch(body, (path, "input"), keep(path, "inputs"))
+            if include_output and interleaver.has((path, "output")):
+                interleaver.watch(body, (path, "output"), keep(path, "output"))
+            if include_inputs and interleaver.has((path, "input")):
+                interleaver.watch(body, (path, "input"), keep(path, "inputs"))
         return save(cache)

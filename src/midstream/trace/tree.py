@@ -10,8 +10,14 @@ import torch
 from midstream.sites import Ref
 
 
+class Opaque:
+    """A value that these functions do not look into: looking would be using it."""
+
+
 def leaves(tree: Any, at: Ref = ()) -> Iterator[tuple[Ref, torch.Tensor]]:
     """Each tensor in `tree`, with the way to it."""
+    if isinstance(tree, Opaque):
+        return
     if isinstance(tree, torch.Tensor):
         yield at, tree
     elif isinstance(tree, (tuple, list)):
@@ -24,6 +30,8 @@ def leaves(tree: Any, at: Ref = ()) -> Iterator[tuple[Ref, torch.Tensor]]:
 
 def map_tensors(tree: Any, change: Callable[[Ref, torch.Tensor], Any], at: Ref = ()) -> Any:
     """`tree` with every tensor replaced by what `change(ref, tensor)` returns."""
+    if isinstance(tree, Opaque):
+        return tree
     if isinstance(tree, torch.Tensor):
         return change(at, tree)
     if isinstance(tree, (tuple, list)):

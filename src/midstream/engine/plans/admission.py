@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from midstream.engine.plans.request import PlanRequest, packed, unpacked
-from midstream.engine.request import NAME
-from midstream.engine.settings import Settings
+from midstream.engine.settings import NAME, Settings
 from midstream.errors import PlanError
 from midstream.plan.checks import ModelFacts, check
 from midstream.plan.values import Plan

@@ -12,10 +12,11 @@ from midstream.engine.plans.host import PlanHost
 from midstream.engine.plans.local import LocalSinks
 from midstream.engine.plans.outlet import Outlet
 from midstream.engine.plans.points import PointHooks, points_of
-from midstream.engine.plans.tables import DeviceTables, Point, Tables, TwinTables
+from midstream.engine.plans.tables import DeviceTables, Tables, TwinTables
 from midstream.engine.sender import Sender
 from midstream.engine.settings import Settings
 from midstream.plan.checks import ModelFacts
+from midstream.sites import Point
 
 
 def make_plan_host(

@@ -15,12 +15,13 @@ from midstream.engine.plans.outlet import Outlet, Piece
 from midstream.engine.plans.points import PointHooks
 from midstream.engine.plans.request import PlanRequest
 from midstream.engine.plans.store import RunStore, VectorStore, make_run
-from midstream.engine.plans.tables import Point, Tables
+from midstream.engine.plans.tables import Tables
 from midstream.engine.step import StepView
 from midstream.errors import PlanError
 from midstream.plan.checks import ModelFacts, check
 from midstream.plan.compile import CompiledPlan, compile_plan
 from midstream.plan.values import Plan
+from midstream.sites import Point
 
 _log = logging.getLogger(__name__)
 

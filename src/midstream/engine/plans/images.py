@@ -11,13 +11,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from midstream.engine.plans.request import PlanRequest, has_open_names
-from midstream.engine.plans.tables import Loaded, Point, Tables
-from midstream.plan.compile import CompiledPlan, Profile
+from midstream.engine.plans.tables import Loaded, Tables
+from midstream.plan.compile import CompiledPlan, Profile, Reach
 from midstream.plan.runs import RecordedRun
 from midstream.plan.values import Patch, Plan
+from midstream.sites import Point
 
+RunRow = Callable[[RecordedRun, str, int, int], torch.Tensor]  # (run, site, layer, position) -> [width]
 _IDLE = 128  # images without a request that are kept
 _IDLE_BYTES = 64 << 20  # of the device's memory that they may hold
 
@@ -29,10 +32,11 @@ class Image:
     Attributes:
         prompt: int32 `[prompt_length]`, the profile of each prompt position, by the tables' numbers.
         generated: the profile of every later position.
-        points: where it acts.
+        points: where it acts on this rank.
         last: the position behind the last one that is captured; None if generated ones are.
         off_graph: sites, not in the graphs, that its prompt and its generated positions have ops at.
         runs: the recorded runs that it reads.
+        reach: where it acts in the whole model, the same on all ranks.
         users: requests that have it.
     """
 
@@ -44,6 +48,7 @@ class Image:
     last: int | None
     off_graph: tuple[frozenset[str], frozenset[str]]
     runs: list[str]
+    reach: Reach
     users: int = 0
     key: Any = None
 
@@ -78,7 +83,7 @@ class Images:
     def __init__(
         self,
         tables: Tables,
-        compiled: Callable[[Plan, int], CompiledPlan],
+        compiled: Callable[[Plan, int, RunRow], CompiledPlan],
         off_graph: Callable[[Collection[Point]], frozenset[str]],
     ) -> None:
         self._tables = tables
@@ -86,12 +91,12 @@ class Images:
         self._off_graph = off_graph
         self._images: OrderedDict[Any, Image] = OrderedDict()
 
-    def take(self, carried: PlanRequest, length: int) -> Image:
-        """The image for one more request. Raises PlanError, as the compiler does."""
+    def take(self, carried: PlanRequest, length: int, row: RunRow) -> Image:
+        """The image for one more request; `row` gives rows of recorded runs. Raises PlanError, as the compiler does."""
         key = (carried.wire, length)
         image = self._images.get(key)
         if image is None:
-            image = self._make(carried.plan, length)
+            image = self._make(carried.plan, length, row)
             if not has_open_names(image.plan):  # what such a name stands for may be another vector the next time
                 image.key = key
                 self._images[key] = image
@@ -119,13 +124,13 @@ class Images:
         self._images.pop(image.key, None)
         self._tables.unload(image.loaded)
 
-    def _make(self, plan: Plan, length: int) -> Image:
-        compiled = self._compiled(plan, length)
+    def _make(self, plan: Plan, length: int, row: RunRow) -> Image:
+        compiled = self._compiled(plan, length, row)
         loaded = self._tables.load(compiled)
         widths = np.array([profile.row_width for profile in compiled.profiles])
         captured = np.nonzero(widths[compiled.prompt])[0]
         last = None if widths[compiled.generated] else int(captured[-1]) + 1 if len(captured) else 0
-        in_prompt = [compiled.profiles[i] for i in np.unique(compiled.prompt).tolist()]
+        reach = compiled.reach
         return Image(
             plan,
             loaded,
@@ -133,8 +138,9 @@ class Images:
             int(loaded.ids[compiled.generated]),
             _points(compiled.profiles),
             last,
-            (self._off_graph(_points(in_prompt)), self._off_graph(_points([compiled.profiles[compiled.generated]]))),
+            (self._off_graph(reach.prompt_points), self._off_graph(reach.generated_points)),
             list({run.id: run for run in _runs_of(plan)}),
+            reach,
         )
 
 

@@ -16,10 +16,9 @@ import torch
 from torch import nn
 
 from midstream.arch import Architecture
-from midstream.sites import LAYER_SITES, Binding, follow, replaced
+from midstream.sites import LAYER_SITES, Binding, Point, follow, replaced
 
 _log = logging.getLogger(__name__)
-Point = tuple[str, int]
 Edit = Callable[[int, torch.Tensor, torch.Tensor | None], None]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from midstream.engine.request import NAME
+from midstream.engine.settings import NAME
 from midstream.errors import PlanError
 from midstream.plan.values import Clamp, Named, Plan, Steer, with_digests
 from midstream.plan.wire import from_json, from_wire, to_wire

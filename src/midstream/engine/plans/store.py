@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,8 +13,7 @@ import torch
 from midstream.errors import PlanError
 from midstream.plan.runs import RecordedRun
 from midstream.plan.values import Named
-
-Point = tuple[str, int]
+from midstream.sites import Point
 
 
 class VectorStore:
@@ -56,8 +55,10 @@ class Run:
     """The activations of one recorded run.
 
     Attributes:
-        rows: (site, layer) -> `[positions, width]`, on the device, in the model's dtype.
+        rows: (site, layer) -> `[positions, width]` of this stage, on the device, in the model's dtype.
         at: position -> row.
+        points: what all stages together have of it.
+        sizes: bytes on each stage.
         leases: how many requests use it, here or on their way; a leased run is not evicted.
     """
 
@@ -65,24 +66,20 @@ class Run:
     name: str
     rows: dict[Point, torch.Tensor]
     at: dict[int, int]
+    points: frozenset[Point]
+    sizes: tuple[int, ...]
     leases: int = 0
-    size: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.size = sum(rows.numel() * rows.element_size() for rows in self.rows.values())
 
 
 class RunStore:
-    """Recorded runs within a byte budget; the least recently used goes first, one that is in use never."""
+    """Recorded runs within a byte budget of each stage; the least recently used goes first, one that is in use never.
+
+    What is kept, leased and dropped follows from what all ranks are told in the same order, so all of them hold the same runs.
+    """
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self._runs: OrderedDict[str, Run] = OrderedDict()
-
-    @property
-    def size(self) -> int:
-        """Bytes held."""
-        return sum(run.size for run in self._runs.values())
 
     @property
     def leases(self) -> int:
@@ -90,64 +87,75 @@ class RunStore:
 
     def add(self, run: Run) -> None:
         """Keep `run`, evicting others as needed. Raises PlanError if it does not fit beside those in use."""
-        leased = sum(other.size for other in self._runs.values() if other.leases)
-        if run.size + leased > self.budget:
+        leased = _together([other for other in self._runs.values() if other.leases], run)
+        size, beside = max(zip(run.sizes, leased, strict=True), key=sum)
+        if size + beside > self.budget:
             raise PlanError(
-                f"The run {run.name!r} has {run.size:,} bytes; the budget for recorded runs is {self.budget:,}, of which {leased:,} are "
+                f"The run {run.name!r} has {size:,} bytes; the budget for recorded runs is {self.budget:,}, of which {beside:,} are "
                 "in use. Record fewer sites, layers or positions, or start the engine with a larger record_bytes."
             )
         free = [other for other in self._runs.values() if not other.leases]
-        while self.size + run.size > self.budget:
+        while any(map(self._is_over, run.sizes, _together(self._runs.values(), run))):
             del self._runs[free.pop(0).id]
         self._runs[run.id] = run
+
+    def _is_over(self, size: int, held: int) -> bool:
+        return size + held > self.budget
 
     def delete(self, ids: Collection[str]) -> None:
         for run_id in ids:
             self._runs.pop(run_id, None)
 
     def lease(self, ids: Collection[str], by: int) -> list[str]:
-        """Add to the leases of runs (or take from them, `by=-1`); the ids that are not there, in which case nothing is changed."""
-        missing = [run_id for run_id in ids if run_id not in self._runs]
-        if missing and by > 0:
-            return missing
+        """Add to the leases of runs (or take from them, `by=-1`); the ids that are not there.
+
+        Those that are there are leased all the same: whoever was told of others gives all of them back, on every rank alike.
+        """
         for run_id in ids:
             if (run := self._runs.get(run_id)) is not None:
                 run.leases += by
                 self._runs.move_to_end(run_id)
-        return missing
+        return [run_id for run_id in ids if run_id not in self._runs]
 
-    def row(self, handle: RecordedRun, site: str, layer: int, position: int) -> torch.Tensor:
-        """`[width]`. Raises PlanError if the run is gone or lacks that row."""
+    def check(self, handle: RecordedRun, site: str, layer: int, position: int) -> Run:
+        """The run. Raises PlanError, on all stages alike, if it is gone or no stage has that row of it."""
         run = self._runs.get(handle.id)
         if run is None:
             raise PlanError(f"The recorded run {handle.name!r} is not there any more; record it again.")
-        if (site, layer) not in run.rows or position not in run.at:
+        if (site, layer) not in run.points or position not in run.at:
             raise PlanError(
                 f"The recorded run {handle.name!r} has no row of {site} at layer {layer}, position {position}."
             )
+        return run
+
+    def row(self, handle: RecordedRun, site: str, layer: int, position: int) -> torch.Tensor:
+        """`[width]`, of a point that this stage has. Raises PlanError as `check` does."""
+        run = self.check(handle, site, layer, position)
         return run.rows[site, layer][run.at[position]]
 
     def list(self) -> list[dict[str, Any]]:
-        """One dict a run."""
+        """One dict a run, of all stages together."""
         return [
             {
                 "id": run.id,
                 "name": run.name,
-                "bytes": run.size,
+                "bytes": sum(run.sizes),
                 "leases": run.leases,
-                "sites": sorted({site for site, _ in run.rows}),
-                "layers": sorted({layer for _, layer in run.rows}),
+                "sites": sorted({site for site, _ in run.points}),
+                "layers": sorted({layer for _, layer in run.points}),
                 "positions": sorted(run.at),
             }
             for run in self._runs.values()
         ]
 
 
+def _together(runs: Collection[Run], like: Run) -> list[int]:
+    """Bytes on each stage."""
+    return [sum(run.sizes[stage] for run in runs) for stage in range(len(like.sizes))]
+
+
 def make_run(run_id: str, name: str, planes: Mapping[Point, torch.Tensor], positions: Sequence[int]) -> Run:
-    """A run of `planes`, each `[positions, width]`."""
-    return Run(
-        run_id,
-        name,
-        {point: rows.contiguous() for point, rows in planes.items()},
-        {p: i for i, p in enumerate(positions)},
-    )
+    """A run of `planes`, each `[positions, width]`, which are all there is of it."""
+    rows = {point: each.contiguous() for point, each in planes.items()}
+    size = sum(each.numel() * each.element_size() for each in rows.values())
+    return Run(run_id, name, rows, {p: i for i, p in enumerate(positions)}, frozenset(rows), (size,))

@@ -18,8 +18,8 @@ import torch
 
 from midstream.plan.arithmetic import apply
 from midstream.plan.compile import CompiledPlan, Op, Profile
+from midstream.sites import Point
 
-Point = tuple[str, int]  # (site, layer)
 _FIRST_PROFILES = 64
 # As of `kernel`, which is imported where Triton is.
 OP_WORDS, ENTRY_WORDS = 6, 8
