@@ -51,6 +51,10 @@ class ShapeError(TraceError, ValueError):
     """A value written to a site has another shape than the site."""
 
 
+class DivergedError(TraceError):
+    """A trace's body did one thing on one tensor-parallel rank and something else on another."""
+
+
 class BarrierError(TraceError):
     """Invokes wait for each other at a barrier that not all of them can reach."""
 

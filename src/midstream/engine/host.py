@@ -15,8 +15,10 @@ from midstream.engine.request import TraceRequest
 from midstream.engine.sender import Sender
 from midstream.engine.step import Scheduled, StepView
 from midstream.engine.wire import ChannelClosedError
-from midstream.errors import MidstreamError, TraceError, TracesNotAllowedError
+from midstream.errors import MidstreamError, NeverReachedError, StageFailedError, TraceError, TracesNotAllowedError
+from midstream.ranks.link import Fetch
 from midstream.sites import Point
+from midstream.trace.body import StopTrace
 from midstream.trace.envoy import Envoy, ModelEnvoy
 from midstream.trace.interleaver import LAST_POINTS, Interleaver
 from midstream.trace.journal import Journal
@@ -51,6 +53,7 @@ class _Request:
     generated: int = 0
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     journals: list[Journal] = field(default_factory=list)  # of its bodies, in their order
+    goes_on: Fetch | None = None  # from the last pipeline stage: whether the bodies have another step
 
 
 class TraceHost:
@@ -126,6 +129,7 @@ class TraceHost:
             self._end(name)
         for name in finished:
             self._settled.pop(name, None)
+        self._end_what_is_over(scheduled)
         for name, (sampling, length) in new.items():
             trace = TraceRequest.of(sampling)
             if trace is not None and name not in self._requests and name not in self._settled:
@@ -174,6 +178,7 @@ class TraceHost:
             body_name = request.main if number == len(programs) - 1 else f"{request.main}#{number}"
             request.programs[body_name] = program
             body = make_body(body_name, program, self.envoy, group.shared, snapshots=True, journals=True)
+            body.linked = trace.together
             assert body.journal is not None
             request.journals.append(body.journal)
             self.interleaver.add(body)
@@ -205,6 +210,49 @@ class TraceHost:
             raise TraceError(f"The model has no module {rest[0]!r}.")
         return Envoy(module, rest[0], self.interleaver)
 
+    # Pipeline stages.
+
+    @property
+    def _is_last(self) -> bool:
+        """Whether tokens are sampled on this stage."""
+        stages = self.interleaver.stages
+        return stages is None or stages.index == stages.size - 1
+
+    def end_stage(self) -> None:
+        """This stage's part of the step is on its way to the next one: close the step here, where no tokens are seen."""
+        if not self._traced or self._is_last:
+            return
+        stages = self.interleaver.stages
+        assert stages is not None
+        self.interleaver.end_step()
+        for scheduled, request in self._in_step:
+            request.generated += 1
+            self._gather_done(request)
+            failed = any(o.failure is not None for o in request.outcomes.values())
+            if failed or len(request.outcomes) == len(request.programs):
+                self._end(scheduled.request_id, goes_on=True)
+                continue
+            if request.trace.stream:
+                self._send_snapshot(scheduled.request_id, request)
+            request.goes_on = stages.link.fetch(stages.size - 1, _steps_of(request), request.generated)
+        self._in_step = []
+        self._traced = False
+
+    def _end_what_is_over(self, scheduled: Collection[str]) -> None:
+        """End what the last stage has ended, before it is asked for a step too many: async scheduling runs ahead of the tokens."""
+        for name in scheduled:
+            request = self._requests.get(name)
+            if request is None or request.goes_on is None:
+                continue
+            try:
+                request.goes_on.wait()
+            except NeverReachedError:
+                self._end(name, goes_on=True)
+
+    def _failed_elsewhere(self, body_name: str) -> StageFailedError | None:
+        stages = self.interleaver.stages
+        return stages.link.failure_of(body_name) if stages is not None else None
+
     def _fail(self, name: str, request: _Request, error: MidstreamError) -> None:
         self._send(name, request, [Outcome({}, Failure.of(error), name=request.main)])
         self.stops.append(name)
@@ -212,6 +260,9 @@ class TraceHost:
     def _end(self, name: str, goes_on: bool = False) -> None:
         """The request is over for its bodies: gather what they gave and send it. `goes_on`: not so for the engine."""
         request = self._requests.pop(name)
+        stages = self.interleaver.stages
+        if stages is not None:
+            stages.link.end(_steps_of(request), "the trace has no further step")
         for body_name in request.programs:
             if body_name not in request.outcomes:
                 self._gather(request, body_name)
@@ -232,6 +283,8 @@ class TraceHost:
                 del self._requests[name]
                 for body_name in request.programs:
                     self.interleaver.discard(body_name)
+                if (stages := self.interleaver.stages) is not None:
+                    stages.link.drop([*request.programs, _steps_of(request)])
                 if self.sender is not None:
                     self.sender.end(name)
         self._settled = {name: request for name, request in self._settled.items() if request.trace.trace not in traces}
@@ -239,8 +292,11 @@ class TraceHost:
             self._groups.pop(trace, None)
 
     def _gather(self, request: _Request, body_name: str) -> None:
-        body = self.interleaver.finish(body_name)
+        body = self.interleaver.finish(body_name, self._failed_elsewhere(body_name))
         assert body is not None
+        if (stages := self.interleaver.stages) is not None:
+            failure = body.failure if not isinstance(body.failure, StopTrace) else None
+            stages.link.end(body_name, _why_over(failure, stages.index), failed=failure is not None)
         self._sent += 1
         request.outcomes[body_name] = outcome(body, request.programs[body_name])
         request.outcomes[body_name].order = self._sent
@@ -330,18 +386,25 @@ class TraceHost:
 
     def _after_step(self, name: str, request: _Request, token: int | None) -> None:
         request.generated += 1
-        bodies = {n: self.interleaver.bodies[n] for n in request.programs if n not in request.outcomes}
-        for body_name, body in bodies.items():
-            if body.done and not self.interleaver.is_watched_by(body):
-                self._gather(request, body_name)
+        self._gather_done(request)
         asked = any(o.failure is not None or o.stopped for o in request.outcomes.values())
         if asked:
             self.stops.append(name)
         over = asked or self._is_over(request, token)
         if over or len(request.outcomes) == len(request.programs):
             self._end(name, goes_on=not over)
-        elif request.trace.stream:
+            return
+        if request.trace.stream:
             self._send_snapshot(name, request)
+        if (stages := self.interleaver.stages) is not None:
+            stages.link.publish(_steps_of(request), request.generated, None, readers=stages.size - 1)
+
+    def _gather_done(self, request: _Request) -> None:
+        for body_name in [n for n in request.programs if n not in request.outcomes]:
+            body = self.interleaver.bodies[body_name]
+            over = body.done and not self.interleaver.is_watched_by(body)
+            if over or self._failed_elsewhere(body_name) is not None:
+                self._gather(request, body_name)
 
     def _is_over(self, request: _Request, token: int | None) -> bool:
         """Whether the engine ends the request with this token: its async scheduler may run a step more, which nobody may see."""
@@ -364,3 +427,14 @@ class TraceHost:
             "hooks": self.interleaver.hook_count,
             "queued_bytes": self.sender.queued_bytes if self.sender is not None else 0,
         }
+
+
+def _steps_of(request: _Request) -> str:
+    """Under which the last stage says of a request that its bodies have another step."""
+    return f"{request.main} steps"
+
+
+def _why_over(failure: BaseException | None, stage: int) -> str:
+    if failure is None:
+        return "The value was never reached: the trace ended without it."
+    return f"The trace failed on pipeline stage {stage}: {type(failure).__name__}: {failure}"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.compilation.breakable_cudagraph import is_breakable_cudagraph_enabled
 from vllm.config import CompilationMode, CUDAGraphMode
+from vllm.distributed import get_pp_group, get_tp_group
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.outputs import AsyncModelRunnerOutput
@@ -28,6 +29,12 @@ from midstream.engine.settings import NAME, Settings
 from midstream.engine.step import StepView
 from midstream.engine.verdict import Verdict
 from midstream.errors import MidstreamError
+from midstream.ranks.agreement import Agreement
+from midstream.ranks.group import exchange_in
+from midstream.ranks.link import Link
+from midstream.ranks.shards import Finder
+from midstream.ranks.stages import StageParts, Stages
+from midstream.ranks.whole import Whole
 from midstream.trace.envoy import ModelEnvoy
 from midstream.trace.interleaver import Interleaver
 
@@ -84,6 +91,11 @@ def _carries(new_request: Any) -> bool:
     return (getattr(new_request.sampling_params, "extra_args", None) or {}).get(NAME) is not None
 
 
+def _place_in(group: Any) -> tuple[int, int]:
+    """(rank, size)."""
+    return group.rank_in_group, group.world_size
+
+
 class Worker(PlatformWorker):
     """A worker that runs traces and plans."""
 
@@ -119,21 +131,46 @@ class Worker(PlatformWorker):
         config = self.vllm_config
         settings = Settings.of(config)
         runner = self._runner = adapt(self.model_runner)
-        model = runner.model
+        model, tensor = runner.model, get_tp_group()
         arch = detect(
             model,
             lambda: runner.probe(_PROBE_TOKENS),
             num_heads=config.model_config.get_num_attention_heads(config.parallel_config),
             head_dim=config.model_config.get_head_size(),
             rename=settings.rename,
+            find_parts=Finder(tensor.world_size, exchange_in(tensor)) if tensor.world_size > 1 else None,
         )
+        self._whole = self._make_whole(arch, tensor)
+        self._stages = self._make_stages(model, arch)
         records = self._has_graphs or config.compilation_config.mode != CompilationMode.NONE
         built_in = buildable_points(arch, settings.graph_sites) if records else []
         self.midstream = self._make_trace_host(arch, settings)
-        self.plans = make_plan_host(self, arch, settings, built_in, lambda: self.midstream.sender)
+        link = self._stages.link if self._stages is not None else None
+        self.plans = make_plan_host(self, arch, settings, built_in, lambda: self.midstream.sender, link)
         self.midstream.watch_graph_sites(built_in)
         build_in(model, arch, built_in, self.plans.tables.index.__getitem__)
         runner.connect(StepHost(self.midstream, self.plans))
+
+    def _make_stages(self, model: torch.nn.Module, arch: Architecture) -> Stages | None:
+        """The pipeline that this worker is a stage of, if there is one."""
+        pipeline = get_pp_group()
+        if pipeline.world_size == 1:
+            return None
+        exchange = exchange_in(pipeline)
+        link = Link(pipeline.rank_in_group, exchange, "pipeline")
+        return Stages(exchange(StageParts.of(model, arch)), link, self.device)
+
+    @staticmethod
+    def _make_whole(arch: Architecture, group: Any) -> Whole | None:
+        """The ranks that share each layer with this worker, if there are others."""
+        if group.world_size == 1:
+            return None
+        agreement = Agreement(Link(group.rank_in_group, exchange_in(group), "tensor"))
+
+        def gather(part: torch.Tensor) -> torch.Tensor:
+            return group.all_gather(part.unsqueeze(0), 0)
+
+        return Whole(arch.shards, group.rank_in_group, gather, agreement)
 
     @property
     def _has_graphs(self) -> bool:
@@ -141,7 +178,9 @@ class Worker(PlatformWorker):
 
     def _make_trace_host(self, arch: Architecture, settings: Settings) -> TraceHost:
         model, config = self._runner.model, self.vllm_config
-        interleaver = Interleaver(model, arch.order)
+        stages = self._stages
+        whole = stages.arch if stages is not None else arch
+        interleaver = Interleaver(model, whole.order, stages, self._whole)
         compute_logits: Any = model.compute_logits
         norm = model.get_submodule(arch.parts["final_norm"]) if "final_norm" in arch.parts else None
 
@@ -151,7 +190,7 @@ class Worker(PlatformWorker):
             normed = norm(hidden)
             return compute_logits(normed[0] if isinstance(normed, tuple) else normed)  # Command-R's norm returns a pair
 
-        envoy = ModelEnvoy(model, arch, interleaver, unembed, self._tokenizer)
+        envoy = ModelEnvoy(model, whole, interleaver, unembed, self._tokenizer)
         return TraceHost(envoy, interleaver, arch, settings.allow_traces, config.model_config.max_model_len)
 
     def compile_or_warm_up_model(self) -> Any:
@@ -182,7 +221,9 @@ class Worker(PlatformWorker):
         self._runner.use_second_graphs(plans.step_is_planned)
         try:
             with self._eager_kernels.on() if uncompiled else contextlib.nullcontext():
-                return super().execute_model(scheduler_output)
+                output = super().execute_model(scheduler_output)
+            traces.end_stage()
+            return output
         finally:
             StepMode.set()
             SiteOp.fire = SiteOp.edit = None
@@ -232,6 +273,9 @@ class Worker(PlatformWorker):
             "modules": {path: type(module).__name__ for path, module in modules.items()},
             "shapes": dict(arch.shapes),
             "sites": list(arch.sites),
+            "stage": list(_place_in(get_pp_group())),
+            "tensor": list(_place_in(get_tp_group())),
+            "layers": list(arch.layers),
             "num_layers": arch.num_layers,
             "hidden_size": arch.hidden_size,
             "widths": {f"{site}/{layer}": width for (site, layer), width in self.plans.facts.widths.items()},
@@ -248,6 +292,8 @@ class Worker(PlatformWorker):
             "table_growths": self.plans.tables.growths,
             "traced_steps": self.midstream.traced_steps,
             "uncompiled_steps": self.midstream.uncompiled_steps,
+            **(self._stages.link.gauges() if self._stages is not None else {}),
+            **(self._whole.agreement.gauges() if self._whole is not None else {}),
         }
 
     def midstream_finish(self) -> None:
@@ -284,6 +330,10 @@ class Worker(PlatformWorker):
     def shutdown(self) -> None:
         if (host := getattr(self, "midstream", None)) is not None and host.sender is not None:
             host.sender.close(flush=False)
+        if (stages := getattr(self, "_stages", None)) is not None:
+            stages.link.close()
+        if (whole := getattr(self, "_whole", None)) is not None:
+            whole.agreement.close()
         try:
             if (plans := getattr(self, "plans", None)) is not None:
                 plans.outlet.close()  # raises what a consumer raised

@@ -22,6 +22,7 @@ from midstream.trace.visit import Key, Visit, point_name
 
 if TYPE_CHECKING:
     from midstream.ranks.link import Fetch
+    from midstream.ranks.randomness import Randomness
     from midstream.trace.interleaver import Interleaver
 
 CURRENT: ContextVar[Body] = ContextVar("midstream_body")
@@ -74,6 +75,7 @@ class Body:
         self.reads = 0
         self.fetching: Fetch | None = None
         self.linked = False
+        self.random: Randomness | None = None  # torch's default generators as this body left them
         self._asked: Key | None = None  # the last point of its step
         self._reached = -1  # and how far in the forward that is, whichever stage has it
         self._run = run
@@ -112,6 +114,7 @@ class Body:
             self._leave()
         except BaseException as failure:
             self.failure = self.failure or failure
+        self.interleaver.note(self, f"its end ({type(self.failure).__name__})" if self.failure else "its end")
         self.parked = None
 
     # The forward's side.
@@ -123,14 +126,25 @@ class Body:
         self.parked = None
         if isinstance(visit, Visit):
             self.visit = visit
-        if error is not None and self.started:
-            self._greenlet.throw(error)
-        else:
-            self._greenlet.switch(visit)
+        with self.random or contextlib.nullcontext():
+            if error is not None and self.started:
+                self._greenlet.throw(error)
+            else:
+                self._greenlet.switch(visit)
         torch.set_grad_enabled(grad)
         if isinstance(self.failure, KeyboardInterrupt) and not self.interrupted:  # Ctrl-C is not the body's own
             self.interrupted = True
             raise self.failure
+
+    def fail(self, error: TraceError) -> None:
+        """Be over with `error`, whatever the body makes of it."""
+        if not self.done:
+            self.resume(error=error)
+        self.discard()
+        self.parked = None
+        if not isinstance(self.failure, type(error)):  # what it had saved is found by the traceback
+            own = self.failure
+            self.failure = error if own is None else error.with_traceback(own.__traceback__)
 
     def discard(self) -> None:
         """Drop a body whose request is gone, unwinding it without a trace."""
@@ -149,6 +163,7 @@ class Body:
     def _switch_away(self, parked: tuple[Key, int]) -> Any:
         assert self._forward is not None
         self.parked = parked
+        self.interleaver.note(self, f"{point_name(parked[0])} of step {parked[1]}")
         grad = torch.is_grad_enabled()
         answer = self._forward.switch()
         torch.set_grad_enabled(grad)

@@ -20,7 +20,7 @@ from midstream.sites import ACCESSORS, LAYER_SITES, Binding
 from midstream.trace.body import current_body
 from midstream.trace.interleaver import Interleaver
 from midstream.trace.remote import RemoteValue, real
-from midstream.trace.visit import Key
+from midstream.trace.visit import Key, Visit
 
 
 def nearest(name: str, known: list[str]) -> str:
@@ -46,7 +46,11 @@ class Point:
         current_body().write(self.key, lambda visit: visit.set_raw(real(value)))
 
     def set_first(self, value: Any) -> None:
-        current_body().write(self.key, lambda visit: visit.set_raw(with_first_argument(*visit.raw(), real(value))))
+        def change(visit: Visit) -> None:
+            args, kwargs = visit.raw()
+            visit.set_raw(with_first_argument(args, kwargs, real(value)))
+
+        current_body().write(self.key, change)
 
 
 def first_tensor_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -126,7 +130,7 @@ class Envoy(CallPoints):
     _own = ("output", "input", "inputs")
 
     def __init__(self, module: nn.Module | None, path: str, interleaver: Interleaver) -> None:
-        self._module = module
+        self._module: Any = module
         self._path = path
         self._key = (path,)
         self._interleaver = interleaver
@@ -164,7 +168,6 @@ class Envoy(CallPoints):
         stages = self._interleaver.stages
         if stages is not None:
             return stages.children_of(self._path)
-        assert self._module is not None
         return [name for name, module in self._module._modules.items() if module is not None]
 
     def __getattr__(self, name: str) -> Any:

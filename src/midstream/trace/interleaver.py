@@ -6,13 +6,15 @@ for, `end_step` closes the step. Hooks are there only while a trace is alive, an
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from midstream.errors import BarrierError, NeverReachedError, TraceError
+from midstream.errors import BarrierError, DivergedError, MidstreamError, NeverReachedError, TraceError
+from midstream.ranks.randomness import Randomness
 from midstream.trace.body import BARRIER, FETCH, STEP_START, Body
 from midstream.trace.journal import Journal, spill
 from midstream.trace.rows import FlatRows, Rows
@@ -23,6 +25,7 @@ from midstream.trace.visit import Event, Key, Visit, point_name
 
 if TYPE_CHECKING:
     from midstream.ranks.stages import Stages
+    from midstream.ranks.whole import Whole
 
 Order = Mapping[tuple[str, str], tuple[int, int]]
 Watcher = Callable[[Visit], None]
@@ -37,11 +40,15 @@ class Interleaver:
         root: the model whose modules are traced.
         order: from `Architecture.order`: when in a forward pass each module's input and output come by.
         stages: the pipeline that the model is one stage of.
+        whole: the tensor-parallel ranks that share each layer with this one.
     """
 
-    def __init__(self, root: nn.Module, order: Order, stages: Stages | None = None) -> None:
+    def __init__(
+        self, root: nn.Module, order: Order, stages: Stages | None = None, whole: Whole | None = None
+    ) -> None:
         self.order = order
         self.stages = stages
+        self.whole = whole
         self.modules = dict(root.named_modules())
         self.bodies: dict[str, Body] = {}
         self.rows: dict[str, Rows] = {}
@@ -67,12 +74,14 @@ class Interleaver:
 
     def add(self, body: Body) -> None:
         body.interleaver = self
+        if self.stages is not None or self.whole is not None:
+            body.random = Randomness(body.name, next(self.modules[""].parameters()).device)
         if not self.bodies:
             self._watch_containers()
         self.bodies[body.name] = body
 
-    def finish(self, name: str) -> Body | None:
-        """The request has ended: let its body run to its end, with nothing more to be reached."""
+    def finish(self, name: str, error: MidstreamError | None = None) -> Body | None:
+        """The request has ended: let its body run to its end, with nothing more to be reached, by reason of `error`."""
         body = self.bodies.pop(name, None)
         if body is None:
             return None
@@ -90,10 +99,12 @@ class Interleaver:
                 )
             else:
                 body.resume(
-                    error=NeverReachedError(
+                    error=error
+                    or NeverReachedError(
                         f"{point_name(parked[0])} of step {parked[1]} was never reached: the request ended after step {body.now}."
                     )
                 )
+        self._show_notes()
         self._clean_up()
         return body
 
@@ -120,6 +131,8 @@ class Interleaver:
     def _clean_up(self) -> None:
         if self.bodies:
             return
+        if self.whole is not None:
+            self.whole.agreement.rest()
         for handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()
@@ -154,6 +167,8 @@ class Interleaver:
             for key in journal:
                 self.prepare(key)
                 self._replays.setdefault(key, []).append((journal, part))
+        if self.whole is not None:
+            self.whole.agreement.begin_step()
         bodies = [self.bodies[name] for name in rows]
         for body in bodies:
             body.now += 1
@@ -168,6 +183,7 @@ class Interleaver:
         for body in bodies:
             self._file(body)
         self._release_barriers()
+        self._show_notes()
 
     def end_step(self) -> None:
         """The forward is over, tokens are sampled: nothing more of this step will come by."""
@@ -179,6 +195,9 @@ class Interleaver:
                 if key in (STEP_START, BARRIER, FETCH):
                     break
                 body.resume(error=NeverReachedError(self._why_never(key, step)))
+        if self.whole is not None:
+            for name, error in self.whole.agreement.end_step(self.rows).items():
+                self.bodies[name].fail(error)
         spill(body.journal for body in self.bodies.values() if body.journal is not None)
         self._waiting.clear()
         self._live_storages.clear()
@@ -211,13 +230,14 @@ class Interleaver:
             return tree
         self._position = max(self._position, self.ordinal(key)[0])
         self._point = self._firing = key
-        event = Event(key, tree, direct)
+        event = Event(key, tree, direct, self.whole)
         for journal, rows in self._replays.get(key, ()):
             journal.replay(event, rows)
         for body, value in self._overrides.pop(key, ()):
-            visit = self._visit(body, event)
-            visit.set_raw(value)
-            visit.leave()
+            with self._may_diverge():
+                visit = self._visit(body, event)
+                visit.set_raw(value)
+                visit.leave()
         while waiting:
             ordered = self._in_order(waiting) if len(waiting) > 1 else waiting
             for body in ordered:
@@ -231,7 +251,9 @@ class Interleaver:
         event.write_back()
         for body, watch in self._watchers.get(key, ()):
             if body.name in self.rows:
-                watch(self._visit(body, event))
+                with self._may_diverge():
+                    watch(self._visit(body, event))
+        self._show_notes()
         self._firing = None
         return event.tree
 
@@ -245,7 +267,28 @@ class Interleaver:
         if rows.aliases:
             self._live_storages.update(t.untyped_storage().data_ptr() for _, t in leaves(event.tree))
         journal = body.journal if event.key not in LAST_POINTS else None  # behind these, nothing is computed again
-        return Visit(event, rows, body.now, journal, self._span if event.key not in LAST_POINTS else None)
+        return Visit(event, rows, body.now, journal, self._span if event.key not in LAST_POINTS else None, body.name)
+
+    # Tensor-parallel ranks.
+
+    def note(self, body: Body, what: str) -> None:
+        """A body does something that it has to do on all ranks."""
+        if self.whole is not None:
+            self.whole.agreement.note(body.name, what)
+
+    def agree(self, body: Body, *what: Any) -> None:
+        """Before something collective. Raises DivergedError if the body does something else on another rank."""
+        if self.whole is not None:
+            self.whole.agreement.agree(body.name, *what)
+
+    def _show_notes(self) -> None:
+        if self.whole is not None:
+            self.whole.agreement.show()
+
+    @staticmethod
+    def _may_diverge() -> contextlib.AbstractContextManager[None]:
+        """What is done for a body outside of it: the end of the step tells it."""
+        return contextlib.suppress(DivergedError)
 
     def _complete(self, bodies: Collection[Body]) -> None:
         """Let these bodies have the values of other stages that they wait for, all but those that come after this forward.
@@ -283,6 +326,7 @@ class Interleaver:
 
     def watch(self, body: Body, key: Key, watcher: Watcher) -> None:
         """Have `watcher` called with every later visit of the body's request to `key`, after all edits there."""
+        self.note(body, f"a cache of {point_name(key)}")
         self.prepare(key)
         self._watchers.setdefault(key, []).append((body, watcher))
 
@@ -294,6 +338,7 @@ class Interleaver:
 
     def override(self, body: Body, key: Key, value: Any) -> None:
         """Have the request's part of `key` be `value` when the forward comes to it in this step."""
+        self.note(body, f"a skip to {point_name(key)}")
         self.prepare(key)
         self._overrides.setdefault(key, []).append((body, value))
 

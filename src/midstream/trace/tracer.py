@@ -59,8 +59,10 @@ class CacheEntry:
 
     output: Any = None
     inputs: Any = None
+    _steps: dict[str, list[int]] = field(default_factory=dict, repr=False, compare=False)  # of the values of each field
 
-    def add(self, field_name: str, value: Any) -> None:
+    def add(self, field_name: str, value: Any, step: int) -> None:
+        self._steps.setdefault(field_name, []).append(step)
         before = getattr(self, field_name)
         if before is None:
             setattr(self, field_name, value)
@@ -68,6 +70,16 @@ class CacheEntry:
             before.append(value)
         else:
             setattr(self, field_name, _Steps([before, value]))
+
+    def until(self, step: int) -> CacheEntry:
+        """What there was before `step` began."""
+        entry = CacheEntry()
+        for field_name, numbers in self._steps.items():
+            values = getattr(self, field_name)
+            for number, value in zip(numbers, values if isinstance(values, _Steps) else [values], strict=True):
+                if number < step:
+                    entry.add(field_name, value, number)
+        return entry
 
 
 class _Steps(list[Any]):
@@ -81,6 +93,11 @@ class Cache(dict[str, CacheEntry]):
         if name.startswith("__"):
             raise AttributeError(name)
         return _CachePath(self, name)
+
+    def __midstream_until__(self, step: int) -> Cache:
+        """What there was before `step` began."""
+        entries = {path: entry.until(step) for path, entry in self.items()}
+        return Cache({path: entry for path, entry in entries.items() if entry._steps})
 
 
 class _CachePath:
@@ -160,7 +177,7 @@ class BodyTracer:
         def keep(path: str, field_name: str) -> Any:
             def watch(visit: Visit) -> None:
                 value = map_tensors(visit.raw(), lambda _, t: t.detach().to(device, dtype, copy=True))
-                cache.setdefault(path, CacheEntry()).add(field_name, value)
+                cache.setdefault(path, CacheEntry()).add(field_name, value, visit.step)
 
             return watch
 
