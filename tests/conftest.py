@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import ranks
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -30,13 +32,34 @@ if TYPE_CHECKING:
     from midstream import VLLM, LanguageModel
 
 ENGINE: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 16, "gpu_memory_utilization": 0.2}
+RANKS: dict[str, int] = {}  # what `--ranks` makes of every engine
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--ranks", choices=list(ranks.SIZES), help="run the engines' tests on engines of several ranks")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if (name := config.getoption("--ranks")) is not None:
+        RANKS.update(ranks.SIZES[name])
+        ENGINE["gpu_memory_utilization"] = 0.1
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if RANKS:
+        for item in items:
+            if (why := ranks.why_not(item.nodeid)) is not None:
+                item.add_marker(pytest.mark.skip(reason=why))
 
 
 def start(**arguments: Any) -> VLLM:
     """An engine on the bundled model."""
+    from forked import forked
+
     from midstream import VLLM, demo_model
 
-    return VLLM(demo_model(), **{**ENGINE, **arguments})
+    with forked() if RANKS else contextlib.nullcontext():
+        return VLLM(demo_model(), **{**ENGINE, **RANKS, **arguments})
 
 
 @pytest.fixture(scope="session")
