@@ -17,11 +17,11 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from midstream.backends.capturing import RESULT_SECONDS, Capturing, sample_index
-from midstream.backends.submission import Message, Requests, put_capture, ran, saves_of
+from midstream.backends.submission import Message, Requests, put_capture, ran, results_lost, saves_of
 from midstream.backends.tracer import Ran, raise_failures
 from midstream.engine import launch
 from midstream.engine.results import ChannelClosedError, Mailbox
-from midstream.errors import EngineClosedError, TraceError
+from midstream.errors import TraceError
 
 if TYPE_CHECKING:
     from midstream.backends.vllm import VLLM
@@ -229,7 +229,7 @@ class _Saves:
             try:
                 self._keep(await asyncio.wait_for(self._box.aget(), RESULT_SECONDS))
             except ChannelClosedError as error:
-                raise EngineClosedError(f"The engine has gone before a trace's results came: {error}") from error
+                raise results_lost(error) from error
         return list(self._last.values())
 
     def _keep(self, message: Message) -> None:

@@ -12,8 +12,8 @@ from midstream.backends.planned import Planned
 from midstream.backends.tracer import Ran
 from midstream.engine import launch
 from midstream.engine.request import TraceRequest
-from midstream.engine.results import Mailbox
-from midstream.errors import MidstreamError, PlanError
+from midstream.engine.results import ChannelClosedError, Mailbox
+from midstream.errors import EngineClosedError, MidstreamError, PlanError
 from midstream.trace.program import Outcome
 from midstream.trace.tracer import Result
 from midstream.trace.tree import map_objects
@@ -137,7 +137,15 @@ def raise_if_refused(output: Any) -> None:
 
 
 def _collect(box: Mailbox | None, output: Any) -> Ran:
-    return ran([] if box is None else [box.get(RESULT_SECONDS) for _ in output.outputs], output)
+    try:
+        return ran([] if box is None else [box.get(RESULT_SECONDS) for _ in output.outputs], output)
+    except ChannelClosedError as error:
+        raise results_lost(error) from error
+
+
+def results_lost(error: ChannelClosedError) -> MidstreamError:
+    """A worker has gone, and the engine goes with it."""
+    return EngineClosedError(f"The engine has gone before a trace's results came: {error}")
 
 
 def ran(messages: list[Message], output: Any) -> Ran:
