@@ -16,10 +16,12 @@ from midstream.captures.segment import Segment, without_rows
 from midstream.captures.wanted import Routes, routes
 from midstream.errors import PlanError
 from midstream.plan.checks import ModelFacts, check
+from midstream.plan.memory import Memory, plan_bytes
 from midstream.plan.runs import RecordedRun
 from midstream.plan.spans import has_spans, resolve_spans
 from midstream.plan.values import Capture, Clamp, Patch, Plan, Steer, with_digests
 
+_PLANE_BYTES = 256
 _INTERVENTIONS = (Steer, Patch, Clamp, Capture)
 
 
@@ -83,9 +85,6 @@ class Planned:
         return Plan(tuple(replace(item, to=None) if isinstance(item, Capture) else item for item in items))
 
 
-_KNOWN = 1024  # plans that a planner remembers
-
-
 class Planner:
     """Makes plans ready for a model, of which `facts` tells the sites, layers and widths."""
 
@@ -94,7 +93,7 @@ class Planner:
         self._tokenizer = tokenizer
         self._vectors = vectors
         self._runs = {run.name: run.id for run in runs.handles}
-        self._known: dict[tuple[Plan, int, int | None], Planned] = {}
+        self._known: Memory[Planned] = Memory()
         self._there: dict[str, tuple[int, ...]] = {}
         for site, layer in sorted(facts.widths):
             self._there[site] = (*self._there.get(site, ()), layer)
@@ -104,12 +103,12 @@ class Planner:
         max_tokens = params.get("max_tokens")
         if has_spans(plan):
             return self._prepare(resolve_spans(plan, *offsets_of(prompt, ids, self._tokenizer())), ids, max_tokens)
-        key = (plan, len(ids), max_tokens)
-        if key not in self._known:  # many prompts may have one plan, and come with it again
-            if len(self._known) >= _KNOWN:
-                self._known.clear()
-            self._known[key] = self._prepare(plan, ids, max_tokens)
-        return replace(self._known[key], prompt=ids)
+        known = self._known.get(
+            (plan, len(ids), max_tokens),
+            lambda: replace(self._prepare(plan, ids, max_tokens), prompt=[]),  # many prompts may have one plan
+            lambda planned: plan_bytes(plan) + _bytes(planned),
+        )
+        return replace(known, prompt=ids)
 
     def _prepare(self, plan: Plan, ids: list[int], max_tokens: int | None) -> Planned:
         if max_tokens is not None and max_tokens < 1:
@@ -138,6 +137,13 @@ class Planner:
                 for item in plan.interventions
             )
         )
+
+
+def _bytes(planned: Planned) -> int:
+    """About what it takes beside its plan, with which it shares the vectors."""
+    ways = (planned.routes.output, *(sink.wanted for sink in planned.routes.sinks))
+    rows = {id(wanted): wanted.listed.nbytes for way in ways for wanted in way.values()}
+    return sum(rows.values()) + _PLANE_BYTES * sum(map(len, ways))
 
 
 def runs_of(planned: Sequence[Planned | None]) -> list[str]:

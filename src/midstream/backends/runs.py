@@ -26,7 +26,7 @@ class RunInfo(NamedTuple):
     """One recorded run, as the workers hold it.
 
     Attributes:
-        bytes: on all workers together.
+        bytes: of all stages together; with tensor parallelism each rank of a stage holds its stage's.
         leases: requests that use it, now or soon; it is not dropped meanwhile.
     """
 
@@ -78,7 +78,7 @@ class Runs(Mapping[str, RecordedRun]):
         """Forget a run. Requests that have begun with it go on. To be awaited on an async engine. Raises KeyError if there is none."""
         handle = self._handles[name] if self._deferred else self[name]
         del self._handles[name]
-        return _then(self._ask("delete", [handle.id]), lambda _: None)
+        return _then(self._ask("delete", [handle.id]), _nothing)
 
     def add(self, run: RecordedRun) -> Any:
         """A run has been recorded; an older one of its name is forgotten. To be awaited on an async engine."""
@@ -95,16 +95,21 @@ class Runs(Mapping[str, RecordedRun]):
 
     def lease(self, ids: list[str], by: int) -> Any:
         """Add to the leases of runs, or take from them. Raises PlanError if one is gone. To be awaited on an async engine."""
-        return _then(self._ask("lease", ids, by), self._leased if by > 0 else lambda _: None)
+        return _then(self._ask("lease", ids, by), (lambda answers: self._leased(ids, answers)) if by > 0 else _nothing)
 
-    def _leased(self, answers: list[list[str]]) -> None:
+    def _leased(self, ids: list[str], answers: list[list[str]]) -> Any:
+        """A lease is had on all workers or, where a run is missing, given back to all."""
         if missing := {run_id for answer in answers for run_id in answer}:
-            names = [name for name, run in self._handles.items() if run.id in missing]
-            self._handles = {name: run for name, run in self._handles.items() if run.id not in missing}
-            raise PlanError(
-                f"Patch.source: the recorded run {', '.join(map(repr, names)) or sorted(missing)} is not there any more, "
-                "deleted or dropped to make room for others; record it again, with a larger record_bytes if need be."
-            )
+            return _then(self._ask("lease", ids, -1), lambda _: self._refuse(missing))
+        return None
+
+    def _refuse(self, missing: set[str]) -> None:
+        names = [name for name, run in self._handles.items() if run.id in missing]
+        self._handles = {name: run for name, run in self._handles.items() if run.id not in missing}
+        raise PlanError(
+            f"Patch.source: the recorded run {', '.join(map(repr, names)) or sorted(missing)} is not there any more, "
+            "deleted or dropped to make room for others; record it again, with a larger record_bytes if need be."
+        )
 
     def _there(self) -> dict[str, RecordedRun]:
         if not self._deferred:
@@ -112,29 +117,25 @@ class Runs(Mapping[str, RecordedRun]):
         return self._handles
 
     def _listed(self, answers: list[list[dict[str, Any]]]) -> list[RunInfo]:
-        merged: dict[str, list[dict[str, Any]]] = {}
-        for answer in answers:
-            for run in answer:
-                merged.setdefault(run["id"], []).append(run)
-        self._handles = {name: run for name, run in self._handles.items() if run.id in merged}
-        return [_info(parts) for parts in merged.values()]
+        there = [{run["id"]: run for run in answer} for answer in answers]
+        everywhere = [
+            each for run_id in there[0] if len(each := [runs[run_id] for runs in there if run_id in runs]) == len(there)
+        ]
+        infos = [_info(parts) for parts in everywhere]
+        ids = {info.id for info in infos}
+        self._handles = {name: run for name, run in self._handles.items() if run.id in ids}
+        return infos
+
+
+def _nothing(_: Any) -> None:
+    pass
 
 
 def _info(parts: list[dict[str, Any]]) -> RunInfo:
-    """One run from what each worker has of it."""
-
-    def union(field: str) -> tuple[Any, ...]:
-        return tuple(sorted({item for part in parts for item in part[field]}))
-
-    return RunInfo(
-        parts[0]["name"],
-        parts[0]["id"],
-        sum(part["bytes"] for part in parts),
-        max(part["leases"] for part in parts),
-        union("sites"),
-        union("layers"),
-        union("positions"),
-    )
+    """One run, of which every worker says the same but for leases: a request comes to them one after the other."""
+    run = parts[0]
+    places = (tuple(run[field]) for field in ("sites", "layers", "positions"))
+    return RunInfo(run["name"], run["id"], run["bytes"], max(part["leases"] for part in parts), *places)
 
 
 def _then(answer: Any, do: Callable[[Any], Any]) -> Any:
@@ -143,6 +144,7 @@ def _then(answer: Any, do: Callable[[Any], Any]) -> Any:
         return do(answer)
 
     async def later(pending: Awaitable[Any]) -> Any:
-        return do(await pending)
+        done = do(await pending)
+        return await done if inspect.isawaitable(done) else done
 
     return later(answer)

@@ -131,7 +131,9 @@ class DirectorySink:
         for entry in entries:
             if entry.buffer:
                 prefix = f"{len(parts)}:{entry.info.request_id}"  # a request id may occur twice
-                planes = [_place(entry, key, named, f"{prefix}/{'/'.join(map(str, key))}") for key in entry.buffer]
+                planes = [
+                    _place(entry, key, named, f"{prefix}/{'/'.join(map(str, key))}") for key in sorted(entry.buffer)
+                ]
                 parts.append((entry, {"prefix": prefix, "planes": planes}))
         if not parts:
             return

@@ -145,8 +145,12 @@ def find_rows(
             segments = [i for number in numbers for i in members[number]]
             shared[same] = _select(f"capture of {describe(key)} of request {request!r}", parts, segments, stop, rows)
         found[key] = shared[same]
-    _complete(request, found, stop, wanted or {})
-    return found | {key: _Found([], NONE, None) for key in wanted or {} if key not in found}
+    if wanted is None:
+        return found
+    _complete(request, found, stop, wanted)
+    return {
+        key: found.get(key, _Found([], NONE, None)) for key in wanted
+    }  # in this order, whichever stage's rows came first
 
 
 def _rows_of_one(

@@ -20,6 +20,7 @@ from midstream.plan.values import Clamp, Edit, Named, Patch, Plan, Steer
 from midstream.plan.vectors import digest
 
 FOREVER = 2**62
+_STRETCH_BYTES = 320  # two numbers and two hashes, in lists
 
 
 def changes_kv(site: str, layer: int, num_layers: int) -> bool:
@@ -54,12 +55,20 @@ class PlanKeys:
             for edit in normal(plan, num_layers, prompt_length).edits
             if changes_kv(edit.site, edit.layer if isinstance(edit, Patch) else edit.layers[0], num_layers)
         ]
-        self._stretches = list(_stretches(edits))
-        self._starts = [stretch.start for stretch in self._stretches]
-        self._edits = [digest("\n".join(stretch.edits).encode()) for stretch in self._stretches]
+        self._starts: list[int] = []
+        self._stops: list[int] = []
+        self._edits: list[str] = []  # a hash of each stretch's
         self._below = [""]  # a hash over all stretches before this one
-        for place, stretch in enumerate(self._stretches):
+        for place, stretch in enumerate(_stretches(edits)):
+            self._starts.append(stretch.start)
+            self._stops.append(stretch.stop)
+            self._edits.append(digest("\n".join(stretch.edits).encode()))
             self._below.append(self._chained(place, stretch.stop))
+
+    @property
+    def size(self) -> int:
+        """About the bytes that it takes."""
+        return _STRETCH_BYTES * len(self._starts)
 
     @property
     def floor(self) -> int | None:
@@ -71,13 +80,11 @@ class PlanKeys:
         count = bisect_left(self._starts, end)
         if not count:
             return None
-        last = self._stretches[count - 1]
-        return self._chained(count - 1, min(last.stop, end))
+        return self._chained(count - 1, min(self._stops[count - 1], end))
 
     def _chained(self, place: int, stop: int) -> str:
         """A hash over the stretches up to the one at `place`, which ends at `stop`."""
-        start = self._stretches[place].start
-        return digest(f"{self._below[place]}\n{start} {stop}\n{self._edits[place]}".encode())
+        return digest(f"{self._below[place]}\n{self._starts[place]} {stop}\n{self._edits[place]}".encode())
 
 
 def lowest_captured(plan: Plan, prompt_length: int) -> int | None:

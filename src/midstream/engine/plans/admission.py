@@ -14,6 +14,7 @@ from midstream.engine.plans.request import PlanRequest, packed, unpacked
 from midstream.engine.settings import NAME, Settings
 from midstream.errors import PlanError
 from midstream.plan.checks import ModelFacts, check
+from midstream.plan.memory import Memory
 from midstream.plan.values import Plan
 
 _RESIDUAL = ("resid_pre", "resid_mid", "resid_post", "attn_in", "attn_out", "mlp_in", "mlp_out")
@@ -60,6 +61,11 @@ def admitted(config: Any, request: Any, everyone: str | None) -> dict[str, Any]:
             "This engine was not started with midstream, so it would silently ignore the plan. Start it by midstream.VLLM(...), "
             "or with vllm.LLM(model, **midstream.engine_arguments())."
         )
+    if config.kv_transfer_config is not None:
+        raise PlanError(
+            "This engine has a KV connector (kv_transfer_config), which knows KV by its tokens alone: what a plan or a trace changes would "
+            "be handed to other requests. Start the engine without one."
+        )
     params = request.sampling_params
     given = (params.extra_args or {}).get(NAME)
     carried = PlanRequest.of(params)
@@ -70,7 +76,8 @@ def admitted(config: Any, request: Any, everyone: str | None) -> dict[str, Any]:
     layers = config.model_config.hf_text_config.num_hidden_layers
     wire = carried.wire if carried is not None and everyone is None else packed(plan)
     model = (layers, config.model_config.get_hidden_size(), str(config.model_config.dtype).removeprefix("torch."))
-    _checked(wire, model, len(request.prompt_token_ids or ()), params.max_tokens, bool(request.mm_features))
+    case = (wire, model, len(request.prompt_token_ids or ()), params.max_tokens, bool(request.mm_features))
+    _admitted.get(case, lambda: _check(*case), lambda _: len(wire))
     carried = PlanRequest(wire, layers, carried.capture if carried else None, carried.record if carried else None)
     if carried.capture is None and carried.record is None and any(None in capture.sinks for capture in plan.captures):
         raise PlanError(
@@ -86,8 +93,10 @@ def _everyone(plan: str) -> Plan:
     return Plan.of(plan)
 
 
-@functools.lru_cache(1024)
-def _checked(wire: bytes, model: tuple[int, int, str], prompt: int, max_tokens: int | None, multimodal: bool) -> None:
+_admitted: Memory[None] = Memory()
+
+
+def _check(wire: bytes, model: tuple[int, int, str], prompt: int, max_tokens: int | None, multimodal: bool) -> None:
     """Raises PlanError for what can be told here: of the residual stream its width, of other sites nothing."""
     plan = unpacked(wire)
     layers, hidden, dtype = model

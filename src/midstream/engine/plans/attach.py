@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 from torch import nn
+from vllm.config import CompilationMode, CUDAGraphMode
+from vllm.distributed import get_pp_group, get_tp_group
 
 from midstream.arch import Architecture
 from midstream.engine.plans.host import PlanHost
 from midstream.engine.plans.local import LocalSinks
-from midstream.engine.plans.outlet import Outlet
+from midstream.engine.plans.outlet import Outlet, SilentOutlet
+from midstream.engine.plans.pipeline import Pipeline
 from midstream.engine.plans.points import PointHooks, points_of
 from midstream.engine.plans.tables import DeviceTables, Tables, TwinTables
 from midstream.engine.sender import Sender
 from midstream.engine.settings import Settings
 from midstream.plan.checks import ModelFacts
+from midstream.ranks.group import exchange_in
+from midstream.ranks.link import Link
+from midstream.ranks.whole import Whole
 from midstream.sites import Point
 
 
@@ -25,30 +32,49 @@ def make_plan_host(
     settings: Settings,
     built_in: Collection[Point],
     sender: Callable[[], Sender | None],
+    link: Link | None = None,
+    whole: Whole | None = None,
 ) -> PlanHost:
-    """The plan host of a vLLM worker whose model is loaded."""
+    """The plan host of a vLLM worker whose model is loaded. All ranks of a pipeline make theirs together.
+
+    Args:
+        arch: of this rank's part of the model.
+        link: to the other stages, if there are any.
+        whole: the tensor-parallel ranks, if there are several.
+    """
     config = worker.vllm_config
+    model: nn.Module = worker.model_runner.get_model()
+    stage, first_of_stage = get_pp_group().rank_in_group, get_tp_group().rank_in_group == 0
     points = points_of(arch)
-    dtype = config.model_config.dtype
-    facts = ModelFacts(
-        arch.num_layers, {point: arch.widths[point] for point in points}, str(dtype).removeprefix("torch.")
-    )
+    widths = {point: arch.widths[point] for point in points}
+    pipeline = Pipeline.gathered(stage, widths, built_in, exchange_in(get_pp_group()))
+    facts = ModelFacts(arch.num_layers, pipeline.widths, str(config.model_config.dtype).removeprefix("torch."))
     rows = _most_rows(config)
     on_gpu = worker.device.type == "cuda"
     tables: Tables = (DeviceTables if on_gpu else TwinTables)(points, rows, worker.device)
-    model: nn.Module = worker.model_runner.get_model()
+    place = (stage, pipeline.size)
+    local = partial(LocalSinks, config.instance_id, arch.num_layers, pipeline.layers, place)
     return PlanHost(
         tables,
-        PointHooks(model, arch, built_in, tables.edit),
-        built_in,
+        PointHooks(model, arch, built_in, tables.edit, whole),
         facts,
+        pipeline,
+        link=link,
+        compiles=_compiles(config),
         device=worker.device,
-        dtype=dtype,
+        dtype=config.model_config.dtype,
         rows=rows,
         record_bytes=settings.record_bytes,
-        outlet=Outlet(sender, lambda: LocalSinks(config.instance_id, arch.num_layers)),
+        outlet=(Outlet if first_of_stage else SilentOutlet)(sender, local, stage),
         speculative=config.speculative_config is not None,
     )
+
+
+def _compiles(config: Any) -> bool:
+    """Whether steps run compiled code or graphs, which hooks outside of them are not part of."""
+    compilation = config.compilation_config
+    has_graphs = compilation.cudagraph_mode not in (None, CUDAGraphMode.NONE)
+    return has_graphs or compilation.mode != CompilationMode.NONE
 
 
 def _most_rows(config: Any) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 from midstream.engine.plans.request import PlanRequest, has_open_names, unpacked
 from midstream.errors import PlanError
 from midstream.plan.keys import PlanKeys, lowest_captured
+from midstream.plan.memory import Memory
 
 
 def block_key(request: Any, end: int) -> str | None:
@@ -40,13 +41,19 @@ def _make(request: Any, length: int) -> tuple[Any, int | None]:
         carried = PlanRequest.of(request.sampling_params)
         if carried is None or not carried.plan:
             return None, None
-        keyed = _keyed if not has_open_names(carried.plan) else _keyed.__wrapped__  # such a name is like no other
-        return keyed(carried.wire, length, carried.num_layers)
+        wire, layers = carried.wire, carried.num_layers
+        if has_open_names(carried.plan):  # such a name is like no other
+            return _keyed(wire, length, layers)
+        return _known_keys.get(
+            (wire, length, layers), lambda: _keyed(wire, length, layers), lambda found: len(wire) + found[0].size
+        )
     except PlanError:  # the worker will refuse it; until then its blocks are nobody's
         return _Alone(), 0
 
 
-@functools.lru_cache(256)
+_known_keys: Memory[tuple[PlanKeys, int | None]] = Memory()
+
+
 def _keyed(wire: bytes, length: int, num_layers: int) -> tuple[PlanKeys, int | None]:
     plan = unpacked(wire)
     return PlanKeys(plan, length, num_layers), lowest_captured(plan, length)

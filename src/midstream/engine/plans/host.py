@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from midstream.engine.plans.images import Image, Images
+from midstream.engine.plans.images import Image, Images, RunRow, stretches
 from midstream.engine.plans.outlet import Outlet, Piece
+from midstream.engine.plans.pipeline import Pipeline
 from midstream.engine.plans.points import PointHooks
+from midstream.engine.plans.recording import check_recorded, recorded
 from midstream.engine.plans.request import PlanRequest
-from midstream.engine.plans.store import RunStore, VectorStore, make_run
+from midstream.engine.plans.sources import Sources, runs_of
+from midstream.engine.plans.store import RunStore, VectorStore
 from midstream.engine.plans.tables import Tables
 from midstream.engine.step import StepView
 from midstream.errors import PlanError
@@ -22,6 +26,9 @@ from midstream.plan.checks import ModelFacts, check
 from midstream.plan.compile import CompiledPlan, compile_plan
 from midstream.plan.values import Plan
 from midstream.sites import Point
+
+if TYPE_CHECKING:
+    from midstream.ranks.link import Link
 
 _log = logging.getLogger(__name__)
 
@@ -31,13 +38,17 @@ class _Planned:
     """One planned request on its way.
 
     Attributes:
+        sources: of its patches.
         captured: positions below this have been captured.
-        complete: all its captured rows are sent.
+        computed: positions below this have been computed, or will be in the coming step.
+        complete: all its captured rows are sent, if there are any.
     """
 
     carried: PlanRequest
     image: Image
+    sources: Sources
     captured: int = 0
+    computed: int = 0
     complete: bool = False
     pieces: list[Piece] = field(default_factory=list)
 
@@ -52,7 +63,10 @@ class PlanHost:
 
     Args:
         tables: what the site op reads.
-        facts: of the model, to check what only the engine can.
+        facts: of the whole model, to check what only the engine can.
+        pipeline: which stage has what of it.
+        link: to the other stages, if there are any.
+        compiles: whether the forward is compiled or in graphs, so that sites outside of these have to leave it.
         dtype: the model's.
         speculative: whether the engine drafts tokens, whose rows may be rejected.
     """
@@ -61,9 +75,11 @@ class PlanHost:
         self,
         tables: Tables,
         hooks: PointHooks,
-        built_in: Collection[Point],
         facts: ModelFacts,
+        pipeline: Pipeline,
         *,
+        link: Link | None,
+        compiles: bool,
         device: torch.device,
         dtype: torch.dtype,
         rows: int,
@@ -80,7 +96,7 @@ class PlanHost:
         self.planned_steps = self.off_graph_steps = 0
         self.errors: dict[str, str] = {}
         self._device, self._dtype = device, dtype
-        self._built_in = frozenset(built_in)
+        self._pipeline, self._link, self._compiles = pipeline, link, compiles
         self._speculative = speculative
         self._requests: dict[str, _Planned] = {}
         self._images = Images(tables, self._compile, self._off_graph)
@@ -173,8 +189,9 @@ class PlanHost:
             start = computed[name]
             image = request.image
             length = len(image.prompt)
-            in_prompt = start < length and bool(image.prompt[start : start + count].any())
-            in_generated = start + count > length and image.generated != 0
+            in_prompt = start < length and bool(image.reach.prompt[start : start + count].any())
+            in_generated = start + count > length and image.reach.generated
+            request.computed = max(request.computed, start + count)
             self._active = self._active or in_prompt or in_generated
             if in_prompt and image.off_graph[0]:
                 off_graph |= image.off_graph[0]
@@ -220,7 +237,7 @@ class PlanHost:
             start, stop = scheduled.computed, scheduled.computed + scheduled.stop - scheduled.start
             fresh = max(start, request.captured)
             request.captured = max(stop, request.captured)
-            for number, first, count in _stretches(request.image.profiles(fresh, stop)) if fresh < stop else ():
+            for number, first, count in stretches(request.image.profiles(fresh, stop)) if fresh < stop else ():
                 if number and self.tables.profiles[number].row_width:
                     row = scheduled.start + fresh - start + first
                     wanted.setdefault(number, []).append((request, row, count, fresh + first))
@@ -243,7 +260,7 @@ class PlanHost:
         if not self._capturing:
             return
         for name, request in self._requests.items():
-            if not request.pieces or request.carried.record is not None:
+            if request.complete or not (request.pieces or request.has_all) or request.carried.record is not None:
                 continue
             request.complete = request.has_all
             self._capturing -= request.complete
@@ -268,7 +285,7 @@ class PlanHost:
         carried = known.carried if known is not None else None
         try:
             if known is not None:
-                return self._extend(known, len(prompt))
+                return self._extend(name, known, len(prompt))
             carried = PlanRequest.of(sampling)
             if carried is not None and carried.plan:
                 self._begin(name, carried, prompt)
@@ -281,19 +298,31 @@ class PlanHost:
         plan = carried.plan
         if self._speculative and any(capture.positions in ("all_generated", "all") for capture in plan.captures):
             raise PlanError("A capture of generated positions is not supported with speculative decoding.")
+        if carried.record is not None:
+            check_recorded(plan)
         self.outlet.check(carried, plan)
-        image = self._images.take(carried, len(prompt))
-        if missing := self.runs.lease(image.runs, 1):
-            self._images.give_back(image)
-            raise PlanError(f"The recorded runs {missing} are not there any more; record them again.")
+        with ExitStack() as undo:
+            runs = [run.id for run in runs_of(plan)]
+            missing = self.runs.lease(runs, 1)
+            undo.callback(self.runs.lease, runs, -1)
+            if missing:
+                raise PlanError(f"The recorded runs {missing} are not there any more; record them again.")
+            sources = self._sources(name, plan, len(prompt))
+            undo.callback(sources.close)
+            image = self._images.take(carried, len(prompt), sources.row)
+            undo.pop_all()
         self.hooks.need(image.points)
-        self._requests[name] = _Planned(carried, image)
+        self._requests[name] = _Planned(carried, image, sources, complete=not plan.captures)
         self._last = None
         if plan.captures:
             self._capturing += 1
             self.outlet.begin(name, carried, plan, prompt)
 
-    def _compile(self, plan: Plan, length: int) -> CompiledPlan:
+    def _sources(self, name: str, plan: Plan, length: int) -> Sources:
+        layers = self.facts.num_layers
+        return Sources(name, plan, length, layers, runs=self.runs, pipeline=self._pipeline, link=self._link)
+
+    def _compile(self, plan: Plan, length: int, row: RunRow) -> CompiledPlan:
         vectors = {name: width for name, (width, _) in self.vectors.list().items()}
         runs = {run["name"]: run["id"] for run in self.runs.list()}
         check(plan, self.facts, length, None, vectors=vectors, runs=runs)
@@ -303,19 +332,27 @@ class PlanHost:
             self.facts.num_layers,
             width=lambda site, layer: self.facts.widths[site, layer],
             vector=self.vectors.get,
-            run=self.runs.row,
+            run=row,
+            points=self.tables.index.keys(),
         )
 
     def _off_graph(self, points: Collection[Point]) -> frozenset[str]:
-        if not self._built_in:  # an engine without compiled code or graphs: nothing to leave
+        """Of all stages, since a step runs uncompiled on all of them or on none."""
+        if not self._compiles:
             return frozenset()
-        return frozenset(site for site, layer in set(points) - self._built_in if (site, layer) in self.tables.index)
+        return frozenset(site for site, _ in set(points) - self._pipeline.built_in)
 
-    def _extend(self, request: _Planned, length: int) -> None:
+    def _extend(self, name: str, request: _Planned, length: int) -> None:
         """Streaming input has made the prompt longer."""
         old = request.image
         if length != len(old.prompt):
-            request.image = self._images.take(request.carried, length)
+            sources = self._sources(name, old.plan, length)
+            with ExitStack() as undo:
+                undo.callback(sources.close)
+                request.image = self._images.take(request.carried, length, sources.row)
+                undo.pop_all()
+            request.sources.close()
+            request.sources = sources
             self.hooks.need(request.image.points)
             self.hooks.release(old.points)
             self._images.give_back(old)
@@ -328,7 +365,7 @@ class PlanHost:
         request = self._requests.pop(name)
         self._last = None
         try:
-            unsent = bool(request.image.plan.captures) and not request.complete
+            unsent = not request.complete
             self._capturing -= unsent
             if request.carried.record is not None:
                 self._keep(request)
@@ -339,27 +376,19 @@ class PlanHost:
         except PlanError as error:
             self.outlet.fail(name, request.carried, str(error))
         finally:
+            request.sources.close()
             self.hooks.release(request.image.points)
             self.runs.lease(request.image.runs, -1)
             self._images.give_back(request.image)
 
     def _keep(self, request: _Planned) -> None:
-        """Keep a recorded run's rows here."""
+        """Keep a recorded run's rows here, unless its prompt was not computed to the end."""
         assert request.carried.record is not None
-        run_id, name = request.carried.record
         pieces, request.pieces = request.pieces, []
-        positions = [p for piece in pieces for p in range(piece.position, piece.position + piece.number)]
-        planes = (
-            {
-                (plane.site, plane.layer): torch.cat(
-                    [p.rows[:, plane.offset : plane.offset + plane.width] for p in pieces]
-                )
-                for plane in pieces[0].layout
-            }
-            if pieces
-            else {}
-        )
-        self.runs.add(make_run(run_id, name, planes, positions))
+        plan, length = request.image.plan, len(request.image.prompt)
+        if request.computed >= length:
+            layers, size = self.facts.num_layers, self._dtype.itemsize
+            self.runs.add(recorded(request.carried.record, plan, length, layers, pieces, self._pipeline, size))
 
     def gauges(self) -> dict[str, int]:
         """What is alive; all but `runs` and `vectors` zero when no planned request is."""
@@ -370,12 +399,3 @@ class PlanHost:
             "leases": self.runs.leases,
             "capture_bytes": sum(piece.size for request in self._requests.values() for piece in request.pieces),
         }
-
-
-def _stretches(profiles: np.ndarray) -> list[tuple[int, int, int]]:
-    """(profile, first index, length) of each stretch of equal profiles."""
-    if len(profiles) == 1:
-        return [(int(profiles[0]), 0, 1)]
-    edges = np.flatnonzero(np.diff(profiles)) + 1
-    starts = [0, *edges.tolist()]
-    return [(int(profiles[at]), at, end - at) for at, end in zip(starts, [*starts[1:], len(profiles)], strict=True)]

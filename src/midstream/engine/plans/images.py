@@ -14,10 +14,11 @@ import numpy as np
 import torch
 
 from midstream.engine.plans.request import PlanRequest, has_open_names
+from midstream.engine.plans.sources import runs_of
 from midstream.engine.plans.tables import Loaded, Tables
 from midstream.plan.compile import CompiledPlan, Profile, Reach
 from midstream.plan.runs import RecordedRun
-from midstream.plan.values import Patch, Plan
+from midstream.plan.values import Plan
 from midstream.sites import Point
 
 RunRow = Callable[[RecordedRun, str, int, int], torch.Tensor]  # (run, site, layer, position) -> [width]
@@ -139,7 +140,7 @@ class Images:
             _points(compiled.profiles),
             last,
             (self._off_graph(reach.prompt_points), self._off_graph(reach.generated_points)),
-            list({run.id: run for run in _runs_of(plan)}),
+            [run.id for run in runs_of(plan)],
             reach,
         )
 
@@ -148,6 +149,10 @@ def _points(profiles: Collection[Profile]) -> list[Point]:
     return sorted({point for profile in profiles for point in profile.ops})
 
 
-def _runs_of(plan: Plan) -> list[RecordedRun]:
-    sources = [edit.source for edit in plan.edits if isinstance(edit, Patch)]
-    return [source for source in sources if isinstance(source, RecordedRun)]
+def stretches(profiles: np.ndarray) -> list[tuple[int, int, int]]:
+    """(profile, first index, length) of each stretch of equal profiles."""
+    if len(profiles) == 1:
+        return [(int(profiles[0]), 0, 1)]
+    edges = np.flatnonzero(np.diff(profiles)) + 1
+    starts = [0, *edges.tolist()]
+    return [(int(profiles[at]), at, end - at) for at, end in zip(starts, [*starts[1:], len(profiles)], strict=True)]

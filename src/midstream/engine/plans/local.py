@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ import torch
 from midstream.captures.consumers import CaptureInfo
 from midstream.captures.segment import Segment
 from midstream.captures.sinks import Sinks
-from midstream.captures.wanted import routes
+from midstream.captures.wanted import Route, routes
 from midstream.engine import staging
 from midstream.errors import CaptureError
 from midstream.plan.values import Plan
@@ -34,12 +34,15 @@ class LocalSinks:
     """Feeds consumers in this process.
 
     Args:
-        engine: tells this engine from others that write to the same place.
+        engine: tells this engine from others that write to the same place; the same on all its ranks.
         num_layers: of the model.
+        layers: those of this stage.
+        stage: which stage this is, and how many there are.
     """
 
-    def __init__(self, engine: str, num_layers: int) -> None:
+    def __init__(self, engine: str, num_layers: int, layers: Collection[int], stage: tuple[int, int] = (0, 1)) -> None:
         self._engine, self._num_layers = engine, num_layers
+        self._layers, self._stage = layers, stage
         self._sinks = Sinks()
         self._copier = staging.Copier()
         self._jobs: deque[tuple[Callable[[], None], int]] = deque()
@@ -53,8 +56,13 @@ class LocalSinks:
         self._thread.start()
 
     def begin(self, name: str, plan: Plan, prompt_token_ids: Sequence[int]) -> None:
-        info = CaptureInfo(name, tuple(prompt_token_ids), engine=self._engine)
-        ways = routes(plan.captures, len(prompt_token_ids), range(self._num_layers)).sinks
+        info = CaptureInfo(name, tuple(prompt_token_ids), engine=self._engine, stage=self._stage)
+        everywhere = routes(plan.captures, len(prompt_token_ids), range(self._num_layers)).sinks
+        # A stage that has none of the rows says so as well: a reader of the directory waits for each stage's word.
+        ways = [
+            Route(way.to, {key: rows for key, rows in way.wanted.items() if key[1] in self._layers})
+            for way in everywhere
+        ]
         self._put(lambda: self._sinks.begin(info, ways), 0)
 
     def rows(self, name: str, rows: Rows) -> None:

@@ -58,10 +58,12 @@ class Outlet:
     Args:
         sender: gives the channel to the client, if there is one.
         local: makes what feeds consumers in this process, when the first request needs it.
+        stage: of the pipeline, which the rows are of.
     """
 
-    def __init__(self, sender: Callable[[], Sender | None], local: Callable[[], LocalSinks]) -> None:
+    def __init__(self, sender: Callable[[], Sender | None], local: Callable[[], LocalSinks], stage: int = 0) -> None:
         self._sender = sender
+        self._stage = stage
         self._make_local = local
         self.local: LocalSinks | None = None
         self._found: set[str] = set()  # consumers that are there
@@ -94,7 +96,7 @@ class Outlet:
     def send(self, name: str, carried: PlanRequest, pieces: Sequence[Piece], complete: bool) -> None:
         """Rows of a request; `complete` if they are its last."""
         if carried.capture is not None:
-            self._queue.append(({"key": carried.capture, "request": name, "final": complete}, list(pieces), None))
+            self._queue.append((self._header(name, carried, complete), list(pieces), None))
         elif name in self._begun:
             assert self.local is not None
             self.local.rows(name, [(p.positions, p.layout, p.rows) for p in _joined(pieces)])
@@ -114,11 +116,14 @@ class Outlet:
     def fail(self, name: str, carried: PlanRequest, message: str) -> None:
         """There will be no more rows, for a reason."""
         if carried.capture is not None:
-            self._queue.append(({"key": carried.capture, "request": name, "final": True}, [], message))
+            self._queue.append((self._header(name, carried, True), [], message))
         elif name in self._begun:
             assert self.local is not None
             self._begun.remove(name)
             self.local.end(name, None, message)
+
+    def _header(self, name: str, carried: PlanRequest, final: bool) -> dict[str, Any]:
+        return {"key": carried.capture, "request": name, "final": final, "stage": self._stage}
 
     def close(self) -> None:
         """Let consumers in this process take what is theirs."""
@@ -143,6 +148,25 @@ class Outlet:
                 sender.send_together(_messages(together))
         except ChannelClosedError as error:
             _log.warning("Captured rows have nowhere to go: %s", error)
+
+
+class SilentOutlet(Outlet):
+    """Of a tensor-parallel rank that is not the first of its stage: that one has the same rows, and sends them."""
+
+    def begin(self, name: str, carried: PlanRequest, plan: Plan, prompt_token_ids: Sequence[int]) -> None:
+        pass
+
+    def send(self, name: str, carried: PlanRequest, pieces: Sequence[Piece], complete: bool) -> None:
+        pass
+
+    def settle(self, name: str, tokens: int | None) -> None:
+        pass
+
+    def fail(self, name: str, carried: PlanRequest, message: str) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
 
 
 def _messages(queue: Sequence[_Queued]) -> list[tuple[dict[str, Any], Any]]:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from midstream.arch import Architecture
+from midstream.ranks.whole import Whole
 from midstream.sites import LAYER_SITES, Binding, Point, follow, replaced
 
 _log = logging.getLogger(__name__)
@@ -33,10 +34,14 @@ class PointHooks:
     Args:
         built_in: the points that the site op serves.
         edit: called with the point's index and the tensors to edit in place.
+        whole: the tensor-parallel ranks; a hook gathers what they have parts of, for plans are about whole values.
     """
 
-    def __init__(self, model: nn.Module, arch: Architecture, built_in: Collection[Point], edit: Edit) -> None:
+    def __init__(
+        self, model: nn.Module, arch: Architecture, built_in: Collection[Point], edit: Edit, whole: Whole | None = None
+    ) -> None:
         self._model = model
+        self._whole = whole
         self._arch = arch
         self._edit = edit
         self._index = {point: i for i, point in enumerate(points_of(arch))}
@@ -80,15 +85,16 @@ class PointHooks:
     def _hook(self, point: Point) -> Any:
         binding, index = self._arch.bindings[point], self._index[point]
         module = self._model.get_submodule(binding.path)
+        edited = self._edited if self._arch.part_of(binding) is None else self._edited_in_parts
         if binding.kind == "input":
 
             def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-                return self._edited(index, binding, (args, kwargs)) if self.on else None
+                return edited(index, binding, (args, kwargs)) if self.on else None
 
             return module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
 
         def after(module: nn.Module, args: Any, output: Any) -> Any:
-            return self._edited(index, binding, output) if self.on else None
+            return edited(index, binding, output) if self.on else None
 
         return module.register_forward_hook(after, prepend=True)
 
@@ -108,6 +114,15 @@ class PointHooks:
             tree = replaced(tree, binding.residual, residual)  # type: ignore[arg-type]
         self._edit(index, hidden, residual)
         return tree
+
+    def _edited_in_parts(self, index: int, binding: Binding, tree: Any) -> Any:
+        """The same of a value that is spread over the ranks; all of them have this plan, and so this hook."""
+        assert self._whole is not None
+        layout = self._whole.of((binding.path, binding.kind))[binding.hidden]
+        part = follow(tree, binding.hidden)
+        value = self._whole.join(layout, part, part.ndim - 1)
+        edited = follow(self._edited(index, binding, replaced(tree, binding.hidden, value)), binding.hidden)
+        return replaced(tree, binding.hidden, self._whole.cut(layout, edited, part.ndim - 1))
 
     def _edited_as_value(self, index: int, binding: Binding, tree: Any) -> Any:
         """The same where the value is more than a leaf, or two leaves' sum; elements that nothing changed keep their leaf's bits."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,22 +10,26 @@ import msgspec
 
 from midstream.engine.settings import NAME
 from midstream.errors import PlanError
+from midstream.plan.memory import Memory, plan_bytes
 from midstream.plan.values import Clamp, Named, Plan, Steer, with_digests
 from midstream.plan.wire import from_json, from_wire, to_wire
 
 _ENVELOPE = {"trace", "plan", "capture", "record"}
-_PLANS = 256  # that a process keeps read or written: requests come with the same ones again
+_written: Memory[bytes] = Memory()
+_read: Memory[Plan] = Memory()
 
 
-@functools.lru_cache(_PLANS)
 def packed(plan: Plan) -> bytes:
     """The plan as one msgpack value, which vLLM copies and sends at no cost. Raises PlanError for what cannot be sent."""
-    return msgspec.msgpack.encode(to_wire(plan))
+    return _written.get(plan, lambda: msgspec.msgpack.encode(to_wire(plan)), lambda data: len(data) + plan_bytes(plan))
 
 
-@functools.lru_cache(_PLANS)
 def unpacked(data: bytes) -> Plan:
     """The plan that was packed. Raises PlanError."""
+    return _read.get(data, lambda: _unpacked(data), lambda plan: len(data) + plan_bytes(plan))
+
+
+def _unpacked(data: bytes) -> Plan:
     try:
         return from_wire(msgspec.msgpack.decode(data))
     except (msgspec.DecodeError, RecursionError) as error:

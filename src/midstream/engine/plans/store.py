@@ -64,7 +64,7 @@ class Run:
 
     id: str
     name: str
-    rows: dict[Point, torch.Tensor]
+    rows: Mapping[Point, torch.Tensor]
     at: dict[int, int]
     points: frozenset[Point]
     sizes: tuple[int, ...]
