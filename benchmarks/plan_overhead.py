@@ -3,9 +3,9 @@
     python benchmarks/plan_overhead.py --cpu                                  # the bundled model, eager, 32 requests x 32 tokens
     python benchmarks/plan_overhead.py --runner v2 --shape llama-3.1-8b       # a GPU: dummy weights, 64 requests x 128 tokens
 
-Rows: stock vLLM (= 1.00), the engine without a plan, every request steered at one layer and at all, a different plan with steers, a patch
-and a clamp on each request, the last prompt token of every layer captured of every request, and on a GPU the capture of 64 prompts x
-512 tokens x every layer to the client.
+Rows: stock vLLM (= 1.00), a second stock engine where there is room for one (so much is noise), the engine without a plan, every request
+steered at one layer and at all, a different plan with steers, a patch and a clamp on each request, the last prompt token of every layer
+captured of every request, and on a GPU the capture of 64 prompts x 512 tokens x every layer to the client.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from side_by_side import add_arguments, choose_runner, engine_arguments, in_turns, print_table
+from side_by_side import add_arguments, choose_runner, engine_arguments, has_room, in_turns, print_table
 
 
 def different_plans(hidden_size: int, num_layers: int, requests: int) -> list[Any]:
@@ -39,7 +39,10 @@ def different_plans(hidden_size: int, num_layers: int, requests: int) -> list[An
     ]
 
 
-def build_runs(arguments: argparse.Namespace) -> tuple[dict[str, Callable[[], Any]], list[Callable[[], Any]]]:
+def build_runs(
+    arguments: argparse.Namespace,
+) -> tuple[dict[str, Callable[[], Any]], list[Callable[[], Any]], Callable[[], tuple[float, float]]]:
+    """What is measured in turns, what ends the engines, and the capture of whole prompts."""
     import torch
     from vllm import LLM, SamplingParams
 
@@ -48,19 +51,23 @@ def build_runs(arguments: argparse.Namespace) -> tuple[dict[str, Callable[[], An
     path, engine = engine_arguments(arguments)
     requests, tokens = (32, 32) if arguments.cpu else (64, 128)
     prompts = [[(7 * i + 3 * j) % 1000 + 1 for j in range(16)] for i in range(requests)]
-    stock = LLM(path, **engine)
+    stock = [LLM(path, **engine)]
     model = VLLM(path, **engine)
+    stock += [LLM(path, **engine)] if has_room(arguments, engine) else []
     params = {"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
     vector = torch.full((model.hidden_size,), 0.01)
     different = different_plans(model.hidden_size, model.num_layers, requests)
+
+    def plain(llm: Any) -> Callable[[], Any]:
+        return lambda: llm.generate(
+            [{"prompt_token_ids": p} for p in prompts], SamplingParams(**params), use_tqdm=False
+        )
 
     def planned(plan: Any) -> Callable[[], Any]:
         return lambda: model.generate(prompts, plan=plan, **params)
 
     runs: dict[str, Callable[[], Any]] = {
-        "stock vLLM": lambda: stock.generate(
-            [{"prompt_token_ids": p} for p in prompts], SamplingParams(**params), use_tqdm=False
-        ),
+        **dict(zip(("stock vLLM", "stock vLLM, a second engine"), map(plain, stock), strict=False)),
         "midstream, no plan": lambda: model.generate(prompts, **params),
         "every request steered, one layer": planned(
             [Steer("resid_post", layers=[model.num_layers // 2], vector=vector)]
@@ -69,7 +76,8 @@ def build_runs(arguments: argparse.Namespace) -> tuple[dict[str, Callable[[], An
         f"{requests} different plans": planned(different),
         "last prompt token captured, all layers": planned([Capture("resid_post")]),
     }
-    return runs, [model.close, stock.llm_engine.engine_core.shutdown, lambda: capture(model, arguments)]
+    close = [model.close, *(llm.llm_engine.engine_core.shutdown for llm in stock)]
+    return runs, close, lambda: capture(model, arguments)
 
 
 def capture(model: Any, arguments: argparse.Namespace) -> tuple[float, float]:
@@ -99,12 +107,12 @@ def main() -> None:
     add_arguments(parser)
     arguments = parser.parse_args()
     choose_runner(arguments)
-    runs, (close, close_stock, run_capture) = build_runs(arguments)
+    runs, close, run_capture = build_runs(arguments)
     print_table(in_turns(runs, arguments.rounds), 32 * 32 if arguments.cpu else 64 * 128, arguments)
     best, rate = run_capture()
     print(f"capture of every layer, {'8 x 64' if arguments.cpu else '64 x 512'} tokens: {best:.2f} s, {rate:.2f} GB/s")
-    close()
-    close_stock()
+    for end in close:
+        end()
 
 
 if __name__ == "__main__":

@@ -74,28 +74,50 @@ def engine_arguments(arguments: argparse.Namespace) -> tuple[str, dict[str, Any]
     return shape_dir(SHAPES[arguments.shape]), {**common, **sizes, "seed": 0, "enforce_eager": arguments.eager}
 
 
-def in_turns(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Median seconds of each run; every round has each of them once, after one round that does not count."""
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
+def has_room(arguments: argparse.Namespace, engine: dict[str, Any]) -> bool:
+    """Whether one more engine fits beside those that run."""
+    import torch
+
+    if arguments.cpu:
+        return True
+    free, total = torch.cuda.mem_get_info()
+    return free / total > engine["gpu_memory_utilization"] + 0.02
+
+
+def in_turns(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each run, round by round.
+
+    Every round has each of them once, after one round that does not count. It begins one run further than the round before, so that none
+    of them always has the same place in it.
+    """
+    names = list(runs)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
     for round_number in range(rounds + 1):
-        for name, run in runs.items():
+        first = round_number % len(names)
+        for name in names[first:] + names[:first]:
             start = time.perf_counter()
-            run()
+            runs[name]()
             if round_number:
                 seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(each) for name, each in seconds.items()}
+    return seconds
 
 
-def print_table(seconds: dict[str, float], tokens: int, arguments: argparse.Namespace) -> None:
-    """Tokens a second, and the ratio to the first row, which is stock vLLM."""
+def print_table(seconds: dict[str, list[float]], tokens: int, arguments: argparse.Namespace) -> None:
+    """Tokens a second, and the ratio to the first row, which is stock vLLM, in the same round: what slows all of a round drops out."""
     mode = "compiled" if arguments.compiled else "eager"
     if not arguments.cpu:
         mode = f"{arguments.shape} shape, {arguments.runner}{', eager' if arguments.eager else ''}"
-    print(f"\n{describe_machine()}\n{tokens} tokens a run, {mode}, median of {arguments.rounds} rounds")
-    print("| run | tok/s | of stock | time / stock |\n|---|---|---|---|")
+    print(f"\n{describe_machine()}\n{tokens} tokens a run, {mode}, medians of {arguments.rounds} rounds")
+    print("| run | tok/s | of stock in the same round | quartiles |\n|---|---|---|---|")
     stock = next(iter(seconds.values()))
     for name, each in seconds.items():
-        print(f"| {name} | {tokens / each:,.0f} | {stock / each:.3f} | {each / stock:.3f} |")
+        low, middle, high = quartiles([before / after for before, after in zip(stock, each, strict=True)])
+        print(f"| {name} | {tokens / statistics.median(each):,.0f} | {middle:.3f} | {low:.3f} to {high:.3f} |")
+
+
+def quartiles(values: list[float]) -> list[float]:
+    """The lower quartile, the median and the upper quartile."""
+    return statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
 
 
 def describe_machine() -> str:
