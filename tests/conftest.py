@@ -6,7 +6,7 @@ import contextlib
 import importlib.util
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ if importlib.util.find_spec("triton") and not Path("/dev/nvidiactl").exists():
     del os.environ["TRITON_INTERPRET"]
 
 if TYPE_CHECKING:
+    from clients import Client
     from oracle import Plain
 
     from midstream import VLLM, LanguageModel
@@ -94,6 +95,15 @@ def plain() -> Plain:
     from midstream import demo_model
 
     return Plain(demo_model())
+
+
+@pytest.fixture
+def client() -> Iterator[Callable[..., Client]]:
+    """Starts `lifecycle_script.py`: its mode, and further arguments."""
+    from clients import clients
+
+    with clients() as begin:
+        yield begin
 
 
 @pytest.fixture(params=["hf", pytest.param("engine", marks=pytest.mark.engine)])

@@ -2,6 +2,11 @@
 
     python lifecycle_script.py interrupt|kill DIRECTORY    a client that is interrupted or killed in the middle of a trace
     python lifecycle_script.py preempt DIRECTORY           traces on an engine whose KV cache is too small for them
+    python lifecycle_script.py lose DIRECTORY RANKS sync|async running|waiting
+                                                           a client one of whose workers is killed: while a trace runs, or when its
+                                                           requests have ended and what came of them is waited for
+
+RANKS, one of `ranks.SIZES`, is what the engine has; without it, one.
 
 The body of a long trace touches a file of DIRECTORY when it has got under way. What the client finds is printed.
 """
@@ -16,8 +21,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import ranks
 import torch
-from conftest import start
+from conftest import RANKS, start
+
+from midstream import Capture
+from midstream.errors import EngineClosedError
 
 PROMPTS = [
     "The capital of France is",
@@ -58,6 +67,43 @@ def interrupt(directory: Path) -> None:
     gauges = [{name: n for name, n in worker.items() if not name.endswith("_steps")} for worker in model.gauges()]
     print("clean" + model.tokenizer.decode(token), any(any(worker.values()) for worker in gauges), flush=True)
     long_trace(model, str(directory / "second"))
+
+
+# A worker that is killed.
+
+
+def lose(directory: Path) -> None:
+    mode, when = sys.argv[4:]
+    model = start(mode=mode, enforce_eager=True)
+    act = {"running": long_trace, "waiting": slow_endings}[when]
+    try:
+        if mode == "async":
+            asyncio.run(to_the_end(act(model, str(directory / "first"))))
+        else:
+            act(model, str(directory / "first"))
+    except EngineClosedError as error:
+        print(f"closed: {error}", flush=True)
+    (directory / "told").touch()
+    model.close()
+    (directory / "closed").touch()
+    time.sleep(600)
+
+
+def slow_endings(model: Any, mark: str) -> Any:
+    """Two requests that end in one step, whose captured rows and saves do not come for a long time: their workers are kept by a body."""
+    with model.trace(max_tokens=3, **LONG) as tracer:
+        barrier = tracer.barrier(2)
+        with tracer.invoke(PROMPTS[0], plan=[Capture("resid_post")]):
+            barrier()
+        with tracer.invoke(PROMPTS[1]):
+            barrier()
+            try:
+                for _ in tracer.iter[:]:
+                    model.layers_output[3] += 0.0
+            finally:
+                Path(mark).touch()
+                time.sleep(600)
+    return tracer.backend
 
 
 # Preemption.
@@ -147,4 +193,5 @@ def preempt(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    {"kill": kill, "interrupt": interrupt, "preempt": preempt}[sys.argv[1]](Path(sys.argv[2]))
+    RANKS.update(ranks.SIZES[sys.argv[3]] if len(sys.argv) > 3 else {})
+    {"kill": kill, "interrupt": interrupt, "preempt": preempt, "lose": lose}[sys.argv[1]](Path(sys.argv[2]))

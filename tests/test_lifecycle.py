@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import shutil
 import signal
-import subprocess
-import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from clients import Client
 from conftest import alive
 from oracle import Plain, close
 
@@ -26,86 +22,12 @@ from midstream import LanguageModel
 if TYPE_CHECKING:
     from midstream import VLLM
 
-SCRIPT = Path(__file__).with_name("lifecycle_script.py")
 FRANCE, EIFFEL = "The capital of France is", "The Eiffel Tower is in the city of"
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 
 
-# A client in a process of its own.
-
-
-class Client:
-    """`lifecycle_script.py` in a session of its own, and all processes that it starts."""
-
-    def __init__(self, mode: str, directory: Path) -> None:
-        self.directory = directory
-        self.output = directory / "output"
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "VLLM_RPC_BASE_PATH": str(directory)}
-        with self.output.open("w") as output, (directory / "errors").open("w") as errors:
-            self.process = subprocess.Popen(
-                [sys.executable, str(SCRIPT), mode, str(directory)],
-                start_new_session=True,
-                stdout=output,
-                stderr=errors,
-                env=environment,
-            )
-
-    def wait_for(self, mark: str, seconds: float = 240.0) -> None:
-        deadline = time.monotonic() + seconds
-        while not (self.directory / mark).exists():
-            assert self.process.poll() is None and time.monotonic() < deadline, (self.directory / "errors").read_text()
-            time.sleep(0.05)
-
-    def processes(self) -> list[int]:
-        """Of the client's session, those that run."""
-        found = []
-        for status in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                state, _, _, session = status.read_text().rpartition(")")[2].split()[:4]
-            except OSError:  # it has just ended
-                continue
-            if int(session) == self.process.pid and state != "Z":
-                found.append(int(status.parent.name))
-        return found
-
-    def shared_memory(self) -> set[str]:
-        """The segments that the client's processes have mapped."""
-        maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in self.processes())
-        return set(re.findall(r"/dev/shm/(psm_\w+|midstream\S+)", maps))
-
-    def sockets(self) -> list[str]:
-        """The abstract sockets of the results channel, and vLLM's on the filesystem."""
-        names = re.findall(rf"@midstream-{self.process.pid}-\w+", Path("/proc/net/unix").read_text())
-        return names + [str(path) for path in self.directory.rglob("*") if path.is_socket()]
-
-    def all_ended(self, seconds: float = 30.0) -> bool:
-        deadline = time.monotonic() + seconds
-        while self.processes() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        return not self.processes()
-
-    def clear_away(self) -> None:
-        for pid in self.processes():
-            os.kill(pid, signal.SIGKILL)
-        self.process.wait()
-
-
-@pytest.fixture
-def client() -> Iterator[Callable[[str], Client]]:
-    started: list[Client] = []
-
-    def begin(mode: str) -> Client:
-        started.append(Client(mode, Path(tempfile.mkdtemp(prefix="m"))))  # short: a socket's path has a limit
-        return started[-1]
-
-    yield begin
-    for one in started:
-        one.clear_away()
-        shutil.rmtree(one.directory)
-
-
 @pytest.mark.engine
-def test_ctrl_c_leaves_the_engine_usable_and_then_nothing_behind(client: Callable[[str], Client]) -> None:
+def test_ctrl_c_leaves_the_engine_usable_and_then_nothing_behind(client: Callable[..., Client]) -> None:
     """Terminals and notebooks send SIGINT to the whole group. The first is caught by the script, the second ends it."""
     script = client("interrupt")
     script.wait_for("first")
@@ -123,7 +45,7 @@ def test_ctrl_c_leaves_the_engine_usable_and_then_nothing_behind(client: Callabl
 
 
 @pytest.mark.engine
-def test_a_killed_client_takes_its_workers_with_it(client: Callable[[str], Client]) -> None:
+def test_a_killed_client_takes_its_workers_with_it(client: Callable[..., Client]) -> None:
     script = client("kill")
     script.wait_for("first")
     segments = script.shared_memory()
@@ -135,7 +57,7 @@ def test_a_killed_client_takes_its_workers_with_it(client: Callable[[str], Clien
 
 
 @pytest.mark.engine
-def test_preempted_requests_are_as_if_they_had_run_alone(client: Callable[[str], Client]) -> None:
+def test_preempted_requests_are_as_if_they_had_run_alone(client: Callable[..., Client]) -> None:
     """Recomputed positions carry the edits that were made to them, also those of a body that is done."""
     script = client("preempt")
     assert script.process.wait(400) == 0, (script.directory / "errors").read_text()

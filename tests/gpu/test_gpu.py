@@ -1,4 +1,4 @@
-"""Traces and plans on a GPU, on both model runners. On a machine without one, `check_traces.py --cpu` runs the same checks."""
+"""Traces and plans on GPUs, on both model runners. On a machine without one, `check_traces.py --cpu` runs the same checks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,23 @@ pytestmark = [
 ]
 
 
+def run(checks: str, *arguments: str) -> None:
+    script = Path(__file__).with_name(f"check_{checks}.py")
+    done = subprocess.run([sys.executable, str(script), *arguments], capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+
+
 @pytest.mark.parametrize("mode", [[], ["--eager"]], ids=["graphs", "eager"])
 @pytest.mark.parametrize("runner", ["v1", "v2"])
 @pytest.mark.parametrize("checks", ["traces", "plans"])
 def test_on_gpu(checks: str, runner: str, mode: list[str]) -> None:
-    script = Path(__file__).with_name(f"check_{checks}.py")
-    done = subprocess.run(
-        [sys.executable, str(script), "--runner", runner, *mode], capture_output=True, text=True, timeout=800
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    run(checks, "--runner", runner, *mode)
+
+
+@pytest.mark.parametrize("mode", [[], ["--eager"]], ids=["graphs", "eager"])
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+@pytest.mark.parametrize(("stages", "ranks"), [(2, 1), (1, 2), (2, 2)], ids=["pp2", "tp2", "pp2tp2"])
+def test_ranks_on_gpus(stages: int, ranks: int, runner: str, mode: list[str]) -> None:
+    if torch.cuda.device_count() < stages * ranks:
+        pytest.skip(f"needs {stages * ranks} GPUs")
+    run("ranks", "--runner", runner, "--pp", str(stages), "--tp", str(ranks), *mode)

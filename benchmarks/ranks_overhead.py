@@ -1,0 +1,140 @@
+"""What plans and traces cost on an engine of several ranks: engines alive in one run, measured in turns, printed as ratios.
+
+    python benchmarks/ranks_overhead.py --cpu --pp 2                                  # the bundled model, eager
+    python benchmarks/ranks_overhead.py --pp 2 --runner v2 --shape llama-3.1-8b       # 2 GPUs: dummy weights
+    python benchmarks/ranks_overhead.py --tp 2
+
+Tables: stock vLLM at these sizes (= 1.00), the engine without a plan, and every request steered at all layers; with `--pp`, a trace that
+reads and saves every layer, against the same on an eager engine of one rank; and how long a stage waits for each value of another one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from side_by_side import add_arguments, choose_runner, engine_arguments, in_turns, print_table
+
+FETCHED_TOKENS = 32
+
+
+def sizes_of(arguments: argparse.Namespace) -> dict[str, int]:
+    return {"pipeline_parallel_size": arguments.pp, "tensor_parallel_size": arguments.tp}
+
+
+@contextlib.contextmanager
+def engine_of(arguments: argparse.Namespace, *, stock: bool = False, **changed: Any) -> Iterator[Any]:
+    from vllm import LLM
+
+    from midstream import VLLM
+
+    path, engine = engine_arguments(arguments)
+    given = {**engine, **sizes_of(arguments), **changed}
+    if not stock:
+        with VLLM(path, **given) as model:
+            yield model
+        return
+    llm = LLM(path, **given)
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+
+def plain_and_steered(arguments: argparse.Namespace) -> None:
+    import torch
+    from vllm import SamplingParams
+
+    from midstream import Steer
+
+    requests, tokens = (32, 32) if arguments.cpu else (64, 128)
+    prompts = [[(7 * i + 3 * j) % 1000 + 1 for j in range(16)] for i in range(requests)]
+    params = {"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
+    with engine_of(arguments, stock=True) as stock, engine_of(arguments) as model:
+        plan = [Steer("resid_post", vector=torch.full((model.hidden_size,), 0.01))]
+        runs: dict[str, Callable[[], Any]] = {
+            "stock vLLM": lambda: stock.generate(
+                [{"prompt_token_ids": p} for p in prompts], SamplingParams(**params), use_tqdm=False
+            ),
+            "midstream, no plan": lambda: model.generate(prompts, **params),
+            "every request steered, all layers": lambda: model.generate(prompts, plan=plan, **params),
+        }
+        print_table(in_turns(runs, arguments.rounds), requests * tokens, arguments)
+
+
+def every_layer(model: Any) -> Any:
+    return [model.layers_output[i] for i in range(model.num_layers)]
+
+
+def traced(arguments: argparse.Namespace) -> None:
+    """Times of a trace of every layer, and of its fetches; both engines are eager."""
+    prompts = [[(11 * i + 5 * j) % 1000 + 1 for j in range(FETCHED_TOKENS)] for i in range(8)]
+    one_rank = {"pipeline_parallel_size": 1, "tensor_parallel_size": 1}
+    with (
+        engine_of(arguments, enforce_eager=True, **one_rank) as alone,
+        engine_of(arguments, enforce_eager=True) as model,
+    ):
+        params = {"temperature": 0.0, "detokenize": False}
+        seconds = in_turns(
+            {
+                "one rank": lambda: alone.run(every_layer, prompts, **params),
+                "several": lambda: model.run(every_layer, prompts, **params),
+            },
+            arguments.rounds,
+        )
+        ratios = [after / before for before, after in zip(seconds["one rank"], seconds["several"], strict=True)]
+        print(
+            f"\na trace that saves every layer, {len(prompts)} x {FETCHED_TOKENS} tokens: "
+            f"{statistics.median(ratios):.2f} x the time on one rank, in the same round "
+            f"({statistics.median(seconds['several']) * 1e3:.1f} ms, {statistics.median(seconds['one rank']) * 1e3:.1f} ms)"
+        )
+        print_fetches(model, prompts[0])
+
+
+def print_fetches(model: Any, prompt: list[int]) -> None:
+    """How long the last stage waits for the values of the stages before it, which lie ready when it asks."""
+
+    def fetched(m: Any, tracer: Any) -> Any:
+        waits: dict[int, list[float]] = {os.getpid(): []}
+        for _ in tracer.iter[:]:
+            for i in range(m.num_layers // 2):
+                hidden = m.layers_output[i]
+                begun = time.perf_counter()
+                len(hidden)
+                waits[os.getpid()].append(time.perf_counter() - begun)
+        return waits
+
+    per_step, steps = model.num_layers // 2, 12
+    first, later = [], []
+    for _ in range(6):
+        (waits,) = model.run(fetched, [prompt], max_tokens=steps, temperature=0.0, ignore_eos=True, detokenize=False)
+        longest = max(waits.values(), key=lambda each: statistics.median(each))  # where they are of another process
+        first += longest[:per_step]
+        later += longest[4 * per_step :]
+    shape = f"[{len(prompt)}, {model.hidden_size}]"
+    print(f"a fetch of {shape}: {statistics.median(first) * 1e3:.2f} ms at the median, {max(first) * 1e3:.2f} at most")
+    print(
+        f"of one token, from the same places in step after step: {statistics.median(later) * 1e3:.3f} ms at the median"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    parser.add_argument("--pp", type=int, default=1, help="pipeline stages")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks of each stage")
+    arguments = parser.parse_args()
+    choose_runner(arguments)
+    print(f"{arguments.pp} stages x {arguments.tp} ranks")
+    plain_and_steered(arguments)
+    if arguments.pp > 1:
+        traced(arguments)
+
+
+if __name__ == "__main__":
+    main()

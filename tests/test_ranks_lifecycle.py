@@ -1,0 +1,62 @@
+"""Issue 4, point 6: an engine of several ranks ends as a whole, whichever of its processes is killed, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+from clients import Client
+
+pytestmark = pytest.mark.engine
+
+SECONDS = 20.0  # on a machine that does much else; alone it takes two or three
+
+
+def kill_worker(script: Client, title: str) -> None:
+    """SIGKILL to the worker that calls itself this; vLLM names workers by their ranks."""
+    (worker,) = [pid for pid, name in script.describe().items() if re.search(rf"Worker\w*_{title}\b", name)]
+    os.kill(worker, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "mode", "when", "killed"),
+    [
+        ("pp2", "sync", "running", "PP0"),
+        ("pp2", "async", "waiting", "PP1"),
+        ("tp2", "sync", "waiting", "TP0"),
+        ("tp2", "async", "running", "TP1"),
+    ],
+)
+def test_a_killed_worker_ends_the_engine_with_a_clear_error(
+    client: Callable[..., Client], sizes: str, mode: str, when: str, killed: str
+) -> None:
+    script = client("lose", sizes, mode, when)
+    script.wait_for("first")
+    segments = script.shared_memory()
+    assert segments and script.sockets() and len(script.processes()) > 3  # what is looked for below is seen here
+    kill_worker(script, killed)
+    begun = time.monotonic()
+    script.wait_for("told", 2 * SECONDS)
+    assert time.monotonic() - begun < SECONDS
+    (said,) = script.output.read_text().splitlines()
+    assert re.match("closed: The engine (died|has gone)", said)
+    script.wait_for("closed", SECONDS)
+    assert script.all_but_the_client_ended(), script.describe()
+    assert not segments & set(os.listdir("/dev/shm"))
+    assert not script.sockets()
+
+
+@pytest.mark.parametrize("sizes", ["pp2", "tp2"])
+def test_a_killed_client_takes_all_ranks_with_it(client: Callable[..., Client], sizes: str) -> None:
+    script = client("kill", sizes)
+    script.wait_for("first")
+    segments = script.shared_memory()
+    assert segments and len(script.processes()) > 3
+    script.process.kill()
+    script.process.wait()
+    assert script.all_ended(), script.describe()
+    assert not segments & set(os.listdir("/dev/shm"))
