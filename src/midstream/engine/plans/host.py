@@ -141,6 +141,7 @@ class PlanHost:
     def repeat(self) -> None:
         """Decide as for the last step."""
         self._active = self._steadily_active
+        self.hooks.on = self._active and len(self.hooks) > 0
         self.planned_steps += self._active
 
     def settle(self, scheduler_output: Any, off_graph: bool) -> None:
@@ -256,7 +257,7 @@ class PlanHost:
     @torch.inference_mode()
     def end_step(self) -> None:
         """The forward is queued: send what is complete."""
-        self._active = False
+        self._active = self.hooks.on = False
         if not self._capturing:
             return
         for name, request in self._requests.items():
