@@ -253,3 +253,287 @@ def test_value_that_cannot_be_pickled_is_an_error_where_it_is_used(pair):
         wait(pair[1].fetch(0, "a", 1))
     assert_same(wait(pair[1].fetch(0, "a", 1, ref=(0,))), torch.ones(2))
     finish(pair, "a")
+
+
+def test_values_lie_here_until_every_rank_has_ended_the_body():
+    """D7: and not longer."""
+    with linked(3) as links:
+        links[0].publish("a", 1, torch.ones(1000))
+        links[0].publish("b", 1, torch.ones(10))
+        assert links[0].gauges()["published_bytes"] == 4040
+        for link in links[:2]:
+            link.end("a", "over")
+        wait(links[2].fetch(0, "a", 1))
+        assert links[0].gauges()["published"] == 2
+        links[2].end("a", "over")
+        eventually(lambda: links[0].gauges()["published_bytes"] == 40)
+        finish(links, "b")
+
+
+def test_readers_bound_how_long_a_value_is_kept():
+    with linked(3) as links:
+        early = links[1].fetch(0, "a", 1)
+        eventually(lambda: links[0].gauges()["parked_requests"] == 1)
+        links[0].publish("a", 1, torch.ones(3), readers=2)
+        wait(early)
+        assert links[0].gauges()["published"] == 1
+        wait(links[2].fetch(0, "a", 1))
+        eventually(lambda: links[0].gauges()["published"] == 0)
+        with pytest.raises(MidstreamError, match="all its readers"):
+            wait(links[2].fetch(0, "a", 1))
+        finish(links, "a")
+
+
+def test_dropped_bodies_leave_nothing_and_do_not_come_back(pair):
+    """E12: an abort, which the ranks see one after the other."""
+    waiting = pair[0].fetch(1, "a", 7)
+    early = pair[1].fetch(0, "a", 2)
+    eventually(lambda: pair[0].gauges()["parked_requests"] == 1 == pair[1].gauges()["parked_requests"])
+    pair[0].publish("a", 1, torch.ones(3))
+    pair[0].drop(["a", "never heard of"])
+    assert is_idle(pair[0])
+    for fetch in (waiting, early, pair[1].fetch(0, "a", 1), pair[0].fetch(1, "a", 1)):
+        with pytest.raises(NeverReachedError, match="aborted"):
+            wait(fetch)
+    pair[0].publish("a", 3, torch.ones(3))
+    pair[1]._post(0, {"kind": "ahead", "body": "a", "number": 9, "place": "p", "ref": ()}, torch.ones(3))
+    pair[1]._post(0, {"kind": "enough", "body": "a", "place": "p", "ref": ()})
+    pair[1].drop(["a", "never heard of"])
+    pair[1].publish("b", 1, 0)
+    wait(pair[0].fetch(1, "b", 1))  # by now rank 0 has seen all of it
+    finish(pair, "b")
+
+
+def test_many_bodies_leave_memory_flat(pair):
+    """D7, E12: whatever way the bodies go."""
+
+    def resident():
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * 4096
+
+    def run(body, way):
+        for number in range(3):
+            pair[0].publish(body, number, torch.full((100_000,), float(number)), place="p")
+            if way != "not fetched":
+                assert wait(pair[1].fetch(0, body, number))[0] == number
+        pair[1].fetch(0, body, 99)
+        for link in pair:
+            link.drop([body]) if way == "dropped" else link.end(body, "over")
+
+    for i in range(500):
+        run(f"body {i}", ("ended", "dropped", "not fetched")[i % 3])
+        if i == 100:
+            before = resident()
+    for link in pair:
+        eventually(lambda link=link: is_idle(link))
+    assert resident() - before < 40 << 20  # 400 bodies had 480 MB in all
+
+
+def test_wait_any_returns_with_the_first(pair):
+    fetches = [pair[1].fetch(0, "a", number) for number in range(3)]
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(pair[1].wait_any, fetches)
+        pair[0].publish("a", 1, "here")
+        waiting.result(WAIT)
+    assert [fetch.done for fetch in fetches] == [False, True, False]
+    finish(pair, "a")
+
+
+def test_one_rank_alone_keeps_nothing():
+    with linked(1) as (link,):
+        link.publish("a", 1, torch.ones(3))
+        link.spill()
+        link.end("a", "over")
+        assert is_idle(link)
+
+
+# ----------------------------------------------------------------------------------------------------- sent ahead
+
+
+def step(pair, number, body="a", ref=(), fetch=True, place="p"):
+    """One step: rank 0 publishes, rank 1 has a use for it. Returns whether it was there already."""
+    pair[0].publish(body, number, (torch.full((3,), float(number)), -number), place=place)
+    eventually(lambda: pair[0]._senders[1].queued_bytes == 0)
+    if not fetch:
+        return None
+    time.sleep(0.01)  # for what is on its way
+    fetch = pair[1].fetch(0, body, number, ref)
+    there = fetch.done
+    expected = (torch.full((3,), float(number)), -number)
+    assert_same(wait(fetch), expected if ref == () else expected[ref[0]])
+    return there
+
+
+def test_a_place_fetched_step_after_step_is_sent_ahead(pair):
+    assert [step(pair, number) for number in range(5)] == [False, False, True, True, True]
+    assert [step(pair, number, body="b", ref=(1,)) for number in range(4)] == [False, False, True, True]
+    assert not step(pair, 7, ref=(1,)), "another part of it is not"
+    assert not step(pair, 8, place="q"), "another place is not"
+    finish(pair, "a", "b")
+
+
+def test_a_place_fetched_now_and_then_is_not_sent_ahead(pair):
+    assert not any(step(pair, number, fetch=number % 2) for number in range(9))
+    assert pair[1].gauges()["sent_ahead"] == 0
+    finish(pair, "a")
+
+
+def test_sending_ahead_stops_when_nobody_wants_it_any_more(pair):
+    """D7: what was sent ahead is dropped with the body, and there is a bound to it before."""
+    for number in range(40):
+        step(pair, number, fetch=number < 3)
+    assert pair[1].gauges()["sent_ahead"] == 8
+    assert step(pair, 40, fetch=True) is False
+    finish(pair, "a")
+
+
+def test_a_fetch_on_its_way_is_met_by_what_is_sent_ahead(pair):
+    for number in range(3):
+        step(pair, number)
+    early = pair[1].fetch(0, "a", 3)
+    eventually(lambda: pair[0].gauges()["parked_requests"] == 1)
+    sent = pair[0]._senders[1].stats["messages"]
+    assert not step(pair, 3, fetch=False)
+    assert_same(wait(early)[1], -3)
+    assert pair[0]._senders[1].stats["messages"] == sent + 1, "not twice"
+    assert step(pair, 4)
+    finish(pair, "a")
+
+
+# ------------------------------------------------------------------------------------------------------ processes
+
+
+def _publish_sample(link):
+    link.publish("a", 1, sample())
+    link.publish("a", 2, (threading.Lock(),))
+    link.end("a", "over there")
+
+
+@pytest.mark.parametrize("machines", [False, True], ids=["one machine", "several machines"])
+def test_other_processes(machines):
+    """E10: by Unix socket, or by TCP where ranks run on several machines; the owner's own thread is busy elsewhere."""
+    with processes(_publish_sample, size=3, machines=machines) as (link, _, results):
+        for rank in (1, 2):
+            assert_same(wait(link.fetch(rank, "a", 1)), sample())
+            with pytest.raises(MidstreamError, match=f"type lock lies on rank {rank}"):
+                wait(link.fetch(rank, "a", 2))
+            with pytest.raises(NeverReachedError, match="over there"):
+                wait(link.fetch(rank, "a", 3))
+        assert results() == [None, None]
+        assert (link._receiver.address["tcp"] is not None) == machines
+        link.end("a", "over")
+        eventually(lambda: is_idle(link))
+
+
+STEPS, WIDTH = 30, 3_000_000  # 12 MB each way and step: more than sockets hold
+
+
+def _talk(link):
+    """Both ranks wait for each other's value of the step, then for that of the step before."""
+    total, peer = 0.0, 1 - link.rank
+    for number in range(STEPS):
+        asked = link.fetch(peer, "a", number)
+        link.publish("a", number, torch.full((WIDTH if number % 10 == 0 else 3,), float(number + link.rank)))
+        total += asked.wait()[-1].item()
+        if number:
+            total += link.fetch(peer, "a", number - 1).wait()[-1].item()
+    link.end("a", "over")
+    return total
+
+
+@pytest.mark.parametrize("machines", [False, True], ids=["one machine", "several machines"])
+def test_two_ranks_that_fetch_from_each_other_do_not_deadlock(machines):
+    """E10: neither rank's own thread serves the other."""
+    with processes(_talk, machines=machines) as (link, _, results), ThreadPoolExecutor(1) as pool:
+        mine = pool.submit(_talk, link).result(WAIT)
+        (theirs,) = results()
+        expected = [sum(n + r for n in range(STEPS)) + sum(n + r for n in range(STEPS - 1)) for r in (0, 1)]
+        assert [theirs, mine] == expected
+        eventually(lambda: is_idle(link))
+
+
+def _nothing(link):
+    return os.getpid()
+
+
+@pytest.mark.parametrize("machines", [False, True], ids=["one machine", "several machines"])
+def test_a_rank_that_died_is_an_error_within_a_second(machines):
+    """E12: for fetches that wait, and for later ones; other ranks are not concerned."""
+    with processes(_nothing, size=3, machines=machines) as (link, ranks, results):
+        results()
+        fetch, other = link.fetch(1, "a", 1), link.fetch(2, "a", 1)
+        link.publish("b", 1, torch.ones(3))
+        start = time.monotonic()
+        os.kill(ranks[0].pid, signal.SIGKILL)
+        with pytest.raises(EngineClosedError, match="rank 1 has gone"):
+            wait(fetch)
+        assert time.monotonic() - start < 1
+        with pytest.raises(EngineClosedError, match="rank 1 has gone"):
+            wait(link.fetch(1, "a", 2))
+        assert not other.done
+        link.publish("a", 3, torch.ones(3))
+
+
+def test_a_rank_that_was_closed_is_an_error(pair):
+    fetch = pair[0].fetch(1, "a", 1)
+    pair[1].close()
+    with pytest.raises(EngineClosedError, match="rank 1 has gone"):
+        wait(fetch)
+    with pytest.raises(EngineClosedError, match="rank 1 has gone"):
+        wait(pair[0].fetch(1, "a", 2))
+    pair[0].publish("b", 1, torch.ones(3))
+    pair[0].end("a", "over")
+    pair[0].end("b", "over")
+    assert is_idle(pair[0])
+
+
+def test_closing_wakes_who_waits(pair):
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(pair[0].fetch(1, "a", 1).wait)
+        pair[0].close()
+        pair[0].close()
+        with pytest.raises(EngineClosedError):
+            waiting.result(WAIT)
+    with pytest.raises(EngineClosedError):
+        wait(pair[0].fetch(1, "a", 1))
+
+
+def test_a_peer_that_cannot_be_sent_to_is_gone(pair):
+    """A connection that breaks one way leaves nobody waiting on the other."""
+    fetches = [pair[0].fetch(1, "a", 1), pair[1].fetch(0, "a", 1)]
+    eventually(lambda: pair[0].gauges()["parked_requests"] == 1 == pair[1].gauges()["parked_requests"])
+    pair[0]._senders[1]._sock.shutdown(2)
+    for fetch in fetches:
+        with pytest.raises(EngineClosedError):
+            wait(fetch)
+
+
+# ------------------------------------------------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_device_values_move_to_the_host_while_they_are_sent(pair):
+    """D7: `spill` frees the device's memory; what is sent before, meanwhile and after is the same."""
+    device = torch.device("cuda")
+    torch.ones(1, device=device)
+    before = torch.cuda.memory_allocated()
+    fetches = []
+    for number in range(50):
+        torch.cuda._sleep(1_000_000)  # the device lags behind
+        x_TH = torch.full((512, 1024), float(number), device=device, dtype=torch.bfloat16)
+        pair[0].publish("a", number, {"x": x_TH, "pair": Pair(x_TH, torch.arange(number + 1, device=device))})
+        del x_TH
+        fetches.append((number, pair[1].fetch(0, "a", number)))
+        if number % 3 == 0:
+            pair[0].spill()
+            fetches += [(older, pair[1].fetch(0, "a", older)) for older in (number, number // 2)]
+    pair[0].spill()
+    torch.cuda.synchronize()
+    for number, fetch in fetches:
+        value = wait(fetch)
+        assert value["x"].dtype == torch.bfloat16 and (value["x"] == number).all()
+        assert_same(value["pair"].residual, torch.arange(number + 1))
+    assert torch.cuda.memory_allocated() - before < 1 << 20
+    assert all(value.is_pinned() for value in pair[0]._bodies["a"].values[3].held.value["pair"])
+    finish(pair, "a")

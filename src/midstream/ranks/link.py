@@ -35,7 +35,7 @@ __all__ = ["Fetch", "Link"]
 
 _UNBOUNDED = 1 << 62  # bytes queued: they are those of published values, which are kept anyway
 _NAMES_KEPT = 4096  # of bodies that are over; far more than can be under way at once
-_UNWANTED = 8  # values of one place sent ahead and not fetched, after which its owner is told to stop
+_UNWANTED = 8  # values of one place sent ahead and not fetched that are kept; with one more, its owner is told to stop
 _CLOSE_SECONDS = 5.0
 
 
@@ -213,15 +213,14 @@ class Link:
                 return
             waiting = [id for id, fetch in self._open.items() if fetch.wanted == (peer, body, number, ref)]
             fetches = [self._open.pop(id) for id in waiting]
-            unwanted = 0
             if not fetches:
                 known.unasked[peer, number, ref] = place, message
-                unwanted = sum(
-                    (owner, part, its[0]) == (peer, ref, place) for (owner, _, part), its in known.unasked.items()
-                )
+            unwanted = [key for key, its in known.unasked.items() if (key[0], key[2], its[0]) == (peer, ref, place)]
+            if len(unwanted) > _UNWANTED:
+                del known.unasked[unwanted[0]]
         for fetch in fetches:
             fetch.settle(message)
-        if unwanted == _UNWANTED:
+        if len(unwanted) > _UNWANTED:
             self._post(peer, {"kind": "enough", "body": body, "place": place, "ref": ref})
 
     def _on_enough(self, peer: int, header: dict[str, Any], _: Message) -> None:

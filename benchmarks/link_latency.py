@@ -1,0 +1,91 @@
+"""How long a rank waits for another one's value: [32, 4096] in bfloat16, between two processes of one machine.
+
+    python benchmarks/link_latency.py              # values in host memory
+    python benchmarks/link_latency.py --cuda       # on a GPU, if there is one
+
+Prints median and 95th percentile of a fetch, from the request to the tensor, for a value that is there already: asked for, and sent ahead
+(of which only what the fetch itself takes is left). `--busy`: the owner's own thread runs Python meanwhile, as a forward does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import statistics
+import threading
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from midstream.ranks.link import Link
+
+
+def connect(rank: int, pipe: Connection) -> Link:
+    def exchange(item: Any) -> list[Any]:
+        pipe.send(item)
+        other = pipe.recv()
+        return [item, other] if rank == 0 else [other, item]
+
+    return Link(rank, exchange, "benchmark")
+
+
+def own(pipe: Connection, arguments: argparse.Namespace, sends_ahead: bool) -> None:
+    """The owner: publishes a value for each step when told to, and spills it as the engine does."""
+    torch.set_num_threads(1)
+    link = connect(0, pipe)
+    link._sends_ahead = sends_ahead
+    device = "cuda" if arguments.cuda and torch.cuda.is_available() else "cpu"
+    while (number := pipe.recv()) is not None:
+        link.publish("body", number, torch.full((32, 4096), number % 7, dtype=torch.bfloat16, device=device), place="p")
+        link.spill()
+        pipe.send(None)
+        until = time.perf_counter() + (0.02 if arguments.busy else 0.0)
+        while time.perf_counter() < until:
+            sum(range(100))
+    link.end("body", "over")
+    pipe.recv()
+    link.close()
+
+
+def measure(arguments: argparse.Namespace, sends_ahead: bool) -> list[float]:
+    """Seconds from each request to its value."""
+    context = multiprocessing.get_context("spawn")
+    pipe, theirs = context.Pipe()
+    owner = context.Process(target=own, args=(theirs, arguments, sends_ahead), daemon=True)
+    owner.start()
+    link = connect(1, pipe)
+    seconds = []
+    for number in range(arguments.steps + 20):
+        pipe.send(number)
+        pipe.recv()
+        time.sleep(0.005)  # the rest of a step
+        start = time.perf_counter()
+        value = link.fetch(0, "body", number).wait()
+        seconds.append(time.perf_counter() - start)
+        assert value[31, 4095] == number % 7
+    pipe.send(None)
+    link.end("body", "over")
+    pipe.send(None)
+    owner.join()
+    link.close()
+    return seconds[20:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cuda", action="store_true", help="values lie on a GPU")
+    parser.add_argument("--busy", action="store_true", help="the owner's thread runs Python meanwhile")
+    parser.add_argument("--steps", type=int, default=300)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    for name, sends_ahead in (("asked for", False), ("sent ahead", True)):
+        milliseconds = [1e3 * one for one in measure(arguments, sends_ahead)]
+        p95 = statistics.quantiles(milliseconds, n=20)[-1]
+        print(f"{name:12s} median {statistics.median(milliseconds):7.3f} ms   95% {p95:7.3f} ms", flush=True)
+    assert threading.active_count() == 1, threading.enumerate()
+
+
+if __name__ == "__main__":
+    main()
