@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -26,7 +26,29 @@ from midstream.arch.probe import Plant, Probe, record
 from midstream.arch.shapes import shapes_of, widths_of
 from midstream.arch.streams import bind_streams, check_shapes, find_layout, stream_of
 from midstream.errors import ArchitectureError, UnknownSiteError
-from midstream.sites import LAYER_SITES, MODEL_SITES, Binding
+from midstream.sites import LAYER_SITES, MODEL_SITES, Binding, Kind, Ref
+
+
+class Part(Protocol):
+    """A leaf of which this process has a part, being one of several tensor-parallel ranks (`ranks.layouts.Layout`)."""
+
+    @property
+    def width(self) -> int | None:
+        """How many elements one token of the whole has, or None if it is as many as here."""
+        ...
+
+
+Parts = Mapping[tuple[str, Kind], Mapping[Ref, Part]]
+
+
+class PartsFinder(Protocol):
+    """Tells which leaves are parts (`ranks.shards.Finder`)."""
+
+    def watch(self, modules: Mapping[str, nn.Module]) -> set[str]:
+        """The modules whose tensors it wants snapshots of."""
+        ...
+
+    def __call__(self, probe: Probe) -> Parts: ...
 
 
 @dataclass(frozen=True)
@@ -44,6 +66,7 @@ class Architecture:
             over the inputs and outputs of all modules that were called. The root's path is "".
         shapes: path to the shape of its output, with T for the token axis and B for a batch axis.
         widths: for each binding, how many elements one token has; heads counted together.
+        shards: by module's input or output, the leaves that this process has only a part of. Heads and widths are those of the whole.
     """
 
     num_layers: int
@@ -54,6 +77,11 @@ class Architecture:
     order: dict[tuple[str, str], tuple[int, int]]
     shapes: dict[str, str]
     widths: dict[tuple[str, int | None], int]
+    shards: Parts = field(default_factory=dict)
+
+    def part_of(self, binding: Binding) -> Part | None:
+        """How this process's part of a site makes up the whole; None if it has the whole."""
+        return self.shards.get((binding.path, binding.kind), {}).get(binding.hidden)
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -98,6 +126,7 @@ def detect(
     num_heads: int | None = None,
     head_dim: int | None = None,
     rename: Mapping[str, str] | None = None,
+    find_parts: PartsFinder | None = None,
 ) -> Architecture:
     """Finds the sites of `root`.
 
@@ -108,6 +137,7 @@ def detect(
         num_heads: attention heads in this process, if the model does not say how wide a head is.
         head_dim: width of a head, where the model's own word is not to be taken.
         rename: the user's names, as `{"my_blocks": "layers", "mixer": "attn"}`; roles are `midstream.arch.ROLES`.
+        find_parts: where several ranks share each layer: which leaves this one has a part of.
 
     Raises:
         ArchitectureError: the structure cannot be placed; the message names the module and what was expected.
@@ -115,7 +145,7 @@ def detect(
     names = Names(rename)
     modules = dict(root.named_modules())
     containers = {path: found for path in modules if (found := _blocks(path, modules, names))}
-    probe = _probed(root, run, containers, names)
+    probe = _probed(root, run, containers, names, find_parts.watch(modules) if find_parts is not None else set())
     container = _the_container(containers, modules, probe, names)
     calls = {i: call for i, path in containers[container].items() if (call := probe.first(path)) is not None}
     layout = find_layout(probe, list(calls.values()))
@@ -130,7 +160,7 @@ def detect(
         bindings["embed", None] = embed
     if (norm := bind_final_norm(probe, last, layout, names)) is not None:
         bindings["final_norm", None] = norm
-    return Architecture(
+    arch = Architecture(
         num_layers=max(_indices(modules[container])) + 1,
         layers=tuple(sorted(calls)),
         hidden_size=stream_of(first).shape[-1],
@@ -140,6 +170,20 @@ def detect(
         shapes=shapes_of(probe, stream_of(first)),
         widths=widths_of(probe, bindings),
     )
+    return arch if find_parts is None else _widened(arch, find_parts(probe))
+
+
+def _widened(arch: Architecture, shards: Parts) -> Architecture:
+    """With the heads and widths that the sites have on all ranks together."""
+    arch = replace(arch, shards=shards)
+    widths, bindings = dict(arch.widths), dict(arch.bindings)
+    for point, binding in arch.bindings.items():
+        part = arch.part_of(binding)
+        if part is not None and part.width is not None:
+            widths[point] = part.width
+            if binding.heads is not None:
+                bindings[point] = replace(binding, heads=(part.width // binding.heads[1], binding.heads[1]))
+    return replace(arch, widths=widths, bindings=bindings)
 
 
 def _parts(
@@ -178,10 +222,16 @@ def _blocks(path: str, modules: Mapping[str, nn.Module], names: Names) -> dict[i
     return {i: f"{path}.{i}" for i in present}
 
 
-def _probed(root: nn.Module, run: Callable[[], Any], containers: Mapping[str, dict[int, str]], names: Names) -> Probe:
+def _probed(
+    root: nn.Module,
+    run: Callable[[], Any],
+    containers: Mapping[str, dict[int, str]],
+    names: Names,
+    also_watch: set[str],
+) -> Probe:
     """The recorded forward. One that fails because two streams do not fit together is told as that."""
     modules, probe = dict(root.named_modules()), Probe()
-    watch, plant = _watched(containers, modules), _plants(containers, modules, names)
+    watch, plant = _watched(containers, modules) | also_watch, _plants(containers, modules, names)
     try:
         return record(root, run, watch=watch, plant=plant, probe=probe)
     except Exception as error:

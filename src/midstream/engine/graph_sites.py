@@ -74,7 +74,8 @@ def buildable_points(arch: Architecture, sites: Sequence[str]) -> list[Point]:
         if site not in BUILDABLE:
             raise UnknownSiteError(f"graph_sites has {site!r}; what can be built in is: {', '.join(BUILDABLE)}.")
     found = [(site, layer) for site in sites for layer in arch.layers if (site, layer) in arch.bindings]
-    return [point for point in found if _is_plain(arch.bindings[point], point[0])]
+    whole = [point for point in found if arch.part_of(arch.bindings[point]) is None]
+    return [point for point in whole if _is_plain(arch.bindings[point], point[0])]
 
 
 def _is_plain(binding: Binding, site: str) -> bool:

@@ -146,7 +146,7 @@ class Worker(PlatformWorker):
         built_in = buildable_points(arch, settings.graph_sites) if records else []
         self.midstream = self._make_trace_host(arch, settings)
         link = self._stages.link if self._stages is not None else None
-        self.plans = make_plan_host(self, arch, settings, built_in, lambda: self.midstream.sender, link)
+        self.plans = make_plan_host(self, arch, settings, built_in, lambda: self.midstream.sender, link, self._whole)
         self.midstream.watch_graph_sites(built_in)
         build_in(model, arch, built_in, self.plans.tables.index.__getitem__)
         runner.connect(StepHost(self.midstream, self.plans))
@@ -170,7 +170,8 @@ class Worker(PlatformWorker):
         def gather(part: torch.Tensor) -> torch.Tensor:
             return group.all_gather(part.unsqueeze(0), 0)
 
-        return Whole(arch.shards, group.rank_in_group, gather, agreement)
+        layouts: Any = arch.shards
+        return Whole(layouts, group.rank_in_group, gather, agreement)
 
     @property
     def _has_graphs(self) -> bool:
@@ -191,7 +192,10 @@ class Worker(PlatformWorker):
             return compute_logits(normed[0] if isinstance(normed, tuple) else normed)  # Command-R's norm returns a pair
 
         envoy = ModelEnvoy(model, whole, interleaver, unembed, self._tokenizer)
-        return TraceHost(envoy, interleaver, arch, settings.allow_traces, config.model_config.max_model_len)
+        host = TraceHost(envoy, interleaver, arch, settings.allow_traces, config.model_config.max_model_len)
+        host.stage = get_pp_group().rank_in_group
+        host.reports = get_tp_group().rank_in_group == 0
+        return host
 
     def compile_or_warm_up_model(self) -> Any:
         if self._has_graphs:
@@ -259,8 +263,10 @@ class Worker(PlatformWorker):
 
     # Called by the client through `collective_rpc`.
 
-    def midstream_connect(self, address: Mapping[str, Any]) -> str:
-        """Connect to the client's results channel; the name under which this worker sends."""
+    def midstream_connect(self, address: Mapping[str, Any]) -> str | None:
+        """Connect to the client's results channel; the name under which this worker sends, or None if it does not."""
+        if not self.midstream.reports:
+            return None
         if self.midstream.sender is not None:
             self.midstream.sender.close()
         self.midstream.sender = Sender(address, f"rank {self.rank}")

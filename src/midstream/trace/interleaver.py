@@ -43,9 +43,7 @@ class Interleaver:
         whole: the tensor-parallel ranks that share each layer with this one.
     """
 
-    def __init__(
-        self, root: nn.Module, order: Order, stages: Stages | None = None, whole: Whole | None = None
-    ) -> None:
+    def __init__(self, root: nn.Module, order: Order, stages: Stages | None = None, whole: Whole | None = None) -> None:
         self.order = order
         self.stages = stages
         self.whole = whole

@@ -24,7 +24,7 @@ Span = tuple[int, int]  # rows of the flat batch, [first, last)
 class SharedSite:
     """The value of `binding` at an event over the rows of `span`, `[rows, hidden]`, in memory of its own."""
 
-    def __init__(self, event: Event, binding: Binding, span: Span, total: int) -> None:
+    def __init__(self, event: Event, binding: Binding, span: Span, total: int, body: str) -> None:
         self._event = event
         self._binding = binding
         self._first = span[0]
@@ -35,13 +35,11 @@ class SharedSite:
 
         def leaf(ref: Ref) -> torch.Tensor | None:
             full = event.leaf(ref)
-            return full if full is None or full.ndim == 1 else rows.take_tokens(full)
+            return full if full is None or full.ndim == 1 else event.take_tokens(ref, rows, body)
 
         with torch.inference_mode(False):
             value = binding.read(leaf)
-            part = leaf(binding.hidden)
-            assert part is not None
-            aliased = value.untyped_storage().data_ptr() == part.untyped_storage().data_ptr()
+            aliased = value.untyped_storage().data_ptr() == event.leaf(binding.hidden).untyped_storage().data_ptr()
             self._value = value.clone() if aliased else value
 
     def part(self, rows: FlatRows) -> torch.Tensor:

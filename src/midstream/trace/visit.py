@@ -19,6 +19,7 @@ from midstream.trace.shared import SharedSite, Span
 from midstream.trace.tree import leaves, map_tensors, shape_text
 
 if TYPE_CHECKING:
+    from midstream.ranks.whole import Whole
     from midstream.trace.journal import Journal
 
 Key = tuple[str, ...]  # (path, "input"), (path, "output"), ("", "logits"), (path, "source", call, "output")
@@ -30,22 +31,57 @@ def point_name(key: Key) -> str:
 
 
 class Event:
-    """The forward pass at `key`. `tree` is the whole batch's value there: `(args, kwargs)` or what was returned."""
+    """The forward pass at `key`. `tree` is the whole batch's value there: `(args, kwargs)` or what was returned.
 
-    def __init__(self, key: Key, tree: Any, direct: bool = False) -> None:
+    Under tensor parallelism a rank has only a part of some leaves: traces read and write the whole, which `whole` knows the way to.
+    """
+
+    def __init__(self, key: Key, tree: Any, direct: bool = False, whole: Whole | None = None) -> None:
         self.key = key
         self.tree = tree
+        self._whole = whole
+        self._layouts = whole.of(key) if whole is not None else {}
+        self._joined: dict[tuple[Ref, Span], torch.Tensor] = {}
         self.direct = (
             direct  # whether writes land in the tree's own tensors: compiled code has no other way to see them
         )
         self._owned: set[Ref] = set()
         self._shared: dict[tuple[Binding, Span], SharedSite] = {}
 
-    def shared(self, binding: Binding, span: Span, total: int) -> SharedSite:
-        """The site's value for the traced requests of this event."""
+    def shared(self, binding: Binding, span: Span, total: int, body: str) -> SharedSite:
+        """The site's value for the traced requests of this event. `body` is the one that asks."""
         if (binding, span) not in self._shared:
-            self._shared[binding, span] = SharedSite(self, binding, span, total)
+            self._shared[binding, span] = SharedSite(self, binding, span, total, body)
         return self._shared[binding, span]
+
+    def take_tokens(self, ref: Ref, rows: Rows, body: str) -> torch.Tensor:
+        """These tokens of the leaf, `[t, ...]`; the engine's own memory unless the leaf is a part."""
+        part = rows.take_tokens(self.leaf(ref))
+        return self._join(ref, part, 1, body) if ref in self._layouts else part
+
+    def take(self, ref: Ref, rows: Rows, span: Span | None, body: str) -> torch.Tensor:
+        """One request's rows of the leaf, for a trace to hold. Parts are joined for all of `span` at once."""
+        full = self.leaf(ref)
+        if ref not in self._layouts or not isinstance(rows, FlatRows):
+            return rows.take(full)
+        first, last = span or (rows.start, rows.stop)
+        axis = rows.axis(full)
+        if axis is None:
+            return private(self._join(ref, full, 0, body))
+        if (ref, (first, last)) not in self._joined:
+            part = full.narrow(axis, first, last - first)
+            self._joined[ref, (first, last)] = self._join(ref, part, axis + 1, body)
+        return private(self._joined[ref, (first, last)].narrow(axis, rows.start - first, rows.count))
+
+    def _join(self, ref: Ref, part: torch.Tensor, lead: int, body: str) -> torch.Tensor:
+        assert self._whole is not None
+        self._whole.agreement.agree(body, point_name(self.key), *ref, tuple(part.shape))
+        return self._whole.join(self._layouts[ref], part, lead)
+
+    def note_write(self, body: str, where: Any) -> None:
+        """`body` writes here, as it has to on every tensor-parallel rank."""
+        if self._whole is not None:
+            self._whole.agreement.note(body, "a write to", point_name(self.key), where)
 
     def write_back(self) -> None:
         """Have every edit in the tree, before anybody looks at it otherwise."""
@@ -66,6 +102,8 @@ class Event:
         The engine's own tensor is left alone, for it may be seen from elsewhere; unless that is what is wanted (`in_place`).
         """
         full = self.leaf(ref)
+        if ref in self._layouts:
+            value = self._cut(ref, full, value, rows, tokens)
         if in_place or self.direct:
             rows.take_tokens(full).copy_(value)
             return
@@ -74,6 +112,19 @@ class Event:
         full = rows.put_tokens(full, value) if tokens else rows.put(full, value)
         self.tree = replaced(self.tree, ref, full)
         self._owned.add(ref)
+
+    def _cut(self, ref: Ref, full: torch.Tensor, value: torch.Tensor, rows: Rows, tokens: bool) -> torch.Tensor:
+        """This rank's part of `value`."""
+        assert self._whole is not None and isinstance(rows, FlatRows)
+        for key in [key for key in self._joined if key[0] == ref]:
+            first, last = key[1]
+            if first <= rows.start and rows.stop <= last:
+                own = FlatRows(rows.start - first, rows.stop - first, last - first)
+                (own.put_tokens if tokens else own.put)(self._joined[key], value)
+            else:
+                del self._joined[key]
+        axis = rows.axis(full)
+        return self._whole.cut(self._layouts[ref], value, 1 if tokens else 0 if axis is None else axis + 1)
 
 
 @dataclass
@@ -90,8 +141,15 @@ class Visit:
     """What one trace sees of an event."""
 
     def __init__(
-        self, event: Event, rows: Rows, step: int, journal: Journal | None = None, span: Span | None = None
+        self,
+        event: Event,
+        rows: Rows,
+        step: int,
+        journal: Journal | None = None,
+        span: Span | None = None,
+        body: str = "",
     ) -> None:
+        self._body = body
         self.event = event
         self.key = event.key
         self.rows = rows
@@ -104,6 +162,7 @@ class Visit:
         self._sites: dict[Binding, torch.Tensor] = {}
 
     def _write(self, ref: Ref, value: torch.Tensor, tokens: bool, in_place: bool = False) -> None:
+        self.event.note_write(self._body, ref)
         self.event.write(ref, value, self.rows, tokens, in_place)
         if self._journal is not None and isinstance(self.rows, FlatRows) and not tokens:
             axis = self.rows.axis(self.event.leaf(ref))
@@ -137,7 +196,7 @@ class Visit:
             self.event.write_back()
 
             def take(ref: Ref, full: torch.Tensor) -> torch.Tensor:
-                part = self._isolate(self.rows.take(full))
+                part = self._isolate(self.event.take(ref, self.rows, self._span, self._body))
                 return self._hand_out(part, lambda v: self._write(ref, v, False), part is full)
 
             self._raw, self._has_raw = map_tensors(self.event.tree, take), True
@@ -186,10 +245,11 @@ class Visit:
     def _shared(self, binding: Binding) -> SharedSite:
         assert isinstance(self.rows, FlatRows)
         span = self._span or (self.rows.start, self.rows.stop)
-        return self.event.shared(binding, span, self.rows.total)
+        return self.event.shared(binding, span, self.rows.total, self._body)
 
     def _write_site(self, binding: Binding, value: torch.Tensor) -> None:
         if isinstance(self.rows, FlatRows):
+            self.event.note_write(self._body, binding.hidden)
             self._shared(binding).edit(self.rows, value, self._journal)
             return
         for ref, part in binding.leaves(value, self.event.leaf):
