@@ -50,6 +50,10 @@ class _Rules:
             self._lengths[request.request_id] = request.num_tokens
         return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
 
+    def _update_request_as_session(self, session: Any, update: Any) -> None:
+        session.sampling_params = update.sampling_params  # vLLM sets them last, and hashes the new blocks before that
+        super()._update_request_as_session(session, update)  # type: ignore[misc]
+
     def _schedule(self, *args: Any, **kwargs: Any) -> Any:
         if not self.waiting or not any(_unstarted_trace(request) for request in self.waiting):
             return super().schedule(*args, **kwargs)  # type: ignore[misc]

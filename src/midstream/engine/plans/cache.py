@@ -29,10 +29,14 @@ def longest_hit(request: Any) -> int | None:
 
 
 def _known(request: Any) -> tuple[Any, int | None]:
-    length = request.num_prompt_tokens
+    # The prompt itself: vLLM hashes the blocks of streaming input before it counts them.
+    length = len(request.prompt_token_ids) if request.prompt_token_ids is not None else request.num_prompt_tokens
     known: tuple[int, Any, int | None] | None = getattr(request, "midstream_cache", None)
-    if known is None or known[0] != length:  # streaming input makes a prompt longer
-        known = request.midstream_cache = (length, *_make(request, length))
+    if known is None or known[0] != length:
+        keys, hit = _make(request, length)
+        if known is not None and (known[1] is not None or keys is not None):
+            keys = _Alone()  # streaming input: what was computed before has the edits for a shorter prompt
+        known = request.midstream_cache = (length, keys, hit)
     return known[1:]
 
 
@@ -43,10 +47,12 @@ def _make(request: Any, length: int) -> tuple[Any, int | None]:
             return None, None
         wire, layers = carried.wire, carried.num_layers
         if has_open_names(carried.plan):  # such a name is like no other
-            return _keyed(wire, length, layers)
-        return _known_keys.get(
-            (wire, length, layers), lambda: _keyed(wire, length, layers), lambda found: len(wire) + found[0].size
-        )
+            keys, hit = _keyed(wire, length, layers)
+        else:
+            keys, hit = _known_keys.get(
+                (wire, length, layers), lambda: _keyed(wire, length, layers), lambda found: len(wire) + found[0].size
+            )
+        return keys if keys.floor is not None else None, hit
     except PlanError:  # the worker will refuse it; until then its blocks are nobody's
         return _Alone(), 0
 
