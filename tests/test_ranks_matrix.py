@@ -1,0 +1,30 @@
+"""Issue 4, point 7: tests that were written for one rank pass unchanged on several. Here a few; all of them by `./test --ranks pp2`, ..."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import ranks
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.mark.parametrize("sizes", list(ranks.SIZES))
+def test_c1_d7_tests_of_one_rank_pass_on_several(sizes: str, request: pytest.FixtureRequest) -> None:
+    if request.config.getoption("--ranks") is not None:
+        pytest.skip("it is what --ranks does")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "--ranks", sizes, "-p", "no:cacheprovider", *ranks.SUBSET],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=800,
+    )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
