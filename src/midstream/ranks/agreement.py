@@ -56,6 +56,7 @@ class Agreement:
 
     def _begin(self) -> None:
         self._open = False
+        self._led = 0
         self._notes: defaultdict[str, list[str]] = defaultdict(list)
         self._compared: defaultdict[str, int] = defaultdict(int)
         self._unpublished: list[tuple[str, str]] = []
@@ -67,6 +68,10 @@ class Agreement:
     def _name(self) -> str:
         return f"step {self._steps}"
 
+    @property
+    def _turns(self) -> str:
+        return f"turns of step {self._steps}"
+
     def begin_step(self) -> None:
         """A traced step begins."""
         self.rest()
@@ -77,6 +82,7 @@ class Agreement:
         """Nothing of the last step is needed any more."""
         if self._open:
             self._link.end(self._name, _OVER)
+            self._link.end(self._turns, _OVER)
         self._begin()
 
     def note(self, body: str, *what: Any) -> None:
@@ -128,6 +134,21 @@ class Agreement:
                 if notes[body]:
                     break
         return notes[body].popleft()
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank decides what is a matter of time, and the others follow."""
+        return self._link.rank == 0
+
+    def lead(self, names: list[str]) -> None:
+        """These bodies go on now, on every rank. To be called after all ranks agreed that some do."""
+        self._link.publish(self._turns, self._led, names)
+        self._led += 1
+
+    def follow(self) -> list[str]:
+        """The bodies that go on now, as the first rank decides."""
+        self._led += 1
+        return list(self._link.fetch(0, self._turns, self._led - 1).wait())
 
     def end_step(self, bodies: Iterable[str]) -> dict[str, DivergedError]:
         """The step's forward is over: what to tell those of `bodies` that did not do the same on all ranks in it."""

@@ -20,6 +20,11 @@ class Layout(Protocol):
         """The whole width, or None if it is a rank's own."""
         ...
 
+    @property
+    def part(self) -> int | None:
+        """The width on one rank, or None."""
+        ...
+
     def join(self, parts_Rtw: torch.Tensor, lead: int) -> torch.Tensor:
         """The whole from all ranks' parts, whose first `lead` axes behind R are those of tokens."""
         ...
@@ -103,9 +108,8 @@ class Summands:
 
     ranks: int
 
-    @property
-    def width(self) -> None:
-        return None
+    width = None
+    part = None
 
     def join(self, parts_Rtw: torch.Tensor, lead: int) -> torch.Tensor:
         return parts_Rtw.sum(0)

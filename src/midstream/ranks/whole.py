@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -10,6 +11,7 @@ from midstream.ranks.agreement import Agreement
 from midstream.ranks.layouts import Layout
 from midstream.ranks.shards import Layouts
 from midstream.sites import Ref
+from midstream.trace.tree import map_tensors
 from midstream.trace.visit import Key
 
 Gather = Callable[[torch.Tensor], torch.Tensor]
@@ -42,3 +44,30 @@ class Whole:
     def cut(self, layout: Layout, whole: torch.Tensor, lead: int) -> torch.Tensor:
         """This rank's part."""
         return layout.cut(whole, self._rank, lead)
+
+    def called(self, path: str, module: Callable[..., Any]) -> Callable[..., Any]:
+        """`module` as a function of whole values: collective wherever it has a part of something."""
+        taken, given = self.of((path, "input")), self.of((path, "output"))
+
+        def cut(ref: Ref, leaf: torch.Tensor) -> torch.Tensor:
+            layout = taken.get(ref)
+            return leaf if layout is None else self.cut(layout, leaf, _lead(leaf, layout.width))
+
+        def join(ref: Ref, leaf: torch.Tensor) -> torch.Tensor:
+            layout = given.get(ref)
+            return leaf if layout is None else self.join(layout, leaf, _lead(leaf, layout.part))
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = map_tensors((args, kwargs), cut)
+            return map_tensors(module(*args, **kwargs), join)
+
+        return call
+
+
+def _lead(leaf: torch.Tensor, width: int | None) -> int:
+    """How many axes come before those that hold `width` elements."""
+    axis, size = leaf.ndim, 1
+    while axis and size != width:
+        axis -= 1
+        size *= leaf.shape[axis]
+    return axis

@@ -209,7 +209,7 @@ class Body:
         body, stages = current_body(), self.interleaver.stages
         assert stages is not None
         fetch = stages.fetch(place)
-        if not fetch.done:
+        if not fetch.done or self.interleaver.whole is not None:  # tensor-parallel ranks all wait, or none
             comes = body.ended or place.step < body.now or (place.step == body.now and place.stage < stages.index)
             if not comes:  # not before the forward has gone on
                 body._leave()

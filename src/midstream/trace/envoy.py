@@ -151,7 +151,9 @@ class Envoy(CallPoints):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Apply the module to a value of the trace's own; no point of the running forward is touched."""
-        return self._computed(self._path, lambda: self._interleaver.apart(self._module, real(args), real(kwargs)))
+        whole = self._interleaver.whole
+        call = self._module if whole is None else whole.called(self._path, self._module)
+        return self._computed(self._path, lambda: self._interleaver.apart(call, real(args), real(kwargs)))
 
     def _computed(self, path: str, value: Callable[[], Any]) -> Any:
         """A value that the module at `path` gives by itself, on the pipeline stage that has the module."""

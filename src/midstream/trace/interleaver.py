@@ -15,7 +15,7 @@ from torch import nn
 
 from midstream.errors import BarrierError, DivergedError, MidstreamError, NeverReachedError, TraceError
 from midstream.ranks.randomness import Randomness
-from midstream.trace.body import BARRIER, FETCH, STEP_START, Body
+from midstream.trace.body import BARRIER, FETCH, STEP_START, Body, current_body
 from midstream.trace.journal import Journal, spill
 from midstream.trace.rows import FlatRows, Rows
 from midstream.trace.shared import Span
@@ -24,6 +24,7 @@ from midstream.trace.tree import leaves
 from midstream.trace.visit import Event, Key, Visit, point_name
 
 if TYPE_CHECKING:
+    from midstream.ranks.link import Fetch
     from midstream.ranks.stages import Stages
     from midstream.ranks.whole import Whole
 
@@ -296,14 +297,41 @@ class Interleaver:
         """
         if self.stages is None:
             return
-        while any(body.needs_value for body in bodies):
+        agreed: set[Fetch | None] = set()
+        while needing := [body for body in bodies if body.needs_value]:
+            for body in needing:
+                if body.fetching not in agreed:
+                    agreed.add(body.fetching)
+                    self._agree_to_wait(body)
             waiting = [body for body in dict.fromkeys((*self.bodies.values(), *bodies)) if body.fetching is not None]
-            self.stages.wait_any([body.fetching for body in waiting if body.fetching is not None])
-            for body in waiting:
-                if body.fetching is not None and body.fetching.done:
-                    body.resume()
-                    if body not in bodies:
-                        self._file(body)
+            for body in self._first_answered(waiting) if any(body.needs_value for body in needing) else ():
+                body.resume()
+                if body not in bodies:
+                    self._file(body)
+
+    def _agree_to_wait(self, body: Body) -> None:
+        try:
+            self.agree(body, "a wait for another stage")
+        except DivergedError as error:
+            body.fail(error)
+
+    def _first_answered(self, waiting: Collection[Body]) -> list[Body]:
+        """Those of `waiting` that can go on, at least one. Tensor-parallel ranks follow the first one in whom that is: bodies that go
+        on in another order would come to their gathers in another order.
+        """
+        assert self.stages is not None
+        fetches = {body.name: body.fetching for body in waiting if body.fetching is not None}
+        agreement = self.whole.agreement if self.whole is not None else None
+        if agreement is None or agreement.leads:
+            self.stages.wait_any(fetches.values())
+            names = [name for name, fetch in fetches.items() if fetch.done]
+            if agreement is not None:
+                agreement.lead(names)
+        else:
+            names = [name for name in agreement.follow() if name in fetches]
+            for name in names:
+                self.stages.wait_any([fetches[name]])
+        return [body for body in waiting if body.name in names]
 
     # What bodies ask for.
 
@@ -349,7 +377,9 @@ class Interleaver:
         return self.stages is None or self.stages.has(key)
 
     def apart(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a module on a value that is not the forward's: no point is passed by it."""
+        """Call a module on a value that is not the forward's: no point is passed by it. It may be collective."""
+        if self.whole is not None:
+            self.agree(current_body(), "a call apart from the forward")
         self.muted = True
         try:
             return function(*args, **kwargs)
