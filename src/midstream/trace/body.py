@@ -174,9 +174,12 @@ class Body:
         if visit is not None:
             visit.leave()
 
-    def read(self, key: Key, view: Callable[[Visit], Any]) -> Any:
-        """What `view` makes of the visit to `key`; on another stage than the one that has it, a RemoteValue."""
-        return self._of_its_stage(key, lambda: view(self.at(key)))
+    def read(self, key: Key, view: Callable[[Visit], Any], width: int | None = None) -> Any:
+        """What `view` makes of the visit to `key`; on another stage than the one that has it, a RemoteValue.
+
+        `width`: of the tuple that it is, if it is known to be one.
+        """
+        return self._of_its_stage(key, lambda: view(self.at(key)), width)
 
     def write(self, key: Key, change: Callable[[Visit], None]) -> None:
         """Have `change` edit what is at `key`, on the stage that has it."""
@@ -189,7 +192,7 @@ class Body:
         """What a module gives for a value of the trace's own, computed on the stage that has the module."""
         return self._of_its_stage((path, CALL), value)
 
-    def _of_its_stage(self, key: Key, value: Callable[[], Any]) -> Any:
+    def _of_its_stage(self, key: Key, value: Callable[[], Any], width: int | None = None) -> Any:
         """A value that one stage has and the others may ask for."""
         stages = self.interleaver.stages
         if stages is None:
@@ -202,7 +205,7 @@ class Body:
             return found
         if key[-1] != CALL:
             self._ask(key)
-        return RemoteValue(Place(self, number, stage, self.step, point_name(key), stages.width_of(key)))
+        return RemoteValue(Place(self, number, stage, self.step, point_name(key), width))
 
     def fetch(self, place: Place) -> Any:
         """The value at `place`, waiting for it; called when a body of this engine uses it."""

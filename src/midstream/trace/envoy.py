@@ -36,7 +36,9 @@ class Point:
         self.key = key
 
     def get(self) -> Any:
-        return current_body().read(self.key, lambda visit: visit.raw())
+        body = current_body()
+        stages = body.interleaver.stages
+        return body.read(self.key, lambda visit: visit.raw(), stages.width_of(self.key) if stages is not None else None)
 
     def get_first(self) -> Any:
         """Of a call's arguments, the first."""
