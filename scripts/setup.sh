@@ -90,4 +90,5 @@ exec 9>&-
 export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1}                # GiB; enough for the bundled model
 export VLLM_CPU_OMP_THREADS_BIND=${VLLM_CPU_OMP_THREADS_BIND:-nobind}     # several ranks on one NUMA node
 export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}                                # everything that is run here ships with the package
+unset PYTHONDONTWRITEBYTECODE                                             # else every engine process compiles torch and vLLM anew
 export VLLM_NO_USAGE_STATS=${VLLM_NO_USAGE_STATS:-1}
