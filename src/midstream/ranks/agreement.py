@@ -155,8 +155,8 @@ class Agreement:
         self.show()
         names = list(bodies)
         digests = {name: hashlib.blake2b("\n".join(self._notes[name]).encode()).digest() for name in names}
-        self._link.publish(self._name, _WHOLE_STEP, digests)
-        for peer, fetch in [(peer, self._link.fetch(peer, self._name, _WHOLE_STEP)) for peer in self._peers]:
+        self._link.publish(self._turns, self._led, digests)
+        for peer, fetch in [(peer, self._link.fetch(peer, self._turns, self._led)) for peer in self._peers]:
             theirs = fetch.wait()
             for name in names:
                 if theirs.get(name) != digests[name] and name not in self._diverged:
