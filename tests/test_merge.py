@@ -323,6 +323,8 @@ def test_c9_a_failure_past_the_end_is_dropped() -> None:
     last = made({"hs": [absent()]}, 2, stopped=True)
     (merged,) = merged_outcomes([[first], [last]])
     assert merged.failure is None and merged.values == {"hs": [1]} and merged.stopped
+    (merged,) = merged_outcomes([[made({"hs": [1, 2]}, 3, ValueError("mine"))], [last]])
+    assert merged.failure is not None and merged.failure.message == "mine"
 
 
 def test_c14_an_edit_that_failed_on_one_stage_is_told_beside_the_trace() -> None:

@@ -17,11 +17,12 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from midstream.backends.capturing import RESULT_SECONDS, Capturing, sample_index
-from midstream.backends.submission import Message, Requests, put_capture, ran, results_lost, saves_of
+from midstream.backends.submission import Message, Requests, merged, put_capture, ran, results_lost, saves_of
 from midstream.backends.tracer import Ran, raise_failures
 from midstream.engine import launch
 from midstream.engine.results import ChannelClosedError, Mailbox
 from midstream.errors import TraceError
+from midstream.trace.program import Outcome
 
 if TYPE_CHECKING:
     from midstream.backends.vllm import VLLM
@@ -108,7 +109,7 @@ class Stream(Awaitable[list[Any]]):
         self._model.streams.add(self)
         stack.callback(self._model.streams.discard, self)
         count = len(requests.prompts)
-        request = [_Request(requests, i, boxes[i], boxes[count + i]) for i in range(count)]
+        request = [_Request(requests, i, boxes[i], boxes[count + i], self._model.stages) for i in range(count)]
         return [asyncio.create_task(self._follow(each, items)) for each in request]
 
     async def _leave(self, requests: Requests, tasks: list[asyncio.Task[None]], done: dict[int, Ran]) -> None:
@@ -139,9 +140,11 @@ class Stream(Awaitable[list[Any]]):
 class _Request:
     """One of the requests, on its way."""
 
-    def __init__(self, requests: Requests, index: int, saves: Mailbox | None, rows: Mailbox | None) -> None:
+    def __init__(
+        self, requests: Requests, index: int, saves: Mailbox | None, rows: Mailbox | None, stages: int
+    ) -> None:
         self.index = index
-        self.saves = _Saves(saves, requests.params[index].n)
+        self.saves = _Saves(saves, requests.params[index].n, stages)
         self._prompt, self._params = requests.prompts[index], requests.params[index]
         self._capturing: Capturing | None = requests.capturing[index]
         self._planned = requests.planned[index]
@@ -208,29 +211,51 @@ def _pool() -> ThreadPoolExecutor:
 
 
 class _Saves:
-    """What the worker sends of one request: snapshots, and then the final values, for each of its samples."""
+    """What the pipeline stages send of one request: snapshots, and then the final values, of each of its samples."""
 
-    def __init__(self, box: Mailbox | None, samples: int) -> None:
+    def __init__(self, box: Mailbox | None, samples: int, stages: int) -> None:
         self._box = box
-        self._samples = samples
-        self._last: dict[int, Message] = {}
+        self._samples, self._stages = samples, stages
+        # By sample and stage, in the order of the steps; what comes before the latest that all stages have sent is dropped.
+        self._came: dict[int, dict[int, list[Message]]] = {}
 
     def latest(self) -> Any:
-        """The saves as of the last snapshot that has arrived."""
+        """The saves as of the last step of which all stages' snapshots have arrived."""
         with contextlib.suppress(ChannelClosedError):  # the engine's own error says more
             while self._box is not None and (message := self._box.get_nowait()) is not None:
                 self._keep(message)
-        return saves_of([self._last[number] for number in sorted(self._last)])
+        return saves_of(merged(self._at_one_step(), self._samples))
 
-    async def final(self) -> list[Message]:
+    async def final(self) -> list[list[Outcome]]:
         if self._box is None:
             return []
-        while sum(header["final"] for header, _ in self._last.values()) < self._samples:
+        while sum(each[-1][0]["final"] for each in self._each()) < self._samples * self._stages:
             try:
                 self._keep(await asyncio.wait_for(self._box.aget(), RESULT_SECONDS))
             except ChannelClosedError as error:
                 raise results_lost(error) from error
-        return list(self._last.values())
+        return merged([each[-1] for each in self._each()], self._samples)
+
+    def _each(self) -> list[list[Message]]:
+        return [each for stages in self._came.values() for each in stages.values()]
+
+    def _at_one_step(self) -> list[Message]:
+        """The stages' latest messages about one step, of the samples that all stages have sent something of."""
+        found = []
+        for stages in self._came.values():
+            if len(stages) == self._stages:
+                step = min((_step(each[-1]) for each in stages.values() if not each[-1][0]["final"]), default=None)
+                for each in stages.values():
+                    while step is not None and len(each) > 1 and _step(each[1]) <= step:
+                        del each[0]
+                    found.append(each[0] if step is not None else each[-1])
+        return found
 
     def _keep(self, message: Message) -> None:
-        self._last[sample_index(message[0]["request"], self._samples)] = message
+        header = message[0]
+        stages = self._came.setdefault(sample_index(header["request"], self._samples), {})
+        stages.setdefault(header["stage"], []).append(message)
+
+
+def _step(message: Message) -> int:
+    return message[1][0].steps

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from midstream.engine import launch
 from midstream.engine.request import TraceRequest
 from midstream.engine.results import ChannelClosedError, Mailbox
 from midstream.errors import EngineClosedError, MidstreamError, PlanError
+from midstream.ranks.merge import merged_outcomes
 from midstream.trace.program import Outcome
 from midstream.trace.tracer import Result
 from midstream.trace.tree import map_objects
@@ -77,7 +78,7 @@ class Submission:
             outputs = launch.generate(engine, requests.prompts, requests.params, progress)
             if launch.is_in_process(engine) and (any(traced) or any(requests.planned)):
                 engine.collective_rpc("midstream_finish")
-            done = [_collect(box, output) for box, output in zip(traced, outputs, strict=True)]
+            done = [_collect(box, output, self._model.stages) for box, output in zip(traced, outputs, strict=True)]
             rows.wait()
         except BaseException:
             self._model.interrupted += requests.trace_ids
@@ -136,11 +137,14 @@ def raise_if_refused(output: Any) -> None:
             raise PlanError(sample.stop_reason)
 
 
-def _collect(box: Mailbox | None, output: Any) -> Ran:
+def _collect(box: Mailbox | None, output: Any, stages: int) -> Ran:
+    """What every pipeline stage sends of every sample."""
+    samples = len(output.outputs)
     try:
-        return ran([] if box is None else [box.get(RESULT_SECONDS) for _ in output.outputs], output)
+        messages = [] if box is None else [box.get(RESULT_SECONDS) for _ in range(stages * samples)]
     except ChannelClosedError as error:
         raise results_lost(error) from error
+    return ran(merged(messages, samples), output)
 
 
 def results_lost(error: ChannelClosedError) -> MidstreamError:
@@ -148,17 +152,24 @@ def results_lost(error: ChannelClosedError) -> MidstreamError:
     return EngineClosedError(f"The engine has gone before a trace's results came: {error}")
 
 
-def ran(messages: list[Message], output: Any) -> Ran:
+def merged(messages: Iterable[Message], samples: int) -> list[list[Outcome]]:
+    """The outcomes of each of a request's samples, in their order, from what the pipeline stages have sent."""
+    each: dict[int, dict[int, list[Outcome]]] = {}
+    for header, outcomes in messages:
+        each.setdefault(sample_index(header["request"], samples), {})[header["stage"]] = outcomes
+    return [merged_outcomes([of_stage for _, of_stage in sorted(each[sample].items())]) for sample in sorted(each)]
+
+
+def ran(samples: Sequence[list[Outcome]], output: Any) -> Ran:
     """A request's outcomes, in the order of its completions, and its output with the saves on it."""
-    messages = sorted(messages, key=lambda message: sample_index(message[0]["request"], len(messages)))
-    outcomes = [outcome for _, value in messages for outcome in value]
+    outcomes = [outcome for sample in samples for outcome in sample]
     for outcome in outcomes:
         outcome.values = map_objects(outcome.values, Result, lambda _: output)
-    output.saves = saves_of(messages)
+    output.saves = saves_of(samples)
     return Ran(outcomes, output)
 
 
-def saves_of(messages: Sequence[Message]) -> Any:
+def saves_of(samples: Sequence[list[Outcome]]) -> Any:
     """What the request's own bodies saved: a dict, or a list of them for n > 1."""
-    own = [value[0].values for _, value in messages]
+    own = [outcomes[0].values for outcomes in samples]
     return own[0] if len(own) == 1 else own or {}

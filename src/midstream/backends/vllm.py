@@ -27,6 +27,7 @@ from midstream.errors import EngineClosedError, MidstreamError, TraceError, Unkn
 from midstream.plan.checks import ModelFacts
 from midstream.plan.runs import RecordedRun
 from midstream.plan.values import Plan
+from midstream.ranks.merge import merged_description
 from midstream.sites import ACCESSORS
 from midstream.trace.envoy import nearest
 from midstream.trace.show import show_tree
@@ -115,8 +116,9 @@ class VLLM(TraceModel):
         self.streams: weakref.WeakSet[Stream] = weakref.WeakSet()  # those that are being iterated over
         self._engine: Any = (launch.start_async_llm if mode == "async" else launch.start_llm)(arguments)
         self.config = launch.config_of(self._engine)
+        self.stages: int = self.config.parallel_config.pipeline_parallel_size
         self.sinks = Sinks()
-        self._receiver: Receiver | None = Receiver()
+        self._receiver: Receiver | None = Receiver(launch.address_for_workers(self.config))
         # Once; at the latest when Python ends.
         self._end = weakref.finalize(self, _end, self._engine, self._receiver, self.sinks)
         self._described: dict[str, Any] | None = None
@@ -129,7 +131,7 @@ class VLLM(TraceModel):
         self._loop = _running_loop() if mode == "async" else None
         self._starting: asyncio.Task[None] | None = None
         if mode == "sync":
-            self._senders = self._engine.collective_rpc("midstream_connect", args=(self._receiver.address,))
+            self._senders = _that_send(self._engine.collective_rpc("midstream_connect", args=(self._receiver.address,)))
 
     _deferred = property(lambda self: self.mode == "async")  # type: ignore[assignment]
 
@@ -173,8 +175,10 @@ class VLLM(TraceModel):
 
     async def _connect(self) -> None:
         assert self._receiver is not None
-        self._senders = await self.engine.collective_rpc("midstream_connect", args=(self._receiver.address,))
-        self._described = _merged(await self.engine.collective_rpc("midstream_describe"))
+        self._senders = _that_send(
+            await self.engine.collective_rpc("midstream_connect", args=(self._receiver.address,))
+        )
+        self._described = merged_description(await self.engine.collective_rpc("midstream_describe"))
 
     def close(self) -> None:
         """End the engine and its processes. Closing again does nothing."""
@@ -219,7 +223,7 @@ class VLLM(TraceModel):
         if self._described is None:
             if self.mode == "async":
                 raise TraceError("With mode='async' call `await model.start()` first.")
-            self._described = _merged(self.engine.collective_rpc("midstream_describe"))
+            self._described = merged_description(self.engine.collective_rpc("midstream_describe"))
         return self._described
 
     @property
@@ -359,10 +363,9 @@ def _vector_calls(changes: Changes) -> Iterator[tuple[str, tuple[Any, ...]]]:
         yield "midstream_set_vectors", ({name: (vector.data.tobytes(), vector.digest) for name, vector in put.items()},)
 
 
-def _merged(described: list[dict[str, Any]]) -> dict[str, Any]:
-    """The model as its pipeline stages have it; the module tree is the first one's."""
-    widths = {point: width for stage in described for point, width in stage["widths"].items()}
-    return {**described[0], "widths": widths}
+def _that_send(names: Sequence[str | None]) -> list[str]:
+    """The workers that send results: one for each pipeline stage."""
+    return [name for name in names if name is not None]
 
 
 def _end(engine: Any, receiver: Receiver, sinks: Sinks) -> None:

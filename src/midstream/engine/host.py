@@ -65,11 +65,11 @@ class TraceHost:
         max_model_len: where the engine cuts every request off.
 
     Attributes:
-        stage, stages: the pipeline stage that this worker is of, and how many there are.
+        stage: the pipeline stage that this worker is of.
         reports: whether this is the worker of its stage that sends what the traces gave.
     """
 
-    stage, stages, reports = 0, 1, True
+    stage, reports = 0, True
 
     def __init__(
         self, envoy: ModelEnvoy, interleaver: Interleaver, arch: Architecture, allow_traces: bool, max_model_len: int

@@ -6,7 +6,7 @@ Every stage runs the same code, so what it saved has the same structure on each;
 Two stages may differ in how far they came: a stage may begin a step before the last one knows that the request was over, and
 where the code fails on one stage, the others may run on for a while. So one stage is the judge of what is there at all: the one
 whose code failed, in the earliest step if several did, else the last stage, which samples the tokens and knows the end. What a
-stage that went further than the judge has beyond it is dropped: entries of lists, keys, attributes, names, and its failure.
+stage that went further than the judge has beyond it is dropped: entries of lists, keys, attributes, names, and its waiting in vain.
 
 What cannot be told is that such a stage has put another value in the place of an old one, under a name or key that the judge has
 too: nothing at a value says when it was put there.
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from midstream.errors import StageMismatchWarning
+from midstream.errors import NeverReachedError, StageMismatchWarning
 from midstream.sites import LAYER_SITES, MODEL_SITES
 
 if TYPE_CHECKING:
@@ -60,14 +60,19 @@ def merged_outcomes(each: Sequence[list[Outcome]]) -> list[Outcome]:
 
 def _merged_outcome(by_stage: dict[int, Outcome]) -> Outcome:
     last = by_stage[max(by_stage)]
-    # Past the end of the request that the last stage has seen, code may fail for want of what it waits for.
-    failed = {s: o for s, o in by_stage.items() if o.failure and (o.steps <= last.steps or last.failure)}
+    failed = {s: o for s, o in by_stage.items() if o.failure and not _waits_past_end(o, last)}
     own = {s: o for s, o in failed.items() if o.failure and not o.failure.secondary}
     judge = min(own, key=lambda s: (own[s].steps, -s)) if own else max(failed, default=max(by_stage))
     steps = by_stage[judge].steps
     past = [s for s in by_stage if s != judge and (judge in own or by_stage[s].steps > steps)]
     merging = _Merging(judge, past, steps)
     return replace(by_stage[judge], values=merging.names({s: o.values for s, o in by_stage.items()}), order=last.order)
+
+
+def _waits_past_end(outcome: Outcome, last: Outcome) -> bool:
+    """Whether all that failed is to wait for a value of a step that the last stage was not asked for."""
+    error = outcome.failure.error if outcome.failure is not None else None
+    return isinstance(error, NeverReachedError) and last.failure is None and outcome.steps > last.steps
 
 
 def merged_values(each: Sequence[dict[str, Any]]) -> dict[str, Any]:
