@@ -15,6 +15,7 @@ from midstream.backends.planned import Planned
 from midstream.captures.consumers import CaptureInfo
 from midstream.captures.segment import Captured, Segment, gather
 from midstream.captures.sinks import Sinks
+from midstream.engine.request import users_id
 from midstream.engine.results import ChannelClosedError, Mailbox, UnsendableError
 from midstream.errors import CaptureError, EngineClosedError, MidstreamError, PlanError
 
@@ -112,7 +113,7 @@ class Capturing:
                 )
             return
         sample = self._samples[sample_index(header["request"], len(self._samples))]
-        sample.name = sample.name or self._name(header["request"])
+        sample.name = sample.name or users_id(header["request"])
         sample.finals += header["final"]
         if value["error"] is not None:
             sample.error = sample.error or PlanError(value["error"])
@@ -124,10 +125,6 @@ class Capturing:
             sample.segments += segments
         if self.has_sinks and sample.error is None:
             self._pass_on(sample, segments)
-
-    def _name(self, engine_id: str) -> str:
-        """The request's id as the user knows it: vLLM puts a random end to it; its samples are `0_ID`, `1_ID`, ..."""
-        return engine_id.partition("-")[0]
 
     def _pass_on(self, sample: _Sample, segments: list[Segment]) -> None:
         if self._discarded:

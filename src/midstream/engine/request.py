@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -10,6 +11,12 @@ from midstream.engine.settings import NAME
 
 # Below this, every request of a trace carries the trace's code, so that the order in which they arrive does not matter.
 SMALL = 1 << 20
+_SUFFIX = re.compile("-[0-9a-f]{8}$")
+
+
+def users_id(engine_id: str) -> str:
+    """A request's id as its user knows it: vLLM puts a dash and eight random digits to its end. Samples are `0_ID`, `1_ID`, ..."""
+    return _SUFFIX.sub("", engine_id)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from midstream.captures.segment import Segment
 from midstream.captures.sinks import Sinks
 from midstream.captures.wanted import Route, routes
 from midstream.engine import staging
+from midstream.engine.request import users_id
 from midstream.errors import CaptureError
 from midstream.plan.values import Plan
 
@@ -48,6 +49,7 @@ class LocalSinks:
         self._jobs: deque[tuple[Callable[[], None], int]] = deque()
         self._changed = threading.Condition()
         self._queued = 0
+        self._names: dict[str, str] = {}  # of the requests that run: the engine's and the user's
         self._ended: list[str] = []  # requests whose consumers have not been asked yet whether they took all
         self._closed = False
         self._blocked = 0.0
@@ -55,7 +57,12 @@ class LocalSinks:
         self._thread = threading.Thread(target=self._run, name="midstream-consumers", daemon=True)
         self._thread.start()
 
-    def begin(self, name: str, plan: Plan, prompt_token_ids: Sequence[int]) -> None:
+    def begin(self, engine_id: str, plan: Plan, prompt_token_ids: Sequence[int]) -> None:
+        """A request begins. Consumers know it by the id that its user gave, unless one of that id is running."""
+        name = users_id(engine_id)
+        if name in self._names.values():
+            name = engine_id
+        self._names[engine_id] = name
         info = CaptureInfo(name, tuple(prompt_token_ids), engine=self._engine, stage=self._stage)
         everywhere = routes(plan.captures, len(prompt_token_ids), range(self._num_layers)).sinks
         # A stage that has none of the rows says so as well: a reader of the directory waits for each stage's word.
@@ -63,15 +70,24 @@ class LocalSinks:
             Route(way.to, {key: rows for key, rows in way.wanted.items() if key[1] in self._layers})
             for way in everywhere
         ]
-        self._put(lambda: self._sinks.begin(info, ways), 0)
 
-    def rows(self, name: str, rows: Rows) -> None:
+        def job() -> None:
+            if name in self._ended:  # one before it
+                self._ended.remove(name)
+                self._try(lambda: self._sinks.result(name))
+            self._sinks.begin(info, ways)
+
+        self._put(job, 0)
+
+    def rows(self, engine_id: str, rows: Rows) -> None:
+        name = self._names[engine_id]
         tensors = [each for _, _, each in rows]
         ready = staging.mark_ready(tensors)
         self._put(lambda: self._deliver(name, rows, ready), sum(each.nbytes for each in tensors))
 
-    def end(self, name: str, stop: int | None, error: str | None = None) -> None:
+    def end(self, engine_id: str, stop: int | None, error: str | None = None) -> None:
         """`stop`: rows below this position are the user's."""
+        name = self._names.pop(engine_id)
 
         def job() -> None:
             self._sinks.end(name, stop, CaptureError(error) if error is not None else None)
