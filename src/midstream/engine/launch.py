@@ -104,6 +104,16 @@ def config_of(engine: Any) -> Any:
     return engine.llm_engine.vllm_config if hasattr(engine, "llm_engine") else engine.vllm_config
 
 
+def address_for_workers(config: Any) -> str | None:
+    """Where workers on other hosts can reach this process, or None if there are none."""
+    parallel = config.parallel_config
+    if not parallel.use_ray and getattr(parallel, "nnodes", 1) == 1:
+        return None
+    from vllm.utils.network_utils import get_ip
+
+    return get_ip()
+
+
 def shut_down(engine: Any) -> None:
     """End the engine and its processes, with time to free their shared memory and sockets."""
     core = engine.llm_engine.engine_core if hasattr(engine, "llm_engine") else engine

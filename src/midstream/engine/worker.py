@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm import envs
 from vllm.compilation.breakable_cudagraph import is_breakable_cudagraph_enabled
 from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.distributed import get_pp_group, get_tp_group
@@ -100,7 +101,7 @@ class Worker(PlatformWorker):
     """A worker that runs traces and plans."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        self._refuse_unaware_graphs()
+        self._refuse_unaware_steps()
         register()
         tie_to_parent()
         self._split_at_sites = self._split_graph()
@@ -108,10 +109,15 @@ class Worker(PlatformWorker):
         self._attach()
         self._eager_kernels = EagerKernels(self.midstream.envoy._module, self.vllm_config)
 
-    def _refuse_unaware_graphs(self) -> None:
+    def _refuse_unaware_steps(self) -> None:
         """Steps that would pass traces and plans by without a word."""
         if self.vllm_config.parallel_config.use_ubatching:
             raise MidstreamError("midstream needs a step's batch whole; start the engine without dual batch overlap.")
+        if self.vllm_config.parallel_config.use_ray and not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND:
+            raise MidstreamError(
+                "vLLM's older Ray executor runs the model past its worker, so plans and traces would do nothing. Set "
+                "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1."
+            )
         if self._has_graphs and is_breakable_cudagraph_enabled():
             raise MidstreamError(
                 "Breakable CUDA graphs hold no sites, so plans and traces would do nothing. Set VLLM_USE_BREAKABLE_CUDAGRAPH=0, or "
