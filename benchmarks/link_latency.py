@@ -4,7 +4,7 @@
     python benchmarks/link_latency.py --cuda       # on a GPU, if there is one
 
 Prints median and 95th percentile of a fetch, from the request to the tensor, for a value that is there already: asked for, and sent ahead
-(of which only what the fetch itself takes is left). `--busy`: the owner's own thread runs Python meanwhile, as a forward does.
+(of which only what the fetch itself takes is left). `--busy`: the owner's own thread calls small operations meanwhile, as a forward does.
 """
 
 from __future__ import annotations
@@ -31,22 +31,30 @@ def connect(rank: int, pipe: Connection) -> Link:
     return Link(rank, exchange, "benchmark")
 
 
+def finish(link: Link, pipe: Connection) -> None:
+    link.end("body", "over")
+    while any(link.gauges().values()):
+        time.sleep(0.001)
+    pipe.send(None)
+    pipe.recv()
+    link.close()
+
+
 def own(pipe: Connection, arguments: argparse.Namespace, sends_ahead: bool) -> None:
     """The owner: publishes a value for each step when told to, and spills it as the engine does."""
     torch.set_num_threads(1)
     link = connect(0, pipe)
     link._sends_ahead = sends_ahead
     device = "cuda" if arguments.cuda and torch.cuda.is_available() else "cpu"
+    small = torch.ones(64, device=device)
     while (number := pipe.recv()) is not None:
         link.publish("body", number, torch.full((32, 4096), number % 7, dtype=torch.bfloat16, device=device), place="p")
         link.spill()
         pipe.send(None)
         until = time.perf_counter() + (0.02 if arguments.busy else 0.0)
         while time.perf_counter() < until:
-            sum(range(100))
-    link.end("body", "over")
-    pipe.recv()
-    link.close()
+            torch.relu(small)
+    finish(link, pipe)
 
 
 def measure(arguments: argparse.Namespace, sends_ahead: bool) -> list[float]:
@@ -66,17 +74,15 @@ def measure(arguments: argparse.Namespace, sends_ahead: bool) -> list[float]:
         seconds.append(time.perf_counter() - start)
         assert value[31, 4095] == number % 7
     pipe.send(None)
-    link.end("body", "over")
-    pipe.send(None)
+    finish(link, pipe)
     owner.join()
-    link.close()
     return seconds[20:]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cuda", action="store_true", help="values lie on a GPU")
-    parser.add_argument("--busy", action="store_true", help="the owner's thread runs Python meanwhile")
+    parser.add_argument("--busy", action="store_true", help="the owner's thread calls small operations meanwhile")
     parser.add_argument("--steps", type=int, default=300)
     arguments = parser.parse_args()
     torch.set_num_threads(1)

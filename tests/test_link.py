@@ -3,11 +3,13 @@
 Ranks are threads of this process, or processes of their own; the values expected are closed forms that both sides compute.
 """
 
+import gc
 import multiprocessing
 import os
 import signal
 import threading
 import time
+import weakref
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -16,7 +18,7 @@ import pytest
 import torch
 
 from midstream.engine import wire
-from midstream.errors import EngineClosedError, MidstreamError, NeverReachedError
+from midstream.errors import EngineClosedError, MidstreamError, NeverReachedError, StageFailedError
 from midstream.ranks.link import Link
 
 torch.set_num_threads(1)
@@ -245,6 +247,36 @@ def test_ends_of_a_body_answer_what_was_never_published(pair):
         with pytest.raises(NeverReachedError):
             wait(link.fetch(1 - link.rank, "a", 2))
         assert is_idle(link)
+
+
+def test_other_ranks_learn_that_a_body_failed(pair):
+    """E12: without asking, and as the answer to what they ask for."""
+    assert pair[1].failure_of("a") is None
+    fetch = pair[1].fetch(0, "a", 1)
+    pair[0].end("a", "it raised", failed=True)
+    with pytest.raises(StageFailedError, match="it raised"):
+        wait(fetch)
+    eventually(lambda: isinstance(pair[1].failure_of("a"), StageFailedError))
+    finish(pair, "a")
+
+
+def test_errors_do_not_keep_what_their_reader_held(pair):
+    """D7: the reason of an ended body stays for a while, not the frames that it was raised through."""
+
+    class Large:
+        pass
+
+    def read():
+        large = Large()
+        seen.append(weakref.ref(large))
+        pair[0].fetch(1, "a", 1).wait()
+
+    seen = []
+    finish(pair, "a")
+    with pytest.raises(NeverReachedError, match="over"):
+        read()
+    gc.collect()
+    assert seen[0]() is None
 
 
 def test_value_that_cannot_be_pickled_is_an_error_where_it_is_used(pair):

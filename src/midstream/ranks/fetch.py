@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -50,7 +51,7 @@ class Fetch:
         self._finish()
 
     def fail(self, error: MidstreamError) -> None:
-        self._error = error
+        self._error = copy.copy(error)  # others are told the same, and a raised error keeps its frames alive
         self._finish()
 
     def _finish(self) -> None:
