@@ -16,7 +16,6 @@ from typing import Any, Protocol
 
 from midstream.errors import DivergedError, MidstreamError
 
-_WHOLE_STEP = 1 << 40  # the number under which a step's digests are published, behind all notes'
 _OVER = "The step is over."
 
 
