@@ -104,6 +104,7 @@ class PlanHost:
         self._last: tuple[Any, int] | None = None  # the batch that the profiles were laid out for, if it may come again
         self._steady: list[str] | None = None  # the requests of the last step, if all of it was generated tokens
         self._steadily_active = False
+        self._repeats = False  # whether the coming step is that one again
         self._lengths = np.empty(0, np.int64)  # the prompt lengths of its planned requests, 0 for the others
         self._capturing = 0  # requests with rows still to be captured
         self._active = False
@@ -140,7 +141,7 @@ class PlanHost:
 
     def repeat(self) -> None:
         """Decide as for the last step."""
-        self._active = self._steadily_active
+        self._repeats, self._active = True, self._steadily_active
         self.hooks.on = self._active and len(self.hooks) > 0
         self.planned_steps += self._active
 
@@ -205,18 +206,21 @@ class PlanHost:
         self.off_graph_steps += bool(off_graph)
         return bool(off_graph)
 
-    @torch.inference_mode()
     def begin_step(self, view: StepView) -> None:
-        """The batch is laid out; the forward comes next."""
+        """The batch is laid out; the forward comes next. Called in the engine's inference mode."""
         key = (tuple(view.request_ids), view.total)
-        decode = len(view.counts) == int(view.counts.sum())  # one row each
-        same = decode and self._last == key and bool((view.computed >= self._lengths).all())
+        same = self._last == key and (self._repeats or self._is_decode(view))
         if not same:
             self._lay_out(view)
             known = [self._requests.get(name) for name in view.request_ids]
             self._lengths = np.array([len(request.image.prompt) if request is not None else 0 for request in known])
-            self._last = key if decode and bool((view.computed >= self._lengths).all()) else None
+            self._last = key if self._is_decode(view) else None
+        self._repeats = False
         self.tables.begin_step(self._profile[: view.total], self._blocks(view) if self._capturing else {}, same)
+
+    def _is_decode(self, view: StepView) -> bool:
+        """Whether each request has one row, behind its prompt."""
+        return len(view.counts) == int(view.counts.sum()) and bool((view.computed >= self._lengths).all())
 
     def _lay_out(self, view: StepView) -> None:
         profile = self._profile
@@ -254,12 +258,14 @@ class PlanHost:
                 at += count
         return blocks
 
-    @torch.inference_mode()
     def end_step(self) -> None:
         """The forward is queued: send what is complete."""
         self._active = self.hooks.on = False
-        if not self._capturing:
-            return
+        if self._capturing:
+            self._send_complete()
+
+    @torch.inference_mode()
+    def _send_complete(self) -> None:
         for name, request in self._requests.items():
             if request.complete or not (request.pieces or request.has_all) or request.carried.record is not None:
                 continue

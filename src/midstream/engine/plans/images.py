@@ -90,7 +90,9 @@ class Images:
         self._tables = tables
         self._compiled = compiled
         self._off_graph = off_graph
-        self._images: OrderedDict[Any, Image] = OrderedDict()
+        self._images: dict[Any, Image] = {}
+        self._idle: OrderedDict[Any, Image] = OrderedDict()  # those without a request
+        self._idle_bytes = 0
 
     def take(self, carried: PlanRequest, length: int, row: RunRow) -> Image:
         """The image for one more request; `row` gives rows of recorded runs. Raises PlanError, as the compiler does."""
@@ -101,8 +103,9 @@ class Images:
             if not has_open_names(image.plan):  # what such a name stands for may be another vector the next time
                 image.key = key
                 self._images[key] = image
-        else:
-            self._images.move_to_end(key)
+        elif not image.users:
+            del self._idle[key]
+            self._idle_bytes -= image.size
         image.users += 1
         return image
 
@@ -112,14 +115,13 @@ class Images:
         if image.users:
             return
         if image.key is None or image.runs:  # a run's memory goes when nobody uses it
-            self._drop(image)
-        idle = [each for each in self._images.values() if not each.users]
-        held = sum(each.size for each in idle)
-        for count, each in zip(range(len(idle), 0, -1), idle, strict=True):
-            if count <= _IDLE and held <= _IDLE_BYTES:
-                return
-            held -= each.size
-            self._drop(each)
+            return self._drop(image)
+        self._idle[image.key] = image
+        self._idle_bytes += image.size
+        while len(self._idle) > _IDLE or self._idle_bytes > _IDLE_BYTES:
+            _, oldest = self._idle.popitem(last=False)
+            self._idle_bytes -= oldest.size
+            self._drop(oldest)
 
     def _drop(self, image: Image) -> None:
         self._images.pop(image.key, None)

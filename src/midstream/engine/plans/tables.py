@@ -117,7 +117,7 @@ class DeviceTables(Tables):
         self._host = np.zeros((self._size, len(self.points), ENTRY_WORDS), np.int64)
         self._table = torch.zeros(self._host.shape, dtype=torch.int64, device=device)
         self._address = torch.tensor([self._table.data_ptr()], dtype=torch.int64, device=device)
-        self._stale = False
+        self._stale = range(0)  # profiles whose entries on the device are old
 
     def _upload(self, values: np.ndarray, to: torch.Tensor) -> None:
         host = torch.from_numpy(values)
@@ -131,7 +131,7 @@ class DeviceTables(Tables):
         self._host = grown
         self._table = torch.empty(grown.shape, dtype=torch.int64, device=self._device)
         self._upload(np.array([self._table.data_ptr()], np.int64), self._address)
-        self._stale = True
+        self._stale = range(self._size)
 
     def _place(self, loaded: Loaded) -> None:
         compiled = loaded.compiled
@@ -143,7 +143,8 @@ class DeviceTables(Tables):
                 if point in self.index:
                     entries.append((number, self.index[point], len(words), len(ops)))
                     words += [_words(op, bank) for op in ops]
-        self._stale = True  # also without words: on the device the numbers may still have another plan's
+        # Also without words: on the device the numbers may still have another plan's.
+        self._stale = _span([*loaded.ids[loaded.ids > 0].tolist(), *self._stale[:1], *self._stale[-1:]])
         if not words:
             return
         ops_OW = np.frombuffer(b"".join(words), np.int64).reshape(-1, OP_WORDS)
@@ -185,8 +186,9 @@ class DeviceTables(Tables):
         self, profile_T: np.ndarray, blocks: Mapping[int, tuple[np.ndarray, torch.Tensor]], same: bool
     ) -> None:
         if self._stale:
-            self._upload(self._host, self._table)
-            self._stale = False
+            old = slice(self._stale.start, self._stale.stop)
+            self._upload(self._host[old], self._table[old])
+            self._stale = range(0)
         if not same:
             self._upload(profile_T, self._profile_T[: len(profile_T)])
         if blocks or self._addressed:
@@ -201,6 +203,11 @@ class DeviceTables(Tables):
 
         second = flat(residual) if residual is not None else None
         edit_rows(flat(hidden), second, self._profile_T, self._capture_T, self._address, point, len(self.points))
+
+
+def _span(numbers: Sequence[int]) -> range:
+    """From the lowest to the highest."""
+    return range(min(numbers), max(numbers) + 1) if numbers else range(0)
 
 
 def _padded(width: int) -> int:
