@@ -416,6 +416,8 @@ def test_sending_ahead_stops_when_nobody_wants_it_any_more(pair):
         step(pair, number, fetch=number < 3)
     assert pair[1].gauges()["sent_ahead"] == 8
     assert step(pair, 40, fetch=True) is False
+    pair[1].end("a", "over")
+    assert pair[1].gauges()["sent_ahead"] == 0
     finish(pair, "a")
 
 
