@@ -107,6 +107,10 @@ class Stages:
         kind = key[1] if len(key) == 2 else "output"
         return self._owner.get((key[0], kind), self._builder.get(key[0], self.index))
 
+    def begin_of(self, stage: int) -> int:
+        """The moment of the whole model's forward at which a stage begins."""
+        return stage * _STAGE_MOMENTS
+
     def has(self, key: Key) -> bool:
         """Whether this stage has it."""
         return self.of(key) == self.index

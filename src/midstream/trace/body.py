@@ -203,9 +203,10 @@ class Body:
             found = value()
             stages.publish(self, number, key, found)
             return found
-        if key[-1] != CALL:
+        called = key[-1] == CALL
+        if not called:
             self._ask(key)
-        return RemoteValue(Place(self, number, stage, self.step, point_name(key), width))
+        return RemoteValue(Place(self, number, stage, self.step, called, point_name(key), width))
 
     def fetch(self, place: Place) -> Any:
         """The value at `place`, waiting for it; called when a body of this engine uses it."""
@@ -214,8 +215,10 @@ class Body:
         fetch = stages.fetch(place)
         if not fetch.done or self.interleaver.whole is not None:  # tensor-parallel ranks all wait, or none
             comes = body.ended or place.step < body.now or (place.step == body.now and place.stage < stages.index)
-            if not comes:  # not before the forward has gone on
+            if not comes:  # not before this stage's forward is over
                 body._leave()
+                if place.called:
+                    body._asked, body._reached = (place.name,), max(body._reached, stages.begin_of(place.stage))
             body.fetching = fetch
             body._switch_away((FETCH, place.step if comes else body.now + 1))
             body.fetching = None
@@ -231,15 +234,22 @@ class Body:
     def _check_order(self, key: Key) -> None:
         last = self.interleaver.ordinal(key)[1]
         if self._asked is not None and key != self._asked and len(key) != 4 and last <= self._reached:
-            raise self._out_of_order(key, f"{point_name(self._asked)} of step {self.step}")
+            raise self._out_of_order(
+                key, f"{point_name(self._asked)} of step {self.step}", self._asked[-1].endswith(f".{CALL}")
+            )
 
     def _note(self, key: Key) -> None:
         self._asked, self._reached = key, max(self._reached, self.interleaver.ordinal(key)[0])
 
-    def _out_of_order(self, key: Key, after: str) -> OutOfOrderError:
+    def _out_of_order(self, key: Key, after: str, called: bool = False) -> OutOfOrderError:
+        hint = (
+            " What a module of a later pipeline stage gives can be saved at once, but used only when the forward has come to that stage."
+            if called
+            else ""
+        )
         return OutOfOrderError(
             f"{point_name(key)} of step {self.step} was asked for after {after}: the forward pass "
-            "has gone past it. Ask for values in the order in which the model computes them."
+            f"has gone past it. Ask for values in the order in which the model computes them.{hint}"
         )
 
     def at(self, key: Key) -> Visit:

@@ -189,11 +189,8 @@ class Interleaver:
         self._replays.clear()
         self._overrides.clear()
         for body in list(self.bodies.values()):
-            while not body.done and body.parked is not None and body.parked[1] == body.now and body.name in self.rows:
-                key, step = body.parked
-                if key in (STEP_START, BARRIER, FETCH):
-                    break
-                body.resume(error=NeverReachedError(self._why_never(key, step)))
+            if body.name in self.rows:
+                self._close(body)
         if self.whole is not None:
             for name, error in self.whole.agreement.end_step(self.rows).items():
                 self.bodies[name].fail(error)
@@ -202,6 +199,18 @@ class Interleaver:
         self._live_storages.clear()
         self._stepping = False
         self._clean_up()
+
+    def _close(self, body: Body) -> None:
+        """Let a body come to the end of the step. This stage's output is on its way, so later stages' values come now."""
+        while not body.done and body.parked is not None:
+            key, step = body.parked
+            if key == FETCH:
+                body.parked = (FETCH, body.now)
+                self._complete([body])
+            elif key in (STEP_START, BARRIER) or step != body.now:
+                return
+            else:
+                body.resume(error=NeverReachedError(self._why_never(key, step)))
 
     def _why_never(self, key: Key, step: int) -> str:
         text = f"{point_name(key)} of step {step} was never reached: the forward pass ended without it."

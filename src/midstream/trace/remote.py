@@ -32,6 +32,7 @@ class Place(NamedTuple):
         number: of the read, counted in that trace; the same on every stage.
         stage: the one that has it.
         step: that it was read in.
+        called: whether it is what a module gave for a value of the body's own.
         name: as a user would write it.
         width: of the tuple that it is; None if it is no tuple, or that is not known.
         ref: the part of it that is meant.
@@ -41,6 +42,7 @@ class Place(NamedTuple):
     number: int
     stage: int
     step: int
+    called: bool
     name: str
     width: int | None = None
     ref: Ref = ()
