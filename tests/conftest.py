@@ -128,11 +128,11 @@ def alive(model: VLLM, seconds: float = 5.0) -> list[dict[str, int]]:
     The client has its results a moment before the sender counts them as gone, and outputs a step before the workers hear of the end of
     requests that nobody waits for rows of.
     """
-    passing = {"queued_bytes", "plans", "profiles", "plan_hooks", "leases"}
+    passing = {"queued_bytes", "plans", "profiles", "plan_hooks", "leases", "consumer_bytes"}
     deadline = time.monotonic() + seconds
     while True:
         gauges = [
-            {g: n for g, n in worker.items() if n and not g.endswith(("_steps", "_growths"))}
+            {g: n for g, n in worker.items() if n and not g.endswith(("_steps", "_growths", "_failures"))}
             for worker in model.gauges()
         ]
         if not any(gauges) or any(set(g) - passing for g in gauges) or time.monotonic() > deadline:

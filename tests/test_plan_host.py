@@ -10,16 +10,18 @@ import pytest
 import torch
 from torch import nn
 
-from midstream import Capture, Plan, Steer
+from midstream import Capture, Consumer, Plan, Steer
 from midstream.engine.plans import images
 from midstream.engine.plans.host import PlanHost
-from midstream.engine.plans.outlet import Outlet
+from midstream.engine.plans.local import LocalSinks
+from midstream.engine.plans.outlet import Outlet, Piece
 from midstream.engine.plans.pipeline import Pipeline
 from midstream.engine.plans.points import PointHooks, points_of
 from midstream.engine.plans.request import PlanRequest, packed
 from midstream.engine.plans.tables import DeviceTables, TwinTables
 from midstream.engine.step import StepView
 from midstream.plan.checks import ModelFacts
+from midstream.plan.compile import Plane
 from midstream.sites import Binding
 
 LAYERS, WIDTH, PROMPT = 2, 4, [1, 2, 3]
@@ -215,3 +217,31 @@ def test_device_tables_upload_what_changed():
             assert (tables._table.numpy()[live] == tables._host[live]).all()
             assert int(tables._address[0]) == tables._table.data_ptr()
     assert tables.growths > 0
+
+
+def test_a_request_that_a_consumer_cannot_begin_is_said_to_fail_once(caplog):
+    """D4: its later rows are dropped without a word, its neighbour's are taken. Seen failing with an error for each batch of rows."""
+    taken = []
+
+    def take(request_id, site, layer, positions, tensor):
+        taken.append((request_id, positions))
+
+    sinks = LocalSinks("engine", LAYERS, range(LAYERS))
+    outlet = Outlet(lambda: None, lambda: sinks, 0)
+    plans = {"bad": Consumer("nobody-has-this"), "good": take}
+    plans = {
+        name: Plan.of(Capture("resid_post", layers=0, positions="all_prompt", to=to)) for name, to in plans.items()
+    }
+    layout = (Plane("resid_post", 0, "before", 0, WIDTH),)
+    carried = PlanRequest(b"")
+    for name, plan in plans.items():
+        outlet.begin(name, carried, plan, PROMPT)
+    for position in range(len(PROMPT)):
+        for name in plans:
+            outlet.send(name, carried, [Piece(position, layout, torch.zeros(1, WIDTH), 0, 1)], False)
+    for name in plans:
+        outlet.settle(name, 4)
+    outlet.close()
+    assert outlet.gauges() == {"capture_failures": 1, "consumer_bytes": 0}
+    assert [record.levelname for record in caplog.records] == ["ERROR"] and "nobody-has-this" in caplog.text
+    assert taken == [("good", [0]), ("good", [1]), ("good", [2])]

@@ -299,6 +299,7 @@ class Worker(PlatformWorker):
         return {
             **self.midstream.gauges(),
             **self.plans.gauges(),
+            **self.plans.outlet.gauges(),
             "planned_steps": self.plans.planned_steps,
             "off_graph_steps": self.plans.off_graph_steps,
             "table_growths": self.plans.tables.growths,

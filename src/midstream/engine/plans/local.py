@@ -50,10 +50,11 @@ class LocalSinks:
         self._changed = threading.Condition()
         self._queued = 0
         self._names: dict[str, str] = {}  # of the requests that run: the engine's and the user's
+        self._lost: set[str] = set()  # requests that run and whose rows nobody takes any more
         self._ended: list[str] = []  # requests whose consumers have not been asked yet whether they took all
         self._closed = False
         self._blocked = 0.0
-        self.failed = 0
+        self.failures = 0  # requests whose rows were not taken, all of them or in part
         self._thread = threading.Thread(target=self._run, name="midstream-consumers", daemon=True)
         self._thread.start()
 
@@ -77,19 +78,22 @@ class LocalSinks:
                 self._try(lambda: self._sinks.result(name))
             self._sinks.begin(info, ways)
 
-        self._put(job, 0)
+        self._put(job, 0, name)
 
     def rows(self, engine_id: str, rows: Rows) -> None:
         name = self._names[engine_id]
         tensors = [each for _, _, each in rows]
         ready = staging.mark_ready(tensors)
-        self._put(lambda: self._deliver(name, rows, ready), sum(each.nbytes for each in tensors))
+        self._put(lambda: self._deliver(name, rows, ready), sum(each.nbytes for each in tensors), name)
 
     def end(self, engine_id: str, stop: int | None, error: str | None = None) -> None:
         """`stop`: rows below this position are the user's."""
         name = self._names.pop(engine_id)
 
         def job() -> None:
+            if name in self._lost:
+                self._lost.remove(name)
+                return self._sinks.discard(name)
             self._sinks.end(name, stop, CaptureError(error) if error is not None else None)
             self._ended.append(name)
 
@@ -119,13 +123,19 @@ class LocalSinks:
             self._copier.fill(flat, [device_rows], [0], ready)
             self._sinks.put(Segment(name, positions, layout, host))
 
-    def _put(self, job: Callable[[], None], size: int) -> None:
+    def _put(self, job: Callable[[], None], size: int, name: str | None = None) -> None:
+        """Queue a job; one that is about a request is not done once an earlier one of it has failed."""
+
+        def guarded() -> None:
+            if name not in self._lost and not self._try(job) and name is not None:
+                self._lost.add(name)
+
         with self._changed:
             if self._queued and self._queued + size > QUEUE_BYTES:
                 start = time.perf_counter()
                 self._changed.wait_for(lambda: not self._queued or self._queued + size <= QUEUE_BYTES)
                 self._blocked += time.perf_counter() - start
-            self._jobs.append((job, size))
+            self._jobs.append((guarded, size))
             self._queued += size
             self._changed.notify_all()
 
@@ -141,19 +151,21 @@ class LocalSinks:
                 if not self._jobs:
                     break
                 job, size = self._jobs.popleft()
-            self._try(job)
+            job()
             with self._changed:
                 self._queued -= size
                 self._changed.notify_all()
         while self._ended:
             self._try(lambda: self._sinks.result(self._ended.pop(0)))
 
-    def _try(self, job: Callable[[], None]) -> None:
+    def _try(self, job: Callable[[], None]) -> bool:
         try:
             job()
         except CaptureError as error:
-            self.failed += 1
             _log.error("%s", error)
         except Exception:
-            self.failed += 1
             _log.exception("Captured rows were lost.")
+        else:
+            return True
+        self.failures += 1
+        return False

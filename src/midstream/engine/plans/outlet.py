@@ -130,6 +130,14 @@ class Outlet:
         if self.local is not None:
             self.local.close()
 
+    def gauges(self) -> dict[str, int]:
+        """Requests, since the start, whose consumers in this process failed them; bytes that wait for such consumers."""
+        if self.local is None:
+            return {"capture_failures": 0, "consumer_bytes": 0}
+        stats = self.local.stats
+        waiting = int(stats["queued_bytes"] + stats["held_bytes"])
+        return {"capture_failures": self.local.failures, "consumer_bytes": waiting}
+
     def flush(self) -> None:
         """Send what is for the client: few messages for many requests, none much larger than a request's rows have to be."""
         queue, self._queue = self._queue, []
