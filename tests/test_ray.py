@@ -101,7 +101,6 @@ PP, TP = {"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}
 engines = pytest.mark.parametrize(
     "run",
     [
-        pytest.param((ONE, {}, PP), id="pp2"),
         pytest.param((ONE, {}, TP), id="tp2"),
         pytest.param((TWO, APART, PP), id="pp2-two-nodes"),
     ],
