@@ -240,7 +240,7 @@ def test_two_names_in_one_plan_are_told_apart():
     keys = PlanKeys(Plan.of([steer(vector="a", phase="prefill"), steer(vector="b", phase="decode")]), 2, LAYERS)
     same = PlanKeys(Plan.of([steer(vector="a", phase="prefill"), steer(vector="a", phase="decode")]), 2, LAYERS)
     assert keys.floor == same.floor == 0
-    assert len(keys._stretches) == 2 and len(same._stretches) == 1
+    assert len(keys._starts) == 2 and len(same._starts) == 1
 
 
 # ------------------------------------------------------------------------------------------------ captures

@@ -553,3 +553,12 @@ def test_files_that_are_no_safetensors(tmp_path):
 
 def test_vectors_of_the_strategies_differ():
     assert len({Vector(vector).digest for vector in VECTORS}) == len(VECTORS)
+
+
+def test_a_plans_hash_is_looked_up_once_and_never_sent():
+    """Plans are keys of what is remembered of them; the hash of a string is another one in each process."""
+    plan = Plan.of(Steer("resid_post", layers=1, vector=[1.0, 2.0]))
+    same = Plan.of([Steer("resid_post", layers=[1], vector=[1.0, 2.0])])
+    assert hash(plan) == hash(same) and {plan: 1}[same] == 1
+    sent = pickle.loads(pickle.dumps(plan))
+    assert sent == plan and "_hash" in vars(plan) and "_hash" not in vars(sent)

@@ -115,22 +115,30 @@ def _params(
     record: tuple[str, str] | None,
 ) -> list[Any]:
     """The sampling parameters of each request. Those that carry nothing are shared, as they were given."""
+    bases: dict[int, Any] = {}
     shared: dict[Any, Any] = {}
     found = []
     for invoke, trace, plan, rows in zip(invokes, traces, planned, capturing, strict=True):
         if trace is not None:
             found.append(_with_plan(launch.sampling_params(invoke.params, trace), plan, rows, record))
             continue
-        key = (id(invoke.params), plan.plan if plan is not None else None)
-        if key not in shared:
-            shared[key] = _with_plan(launch.sampling_params(invoke.params, None), plan, rows, record)
-        alone = rows is not None  # its rows come to an address of its own
-        found.append(_with_plan(copy.copy(shared[key]), plan, rows, record) if alone else shared[key])
+        if id(invoke.params) not in bases:
+            bases[id(invoke.params)] = launch.sampling_params(invoke.params, None)
+        base = bases[id(invoke.params)]
+        if plan is None:
+            found.append(base)
+        elif rows is not None:  # they come to an address of its own
+            found.append(_with_plan(copy.copy(base), plan, rows, record))
+        else:
+            key = (id(invoke.params), plan.plan)
+            if key not in shared:
+                shared[key] = _with_plan(copy.copy(base), plan, None, record)
+            found.append(shared[key])
     return found
 
 
 def _with_plan(params: Any, planned: Planned | None, rows: Capturing | None, record: tuple[str, str] | None) -> Any:
-    """`params` carrying the plan, and the address of its rows."""
+    """`params`, changed, carrying the plan, and the address of its rows."""
     if planned is not None:
         carried = PlanRequest(packed(planned.bare), capture=rows.key if rows is not None else None, record=record)
         extra = params.extra_args or {}

@@ -159,10 +159,21 @@ def _rows_of_one(
     """The same where all rows came at once, as those of a prompt do: what planes share is looked at once."""
     shared: dict[int, _Found] = {}
     for key, rows in wanted.items():
-        if id(rows) not in shared:
+        if id(rows) not in shared and _are_wanted(parts[0][0], stop, rows):
+            shared[id(rows)] = _Found([_Piece(0, slice(None))], parts[0][0], None)
+        elif id(rows) not in shared:
             shared[id(rows)] = _select(f"capture of {describe(key)} of request {request!r}", parts, [0], stop, rows)
             _complete(request, {key: shared[id(rows)]}, stop, {key: rows})
     return {key: shared[id(rows)] for key, rows in wanted.items()}
+
+
+def _are_wanted(positions: np.ndarray, stop: int | None, rows: Wanted) -> bool:
+    """Whether these are exactly the rows that were asked for."""
+    return (
+        rows.tail is None
+        and np.array_equal(positions, rows.listed)
+        and (stop is None or not positions.size or int(positions[-1]) < stop)
+    )
 
 
 def _complete(request: str, found: Mapping[Key, _Found], stop: int | None, wanted: Mapping[Key, Wanted]) -> None:

@@ -303,6 +303,16 @@ class Plan:
             if not isinstance(item, (Steer, Patch, Clamp, Capture)):
                 raise fields.refuse(f"plan[{i}]", fields.shown(item), "Steer, Patch, Clamp or Capture")
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:  # plans are looked up often, and have many fields
+        return hash(self.interventions)
+
+    def __reduce__(self) -> Any:
+        return Plan, (self.interventions,)  # without the hash: a string's is another in each process
+
     @classmethod
     def of(cls, given: Any) -> Plan:
         """The plan that was meant: a Plan, an intervention, an iterable of these, None for nothing, or a wire form (dict or JSON).

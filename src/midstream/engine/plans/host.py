@@ -207,7 +207,7 @@ class PlanHost:
         return bool(off_graph)
 
     def begin_step(self, view: StepView) -> None:
-        """The batch is laid out; the forward comes next. Called in the engine's inference mode."""
+        """The batch is laid out; the forward comes next."""
         key = (tuple(view.request_ids), view.total)
         same = self._last == key and (self._repeats or self._is_decode(view))
         if not same:

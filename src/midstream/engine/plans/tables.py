@@ -119,6 +119,7 @@ class DeviceTables(Tables):
         self._address = torch.tensor([self._table.data_ptr()], dtype=torch.int64, device=device)
         self._stale = range(0)  # profiles whose entries on the device are old
 
+    @torch.inference_mode()
     def _upload(self, values: np.ndarray, to: torch.Tensor) -> None:
         host = torch.from_numpy(values)
         # PyTorch hands a pinned block out again only when the copy from it is done.
