@@ -80,8 +80,9 @@ class Stream(Awaitable[list[Any]]):
         async with AsyncExitStack() as stack:
             await self._model.send_vectors()
             if requests.runs:
-                await self._model.runs.lease(requests.runs, 1)
-                stack.push_async_callback(self._model.release_runs_later, requests.runs)
+                lease = asyncio.ensure_future(self._model.runs.lease(requests.runs, 1))
+                stack.push_async_callback(self._model.release_runs_later, requests.runs, lease)
+                await asyncio.shield(lease)
             tasks = self._submit(requests, items, stack)
             stack.push_async_callback(self._leave, requests, tasks, done)
             while len(done) < len(tasks):

@@ -24,6 +24,7 @@ Message = tuple[dict[str, Any], dict[str, Any]]
 
 
 def nothing_captured(request_id: str) -> Captured:
+    """What is on the output of a request that captures nothing."""
     return Captured(request_id, (), {})
 
 

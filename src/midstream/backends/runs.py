@@ -86,6 +86,7 @@ class Runs(Mapping[str, RecordedRun]):
         return _then(self._ask("delete", [older.id] if older is not None else []), lambda _: run)
 
     def new_name(self) -> str:
+        """`run-1` or the first after it that no run has."""
         return next(name for i in range(1, 1 << 30) if (name := f"run-{i}") not in self._handles)
 
     @property

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import uuid
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -326,11 +326,14 @@ class VLLM(TraceModel):
         return self.engine.collective_rpc(f"midstream_{what}_runs", args=args)
 
     def release_runs(self, ids: list[str]) -> None:
+        """Take back the leases of requests that have ended."""
         with contextlib.suppress(Exception):  # a dead engine holds nothing
             self.runs.lease(ids, -1)
 
-    async def release_runs_later(self, ids: list[str]) -> None:
-        with contextlib.suppress(Exception):
+    async def release_runs_later(self, ids: list[str], lease: Awaitable[Any]) -> None:
+        """The same on an async engine, once `lease` is through: who waited for it may have been cancelled."""
+        with contextlib.suppress(Exception):  # what was not leased has nothing to release
+            await lease
             await self.runs.lease(ids, -1)
 
     def _send_vectors_now(self) -> None:

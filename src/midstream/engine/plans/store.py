@@ -30,6 +30,7 @@ class VectorStore:
             self._vectors[name] = (host.to(self._device), digest)
 
     def delete(self, names: Collection[str]) -> None:
+        """Forget vectors; a name that is not there is passed over."""
         for name in names:
             self._vectors.pop(name, None)
 
@@ -83,6 +84,7 @@ class RunStore:
 
     @property
     def leases(self) -> int:
+        """Of all runs together."""
         return sum(run.leases for run in self._runs.values())
 
     def add(self, run: Run) -> None:
@@ -103,6 +105,7 @@ class RunStore:
         return size + held > self.budget
 
     def delete(self, ids: Collection[str]) -> None:
+        """Forget runs, leased ones too; an id that is not there is passed over."""
         for run_id in ids:
             self._runs.pop(run_id, None)
 
