@@ -64,7 +64,7 @@ class Checks:
 
     def same_tokens(self, found: list[int], expected: list[int], exact: bool = False) -> None:
         """All of them, or in bfloat16 at least the beginning: close calls may go either way."""
-        needed = len(expected) if exact or self.tolerance < 1e-3 else min(4, len(expected))
+        needed = len(expected) if exact or self.tolerance < 1e-2 else min(4, len(expected))
         assert found[:needed] == expected[:needed], (found, expected)
 
     def check_a_generation_is_that_of_one_rank(self) -> None:
@@ -82,7 +82,7 @@ class Checks:
         outputs = self.model.generate([OTHER, PROMPT], plan=[None, plan], max_tokens=TOKENS, **GREEDY)
         edits = {("resid_post", layer): lambda h: h + self.vector for layer in range(self.model.num_layers)}
         found = list(outputs[1].outputs[0].token_ids)
-        if self.tolerance < 1e-3:
+        if self.tolerance < 1e-2:
             self.same_tokens(found, self.oracle.generate(PROMPT, TOKENS, edits))
         self.same_tokens(list(outputs[0].outputs[0].token_ids), self.one_rank[1], self.same_sums)
         rows = self.oracle.run([*self.oracle.ids(PROMPT), *found[:-1]], edits).sites
@@ -193,7 +193,7 @@ class Checks:
         for step in range(n):
             ran = self.oracle.run([*prompt, *ids[:step]], {("resid_post", self.first): shift})
             close(moved[step], ran.sites["resid_post", self.first][-1], self.tolerance)
-            if self.tolerance < 1e-3:
+            if self.tolerance < 1e-2:
                 assert ids[step] == int(ran.logits[-1].argmax()), step
             shifts.append(ran.sites["resid_post", self.last][-1])
 
@@ -291,9 +291,8 @@ def main() -> int:
             one_rank = tokens(alone, [PROMPT, OTHER])
         model = VLLM(demo_model(), **engine, **sizes)
     exact = arguments.cpu or arguments.float32
-    checks = Checks(
-        model, Plain(demo_model()), one_rank, 2e-4 if exact else 6e-2, arguments.tp == 1 or exact, not arguments.eager
-    )
+    tolerance = 2e-4 if arguments.cpu else 3e-3 if exact else 6e-2  # Triton's attention rounds float32 to TF32
+    checks = Checks(model, Plain(demo_model()), one_rank, tolerance, arguments.tp == 1 or exact, not arguments.eager)
     label, failed = f"{arguments.runner} pp={arguments.pp} tp={arguments.tp}", 0
     for name in [n for n in dir(checks) if n.startswith("check_")]:
         try:

@@ -1,0 +1,392 @@
+"""Traces over two pipeline stages (requirements C1 to C11, C14). The first stage has layers 0 to 3 of the bundled model, the second 4 to 7.
+
+What is expected comes from plain transformers with torch hooks, where there are no stages.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from conftest import alive
+from forked import start_ranks
+from oracle import Plain, close, differs
+
+from midstream import VLLM, save
+from midstream.errors import InterventionError, NeverReachedError, OutOfOrderError, TraceError
+
+pytestmark = pytest.mark.engine
+
+EIFFEL = "The Eiffel Tower is in the city of"
+PARIS = "The capital of France is"
+EARLY, LATE = 1, 6  # a layer of each stage
+GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
+Pair = collections.namedtuple("Pair", ["early", "late"])
+
+
+@pytest.fixture(scope="module")
+def pp2() -> Iterator[VLLM]:
+    with start_ranks(pipeline_parallel_size=2, worker_extension_cls="seen_worker.SeenWorker") as model:
+        yield model
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_on_stages(pp2: VLLM) -> Iterator[None]:
+    """C10: after every test both stages are clean, and what one has for the other is forgotten."""
+    yield
+    left = alive(pp2)
+    assert not left, left
+
+
+def test_c1_c8_every_site_of_every_layer_is_read(pp2: VLLM, plain: Plain) -> None:
+    def read(model: Any) -> Any:
+        sites = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
+        seen = {(site, i): getattr(model, site)[i] for i in range(model.num_layers) for site in sites}
+        return seen, model.final_norm, model.logits
+
+    seen, norm, logits = pp2.run(read, EIFFEL, **GREEDY)
+    expected = plain.run(EIFFEL)
+    assert len(seen) == 40
+    for site, value in seen.items():
+        close(value, expected.sites[site])
+    close(norm, expected.sites["final_norm"])
+    close(logits, expected.logits[-1:])
+    assert all(torch.equal(seen["resid_post", i], seen["resid_pre", i + 1]) for i in range(7))
+
+
+@pytest.mark.parametrize("layer", [0, 3, 4, 7])
+def test_c1_every_layer_is_written(pp2: VLLM, plain: Plain, layer: int) -> None:
+    with pp2.trace(EIFFEL, **GREEDY):
+        pp2.layers_output[layer][2:] *= -1
+        logits = pp2.logits.save()
+
+    def flip(hidden: torch.Tensor) -> torch.Tensor:
+        hidden[2:] *= -1
+        return hidden
+
+    expected = plain.run(EIFFEL, {("resid_post", layer): flip})
+    close(logits, expected.logits[-1:])
+    differs(logits, plain.run(EIFFEL).logits[-1:])
+
+
+def test_c1_c3_an_early_value_moves_a_late_layer(pp2: VLLM, plain: Plain) -> None:
+    with pp2.trace(EIFFEL, **GREEDY):
+        early = pp2.layers_output[EARLY]
+        pp2.layers_output[LATE] += early.mean(0) * 3
+        late = pp2.layers_output[LATE].save()
+        logits = pp2.logits.save()
+    mean = plain.run(EIFFEL).sites["resid_post", EARLY].mean(0)
+    expected = plain.run(EIFFEL, {("resid_post", LATE): lambda hidden: hidden + mean * 3})
+    close(late, expected.sites["resid_post", LATE])
+    close(logits, expected.logits[-1:])
+    differs(logits, plain.run(EIFFEL).logits[-1:])
+
+
+def test_c3_a_late_value_moves_an_early_layer_a_step_later(pp2: VLLM, plain: Plain) -> None:
+    """Every step of a generation, with the sampled tokens read as numbers on both stages."""
+    with pp2.trace(EIFFEL, max_tokens=5, **GREEDY) as tracer:
+        ids, moved, late = list().save(), list().save(), None
+        for _ in tracer.iter[:]:
+            if late is not None:
+                pp2.layers_output[EARLY] += 0.3 * late[-1]
+            moved.append(pp2.layers_output[EARLY][-1])
+            late = pp2.layers_output[LATE]
+            ids.append(pp2.samples.item())
+    prompt = plain.ids(EIFFEL)
+    assert ids == list(tracer.result.outputs[0].token_ids)
+    shifts: list[torch.Tensor] = []
+
+    def shift(hidden: torch.Tensor) -> torch.Tensor:
+        for step, value in enumerate(shifts):
+            hidden[len(prompt) + step] += 0.3 * value
+        return hidden
+
+    for step in range(5):
+        ran = plain.run([*prompt, *ids[:step]], {("resid_post", EARLY): shift})
+        close(moved[step], ran.sites["resid_post", EARLY][-1])
+        assert ids[step] == int(ran.logits[-1].argmax())
+        shifts.append(ran.sites["resid_post", LATE][-1])
+
+
+def test_c1_batched_invokes_each_have_their_own_rows(pp2: VLLM, plain: Plain) -> None:
+    with pp2.trace(max_tokens=3, **GREEDY) as tracer:
+        with tracer.invoke(EIFFEL):
+            early = pp2.layers_output[EARLY].save()
+            logits = pp2.logits.save()
+        with tracer.invoke(PARIS):
+            pp2.layers_output[LATE][-1] = 5.0 * pp2.layers_output[LATE][0]
+            changed = pp2.logits.save()
+    expected = plain.run(EIFFEL)
+    close(early, expected.sites["resid_post", EARLY])
+    close(logits, expected.logits[-1:])
+
+    def last_is_first(hidden: torch.Tensor) -> torch.Tensor:
+        hidden[-1] = 5.0 * hidden[0]
+        return hidden
+
+    close(changed, plain.run(PARIS, {("resid_post", LATE): last_is_first}).logits[-1:])
+
+
+def test_c1_an_activation_of_one_prompt_is_patched_into_another(pp2: VLLM, plain: Plain) -> None:
+    with pp2.trace(**GREEDY) as tracer:
+        barrier = tracer.barrier(2)
+        with tracer.invoke(EIFFEL):
+            clean = pp2.layers_output[EARLY][-1]
+            barrier()
+        with tracer.invoke(PARIS):
+            barrier()
+            pp2.layers_output[LATE][-1] = clean
+            logits = pp2.logits.save()
+    source = plain.run(EIFFEL).sites["resid_post", EARLY][-1]
+
+    def patch(hidden: torch.Tensor) -> torch.Tensor:
+        hidden[-1] = source
+        return hidden
+
+    close(logits, plain.run(PARIS, {("resid_post", LATE): patch}).logits[-1:])
+
+
+def test_c1_ablation_steering_and_skipping_over_the_border(pp2: VLLM, plain: Plain) -> None:
+    vector = torch.linspace(-2, 2, 256)
+
+    def change(model: Any) -> Any:
+        model.attentions_output[2] = torch.zeros_like(model.attentions_output[2])
+        model.steer([3, 4], vector, factor=1.5, positions=[1, 2])
+        model.skip_layers(5, 6)
+        return model.logits
+
+    logits = pp2.run(change, EIFFEL, **GREEDY)
+    between: dict[str, torch.Tensor] = {}
+
+    def steer(hidden: torch.Tensor) -> torch.Tensor:
+        hidden[[1, 2]] += 1.5 * vector
+        return hidden
+
+    def keep(hidden: torch.Tensor) -> torch.Tensor:
+        between["in"] = hidden.clone()
+        return hidden
+
+    edits = {("attn_out", 2): torch.zeros_like, ("resid_post", 3): steer, ("resid_post", 4): steer}
+    edits |= {("resid_pre", 5): keep, ("resid_post", 6): lambda _: between["in"]}
+    close(logits, plain.run(EIFFEL, edits).logits[-1:])
+
+
+def test_c2_a_lens_over_all_layers_uses_values_of_both_stages(pp2: VLLM, plain: Plain) -> None:
+    """Numbers of every layer are used on both stages; the final norm and the unembedding are on the last one alone."""
+
+    def lens(model: Any) -> Any:
+        hidden = [model.layers_output[i] for i in range(model.num_layers)]
+        tops = [model.project_on_vocab(each[-1:]).argmax(-1).item() for each in hidden]
+        return [each.norm().item() for each in hidden], tops
+
+    norms, tops = pp2.run(lens, EIFFEL, **GREEDY)
+    sites = plain.run(EIFFEL).sites
+    expected = [sites["resid_post", i] for i in range(8)]
+    assert norms == pytest.approx([float(hidden.norm()) for hidden in expected], rel=1e-4)
+    with torch.no_grad():
+        logits = [plain.model.lm_head(plain.model.model.norm(hidden[-1:])) for hidden in expected]
+    assert tops == [int(each.argmax()) for each in logits]
+
+    def too_soon(model: Any) -> Any:
+        top = model.project_on_vocab(model.layers_output[0][-1:]).argmax(-1).item()
+        return top, model.layers_output[EARLY]
+
+    with pytest.raises(OutOfOrderError, match="used only when the forward has come to that stage"):
+        pp2.run(too_soon, EIFFEL, **GREEDY)
+
+
+def test_c4_order_is_that_of_the_whole_model(pp2: VLLM) -> None:
+    """Within a second, with both points named; the next trace works."""
+
+    def late_before_early(model: Any) -> Any:
+        hidden = model.layers_output[LATE]
+        model.layers_output[EARLY] = hidden
+        return hidden
+
+    def early_twice(model: Any) -> Any:
+        model.layers_output[3].sum().item()
+        return model.layers_output[EARLY]
+
+    pp2.run(lambda model: model.logits, EIFFEL, **GREEDY)
+    for wrong, named in ((late_before_early, "layers.1.*layers.6"), (early_twice, "layers.1.*layers.3")):
+        start = time.perf_counter()
+        with pytest.raises(OutOfOrderError, match=named):
+            pp2.run(wrong, EIFFEL, **GREEDY)
+        assert time.perf_counter() - start < 2.0  # two cores, several processes
+    assert pp2.run(lambda model: model.logits, EIFFEL, **GREEDY).shape[0] == 1
+
+
+def test_c5_using_every_layer_has_no_stall(pp2: VLLM) -> None:
+    """Every value is fetched by the stage that lacks it; none waits for a timeout."""
+
+    def use_all(model: Any) -> Any:
+        return torch.stack([model.layers_output[i].mean(0) for i in range(model.num_layers)])
+
+    pp2.run(use_all, EIFFEL, **GREEDY)
+    start = time.perf_counter()
+    for _ in range(5):
+        assert pp2.run(use_all, EIFFEL, **GREEDY).shape == (8, 256)
+    assert (time.perf_counter() - start) / 5 < 2.0
+
+
+def test_c6_what_is_fetched_has_its_type_and_shape(pp2: VLLM, plain: Plain) -> None:
+    def look(model: Any) -> Any:
+        ids = model.model.embed_tokens.input
+        pair = model.model.layers[EARLY].output
+        late = model.model.layers[LATE].mlp.gate_up_proj.output[0]
+        return {
+            "dtype": str(ids.dtype),
+            "shape": tuple(ids.shape),
+            "sum": int(ids.sum()),
+            "pair": [tuple(part.shape) for part in pair],
+            "late": (str(late.dtype), tuple(late.shape)),
+            "token": (str(model.samples.dtype).removeprefix("torch."), model.samples.tolist()),
+        }
+
+    found = pp2.run(look, EIFFEL, **GREEDY)
+    ids = plain.ids(EIFFEL)
+    width = 2 * plain.model.config.intermediate_size
+    assert (
+        found["dtype"] in ("torch.int64", "torch.int32") and found["shape"] == (len(ids),) and found["sum"] == sum(ids)
+    )
+    assert found["pair"] == [(len(ids), 256)] * 2 and found["late"] == ("torch.float32", (len(ids), width))
+    assert found["token"][0] in ("int64", "int32") and found["token"][1] == plain.generate(EIFFEL, 1)
+
+
+def test_c6_what_cannot_be_sent_and_what_never_comes_are_errors_where_they_are_used(pp2: VLLM) -> None:
+    def unsendable(model: Any) -> Any:
+        return model.model.layers[EARLY].self_attn.forward.__self__, model.model.layers[EARLY].self_attn.forward()
+
+    with pytest.raises((TraceError, InterventionError)):
+        pp2.run(unsendable, EIFFEL, **GREEDY)
+
+    def never(model: Any, tracer: Any) -> Any:
+        for _ in tracer.iter[[0, 7]]:
+            last = model.layers_output[LATE].sum().item()
+        return last
+
+    with pytest.raises(NeverReachedError, match="step 7"):
+        pp2.run(never, EIFFEL, max_tokens=3, **GREEDY)
+
+
+def test_c7_modules_of_another_stage_have_names_weights_and_calls(pp2: VLLM, plain: Plain) -> None:
+    def look(model: Any) -> Any:
+        rows = model.model.embed_tokens(torch.tensor([3, 5]))
+        weight = model.model.norm.weight
+        attention = model.model.layers[5].self_attn.o_proj.output[0]
+        return len(model.model.layers), rows + 0, weight + 0, attention, repr(model.model.layers[5].self_attn)
+
+    count, rows, weight, attention, text = pp2.run(look, EIFFEL, **GREEDY)
+    assert count == 8 and "model.layers.5.self_attn: LlamaAttention" in text
+    assert torch.equal(rows, plain.model.model.embed_tokens.weight[[3, 5]].detach())
+    assert torch.equal(weight, plain.model.model.norm.weight.detach())
+    close(attention, plain.run(EIFFEL).sites["attn_out", 5])
+    assert "PPMissingLayer" not in repr(pp2) and "norm: RMSNorm" in repr(pp2)
+
+
+def test_c9_saves_of_both_stages_are_one(pp2: VLLM, plain: Plain) -> None:
+    with pp2.trace(EIFFEL, max_tokens=3, **GREEDY) as tracer:
+        kept, named = list().save(), dict().save()
+        for step in tracer.iter[:]:
+            pair = Pair(pp2.layers_output[EARLY][-1], pp2.layers_output[LATE][-1])
+            kept.append(pair)
+            named[step] = {"late": pair.late, "both": [pair.early, pair.late], "step": step}
+        cache = pp2.layers_output  # noqa: F841 (a name that is not saved)
+    assert len(kept) == 3 and list(named) == [0, 1, 2]
+    sites = plain.run([*plain.ids(EIFFEL), *tracer.result.outputs[0].token_ids[:2]]).sites
+    for step, pair in enumerate(kept):
+        row = len(plain.ids(EIFFEL)) - 1 + step
+        assert type(pair).__name__ == "Pair"
+        close(pair.early, sites["resid_post", EARLY][row])
+        close(pair.late, sites["resid_post", LATE][row])
+        close(named[step]["both"][1], sites["resid_post", LATE][row])
+        assert named[step]["step"] == step
+
+
+def test_c9_a_value_that_differs_between_stages_is_told_by_its_name(pp2: VLLM) -> None:
+    with pytest.warns(UserWarning, match="whose"), pp2.trace(EIFFEL, **GREEDY):
+        whose = save(os.getpid())
+        hidden = pp2.layers_output[LATE].save()
+    assert isinstance(whose, int) and hidden.shape[-1] == 256
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pp2.trace(EIFFEL, **GREEDY):
+            noise = torch.randn(3).save()  # torch's numbers are the same on both
+            total = (pp2.layers_output[LATE] * 1.7).sum().save()
+    assert noise.shape == (3,) and total.ndim == 0
+
+
+def test_c9_a_stop_token_ends_the_trace_on_both_stages_in_the_same_step(pp2: VLLM, plain: Plain) -> None:
+    """The scheduler runs ahead of the tokens: the first stage is asked for a step past the stop."""
+    tokens = plain.generate(EIFFEL, 8)
+    stop = tokens[3]
+    first = tokens.index(stop)
+    with pp2.trace(EIFFEL, max_tokens=8, temperature=0.0, ignore_eos=True, stop_token_ids=[stop]) as tracer:
+        early, late = list().save(), list().save()
+        for _ in tracer.iter[:]:
+            early.append(pp2.layers_output[EARLY][-1])
+            late.append(pp2.layers_output[LATE][-1])
+    assert list(tracer.result.outputs[0].token_ids) == tokens[: first + 1]
+    assert len(early) == len(late) == first + 1
+
+
+def test_c14_an_error_on_one_stage_ends_the_request_on_all(pp2: VLLM, plain: Plain) -> None:
+    """A body that fails on the first stage alone, and one that fails on the last alone; what was saved before is kept."""
+    workers = [process["pid"] for process in pp2.engine.collective_rpc("process")]
+    for which, other in ((0, LATE), (1, EARLY)):
+        culprit = workers[which]
+
+        def fail(model: Any, tracer: Any, culprit: int = culprit) -> Any:
+            for step in tracer.iter[:]:
+                hidden = model.layers_output[LATE if step % 2 else EARLY]  # noqa: F841
+                if step == 2 and os.getpid() == culprit:
+                    raise ValueError("only here")
+
+        start = time.perf_counter()
+        with pytest.raises(ValueError, match="only here"):
+            pp2.run(fail, EIFFEL, max_tokens=60, **GREEDY)
+        assert time.perf_counter() - start < 10
+        assert pp2.run(lambda model, other=other: model.layers_output[other], EIFFEL, **GREEDY).shape[-1] == 256
+
+
+def test_c10_c11_nothing_grows(pp2: VLLM) -> None:
+    """Requests one after another, and a long generation that reads layers of both stages."""
+
+    def read(model: Any, tracer: Any) -> Any:
+        total = 0.0
+        for _ in tracer.iter[:]:
+            for i in (0, EARLY, 3, 4, LATE):
+                total += model.layers_output[i][-1].sum().item()
+        return total
+
+    pp2.run(read, [EIFFEL] * 4, max_tokens=4, **GREEDY)
+    before = pp2.engine.collective_rpc("process")
+    threads = threading.active_count()
+    for _ in range(12):
+        pp2.run(read, [EIFFEL, PARIS] * 4, max_tokens=4, **GREEDY)
+    after = pp2.engine.collective_rpc("process")
+    assert all(now["memory"] < then["memory"] + 48 for then, now in zip(before, after, strict=True)), (before, after)
+    assert [now["threads"] for now in after] == [then["threads"] for then in before]
+    assert threading.active_count() <= threads + 1
+
+
+def test_neighbours_of_a_trace_are_as_without_it(pp2: VLLM, plain: Plain) -> None:
+    """Requests without a trace, several micro-batches in flight, beside one that changes its own rows."""
+    expected = plain.generate(PARIS, 6)
+    with pp2.trace(max_tokens=6, **GREEDY) as tracer:
+        for _ in range(3):
+            with tracer.invoke(EIFFEL):
+                pp2.layers_output[LATE] *= 0
+            with tracer.invoke(PARIS):
+                pp2.layers_output[EARLY].save()
+    found = [list(output.outputs[0].token_ids) for output in tracer.outputs]
+    assert found[1::2] == [expected] * 3 and found[0] != plain.generate(EIFFEL, 6)
+    outputs = pp2.generate([PARIS] * 12, max_tokens=6, **GREEDY)
+    assert [list(o.outputs[0].token_ids) for o in outputs] == [expected] * 12
