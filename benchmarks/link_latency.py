@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from midstream.ranks.link import Link
+from midstream.engine.ranks.link import Link
 
 
 def connect(rank: int, pipe: Connection) -> Link:

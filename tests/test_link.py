@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from midstream.engine import wire
+from midstream.engine.ranks.link import Link
 from midstream.errors import EngineClosedError, MidstreamError, NeverReachedError, StageFailedError
-from midstream.ranks.link import Link
 
 torch.set_num_threads(1)
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from midstream.backends.async_ import _Saves
+from midstream.backends.merge import Absent
 from midstream.backends.submission import _collect
 from midstream.backends.tracer import raise_failures
 from midstream.captures.store import open_captures
@@ -21,7 +22,6 @@ from midstream.engine.results import Mailbox, Receiver, Sender
 from midstream.errors import EngineClosedError, InterventionError, StageFailedError
 from midstream.plan.compile import Plane
 from midstream.plan.values import Capture, Plan
-from midstream.ranks.merge import Absent
 from midstream.trace.program import Failure, Outcome
 from midstream.trace.tracer import Result
 

@@ -1,4 +1,7 @@
-"""Whole values under tensor parallelism, without an engine (requirements C10, C12): layouts in closed form, the ranks' agreement, random numbers."""
+"""Whole values under tensor parallelism, without an engine (requirements C10, C12).
+
+Layouts in closed form, the ranks' agreement, random numbers.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,17 @@ import pytest
 import torch
 from torch import nn
 
+from midstream.arch.layouts import Layout, Segment, Shards, Summands
 from midstream.arch.probe import Probe, record
+from midstream.arch.shards import Finder, Layouts
 from midstream.errors import DivergedError, NeverReachedError
-from midstream.ranks.agreement import Agreement
-from midstream.ranks.layouts import Layout, Segment, Shards, Summands
-from midstream.ranks.randomness import Randomness
-from midstream.ranks.shards import Finder, Layouts
-from midstream.ranks.whole import Whole
 from midstream.sites import Binding, replaced
+from midstream.trace.agreement import Agreement
 from midstream.trace.journal import Journal
+from midstream.trace.randomness import Randomness
 from midstream.trace.rows import FlatRows
 from midstream.trace.visit import Event, Visit
+from midstream.trace.whole import Whole
 
 T, D = 3, 2  # tokens, and elements of a head
 
@@ -232,7 +235,7 @@ def test_what_ranks_do_not_find_alike_is_left_alone() -> None:
 
 
 class Board:
-    """What `ranks.link.Link` does, between threads."""
+    """What `engine.ranks.link.Link` does, between threads."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()

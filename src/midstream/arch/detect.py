@@ -30,7 +30,7 @@ from midstream.sites import LAYER_SITES, MODEL_SITES, Binding, Kind, Ref
 
 
 class Part(Protocol):
-    """A leaf of which this process has a part, being one of several tensor-parallel ranks (`ranks.layouts.Layout`)."""
+    """A leaf of which this process has a part, being one of several tensor-parallel ranks (`layouts.Layout`)."""
 
     @property
     def width(self) -> int | None:
@@ -42,7 +42,7 @@ Parts = Mapping[tuple[str, Kind], Mapping[Ref, Part]]
 
 
 class PartsFinder(Protocol):
-    """Tells which leaves are parts (`ranks.shards.Finder`)."""
+    """Tells which leaves are parts (`shards.Finder`)."""
 
     def watch(self, modules: Mapping[str, nn.Module]) -> set[str]:
         """The modules whose tensors it wants snapshots of."""

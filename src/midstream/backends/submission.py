@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from midstream.backends.capturing import RESULT_SECONDS, Capturing, Following, nothing_captured, sample_index
+from midstream.backends.merge import merged_outcomes
 from midstream.backends.planned import Planned
 from midstream.backends.tracer import Ran
 from midstream.engine import launch
 from midstream.engine.request import TraceRequest
 from midstream.engine.results import ChannelClosedError, Mailbox
 from midstream.errors import EngineClosedError, MidstreamError, PlanError
-from midstream.ranks.merge import merged_outcomes
 from midstream.trace.program import Outcome
 from midstream.trace.tracer import Result
 from midstream.trace.tree import map_objects

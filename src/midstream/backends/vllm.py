@@ -12,6 +12,7 @@ from typing import Any, Literal, Self
 
 from midstream.backends.async_ import Stream
 from midstream.backends.carried import make_requests, take_plan
+from midstream.backends.merge import merged_description
 from midstream.backends.model import TraceModel
 from midstream.backends.planned import Planner, recorded_run, refuse_multimodal
 from midstream.backends.prompts import Prompt, encode
@@ -27,7 +28,6 @@ from midstream.errors import EngineClosedError, MidstreamError, TraceError, Unkn
 from midstream.plan.checks import ModelFacts
 from midstream.plan.runs import RecordedRun
 from midstream.plan.values import Plan
-from midstream.ranks.merge import merged_description
 from midstream.sites import ACCESSORS
 from midstream.trace.envoy import nearest
 from midstream.trace.show import show_tree

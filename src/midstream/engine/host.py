@@ -11,12 +11,13 @@ import torch
 
 from midstream.arch import Architecture
 from midstream.engine.graph_sites import trace_keys, tree_at
+from midstream.engine.ranks.fetch import Fetch
+from midstream.engine.ranks.stages import Stages
 from midstream.engine.request import TraceRequest
 from midstream.engine.sender import Sender
 from midstream.engine.step import Scheduled, StepView
 from midstream.engine.wire import ChannelClosedError
 from midstream.errors import MidstreamError, NeverReachedError, StageFailedError, TraceError, TracesNotAllowedError
-from midstream.ranks.link import Fetch
 from midstream.sites import Point
 from midstream.trace.body import StopTrace
 from midstream.trace.envoy import Envoy, ModelEnvoy
@@ -63,6 +64,7 @@ class TraceHost:
         envoy: what bodies see of the model.
         allow_traces: whether requests may carry code at all.
         max_model_len: where the engine cuts every request off.
+        stages: the pipeline that the worker is a stage of.
 
     Attributes:
         stage: the pipeline stage that this worker is of.
@@ -72,11 +74,18 @@ class TraceHost:
     stage, reports = 0, True
 
     def __init__(
-        self, envoy: ModelEnvoy, interleaver: Interleaver, arch: Architecture, allow_traces: bool, max_model_len: int
+        self,
+        envoy: ModelEnvoy,
+        interleaver: Interleaver,
+        arch: Architecture,
+        allow_traces: bool,
+        max_model_len: int,
+        stages: Stages | None = None,
     ) -> None:
         self.envoy = envoy
         self.arch = arch
         self.interleaver = interleaver
+        self._stages = stages
         self.sender: Sender | None = None
         self._device = next(envoy._module.parameters()).device
         self.stops: list[str] = []
@@ -215,14 +224,14 @@ class TraceHost:
     @property
     def _is_last(self) -> bool:
         """Whether tokens are sampled on this stage."""
-        stages = self.interleaver.stages
+        stages = self._stages
         return stages is None or stages.index == stages.size - 1
 
     def end_stage(self) -> None:
         """This stage's part of the step is on its way to the next one: close the step here, where no tokens are seen."""
         if not self._traced or self._is_last:
             return
-        stages = self.interleaver.stages
+        stages = self._stages
         assert stages is not None
         self.interleaver.end_step()
         for scheduled, request in self._in_step:
@@ -237,6 +246,7 @@ class TraceHost:
             request.goes_on = stages.link.fetch(stages.size - 1, _steps_of(request), request.generated)
         self._in_step = []
         self._traced = False
+        stages.link.spill()
 
     def _end_what_is_over(self, scheduled: Collection[str]) -> None:
         """End what the last stage has ended, before it is asked for a step too many: async scheduling runs ahead of the tokens."""
@@ -250,7 +260,7 @@ class TraceHost:
                 self._end(name, goes_on=True)
 
     def _failed_elsewhere(self, body_name: str) -> StageFailedError | None:
-        stages = self.interleaver.stages
+        stages = self._stages
         return stages.link.failure_of(body_name) if stages is not None else None
 
     def _fail(self, name: str, request: _Request, error: MidstreamError) -> None:
@@ -260,7 +270,7 @@ class TraceHost:
     def _end(self, name: str, goes_on: bool = False) -> None:
         """The request is over for its bodies: gather what they gave and send it. `goes_on`: not so for the engine."""
         request = self._requests.pop(name)
-        stages = self.interleaver.stages
+        stages = self._stages
         if stages is not None:
             stages.link.end(_steps_of(request), "the trace has no further step")
         for body_name in request.programs:
@@ -283,7 +293,7 @@ class TraceHost:
                 del self._requests[name]
                 for body_name in request.programs:
                     self.interleaver.discard(body_name)
-                if (stages := self.interleaver.stages) is not None:
+                if (stages := self._stages) is not None:
                     stages.link.drop([*request.programs, _steps_of(request)])
                 if self.sender is not None:
                     self.sender.end(name)
@@ -294,7 +304,7 @@ class TraceHost:
     def _gather(self, request: _Request, body_name: str) -> None:
         body = self.interleaver.finish(body_name, self._failed_elsewhere(body_name))
         assert body is not None
-        if (stages := self.interleaver.stages) is not None:
+        if (stages := self._stages) is not None:
             failure = body.failure if not isinstance(body.failure, StopTrace) else None
             stages.link.end(body_name, _why_over(failure, stages.index), failed=failure is not None)
         self._sent += 1
@@ -378,6 +388,8 @@ class TraceHost:
             self._after_step(scheduled.request_id, request, tokens[scheduled.place] if tokens is not None else None)
         self._in_step = []
         self._traced = False
+        if self._stages is not None:
+            self._stages.link.spill()
         return samples
 
     @staticmethod
@@ -396,7 +408,7 @@ class TraceHost:
             return
         if request.trace.stream:
             self._send_snapshot(name, request)
-        if (stages := self.interleaver.stages) is not None:
+        if (stages := self._stages) is not None:
             stages.link.publish(_steps_of(request), request.generated, None, readers=stages.size - 1)
 
     def _gather_done(self, request: _Request) -> None:

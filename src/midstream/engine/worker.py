@@ -16,6 +16,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from midstream.arch import Architecture, detect
+from midstream.arch.shards import Finder
 from midstream.engine.eager_kernels import EagerKernels
 from midstream.engine.graph_sites import SITE_OP, SiteOp, build_in, buildable_points
 from midstream.engine.host import TraceHost
@@ -24,20 +25,19 @@ from midstream.engine.patches import StepMode
 from midstream.engine.plans.attach import make_plan_host
 from midstream.engine.plans.host import PlanHost
 from midstream.engine.plugin import register
+from midstream.engine.ranks.group import exchange_in
+from midstream.engine.ranks.link import Link
+from midstream.engine.ranks.stages import StageParts, Stages
 from midstream.engine.runners import adapt
 from midstream.engine.sender import Sender
 from midstream.engine.settings import NAME, Settings
 from midstream.engine.step import StepView
 from midstream.engine.verdict import Verdict
 from midstream.errors import MidstreamError
-from midstream.ranks.agreement import Agreement
-from midstream.ranks.group import exchange_in
-from midstream.ranks.link import Link
-from midstream.ranks.shards import Finder
-from midstream.ranks.stages import StageParts, Stages
-from midstream.ranks.whole import Whole
+from midstream.trace.agreement import Agreement
 from midstream.trace.envoy import ModelEnvoy
 from midstream.trace.interleaver import Interleaver
+from midstream.trace.whole import Whole
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
@@ -198,7 +198,7 @@ class Worker(PlatformWorker):
             return compute_logits(normed[0] if isinstance(normed, tuple) else normed)  # Command-R's norm returns a pair
 
         envoy = ModelEnvoy(model, whole, interleaver, unembed, self._tokenizer)
-        host = TraceHost(envoy, interleaver, arch, settings.allow_traces, config.model_config.max_model_len)
+        host = TraceHost(envoy, interleaver, arch, settings.allow_traces, config.model_config.max_model_len, stages)
         host.stage = get_pp_group().rank_in_group
         host.reports = get_tp_group().rank_in_group == 0
         return host

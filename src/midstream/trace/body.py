@@ -21,9 +21,9 @@ from midstream.trace.remote import Place, RemoteValue
 from midstream.trace.visit import Key, Visit, point_name
 
 if TYPE_CHECKING:
-    from midstream.ranks.link import Fetch
-    from midstream.ranks.randomness import Randomness
     from midstream.trace.interleaver import Interleaver
+    from midstream.trace.randomness import Randomness
+    from midstream.trace.stages import Fetch
 
 CURRENT: ContextVar[Body] = ContextVar("midstream_body")
 STEP_START: Key = ("", "step")

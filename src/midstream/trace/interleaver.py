@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from midstream.errors import BarrierError, DivergedError, MidstreamError, NeverReachedError, TraceError
-from midstream.ranks.randomness import Randomness
 from midstream.trace.body import BARRIER, FETCH, STEP_START, Body, current_body
 from midstream.trace.journal import Journal, spill
+from midstream.trace.randomness import Randomness
 from midstream.trace.rows import FlatRows, Rows
 from midstream.trace.shared import Span
 from midstream.trace.source import SourceHooks
@@ -24,9 +24,8 @@ from midstream.trace.tree import leaves
 from midstream.trace.visit import Event, Key, Visit, point_name
 
 if TYPE_CHECKING:
-    from midstream.ranks.link import Fetch
-    from midstream.ranks.stages import Stages
-    from midstream.ranks.whole import Whole
+    from midstream.trace.stages import Fetch, Stages
+    from midstream.trace.whole import Whole
 
 Order = Mapping[tuple[str, str], tuple[int, int]]
 Watcher = Callable[[Visit], None]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,6 +23,16 @@ from midstream.trace.tree import Opaque, map_objects, map_tensors
 
 if TYPE_CHECKING:
     from midstream.trace.body import Body
+
+
+@dataclass(frozen=True)
+class Absent:
+    """In the place of a value that lives on another stage. Left in a saved container only if no stage brought the value back."""
+
+    point: str
+
+    def __repr__(self) -> str:
+        return f"<{self.point}: not brought back>"
 
 
 class Place(NamedTuple):
@@ -72,8 +83,6 @@ class RemoteValue(Opaque):
         return self
 
     def __reduce__(self) -> Any:
-        from midstream.ranks.merge import Absent
-
         return Absent, (self._place.name,)
 
     def __setitem__(self, index: Any, value: Any) -> None:

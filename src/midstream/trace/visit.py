@@ -19,8 +19,8 @@ from midstream.trace.shared import SharedSite, Span
 from midstream.trace.tree import leaves, map_tensors, shape_text
 
 if TYPE_CHECKING:
-    from midstream.ranks.whole import Whole
     from midstream.trace.journal import Journal
+    from midstream.trace.whole import Whole
 
 Key = tuple[str, ...]  # (path, "input"), (path, "output"), ("", "logits"), (path, "source", call, "output")
 

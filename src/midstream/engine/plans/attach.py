@@ -17,13 +17,13 @@ from midstream.engine.plans.outlet import Outlet, SilentOutlet
 from midstream.engine.plans.pipeline import Pipeline
 from midstream.engine.plans.points import PointHooks, points_of
 from midstream.engine.plans.tables import DeviceTables, Tables, TwinTables
+from midstream.engine.ranks.group import exchange_in
+from midstream.engine.ranks.link import Link
 from midstream.engine.sender import Sender
 from midstream.engine.settings import Settings
 from midstream.plan.checks import ModelFacts
-from midstream.ranks.group import exchange_in
-from midstream.ranks.link import Link
-from midstream.ranks.whole import Whole
 from midstream.sites import Point
+from midstream.trace.whole import Whole
 
 
 def make_plan_host(

@@ -28,7 +28,7 @@ from midstream.plan.values import Plan
 from midstream.sites import Point
 
 if TYPE_CHECKING:
-    from midstream.ranks.link import Link
+    from midstream.engine.ranks.link import Link
 
 _log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from midstream.arch import Architecture
-from midstream.ranks.whole import Whole
 from midstream.sites import LAYER_SITES, Binding, Point, follow, replaced
+from midstream.trace.whole import Whole
 
 _log = logging.getLogger(__name__)
 Edit = Callable[[int, torch.Tensor, torch.Tensor | None], None]

@@ -20,7 +20,7 @@ from midstream.plan.runs import RecordedRun
 from midstream.plan.values import Patch, Plan
 
 if TYPE_CHECKING:
-    from midstream.ranks.link import Link
+    from midstream.engine.ranks.link import Link
 
 
 class _Plane(NamedTuple):

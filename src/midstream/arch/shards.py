@@ -1,0 +1,205 @@
+"""Finds which leaves of which modules' inputs and outputs are one tensor-parallel rank's part of something.
+
+The classes of vLLM's parallel layers say it of their own inputs and outputs. A leaf of any other module is laid out like the known
+one in whose memory it lies (queries, keys and values are columns of the fused projection's output), or, where a module without
+children returns what has the shape of one of its inputs (activations, norms over heads, rotary embeddings), like that input. What
+none of this tells is left as the rank's own: what a model computes between modules and hands to one that is no parallel layer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from midstream.arch.layouts import Layout, Segment, Shards, Summands
+from midstream.arch.names import is_linear
+from midstream.arch.probe import Call, Leaf, Probe
+from midstream.sites import Kind, Ref
+
+Layouts = dict[tuple[str, Kind], dict[Ref, Layout]]
+_EXPERTS = ("FusedMoE", "MoERunner")
+
+
+def is_a(module: nn.Module, *names: str) -> bool:
+    """Whether a class of vLLM's with one of these names is among the module's."""
+    return any(cls.__name__ in names for cls in type(module).__mro__)
+
+
+class Finder:
+    """Finds the layouts on one rank of `size`; `exchange` (collective) tells what each rank found."""
+
+    def __init__(self, size: int, exchange: Callable[[Any], list[Any]]) -> None:
+        self.size = size
+        self._exchange = exchange
+
+    def watch(self, modules: Mapping[str, nn.Module]) -> set[str]:
+        """Modules whose tensors have to be snapshotted: those that return summands, and those that may hand them on."""
+        partial = {path for path, module in modules.items() if _returns_summands(module) or is_a(module, *_EXPERTS)}
+        outer = {path.rsplit(".", up)[0] for path in partial for up in range(1, path.count(".") + 1)}
+        return partial | outer
+
+    def __call__(self, probe: Probe) -> Layouts:
+        """The layouts that all ranks found alike."""
+        found = _Search(probe, self.size).run()
+        ranks = self._exchange((found.layouts, found.digests))
+        agreed: Layouts = {}
+        for place, leaves in found.layouts.items():
+            for ref, layout in leaves.items():
+                everywhere = all(layouts.get(place, {}).get(ref) == layout for layouts, _ in ranks)
+                if everywhere and not _is_reduced([digests.get((*place, ref)) for _, digests in ranks]):
+                    agreed.setdefault(place, {})[ref] = layout
+        return agreed
+
+
+def _is_reduced(digests: list[bytes | None]) -> bool:
+    """Whether what may be a summand is the same on every rank: then it is the sum."""
+    return None not in digests and len(set(digests)) == 1
+
+
+def _returns_summands(module: nn.Module) -> bool:
+    parallel = is_a(module, "RowParallelLinear", "VocabParallelEmbedding") and getattr(module, "tp_size", 1) > 1
+    return parallel and not getattr(module, "reduce_results", True)
+
+
+class _Search:
+    def __init__(self, probe: Probe, size: int) -> None:
+        self.probe, self.size = probe, size
+        self.layouts: Layouts = {}
+        self.digests: dict[tuple[str, Kind, Ref], bytes] = {}
+        self._known: list[tuple[Leaf, Layout]] = []
+        self._modules = {call.path: call.module for call in probe.calls}
+        linear = next((c for c in probe.calls if is_a(c.module, "LinearBase") and _floating(c.inputs)), probe.calls[0])
+        self._tokens = next((leaf.shape[-2] for leaf in _floating(linear.inputs) if len(leaf.shape) > 1), 0)
+
+    def run(self) -> _Search:
+        moments: list[tuple[int, Kind, Call]] = [(call.started, "input", call) for call in self.probe.calls]
+        moments += [(call.ended, "output", call) for call in self.probe.calls]
+        for _, kind, call in sorted(moments, key=lambda moment: moment[0]):
+            if (call.path, kind) not in self.layouts:
+                self._look(kind, call)
+        self.layouts = {place: leaves for place, leaves in self.layouts.items() if leaves}
+        return self
+
+    def _look(self, kind: Kind, call: Call) -> None:
+        leaves = call.inputs if kind == "input" else call.returned
+        told = self._by_class(kind, call)
+        found = self.layouts[call.path, kind] = {}
+        for leaf in leaves:
+            layout = told[leaf.ref] if leaf.ref in told else self._by_memory(leaf)
+            if layout is None and leaf.ref not in told and kind == "output":
+                layout = self._by_shape(call, leaf, found)
+            if layout is not None and self._fits(leaf, layout):
+                found[leaf.ref] = layout
+                self._known.append((leaf, layout))
+                if isinstance(layout, Summands) and not _returns_summands(call.module) and leaf.snapshot is not None:
+                    bits = leaf.snapshot.cpu().numpy().tobytes()
+                    self.digests[call.path, kind, leaf.ref] = hashlib.blake2b(bits).digest()
+
+    def _width(self, leaf: Leaf) -> int:
+        """Elements of one token."""
+        return leaf.tensor.numel() if len(leaf.shape) == 1 else leaf.tensor.numel() // max(self._tokens, 1)
+
+    def _fits(self, leaf: Leaf, layout: Layout) -> bool:
+        return not isinstance(layout, Shards) or layout.part == self._width(leaf)
+
+    def _by_class(self, kind: Kind, call: Call) -> dict[Ref, Layout | None]:
+        """What the module's class says; None for a leaf that is whole."""
+        module, leaves = call.module, _floating(call.inputs if kind == "input" else call.returned)
+        if is_a(module, "Attention"):
+            return self._attention(kind, call, leaves)
+        if is_a(module, *_EXPERTS) and kind == "output":
+            return {leaf.ref: Summands(self.size) for leaf in leaves}
+        if not is_a(module, "LinearBase", "VocabParallelEmbedding"):
+            return {}
+        if kind == "output":
+            layout = self._of_output(module)
+            return {leaf.ref: layout if isinstance(layout, Shards) or leaf is leaves[0] else None for leaf in leaves}
+        if is_a(module, "RowParallelLinear") and self._is_split(module) and module.input_is_parallel:
+            return {leaves[0].ref: self._shards(module.input_size_per_partition)}
+        return {}
+
+    def _is_split(self, module: nn.Module) -> bool:
+        return int(getattr(module, "tp_size", 1)) == self.size
+
+    def _shards(self, *widths: Any, replicas: int = 1) -> Shards:
+        """The first segment in as many parts as there are ranks, the others (keys, values) perhaps in fewer."""
+        later = [Segment(int(width), replicas) for width in widths[1:]]
+        return Shards((Segment(int(widths[0])), *later), self.size)
+
+    def _of_output(self, module: Any) -> Layout | None:
+        if not self._is_split(module):
+            return None
+        if _returns_summands(module):
+            return Summands(self.size)
+        if not is_a(module, "ColumnParallelLinear") or module.gather_output:
+            return None
+        widths = module.output_partition_sizes
+        if is_a(module, "QKVParallelLinear") and len(widths) != 3:
+            return None
+        return self._shards(*widths, replicas=getattr(module, "num_kv_head_replicas", 1))
+
+    def _attention(self, kind: Kind, call: Call, leaves: list[Leaf]) -> dict[Ref, Layout | None]:
+        """Queries, keys and values by their heads."""
+        module: Any = call.module
+        beside = [m for path, m in self._modules.items() if path.rpartition(".")[0] == call.path.rpartition(".")[0]]
+        linears = [m for m in beside if is_a(m, "ColumnParallelLinear", "RowParallelLinear")]
+        if not any(self._is_split(m) for m in linears):
+            return {}
+        value_size = getattr(module, "head_size_v", module.head_size)
+        if kind == "output":
+            return {leaves[0].ref: self._shards(module.num_heads * value_size)}
+        replicas = max([1, *(getattr(m, "num_kv_head_replicas", 1) for m in linears)])
+        widths = (
+            (module.num_heads * module.head_size, 1),
+            (module.num_kv_heads * module.head_size, replicas),
+            (module.num_kv_heads * value_size, replicas),
+        )
+        return {
+            leaf.ref: Shards((Segment(width, copies),), self.size)
+            for leaf, (width, copies) in zip(leaves, widths, strict=False)
+        }
+
+    def _by_memory(self, leaf: Leaf) -> Layout | None:
+        """The layout of a known leaf that this one is, or whose columns it is."""
+        for known, layout in reversed(self._known):
+            if isinstance(layout, Summands):
+                found: Layout | None = layout if leaf.same(known) else None
+            else:
+                found = self._columns(leaf, known, layout)
+            if found is not None:
+                return found
+        return None
+
+    def _columns(self, leaf: Leaf, known: Leaf, layout: Layout) -> Layout | None:
+        assert isinstance(layout, Shards)
+        if known.tensor.untyped_storage().data_ptr() != leaf.tensor.untyped_storage().data_ptr():
+            return None
+        first = int(leaf.tensor.storage_offset() - known.tensor.storage_offset())
+        if leaf.tensor.dtype != known.tensor.dtype or self._row_stride(leaf) != self._row_stride(known):
+            return None
+        return layout.columns(first, self._width(leaf))
+
+    def _row_stride(self, leaf: Leaf) -> int:
+        axis = 1 if leaf.shape[0] == 1 and len(leaf.shape) > 1 and leaf.shape[1] == self._tokens else 0
+        return leaf.tensor.stride(axis)
+
+    def _by_shape(self, call: Call, leaf: Leaf, found: Mapping[Ref, Layout]) -> Layout | None:
+        """The layout of the input that a module without children changed element by element, or halved as gated activations do."""
+        if is_linear(call.module) or next(call.module.children(), None) is not None or not leaf.floating:
+            return None
+        inputs = self.layouts.get((call.path, "input"), {})
+        given = [(taken, inputs[taken.ref]) for taken in call.inputs if taken.ref in inputs]
+        alike = [layout for taken, layout in given if taken.shape == leaf.shape]
+        if alike:
+            return alike[min(len(found), len(alike) - 1)]  # rotary embeddings: queries, then keys
+        for _, layout in given:
+            if isinstance(layout, Shards) and len(set(layout.segments)) == 1 and len(layout.segments) == 2:
+                return Shards(layout.segments[:1], self.size)
+        return None
+
+
+def _floating(leaves: Iterable[Leaf]) -> list[Leaf]:
+    return [leaf for leaf in leaves if leaf.floating]

@@ -1,0 +1,269 @@
+"""What the pipeline stages bring back of one trace, made into what one GPU would have given.
+
+    merged_outcomes([outcomes_of_stage_0, outcomes_of_stage_1])
+
+Every stage runs the same code, so what it saved has the same structure on each; a value that lives on another stage is `Absent`.
+Two stages may differ in how far they came: a stage may begin a step before the last one knows that the request was over, and
+where the code fails on one stage, the others may run on for a while. So one stage is the judge of what is there at all: the one
+whose code failed, in the earliest step if several did, else the last stage, which samples the tokens and knows the end. What a
+stage that went further than the judge has beyond it is dropped: entries of lists, keys, attributes, names, and its waiting in vain.
+
+What cannot be told is that such a stage has put another value in the place of an old one, under a name or key that the judge has
+too: nothing at a value says when it was put there.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from types import FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from midstream.errors import NeverReachedError, StageMismatchWarning
+from midstream.sites import LAYER_SITES, MODEL_SITES
+from midstream.trace.remote import Absent
+
+if TYPE_CHECKING:
+    from midstream.trace.program import Outcome
+
+# How far apart two stages' results of one computation may lie that was summed in different orders: relative to the largest
+# entry. What is float32 now, or a number of Python's, was bfloat16 before as often as not.
+_NOISE = {torch.float64: 1e-9, torch.float32: 1e-2, torch.float16: 1e-2, torch.bfloat16: 2e-2}
+_COARSE = 0.2  # dtypes of 8 bits and less
+_NUMBER = 1e-2
+_PLACEHOLDER = "PPMissingLayer"  # vLLM's class for a module of another stage
+
+
+def merged_outcomes(each: Sequence[list[Outcome]]) -> list[Outcome]:
+    """The outcomes of one request: a list for each stage, in stage order."""
+    if len(each) == 1:
+        return each[0]
+    names = dict.fromkeys(outcome.name for outcomes in each for outcome in outcomes)
+    stages = [{outcome.name: outcome for outcome in outcomes} for outcomes in each]
+    return [_merged_outcome({s: own[name] for s, own in enumerate(stages) if name in own}) for name in names]
+
+
+def _merged_outcome(by_stage: dict[int, Outcome]) -> Outcome:
+    last = by_stage[max(by_stage)]
+    failed = {s: o for s, o in by_stage.items() if o.failure and not _waits_past_end(o, last)}
+    own = {s: o for s, o in failed.items() if o.failure and not o.failure.secondary}
+    judge = min(own, key=lambda s: (own[s].steps, -s)) if own else max(failed, default=max(by_stage))
+    steps = by_stage[judge].steps
+    past = [s for s in by_stage if s != judge and (judge in own or by_stage[s].steps > steps)]
+    merging = _Merging(judge, past, steps)
+    return replace(by_stage[judge], values=merging.names({s: o.values for s, o in by_stage.items()}), order=last.order)
+
+
+def _waits_past_end(outcome: Outcome, last: Outcome) -> bool:
+    """Whether all that failed is to wait for a value of a step that the last stage was not asked for."""
+    error = outcome.failure.error if outcome.failure is not None else None
+    return isinstance(error, NeverReachedError) and last.failure is None and outcome.steps > last.steps
+
+
+def merged_values(each: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The saved values by name: a dict for each stage, in stage order, all of which came equally far.
+
+    Real values beat `Absent`; what is absent everywhere is left out. Lists and tuples are merged by position and dicts by key,
+    where one is longer or has more, that is kept. Warns with StageMismatchWarning, and takes the last stage's, where real values
+    differ by more than what rounding explains.
+    """
+    return _Merging(len(each) - 1, (), None).names(dict(enumerate(each)))
+
+
+class _Merging:
+    """Merges values given by stage.
+
+    Args:
+        judge: the stage whose values are taken where they differ.
+        past: stages that went further than the judge: what they have beyond it is dropped.
+        steps: that the judge was in; None if all stages were in the same.
+    """
+
+    def __init__(self, judge: int, past: Collection[int], steps: int | None) -> None:
+        self._judge, self._past, self._steps = judge, frozenset(past), steps
+        self._differing: set[int] = set()
+        self._taken = judge
+        self._done: dict[tuple[tuple[int, int], ...], tuple[dict[int, Any], Any]] = {}  # by identities, which it keeps
+
+    def names(self, each: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
+        merged: dict[str, Any] = {}
+        for name in self._places(each):
+            self._differing = set()
+            value = self._merge(self._at(each, name))
+            if not isinstance(value, Absent):
+                merged[name] = value
+            if self._differing:
+                self._warn(name)
+        return merged
+
+    def _warn(self, name: str) -> None:
+        stages = ", ".join(map(str, sorted(self._differing)))
+        warnings.warn(
+            f"{name!r} came out differently on pipeline stages {stages}; that of stage {self._taken} is taken. The trace's code runs on "
+            "every stage and has to compute the same on each: give random numbers a seed, and keep clocks and global state out.",
+            StageMismatchWarning,
+            stacklevel=2,
+        )
+
+    def _merge(self, parts: Mapping[int, Any]) -> Any:
+        real = {stage: value for stage, value in parts.items() if not isinstance(value, Absent)}
+        if not real:
+            return next(iter(parts.values()))
+        if len(real) == 1:
+            return next(iter(real.values()))
+        key = tuple((stage, id(value)) for stage, value in real.items())
+        if key not in self._done:
+            self._done[key] = real, None
+            self._done[key] = real, self._together(real, lambda container: self._note(key, real, container))
+        return self._done[key][1]
+
+    def _note(self, key: tuple[tuple[int, int], ...], real: dict[int, Any], container: Any) -> None:
+        """A container that is being filled: it may lie in itself."""
+        self._done[key] = real, container
+
+    def _together(self, real: dict[int, Any], note: Callable[[Any], None]) -> Any:
+        """One of values that are all real."""
+        leading = self._leading(real)
+        value = real[leading]
+        alike = {stage: other for stage, other in real.items() if _kind(other) == _kind(value)}
+        if len(alike) < len(real):
+            self._differ(leading, real.keys() - alike.keys())
+        if isinstance(value, (list, tuple, deque)):
+            return self._sequence(alike, value, note)
+        if isinstance(value, dict):
+            return self._dict(alike, note)
+        if isinstance(value, (set, frozenset)):
+            return type(value)(x for other in alike.values() for x in other if not isinstance(x, Absent))
+        differing = {stage for stage, other in alike.items() if not _same(other, value)}
+        if not differing:
+            return value
+        if _has_parts(value):
+            return self._object(alike, value, note)
+        self._differ(leading, differing)
+        return value
+
+    def _differ(self, leading: int, others: Collection[int]) -> None:
+        self._differing |= {leading, *others}
+        self._taken = leading
+
+    def _leading(self, real: Mapping[int, Any]) -> int:
+        return self._judge if self._judge in real else max(real)
+
+    def _sequence(self, each: dict[int, Any], value: Any, note: Callable[[Any], None]) -> Any:
+        note(filled := copy.copy(value) if not isinstance(value, tuple) else [])
+        numbered = {stage: dict(enumerate(items)) for stage, items in each.items()}
+        items = [self._merge(self._at(numbered, i)) for i in sorted(self._places(numbered))]
+        if isinstance(value, tuple):
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        filled.clear()
+        filled.extend(items)
+        return filled
+
+    def _dict(self, each: dict[int, Any], note: Callable[[Any], None]) -> Any:
+        places: Iterable[Any] = self._places(each)
+        if (until := getattr(type(each[self._leading(each)]), "__midstream_until__", None)) is not None:
+            each = {stage: until(own, self._steps) if stage in self._past else own for stage, own in each.items()}
+            places = dict.fromkeys(key for own in each.values() for key in own)
+        note(merged := copy.copy(each[self._leading(each)]))
+        merged.clear()
+        for key in places:
+            merged[key] = self._merge(self._at(each, key))
+        return merged
+
+    def _object(self, each: dict[int, Any], value: Any, note: Callable[[Any], None]) -> Any:
+        note(merged := copy.copy(value))
+        attributes = {stage: vars(own) for stage, own in each.items()}
+        vars(merged).update({name: self._merge(self._at(attributes, name)) for name in self._places(attributes)})
+        return merged
+
+    def _places(self, each: Mapping[int, Mapping[Any, Any]]) -> list[Any]:
+        """The keys that there are, less what only stages past the judge have."""
+        bounded = self._past if self._judge in each else frozenset()
+        return list(dict.fromkeys(key for stage, own in each.items() if stage not in bounded for key in own))
+
+    @staticmethod
+    def _at(each: Mapping[int, Mapping[Any, Any]], key: Any) -> dict[int, Any]:
+        return {stage: own[key] for stage, own in each.items() if key in own}
+
+
+def _kind(value: Any) -> Any:
+    """What has to agree for values to be merged. By name: a class that the trace itself defines is another one on every stage."""
+    return torch.Tensor if isinstance(value, torch.Tensor) else (type(value).__module__, type(value).__qualname__)
+
+
+def _has_parts(value: Any) -> bool:
+    return hasattr(value, "__dict__") and not isinstance(
+        value, (type, FunctionType, ModuleType, torch.Tensor, np.ndarray)
+    )
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two values of a kind are one, but for rounding."""
+    if a is b:
+        return True
+    if isinstance(a, torch.Tensor):
+        return a.shape == b.shape and a.dtype == b.dtype and _close(a.detach(), b.detach())
+    if isinstance(a, (float, complex, np.inexact)):
+        return _close(torch.tensor(a).to(torch.complex128), torch.tensor(b).to(torch.complex128), _NUMBER)
+    if isinstance(a, np.ndarray):
+        return a.shape == b.shape and a.dtype == b.dtype and _same_arrays(a, b)
+    if isinstance(a, (type, FunctionType)):
+        return a.__qualname__ == b.__qualname__
+    try:
+        return bool(a == b)
+    except Exception:  # what its == gives has no truth, as with tensors inside
+        return False
+
+
+def _same_arrays(a: Any, b: Any) -> bool:
+    if a.dtype.kind in "fc":
+        return _close(torch.from_numpy(np.ascontiguousarray(a)), torch.from_numpy(np.ascontiguousarray(b)))
+    return bool(np.array_equal(a, b))
+
+
+def _close(a: torch.Tensor, b: torch.Tensor, noise: float | None = None) -> bool:
+    """Whether two tensors of one shape and dtype differ by no more than rounding."""
+    if not (a.is_floating_point() or a.is_complex()):
+        return torch.equal(a, b)
+    if noise is None:
+        noise = _NOISE.get(a.real.dtype if a.is_complex() else a.dtype, _COARSE)
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    a, b = a.to(wide), b.to(wide)
+    finite = torch.cat([x.abs()[x.isfinite()] for x in (a, b)])
+    largest = finite.max().item() if finite.numel() else 0.0
+    return torch.allclose(a, b, rtol=0.0, atol=noise * largest, equal_nan=True)
+
+
+def merged_description(each: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The model as a whole, from what `midstream_describe` gives on every rank.
+
+    A module that only stands for another stage's gives way to that. Of tensor parallel ranks the first of each stage counts.
+    """
+    told = [described for described in each if described.get("tensor", (0, 1))[0] == 0]
+    told.sort(key=lambda described: described.get("stage", (0, 1))[0])
+    modules: dict[str, str] = {}
+    for described in told:
+        for path, name in described["modules"].items():
+            if modules.get(path, _PLACEHOLDER) == _PLACEHOLDER:
+                modules[path] = name
+    layers = sorted({layer for described in told for layer in described.get("layers", ())})
+    sites = {site for described in told for site in described["sites"]}
+    return {
+        **told[0],
+        "modules": modules,
+        "shapes": _united(told, "shapes"),
+        "widths": _united(told, "widths"),
+        "sites": [site for site in (*LAYER_SITES, *MODEL_SITES) if site in sites],
+        "layers": layers,
+        "num_layers": max(described["num_layers"] for described in told),
+    }
+
+
+def _united(told: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
+    return {key: value for described in told for key, value in described[name].items()}

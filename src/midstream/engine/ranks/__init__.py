@@ -1,0 +1,1 @@
+"""What makes the ranks of one engine act as one: pipeline stages and tensor parallelism."""

@@ -1,0 +1,157 @@
+"""The pipeline that a model is one stage of: what each stage really built, and the values that they have for each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from midstream.arch import Architecture
+from midstream.engine.ranks.link import Fetch, Link
+from midstream.trace.body import CALL, Body
+from midstream.trace.interleaver import LAST_POINTS
+from midstream.trace.remote import Place
+from midstream.trace.tree import Opaque, map_tensors
+from midstream.trace.visit import Key
+
+_STAGE_MOMENTS = 1 << 40  # more than one stage's forward has inputs and outputs
+
+
+@dataclass(frozen=True)
+class StageParts:
+    """What one stage tells the others: its part of the architecture, and the classes of the modules that it really built."""
+
+    arch: Architecture
+    built: dict[str, str]
+
+    @classmethod
+    def of(cls, model: nn.Module, arch: Architecture) -> StageParts:
+        modules = dict(model.named_modules())
+        return cls(arch, {p: type(m).__name__ for p, m in modules.items() if not _is_absent(p, modules)})
+
+
+def _is_absent(path: str, modules: Mapping[str, nn.Module]) -> bool:
+    """Whether the module stands for one of another stage. An Identity elsewhere than among vLLM's stands for itself."""
+    return any(cls.__name__ == "PPMissingLayer" for cls in type(modules[path]).__mro__)
+
+
+def whole_architecture(parts: Sequence[Architecture]) -> Architecture:
+    """The model's architecture from those of its stages, in their order; moments of the forward are the whole model's.
+
+    What lies in several stages, like the modules around the layers, begins in the first of them and ends in the last.
+    """
+    order: dict[tuple[str, str], tuple[int, int]] = {}
+    for number, part in enumerate(parts):
+        for key, (first, last) in part.order.items():
+            if key in order and key[1] == "input":
+                continue
+            order[key] = (first + number * _STAGE_MOMENTS, last + number * _STAGE_MOMENTS)
+    return replace(
+        parts[-1],
+        layers=tuple(sorted({layer for part in parts for layer in part.layers})),
+        bindings={point: binding for part in parts for point, binding in part.bindings.items()},
+        parts={role: path for part in reversed(parts) for role, path in part.parts.items()},
+        order=order,
+        shapes={path: shape for part in parts for path, shape in part.shapes.items()},
+        widths={point: width for part in parts for point, width in part.widths.items()},
+        shards={place: leaves for part in parts for place, leaves in part.shards.items()},
+    )
+
+
+class Reference(Opaque):
+    """A parameter that another stage may ask for. It stays where it is, and is a tensor again where it arrives."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def __reduce__(self) -> Any:
+        return torch.Tensor.detach, (self._tensor.detach(),)
+
+
+class Stages:
+    """This stage among the others.
+
+    Args:
+        parts: of every stage, in their order.
+        link: to the other stages' ranks that hold the same share of each layer.
+        device: where the forward computes.
+
+    Attributes:
+        index: of this stage.
+        arch: of the whole model.
+        modules: path -> class of every module that some stage built.
+    """
+
+    def __init__(self, parts: Sequence[StageParts], link: Link, device: torch.device) -> None:
+        self.index, self.size = link.rank, len(parts)
+        self.link = link
+        self.arch = whole_architecture([part.arch for part in parts])
+        self.modules = {path: name for part in parts for path, name in part.built.items()}
+        self._device = device
+        self._owner = {key: moments[0] // _STAGE_MOMENTS for key, moments in self.arch.order.items()}
+        self._builder = {path: number for number, part in enumerate(parts) for path in part.built}
+        self._children: dict[str, list[str]] = {}
+        for path in filter(None, self.modules):
+            parent, _, name = path.rpartition(".")
+            self._children.setdefault(parent, []).append(name)
+
+    def of(self, key: Key) -> int:
+        """The stage that has a point; of a module that the forward does not call, the last one that built it."""
+        if key in LAST_POINTS:
+            return self.size - 1
+        if key[-1] == CALL:
+            return self._builder.get(key[0], self.index)
+        kind = key[1] if len(key) == 2 else "output"
+        return self._owner.get((key[0], kind), self._builder.get(key[0], self.index))
+
+    def begin_of(self, stage: int) -> int:
+        """The moment of the whole model's forward at which a stage begins."""
+        return stage * _STAGE_MOMENTS
+
+    def has(self, key: Key) -> bool:
+        """Whether this stage has it."""
+        return self.of(key) == self.index
+
+    def children_of(self, path: str) -> list[str]:
+        """The names below `path`, whichever stages have them."""
+        return self._children.get(path, [])
+
+    def width_of(self, key: Key) -> int | None:
+        """Of how many values the tuple at `key` is one; None if it is no tuple, or not known to be one."""
+        if len(key) != 2 or key[1] != "output":
+            return None
+        shape = self.arch.shapes.get(key[0], "")
+        return _parts_in(shape) if shape.startswith("(") else None
+
+    # Values.
+
+    def publish(self, body: Body, number: int, key: Key, value: Any) -> None:
+        """Have a value that this stage has ready for the others, as it is now."""
+        with torch.inference_mode(False):
+            kept = map_tensors(value, lambda _, t: Reference(t) if isinstance(t, nn.Parameter) else t.clone())
+        self.link.publish(body.name, number, kept, place=key)
+
+    def fetch(self, place: Place) -> Fetch:
+        """Ask for another stage's value. Returns at once."""
+        return self.link.fetch(place.stage, place.body.name, place.number, place.ref)
+
+    def received(self, fetch: Fetch) -> Any:
+        """What came, where the forward computes. Raises what the other stage says in its place."""
+        with torch.inference_mode(False):
+            return map_tensors(fetch.wait(), lambda _, tensor: tensor.to(self._device, copy=True))
+
+    def wait_any(self, fetches: Iterable[Fetch]) -> None:
+        """Wait until one of them is answered."""
+        self.link.wait_any(list(fetches))
+
+
+def _parts_in(shape: str) -> int:
+    """How many values a written shape such as `([T, 64], [T, 64])` has."""
+    depth, count = 0, 0
+    for sign in shape[1:-1].rstrip(","):
+        depth += (sign in "([{") - (sign in ")]}")
+        count += sign == "," and not depth
+    return count + 1 if shape.strip("()") else 0
