@@ -165,6 +165,6 @@ def test_d5_consumers_in_the_engine_know_a_request_by_its_users_id(tmp_path: Any
             feed("a-b-11111111", 1.0)
             sinks.end("a-b-11111111", 2)
     sinks.close()
-    assert sinks.failed == 0
+    assert sinks.failures == 0
     found = {name: capture["resid_post", 0][0, 0].item() for name, capture in open_captures(tmp_path).items()}
     assert found == {"a-b": 0.0, "a-b#2": 1.0, "a-b-22222222": 2.0}
