@@ -71,7 +71,9 @@ def nothing_left_on_stock_engines(request: pytest.FixtureRequest) -> Iterator[No
         llm = request.getfixturevalue("stock")
         settle(llm)
         (gauges,) = llm.collective_rpc("midstream_gauges")
-        assert not {name: n for name, n in gauges.items() if n and not name.endswith(("_steps", "_growths", "_failures"))}
+        assert not {
+            name: n for name, n in gauges.items() if n and not name.endswith(("_steps", "_growths", "_failures"))
+        }
 
 
 def stored(directory: Path, count: int, seconds: float = 10.0) -> Store:
@@ -160,13 +162,13 @@ def test_d1_named_vectors_registered_at_run_time_with_each_requests_scale(stock:
 
 
 def test_d5_rows_go_to_a_directory(stock: Any, plain: Plain, tmp_path: Path) -> None:
+    """With nothing to follow: seen failing in this process, where the engine made no step in which its worker heard of the end."""
     plans = [
         [Capture("resid_post", layers=[1, 6], positions="all", to=tmp_path), Steer("resid_post", layers=3, vector=vector())],
         None,
         Capture("attn_z", layers=4, positions=[0, -1], to=str(tmp_path)),
     ]  # fmt: skip
     outputs = submit(stock, [FRANCE, FRANCE, EIFFEL], plans)
-    settle(stock)
     found = stored(tmp_path, 2)
     assert sorted(found) == sorted(outputs[i].request_id for i in (0, 2)) and not found.failed
     edits = {("resid_post", 3): lambda h: h + vector()}
@@ -190,7 +192,6 @@ def test_d4_a_request_that_stops_early_has_no_row_beyond(
     stop = {"stop_token_ids": [whole[5]]} if "stop_token_ids" in stop else stop
     capture = Capture("resid_post", layers=5, positions="all_generated", to=tmp_path)
     (output,) = submit(stock, [EIFFEL], [capture], max_tokens=12, **stop)
-    settle(stock)
     count = len(tokens(output))
     assert output.outputs[0].finish_reason == "stop" and 1 < count < 12
     mine = of_prompt(stored(tmp_path, 1), plain.ids(EIFFEL))
@@ -581,7 +582,11 @@ def test_d4_d8_an_async_engine_with_plans_aborts_and_errors(plain: Plain, tmp_pa
             outputs.append(await finished(engine, ITALY, None, "after"))
             for _ in range(100):
                 (gauges,) = await engine.collective_rpc("midstream_gauges")
-                left = {name: n for name, n in gauges.items() if n and not name.endswith(("_steps", "_growths", "_failures"))}
+                left = {
+                    name: n
+                    for name, n in gauges.items()
+                    if n and not name.endswith(("_steps", "_growths", "_failures"))
+                }
                 if not left:
                     break
                 await asyncio.sleep(0.05)

@@ -32,6 +32,7 @@ def apply() -> None:
     """Apply the patches, once a process."""
     _patch_forward_context()
     _patch_v2_dispatch()
+    _patch_rest()
 
 
 def _patch_forward_context() -> None:
@@ -76,3 +77,27 @@ def _patch_v2_dispatch() -> None:
 
     dispatch_cg_and_sync_dp.midstream = True  # type: ignore[attr-defined]
     module.dispatch_cg_and_sync_dp = dispatch_cg_and_sync_dp
+
+
+def _patch_rest() -> None:
+    """An engine in its client's process rests behind its last output, where one in a process of its own makes another step, in which the
+    workers hear that the request is over: consumers of its captures would wait for the next request."""
+    from vllm.v1.engine.core_client import InprocClient
+
+    for name in ("get_output", "abort_requests"):
+        original = getattr(InprocClient, name)
+        if not hasattr(original, "midstream"):
+            setattr(InprocClient, name, _telling_ends(original))
+
+
+def _telling_ends(original: Any) -> Any:
+    @functools.wraps(original)
+    def call(self: Any, *args: Any) -> Any:
+        result = original(self, *args)
+        scheduler = self.engine_core.scheduler
+        if getattr(scheduler, "has_ends_to_tell", False) and not scheduler.has_unfinished_requests():
+            self.engine_core.step_fn()
+        return result
+
+    call.midstream = True  # type: ignore[attr-defined]
+    return call

@@ -45,6 +45,11 @@ class _Rules:
             output.midstream_finished = {n: self._lengths.pop(n) for n in output.finished_req_ids if n in self._lengths}
         return output
 
+    @property
+    def has_ends_to_tell(self) -> bool:
+        """Whether a request with a trace or a plan has ended that the workers have not been told of."""
+        return bool(self._lengths)
+
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         if (getattr(request.sampling_params, "extra_args", None) or {}).get(NAME) is not None:
             self._lengths[request.request_id] = request.num_tokens
