@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import RANKS
 from oracle import close, differs
 
 PARIS = "The capital of France is"
@@ -26,7 +27,8 @@ def model(request: pytest.FixtureRequest) -> Iterator[Any]:
     if request.param == "hf":
         yield model
         return
-    assert model.engine.collective_rpc("norms_in_place", args=(True,)) == [2 * LAYERS + 1]
+    changed = sum(model.engine.collective_rpc("norms_in_place", args=(True,)))
+    assert changed == (2 * LAYERS + 1) * RANKS.get("tensor_parallel_size", 1)
     yield model
     model.engine.collective_rpc("norms_in_place", args=(False,))
 
