@@ -152,7 +152,7 @@ def test_d7_every_selector_in_one_batch(model: VLLM, plain: Plain) -> None:
 
 
 def test_d7_a_prompt_in_pieces_with_samples(model: VLLM, plain: Plain) -> None:
-    """200 tokens make four steps; each sample has rows of its own."""
+    """200 tokens make four steps; each sample has rows of its own. (No seed: vLLM 0.32 cannot seed a prompt in pieces on a CPU.)"""
     prompt = (plain.ids(EIFFEL) * 25)[:200]
     v = vector(4)
     plan = [
@@ -160,9 +160,7 @@ def test_d7_a_prompt_in_pieces_with_samples(model: VLLM, plain: Plain) -> None:
         Capture("resid_post", layers=[1, 6], positions=[3, 100, 199], when="after"),
         Capture("resid_post", layers=[1, 6], positions="all_generated", when="after"),
     ]
-    (output,) = model.generate(
-        [prompt], plan=plan, n=2, max_tokens=4, temperature=1.5, seed=1, ignore_eos=True, logprobs=1
-    )
+    (output,) = model.generate([prompt], plan=plan, n=2, max_tokens=4, temperature=1.5, ignore_eos=True)
     for sample, captures in zip(output.outputs, output.captures, strict=True):
         ids = prompt + list(sample.token_ids)[:-1]
         sites = plain.run(ids, {("resid_post", 5): after_rows([150], lambda h: v)}).sites
