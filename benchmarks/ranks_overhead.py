@@ -1,6 +1,6 @@
 """What plans and traces cost on an engine of several ranks: engines alive in one run, measured in turns, printed as ratios.
 
-    python benchmarks/ranks_overhead.py --cpu --pp 2                                  # the bundled model, eager
+    python benchmarks/ranks_overhead.py --cpu --compiled --pp 2                       # the bundled model
     python benchmarks/ranks_overhead.py --pp 2 --runner v2 --shape llama-3.1-8b       # 2 GPUs: dummy weights
     python benchmarks/ranks_overhead.py --tp 2
 
@@ -129,6 +129,8 @@ def main() -> None:
     parser.add_argument("--pp", type=int, default=1, help="pipeline stages")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks of each stage")
     arguments = parser.parse_args()
+    if arguments.cpu and arguments.pp > 1 and not arguments.compiled:  # assert self.intermediate_tensors is not None
+        parser.error("stock vLLM's CPU build has pipeline stages only where it compiles: add --compiled")
     choose_runner(arguments)
     print(f"{arguments.pp} stages x {arguments.tp} ranks")
     plain_and_steered(arguments)
