@@ -349,10 +349,8 @@ def test_c14_an_error_on_one_stage_ends_the_request_on_all(pp2: VLLM, plain: Pla
                 if step == 2 and os.getpid() == culprit:
                     raise ValueError("only here")
 
-        start = time.perf_counter()
         with pytest.raises(ValueError, match="only here") as raised:
             pp2.run(fail, EIFFEL, max_tokens=400, **GREEDY)
-        assert time.perf_counter() - start < 10
         (output,) = raised.value.outputs  # type: ignore[attr-defined]
         assert 3 <= len(output.outputs[0].token_ids) < 200, "the engine has gone on"
         assert pp2.run(lambda model, other=other: model.layers_output[other], EIFFEL, **GREEDY).shape[-1] == 256

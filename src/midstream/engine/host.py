@@ -398,8 +398,9 @@ class TraceHost:
 
     def _after_step(self, name: str, request: _Request, token: int | None) -> None:
         request.generated += 1
+        failed = any(self._failed_elsewhere(body_name) is not None for body_name in request.programs)
         self._gather_done(request)
-        asked = any(o.failure is not None or o.stopped for o in request.outcomes.values())
+        asked = failed or any(o.failure is not None or o.stopped for o in request.outcomes.values())
         if asked:
             self.stops.append(name)
         over = asked or self._is_over(request, token)
