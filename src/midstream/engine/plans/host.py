@@ -309,11 +309,12 @@ class PlanHost:
             check_recorded(plan)
         self.outlet.check(carried, plan)
         with ExitStack() as undo:
-            runs = [run.id for run in runs_of(plan)]
-            missing = self.runs.lease(runs, 1)
+            names = {run.id: run.name for run in runs_of(plan)}
+            runs = list(names)
+            if missing := self.runs.lease(runs, 1):  # then none of them is leased
+                gone = ", ".join(repr(names[each]) for each in missing)
+                raise PlanError(f"The recorded runs {gone} are not there any more; record them again.")
             undo.callback(self.runs.lease, runs, -1)
-            if missing:
-                raise PlanError(f"The recorded runs {missing} are not there any more; record them again.")
             sources = self._sources(name, plan, len(prompt))
             undo.callback(sources.close)
             image = self._images.take(carried, len(prompt), sources.row)
