@@ -29,9 +29,19 @@ ROME = "The capital of Italy is"
 LAYER = 3
 
 
+class OwnSeeds:
+    """An extension of the workers."""
+
+    rank: int
+
+    def use_own_seed(self) -> None:
+        """From here on the generators of the ranks differ, as after something that only one rank does."""
+        torch.manual_seed(self.rank)
+
+
 @pytest.fixture(scope="module")
 def tp2() -> Iterator[VLLM]:
-    with start_ranks(tensor_parallel_size=2) as model:
+    with start_ranks(tensor_parallel_size=2, worker_extension_cls="test_tensor_parallel.OwnSeeds") as model:
         yield model
 
 
@@ -348,6 +358,7 @@ def test_c12_a_body_that_diverges_is_told_and_the_engine_goes_on(tp2: VLLM, plai
 
 def test_c12_random_numbers_are_the_same_on_all_ranks(tp2: VLLM) -> None:
     """Whatever is drawn decides what is read, in several bodies and steps: no body diverges, and none is like another."""
+    tp2.engine.collective_rpc("use_own_seed")
     with tp2.trace(max_tokens=4, temperature=0.0, ignore_eos=True) as tracer:
         drawn = list().save()
         for _ in range(2):
