@@ -1,42 +1,67 @@
-"""Engines of several ranks whose processes are forked from this one: they start in seconds, where spawned ones import everything anew."""
+"""Engines of several ranks whose processes are forked: they start in seconds, where spawned ones import everything anew.
+
+The process of the tests has threads (OpenMP's, other engines'), and a fork of it may wait forever for one that the child does not have. So
+engines are forked from a server that has imported what they need and done nothing else; the workers, from the engine.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import multiprocessing
 import os
+import sys
 from collections.abc import Iterator
+from multiprocessing import context, forkserver
 from typing import Any
+from unittest import mock
+
+IMPORTS = [
+    "vllm.entrypoints.llm",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.executor.multiproc_executor",
+    "midstream.engine.worker",
+]
+
+
+class _Engine(context.ForkServerProcess):
+    """A process with the environment of the one that starts it; the server has what it had when it began."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._environment = dict(os.environ)
+
+    def run(self) -> None:
+        os.environ.update(self._environment)
+        with _contexts(multiprocessing.get_context("fork")):
+            super().run()
+
+
+class _FromServer(context.ForkServerContext):
+    Process = _Engine
+
+
+@contextlib.contextmanager
+def _contexts(chosen: context.BaseContext) -> Iterator[None]:
+    """Within the block vLLM makes its processes so."""
+    import vllm.utils.system_utils as system
+    import vllm.v1.engine.utils as engines
+    import vllm.v1.executor.multiproc_executor as executor
+
+    with contextlib.ExitStack() as stack:
+        for place in (system, engines, executor):
+            if hasattr(place, "get_mp_context"):
+                stack.enter_context(mock.patch.object(place, "get_mp_context", lambda: chosen))
+        yield
 
 
 @contextlib.contextmanager
 def forked() -> Iterator[None]:
     """Within the block vLLM forks its processes."""
-    import torch
-    import vllm.utils.system_utils as system
-    import vllm.v1.engine.utils as engines
-    import vllm.v1.executor.multiproc_executor as executor
-
-    _single_threaded_children(torch)
-    places: list[Any] = [place for place in (system, engines, executor) if hasattr(place, "get_mp_context")]
-    before = [place.get_mp_context for place in places]
-    for place in places:
-        place.get_mp_context = lambda: multiprocessing.get_context("fork")
-    try:
+    forkserver.set_forkserver_preload(IMPORTS)
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path))):
+        forkserver.ensure_running()
+    with _contexts(_FromServer()):
         yield
-    finally:
-        for place, original in zip(places, before, strict=True):
-            place.get_mp_context = original
-
-
-_told: list[bool] = []
-
-
-def _single_threaded_children(torch: Any) -> None:
-    """A thread pool of OpenMP's does not survive a fork: the child would wait for threads that it does not have."""
-    if not _told:
-        _told.append(True)
-        os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 
 
 def start_ranks(**arguments: Any) -> Any:

@@ -90,21 +90,19 @@ def lose(directory: Path) -> None:
 
 
 def slow_endings(model: Any, mark: str) -> Any:
-    """Two requests that end in one step, by a token whose meaning the workers do not know.
+    """Two requests that end with a text, which the workers know nothing of.
 
     When they hear of the end, a body keeps them: its saves, and the other request's last rows, do not come for a long time.
     """
-    (paris,) = model.tokenizer(" Paris")["input_ids"]
-    with model.trace(max_tokens=50, stop_token_ids=[paris], **LONG) as tracer:
+    with model.trace(max_tokens=50, stop=[" Paris"], **LONG) as tracer:
         barrier = tracer.barrier(2)
         with tracer.invoke(PROMPTS[0], plan=[Capture("resid_post")]):
             barrier()
         with tracer.invoke(PROMPTS[0]):
             barrier()
             try:
-                for step in tracer.iter[:]:
+                for _ in tracer.iter[:]:
                     model.layers_output[3] += 0.0
-                    assert step == 0
             finally:
                 Path(mark).touch()
                 time.sleep(600)

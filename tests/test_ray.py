@@ -70,7 +70,7 @@ def client(
         directory = Path(name)
         cpu_on_ray.install(directory / "site")
         path = [str(directory / "site"), *filter(None, sys.path)]
-        env = {**os.environ, **environment, "PYTHONPATH": os.pathsep.join(path), "VLLM_HOST_IP": "127.0.0.1"}
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "VLLM_HOST_IP": "127.0.0.1", **environment}
         head = None
         for address, gpus in nodes.items():
             head = stack.enter_context(node(directory, address, gpus, env, head))
@@ -134,5 +134,9 @@ def test_c12_plans_and_traces_on_ray_are_as_in_transformers(run: dict[str, Any],
 
 def test_d8_the_older_ray_executor_is_refused() -> None:
     """It calls the model runner itself: plans and traces would do nothing."""
-    with client(ONE, {"VLLM_USE_RAY_V2_EXECUTOR_BACKEND": "0"}, PP) as (_, done):
+    import ray
+
+    # It wants a worker at the client's address, and Ray has called a head node at 127.0.0.1 by another one.
+    older = {"VLLM_USE_RAY_V2_EXECUTOR_BACKEND": "0", "VLLM_HOST_IP": ray.util.get_node_ip_address()}
+    with client(ONE, older, PP) as (_, done):
         assert done.returncode != 0 and "Set VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1" in done.stdout + done.stderr
