@@ -10,7 +10,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -224,16 +224,24 @@ def test_c4_order_is_that_of_the_whole_model(pp2: VLLM) -> None:
 
 
 def test_c5_using_every_layer_has_no_stall(pp2: VLLM) -> None:
-    """Every value is fetched by the stage that lacks it; none waits for a timeout."""
+    """Every value is fetched by the stage that lacks it, when it is there: a poll every 100 ms, or a timeout, would show."""
 
     def use_all(model: Any) -> Any:
         return torch.stack([model.layers_output[i].mean(0) for i in range(model.num_layers)])
 
-    pp2.run(use_all, EIFFEL, **GREEDY)
-    start = time.perf_counter()
-    for _ in range(5):
-        assert pp2.run(use_all, EIFFEL, **GREEDY).shape == (8, 256)
-    assert (time.perf_counter() - start) / 5 < 2.0
+    def save_all(model: Any) -> Any:
+        return [model.layers_output[i] for i in range(model.num_layers)]
+
+    def quickest(function: Callable[[Any], Any]) -> float:
+        def seconds() -> float:
+            start = time.perf_counter()
+            assert len(pp2.run(function, EIFFEL, **GREEDY)) == 8
+            return time.perf_counter() - start
+
+        return min(seconds() for _ in range(8))
+
+    quickest(use_all)
+    assert (quickest(use_all) - quickest(save_all)) / 8 < 0.03
 
 
 def test_c6_what_is_fetched_has_its_type_and_shape(pp2: VLLM, plain: Plain) -> None:

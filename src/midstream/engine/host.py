@@ -187,7 +187,7 @@ class TraceHost:
             body_name = request.main if number == len(programs) - 1 else f"{request.main}#{number}"
             request.programs[body_name] = program
             body = make_body(body_name, program, self.envoy, group.shared, snapshots=True, journals=True)
-            body.linked = trace.together
+            body.linked = group if trace.together else None
             assert body.journal is not None
             request.journals.append(body.journal)
             self.interleaver.add(body)

@@ -127,44 +127,48 @@ class Block:
         return frozenset(name for name in self.code.co_freevars if not name.startswith("__"))
 
     def function(self) -> Callable[..., dict[str, Any]]:
-        """f(extra, shared=None) runs the body and returns its names as it ends.
+        """f(extra, shared=None, wait=None) runs the body and returns its names as it ends.
 
         `extra` holds what is injected at run time: `__save__`, `__backward__`, the target, anything that replaces a
-        captured value. Linked siblings need the same `shared`: an empty dict per trace and process.
+        captured value. Linked siblings need the same `shared`: an empty dict per trace and process. `wait()` is called
+        when a sibling's name is not bound: False if none of them can get further before this block does.
         """
         _offer_source(self)
 
-        def run(extra: Mapping[str, Any], shared: Shared | None = None) -> dict[str, Any]:
+        def run(
+            extra: Mapping[str, Any], shared: Shared | None = None, wait: Callable[[], bool] | None = None
+        ) -> dict[str, Any]:
             values = {**self.captured, **extra}
             names = self.code.co_freevars
             cells = {name: CellType(values[name]) if name in values else CellType() for name in names}
             if shared is not None:
                 shared.update({f"{self.index}.{name}": cells[name] for name in self.lends})
-            namespace = {**self.module, **values, "__builtins__": self._builtins(shared)}
+            namespace = {**self.module, **values, "__builtins__": self._builtins(shared, wait)}
             body = FunctionType(self.code, namespace, self.code.co_name, None, tuple(cells.values()))
             body()
             return {name: value for name in self.assigned if (value := _content(cells[name])) is not _UNBOUND}
 
         return run
 
-    def _builtins(self, shared: Shared | None) -> dict[str, Any]:
+    def _builtins(self, shared: Shared | None, wait: Callable[[], bool] | None) -> dict[str, Any]:
         if not self.borrows:
             return vars(builtins)
-        return _Borrowing(self.borrows, {} if shared is None else shared)
+        return _Borrowing(self.borrows, {} if shared is None else shared, wait)
 
 
 class _Borrowing(dict[str, Any]):
     """The builtins of a linked block: Python looks here last, so a sibling's name is found wherever it is used."""
 
-    def __init__(self, borrows: Mapping[str, int], shared: Shared) -> None:
+    def __init__(self, borrows: Mapping[str, int], shared: Shared, wait: Callable[[], bool] | None) -> None:
         super().__init__({name: value for name, value in vars(builtins).items() if name not in borrows})
-        self.borrows, self.shared = borrows, shared
+        self.borrows, self.shared, self.wait = borrows, shared, wait or bool
 
     def __missing__(self, name: str) -> Any:
         if name not in self.borrows:
             raise KeyError(name)
-        cell = self.shared.get(f"{self.borrows[name]}.{name}")
-        value = _UNBOUND if cell is None else _content(cell)
+        value = self._lent(name)
+        while value is _UNBOUND and self.wait():
+            value = self._lent(name)
         if value is _UNBOUND:
             raise NameError(
                 f"name {name!r} is bound by another invoke of this trace, which has not come to that line. Make the "
@@ -173,6 +177,10 @@ class _Borrowing(dict[str, Any]):
                 name=name,
             )
         return value
+
+    def _lent(self, name: str) -> Any:
+        cell = self.shared.get(f"{self.borrows[name]}.{name}")
+        return _UNBOUND if cell is None else _content(cell)
 
 
 def _content(cell: CellType) -> Any:

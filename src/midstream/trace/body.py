@@ -55,7 +55,7 @@ class Body:
         parked: the point that it waits for, with its step.
         reads: how many values it has asked for, those of other pipeline stages counted.
         fetching: the value of another stage that it waits for.
-        linked: whether others use its variables, and so run after it at every point.
+        linked: what it shares with the bodies that use its variables, and so run after it at every point; None if none do.
     """
 
     def __init__(self, name: str, run: Callable[[], Any], snapshots: bool, journals: bool) -> None:
@@ -74,7 +74,7 @@ class Body:
         self.interleaver: Interleaver
         self.reads = 0
         self.fetching: Fetch | None = None
-        self.linked = False
+        self.linked: object | None = None
         self.random: Randomness | None = None  # torch's default generators as this body left them
         self._asked: Key | None = None  # the last point of its step
         self._reached = -1  # and how far in the forward that is, whichever stage has it
@@ -215,14 +215,28 @@ class Body:
         fetch = stages.fetch(place)
         if not fetch.done or self.interleaver.whole is not None:  # tensor-parallel ranks all wait, or none
             comes = body.ended or place.step < body.now or (place.step == body.now and place.stage < stages.index)
-            if not comes:  # not before this stage's forward is over
-                body._leave()
-                if place.called:
-                    body._asked, body._reached = (place.name,), max(body._reached, stages.begin_of(place.stage))
-            body.fetching = fetch
-            body._switch_away((FETCH, place.step if comes else body.now + 1))
-            body.fetching = None
+            if not comes and place.called:
+                body._asked, body._reached = (place.name,), max(body._reached, stages.begin_of(place.stage))
+            body._wait_for(fetch, comes)
         return stages.received(fetch)
+
+    def wait_for_sibling(self) -> bool:
+        """Wait with a body whose variables this one uses for a value of another stage; False if none of them waits for one."""
+        other = self.interleaver.sibling_that_fetches(self)
+        if other is None:
+            return False
+        self._wait_for(other.fetching, other.needs_value)
+        return True
+
+    def _wait_for(self, fetch: Fetch | None, comes: bool) -> None:
+        """`comes`: within this stage's forward, not only after it."""
+        if not comes:
+            self._leave()
+        self.fetching = fetch
+        try:
+            self._switch_away((FETCH, self.now if comes else self.now + 1))
+        finally:
+            self.fetching = None
 
     def _ask(self, key: Key) -> None:
         """Go on to a point, wherever it is. Raises OutOfOrderError if the forward has gone past it by the time of the last one."""

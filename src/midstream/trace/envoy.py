@@ -20,6 +20,7 @@ from midstream.sites import ACCESSORS, LAYER_SITES, Binding
 from midstream.trace.body import current_body
 from midstream.trace.interleaver import Interleaver
 from midstream.trace.remote import RemoteValue, real
+from midstream.trace.source import forward_source
 from midstream.trace.visit import Key, Visit
 
 
@@ -112,18 +113,20 @@ class Source:
 
     def __init__(self, interleaver: Interleaver, path: str) -> None:
         self._path = path
-        self._source = None
         if interleaver.has((path, "output")):
             self._source = interleaver.source.of(path)
             interleaver.source.install(path)
+        else:
+            assert interleaver.stages is not None
+            self._source = forward_source(interleaver.stages.class_of(path).forward)
 
     def __getattr__(self, name: str) -> SourceCall:
-        if self._source is not None and name not in self._source.names:
+        if name not in self._source.names:
             raise UnknownModuleError(f"{self._path}.source has no call {name}{nearest(name, list(self._source.names))}")
         return SourceCall(self._path, name)
 
     def __str__(self) -> str:
-        return str(self._source) if self._source is not None else f"{self._path} is on another pipeline stage"
+        return str(self._source)
 
 
 class Envoy(CallPoints):

@@ -15,6 +15,7 @@ from torch import nn
 
 from midstream.errors import BarrierError, DivergedError, MidstreamError, NeverReachedError, TraceError
 from midstream.trace.body import BARRIER, FETCH, STEP_START, Body, current_body
+from midstream.trace.hooks import Hooks
 from midstream.trace.journal import Journal, spill
 from midstream.trace.randomness import Randomness
 from midstream.trace.rows import FlatRows, Rows
@@ -61,7 +62,7 @@ class Interleaver:
         self._position = -1
         self._point: Key = STEP_START
         self._firing: Key | None = None
-        self._hooks: dict[Key, Any] = {}
+        self._hooks = Hooks(self.modules, self.fire)
         self._stepping = False
         self.reachable: frozenset[Key] | None = None  # the points that the step's forward passes; None for all
         self._at_barrier: dict[object, list[Body]] = {}
@@ -75,7 +76,7 @@ class Interleaver:
         if self.stages is not None or self.whole is not None:
             body.random = Randomness(body.name, next(self.modules[""].parameters()).device)
         if not self.bodies:
-            self._watch_containers()
+            self._hooks.watch_containers()
         self.bodies[body.name] = body
 
     def finish(self, name: str, error: MidstreamError | None = None) -> Body | None:
@@ -131,9 +132,7 @@ class Interleaver:
             return
         if self.whole is not None:
             self.whole.agreement.rest()
-        for handle in self._hooks.values():
-            handle.remove()
-        self._hooks.clear()
+        self._hooks.remove()
         self.source.remove()
         self._open.clear()
         self._at_barrier.clear()
@@ -160,7 +159,7 @@ class Interleaver:
         self.last_rows = dict(last_rows or rows)
         self._span = _dense_span(list(rows.values()))
         if replays and not self._hooks:
-            self._watch_containers()
+            self._hooks.watch_containers()
         for journal, part in replays:
             for key in journal:
                 self.prepare(key)
@@ -176,7 +175,7 @@ class Interleaver:
                 body.resume()
             elif body.parked is not None and body.parked == (STEP_START, body.now):
                 body.resume(True)
-            self._complete([body] if body.linked else ())
+            self._complete([body] if body.linked is not None else ())
         self._complete(bodies)
         for body in bodies:
             self._file(body)
@@ -237,7 +236,7 @@ class Interleaver:
             return tree
         self._position = max(self._position, self.ordinal(key)[0])
         self._point = self._firing = key
-        event = Event(key, tree, direct, self.whole)
+        event = Event(key, tree, direct, self.whole, self.source.module_point(key))
         for journal, rows in self._replays.get(key, ()):
             journal.replay(event, rows)
         for body, value in self._overrides.pop(key, ()):
@@ -249,7 +248,7 @@ class Interleaver:
             ordered = self._in_order(waiting) if len(waiting) > 1 else waiting
             for body in ordered:
                 body.resume(self._visit(body, event))
-                self._complete([body] if body.linked else ())
+                self._complete([body] if body.linked is not None else ())
             self._complete(ordered)
             for body in ordered:
                 self._file(body)
@@ -343,6 +342,13 @@ class Interleaver:
 
     # What bodies ask for.
 
+    def sibling_that_fetches(self, body: Body) -> Body | None:
+        """One of those whose variables `body` uses that waits for another stage's value."""
+        others = [
+            other for other in self.bodies.values() if other is not body and other.linked is body.linked is not None
+        ]
+        return next((other for other in others if other.fetching is not None), None)
+
     def ordinal(self, key: Key) -> tuple[int, int]:
         """When in a forward `key` comes by, first and last."""
         if key in LAST_POINTS:
@@ -422,7 +428,7 @@ class Interleaver:
 
     def prepare(self, key: Key) -> None:
         """See to it that `fire` is called when the forward comes to `key`."""
-        if key in self._hooks or (not key[0] and key[1] not in ("input", "output")):
+        if not key[0] and key[1] not in ("input", "output"):
             return
         if self.reachable is not None and key not in self.reachable:
             raise TraceError(
@@ -431,30 +437,8 @@ class Interleaver:
             )
         if len(key) == 4:
             self.source.install(key[0])
-            return
-        module = self.modules[key[0]]
-        self._hooks[key] = self._hook(module, key)
-
-    def _hook(self, module: nn.Module, key: Key) -> Any:
-        if key[1] == "input":
-
-            def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
-                return self.fire(key, (args, kwargs))
-
-            return module.register_forward_pre_hook(before, with_kwargs=True)
-
-        def after(_: nn.Module, __: Any, output: Any) -> Any:
-            return self.fire(key, output)
-
-        return module.register_forward_hook(after)
-
-    def _watch_containers(self) -> None:
-        """A module looks for hooks when it is called: one without any would not see a hook that is added while it runs."""
-        for path, module in self.modules.items():
-            if type(module).__call__ is not nn.Module.__call__:
-                self._hooks[(path, "input")] = self._hooks[(path, "output")] = _ForwardHook(module, path, self.fire)
-            elif next(module.children(), None) is not None:
-                self._hooks[(path, "called")] = module.register_forward_pre_hook(lambda *_: None)
+        else:
+            self._hooks.put(key)
 
 
 def _dense_span(rows: list[Rows]) -> Span | None:
@@ -464,23 +448,3 @@ def _dense_span(rows: list[Rows]) -> Span | None:
     flat = [part for part in rows if isinstance(part, FlatRows)]
     first, last = min(part.start for part in flat), max(part.stop for part in flat)
     return (first, last) if last - first <= 2 * sum(part.count for part in flat) else None
-
-
-class _ForwardHook:
-    """For a class whose `__call__` goes straight to `forward` (vLLM's compiled models): wraps the instance's `forward`."""
-
-    def __init__(self, module: nn.Module, path: str, fire: Callable[[Key, Any], Any]) -> None:
-        self._module = module
-        self._before = module.__dict__.get("forward")  # somebody else's wrapper
-        forward = module.forward
-
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = fire((path, "input"), (args, kwargs))
-            return fire((path, "output"), forward(*args, **kwargs))
-
-        module.__dict__["forward"] = wrapped
-
-    def remove(self) -> None:
-        self._module.__dict__.pop("forward", None)
-        if self._before is not None:
-            self._module.__dict__["forward"] = self._before

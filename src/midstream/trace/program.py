@@ -95,7 +95,9 @@ class BlockProgram(Program):
         body = current_body()
         for name in self.saved:
             body.save(self.block.captured[name])
-        names = self.block.function()({**self.injected, "__save__": save, "__backward__": backward}, shared)
+        names = self.block.function()(
+            {**self.injected, "__save__": save, "__backward__": backward}, shared, body.wait_for_sibling
+        )
         return body.pick_saved({**self._captured(), **names})
 
     def recover(self, error: BaseException, body: Body) -> dict[str, Any]:

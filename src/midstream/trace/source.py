@@ -20,18 +20,24 @@ from typing import Any
 from torch import nn
 
 from midstream.errors import SourceUnavailableError
+from midstream.trace.visit import Key
 
 _DISPATCH = "__midstream_call__"
 
 
 @dataclass(frozen=True)
 class ForwardSource:
-    """A forward's text and the code that reports its calls."""
+    """A forward's text and the code that reports its calls.
+
+    Attributes:
+        attributes: of the calls of the module's own attributes, which: `mlp.down_proj` for `self.mlp.down_proj(x)`.
+    """
 
     text: str
     names: tuple[str, ...]
     lines: tuple[int, ...]  # of each call, counted from the first line of `text`
     code: CodeType
+    attributes: Mapping[str, str]
 
     def __str__(self) -> str:
         marks: dict[int, list[str]] = {}
@@ -48,15 +54,20 @@ class _Dispatch(ast.NodeTransformer):
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.calls: list[tuple[str, int]] = []
+        self.attributes: dict[str, str] = {}
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         if isinstance(node.func, ast.Name) and node.func.id in ("super", "locals", "isinstance", "getattr", "hasattr"):
             return self.generic_visit(node)
-        words = "".join(c if c.isalnum() else " " for c in ast.unparse(node.func)).split()
+        called = ast.unparse(node.func)
+        words = "".join(c if c.isalnum() else " " for c in called).split()
         stem = "_".join(words) or "call"
         name = f"{stem}_{self.counts[stem]}"
         self.counts[stem] += 1
         self.calls.append((name, node.lineno))
+        owner, _, attribute = called.partition(".")
+        if owner == "self" and attribute.replace(".", "").isidentifier():
+            self.attributes[name] = attribute
         self.generic_visit(node)
         dispatched = ast.Call(
             ast.Name(_DISPATCH, ast.Load()), [ast.Constant(name), node.func, *node.args], node.keywords
@@ -89,7 +100,7 @@ def forward_source(forward: FunctionType) -> ForwardSource:
     tree.body = [ast.fix_missing_locations(_in_factory(function, forward.__code__.co_freevars))]
     module = compile(ast.fix_missing_locations(tree), forward.__code__.co_filename, "exec")
     names, lines = zip(*dispatch.calls, strict=True) if dispatch.calls else ((), ())
-    return ForwardSource(text, names, lines, module)
+    return ForwardSource(text, names, lines, module, dispatch.attributes)
 
 
 def _in_factory(function: ast.FunctionDef, free: tuple[str, ...]) -> ast.FunctionDef:
@@ -109,6 +120,14 @@ class SourceHooks:
 
     def of(self, path: str) -> ForwardSource:
         return forward_source(type(self._modules[path]).forward)  # type: ignore[arg-type]
+
+    def module_point(self, key: Key) -> Key:
+        """For a call of a module, the module's own point, where the same value comes by."""
+        if len(key) != 4:
+            return key
+        path, _, name, kind = key
+        module = f"{path}.{self.of(path).attributes.get(name, '')}"
+        return (module, kind) if module in self._modules else key
 
     def install(self, path: str) -> None:
         module = self._modules[path]

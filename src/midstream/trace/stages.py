@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from midstream.trace.body import Body
     from midstream.trace.remote import Place
     from midstream.trace.visit import Key
@@ -34,6 +36,8 @@ class Stages(Protocol):
     def begin_of(self, stage: int) -> int: ...
 
     def children_of(self, path: str) -> list[str]: ...
+
+    def class_of(self, path: str) -> type[nn.Module]: ...
 
     def width_of(self, key: Key) -> int | None: ...
 

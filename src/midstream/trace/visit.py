@@ -34,13 +34,16 @@ class Event:
     """The forward pass at `key`. `tree` is the whole batch's value there: `(args, kwargs)` or what was returned.
 
     Under tensor parallelism a rank has only a part of some leaves: traces read and write the whole, which `whole` knows the way to.
+    `laid_out_as`: the point whose value is laid out like this one.
     """
 
-    def __init__(self, key: Key, tree: Any, direct: bool = False, whole: Whole | None = None) -> None:
+    def __init__(
+        self, key: Key, tree: Any, direct: bool = False, whole: Whole | None = None, laid_out_as: Key | None = None
+    ) -> None:
         self.key = key
         self.tree = tree
         self._whole = whole
-        self._layouts = whole.of(key) if whole is not None else {}
+        self._layouts = whole.of(laid_out_as or key) if whole is not None else {}
         self._joined: dict[tuple[Ref, Span], torch.Tensor] = {}
         self.direct = (
             direct  # whether writes land in the tree's own tensors: compiled code has no other way to see them

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,6 +12,7 @@ from torch import nn
 
 from midstream.arch import Architecture
 from midstream.engine.ranks.link import Fetch, Link
+from midstream.errors import SourceUnavailableError
 from midstream.trace.body import CALL, Body
 from midstream.trace.interleaver import LAST_POINTS
 from midstream.trace.remote import Place
@@ -22,7 +24,12 @@ _STAGE_MOMENTS = 1 << 40  # more than one stage's forward has inputs and outputs
 
 @dataclass(frozen=True)
 class StageParts:
-    """What one stage tells the others: its part of the architecture, and the classes of the modules that it really built."""
+    """What one stage tells the others.
+
+    Attributes:
+        arch: its part of the architecture.
+        built: path -> class of the modules that it really built, as `package.module:Class`.
+    """
 
     arch: Architecture
     built: dict[str, str]
@@ -30,7 +37,11 @@ class StageParts:
     @classmethod
     def of(cls, model: nn.Module, arch: Architecture) -> StageParts:
         modules = dict(model.named_modules())
-        return cls(arch, {p: type(m).__name__ for p, m in modules.items() if not _is_absent(p, modules)})
+        return cls(arch, {p: _name_of(type(m)) for p, m in modules.items() if not _is_absent(p, modules)})
+
+
+def _name_of(kind: type) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"
 
 
 def _is_absent(path: str, modules: Mapping[str, nn.Module]) -> bool:
@@ -82,14 +93,15 @@ class Stages:
     Attributes:
         index: of this stage.
         arch: of the whole model.
-        modules: path -> class of every module that some stage built.
+        modules: path -> name of the class of every module that some stage built.
     """
 
     def __init__(self, parts: Sequence[StageParts], link: Link, device: torch.device) -> None:
         self.index, self.size = link.rank, len(parts)
         self.link = link
         self.arch = whole_architecture([part.arch for part in parts])
-        self.modules = {path: name for part in parts for path, name in part.built.items()}
+        self._built = {path: name for part in parts for path, name in part.built.items()}
+        self.modules = {path: name.rpartition(":")[2] for path, name in self._built.items()}
         self._device = device
         self._owner = {key: moments[0] // _STAGE_MOMENTS for key, moments in self.arch.order.items()}
         self._builder = {path: number for number, part in enumerate(parts) for path in part.built}
@@ -118,6 +130,15 @@ class Stages:
     def children_of(self, path: str) -> list[str]:
         """The names below `path`, whichever stages have them."""
         return self._children.get(path, [])
+
+    def class_of(self, path: str) -> type[nn.Module]:
+        """Of a module, whichever stage has it. Raises SourceUnavailableError if it was made at run time."""
+        try:
+            return pkgutil.resolve_name(self._built[path])
+        except (ImportError, AttributeError, ValueError):
+            raise SourceUnavailableError(
+                f"{path} is on another pipeline stage, and its class {self._built[path]} cannot be imported on this one."
+            ) from None
 
     def width_of(self, key: Key) -> int | None:
         """Of how many values the tuple at `key` is one; None if it is no tuple, or not known to be one."""
