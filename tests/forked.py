@@ -1,7 +1,8 @@
 """Engines of several ranks whose processes are forked: they start in seconds, where spawned ones import everything anew.
 
 The process of the tests has threads (OpenMP's, other engines'), and a fork of it may wait forever for one that the child does not have. So
-engines are forked from a server that has imported what they need and done nothing else; the workers, from the engine.
+its engines are forked from a server that has imported what they need and done nothing else; the workers, from the engine. A script of which
+an engine is all can do without.
 """
 
 from __future__ import annotations
@@ -54,14 +55,29 @@ def _contexts(chosen: context.BaseContext) -> Iterator[None]:
         yield
 
 
+_inside = False
+
+
 @contextlib.contextmanager
-def forked() -> Iterator[None]:
-    """Within the block vLLM forks its processes."""
+def forked(server: bool = True) -> Iterator[None]:
+    """Within the block vLLM forks its processes. `server`: not from this one, but from a server; the outermost block decides."""
+    global _inside
+    if _inside:
+        yield
+        return
+    _inside = True
+    try:
+        with _contexts(_from_server() if server else multiprocessing.get_context("fork")):
+            yield
+    finally:
+        _inside = False
+
+
+def _from_server() -> context.BaseContext:
     forkserver.set_forkserver_preload(IMPORTS)
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path))):
         forkserver.ensure_running()
-    with _contexts(_FromServer()):
-        yield
+    return _FromServer()
 
 
 def start_ranks(**arguments: Any) -> Any:

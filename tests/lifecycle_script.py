@@ -14,6 +14,7 @@ The body of a long trace touches a file of DIRECTORY when it has got under way. 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
@@ -24,6 +25,7 @@ from typing import Any
 import ranks
 import torch
 from conftest import RANKS, start
+from forked import forked
 
 from midstream import Capture
 from midstream.errors import EngineClosedError
@@ -197,4 +199,5 @@ def preempt(directory: Path) -> None:
 
 if __name__ == "__main__":
     RANKS.update(ranks.SIZES[sys.argv[3]] if len(sys.argv) > 3 else {})
-    {"kill": kill, "interrupt": interrupt, "preempt": preempt, "lose": lose}[sys.argv[1]](Path(sys.argv[2]))
+    with forked(server=False) if RANKS else contextlib.nullcontext():
+        {"kill": kill, "interrupt": interrupt, "preempt": preempt, "lose": lose}[sys.argv[1]](Path(sys.argv[2]))

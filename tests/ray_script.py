@@ -31,7 +31,7 @@ def traced(model: Any) -> dict[str, Any]:
 
 
 def main(directory: Path, arguments: dict[str, Any]) -> None:
-    with forked():
+    with forked(server=False):
         model = start(enforce_eager=True, distributed_executor_backend="ray", **arguments)
     steer = Steer("resid_post", layers=[1, 6], vector=torch.ones(model.hidden_size))
     plan = [steer, Capture("resid_post", positions="all_prompt", when="after")]

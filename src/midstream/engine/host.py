@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from midstream.arch import Architecture
 from midstream.engine.graph_sites import trace_keys, tree_at
-from midstream.engine.ranks.fetch import Fetch
 from midstream.engine.ranks.stages import Stages
+from midstream.engine.reports import Reports
 from midstream.engine.request import TraceRequest
-from midstream.engine.sender import Sender
 from midstream.engine.step import Scheduled, StepView
-from midstream.engine.wire import ChannelClosedError
+from midstream.engine.traced import TracedGroup, TracedRequest
 from midstream.errors import MidstreamError, NeverReachedError, StageFailedError, TraceError, TracesNotAllowedError
 from midstream.sites import Point
 from midstream.trace.body import StopTrace
@@ -28,34 +25,6 @@ from midstream.trace.rows import FlatRows
 from midstream.trace.tracer import BodyTracer
 from midstream.trace.visit import Key
 
-_log = logging.getLogger(__name__)
-
-
-@dataclass
-class _Group:
-    """The programs of one trace, and what its invokes share."""
-
-    programs: list[list[Program]]
-    shared: dict[str, Any] = field(default_factory=dict)
-    running: set[str] = field(default_factory=set)
-    ended: int = 0
-
-
-@dataclass
-class _Request:
-    """One traced request on its way."""
-
-    trace: TraceRequest
-    programs: dict[str, Program]  # by the name of the body
-    main: str
-    prompt_length: int
-    sampling: Any
-    seen: int = 0  # positions that its bodies have been through
-    generated: int = 0
-    outcomes: dict[str, Outcome] = field(default_factory=dict)
-    journals: list[Journal] = field(default_factory=list)  # of its bodies, in their order
-    goes_on: Fetch | None = None  # from the last pipeline stage: whether the bodies have another step
-
 
 class TraceHost:
     """Runs the traces of a worker's requests.
@@ -64,14 +33,9 @@ class TraceHost:
         envoy: what bodies see of the model.
         allow_traces: whether requests may carry code at all.
         max_model_len: where the engine cuts every request off.
+        reports: takes what the traces gave.
         stages: the pipeline that the worker is a stage of.
-
-    Attributes:
-        stage: the pipeline stage that this worker is of.
-        reports: whether this is the worker of its stage that sends what the traces gave.
     """
-
-    stage, reports = 0, True
 
     def __init__(
         self,
@@ -80,28 +44,28 @@ class TraceHost:
         arch: Architecture,
         allow_traces: bool,
         max_model_len: int,
+        reports: Reports,
         stages: Stages | None = None,
     ) -> None:
         self.envoy = envoy
         self.arch = arch
         self.interleaver = interleaver
         self._stages = stages
-        self.sender: Sender | None = None
+        self.reports = reports
         self._device = next(envoy._module.parameters()).device
         self.stops: list[str] = []
         self.traced_steps = self.uncompiled_steps = 0
         self._allow_traces = allow_traces
         self._max_model_len = max_model_len
-        self._requests: dict[str, _Request] = {}
-        self._settled: dict[str, _Request] = {}  # their bodies are done; preempted, their edits have to be made again
-        self._groups: dict[str, _Group] = {}
+        self._requests: dict[str, TracedRequest] = {}
+        self._settled: dict[str, TracedRequest] = {}  # bodies are done; after a preemption their edits are made again
+        self._groups: dict[str, TracedGroup] = {}
         self._traced = False
         self._uncompiled = False
         self._graph_keys: dict[Point, Key] = {}
-        self._in_step: list[tuple[Scheduled, _Request]] = []
+        self._in_step: list[tuple[Scheduled, TracedRequest]] = []
         self._expects_logits = False
         self._sent = 0
-        self._client_gone = False
 
     # From the worker.
 
@@ -170,7 +134,7 @@ class TraceHost:
     # Requests.
 
     def _begin(self, name: str, trace: TraceRequest, sampling: Any, length: int) -> None:
-        request = _Request(trace, {}, f"{name}/{trace.index}", length, sampling)
+        request = TracedRequest(trace, {}, f"{name}/{trace.index}", length, sampling)
         try:
             programs = self._programs(name, trace)
         except MidstreamError as error:
@@ -203,7 +167,7 @@ class TraceHost:
                 raise TraceError(
                     "The trace's code came with a request that the engine has not begun; send its requests in order."
                 )
-            group = self._groups[trace.trace] = _Group(unship(trace.programs, self._resolve, self._device))
+            group = self._groups[trace.trace] = TracedGroup(unship(trace.programs, self._resolve, self._device))
         group.running.add(name)
         return group.programs[trace.index]
 
@@ -237,13 +201,12 @@ class TraceHost:
         for scheduled, request in self._in_step:
             request.generated += 1
             self._gather_done(request)
-            failed = any(o.failure is not None for o in request.outcomes.values())
-            if failed or len(request.outcomes) == len(request.programs):
+            if request.has_failed or not request.open_bodies:
                 self._end(scheduled.request_id, goes_on=True)
                 continue
             if request.trace.stream:
                 self._send_snapshot(scheduled.request_id, request)
-            request.goes_on = stages.link.fetch(stages.size - 1, _steps_of(request), request.generated)
+            request.goes_on = stages.link.fetch(stages.size - 1, request.steps, request.generated)
         self._in_step = []
         self._traced = False
         stages.link.spill()
@@ -263,8 +226,8 @@ class TraceHost:
         stages = self._stages
         return stages.link.failure_of(body_name) if stages is not None else None
 
-    def _fail(self, name: str, request: _Request, error: MidstreamError) -> None:
-        self._send(name, request, [Outcome({}, Failure.of(error), name=request.main)])
+    def _fail(self, name: str, request: TracedRequest, error: MidstreamError) -> None:
+        self.reports.send(name, request.trace, [Outcome({}, Failure.of(error), name=request.main)])
         self.stops.append(name)
 
     def _end(self, name: str, goes_on: bool = False) -> None:
@@ -272,12 +235,11 @@ class TraceHost:
         request = self._requests.pop(name)
         stages = self._stages
         if stages is not None:
-            stages.link.end(_steps_of(request), "the trace has no further step")
-        for body_name in request.programs:
-            if body_name not in request.outcomes:
-                self._gather(request, body_name)
+            stages.link.end(request.steps, "the trace has no further step")
+        for body_name in request.open_bodies:
+            self._gather(request, body_name)
         failed = [o for body_name, o in request.outcomes.items() if body_name != request.main and o.failure is not None]
-        self._send(name, request, [request.outcomes[request.main], *failed])
+        self.reports.send(name, request.trace, [request.outcomes[request.main], *failed])
         if goes_on:
             self._settled[name] = request
         group = self._groups[request.trace.trace]
@@ -294,14 +256,13 @@ class TraceHost:
                 for body_name in request.programs:
                     self.interleaver.discard(body_name)
                 if (stages := self._stages) is not None:
-                    stages.link.drop([*request.programs, _steps_of(request)])
-                if self.sender is not None:
-                    self.sender.end(name)
+                    stages.link.drop([*request.programs, request.steps])
+                self.reports.end(name)
         self._settled = {name: request for name, request in self._settled.items() if request.trace.trace not in traces}
         for trace in traces:
             self._groups.pop(trace, None)
 
-    def _gather(self, request: _Request, body_name: str) -> None:
+    def _gather(self, request: TracedRequest, body_name: str) -> None:
         body = self.interleaver.finish(body_name, self._failed_elsewhere(body_name))
         assert body is not None
         if (stages := self._stages) is not None:
@@ -311,31 +272,14 @@ class TraceHost:
         request.outcomes[body_name] = outcome(body, request.programs[body_name])
         request.outcomes[body_name].order = self._sent
 
-    def _send_snapshot(self, name: str, request: _Request) -> None:
+    def _send_snapshot(self, name: str, request: TracedRequest) -> None:
         """What the request has saved so far."""
         if (done := request.outcomes.get(request.main)) is not None:
             values, steps = done.values, done.steps
         else:
             body = self.interleaver.bodies[request.main]
             values, steps = request.programs[request.main].snapshot(body), body.now + 1
-        self._send(name, request, [Outcome(values, name=request.main, steps=steps)], final=False)
-
-    def _send(self, name: str, request: _Request, outcomes: list[Outcome], final: bool = True) -> None:
-        if not self.reports:
-            return
-        if self.sender is None:
-            _log.error("A trace's results have nowhere to go: the client has not connected to this worker.")
-            return
-        key = (request.trace.trace, request.trace.index)
-        header = {"key": key, "request": name, "final": final, "stage": self.stage}
-        try:
-            self.sender.send(header, outcomes, name if request.trace.stream else None, exact=final)
-            if final:
-                self.sender.end(name)
-        except ChannelClosedError as error:  # the client is closing; the engine is about to be told
-            if not self._client_gone:
-                _log.warning("A trace's results have nowhere to go: %s", error)
-            self._client_gone = True
+        self.reports.send(name, request.trace, [Outcome(values, name=request.main, steps=steps)], final=False)
 
     # Steps, called by the runner's adapter.
 
@@ -359,10 +303,9 @@ class TraceHost:
                 replays += [(journal, again) for journal in request.journals]
             if end <= request.seen or name in self._settled:
                 continue
-            for body_name in request.programs:
-                if body_name not in request.outcomes:
-                    rows[body_name] = FlatRows(fresh, scheduled.stop, view.total, max(request.seen, scheduled.computed))
-                    last[body_name] = FlatRows(scheduled.place, scheduled.place + 1, len(view.requests))
+            for body_name in request.open_bodies:
+                rows[body_name] = FlatRows(fresh, scheduled.stop, view.total, max(request.seen, scheduled.computed))
+                last[body_name] = FlatRows(scheduled.place, scheduled.place + 1, len(view.requests))
             request.seen = end
             self._in_step.append((scheduled, request))
         self.interleaver.begin_step(rows, replays, last)
@@ -383,7 +326,7 @@ class TraceHost:
         """`[requests]`, the sampled token ids. Closes the step."""
         samples = self.interleaver.fire(("", "samples"), samples)
         self.interleaver.end_step()
-        tokens = samples.tolist() if any(self._may_stop(request) for _, request in self._in_step) else None
+        tokens = samples.tolist() if any(request.may_stop for _, request in self._in_step) else None
         for scheduled, request in self._in_step:
             self._after_step(scheduled.request_id, request, tokens[scheduled.place] if tokens is not None else None)
         self._in_step = []
@@ -392,42 +335,28 @@ class TraceHost:
             self._stages.link.spill()
         return samples
 
-    @staticmethod
-    def _may_stop(request: _Request) -> bool:
-        return request.sampling.eos_token_id is not None or bool(request.sampling.stop_token_ids)
-
-    def _after_step(self, name: str, request: _Request, token: int | None) -> None:
+    def _after_step(self, name: str, request: TracedRequest, token: int | None) -> None:
         request.generated += 1
         failed = any(self._failed_elsewhere(body_name) is not None for body_name in request.programs)
         self._gather_done(request)
-        asked = failed or any(o.failure is not None or o.stopped for o in request.outcomes.values())
+        asked = failed or request.has_failed or any(o.stopped for o in request.outcomes.values())
         if asked:
             self.stops.append(name)
-        over = asked or self._is_over(request, token)
-        if over or len(request.outcomes) == len(request.programs):
+        over = asked or request.is_over(token, self._max_model_len)
+        if over or not request.open_bodies:
             self._end(name, goes_on=not over)
             return
         if request.trace.stream:
             self._send_snapshot(name, request)
         if (stages := self._stages) is not None:
-            stages.link.publish(_steps_of(request), request.generated, None, readers=stages.size - 1)
+            stages.link.publish(request.steps, request.generated, None, readers=stages.size - 1)
 
-    def _gather_done(self, request: _Request) -> None:
-        for body_name in [n for n in request.programs if n not in request.outcomes]:
+    def _gather_done(self, request: TracedRequest) -> None:
+        for body_name in request.open_bodies:
             body = self.interleaver.bodies[body_name]
             over = body.done and not self.interleaver.is_watched_by(body)
             if over or self._failed_elsewhere(body_name) is not None:
                 self._gather(request, body_name)
-
-    def _is_over(self, request: _Request, token: int | None) -> bool:
-        """Whether the engine ends the request with this token: its async scheduler may run a step more, which nobody may see."""
-        sampling, generated = request.sampling, request.generated
-        if sampling.max_tokens is not None and generated >= sampling.max_tokens:
-            return True
-        if request.prompt_length + generated >= self._max_model_len:
-            return True
-        stops = token is not None and (token == sampling.eos_token_id or token in (sampling.stop_token_ids or ()))
-        return stops and generated >= sampling.min_tokens
 
     # For tests and health.
 
@@ -438,13 +367,8 @@ class TraceHost:
             "groups": len(self._groups),
             "bodies": len(self.interleaver.bodies),
             "hooks": self.interleaver.hook_count,
-            "queued_bytes": self.sender.queued_bytes if self.sender is not None else 0,
+            "queued_bytes": self.reports.queued_bytes,
         }
-
-
-def _steps_of(request: _Request) -> str:
-    """Under which the last stage says of a request that its bodies have another step."""
-    return f"{request.main} steps"
 
 
 def _why_over(failure: BaseException | None, stage: int) -> str:

@@ -28,6 +28,7 @@ from midstream.engine.plugin import register
 from midstream.engine.ranks.group import exchange_in
 from midstream.engine.ranks.link import Link
 from midstream.engine.ranks.stages import StageParts, Stages
+from midstream.engine.reports import Reports
 from midstream.engine.runners import adapt
 from midstream.engine.sender import Sender
 from midstream.engine.settings import NAME, Settings
@@ -152,7 +153,9 @@ class Worker(PlatformWorker):
         built_in = buildable_points(arch, settings.graph_sites) if records else []
         self.midstream = self._make_trace_host(arch, settings)
         link = self._stages.link if self._stages is not None else None
-        self.plans = make_plan_host(self, arch, settings, built_in, lambda: self.midstream.sender, link, self._whole)
+        self.plans = make_plan_host(
+            self, arch, settings, built_in, lambda: self.midstream.reports.sender, link, self._whole
+        )
         self.midstream.watch_graph_sites(built_in)
         build_in(model, arch, built_in, self.plans.tables.index.__getitem__)
         runner.connect(StepHost(self.midstream, self.plans))
@@ -198,10 +201,9 @@ class Worker(PlatformWorker):
             return compute_logits(normed[0] if isinstance(normed, tuple) else normed)  # Command-R's norm returns a pair
 
         envoy = ModelEnvoy(model, whole, interleaver, unembed, self._tokenizer)
-        host = TraceHost(envoy, interleaver, arch, settings.allow_traces, config.model_config.max_model_len, stages)
-        host.stage = get_pp_group().rank_in_group
-        host.reports = get_tp_group().rank_in_group == 0
-        return host
+        reports = Reports(get_pp_group().rank_in_group, speaks=get_tp_group().rank_in_group == 0)
+        limit = config.model_config.max_model_len
+        return TraceHost(envoy, interleaver, arch, settings.allow_traces, limit, reports, stages)
 
     def compile_or_warm_up_model(self) -> Any:
         if self._has_graphs:
@@ -271,12 +273,13 @@ class Worker(PlatformWorker):
 
     def midstream_connect(self, address: Mapping[str, Any]) -> str | None:
         """Connect to the client's results channel; the name under which this worker sends, or None if it does not."""
-        if not self.midstream.reports:
+        reports = self.midstream.reports
+        if not reports.speaks:
             return None
-        if self.midstream.sender is not None:
-            self.midstream.sender.close()
-        self.midstream.sender = Sender(address, f"rank {self.rank}")
-        return self.midstream.sender.name
+        if reports.sender is not None:
+            reports.sender.close()
+        reports.sender = Sender(address, f"rank {self.rank}")
+        return reports.sender.name
 
     def midstream_describe(self) -> dict[str, Any]:
         """The module tree of this worker, for the client."""
@@ -341,8 +344,8 @@ class Worker(PlatformWorker):
         return self.plans.runs.lease(ids, by)
 
     def shutdown(self) -> None:
-        if (host := getattr(self, "midstream", None)) is not None and host.sender is not None:
-            host.sender.close(flush=False)
+        if (host := getattr(self, "midstream", None)) is not None and host.reports.sender is not None:
+            host.reports.sender.close(flush=False)
         if (stages := getattr(self, "_stages", None)) is not None:
             stages.link.close()
         if (whole := getattr(self, "_whole", None)) is not None:

@@ -1,0 +1,66 @@
+"""The traced requests that a worker knows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from midstream.engine.ranks.fetch import Fetch
+from midstream.engine.request import TraceRequest
+from midstream.trace.journal import Journal
+from midstream.trace.program import Outcome, Program
+
+
+@dataclass
+class TracedGroup:
+    """The programs of one trace, and what its invokes share."""
+
+    programs: list[list[Program]]
+    shared: dict[str, Any] = field(default_factory=dict)
+    running: set[str] = field(default_factory=set)
+    ended: int = 0
+
+
+@dataclass
+class TracedRequest:
+    """One traced request on its way."""
+
+    trace: TraceRequest
+    programs: dict[str, Program]  # by the name of the body
+    main: str
+    prompt_length: int
+    sampling: Any
+    seen: int = 0  # positions that its bodies have been through
+    generated: int = 0
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    journals: list[Journal] = field(default_factory=list)  # of its bodies, in their order
+    goes_on: Fetch | None = None  # from the last pipeline stage: whether the bodies have another step
+
+    @property
+    def steps(self) -> str:
+        """Under which the last pipeline stage says that the bodies have another step."""
+        return f"{self.main} steps"
+
+    @property
+    def open_bodies(self) -> list[str]:
+        """Those whose outcome is not there."""
+        return [name for name in self.programs if name not in self.outcomes]
+
+    @property
+    def has_failed(self) -> bool:
+        return any(outcome.failure is not None for outcome in self.outcomes.values())
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether a token can end it."""
+        return self.sampling.eos_token_id is not None or bool(self.sampling.stop_token_ids)
+
+    def is_over(self, token: int | None, max_model_len: int) -> bool:
+        """Whether the engine ends the request with this token: its async scheduler may run a step more, which nobody may see."""
+        sampling = self.sampling
+        if sampling.max_tokens is not None and self.generated >= sampling.max_tokens:
+            return True
+        if self.prompt_length + self.generated >= max_model_len:
+            return True
+        stops = token is not None and (token == sampling.eos_token_id or token in (sampling.stop_token_ids or ()))
+        return stops and self.generated >= sampling.min_tokens
