@@ -32,7 +32,10 @@ class _Engine(context.ForkServerProcess):
         self._environment = dict(os.environ)
 
     def run(self) -> None:
+        import torch
+
         os.environ.update(self._environment)
+        torch.set_num_threads(1)  # its workers', too: they share the cores
         with _contexts(multiprocessing.get_context("fork")):
             super().run()
 
