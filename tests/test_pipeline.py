@@ -20,7 +20,7 @@ from forked import start_ranks
 from oracle import Plain, close, differs
 
 from midstream import VLLM, save
-from midstream.errors import InterventionError, NeverReachedError, OutOfOrderError, TraceError
+from midstream.errors import NeverReachedError, OutOfOrderError, UnknownModuleError
 
 pytestmark = pytest.mark.engine
 
@@ -268,12 +268,8 @@ def test_c6_what_is_fetched_has_its_type_and_shape(pp2: VLLM, plain: Plain) -> N
     assert found["token"][0] in ("int64", "int32") and found["token"][1] == plain.generate(EIFFEL, 1)
 
 
-def test_c6_what_cannot_be_sent_and_what_never_comes_are_errors_where_they_are_used(pp2: VLLM) -> None:
-    def unsendable(model: Any) -> Any:
-        return model.model.layers[EARLY].self_attn.forward.__self__, model.model.layers[EARLY].self_attn.forward()
-
-    with pytest.raises((TraceError, InterventionError)):
-        pp2.run(unsendable, EIFFEL, **GREEDY)
+def test_c6_what_never_comes_is_an_error_where_it_is_used(pp2: VLLM) -> None:
+    """That of what cannot be sent is in test_link.py."""
 
     def never(model: Any, tracer: Any) -> Any:
         for _ in tracer.iter[[0, 7]]:
@@ -389,6 +385,21 @@ def test_c10_c11_nothing_grows(pp2: VLLM) -> None:
     assert all(now["memory"] < then["memory"] + 48 for then, now in zip(before, after, strict=True)), (before, after)
     assert [now["threads"] for now in after] == [then["threads"] for then in before]
     assert threading.active_count() <= threads + 1
+
+
+def test_c14_an_error_is_known_on_all_stages_before_any_waits_for_another_trace(pp2: VLLM, plain: Plain) -> None:
+    """The last stage wants something of the first, which has failed and waits for the token of the request beside."""
+    with pytest.raises(UnknownModuleError):
+        with pp2.trace(**GREEDY) as tracer:
+            barrier = tracer.barrier(2)
+            with tracer.invoke(EIFFEL):
+                barrier()
+                pp2.model.layers[EARLY].mlp.down_projection.output.save()
+            with tracer.invoke(PARIS):
+                barrier()
+                token = int(pp2.samples) + 0
+                save(token)
+    assert token == plain.generate(PARIS, 1)[0]
 
 
 def test_neighbours_of_a_trace_are_as_without_it(pp2: VLLM, plain: Plain) -> None:

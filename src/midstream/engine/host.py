@@ -16,7 +16,6 @@ from midstream.engine.step import Scheduled, StepView
 from midstream.engine.traced import TracedGroup, TracedRequest
 from midstream.errors import MidstreamError, NeverReachedError, StageFailedError, TraceError, TracesNotAllowedError
 from midstream.sites import Point
-from midstream.trace.body import StopTrace
 from midstream.trace.envoy import Envoy, ModelEnvoy
 from midstream.trace.interleaver import LAST_POINTS, Interleaver
 from midstream.trace.journal import Journal
@@ -265,9 +264,6 @@ class TraceHost:
     def _gather(self, request: TracedRequest, body_name: str) -> None:
         body = self.interleaver.finish(body_name, self._failed_elsewhere(body_name))
         assert body is not None
-        if (stages := self._stages) is not None:
-            failure = body.failure if not isinstance(body.failure, StopTrace) else None
-            stages.link.end(body_name, _why_over(failure, stages.index), failed=failure is not None)
         self._sent += 1
         request.outcomes[body_name] = outcome(body, request.programs[body_name])
         request.outcomes[body_name].order = self._sent
@@ -369,9 +365,3 @@ class TraceHost:
             "hooks": self.interleaver.hook_count,
             "queued_bytes": self.reports.queued_bytes,
         }
-
-
-def _why_over(failure: BaseException | None, stage: int) -> str:
-    if failure is None:
-        return "The value was never reached: the trace ended without it."
-    return f"The trace failed on pipeline stage {stage}: {type(failure).__name__}: {failure}"

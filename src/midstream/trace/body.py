@@ -115,6 +115,8 @@ class Body:
         except BaseException as failure:
             self.failure = self.failure or failure
         self.interleaver.note(self, f"its end ({type(self.failure).__name__})" if self.failure else "its end")
+        if self.interleaver.stages is not None:
+            self.interleaver.stages.end(self)
         self.parked = None
 
     # The forward's side.

@@ -13,7 +13,7 @@ from torch import nn
 from midstream.arch import Architecture
 from midstream.engine.ranks.link import Fetch, Link
 from midstream.errors import SourceUnavailableError
-from midstream.trace.body import CALL, Body
+from midstream.trace.body import CALL, Body, StopTrace
 from midstream.trace.interleaver import LAST_POINTS
 from midstream.trace.remote import Place
 from midstream.trace.tree import Opaque, map_tensors
@@ -154,6 +154,16 @@ class Stages:
         with torch.inference_mode(False):
             kept = map_tensors(value, lambda _, t: Reference(t) if isinstance(t, nn.Parameter) else t.clone())
         self.link.publish(body.name, number, kept, place=key)
+
+    def end(self, body: Body) -> None:
+        """The body is over. The others are told at once: one of them may wait for a value that it would have published, and this stage,
+        by another body, for that one.
+        """
+        failure = body.failure if not isinstance(body.failure, StopTrace) else None
+        why = "The value was never reached: the trace ended without it."
+        if failure is not None:
+            why = f"The trace failed on pipeline stage {self.index}: {type(failure).__name__}: {failure}"
+        self.link.end(body.name, why, failed=failure is not None)
 
     def fetch(self, place: Place) -> Fetch:
         """Ask for another stage's value. Returns at once."""
