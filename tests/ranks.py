@@ -12,6 +12,7 @@ SIZES = {
 }
 
 _IN_PROCESS = "its engine runs in the process of the test, which reaches into its one worker"
+_CALIBRATED = "its bounds are those of one worker's memory; test_pipeline.py has the same for several"
 _OWN_PROCESS = "its engines are started by a script of its own; test_ranks_lifecycle.py has the same for several ranks"
 
 # Beginnings of node ids, from the test's file on, and why what they name does not apply.
@@ -22,6 +23,7 @@ NOT_APPLICABLE = {
     "test_lifecycle.py::test_ctrl_c_leaves_the_engine_usable_and_then_nothing_behind": _OWN_PROCESS,
     "test_lifecycle.py::test_a_killed_client_takes_its_workers_with_it": _OWN_PROCESS,
     "test_lifecycle.py::test_preempted_requests_are_as_if_they_had_run_alone": _OWN_PROCESS,
+    "test_lifecycle.py::test_500_traces_leave_memory_flat": _CALIBRATED,
 }
 
 # What CI runs on several ranks: pytest's arguments. Each behaviour once, of the kinds that ranks change.
