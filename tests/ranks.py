@@ -26,23 +26,15 @@ NOT_APPLICABLE = {
     "test_lifecycle.py::test_500_traces_leave_memory_flat": _CALIBRATED,
 }
 
-# What CI runs on several ranks: pytest's arguments. Each behaviour once, of the kinds that ranks change.
-SUBSET = [
-    "-k",
-    "not hf",
-    "tests/test_traces.py::test_b1_every_accessor_at_every_layer_equals_transformers",
-    "tests/test_traces.py::test_b3_what_is_written_to_a_site_is_what_the_model_goes_on_with",
-    "tests/test_traces.py::test_f1_of_several_prompts_each_invoke_has_its_own_rows_and_only_one_is_edited",
-    "tests/test_traces.py::test_f1_barrier_carries_an_activation_from_one_prompt_to_another",
-    "tests/test_traces.py::test_f1_cache_holds_what_modules_return",
-    "tests/test_saves.py::test_a1_saves_of_every_step_stay_apart",
-    "tests/test_errors.py::test_f3_out_of_order_is_raised_within_a_second",
-    "tests/test_errors.py::test_a3_several_failing_invokes_each_have_their_error",
-    "tests/test_plans.py::test_d1_every_site_is_steered",
-    "tests/test_plans.py::test_d4_every_site_is_captured",
-    "tests/test_plans.py::test_d2_each_prompt_has_its_own_plan_and_no_other_sees_it",
-    "tests/test_plans.py::test_e1_e9_a_recorded_run_moves_the_answer",
-    "tests/test_plans.py::test_a_trace_sees_a_site_after_the_plans_edits",
+# What CI runs on several ranks: all that traces and plans do on one. Engines that compile, and those of single tests, by `./test --ranks`.
+SUITES = [
+    "tests/test_traces.py",
+    "tests/test_saves.py",
+    "tests/test_errors.py",
+    "tests/test_steps.py",
+    "tests/test_prefix_and_chunks.py",
+    "tests/test_async.py",
+    "tests/test_plans.py",
 ]
 
 

@@ -1,4 +1,4 @@
-"""Issue 4, point 6: an engine of several ranks ends as a whole, whichever of its processes is killed, and leaves nothing behind."""
+"""C10, C14: an engine of several ranks ends as a whole, whichever of its processes is killed, and leaves nothing behind."""
 
 from __future__ import annotations
 
