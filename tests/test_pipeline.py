@@ -402,6 +402,26 @@ def test_c14_an_error_is_known_on_all_stages_before_any_waits_for_another_trace(
     assert token == plain.generate(PARIS, 1)[0]
 
 
+def test_a_variable_of_another_invoke_is_waited_for_and_no_longer_than_it_may_come(pp2: VLLM, plain: Plain) -> None:
+    """On the first stage the one who binds it waits for the last stage, in every step."""
+    with pp2.trace(max_tokens=2, **GREEDY) as tracer:
+        with tracer.invoke(EIFFEL):
+            for _ in tracer.iter[:]:
+                late = pp2.layers_output[LATE][-1] * 2
+        with tracer.invoke(PARIS):
+            pp2.layers_output[LATE + 1]  # behind the point where it is bound
+            twice = (late + 0).save()
+    close(twice, plain.run(EIFFEL).sites["resid_post", LATE][-1] * 2)
+    with pytest.raises(NameError, match="'never' is bound by another invoke"):
+        with pp2.trace(max_tokens=2, **GREEDY) as tracer:
+            with tracer.invoke(EIFFEL):
+                for _ in tracer.iter[:]:
+                    if pp2.layers_output[LATE].sum().item() == 0.0:
+                        never = 1
+            with tracer.invoke(PARIS):
+                pp2.layers_output[LATE + 1][:] += never
+
+
 def test_neighbours_of_a_trace_are_as_without_it(pp2: VLLM, plain: Plain) -> None:
     """Requests without a trace, several micro-batches in flight, beside one that changes its own rows."""
     expected = plain.generate(PARIS, 6)

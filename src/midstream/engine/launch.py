@@ -139,9 +139,12 @@ def sampling_params(params: Mapping[str, Any], request: TraceRequest | None) -> 
     if request is not None:
         given |= {"extra_args": {**extra, **request.to_extra_args()}, "skip_reading_prefix_cache": True}
     try:
-        return SamplingParams(**given)
+        made = SamplingParams(**given)
     except TypeError as error:
         raise MidstreamError(f"Not a sampling parameter of vLLM: {error}") from error
+    if hasattr(made, "skip_clone"):  # each request has its own: vLLM need not copy them deeply
+        made.skip_clone = True
+    return made
 
 
 def engine_prompt(token_ids: Sequence[int], salt: str | None) -> dict[str, Any]:
