@@ -20,7 +20,7 @@ from forked import start_ranks
 from oracle import Plain, close, differs
 
 from midstream import VLLM, save
-from midstream.errors import NeverReachedError, OutOfOrderError, UnknownModuleError
+from midstream.errors import MidstreamError, NeverReachedError, OutOfOrderError, ShapeError, UnknownModuleError
 
 pytestmark = pytest.mark.engine
 
@@ -420,6 +420,63 @@ def test_a_variable_of_another_invoke_is_waited_for_and_no_longer_than_it_may_co
                         never = 1
             with tracer.invoke(PARIS):
                 pp2.layers_output[LATE + 1][:] += never
+
+
+def test_a_remote_value_that_another_invoke_has_read(pp2: VLLM, plain: Plain) -> None:
+    """The code that read it has ended on both stages when the other invoke comes to use it."""
+    with pp2.trace(**GREEDY) as tracer:
+        with tracer.invoke(EIFFEL):
+            early = pp2.layers_output[EARLY]
+        with tracer.invoke(PARIS):
+            pp2.layers_output[LATE][:] += early.mean(0)
+            logits = pp2.logits.save()
+    mean = plain.run(EIFFEL).sites["resid_post", EARLY].mean(0)
+    close(logits, plain.run(PARIS, {("resid_post", LATE): lambda h: h + mean}).logits[-1:])
+
+
+def test_variables_that_wait_for_each_other_are_an_error(pp2: VLLM) -> None:
+    with pytest.raises(MidstreamError) as caught:
+        with pp2.trace(max_tokens=2, **GREEDY) as tracer:
+            with tracer.invoke(EIFFEL):
+                total = pp2.logits.sum().item()
+                there = total + back  # noqa: F821
+            with tracer.invoke(PARIS):
+                back = there + 1  # noqa: F841
+    assert len(caught.value.exceptions) == 2 and all(isinstance(error, NameError) for error in caught.value.exceptions)
+
+
+def test_a_barrier_that_opens_when_a_stage_has_computed(pp2: VLLM, plain: Plain) -> None:
+    """The first stage comes to it with the token that the last one samples; the last one then wants something of the first."""
+    with pp2.trace(**GREEDY) as tracer:
+        barrier = tracer.barrier(2)
+        with tracer.invoke(EIFFEL):
+            barrier()
+            row = (pp2.model.embed_tokens(torch.tensor([3])) + 0).save()
+        with tracer.invoke(PARIS):
+            token = int(pp2.samples)
+            save(token)
+            barrier()
+    assert token == plain.generate(PARIS, 1)[0]
+    assert torch.equal(row, plain.model.model.embed_tokens.weight[[3]].detach())
+
+
+def test_c14_an_error_ends_a_request_whose_code_had_ended_on_the_last_stage(pp2: VLLM) -> None:
+    begun = time.monotonic()
+    with pytest.raises(ShapeError):
+        with pp2.trace(EIFFEL, max_tokens=480, **GREEDY):
+            pp2.layers_output[EARLY] = torch.zeros(3)
+    ended = time.monotonic() - begun
+    begun = time.monotonic()
+    pp2.generate([EIFFEL], max_tokens=480, **GREEDY)
+    assert ended < (time.monotonic() - begun) / 2
+
+
+def test_a_module_named_above_the_trace_may_be_on_any_stage(pp2: VLLM, plain: Plain) -> None:
+    early, late = pp2.model.layers[EARLY].mlp, pp2.model.layers[LATE].mlp
+    with pp2.trace(EIFFEL, **GREEDY):
+        both = (early.output[-1] + late.output[-1]).save()
+    sites = plain.run(EIFFEL).sites
+    close(both, sites["mlp_out", EARLY][-1] + sites["mlp_out", LATE][-1])
 
 
 def test_neighbours_of_a_trace_are_as_without_it(pp2: VLLM, plain: Plain) -> None:

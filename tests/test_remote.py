@@ -109,6 +109,7 @@ def test_c2_writing_fetches_nothing_and_is_seen_by_a_later_use() -> None:
 
 def test_c2_a_tuples_parts_stay_remote_until_they_are_used() -> None:
     value, body = remote((T, T * 2), width=2)
+    assert not hasattr(value, "_fields") and not hasattr(value, "_make")  # it is no named tuple
     hidden, residual = value
     assert isinstance(value, tuple) and not isinstance(hidden, tuple)
     assert isinstance(value[1], RemoteValue) and len(value) == 2 and isinstance(value[-1], RemoteValue)

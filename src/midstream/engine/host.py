@@ -177,10 +177,11 @@ class TraceHost:
             return self.envoy
         if kind == "tracer":
             return BodyTracer()
-        module = self.interleaver.modules.get(rest[0])
-        if module is None:
-            raise TraceError(f"The model has no module {rest[0]!r}.")
-        return Envoy(module, rest[0], self.interleaver)
+        (path,) = rest
+        modules = self.interleaver.modules
+        if path not in (modules if self._stages is None else self._stages.modules):
+            raise TraceError(f"The model has no module {path!r}.")
+        return Envoy(modules.get(path), path, self.interleaver)
 
     # Pipeline stages.
 
@@ -226,6 +227,12 @@ class TraceHost:
         return stages.link.failure_of(body_name) if stages is not None else None
 
     def _fail(self, name: str, request: TracedRequest, error: MidstreamError) -> None:
+        """The request cannot begin."""
+        if (stages := self._stages) is not None:
+            for published in (request.main, request.steps):
+                stages.link.end(
+                    published, f"The trace cannot begin on pipeline stage {stages.index}: {error}", failed=True
+                )
         self.reports.send(name, request.trace, [Outcome({}, Failure.of(error), name=request.main)])
         self.stops.append(name)
 
@@ -264,6 +271,8 @@ class TraceHost:
     def _gather(self, request: TracedRequest, body_name: str) -> None:
         body = self.interleaver.finish(body_name, self._failed_elsewhere(body_name))
         assert body is not None
+        if (stages := self._stages) is not None:
+            stages.end(body)
         self._sent += 1
         request.outcomes[body_name] = outcome(body, request.programs[body_name])
         request.outcomes[body_name].order = self._sent

@@ -55,7 +55,8 @@ class Body:
         parked: the point that it waits for, with its step.
         reads: how many values it has asked for, those of other pipeline stages counted.
         fetching: the value of another stage that it waits for.
-        linked: what it shares with the bodies that use its variables, and so run after it at every point; None if none do.
+        linked: the trace whose bodies may use each other's variables, and so run one after another at every point; None without such.
+        settled: whether it waits with another body for a value that was there already, so that nobody need wait for it.
     """
 
     def __init__(self, name: str, run: Callable[[], Any], snapshots: bool, journals: bool) -> None:
@@ -75,6 +76,7 @@ class Body:
         self.reads = 0
         self.fetching: Fetch | None = None
         self.linked: object | None = None
+        self.settled = False
         self.random: Randomness | None = None  # torch's default generators as this body left them
         self._asked: Key | None = None  # the last point of its step
         self._reached = -1  # and how far in the forward that is, whichever stage has it
@@ -115,9 +117,12 @@ class Body:
         except BaseException as failure:
             self.failure = self.failure or failure
         self.interleaver.note(self, f"its end ({type(self.failure).__name__})" if self.failure else "its end")
-        if self.interleaver.stages is not None:
-            self.interleaver.stages.end(self)
+        self._fall_silent()
         self.parked = None
+
+    def _fall_silent(self) -> None:
+        if self.interleaver.stages is not None:
+            self.interleaver.stages.silence(self)
 
     # The forward's side.
 
@@ -147,6 +152,7 @@ class Body:
         if not isinstance(self.failure, type(error)):  # what it had saved is found by the traceback
             own = self.failure
             self.failure = error if own is None else error.with_traceback(own.__traceback__)
+        self._fall_silent()
 
     def discard(self) -> None:
         """Drop a body whose request is gone, unwinding it without a trace."""
@@ -223,14 +229,18 @@ class Body:
         return stages.received(fetch)
 
     def wait_for_sibling(self) -> bool:
-        """Wait with a body whose variables this one uses for a value of another stage; False if none of them waits for one."""
+        """Wait with another body of the trace for a value of another stage; False if none waits for one that would take it further."""
         other = self.interleaver.sibling_that_fetches(self)
-        if other is None:
+        if other is None or other.fetching is None:
             return False
-        self._wait_for(other.fetching, other.needs_value)
+        self.settled = other.fetching.done
+        try:
+            self._wait_for(other.fetching, other.needs_value)
+        finally:
+            self.settled = False
         return True
 
-    def _wait_for(self, fetch: Fetch | None, comes: bool) -> None:
+    def _wait_for(self, fetch: Fetch, comes: bool) -> None:
         """`comes`: within this stage's forward, not only after it."""
         if not comes:
             self._leave()

@@ -189,6 +189,10 @@ class Interleaver:
         for body in list(self.bodies.values()):
             if body.name in self.rows:
                 self._close(body)
+        while released := self._release_barriers():  # the last to come may have waited for another stage until now
+            for body in released:
+                if body.name in self.rows:
+                    self._close(body)
         if self.whole is not None:
             for name, error in self.whole.agreement.end_step(self.rows).items():
                 self.bodies[name].fail(error)
@@ -343,11 +347,9 @@ class Interleaver:
     # What bodies ask for.
 
     def sibling_that_fetches(self, body: Body) -> Body | None:
-        """One of those whose variables `body` uses that waits for another stage's value."""
-        others = [
-            other for other in self.bodies.values() if other is not body and other.linked is body.linked is not None
-        ]
-        return next((other for other in others if other.fetching is not None), None)
+        """Another body of the trace that waits for another stage's value and gets further when that is there."""
+        others = [b for b in self.bodies.values() if b is not body and b.linked is body.linked is not None]
+        return next((other for other in others if other.fetching is not None and not other.settled), None)
 
     def ordinal(self, key: Key) -> tuple[int, int]:
         """When in a forward `key` comes by, first and last."""
@@ -411,13 +413,15 @@ class Interleaver:
     def is_open(self, barrier: object) -> bool:
         return barrier in self._open
 
-    def _release_barriers(self) -> None:
-        for barrier in list(self._open):
-            for body in self._at_barrier.pop(barrier, ()):
-                if body.parked is not None and body.parked[0] == BARRIER:
-                    body.resume()
-                    self._complete([body])
-                    self._file(body)
+    def _release_barriers(self) -> list[Body]:
+        """Let those go on who wait at an open barrier."""
+        waiting = [body for barrier in list(self._open) for body in self._at_barrier.pop(barrier, ())]
+        released = [body for body in waiting if body.parked is not None and body.parked[0] == BARRIER]
+        for body in released:
+            body.resume()
+            self._complete([body])
+            self._file(body)
+        return released
 
     # Hooks.
 

@@ -118,7 +118,7 @@ class RemoteValue(Opaque):
         return self._real
 
     def __getattr__(self, name: str) -> Any:
-        if name in RemoteValue.__slots__ or (name.startswith("__") and name.endswith("__")):
+        if name in (*RemoteValue.__slots__, "_fields", "_make") or (name.startswith("__") and name.endswith("__")):
             raise AttributeError(name)
         if self._place.width is not None and hasattr(torch.Tensor, name) and not hasattr(tuple, name):
             raise TraceError(

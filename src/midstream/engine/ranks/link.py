@@ -45,7 +45,8 @@ class Link:
     `exchange(x)` is collective: what every rank of the group passed, in the group's order. `name` says which group it is.
     `host`: an address of this machine that the others can reach, if they run on several; by default vLLM's.
 
-    `publish`, `fetch`, `wait_any`, `end`, `drop` and `spill` belong to one thread. Every rank that takes part in a body ends or drops it.
+    `publish`, `fetch`, `wait_any`, `silence`, `end`, `drop` and `spill` belong to one thread.
+    Every rank that takes part in a body ends or drops it.
     """
 
     def __init__(self, rank: int, exchange: Callable[[Any], list[Any]], name: str, host: str | None = None) -> None:
@@ -125,6 +126,21 @@ class Link:
         with self._answered:
             self._answered.wait_for(lambda: any(fetch.done for fetch in fetches))
 
+    def silence(self, body: str, reason: str, failed: bool = False) -> None:
+        """This rank's body publishes nothing more, and is not over: it may fetch, and others what it has published. As for `end`."""
+        error = StageFailedError(reason) if failed else NeverReachedError(reason)
+        with self._lock:
+            known = self._known(body)
+            if known is None or known.reason is not None:
+                return
+            known.silent = error
+            refused = list(itertools.chain.from_iterable(known.parked.values()))
+            known.parked.clear()
+        for request in refused:
+            self._answer(request, error)
+        for peer in self._peers if failed else ():
+            self._post(peer, {"kind": "failed", "body": body, "failure": error})
+
     def end(self, body: str, reason: str, failed: bool = False) -> None:
         """This rank's body is over: `reason` is what those are told who ask for what it has not published.
 
@@ -191,8 +207,8 @@ class Link:
             elif number in known.values:
                 outcome = known.values[number].held
                 known.note_answer(number, request)
-            elif known.reason is not None:
-                outcome = known.reason
+            elif (why := known.reason or known.silent) is not None:
+                outcome = why
             elif number <= known.used_up:
                 outcome = TraceError(f"value {number} of {body!r} was fetched by all its readers already.")
             else:
@@ -228,6 +244,11 @@ class Link:
             known = self._known(header["body"])
             if known is not None:
                 known.habits[header["place"]].forget(peer, header["ref"])
+
+    def _on_failed(self, peer: int, header: dict[str, Any], _: Message) -> None:
+        with self._lock:
+            if (known := self._known(header["body"])) is not None:
+                known.failure = known.failure or header["failure"]
 
     def _on_end(self, peer: int, header: dict[str, Any], _: Message) -> None:
         with self._lock:

@@ -105,7 +105,8 @@ class Request(NamedTuple):
 class KnownBody:
     """What a rank knows of a body until every rank has ended it."""
 
-    reason: MidstreamError | None = None  # why nothing more is published; None while the body runs here
+    reason: MidstreamError | None = None  # why the body is over here; None while it is not
+    silent: MidstreamError | None = None  # why nothing more is published, if that is known before
     failure: StageFailedError | None = None  # of another rank's
     ended: set[int] = field(default_factory=set)  # ranks, this one too
     values: dict[int, Published] = field(default_factory=dict)

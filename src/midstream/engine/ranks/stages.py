@@ -155,15 +155,22 @@ class Stages:
             kept = map_tensors(value, lambda _, t: Reference(t) if isinstance(t, nn.Parameter) else t.clone())
         self.link.publish(body.name, number, kept, place=key)
 
-    def end(self, body: Body) -> None:
-        """The body is over. The others are told at once: one of them may wait for a value that it would have published, and this stage,
-        by another body, for that one.
+    def silence(self, body: Body) -> None:
+        """The body's code is over. The others are told at once: one of them may wait for a value that it would have published, and this
+        stage, by another body, for that one.
         """
+        self.link.silence(body.name, *self._why_over(body))
+
+    def end(self, body: Body) -> None:
+        """Nothing more is done for the body, and what was published for it is forgotten."""
+        self.link.end(body.name, *self._why_over(body))
+
+    def _why_over(self, body: Body) -> tuple[str, bool]:
+        """What those are told who ask for more, and whether it is a failure."""
         failure = body.failure if not isinstance(body.failure, StopTrace) else None
-        why = "The value was never reached: the trace ended without it."
-        if failure is not None:
-            why = f"The trace failed on pipeline stage {self.index}: {type(failure).__name__}: {failure}"
-        self.link.end(body.name, why, failed=failure is not None)
+        if failure is None:
+            return "The value was never reached: the trace ended without it.", False
+        return f"The trace failed on pipeline stage {self.index}: {type(failure).__name__}: {failure}", True
 
     def fetch(self, place: Place) -> Fetch:
         """Ask for another stage's value. Returns at once."""
