@@ -243,7 +243,7 @@ def _salvage(value: Any) -> Any:
     """`value` with each leaf that cannot be pickled replaced; containers are rebuilt, so that the rest arrives."""
     if isinstance(value, dict):
         return {_salvage(key): _salvage(item) for key, item in value.items()}
-    if issubclass(type(value), tuple) and hasattr(value, "_make"):
+    if isinstance(value, tuple) and hasattr(value, "_make"):
         return value._make(map(_salvage, value))
     if type(value) in (list, tuple, set, frozenset):
         return type(value)(map(_salvage, value))

@@ -128,14 +128,13 @@ class Link:
 
     def silence(self, body: str, reason: str, failed: bool = False) -> None:
         """This rank's body publishes nothing more, and is not over: it may fetch, and others what it has published. As for `end`."""
-        error = StageFailedError(reason) if failed else NeverReachedError(reason)
+        error = _no_more(reason, failed)
         with self._lock:
             known = self._known(body)
             if known is None or known.reason is not None:
                 return
             known.silent = error
-            refused = list(itertools.chain.from_iterable(known.parked.values()))
-            known.parked.clear()
+            refused = known.take_parked()
         for request in refused:
             self._answer(request, error)
         for peer in self._peers if failed else ():
@@ -146,7 +145,7 @@ class Link:
 
         `failed`: by an error of its own, which the other ranks learn of by `failure_of` too.
         """
-        self._finish([body], StageFailedError(reason) if failed else NeverReachedError(reason), at_once=False)
+        self._finish([body], _no_more(reason, failed), at_once=False)
 
     def failure_of(self, body: str) -> StageFailedError | None:
         """What another rank's body failed with, if this one has heard of it."""
@@ -301,8 +300,7 @@ class Link:
                 known = self._bodies.setdefault(body, KnownBody())
                 known.reason = reason
                 known.ended.add(self.rank)
-                refused += itertools.chain.from_iterable(known.parked.values())
-                known.parked.clear()
+                refused += known.take_parked()
                 known.unasked.clear()
                 known.habits.clear()
                 if at_once:
@@ -345,6 +343,11 @@ class Link:
 
     def _gone_error(self, peer: int) -> EngineClosedError:
         return EngineClosedError(f"{self.name} rank {peer} has gone, and the values with it that other ranks wait for.")
+
+
+def _no_more(reason: str, failed: bool) -> MidstreamError:
+    """What those are told who ask for what a body has not published and will not."""
+    return StageFailedError(reason) if failed else NeverReachedError(reason)
 
 
 def _reachable_address() -> str:

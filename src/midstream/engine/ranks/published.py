@@ -143,6 +143,12 @@ class KnownBody:
         have = {(request.rank, request.ref) for request in asked}
         return [Request(*reader) for reader in self.habits[place].ahead - have if reader[0] not in self.ended]
 
+    def take_parked(self) -> list[Request]:
+        """The requests that wait for what is not published; they wait no longer."""
+        taken = [request for requests in self.parked.values() for request in requests]
+        self.parked.clear()
+        return taken
+
     def forget_requests(self, rank: int) -> None:
         for number, requests in list(self.parked.items()):
             self.parked[number] = [request for request in requests if request.rank != rank]
