@@ -158,12 +158,7 @@ class Interleaver:
         self.rows = dict(rows)
         self.last_rows = dict(last_rows or rows)
         self._span = _dense_span(list(rows.values()))
-        if replays and not self._hooks:
-            self._hooks.watch_containers()
-        for journal, part in replays:
-            for key in journal:
-                self.prepare(key)
-                self._replays.setdefault(key, []).append((journal, part))
+        self._expect_replays(replays)
         if self.whole is not None:
             self.whole.agreement.begin_step()
         bodies = [self.bodies[name] for name in rows]
@@ -181,6 +176,14 @@ class Interleaver:
             self._file(body)
         self._release_barriers()
         self._show_notes()
+
+    def _expect_replays(self, replays: Sequence[tuple[Journal, FlatRows]]) -> None:
+        if replays and not self._hooks:
+            self._hooks.watch_containers()
+        for journal, part in replays:
+            for key in journal:
+                self.prepare(key)
+                self._replays.setdefault(key, []).append((journal, part))
 
     def end_step(self) -> None:
         """The forward is over, tokens are sampled: nothing more of this step will come by."""
