@@ -15,19 +15,19 @@ from midstream.captures.consumers import CaptureInfo
 from midstream.captures.segment import Segment
 from midstream.captures.sinks import Sinks
 from midstream.captures.wanted import routes
-from midstream.plan.compile import Plane
+from midstream.plan.layout import Layout, Plane
 from midstream.plan.values import Capture
 
 BITS = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
 
 
-def layout(*planes: tuple[str, int, str, int]) -> tuple[Plane, ...]:
+def layout(*planes: tuple[str, int, str, int]) -> Layout:
     """Planes (site, layer, when, width) one after another."""
     found, offset = [], 0
     for site, layer, when, width in planes:
         found.append(Plane(site, layer, when, offset, width))
         offset += width
-    return tuple(found)
+    return Layout(found)
 
 
 def random_rows(count: int, width: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:

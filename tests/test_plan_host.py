@@ -21,7 +21,7 @@ from midstream.engine.plans.request import PlanRequest, packed
 from midstream.engine.plans.tables import DeviceTables, TwinTables
 from midstream.engine.step import StepView
 from midstream.plan.checks import ModelFacts
-from midstream.plan.compile import Plane
+from midstream.plan.layout import Layout, Plane
 from midstream.sites import Binding
 
 LAYERS, WIDTH, PROMPT = 2, 4, [1, 2, 3]
@@ -193,7 +193,7 @@ def test_captured_rows_come_once_over_preemptions(steps):
     steps.step(resumed=["a"], counts={"a": 5})
     steps.step()
     steps.step(finished=["a"])
-    positions = [p for _, value in steps.sent for segment in value["segments"] for p in segment[0].tolist()]
+    positions = [p for _, value in steps.sent for at, *_, count in value["segments"] for p in range(at, at + count)]
     assert sorted(positions) == list(range(6))
 
 
@@ -232,7 +232,7 @@ def test_a_request_that_a_consumer_cannot_begin_is_said_to_fail_once(caplog):
     plans = {
         name: Plan.of(Capture("resid_post", layers=0, positions="all_prompt", to=to)) for name, to in plans.items()
     }
-    layout = (Plane("resid_post", 0, "before", 0, WIDTH),)
+    layout = Layout([Plane("resid_post", 0, "before", 0, WIDTH)])
     carried = PlanRequest(b"")
     for name, plan in plans.items():
         outlet.begin(name, carried, plan, PROMPT)

@@ -16,7 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from midstream.engine.plans.tables import DeviceTables, Tables, TwinTables
-from midstream.plan.compile import CompiledPlan, Op, Plane, Profile
+from midstream.plan.compile import CompiledPlan, Op, Profile
+from midstream.plan.layout import Layout, Plane
 
 pytest.importorskip("triton")
 
@@ -40,7 +41,7 @@ ORDER = {kind: i for i, kind in enumerate(["patch", "steer", "norm_steer", "clam
 
 def compiled(ops_of_profiles: list[dict[Any, list[Op]]], bank: list[torch.Tensor], width: int) -> CompiledPlan:
     """A plan with these ops; capture ops get a place in the row."""
-    profiles = [Profile({}, (), 0)]
+    profiles = [Profile({})]
     for points in ops_of_profiles:
         planes, at = [], 0
         for (site, layer), ops in points.items():
@@ -49,7 +50,7 @@ def compiled(ops_of_profiles: list[dict[Any, list[Op]]], bank: list[torch.Tensor
                     planes.append(Plane(site, layer, "before" if i == 0 else "after", at, width))
                     ops[i] = op._replace(offset=at)
                     at += width
-        profiles.append(Profile({point: tuple(ops) for point, ops in points.items()}, tuple(planes), at))
+        profiles.append(Profile({point: tuple(ops) for point, ops in points.items()}, Layout(planes)))
     return CompiledPlan(bank, profiles, np.zeros(0, np.int32), 0)
 
 

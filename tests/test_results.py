@@ -16,6 +16,7 @@ import socket
 import threading
 import time
 from collections import namedtuple
+from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -846,7 +847,9 @@ def test_windows_of_pinned_memory_add_up_to_the_payload(monkeypatch):
     tensors = [filled(torch.uint8, (size,), salt=i) for i, size in enumerate(sizes)]
     offsets, total = wire.lay_out(tensors)
     payload, tasks, copier = torch.zeros(192 + total, dtype=torch.uint8), [], staging.Copier(threads=3)
-    copier._ring.extend((torch.zeros(1000, dtype=torch.uint8), None) for _ in range(staging.SLOTS))
+    emptied = Future()
+    emptied.set_result(None)
+    copier._ring.extend((torch.zeros(1000, dtype=torch.uint8), emptied) for _ in range(staging.SLOTS))
     placed = [(192 + offset, tensor) for offset, tensor in zip(offsets, tensors, strict=True) if tensor.numel()]
     copier._from_device(payload, placed, torch.device("cuda:0"), "ready", tasks)
     for task in tasks:

@@ -20,7 +20,7 @@ from midstream.engine.plans.local import LocalSinks
 from midstream.engine.request import users_id
 from midstream.engine.results import Mailbox, Receiver, Sender
 from midstream.errors import EngineClosedError, InterventionError, StageFailedError
-from midstream.plan.compile import Plane
+from midstream.plan.layout import Layout, Plane
 from midstream.plan.values import Capture, Plan
 from midstream.trace.program import Failure, Outcome
 from midstream.trace.tracer import Result
@@ -151,7 +151,7 @@ def test_d5_consumers_in_the_engine_know_a_request_by_its_users_id(tmp_path: Any
     """D5: also one that uses an id again; of two at a time the second keeps the engine's."""
     plan = Plan.of([Capture("resid_post", layers=0, positions="all_prompt", to=tmp_path)])
     sinks = LocalSinks("engine", 1, [0])
-    layout = (Plane("resid_post", 0, "before", 0, 2),)
+    layout = Layout([Plane("resid_post", 0, "before", 0, 2)])
 
     def feed(engine_id: str, value: float) -> None:
         sinks.rows(engine_id, [(np.arange(2), layout, torch.full((2, 2), value))])

@@ -11,6 +11,8 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from midstream.backends.planned import Planned
 from midstream.captures.consumers import CaptureInfo
 from midstream.captures.segment import Captured, Segment, gather
@@ -119,8 +121,8 @@ class Capturing:
         if value["error"] is not None:
             sample.error = sample.error or PlanError(value["error"])
         segments = [
-            Segment(sample.name, positions, layout, rows[first : first + len(positions)])
-            for positions, layout, rows, first in value["segments"]
+            Segment(sample.name, np.arange(position, position + number), layout, rows[first : first + number])
+            for position, layout, rows, first, number in value["segments"]
         ]
         if self._planned.routes.output:
             sample.segments += segments
@@ -176,8 +178,7 @@ class Capturing:
         if not wanted:
             return nothing_captured(sample.name)
         segments, sample.segments = sample.segments, []
-        came = {plane[:3] for layout in {segment.layout for segment in segments} for plane in layout}
-        if not came >= wanted.keys():
+        if not any(segment.layout.by_key.keys() >= wanted.keys() for segment in segments):
             segments.append(self._planned.empty_segment(sample.name))
         return gather(segments, stop, wanted)
 

@@ -82,10 +82,9 @@ def _traces(
     model: VLLM, invokes: Sequence[Invoke], prompts: list[list[int]], together: bool
 ) -> Sequence[TraceRequest | None]:
     """What each request carries of the trace, or None for all if there is none."""
-    programs = [_with_edits(model, invoke.program) for invoke in invokes]
-    if not any(programs):
-        launch.check_prompts(model.config, [], together)
+    if not model.edits and all(invoke.program is None for invoke in invokes):
         return [None] * len(invokes)
+    programs = [_with_edits(model, invoke.program) for invoke in invokes]
     launch.check_prompts(model.config, prompts, together)
     keep = [all(map(keeps_to_graph_sites, each)) for each in programs]
     samples = [invoke.params.get("n", 1) for invoke in invokes]

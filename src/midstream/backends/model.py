@@ -100,8 +100,10 @@ class TraceModel:
 
     def _with_plan(self, invokes: list[Invoke]) -> list[Invoke]:
         """The invokes with the model's own plan before theirs."""
-        composed = {id(invoke.plan): self.plan + invoke.plan for invoke in invokes} if self.plan else {}
-        return [replace(invoke, plan=composed.get(id(invoke.plan), invoke.plan)) for invoke in invokes]
+        if not self.plan:
+            return invokes
+        composed = {id(invoke.plan): self.plan + invoke.plan for invoke in invokes}
+        return [replace(invoke, plan=composed[id(invoke.plan)]) for invoke in invokes]
 
     def trace(self, prompt: Prompt | None = None, *, plan: Any = None, **params: Any) -> Tracer:
         """`with model.trace(prompt) as tracer:` runs the block inside the model's forward pass on `prompt`.

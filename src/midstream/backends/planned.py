@@ -50,7 +50,8 @@ def plans_of(given: Any, prompts: int, single: bool = False) -> list[Plan]:
 
 def refuse_multimodal(plan: Plan, prompt: Prompt) -> None:
     """Raise PlanError for a plan with positions in a prompt that is not all text."""
-    check(plan, ModelFacts(), None, None, vectors=None, runs=None, multimodal=is_multimodal(prompt))
+    if plan and is_multimodal(prompt):
+        check(plan, ModelFacts(), None, None, vectors=None, runs=None, multimodal=True)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,8 @@ def text_of(prompt: Any) -> str | None:
 
 def encode(prompt: Prompt, tokenizer: Any) -> list[int]:
     """The prompt's token ids. Raises PromptError if it has none, or is more than text."""
+    if type(prompt) is list and prompt and all(type(token) is int for token in prompt):
+        return prompt.copy()
     if is_multimodal(prompt):
         raise PromptError("A prompt here is text; one with images, sound or video is not supported.")
     ids: Any = prompt

@@ -21,7 +21,8 @@ from midstream.captures.sinks import Sinks
 from midstream.engine.plans.store import RunStore
 from midstream.errors import CaptureError
 from midstream.plan.arithmetic import apply
-from midstream.plan.compile import CompiledPlan, Op, Plane, compile_plan
+from midstream.plan.compile import CompiledPlan, Op, compile_plan
+from midstream.plan.layout import Layout, Plane
 from midstream.sites import LAYER_SITES, Binding, Point
 from midstream.trace.rows import BatchRows
 from midstream.trace.visit import Event
@@ -81,7 +82,7 @@ class PlannedRow:
         layout = self._compiled.profiles[number].layout
         when = next(plane.when for plane in layout if plane[:2] == point and plane.offset == op.offset)
         plane = Plane(*point, when, 0, value.shape[-1])
-        segment = Segment(self._name, rows.numpy() + self._first, (plane,), value.detach().cpu().clone())
+        segment = Segment(self._name, rows.numpy() + self._first, Layout((plane,)), value.detach().cpu().clone())
         self._segments.append(segment)
         if self.planned.routes.sinks:
             self._sinks.put(segment)

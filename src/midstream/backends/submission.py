@@ -109,12 +109,16 @@ class _Rows:
 
 def put_captures(done: Sequence[Ran], requests: Requests) -> None:
     """Put captures on the outputs. A request that failed has its error in its place."""
-    counts = [[len(sample.token_ids) for sample in ran.output.outputs] for ran in done]
-    for capturing, count in zip(requests.capturing, counts, strict=True):
+    for ran, capturing in zip(done, requests.capturing, strict=True):
         if capturing is not None:
-            capturing.end(count)
-    for ran, capturing, planned, count in zip(done, requests.capturing, requests.planned, counts, strict=True):
-        put_capture(ran, capturing, planned, count)
+            capturing.end(_generated(ran))
+    for ran, capturing, planned in zip(done, requests.capturing, requests.planned, strict=True):
+        put_capture(ran, capturing, planned, _generated(ran) if capturing is not None else ())
+
+
+def _generated(ran: Ran) -> list[int]:
+    """How many tokens each sample has."""
+    return [len(sample.token_ids) for sample in ran.output.outputs]
 
 
 def put_capture(ran: Ran, capturing: Capturing | None, planned: Planned | None, generated: Sequence[int]) -> None:
@@ -139,9 +143,12 @@ def raise_if_refused(output: Any) -> None:
 
 def _collect(box: Mailbox | None, output: Any, stages: int) -> Ran:
     """What every pipeline stage sends of every sample."""
+    if box is None:
+        output.saves = {}
+        return Ran([], output)
     samples = len(output.outputs)
     try:
-        messages = [] if box is None else [box.get(RESULT_SECONDS) for _ in range(stages * samples)]
+        messages = [box.get(RESULT_SECONDS) for _ in range(stages * samples)]
     except ChannelClosedError as error:
         raise results_lost(error) from error
     return ran(merged(messages, samples), output)

@@ -210,6 +210,6 @@ def _errors(request: Ran) -> Iterator[MidstreamError]:
 
 def in_with_header(frame: FrameType) -> bool:
     """Whether the call that `frame` is making right now is what a with-statement enters."""
-    following = (i for i in dis.get_instructions(frame.f_code) if i.offset > frame.f_lasti and i.opname != "CACHE")
-    after = next(following, None)
-    return after is not None and after.opname in ("BEFORE_WITH", "LOAD_SPECIAL", "COPY")
+    opcodes = frame.f_code.co_code[frame.f_lasti + 2 :: 2]
+    after = next((dis.opname[opcode] for opcode in opcodes if opcode != dis.opmap["CACHE"]), None)
+    return after in ("BEFORE_WITH", "LOAD_SPECIAL", "COPY")

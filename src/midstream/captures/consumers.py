@@ -22,10 +22,11 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from midstream.captures.wanted import Key, identity
+from midstream.captures.wanted import identity
 from midstream.errors import CaptureError
 from midstream.plan import values
 from midstream.plan.fields import nearest
+from midstream.plan.layout import Key
 
 GROUP = "midstream.consumers"
 

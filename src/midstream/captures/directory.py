@@ -30,8 +30,8 @@ import torch
 from midstream.captures.consumers import CaptureInfo
 from midstream.captures.segment import arrange, describe
 from midstream.captures.shards import DTYPES, FORMAT, sync_directory, write_shard
-from midstream.captures.wanted import Key
 from midstream.errors import CaptureError
+from midstream.plan.layout import Key
 
 SHARD_BYTES = 256 << 20
 PIECE_BYTES = 512  # what a piece of rows costs beside its numbers

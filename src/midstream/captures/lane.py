@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 
 from midstream.captures.consumers import CaptureInfo, Consumer, Destination, takes_when
-from midstream.captures.wanted import Key
 from midstream.errors import CaptureError
+from midstream.plan.layout import Key
 
 _log = logging.getLogger(__name__)
 LINGER = 1.0  # seconds for which ended requests wait for others before a consumer that writes in batches writes them

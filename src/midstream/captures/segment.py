@@ -11,18 +11,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
-from midstream.captures.wanted import Key, Wanted
+from midstream.captures.wanted import Wanted
 from midstream.errors import CaptureError
 from midstream.plan.fields import nearest
-
-if TYPE_CHECKING:
-    from midstream.plan.compile import Plane
+from midstream.plan.layout import Key, Layout
 
 V = TypeVar("V")
 NONE = np.empty(0, np.int64)
@@ -46,25 +43,14 @@ class Segment(NamedTuple):
 
     request: str
     positions: np.ndarray
-    layout: tuple[Plane, ...]
+    layout: Layout
     rows: torch.Tensor
 
 
 def without_rows(request: str, keys: Iterable[Key], width: Callable[[str, int], int], dtype: torch.dtype) -> Segment:
     """A segment that only tells what is captured, for requests that may end without a row: `[0, width]` is their tensor."""
-    from midstream.plan.compile import Plane
-
-    layout, offset = [], 0
-    for site, layer, when in keys:
-        layout.append(Plane(site, layer, when, offset, width(site, layer)))
-        offset += layout[-1].width
-    return Segment(request, NONE, tuple(layout), torch.empty(0, offset, dtype=dtype))
-
-
-@lru_cache(maxsize=256)
-def planes(layout: tuple[Plane, ...]) -> dict[Key, Plane]:
-    """The planes of a layout by their keys."""
-    return {(plane.site, plane.layer, plane.when): plane for plane in layout}
+    layout = Layout.of(keys, width)
+    return Segment(request, NONE, layout, torch.empty(0, layout.width, dtype=dtype))
 
 
 def describe(key: Key) -> str:
@@ -116,7 +102,7 @@ class _Found(NamedTuple):
     order: np.ndarray | None
 
 
-Part = tuple[np.ndarray, "tuple[Plane, ...]"]
+Part = tuple[np.ndarray, Layout]
 
 
 def find_rows(
@@ -126,14 +112,14 @@ def find_rows(
 
     Raises CaptureError for a row that is there twice, and for one below `stop` that was wanted and is not there.
     """
-    if wanted is not None and len(parts) == 1 and planes(parts[0][1]).keys() == wanted.keys():
+    if wanted is not None and len(parts) == 1 and parts[0][1].by_key.keys() == wanted.keys():
         return _rows_of_one(request, parts, stop, wanted)
-    by_layout: dict[tuple[Plane, ...], list[int]] = {}
+    by_layout: dict[Layout, list[int]] = {}
     for i, (_, layout) in enumerate(parts):
         by_layout.setdefault(layout, []).append(i)
     holders: dict[Key, list[int]] = {}
     for number, layout in enumerate(by_layout):
-        for key in planes(layout):
+        for key in layout.by_key:
             holders.setdefault(key, []).append(number)
     members, found, shared = list(by_layout.values()), {}, {}
     for key, numbers in holders.items():
@@ -157,14 +143,19 @@ def _rows_of_one(
     request: str, parts: Sequence[Part], stop: int | None, wanted: Mapping[Key, Wanted]
 ) -> dict[Key, _Found]:
     """The same where all rows came at once, as those of a prompt do: what planes share is looked at once."""
-    shared: dict[int, _Found] = {}
-    for key, rows in wanted.items():
-        if id(rows) not in shared and _are_wanted(parts[0][0], stop, rows):
-            shared[id(rows)] = _Found([_Piece(0, slice(None))], parts[0][0], None)
-        elif id(rows) not in shared:
-            shared[id(rows)] = _select(f"capture of {describe(key)} of request {request!r}", parts, [0], stop, rows)
-            _complete(request, {key: shared[id(rows)]}, stop, {key: rows})
-    return {key: shared[id(rows)] for key, rows in wanted.items()}
+    shared = {id(rows): (key, rows) for key, rows in wanted.items()}
+    found = {same: _rows_of(request, parts, stop, key, rows) for same, (key, rows) in shared.items()}
+    if len(found) == 1:
+        return dict.fromkeys(wanted, *found.values())
+    return {key: found[id(rows)] for key, rows in wanted.items()}
+
+
+def _rows_of(request: str, parts: Sequence[Part], stop: int | None, key: Key, rows: Wanted) -> _Found:
+    if _are_wanted(parts[0][0], stop, rows):
+        return _Found([_Piece(0, slice(None))], parts[0][0], None)
+    found = _select(f"capture of {describe(key)} of request {request!r}", parts, [0], stop, rows)
+    _complete(request, {key: found}, stop, {key: rows})
+    return found
 
 
 def _are_wanted(positions: np.ndarray, stop: int | None, rows: Wanted) -> bool:
@@ -277,7 +268,7 @@ class Captured(ByPlane[torch.Tensor]):
     def __init__(self, request: str, segments: Sequence[Segment], found: Mapping[Key, _Found]) -> None:
         super().__init__(f"capture of request {request!r}", found)
         self._segments: Sequence[Segment] = segments
-        self._found = dict(found)
+        self._found = found
         self._tensors: dict[Key, torch.Tensor] = {}
 
     @property
@@ -307,7 +298,7 @@ def _restore(what: str, tensors: dict[Key, torch.Tensor], positions: dict[Key, n
 def _join(what: str, key: Key, segments: Sequence[Segment], found: _Found) -> torch.Tensor:
     parts = [column(segments[piece.segment], key)[piece.rows] for piece in found.pieces]
     if not parts:  # nothing was to be captured here; a segment may still tell the width
-        known = (column(segment, key)[:0].clone() for segment in segments if key in planes(segment.layout))
+        known = (column(segment, key)[:0].clone() for segment in segments if key in segment.layout.by_key)
         return next(known, torch.empty(0, 0))
     if len({(part.dtype, part.shape[1]) for part in parts}) > 1:
         kinds = sorted({f"{part.dtype} [{part.shape[1]}]" for part in parts})
@@ -318,19 +309,14 @@ def _join(what: str, key: Key, segments: Sequence[Segment], found: _Found) -> to
 
 def column(segment: Segment, key: Key) -> torch.Tensor:
     """One plane of all the segment's rows, a view."""
-    plane = planes(segment.layout)[key]
+    plane = segment.layout.by_key[key]
     return segment.rows[:, plane.offset : plane.offset + plane.width]
-
-
-@lru_cache(maxsize=256)
-def _row_width(layout: tuple[Plane, ...]) -> int:
-    return max((plane.offset + plane.width for plane in layout), default=0)
 
 
 def check(segment: Segment) -> Segment:
     """The segment, with its positions as an int64 array. Raises CaptureError if its parts do not fit together."""
     positions = np.asarray(segment.positions, np.int64)
-    wide = _row_width(segment.layout)
+    wide = segment.layout.width
     if (
         positions.ndim != 1
         or segment.rows.ndim != 2
@@ -341,7 +327,7 @@ def check(segment: Segment) -> Segment:
         raise CaptureError(f"capture of request {segment.request!r}: a segment does not fit together: {given}")
     if segment.rows.device.type != "cpu":
         raise CaptureError(f"capture of request {segment.request!r}: rows on {segment.rows.device}, not on the CPU")
-    return segment._replace(positions=positions)
+    return segment if positions is segment.positions else segment._replace(positions=positions)
 
 
 def gather(segments: Iterable[Segment], stop: int, wanted: Mapping[Key, Wanted] | None = None) -> Captured:
@@ -355,7 +341,8 @@ def gather(segments: Iterable[Segment], stop: int, wanted: Mapping[Key, Wanted] 
     """
     checked = [check(segment) for segment in segments]
     request = checked[0].request if checked else "?"
-    if others := {segment.request for segment in checked} - {request}:
+    if any(segment.request != request for segment in checked):
+        others = {segment.request for segment in checked} - {request}
         raise CaptureError(f"segments of several requests: {request!r} and {sorted(others)}")
     found = find_rows(request, [(segment.positions, segment.layout) for segment in checked], stop, wanted)
     return Captured(request, checked, found)

@@ -28,9 +28,10 @@ import torch
 
 from midstream.captures.consumers import CaptureInfo, Destination, destination
 from midstream.captures.lane import Delivery, Lane, Piece
-from midstream.captures.segment import Part, Segment, check, column, find_rows, planes, selection
-from midstream.captures.wanted import Key, Route, Wanted
+from midstream.captures.segment import Part, Segment, check, column, find_rows, selection
+from midstream.captures.wanted import Route, Wanted
 from midstream.errors import CaptureError
+from midstream.plan.layout import Key
 
 JOINED_BYTES = 16 << 20  # rows that were held go on in pieces up to this size
 
@@ -236,7 +237,7 @@ def _pieces(segment: Segment, way: _Way) -> list[Piece]:
     """What of a segment goes this way. Little out of much is copied, so that it does not keep the rest in memory."""
     chosen: dict[int, tuple[Segment, slice | np.ndarray, list[int]]] = {}
     pieces: list[Piece] = []
-    for key in planes(segment.layout):
+    for key in segment.layout.by_key:
         rows = way.wanted.get(key)
         if rows is None:
             continue

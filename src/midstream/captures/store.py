@@ -25,9 +25,9 @@ import torch
 
 from midstream.captures.segment import Arranged, ByPlane, NotCapturedError, Positions, arrange, describe
 from midstream.captures.shards import FORMAT, Shards
-from midstream.captures.wanted import Key
 from midstream.errors import CaptureError
 from midstream.plan.fields import nearest
+from midstream.plan.layout import Key
 
 _log = logging.getLogger(__name__)
 

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from midstream.plan.layout import Key
 from midstream.plan.positions import captured_positions
 from midstream.plan.values import Capture, Consumer
-
-Key = tuple[str, int, str]  # site, layer, when
 
 
 class Wanted(NamedTuple):

@@ -104,7 +104,9 @@ class _Rules:
         return requests
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        verdict: Verdict = getattr(model_runner_output, "midstream", None) or Verdict()
+        verdict: Verdict | None = getattr(model_runner_output, "midstream", None)
+        if verdict is None:
+            return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         for name in verdict.stops:
             if (request := self.requests.get(name)) is not None:
                 request.max_tokens = request.num_output_tokens + 1  # the token of this step is its last

@@ -36,7 +36,7 @@ class Copier:
     def __init__(self, threads: int | None = None) -> None:
         self._pool = ThreadPoolExecutor(threads or min(8, os.cpu_count() or 1), "midstream-copy")
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._ring: deque[tuple[torch.Tensor, Future[None] | None]] = deque()  # a slot, and who empties it
+        self._ring: deque[tuple[torch.Tensor, Future[None]]] = deque()  # a slot, and who empties it
 
     def fill(
         self,
@@ -111,12 +111,15 @@ class Copier:
                 tasks.append(task)
 
     def _free_slot(self) -> torch.Tensor:
-        """A slot that nobody reads, taken out of the ring; the oldest one is waited for when all are in use."""
-        if len(self._ring) < SLOTS:
+        """A slot that nobody reads, taken out of the ring; the oldest one is waited for when all are in use.
+
+        Pinning a new one takes milliseconds, in which the forward's own calls to the device wait: it is the last resort.
+        """
+        in_use = not self._ring or not self._ring[0][1].done()
+        if in_use and len(self._ring) < SLOTS:
             return torch.empty(SLOT_BYTES, dtype=torch.uint8, pin_memory=True)
         slot, task = self._ring.popleft()
-        if task is not None:
-            wait([task])
+        wait([task])
         return slot
 
 

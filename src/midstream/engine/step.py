@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -38,7 +37,7 @@ class StepView:
         total: the rows of the batch, with padding.
     """
 
-    request_ids: Sequence[str]
+    request_ids: list[str]
     counts: np.ndarray
     computed: np.ndarray
     total: int

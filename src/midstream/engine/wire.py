@@ -166,13 +166,18 @@ class _Pickler(cloudpickle.Pickler):
         self.tensors: list[torch.Tensor] = []  # they also keep the ids below from being reused
         self._numbers: dict[int, int] = {}  # id -> place in `tensors`
 
-    def persistent_id(self, obj: Any) -> int | None:
+    def reducer_override(self, obj: Any) -> Any:  # unlike persistent_id not asked about each number and string
         if not is_raw(obj):
-            return None
+            return super().reducer_override(obj)
         number = self._numbers.setdefault(id(obj), len(self.tensors))
         if number == len(self.tensors):
             self.tensors.append(obj)
-        return number
+        return _tensor, (number,)
+
+
+def _tensor(number: int) -> torch.Tensor:
+    """Stands in a skeleton for the message's tensor of that number."""
+    raise RuntimeError("A skeleton is loaded with its tensors.")
 
 
 class _Unpickler(pickle.Unpickler):
@@ -180,8 +185,10 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(io.BytesIO(body))
         self._tensors = tensors
 
-    def persistent_load(self, pid: int) -> torch.Tensor | None:
-        return self._tensors[pid]
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == (__name__, _tensor.__name__):
+            return self._tensors.__getitem__
+        return super().find_class(module, name)
 
 
 class Packed(NamedTuple):

@@ -207,7 +207,7 @@ class Worker(PlatformWorker):
 
     def compile_or_warm_up_model(self) -> Any:
         if self._has_graphs:
-            self._runner.record_second_graphs(lambda: SiteOp.editing(self.plans.edit))
+            self._runner.record_second_graphs(lambda: SiteOp.editing(self.plans.edit_recorded))
         return super().compile_or_warm_up_model()
 
     def _tokenizer(self) -> Any:
@@ -264,8 +264,10 @@ class Worker(PlatformWorker):
     def sample_tokens(self, grammar_output: Any) -> Any:
         output = super().sample_tokens(grammar_output)
         raise_if_ending()
+        if not (self.midstream.stops or self.plans.errors):
+            return output
         verdict = Verdict(self.midstream.take_stops(), self.plans.take_errors())
-        if output is None or not (verdict.stops or verdict.errors):
+        if output is None:
             return output
         return _Judged(output, verdict) if isinstance(output, AsyncModelRunnerOutput) else _judged(output, verdict)
 

@@ -15,12 +15,11 @@ import torch
 
 from midstream.plan import fields
 from midstream.plan.canonical import SITE_ORDER, normal
+from midstream.plan.layout import Key, Layout
 from midstream.plan.positions import captured_positions
 from midstream.plan.runs import RecordedRun
 from midstream.plan.values import Capture, Clamp, Intervention, Named, Patch, Plan, Steer, Vector
 from midstream.sites import Point
-
-Key = tuple[str, int, str]  # (site, layer, when)
 
 
 class Op(NamedTuple):
@@ -45,29 +44,22 @@ class Op(NamedTuple):
     offset: int = 0
 
 
-class Plane(NamedTuple):
-    """Where one captured site lies in the captured row, in elements."""
-
-    site: str
-    layer: int
-    when: str
-    offset: int
-    width: int
-
-
 @dataclass(frozen=True)
 class Profile:
     """What a row gets.
 
     Attributes:
         ops: (site, layer) -> capture before, patches, steers, clamps, capture after; sites with none are not there.
-        layout: what a captured row holds, one plane after the other.
-        row_width: elements of a captured row; 0 if nothing is captured.
+        layout: what a captured row holds.
     """
 
     ops: dict[Point, tuple[Op, ...]]
-    layout: tuple[Plane, ...] = ()
-    row_width: int = 0
+    layout: Layout = Layout()
+
+    @property
+    def row_width(self) -> int:
+        """Elements of a captured row; 0 if nothing is captured."""
+        return self.layout.width
 
 
 class Reach(NamedTuple):
@@ -310,7 +302,6 @@ class _Profiles:
         self._same = edits["prefill"] == edits["decode"]
         self._width = width
         self._numbers: dict[Any, int] = {}
-        self._layouts: dict[frozenset[Key], tuple[Plane, ...]] = {}
         self._bases: dict[Any, Profile] = {}
 
     def number(self, planes: frozenset[Key], phase: str, patches: dict[Point, list[Op]] | None = None) -> int:
@@ -327,11 +318,11 @@ class _Profiles:
 
     def _make(self, planes: frozenset[Key], phase: str, patches: dict[Point, list[Op]]) -> Profile:
         if (planes, phase) not in self._bases:
-            layout = self._layout(planes)
+            layout = Layout.of(sorted(planes, key=lambda key: (*_order(key[:2]), key[2] == "after")), self._width)
             points = {*self._edits[phase], *((site, layer) for site, layer, _ in planes)}
             offsets = {plane[:3]: plane.offset for plane in layout}
             ops = {point: self._ops(point, phase, offsets, ()) for point in sorted(points, key=_order)}
-            self._bases[planes, phase] = Profile(ops, layout, sum(plane.width for plane in layout))
+            self._bases[planes, phase] = Profile(ops, layout)
         base = self._bases[planes, phase]
         if not patches:
             return base
@@ -339,7 +330,6 @@ class _Profiles:
         return Profile(
             base.ops | {point: self._ops(point, phase, offsets, here) for point, here in patches.items()},
             base.layout,
-            base.row_width,
         )
 
     def _ops(self, point: Point, phase: str, offsets: dict[Key, int], patches: Collection[Op]) -> tuple[Op, ...]:
@@ -348,14 +338,6 @@ class _Profiles:
             for when in ("before", "after")
         )
         return (*before, *patches, *self._edits[phase].get(point, ()), *after)
-
-    def _layout(self, planes: frozenset[Key]) -> tuple[Plane, ...]:
-        layout: list[Plane] = []
-        offset = 0
-        for site, layer, when in sorted(planes, key=lambda key: (*_order(key[:2]), key[2] == "after")):
-            layout.append(Plane(site, layer, when, offset, self._width(site, layer)))
-            offset += layout[-1].width
-        return tuple(layout)
 
 
 def _order(point: Point) -> tuple[int, int]:

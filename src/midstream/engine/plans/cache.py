@@ -40,6 +40,12 @@ def _known(request: Any) -> tuple[Any, int | None]:
     return known[1:]
 
 
+def _is_plain(request: Any) -> bool:
+    """Whether it has no plan and, if its input is streamed, never had one: quick to tell, since all requests' blocks come here."""
+    known = getattr(request, "midstream_cache", None)
+    return getattr(request.sampling_params, "extra_args", None) is None and (known is None or known[1] is None)
+
+
 def _make(request: Any, length: int) -> tuple[Any, int | None]:
     try:
         carried = PlanRequest.of(request.sampling_params)
@@ -105,9 +111,11 @@ def key_blocks() -> None:
 
     @functools.wraps(original)
     def generate_block_hash_extra_keys(request: Any, start: int, end: int, *args: Any, **kwargs: Any) -> Any:
-        keys, next_mm = original(request, start, end, *args, **kwargs)
+        found = original(request, start, end, *args, **kwargs)
+        if _is_plain(request):
+            return found
         own = block_key(request, end)
-        return (keys if own is None else (*(keys or ()), ("midstream", own))), next_mm
+        return found if own is None else ((*(found[0] or ()), ("midstream", own)), found[1])
 
     generate_block_hash_extra_keys.midstream = True  # type: ignore[attr-defined]
     module.generate_block_hash_extra_keys = generate_block_hash_extra_keys

@@ -101,7 +101,7 @@ class PlanHost:
         self._requests: dict[str, _Planned] = {}
         self._images = Images(tables, self._compile, self._off_graph)
         self._profile = np.zeros(rows, np.int32)
-        self._last: tuple[Any, int] | None = None  # the batch that the profiles were laid out for, if it may come again
+        self._last: tuple[list[str], int] | None = None  # the batch that the profiles were laid out for, if it may come again
         self._steady: list[str] | None = None  # the requests of the last step, if all of it was generated tokens
         self._steadily_active = False
         self._repeats = False  # whether the coming step is that one again
@@ -208,13 +208,17 @@ class PlanHost:
 
     def begin_step(self, view: StepView) -> None:
         """The batch is laid out; the forward comes next."""
-        key = (tuple(view.request_ids), view.total)
-        same = self._last == key and (self._repeats or self._is_decode(view))
+        same = (
+            self._last is not None
+            and self._last[1] == view.total
+            and self._last[0] == view.request_ids
+            and (self._repeats or self._is_decode(view))
+        )
         if not same:
             self._lay_out(view)
             known = [self._requests.get(name) for name in view.request_ids]
             self._lengths = np.array([len(request.image.prompt) if request is not None else 0 for request in known])
-            self._last = key if self._is_decode(view) else None
+            self._last = (list(view.request_ids), view.total) if self._is_decode(view) else None
         self._repeats = False
         self.tables.begin_step(self._profile[: view.total], self._blocks(view) if self._capturing else {}, same)
 
@@ -279,6 +283,10 @@ class PlanHost:
     def edit(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         """The site op, or a hook, is at `point`."""
         self.tables.edit(point, hidden, residual)
+
+    def edit_recorded(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        """The same in a graph that is being recorded."""
+        self.tables.edit_recorded(point, hidden, residual)
 
     def take_errors(self) -> dict[str, str]:
         """request id -> what was wrong with its plan, of requests that have to end."""

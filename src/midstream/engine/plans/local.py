@@ -23,12 +23,13 @@ from midstream.captures.wanted import Route, routes
 from midstream.engine import staging
 from midstream.engine.request import users_id
 from midstream.errors import CaptureError
+from midstream.plan.layout import Layout
 from midstream.plan.values import Plan
 
 _log = logging.getLogger(__name__)
 QUEUE_BYTES = 256 << 20
 _MOST_ENDED = 256
-Rows = Sequence[tuple[np.ndarray, tuple[Any, ...], torch.Tensor]]  # (positions, layout, [rows, row_width])
+Rows = Sequence[tuple[np.ndarray, Layout, torch.Tensor]]  # (positions, layout, [rows, row_width])
 
 
 class LocalSinks:

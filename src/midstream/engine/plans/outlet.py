@@ -16,6 +16,7 @@ from midstream.engine.plans.request import PlanRequest
 from midstream.engine.sender import Sender
 from midstream.engine.wire import ChannelClosedError
 from midstream.errors import CaptureError, PlanError
+from midstream.plan.layout import Layout
 from midstream.plan.values import Consumer, Plan
 
 _log = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ class Piece(NamedTuple):
     """Rows of one request from one step: `number` rows of `block` `[rows, row_width]` from `first` on, of `position` and those after it."""
 
     position: int
-    layout: tuple[Any, ...]
+    layout: Layout
     block: torch.Tensor
     first: int
     number: int
@@ -184,10 +185,11 @@ def _messages(queue: Sequence[_Queued]) -> list[tuple[dict[str, Any], Any]]:
         for piece in pieces:
             leaving[id(piece.block)] += piece.number
 
-    def segment(piece: Piece) -> tuple[np.ndarray, tuple[Any, ...], torch.Tensor, int]:
+    def segment(piece: Piece) -> tuple[int, Layout, torch.Tensor, int, int]:
+        """(first position, layout, tensor, its first row, rows)."""
         if 2 * leaving[id(piece.block)] > len(piece.block):  # most of it goes now: as it is, and once
-            return piece.positions, piece.layout, piece.block, piece.first
-        return piece.positions, piece.layout, piece.rows, 0
+            return piece.position, piece.layout, piece.block, piece.first, piece.number
+        return piece.position, piece.layout, piece.rows, 0, piece.number
 
     return [(header, {"segments": list(map(segment, pieces)), "error": error}) for header, pieces, error in joined]
 

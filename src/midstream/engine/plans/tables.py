@@ -93,6 +93,10 @@ class Tables:
         """Apply the rows' ops at `point` in place; `hidden` and `residual` are `[T, H]` or `[1, T, H]`."""
         raise NotImplementedError
 
+    def edit_recorded(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        """The same for a CUDA graph that is being recorded, which will be replayed for other rows."""
+        self.edit(point, hidden, residual)
+
     def _grow(self) -> None:
         self.growths += 1
 
@@ -118,6 +122,7 @@ class DeviceTables(Tables):
         self._table = torch.zeros(self._host.shape, dtype=torch.int64, device=device)
         self._address = torch.tensor([self._table.data_ptr()], dtype=torch.int64, device=device)
         self._stale = range(0)  # profiles whose entries on the device are old
+        self._acting: set[int] = set()  # the points at which a row of the step has ops
 
     @torch.inference_mode()
     def _upload(self, values: np.ndarray, to: torch.Tensor) -> None:
@@ -192,6 +197,8 @@ class DeviceTables(Tables):
             self._stale = range(0)
         if not same:
             self._upload(profile_T, self._profile_T[: len(profile_T)])
+            here = [self.profiles[number] for number in np.unique(profile_T).tolist() if number]
+            self._acting = {self.index[point] for profile in here for point in profile.ops if point in self.index}
         if blocks or self._addressed:
             capture_T = np.zeros(max(len(profile_T), self._addressed), np.int64)  # no address outlives its block
             for rows, block in blocks.values():
@@ -200,6 +207,10 @@ class DeviceTables(Tables):
             self._addressed = len(profile_T) if blocks else 0
 
     def edit(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        if point in self._acting:
+            self.edit_recorded(point, hidden, residual)
+
+    def edit_recorded(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         from midstream.engine.plans.kernel import edit_rows
 
         second = flat(residual) if residual is not None else None
