@@ -364,9 +364,10 @@ def test_what_the_client_cannot_rebuild_is_an_error_value(receiver, worker):
     assert isinstance(got, UnsendableError) and "ValueError" in str(got)
 
 
-def test_a_copy_that_fails_is_an_error_value_and_the_channel_goes_on(receiver, monkeypatch):
+@pytest.mark.parametrize("begin", [lambda *_: 1 / 0, lambda *_: lambda: 1 / 0], ids=["begin", "end"])
+def test_a_copy_that_fails_is_an_error_value_and_the_channel_goes_on(receiver, monkeypatch, begin):
     with receiver.expect(KEY) as box, linked(receiver) as sender:
-        monkeypatch.setattr(staging.Copier, "fill", lambda *_: 1 / 0)
+        monkeypatch.setattr(staging.Copier, "begin", begin)
         sender.send({"key": KEY}, torch.ones(100_000))
         assert "ZeroDivisionError" in str(box.get(WAIT)[1])
         monkeypatch.undo()
@@ -528,8 +529,8 @@ def test_the_address_is_plain_data(receiver):
 
 
 def test_send_does_not_wait_for_the_copy_and_snapshots_the_containers(receiver, monkeypatch):
-    go, fill = threading.Event(), staging.Copier.fill
-    monkeypatch.setattr(staging.Copier, "fill", lambda *args: go.wait(WAIT) and fill(*args))
+    go, begin = threading.Event(), staging.Copier.begin
+    monkeypatch.setattr(staging.Copier, "begin", lambda *args: go.wait(WAIT) and begin(*args))
     with receiver.expect(KEY) as box, linked(receiver) as sender:
         saves = [torch.ones(3)]
         sender.send({"key": KEY}, saves)
@@ -540,8 +541,8 @@ def test_send_does_not_wait_for_the_copy_and_snapshots_the_containers(receiver, 
 
 
 def test_back_pressure_blocks_and_is_counted(receiver, monkeypatch):
-    go, fill = threading.Event(), staging.Copier.fill
-    monkeypatch.setattr(staging.Copier, "fill", lambda *args: go.wait(WAIT) and fill(*args))
+    go, begin = threading.Event(), staging.Copier.begin
+    monkeypatch.setattr(staging.Copier, "begin", lambda *args: go.wait(WAIT) and begin(*args))
     block = torch.zeros(1 << 20, dtype=torch.uint8)
     with receiver.expect(KEY) as box, linked(receiver, queue_bytes=5 << 19) as sender:  # room for two and a half
 
@@ -783,8 +784,8 @@ def test_closed_ends_leave_no_thread_file_or_mapping():
 
 
 def test_closing_without_flush_drops_the_queue(receiver, monkeypatch):
-    go, fill = threading.Event(), staging.Copier.fill
-    monkeypatch.setattr(staging.Copier, "fill", lambda *args: go.wait(WAIT) and fill(*args))
+    go, begin = threading.Event(), staging.Copier.begin
+    monkeypatch.setattr(staging.Copier, "begin", lambda *args: go.wait(WAIT) and begin(*args))
     with receiver.expect(KEY, senders=["here"]) as box:
         sender = Sender(receiver.address, "here")
         for i in range(5):

@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -156,10 +156,16 @@ class Sender:
         self._queue.clear()
 
     def _run(self) -> None:
+        # Two at most: while the older one is written, the other one's tensors are copied.
+        frames: deque[_Frame] = deque()
         try:
             with torch.no_grad():
-                while self._write_next():
-                    pass
+                while (job := self._next(wait=not frames)) is not None or frames:
+                    if job is not None:
+                        frames.append(_Frame(job, self._copier, self._sock.family == socket.AF_UNIX, self.name))
+                    if job is None or len(frames) > 1:
+                        self._write(frames[0])
+                        frames.popleft()
             wire.write(self._sock, Kind.BYE, b"")
         except BaseException as error:
             with self._changed:
@@ -169,59 +175,89 @@ class Sender:
             if not self._closed:
                 _log.error("results channel of %s failed: %r", self.name, error)
         finally:
+            for frame in frames:
+                frame.close()
             self._sock.close()
             self._copier.close()
 
-    def _write_next(self) -> bool:
-        """Write one job, waiting for it. False once closed and empty."""
+    def _next(self, wait: bool) -> _Job | None:
+        """The next job; None if there is none, or, with `wait`, once closed and empty."""
         with self._changed:
-            self._changed.wait_for(lambda: self._queue or self._closed)
-            if not self._queue:
-                return False
-            job = self._queue.popleft()
+            if wait:
+                self._changed.wait_for(lambda: self._queue or self._closed)
+            return self._queue.popleft() if self._queue else None
+
+    def _write(self, frame: _Frame) -> None:
         try:
-            self._write(job)
+            frame.write(self._sock)
         finally:
+            frame.close()
             with self._changed:
-                self._queued_bytes -= job.size
+                self._queued_bytes -= frame.job.size
                 self._changed.notify_all()
-        return True
 
-    def _write(self, job: _Job) -> None:
+
+class _Frame:
+    """A job whose tensors are being copied, into a memfd if there is much of them and the client can take one."""
+
+    def __init__(self, job: _Job, copier: staging.Copier, takes_descriptors: bool, name: str) -> None:
+        self.job = job
+        self._name = name
+        self._packed = job.packed
+        self._descriptor: int | None = None
+        self._mapping: mmap.mmap | None = None
+        self._payload: torch.Tensor | None = None
+        self._copied: Callable[[], None] = lambda: None
         if job.packed is None:
-            return wire.write(self._sock, Kind.END, pickle.dumps(job.stream))
-        packed, payload, descriptor = job.packed, None, None
+            return
         try:
-            if self._sock.family == socket.AF_UNIX and packed.size > wire.INLINE_LIMIT:
-                descriptor = self._memfd(packed, job.ready)
+            size = job.packed.size
+            if takes_descriptors and size > wire.INLINE_LIMIT:
+                self._payload = self._map(size)
             else:
-                payload = torch.empty(packed.size, dtype=torch.uint8)
-                self._copier.fill(payload, packed.tensors, packed.offsets, job.ready)
+                self._payload = torch.empty(size, dtype=torch.uint8)
+            self._copied = copier.begin(self._payload, job.packed.tensors, job.packed.offsets, job.ready)
         except Exception as error:
-            _log.exception("results channel of %s: a result could not be copied", self.name)
-            packed, payload = wire.pack(UnsendableError("result", f"copying it failed: {error!r}")), None
-        meta = pickle.dumps((job.header, job.stream, packed.table))
-        if descriptor is None:
-            return wire.write(self._sock, Kind.INLINE, meta, packed.body, payload)
-        try:
-            wire.write_memfd(self._sock, meta, packed.body, descriptor, packed.size)
-        finally:
-            os.close(descriptor)
+            self._lose(error)
 
-    def _memfd(self, packed: wire.Packed, ready: Mapping[torch.device, torch.cuda.Event]) -> int:
-        """A memfd that holds the payload; the caller closes it."""
-        descriptor = os.memfd_create("midstream-results")
+    def _map(self, size: int) -> torch.Tensor:
+        self._descriptor = os.memfd_create("midstream-results")
+        os.ftruncate(self._descriptor, size)
+        self._mapping = mmap.mmap(self._descriptor, size)
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            self._mapping.madvise(mmap.MADV_HUGEPAGE)  # of use where the system has shmem_enabled=advise
+        return torch.frombuffer(self._mapping, dtype=torch.uint8)
+
+    def _lose(self, error: Exception) -> None:
+        """What comes instead of the value says so."""
+        _log.error("results channel of %s: a result could not be copied", self._name, exc_info=error)
+        self.close()
+        self._packed, self._payload = wire.pack(UnsendableError("result", f"copying it failed: {error!r}")), None
+
+    def write(self, sock: socket.socket) -> None:
+        """Wait until all is copied, and send it."""
+        if self._packed is None:
+            return wire.write(sock, Kind.END, pickle.dumps(self.job.stream))
         try:
-            os.ftruncate(descriptor, packed.size)
-            with mmap.mmap(descriptor, packed.size) as mapping:
-                with contextlib.suppress(OSError):  # a kernel without huge pages
-                    mapping.madvise(mmap.MADV_HUGEPAGE)  # of use where the system has shmem_enabled=advise
-                payload = torch.frombuffer(mapping, dtype=torch.uint8)
-                self._copier.fill(payload, packed.tensors, packed.offsets, ready)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        return descriptor
+            self._copied()
+        except Exception as error:
+            self._lose(error)
+        meta = pickle.dumps((self.job.header, self.job.stream, self._packed.table))
+        if self._descriptor is None:
+            return wire.write(sock, Kind.INLINE, meta, self._packed.body, self._payload)
+        wire.write_memfd(sock, meta, self._packed.body, self._descriptor, self._packed.size)
+
+    def close(self) -> None:
+        """Free what the copy took here, once nothing is being written to it. Idempotent."""
+        with contextlib.suppress(Exception):  # `write` has told of it
+            self._copied()
+        self._payload = None
+        if self._mapping is not None:
+            self._mapping.close()
+            self._mapping = None
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
 
 def _connect(address: Mapping[str, Any], name: str, timeout: float) -> socket.socket:

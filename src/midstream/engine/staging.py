@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import groupby
 from operator import itemgetter
@@ -45,7 +45,17 @@ class Copier:
         offsets: Sequence[int],
         ready: Mapping[torch.device, torch.cuda.Event],
     ) -> None:
-        """Write each of `tensors` row-major into `payload` (uint8, flat, CPU) at its offset (bytes); return when done.
+        """Write each of `tensors` row-major into `payload` (uint8, flat, CPU) at its offset (bytes); return when done."""
+        self.begin(payload, tensors, offsets, ready)()
+
+    def begin(
+        self,
+        payload: torch.Tensor,
+        tensors: Sequence[torch.Tensor],
+        offsets: Sequence[int],
+        ready: Mapping[torch.device, torch.cuda.Event],
+    ) -> Callable[[], None]:
+        """Begin to do that. What is returned waits for the end, and has to be called: until then the payload is written to.
 
         `offsets` come from `wire.lay_out`; `ready` from `mark_ready`. Tensors in host memory are waited for if `ready` has
         an event for it: something is still being copied there.
@@ -61,10 +71,16 @@ class Copier:
                     if device in ready:
                         ready[device].synchronize()
                     self._from_host(payload, group, tasks)
-        finally:
-            wait(tasks)  # also after an error: the caller unmaps the payload
-        for task in tasks:
-            task.result()
+        except BaseException:
+            wait(tasks)  # the caller unmaps the payload
+            raise
+
+        def finish() -> None:
+            wait(tasks)
+            for task in tasks:
+                task.result()
+
+        return finish
 
     def close(self) -> None:
         """End the threads and free the pinned memory."""

@@ -225,23 +225,34 @@ class Worker(PlatformWorker):
             plans.repeat()
         else:
             off_graph = self._schedule(scheduler_output)
+        if traces.is_idle and not off_graph:
+            return self._execute_planned(scheduler_output)
         traced = traces.step_is_traced
         uncompiled = off_graph or (traced and traces.step_is_uncompiled)
         StepMode.set(traced or off_graph, uncompiled or (traced and not self._split_at_sites), uncompiled)
         SiteOp.fire = self._see_site if traced and not uncompiled else None
-        SiteOp.edit = plans.edit if plans.step_is_planned else None
-        self._runner.use_second_graphs(plans.step_is_planned)
         try:
             with self._eager_kernels.on() if uncompiled else contextlib.nullcontext():
-                output = super().execute_model(scheduler_output)
+                output = self._execute_planned(scheduler_output)
             traces.end_stage()
             return output
         finally:
             StepMode.set()
-            SiteOp.fire = SiteOp.edit = None
-            if plans.step_is_planned:
-                self._runner.use_second_graphs(False)
-                plans.end_step()
+            SiteOp.fire = None
+
+    def _execute_planned(self, scheduler_output: Any) -> Any:
+        """A step in which plans may act."""
+        plans = self.plans
+        if not plans.step_is_planned:
+            return super().execute_model(scheduler_output)
+        SiteOp.edit = plans.edit
+        self._runner.use_second_graphs(True)
+        try:
+            return super().execute_model(scheduler_output)
+        finally:
+            SiteOp.edit = None
+            self._runner.use_second_graphs(False)
+            plans.end_step()
 
     def _schedule(self, scheduler_output: Any) -> bool:
         """Tell traces and plans what the step holds; whether a plan has it run uncompiled."""

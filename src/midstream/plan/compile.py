@@ -15,7 +15,7 @@ import torch
 
 from midstream.plan import fields
 from midstream.plan.canonical import SITE_ORDER, normal
-from midstream.plan.layout import Key, Layout
+from midstream.plan.layout import EMPTY, Key, Layout
 from midstream.plan.positions import captured_positions
 from midstream.plan.runs import RecordedRun
 from midstream.plan.values import Capture, Clamp, Intervention, Named, Patch, Plan, Steer, Vector
@@ -54,7 +54,7 @@ class Profile:
     """
 
     ops: dict[Point, tuple[Op, ...]]
-    layout: Layout = Layout()
+    layout: Layout = EMPTY
 
     @property
     def row_width(self) -> int:

@@ -49,3 +49,6 @@ class Layout(tuple[Plane, ...]):
 
     def __reduce__(self) -> Any:
         return Layout, (tuple(self),)
+
+
+EMPTY = Layout()

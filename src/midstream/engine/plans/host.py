@@ -101,7 +101,9 @@ class PlanHost:
         self._requests: dict[str, _Planned] = {}
         self._images = Images(tables, self._compile, self._off_graph)
         self._profile = np.zeros(rows, np.int32)
-        self._last: tuple[list[str], int] | None = None  # the batch that the profiles were laid out for, if it may come again
+        self._last: tuple[list[str], int] | None = (
+            None  # the batch that the profiles were laid out for, if it may come again
+        )
         self._steady: list[str] | None = None  # the requests of the last step, if all of it was generated tokens
         self._steadily_active = False
         self._repeats = False  # whether the coming step is that one again
@@ -325,14 +327,25 @@ class PlanHost:
             undo.callback(self.runs.lease, runs, -1)
             sources = self._sources(name, plan, len(prompt))
             undo.callback(sources.close)
-            image = self._images.take(carried, len(prompt), sources.row)
+            image = self._take(carried, len(prompt), sources.row)
             undo.pop_all()
-        self.hooks.need(image.points)
         self._requests[name] = _Planned(carried, image, sources, complete=not plan.captures)
         self._last = None
         if plan.captures:
             self._capturing += 1
             self.outlet.begin(name, carried, plan, prompt)
+
+    def _take(self, carried: PlanRequest, length: int, row: RunRow) -> Image:
+        """The image for one more request, with the hooks that it needs."""
+        image = self._images.take(carried, length, row)
+        if image.users == 1:
+            self.hooks.need(image.points)
+        return image
+
+    def _give_back(self, image: Image) -> None:
+        self._images.give_back(image)
+        if not image.users:
+            self.hooks.release(image.points)
 
     def _sources(self, name: str, plan: Plan, length: int) -> Sources:
         layers = self.facts.num_layers
@@ -365,13 +378,11 @@ class PlanHost:
             sources = self._sources(name, old.plan, length)
             with ExitStack() as undo:
                 undo.callback(sources.close)
-                request.image = self._images.take(request.carried, length, sources.row)
+                request.image = self._take(request.carried, length, sources.row)
                 undo.pop_all()
             request.sources.close()
             request.sources = sources
-            self.hooks.need(request.image.points)
-            self.hooks.release(old.points)
-            self._images.give_back(old)
+            self._give_back(old)
             self._last = None
             if request.complete and not request.has_all:
                 request.complete = False
@@ -393,9 +404,8 @@ class PlanHost:
             self.outlet.fail(name, request.carried, str(error))
         finally:
             request.sources.close()
-            self.hooks.release(request.image.points)
             self.runs.lease(request.image.runs, -1)
-            self._images.give_back(request.image)
+            self._give_back(request.image)
 
     def _keep(self, request: _Planned) -> None:
         """Keep a recorded run's rows here, unless its prompt was not computed to the end."""

@@ -52,7 +52,7 @@ class PointHooks:
         self._told: set[str] = set()
 
     def need(self, points: Collection[Point]) -> None:
-        """A request with ops at `points` has begun."""
+        """There is a plan with ops at `points` that requests have."""
         for point in points:
             if point in self._built_in or point not in self._index:
                 continue
@@ -61,7 +61,7 @@ class PointHooks:
                 self._handles[point] = self._hook(point)
 
     def release(self, points: Collection[Point]) -> None:
-        """It has ended."""
+        """No request has that plan any more."""
         for point in points:
             if point in self._handles:
                 self._needed[point] -= 1
