@@ -15,7 +15,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from side_by_side import add_arguments, choose_runner, engine_arguments, has_room, in_turns, print_table
+from side_by_side import (
+    add_arguments,
+    choose_runner,
+    engine_arguments,
+    has_room,
+    in_turns,
+    on_the_same_core,
+    print_table,
+)
 
 
 def different_plans(hidden_size: int, num_layers: int, requests: int) -> list[Any]:
@@ -51,9 +59,13 @@ def build_runs(
     path, engine = engine_arguments(arguments)
     requests, tokens = (32, 32) if arguments.cpu else (64, 128)
     prompts = [[(7 * i + 3 * j) % 1000 + 1 for j in range(16)] for i in range(requests)]
-    stock = [LLM(path, **engine)]
-    model = VLLM(path, **engine)
-    stock += [LLM(path, **engine)] if has_room(arguments, engine) else []
+    with on_the_same_core(arguments):
+        stock = [LLM(path, **engine)]
+    with on_the_same_core(arguments):
+        model = VLLM(path, **engine)
+    if has_room(arguments, engine):
+        with on_the_same_core(arguments):
+            stock.append(LLM(path, **engine))
     params = {"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
     vector = torch.full((model.hidden_size,), 0.01)
     different = different_plans(model.hidden_size, model.num_layers, requests)
