@@ -11,7 +11,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request, StreamingUpdate
 
 from midstream import Capture, Plan, Steer
-from midstream.engine.plans.cache import key_blocks
+from midstream.engine.plans.cache import heed_plans
 from midstream.engine.plans.request import PlanRequest, packed
 from midstream.engine.scheduler import MidstreamScheduler
 
@@ -21,7 +21,7 @@ BLOCK, LAYERS = 4, 3
 @pytest.fixture(autouse=True, scope="module")
 def keyed():
     init_none_hash(sha256)
-    key_blocks()
+    heed_plans()
 
 
 def sampling(plan):

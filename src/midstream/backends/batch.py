@@ -67,7 +67,7 @@ class Batch:
     def __init__(self, model: LanguageModel, invokes: list[Invoke], plans: PlanHooks) -> None:
         self.model = model
         self.interleaver = model._interleaver
-        self.prompts = [encode(invoke.prompt, model.tokenizer) for invoke in invokes]
+        self.prompts = [encode(invoke.prompt, lambda: model.tokenizer) for invoke in invokes]
         self.plans = plans
         self.params = self._common_params(invokes)
         self.length = max(map(len, self.prompts))

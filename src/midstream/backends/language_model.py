@@ -154,7 +154,7 @@ class LanguageModel(TraceModel):
         planned: list[Planned | None] = []
         for invoke in invokes:
             refuse_multimodal(invoke.plan, invoke.prompt)
-            ids = encode(invoke.prompt, self.tokenizer)
+            ids = encode(invoke.prompt, lambda: self.tokenizer)
             planned.append(planner.prepare(invoke.plan, invoke.prompt, ids, invoke.params) if invoke.plan else None)
         return planned
 

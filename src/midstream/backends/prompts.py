@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,15 +26,15 @@ def text_of(prompt: Any) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def encode(prompt: Prompt, tokenizer: Any) -> list[int]:
-    """The prompt's token ids. Raises PromptError if it has none, or is more than text."""
+def encode(prompt: Prompt, tokenizer: Callable[[], Any]) -> list[int]:
+    """The prompt's token ids; `tokenizer` gives what text needs. Raises PromptError if it has none, or is more than text."""
     if type(prompt) is list and prompt and all(type(token) is int for token in prompt):
         return prompt.copy()
     if is_multimodal(prompt):
         raise PromptError("A prompt here is text; one with images, sound or video is not supported.")
     ids: Any = prompt
     if (text := text_of(prompt)) is not None:
-        ids = tokenizer(text)["input_ids"]
+        ids = tokenizer()(text)["input_ids"]
     elif isinstance(prompt, Mapping):
         ids = next((prompt[key] for key in ("input_ids", "prompt_token_ids") if prompt.get(key) is not None), ())
     ids = torch.as_tensor(ids)

@@ -274,7 +274,7 @@ class VLLM(TraceModel):
     def _submit(self, invokes: list[Invoke], together: bool, record: tuple[str, str] | None = None) -> Any:
         for invoke in invokes:
             refuse_multimodal(invoke.plan, invoke.prompt)
-        prompts = [encode(invoke.prompt, self.tokenizer) for invoke in invokes]
+        prompts = [encode(invoke.prompt, lambda: self.tokenizer) for invoke in invokes]
         if not self._deferred:
             return Submission(self, make_requests(self, invokes, prompts, together, record))
         if self._described is None and any(

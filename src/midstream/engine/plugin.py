@@ -7,10 +7,10 @@ def register() -> None:
     """Check the vLLM version and prepare this process. An engine that was not started by midstream is left as it is."""
     from midstream.engine.patches import apply
     from midstream.engine.plans.admission import check_requests
-    from midstream.engine.plans.cache import key_blocks
+    from midstream.engine.plans.cache import heed_plans
     from midstream.engine.versions import check_vllm_version
 
     check_vllm_version()
     apply()
     check_requests()
-    key_blocks()
+    heed_plans()

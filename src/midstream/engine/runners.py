@@ -41,10 +41,25 @@ class Runner:
         self.runner = runner
         self.model: nn.Module = runner.get_model()
         self._graphs: tuple[dict[Any, Any], dict[Any, Any]] | None = None
+        self._seams: list[tuple[Any, str, Any, Any]] = []
+        self.is_watched = False
 
     def connect(self, host: Host) -> None:
-        """Have the host called in each step that it says is traced."""
+        """Have the host called in each step that it says is traced, while the runner is watched."""
         raise NotImplementedError
+
+    def watch(self, on: bool) -> None:
+        """Whether the host is called at all: a plain step then is vLLM's own code and nothing else."""
+        self.is_watched = on
+        for owner, name, ours, before in self._seams:
+            if not on and before is None:
+                del vars(owner)[name]  # and the class's shows again
+            else:
+                vars(owner)[name] = ours if on else before
+
+    def _see(self, owner: Any, name: str, ours: Any) -> None:
+        """Have `ours` stand in the place of a method while the runner is watched."""
+        self._seams.append((owner, name, ours, vars(owner).get(name)))
 
     def record_second_graphs(self, on: Callable[[], AbstractContextManager[None]]) -> None:
         """Have full CUDA graphs recorded twice: as vLLM does, and once more within `on()`, for `use_second_graphs`."""
@@ -72,7 +87,7 @@ class Runner:
             logits = compute(*args, **kwargs)
             return host.see_logits(logits) if host.step_is_traced and logits is not None else logits
 
-        self.model.__dict__["compute_logits"] = compute_logits
+        self._see(self.model, "compute_logits", compute_logits)
 
     @staticmethod
     def _with_samples(host: Host, sampler_output: Any) -> None:
@@ -109,8 +124,8 @@ class V1Runner(Runner):
                 self._with_samples(host, output)
             return output
 
-        runner._determine_batch_execution_and_padding = determine_batch
-        runner._sample = sample_tokens
+        self._see(runner, "_determine_batch_execution_and_padding", determine_batch)
+        self._see(runner, "_sample", sample_tokens)
         self._watch_logits(host)
 
     def record_second_graphs(self, on: Callable[[], AbstractContextManager[None]]) -> None:
@@ -133,8 +148,7 @@ class V1Runner(Runner):
                 self._graphs = (wrapper.concrete_cudagraph_entries, {})
             wrapper.concrete_cudagraph_entries = self._graphs[second]
 
-    @staticmethod
-    def _keep_from_full_graphs(dispatcher: Any) -> None:
+    def _keep_from_full_graphs(self, dispatcher: Any) -> None:
         dispatch = dispatcher.dispatch
 
         def dispatch_cudagraph(*args: Any, **kwargs: Any) -> Any:
@@ -142,7 +156,7 @@ class V1Runner(Runner):
                 kwargs["invalid_modes"] = {CUDAGraphMode.FULL, *(kwargs.get("invalid_modes") or ())}
             return dispatch(*args, **kwargs)
 
-        dispatcher.dispatch = dispatch_cudagraph
+        self._see(dispatcher, "dispatch", dispatch_cudagraph)
 
 
 class V2Runner(Runner):
@@ -194,8 +208,8 @@ class V2Runner(Runner):
                 self._with_samples(host, output[0])
             return output
 
-        runner.prepare_inputs = prepare_inputs
-        runner.sample = sample_tokens
+        self._see(runner, "prepare_inputs", prepare_inputs)
+        self._see(runner, "sample", sample_tokens)
         self._watch_logits(host)
 
 

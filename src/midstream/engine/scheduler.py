@@ -16,7 +16,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.request import RequestStatus
 
 from midstream.engine.lifeline import tie_to_parent
-from midstream.engine.plans.cache import limit_hits
+from midstream.engine.plans.cache import remember
 from midstream.engine.plugin import register
 from midstream.engine.request import TraceRequest
 from midstream.engine.settings import NAME
@@ -37,10 +37,12 @@ class _Rules:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._lengths: dict[str, int] = {}  # tokens of the requests that the workers are to be told the end of
-        limit_hits(self.kv_cache_manager)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        output = self._schedule(*args, **kwargs)
+        if self.waiting and any(_unstarted_trace(request) for request in self.waiting):
+            output = self._schedule_whole(*args, **kwargs)
+        else:
+            output = super().schedule(*args, **kwargs)  # type: ignore[misc]
         if self._lengths:
             output.midstream_finished = {n: self._lengths.pop(n) for n in output.finished_req_ids if n in self._lengths}
         return output
@@ -56,12 +58,12 @@ class _Rules:
         return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
 
     def _update_request_as_session(self, session: Any, update: Any) -> None:
+        remember(session)
         session.sampling_params = update.sampling_params  # vLLM sets them last, and hashes the new blocks before that
         super()._update_request_as_session(session, update)  # type: ignore[misc]
 
-    def _schedule(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.waiting or not any(_unstarted_trace(request) for request in self.waiting):
-            return super().schedule(*args, **kwargs)  # type: ignore[misc]
+    def _schedule_whole(self, *args: Any, **kwargs: Any) -> Any:
+        """Schedule the traced prompts that are waiting in one piece each, or not yet."""
         held = self._take_held_back()
         threshold = self.scheduler_config.long_prefill_token_threshold
         self.scheduler_config.long_prefill_token_threshold = 0

@@ -219,7 +219,11 @@ class Worker(PlatformWorker):
         traces, plans = self.midstream, self.plans
         new = scheduler_output.scheduled_new_reqs
         if traces.is_idle and plans.is_idle and not any(map(_carries, new)):
+            if self._runner.is_watched:
+                self._runner.watch(False)
             return super().execute_model(scheduler_output)
+        if not self._runner.is_watched:
+            self._runner.watch(True)
         off_graph = False
         if traces.is_idle and plans.goes_on(scheduler_output):
             plans.repeat()

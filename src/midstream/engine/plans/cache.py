@@ -19,13 +19,26 @@ from midstream.plan.memory import Memory
 
 def block_key(request: Any, end: int) -> str | None:
     """What sets a request's block that ends at position `end` apart."""
+    if _is_plain(request):
+        return None
     keys = _known(request)[0]
     return keys.at(end) if keys is not None else None
 
 
 def longest_hit(request: Any) -> int | None:
     """How many of the request's tokens may come from the cache; None for as many as there are."""
-    return _known(request)[1]
+    return None if _is_plain(request) else _known(request)[1]
+
+
+def remember(request: Any) -> None:
+    """To be called before the request, of streaming input, gets other sampling parameters: its blocks so far have these."""
+    _known(request)
+
+
+def _is_plain(request: Any) -> bool:
+    """Whether it has no plan and, if its input is streamed, never had one: quick to tell, since all requests come here."""
+    known = getattr(request, "midstream_cache", None)
+    return getattr(request.sampling_params, "extra_args", None) is None and (known is None or known[1] is None)
 
 
 def _known(request: Any) -> tuple[Any, int | None]:
@@ -38,12 +51,6 @@ def _known(request: Any) -> tuple[Any, int | None]:
             keys = _Alone()  # streaming input: what was computed before has the edits for a shorter prompt
         known = request.midstream_cache = (length, keys, hit)
     return known[1:]
-
-
-def _is_plain(request: Any) -> bool:
-    """Whether it has no plan and, if its input is streamed, never had one: quick to tell, since all requests' blocks come here."""
-    known = getattr(request, "midstream_cache", None)
-    return getattr(request.sampling_params, "extra_args", None) is None and (known is None or known[1] is None)
 
 
 def _make(request: Any, length: int) -> tuple[Any, int | None]:
@@ -71,26 +78,6 @@ def _keyed(wire: bytes, length: int, num_layers: int) -> tuple[PlanKeys, int | N
     return PlanKeys(plan, length, num_layers), lowest_captured(plan, length)
 
 
-def limit_hits(manager: Any) -> None:
-    """Have `manager`, vLLM's KVCacheManager, heed `longest_hit`."""
-    get, find = manager.get_computed_blocks, manager.coordinator.find_longest_cache_hit
-    limits: list[int | None] = [None]
-
-    def get_computed_blocks(request: Any, *args: Any, **kwargs: Any) -> Any:
-        limits[0] = longest_hit(request)
-        try:
-            return get(request, *args, **kwargs)
-        finally:
-            limits[0] = None
-
-    def find_longest_cache_hit(block_hashes: Any, max_cache_hit_length: int, *args: Any, **kwargs: Any) -> Any:
-        longest = max_cache_hit_length if limits[0] is None else min(max_cache_hit_length, limits[0])
-        return find(block_hashes, longest, *args, **kwargs)
-
-    manager.get_computed_blocks = get_computed_blocks
-    manager.coordinator.find_longest_cache_hit = find_longest_cache_hit
-
-
 class _Alone:
     """Keys that no other request has."""
 
@@ -101,8 +88,54 @@ class _Alone:
         return self._key
 
 
-def key_blocks() -> None:
-    """Have vLLM's block hashes carry the plans' keys. Once a process; seen on vLLM 0.26 and 0.32."""
+class _Limited:
+    """vLLM's KVCacheCoordinator, with cache hits up to `longest` tokens."""
+
+    def __init__(self, coordinator: Any, longest: int) -> None:
+        self._coordinator, self._longest = coordinator, longest
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._coordinator, name)
+
+    def find_longest_cache_hit(self, block_hashes: Any, longest: int, *args: Any, **kwargs: Any) -> Any:
+        return self._coordinator.find_longest_cache_hit(block_hashes, min(longest, self._longest), *args, **kwargs)
+
+
+def heed_plans() -> None:
+    """Have vLLM's prefix cache heed plans. Once a process; seen on vLLM 0.26 and 0.32.
+
+    Classes and modules are changed, not objects: an attribute more in an object's dict makes each of its methods slower to find, and
+    the scheduler calls the cache for every token.
+    """
+    _key_blocks()
+    _limit_hits()
+
+
+def _limit_hits() -> None:
+    """Have requests take cache hits up to `longest_hit`."""
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+    original = KVCacheManager.get_computed_blocks
+    if hasattr(original, "midstream"):
+        return
+
+    @functools.wraps(original)
+    def get_computed_blocks(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        longest = longest_hit(request)
+        if longest is None:
+            return original(self, request, *args, **kwargs)
+        coordinator, self.coordinator = self.coordinator, _Limited(self.coordinator, longest)
+        try:
+            return original(self, request, *args, **kwargs)
+        finally:
+            self.coordinator = coordinator
+
+    get_computed_blocks.midstream = True  # type: ignore[attr-defined]
+    KVCacheManager.get_computed_blocks = get_computed_blocks
+
+
+def _key_blocks() -> None:
+    """Have block hashes carry the plans' keys."""
     import vllm.v1.core.kv_cache_utils as module
 
     original = module.generate_block_hash_extra_keys
@@ -112,8 +145,6 @@ def key_blocks() -> None:
     @functools.wraps(original)
     def generate_block_hash_extra_keys(request: Any, start: int, end: int, *args: Any, **kwargs: Any) -> Any:
         found = original(request, start, end, *args, **kwargs)
-        if _is_plain(request):
-            return found
         own = block_key(request, end)
         return found if own is None else ((*(found[0] or ()), ("midstream", own)), found[1])
 
