@@ -63,7 +63,7 @@ def build_runs(
         stock = [LLM(path, **engine)]
     with on_the_same_core(arguments):
         model = VLLM(path, **engine)
-    if has_room(arguments, engine):
+    if not arguments.one_stock and has_room(arguments, engine):
         with on_the_same_core(arguments):
             stock.append(LLM(path, **engine))
     params = {"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
@@ -117,6 +117,7 @@ def capture(model: Any, arguments: argparse.Namespace) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
+    parser.add_argument("--one-stock", action="store_true", help="leave out the second stock engine")
     arguments = parser.parse_args()
     choose_runner(arguments)
     runs, close, run_capture = build_runs(arguments)
