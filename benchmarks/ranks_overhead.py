@@ -128,13 +128,14 @@ def main() -> None:
     add_arguments(parser)
     parser.add_argument("--pp", type=int, default=1, help="pipeline stages")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks of each stage")
+    parser.add_argument("--plain", action="store_true", help="leave out the trace and the fetches")
     arguments = parser.parse_args()
     if arguments.cpu and arguments.pp > 1 and not arguments.compiled:  # assert self.intermediate_tensors is not None
         parser.error("stock vLLM's CPU build has pipeline stages only where it compiles: add --compiled")
     choose_runner(arguments)
     print(f"{arguments.pp} stages x {arguments.tp} ranks")
     plain_and_steered(arguments)
-    if arguments.pp > 1:
+    if arguments.pp > 1 and not arguments.plain:
         traced(arguments)
 
 
