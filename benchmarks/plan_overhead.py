@@ -21,7 +21,7 @@ from side_by_side import (
     engine_arguments,
     has_room,
     in_turns,
-    on_the_same_core,
+    on_the_same_cores,
     print_table,
 )
 
@@ -59,12 +59,12 @@ def build_runs(
     path, engine = engine_arguments(arguments)
     requests, tokens = (32, 32) if arguments.cpu else (64, 128)
     prompts = [[(7 * i + 3 * j) % 1000 + 1 for j in range(16)] for i in range(requests)]
-    with on_the_same_core(arguments):
+    with on_the_same_cores(arguments):
         stock = [LLM(path, **engine)]
-    with on_the_same_core(arguments):
+    with on_the_same_cores(arguments):
         model = VLLM(path, **engine)
     if not arguments.one_stock and has_room(arguments, engine):
-        with on_the_same_core(arguments):
+        with on_the_same_cores(arguments):
             stock.append(LLM(path, **engine))
     params = {"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
     vector = torch.full((model.hidden_size,), 0.01)

@@ -18,7 +18,15 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from side_by_side import add_arguments, choose_runner, engine_arguments, in_turns, print_table
+from side_by_side import (
+    AWAKE_SECONDS,
+    add_arguments,
+    choose_runner,
+    engine_arguments,
+    in_turns,
+    on_the_same_cores,
+    print_table,
+)
 
 FETCHED_TOKENS = 32
 
@@ -35,15 +43,16 @@ def engine_of(arguments: argparse.Namespace, *, stock: bool = False, **changed: 
 
     path, engine = engine_arguments(arguments)
     given = {**engine, **sizes_of(arguments), **changed}
+    with on_the_same_cores(arguments):
+        made: Any = LLM(path, **given) if stock else VLLM(path, **given)
     if not stock:
-        with VLLM(path, **given) as model:
-            yield model
+        with made:
+            yield made
         return
-    llm = LLM(path, **given)
     try:
-        yield llm
+        yield made
     finally:
-        llm.llm_engine.engine_core.shutdown()
+        made.llm_engine.engine_core.shutdown()
 
 
 def plain_and_steered(arguments: argparse.Namespace) -> None:
@@ -64,7 +73,7 @@ def plain_and_steered(arguments: argparse.Namespace) -> None:
             "midstream, no plan": lambda: model.generate(prompts, **params),
             "every request steered, all layers": lambda: model.generate(prompts, plan=plan, **params),
         }
-        print_table(in_turns(runs, arguments.rounds), requests * tokens, arguments)
+        print_table(in_turns(runs, arguments.rounds, AWAKE_SECONDS), requests * tokens, arguments)
 
 
 def every_layer(model: Any) -> Any:
@@ -86,6 +95,7 @@ def traced(arguments: argparse.Namespace) -> None:
                 "several": lambda: model.run(every_layer, prompts, **params),
             },
             arguments.rounds,
+            AWAKE_SECONDS,
         )
         ratios = [after / before for before, after in zip(seconds["one rank"], seconds["several"], strict=True)]
         print(

@@ -34,6 +34,7 @@ LLAMA_31_8B = {
     "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000, "tie_word_embeddings": False,
     "torch_dtype": "bfloat16", "hidden_act": "silu", "attention_bias": False,
 }  # fmt: skip
+AWAKE_SECONDS = 1.2  # vLLM's workers look out for work for a second, and take a core for that
 SHAPES = {"qwen3-0.6b": QWEN3_06B, "llama-3.1-8b": LLAMA_31_8B}
 
 
@@ -78,11 +79,11 @@ def engine_arguments(arguments: argparse.Namespace) -> tuple[str, dict[str, Any]
 
 
 @contextlib.contextmanager
-def on_the_same_core(arguments: argparse.Namespace) -> Iterator[None]:
-    """Put the loop of the engine that starts in the block on one core, the same in every block.
+def on_the_same_cores(arguments: argparse.Namespace) -> Iterator[None]:
+    """Put the loops of the engine that starts in the block on cores of their own, the same ones in every block.
 
-    A small model's steps take as long as that loop, and the cores of one machine were seen to differ by a fifth. Engines take turns, so
-    they can share one. Nothing is done on the CPU build, whose cores all have work.
+    A small model's steps take as long as these loops, and cores of one machine were seen to differ by a fifth. Engines take turns, so
+    they can share; those of several ranks with `in_turns(pause=AWAKE_SECONDS)`. On the CPU build all cores have work: nothing is done.
     """
     if arguments.cpu:
         yield
@@ -90,9 +91,10 @@ def on_the_same_core(arguments: argparse.Namespace) -> Iterator[None]:
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     yield
     started = [process for process in psutil.Process().children(recursive=True) if process.pid not in before]
-    core = sorted(os.sched_getaffinity(0))[2]
-    for process in started:
-        os.sched_setaffinity(process.pid, {core})  # on Linux of the main thread alone
+    loops = [process.pid for process in started if "resource_tracker" not in " ".join(process.cmdline())]
+    cores = sorted(os.sched_getaffinity(0))[2::2]  # of two hyperthreads one
+    for loop, core in zip(sorted(loops), cores, strict=False):
+        os.sched_setaffinity(loop, {core})  # on Linux of the main thread alone
 
 
 def has_room(arguments: argparse.Namespace, engine: dict[str, Any]) -> bool:
@@ -105,8 +107,8 @@ def has_room(arguments: argparse.Namespace, engine: dict[str, Any]) -> bool:
     return free / total > engine["gpu_memory_utilization"] + 0.02
 
 
-def in_turns(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each run, round by round.
+def in_turns(runs: dict[str, Callable[[], Any]], rounds: int, pause: float = 0.0) -> dict[str, list[float]]:
+    """Seconds of each run, round by round, with `pause` seconds before each.
 
     Every round has each of them once, after one round that does not count. It begins one run further than the round before, so that none
     of them always has the same place in it.
@@ -116,6 +118,7 @@ def in_turns(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[
     for round_number in range(rounds + 1):
         first = round_number % len(names)
         for name in names[first:] + names[:first]:
+            time.sleep(pause)
             start = time.perf_counter()
             runs[name]()
             if round_number:

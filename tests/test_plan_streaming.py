@@ -84,6 +84,15 @@ def test_a_plan_that_comes_or_goes_with_a_re_add_shares_nothing_with_plain_reque
     assert not set(session.block_hashes[2:]) & set(plain.block_hashes)
 
 
+def test_what_was_computed_before_a_plan_came_is_not_taken_for_steered():
+    """Seen failing without `cache.remember`: the first block, begun before the plan came, was that of a request steered all through."""
+    session = request(range(3), None)
+    assert not session.block_hashes
+    add(session, range(50, 61), STEER["both"])
+    steered = request(list(session.all_token_ids), STEER["both"])
+    assert session.block_hashes and not set(session.block_hashes) & set(steered.block_hashes)
+
+
 @pytest.mark.parametrize("plan", [None, Capture("resid_post", layers=1)])
 def test_a_session_that_changes_no_kv_shares_its_blocks(plan):
     session = request(range(11), plan, prompt=6)

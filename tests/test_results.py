@@ -823,8 +823,9 @@ def test_closing_cuts_off_a_client_that_stopped_reading(receiver):
 # ------------------------------------------------------------------------------------- from the device, without one
 
 
-def test_windows_of_pinned_memory_add_up_to_the_payload(monkeypatch):
-    """The path of CUDA tensors, on the CPU: a ring of small slots stands in for pinned memory, the stream for one."""
+@pytest.fixture
+def stand_in(monkeypatch):
+    """The path of CUDA tensors, on the CPU: small slots stand in for pinned memory, the stream for one. Tells of each slot that is made."""
     monkeypatch.setattr(staging, "SLOT_BYTES", 1000)
 
     class Event:
@@ -844,13 +845,22 @@ def test_windows_of_pinned_memory_add_up_to_the_payload(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    made, empty = [], torch.empty
+
+    def slot(size, *, dtype, pin_memory=False):
+        if pin_memory:
+            made.append(size)
+        return empty(size, dtype=dtype)
+
+    monkeypatch.setattr(torch, "empty", slot)
+    return made
+
+
+def test_windows_of_pinned_memory_add_up_to_the_payload(stand_in):
     sizes = [1, 64, 999, 1000, 1001, 5000, 3, 0, 12_345, 64]
     tensors = [filled(torch.uint8, (size,), salt=i) for i, size in enumerate(sizes)]
     offsets, total = wire.lay_out(tensors)
     payload, tasks, copier = torch.zeros(192 + total, dtype=torch.uint8), [], staging.Copier(threads=3)
-    emptied = Future()
-    emptied.set_result(None)
-    copier._ring.extend((torch.zeros(1000, dtype=torch.uint8), emptied) for _ in range(staging.SLOTS))
     placed = [(192 + offset, tensor) for offset, tensor in zip(offsets, tensors, strict=True) if tensor.numel()]
     copier._from_device(payload, placed, torch.device("cuda:0"), "ready", tasks)
     for task in tasks:
@@ -859,6 +869,20 @@ def test_windows_of_pinned_memory_add_up_to_the_payload(monkeypatch):
     assert payload[:192].count_nonzero() == 0
     for offset, tensor in zip(offsets, tensors, strict=True):
         assert torch.equal(payload[192 + offset : 192 + offset + tensor.numel()], tensor)
+
+
+def test_a_slot_that_is_free_is_taken_before_another_one_is_pinned(stand_in):
+    """Pinning takes milliseconds, in which the forward's own calls to the device wait."""
+    copier, payload = staging.Copier(), torch.zeros(3000, dtype=torch.uint8)
+    for value in range(1, 6):
+        tasks: list[Future] = []
+        tensor = torch.full((3000,), value, dtype=torch.uint8)
+        copier._from_device(payload, [(0, tensor)], torch.device("cuda:0"), "ready", tasks)
+        for task in tasks:
+            task.result(WAIT)
+        assert torch.equal(payload, tensor)
+    copier.close()
+    assert 1 <= len(stand_in) <= 3
 
 
 def test_the_layout_is_aligned_apart_and_groups_devices():

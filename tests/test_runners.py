@@ -1,0 +1,94 @@
+"""The adapters to vLLM's model runners: in a plain step the runner's methods are its own, for it is not even watched."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+from midstream.engine.runners import V1Runner
+from midstream.engine.step import StepView
+
+
+class Model:
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+
+class Dispatcher:
+    def dispatch(self, *args: Any, **kwargs: Any) -> str:
+        return "dispatched"
+
+
+class ModelRunner:
+    """What the adapter touches of vLLM's V1 runner."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.cudagraph_dispatcher = model, Dispatcher()
+        self.input_batch = SimpleNamespace(req_ids=["a"], num_computed_tokens_cpu=torch.zeros(1).numpy())
+
+    def get_model(self) -> Any:
+        return self.model
+
+    def _determine_batch_execution_and_padding(self, **kwargs: Any) -> tuple[str, Any]:
+        return "mode", SimpleNamespace(num_tokens=4)
+
+    def _sample(self) -> Any:
+        return SimpleNamespace(sampled_token_ids=torch.zeros(1, 1))
+
+
+class Host:
+    step_is_seen = step_is_traced = True
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def begin_step(self, view: StepView) -> None:
+        self.seen.append("step")
+
+    def see_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        self.seen.append("logits")
+        return logits
+
+    def see_samples(self, samples: torch.Tensor) -> torch.Tensor:
+        self.seen.append("samples")
+        return samples
+
+
+def run_step(runner: ModelRunner) -> None:
+    runner._determine_batch_execution_and_padding(num_scheduled_tokens_np=torch.ones(1).numpy())
+    runner.cudagraph_dispatcher.dispatch()
+    runner.model.compute_logits(torch.zeros(1))
+    runner._sample()
+
+
+def test_the_host_sees_steps_while_it_watches_and_nothing_of_it_stays() -> None:
+    vllms, host = ModelRunner(Model()), Host()
+    objects = (vllms, vllms.model, vllms.cudagraph_dispatcher)
+    before = [dict(vars(each)) for each in objects]
+    runner = V1Runner(vllms)
+    runner.connect(host)
+    for _ in range(2):
+        assert [vars(each) for each in objects] == before
+        run_step(vllms)
+        assert host.seen == [] and not runner.is_watched
+        runner.watch(True)
+        run_step(vllms)
+        assert host.seen == ["step", "logits", "samples"] and runner.is_watched
+        runner.watch(False)
+        host.seen.clear()
+
+
+def test_a_method_of_the_objects_own_comes_back() -> None:
+    """Other software replaces methods of objects, too."""
+    model = Model()
+    own = model.compute_logits = lambda hidden: hidden + 1  # type: ignore[method-assign]
+    runner = V1Runner(ModelRunner(model))
+    runner.connect(Host())
+    runner.watch(True)
+    assert model.compute_logits is not own and model.compute_logits(torch.zeros(1)).item() == 1
+    runner.watch(False)
+    assert model.compute_logits is own
