@@ -24,8 +24,9 @@ from midstream.engine.plans.pipeline import Pipeline
 from midstream.engine.plans.sources import Sources
 from midstream.engine.plans.store import Run, RunStore
 from midstream.errors import CaptureError, PlanError
-from midstream.plan.compile import CompiledPlan, Plane, compile_plan
+from midstream.plan.compile import CompiledPlan, compile_plan
 from midstream.plan.keys import PlanKeys
+from midstream.plan.layout import Layout
 from midstream.plan.memory import Memory, plan_bytes
 from midstream.plan.runs import RecordedRun
 
@@ -262,7 +263,7 @@ def test_d5_sinks_of_several_stages_make_one_capture(tmp_path: Path) -> None:
 
     def feed(sinks: LocalSinks, layers: list[int]) -> None:
         sinks.begin("a", plan, [7, 8, 9])
-        layout = tuple(Plane("resid_post", layer, "before", WIDTH * i, WIDTH) for i, layer in enumerate(layers))
+        layout = Layout.of((("resid_post", layer, "before") for layer in layers), lambda site, layer: WIDTH)
         rows = torch.stack([torch.cat([value("resid_post", layer, p) for layer in layers]) for p in range(3)])
         sinks.rows("a", [(np.arange(3), layout, rows)])
         sinks.end("a", 3)
