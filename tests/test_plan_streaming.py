@@ -8,6 +8,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, StreamingUpdate
 
 from midstream import Capture, Plan, Steer
@@ -91,6 +92,29 @@ def test_what_was_computed_before_a_plan_came_is_not_taken_for_steered():
     add(session, range(50, 61), STEER["both"])
     steered = request(list(session.all_token_ids), STEER["both"])
     assert session.block_hashes and not set(session.block_hashes) & set(steered.block_hashes)
+
+
+@pytest.mark.parametrize(("first", "then"), [(None, STEER["both"]), (STEER["decode"], STEER["decode"])])
+def test_what_is_computed_again_after_a_preemption_is_nobody_elses(first, then, monkeypatch):
+    """Seen failing without `cache.rekey`: a plan is for all positions that are computed again, and the first blocks kept older keys."""
+    session = request(range(11), first, prompt=2)
+    add(session, range(50, 61), then)
+    tokens, old = list(session.all_token_ids), list(session.block_hashes)
+    monkeypatch.setattr(Scheduler, "_preempt_request", lambda *_: None)
+    object.__new__(MidstreamScheduler)._preempt_request(session, 0.0)
+    assert len(session.block_hashes) == len(old) == len(tokens) // BLOCK
+    others = [request(tokens, plan, prompt) for plan in (first, then) for prompt in (None, 2, 10)]
+    assert not set(session.block_hashes) & {key for other in others for key in other.block_hashes}
+
+
+def test_a_preempted_request_keeps_its_keys(monkeypatch):
+    """Where a request's plan has always been its own, what it computes again is what it computed."""
+    monkeypatch.setattr(Scheduler, "_preempt_request", lambda *_: None)
+    for plan in (None, STEER["both"]):
+        preempted = request(range(11), plan, prompt=6)
+        before = list(preempted.block_hashes)
+        object.__new__(MidstreamScheduler)._preempt_request(preempted, 0.0)
+        assert preempted.block_hashes == before
 
 
 @pytest.mark.parametrize("plan", [None, Capture("resid_post", layers=1)])

@@ -15,6 +15,7 @@ import signal
 import socket
 import threading
 import time
+import weakref
 from collections import namedtuple
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
@@ -364,7 +365,13 @@ def test_what_the_client_cannot_rebuild_is_an_error_value(receiver, worker):
     assert isinstance(got, UnsendableError) and "ValueError" in str(got)
 
 
-@pytest.mark.parametrize("begin", [lambda *_: 1 / 0, lambda *_: lambda: 1 / 0], ids=["begin", "end"])
+def failed_copy(*_):
+    failed = Future()
+    failed.set_exception(ZeroDivisionError())
+    return staging.Copying([failed])
+
+
+@pytest.mark.parametrize("begin", [lambda *_: 1 / 0, failed_copy], ids=["begin", "end"])
 def test_a_copy_that_fails_is_an_error_value_and_the_channel_goes_on(receiver, monkeypatch, begin):
     with receiver.expect(KEY) as box, linked(receiver) as sender:
         monkeypatch.setattr(staging.Copier, "begin", begin)
@@ -569,6 +576,47 @@ def test_a_message_larger_than_the_bound_passes_an_empty_queue(receiver):
         assert box.get(WAIT)[1].numel() == 100_000
         drained(sender)
         assert sender.stats["blocked_seconds"] == 0
+
+
+def test_a_message_that_is_copied_does_not_wait_for_the_next_one(receiver, monkeypatch):
+    """Seen failing with each message written after the next one's copy was begun, which may take long."""
+    go, begin = threading.Event(), staging.Copier.begin
+
+    def held(copier, payload, *rest):
+        if payload.numel() > 2 << 20:
+            go.wait(WAIT)
+        return begin(copier, payload, *rest)
+
+    monkeypatch.setattr(staging.Copier, "begin", held)
+    with receiver.expect(KEY) as box, linked(receiver) as sender:
+        with sender._changed:  # both are there when the thread looks
+            sender.send({"key": KEY}, torch.ones(1 << 20, dtype=torch.uint8))
+            sender.send({"key": KEY}, torch.ones(3 << 20, dtype=torch.uint8))
+        assert box.get(5)[1].numel() == 1 << 20
+        go.set()
+        assert box.get(WAIT)[1].numel() == 3 << 20
+
+
+def test_a_failed_channel_holds_nothing(receiver, monkeypatch):
+    """Seen failing: the frame behind the one that failed still counted, and the error's traceback kept the tensors of both."""
+    sender = Sender(receiver.address)
+
+    def broken(*_):
+        raise OSError("broken")
+
+    monkeypatch.setattr(wire, "write_memfd", broken)
+    tensors = [torch.ones(1 << 20, dtype=torch.uint8) for _ in range(3)]
+    gone = [weakref.ref(tensor) for tensor in tensors]
+    with sender._changed:
+        for tensor in tensors:
+            sender.send({"key": KEY}, [tensor])
+    sender._thread.join(WAIT)
+    del tensor
+    tensors.clear()
+    gc.collect()
+    assert sender.queued_bytes == 0 and not any(reference() is not None for reference in gone)
+    with pytest.raises(ChannelClosedError, match="broken"):
+        sender.send({"key": KEY}, 1)
 
 
 def test_a_client_that_went_away_fails_send_and_frees_who_is_blocked(receiver):

@@ -178,6 +178,8 @@ def test_f1_generate_as_a_call_and_as_a_context(model, plain):
     assert [token_ids(o) for o in outputs] == [plain.generate(PARIS, 4), plain.generate(EIFFEL, 4)]
     single = model.generate(PARIS, max_new_tokens=2, temperature=0.0)
     assert [token_ids(o) for o in single] == [plain.generate(PARIS, 2)]
+    one = other = model.generate(PARIS, max_tokens=1, temperature=0.0)
+    assert [token_ids(o) for o in one] == [token_ids(o) for o in other] == [plain.generate(PARIS, 1)]
     with model.generate(PARIS, max_tokens=4, temperature=0.0) as tracer:
         ids = list().save()
         for _ in tracer.iter[:]:

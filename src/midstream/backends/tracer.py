@@ -6,6 +6,7 @@ import dis
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -211,5 +212,5 @@ def _errors(request: Ran) -> Iterator[MidstreamError]:
 def in_with_header(frame: FrameType) -> bool:
     """Whether the call that `frame` is making right now is what a with-statement enters."""
     opcodes = frame.f_code.co_code[frame.f_lasti + 2 :: 2]
-    after = next((dis.opname[opcode] for opcode in opcodes if opcode != dis.opmap["CACHE"]), None)
-    return after in ("BEFORE_WITH", "LOAD_SPECIAL", "COPY")
+    after = list(islice((dis.opname[opcode] for opcode in opcodes if opcode != dis.opmap["CACHE"]), 2))
+    return after[:1] in (["BEFORE_WITH"], ["LOAD_SPECIAL"]) or after == ["COPY", "LOAD_SPECIAL"]

@@ -143,7 +143,9 @@ def _rows_of_one(
     request: str, parts: Sequence[Part], stop: int | None, wanted: Mapping[Key, Wanted]
 ) -> dict[Key, _Found]:
     """The same where all rows came at once, as those of a prompt do: what planes share is looked at once."""
-    shared = {id(rows): (key, rows) for key, rows in wanted.items()}
+    shared: dict[int, tuple[Key, Wanted]] = {}
+    for key, rows in wanted.items():
+        shared.setdefault(id(rows), (key, rows))
     found = {same: _rows_of(request, parts, stop, key, rows) for same, (key, rows) in shared.items()}
     if len(found) == 1:
         return dict.fromkeys(wanted, *found.values())

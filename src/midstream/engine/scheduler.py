@@ -16,7 +16,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.request import RequestStatus
 
 from midstream.engine.lifeline import tie_to_parent
-from midstream.engine.plans.cache import remember
+from midstream.engine.plans.cache import rekey, remember
 from midstream.engine.plugin import register
 from midstream.engine.request import TraceRequest
 from midstream.engine.settings import NAME
@@ -56,6 +56,10 @@ class _Rules:
         if (getattr(request.sampling_params, "extra_args", None) or {}).get(NAME) is not None:
             self._lengths[request.request_id] = request.num_tokens
         return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
+
+    def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
+        super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
+        rekey(request)
 
     def _update_request_as_session(self, session: Any, update: Any) -> None:
         remember(session)

@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -161,22 +161,25 @@ class Sender:
         try:
             with torch.no_grad():
                 while (job := self._next(wait=not frames)) is not None or frames:
+                    if frames and frames[0].is_copied:
+                        self._write(frames.popleft())
                     if job is not None:
                         frames.append(_Frame(job, self._copier, self._sock.family == socket.AF_UNIX, self.name))
-                    if job is None or len(frames) > 1:
-                        self._write(frames[0])
-                        frames.popleft()
+                    if frames and (job is None or len(frames) > 1):
+                        self._write(frames.popleft())
             wire.write(self._sock, Kind.BYE, b"")
         except BaseException as error:
             with self._changed:
-                self._error = error
-                self._drop_queue()
+                self._error = error.with_traceback(None)  # whose frames hold tensors
+                self._queue.clear()
+                self._queued_bytes = 0
                 self._changed.notify_all()
             if not self._closed:
                 _log.error("results channel of %s failed: %r", self.name, error)
         finally:
             for frame in frames:
                 frame.close()
+            frames.clear()
             self._sock.close()
             self._copier.close()
 
@@ -207,7 +210,7 @@ class _Frame:
         self._descriptor: int | None = None
         self._mapping: mmap.mmap | None = None
         self._payload: torch.Tensor | None = None
-        self._copied: Callable[[], None] = lambda: None
+        self._copying = staging.Copying()
         if job.packed is None:
             return
         try:
@@ -216,7 +219,7 @@ class _Frame:
                 self._payload = self._map(size)
             else:
                 self._payload = torch.empty(size, dtype=torch.uint8)
-            self._copied = copier.begin(self._payload, job.packed.tensors, job.packed.offsets, job.ready)
+            self._copying = copier.begin(self._payload, job.packed.tensors, job.packed.offsets, job.ready)
         except Exception as error:
             self._lose(error)
 
@@ -234,12 +237,17 @@ class _Frame:
         self.close()
         self._packed, self._payload = wire.pack(UnsendableError("result", f"copying it failed: {error!r}")), None
 
+    @property
+    def is_copied(self) -> bool:
+        """Whether `write` would not have to wait for its tensors."""
+        return self._copying.is_done
+
     def write(self, sock: socket.socket) -> None:
         """Wait until all is copied, and send it."""
         if self._packed is None:
             return wire.write(sock, Kind.END, pickle.dumps(self.job.stream))
         try:
-            self._copied()
+            self._copying.wait()
         except Exception as error:
             self._lose(error)
         meta = pickle.dumps((self.job.header, self.job.stream, self._packed.table))
@@ -250,7 +258,7 @@ class _Frame:
     def close(self) -> None:
         """Free what the copy took here, once nothing is being written to it. Idempotent."""
         with contextlib.suppress(Exception):  # `write` has told of it
-            self._copied()
+            self._copying.wait()
         self._payload = None
         if self._mapping is not None:
             self._mapping.close()

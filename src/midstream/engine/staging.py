@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import groupby
 from operator import itemgetter
@@ -30,6 +30,23 @@ def mark_ready(tensors: Sequence[torch.Tensor]) -> dict[torch.device, torch.cuda
     return {device: torch.cuda.current_stream(device).record_event() for device in devices}
 
 
+class Copying:
+    """Copies that have been begun."""
+
+    def __init__(self, tasks: Sequence[Future[None]] = ()) -> None:
+        self._tasks = tasks
+
+    @property
+    def is_done(self) -> bool:
+        return all(task.done() for task in self._tasks)
+
+    def wait(self) -> None:
+        """Return when all are over, also those behind one that failed. Raises what one of them raised."""
+        wait(self._tasks)
+        for task in self._tasks:
+            task.result()
+
+
 class Copier:
     """Owns the threads, the streams and the pinned slots. Used from one thread; `close` when done."""
 
@@ -46,7 +63,7 @@ class Copier:
         ready: Mapping[torch.device, torch.cuda.Event],
     ) -> None:
         """Write each of `tensors` row-major into `payload` (uint8, flat, CPU) at its offset (bytes); return when done."""
-        self.begin(payload, tensors, offsets, ready)()
+        self.begin(payload, tensors, offsets, ready).wait()
 
     def begin(
         self,
@@ -54,8 +71,8 @@ class Copier:
         tensors: Sequence[torch.Tensor],
         offsets: Sequence[int],
         ready: Mapping[torch.device, torch.cuda.Event],
-    ) -> Callable[[], None]:
-        """Begin to do that. What is returned waits for the end, and has to be called: until then the payload is written to.
+    ) -> Copying:
+        """Begin to do that. What is returned has to be waited for: until then the payload is written to.
 
         `offsets` come from `wire.lay_out`; `ready` from `mark_ready`. Tensors in host memory are waited for if `ready` has
         an event for it: something is still being copied there.
@@ -74,13 +91,7 @@ class Copier:
         except BaseException:
             wait(tasks)  # the caller unmaps the payload
             raise
-
-        def finish() -> None:
-            wait(tasks)
-            for task in tasks:
-                task.result()
-
-        return finish
+        return Copying(tasks)
 
     def close(self) -> None:
         """End the threads and free the pinned memory."""

@@ -163,16 +163,13 @@ def _version(tensor: torch.Tensor) -> int:
 class _Pickler(cloudpickle.Pickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self.tensors: list[torch.Tensor] = []  # they also keep the ids below from being reused
-        self._numbers: dict[int, int] = {}  # id -> place in `tensors`
+        self.tensors: list[torch.Tensor] = []
 
     def reducer_override(self, obj: Any) -> Any:  # unlike persistent_id not asked about each number and string
         if not is_raw(obj):
             return super().reducer_override(obj)
-        number = self._numbers.setdefault(id(obj), len(self.tensors))
-        if number == len(self.tensors):
-            self.tensors.append(obj)
-        return _tensor, (number,)
+        self.tensors.append(obj)  # each comes here once: pickle remembers what it has seen
+        return _tensor, (len(self.tensors) - 1,)
 
 
 def _tensor(number: int) -> torch.Tensor:

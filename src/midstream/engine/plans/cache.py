@@ -35,6 +35,15 @@ def remember(request: Any) -> None:
     _known(request)
 
 
+def rekey(request: Any) -> None:
+    """To be called when the request is preempted: a session's plan is for all positions that are now computed again, also for those that
+    had been computed before it came and whose blocks therefore have older keys."""
+    known = getattr(request, "midstream_cache", None)
+    if known is not None and isinstance(known[1], _Alone):
+        request.block_hashes.clear()
+        request.update_block_hashes()
+
+
 def _is_plain(request: Any) -> bool:
     """Whether it has no plan and, if its input is streamed, never had one: quick to tell, since all requests come here."""
     known = getattr(request, "midstream_cache", None)
