@@ -6,6 +6,7 @@ Legend: T tokens, H the site's width.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,6 +33,12 @@ def apply(x_TH: torch.Tensor, ops: Sequence[Op], bank: Sequence[torch.Tensor]) -
     """
     if all(op.kind == "capture" for op in ops):
         return x_TH
+    new_TH = edited(x_TH, ops, bank)
+    return torch.where(new_TH == x_TH, x_TH, new_TH)  # 0 and -0 are equal: the old one stays
+
+
+def edited(x_TH: torch.Tensor, ops: Sequence[Op], bank: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`apply` for callers that write only what is not equal to the old value, and so leave a 0 its sign themselves."""
     h_TH = x_TH.float()
     for op in ops:
         if op.kind == "patch":
@@ -44,8 +51,7 @@ def apply(x_TH: torch.Tensor, ops: Sequence[Op], bank: Sequence[torch.Tensor]) -
             d_H = bank[op.vector].to(h_TH.device)
             along_T1 = (h_TH * d_H).sum(-1, keepdim=True)  # not a product of matrices, which may depend on T
             h_TH = h_TH + op.c * (along_T1.clamp(op.a, op.b) - along_T1) * d_H
-    new_TH = h_TH.to(x_TH.dtype)
-    return torch.where(new_TH == x_TH, x_TH, new_TH)  # 0 and -0 are equal: the old one stays
+    return h_TH.to(x_TH.dtype)
 
 
 def _patched(h_TH: torch.Tensor, op: Op, bank: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -59,9 +65,10 @@ def _patched(h_TH: torch.Tensor, op: Op, bank: Sequence[torch.Tensor]) -> torch.
 
 
 def _steering(h_TH: torch.Tensor, steers: Sequence[Op], bank: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum of the steers, `[T, H]` or `[H]`."""
-    total = torch.zeros(h_TH.shape[-1], device=h_TH.device)
-    for op in steers:
-        vector_H = op.a * bank[op.vector].to(h_TH.device)
-        total = total + (h_TH.norm(dim=-1, keepdim=True) * vector_H if op.kind == "norm_steer" else vector_H)
-    return total
+    """The sum of the steers, at least one, `[T, H]` or `[H]`."""
+    vectors_H = (op.a * bank[op.vector].to(h_TH.device) for op in steers)
+    added = [
+        h_TH.norm(dim=-1, keepdim=True) * vector_H if op.kind == "norm_steer" else vector_H
+        for op, vector_H in zip(steers, vectors_H, strict=True)
+    ]
+    return reduce(torch.add, added)

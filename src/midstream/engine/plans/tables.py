@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from midstream.plan.arithmetic import apply
+from midstream.plan.arithmetic import edited
 from midstream.plan.compile import CompiledPlan, Op, Profile
 from midstream.sites import Point
 
@@ -283,14 +283,17 @@ class TwinTables(Tables):
         first: torch.Tensor,
         second: torch.Tensor | None,
     ) -> None:
-        old = first[rows] if second is None else first[rows] + second[rows]
-        new = apply(old, ops, self._banks[number])
-        if second is None:
-            first[rows] = new  # unchanged elements are bit-identical
-            return
+        streams = [first] if second is None else [first, second]
+        parts = [stream[rows] for stream in streams]  # of a slice of rows views, else copies
+        old = parts[0] if second is None else parts[0] + parts[1]
+        new = edited(old, ops, self._banks[number])
         changed = new != old
-        first[rows] = torch.where(changed, new, first[rows])
-        second[rows] = torch.where(changed, 0, second[rows])
+        torch.where(changed, new, parts[0], out=parts[0])  # unchanged elements are bit-identical
+        if second is not None:
+            parts[1].masked_fill_(changed, 0)
+        if not isinstance(rows, slice):
+            for stream, part in zip(streams, parts, strict=True):
+                stream[rows] = part
 
     def _capture(self, ops: Sequence[Op], number: int, first: torch.Tensor, second: torch.Tensor | None) -> None:
         if not ops or number not in self._blocks:
