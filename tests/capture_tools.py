@@ -15,7 +15,7 @@ from midstream.captures.consumers import CaptureInfo
 from midstream.captures.segment import Segment
 from midstream.captures.sinks import Sinks
 from midstream.captures.wanted import routes
-from midstream.plan.layout import Layout, Plane
+from midstream.plan.layout import Layout
 from midstream.plan.values import Capture
 
 BITS = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
@@ -23,11 +23,8 @@ BITS = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: 
 
 def layout(*planes: tuple[str, int, str, int]) -> Layout:
     """Planes (site, layer, when, width) one after another."""
-    found, offset = [], 0
-    for site, layer, when, width in planes:
-        found.append(Plane(site, layer, when, offset, width))
-        offset += width
-    return Layout(found)
+    widths = {(site, layer): width for site, layer, _, width in planes}
+    return Layout.of((plane[:3] for plane in planes), lambda site, layer: widths[site, layer])
 
 
 def random_rows(count: int, width: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:

@@ -109,16 +109,15 @@ class _Rows:
 
 def put_captures(done: Sequence[Ran], requests: Requests) -> None:
     """Put captures on the outputs. A request that failed has its error in its place."""
-    for ran, capturing in zip(done, requests.capturing, strict=True):
+    counts = [
+        [len(sample.token_ids) for sample in ran.output.outputs] if capturing is not None else []
+        for ran, capturing in zip(done, requests.capturing, strict=True)
+    ]
+    for capturing, count in zip(requests.capturing, counts, strict=True):
         if capturing is not None:
-            capturing.end(_generated(ran))
-    for ran, capturing, planned in zip(done, requests.capturing, requests.planned, strict=True):
-        put_capture(ran, capturing, planned, _generated(ran) if capturing is not None else ())
-
-
-def _generated(ran: Ran) -> list[int]:
-    """How many tokens each sample has."""
-    return [len(sample.token_ids) for sample in ran.output.outputs]
+            capturing.end(count)
+    for ran, capturing, planned, count in zip(done, requests.capturing, requests.planned, counts, strict=True):
+        put_capture(ran, capturing, planned, count)
 
 
 def put_capture(ran: Ran, capturing: Capturing | None, planned: Planned | None, generated: Sequence[int]) -> None:

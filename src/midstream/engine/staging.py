@@ -55,16 +55,6 @@ class Copier:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._ring: deque[tuple[torch.Tensor, Future[None]]] = deque()  # a slot, and who empties it
 
-    def fill(
-        self,
-        payload: torch.Tensor,
-        tensors: Sequence[torch.Tensor],
-        offsets: Sequence[int],
-        ready: Mapping[torch.device, torch.cuda.Event],
-    ) -> None:
-        """Write each of `tensors` row-major into `payload` (uint8, flat, CPU) at its offset (bytes); return when done."""
-        self.begin(payload, tensors, offsets, ready).wait()
-
     def begin(
         self,
         payload: torch.Tensor,
@@ -72,8 +62,9 @@ class Copier:
         offsets: Sequence[int],
         ready: Mapping[torch.device, torch.cuda.Event],
     ) -> Copying:
-        """Begin to do that. What is returned has to be waited for: until then the payload is written to.
+        """Begin to write each of `tensors` row-major into `payload` (uint8, flat, CPU) at its offset (bytes).
 
+        What is returned has to be waited for: until then the payload is written to.
         `offsets` come from `wire.lay_out`; `ready` from `mark_ready`. Tensors in host memory are waited for if `ready` has
         an event for it: something is still being copied there.
         """

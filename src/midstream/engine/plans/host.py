@@ -101,9 +101,8 @@ class PlanHost:
         self._requests: dict[str, _Planned] = {}
         self._images = Images(tables, self._compile, self._off_graph)
         self._profile = np.zeros(rows, np.int32)
-        self._last: tuple[list[str], int] | None = (
-            None  # the batch that the profiles were laid out for, if it may come again
-        )
+        # The batch that the profiles were laid out for, if it may come again.
+        self._last: tuple[list[str], int] | None = None
         self._steady: list[str] | None = None  # the requests of the last step, if all of it was generated tokens
         self._steadily_active = False
         self._repeats = False  # whether the coming step is that one again

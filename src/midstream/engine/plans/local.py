@@ -121,7 +121,7 @@ class LocalSinks:
         for positions, layout, device_rows in rows:
             host = torch.empty(device_rows.shape, dtype=device_rows.dtype)
             flat = host.view(-1).view(torch.uint8)
-            self._copier.fill(flat, [device_rows], [0], ready)
+            self._copier.begin(flat, [device_rows], [0], ready).wait()
             self._sinks.put(Segment(name, positions, layout, host))
 
     def _put(self, job: Callable[[], None], size: int, name: str | None = None) -> None:
