@@ -1,4 +1,4 @@
-"""Every change to a vLLM internal, in one place. All are inert in steps without traces.
+"""How functions of vLLM's are replaced, and those that concern the steps. All are inert in steps without traces.
 
 Seen on vLLM 0.26 (V1, V2) and 0.32 (V1).
 """
@@ -6,6 +6,7 @@ Seen on vLLM 0.26 (V1, V2) and 0.32 (V1).
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 
@@ -28,6 +29,16 @@ class StepMode:
         cls.no_full_graph, cls.no_graphs, cls.uncompiled = no_full_graph, no_graphs, uncompiled
 
 
+def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    """Put `make(original)` in the place of a function of a module or a class of vLLM's, once a process."""
+    original = getattr(owner, name)
+    if hasattr(original, "midstream"):
+        return
+    ours = functools.wraps(original)(make(original))
+    ours.midstream = True  # type: ignore[attr-defined]
+    setattr(owner, name, ours)
+
+
 def apply() -> None:
     """Apply the patches, once a process."""
     _patch_forward_context()
@@ -39,19 +50,16 @@ def _patch_forward_context() -> None:
     """`skip_compiled` is what vLLM itself runs a step uncompiled by; its runners set it for encoders only."""
     import vllm.forward_context as module
 
-    original = module.create_forward_context
-    if hasattr(original, "midstream"):
-        return
+    def make(original: Any) -> Any:
+        def create_forward_context(*args: Any, **kwargs: Any) -> Any:
+            context = original(*args, **kwargs)
+            if StepMode.uncompiled:
+                context.skip_compiled = True
+            return context
 
-    @functools.wraps(original)
-    def create_forward_context(*args: Any, **kwargs: Any) -> Any:
-        context = original(*args, **kwargs)
-        if StepMode.uncompiled:
-            context.skip_compiled = True
-        return context
+        return create_forward_context
 
-    create_forward_context.midstream = True  # type: ignore[attr-defined]
-    module.create_forward_context = create_forward_context
+    replace(module, "create_forward_context", make)
 
 
 def _patch_v2_dispatch() -> None:
@@ -60,23 +68,24 @@ def _patch_v2_dispatch() -> None:
         import vllm.v1.worker.gpu.model_runner as module
     except ImportError:  # the CPU build lacks what V2 needs
         return
-    original = getattr(module, "dispatch_cg_and_sync_dp", None)
-    if original is None or hasattr(original, "midstream"):
+    if not hasattr(module, "dispatch_cg_and_sync_dp"):
         return
 
-    @functools.wraps(original)
-    def dispatch_cg_and_sync_dp(
-        manager: Any, requests: int, tokens: int, uniform: int | None, *args: Any, **kwargs: Any
-    ) -> Any:
-        kwargs["need_eager"] = kwargs.get("need_eager", False) or StepMode.no_graphs
-        # Full graphs are kept for uniform decode batches, so a batch that is not called one gets the pieces' graphs.
-        dispatched = original(manager, requests, tokens, None if StepMode.no_full_graph else uniform, *args, **kwargs)
-        if StepMode.no_full_graph and dispatched[0].cg_mode.name == "FULL":
-            return original(manager, requests, tokens, None, *args, **{**kwargs, "need_eager": True})
-        return dispatched
+    def make(original: Any) -> Any:
+        def dispatch_cg_and_sync_dp(
+            manager: Any, requests: int, tokens: int, uniform: int | None, *args: Any, **kwargs: Any
+        ) -> Any:
+            kwargs["need_eager"] = kwargs.get("need_eager", False) or StepMode.no_graphs
+            # Full graphs are kept for uniform decode batches, so a batch that is not called one gets the pieces' graphs.
+            asked = None if StepMode.no_full_graph else uniform
+            dispatched = original(manager, requests, tokens, asked, *args, **kwargs)
+            if StepMode.no_full_graph and dispatched[0].cg_mode.name == "FULL":
+                return original(manager, requests, tokens, None, *args, **{**kwargs, "need_eager": True})
+            return dispatched
 
-    dispatch_cg_and_sync_dp.midstream = True  # type: ignore[attr-defined]
-    module.dispatch_cg_and_sync_dp = dispatch_cg_and_sync_dp
+        return dispatch_cg_and_sync_dp
+
+    replace(module, "dispatch_cg_and_sync_dp", make)
 
 
 def _patch_rest() -> None:
@@ -85,13 +94,10 @@ def _patch_rest() -> None:
     from vllm.v1.engine.core_client import InprocClient
 
     for name in ("get_output", "abort_requests"):
-        original = getattr(InprocClient, name)
-        if not hasattr(original, "midstream"):
-            setattr(InprocClient, name, _telling_ends(original))
+        replace(InprocClient, name, _telling_ends)
 
 
 def _telling_ends(original: Any) -> Any:
-    @functools.wraps(original)
     def call(self: Any, *args: Any) -> Any:
         result = original(self, *args)
         scheduler = self.engine_core.scheduler
@@ -99,5 +105,4 @@ def _telling_ends(original: Any) -> Any:
             self.engine_core.step_fn()
         return result
 
-    call.midstream = True  # type: ignore[attr-defined]
     return call

@@ -10,6 +10,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+from midstream.engine.patches import replace
 from midstream.engine.plans.request import PlanRequest, packed, unpacked
 from midstream.engine.settings import NAME, Settings
 from midstream.errors import PlanError
@@ -24,24 +25,21 @@ def check_requests() -> None:
     """Have vLLM's input processor check plans. Once a process; seen on vLLM 0.26 and 0.32."""
     from vllm.v1.engine.input_processor import InputProcessor
 
-    original = InputProcessor.process_inputs
-    if hasattr(original, "midstream"):
-        return
+    def make(original: Any) -> Any:
+        def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
+            request = original(self, *args, **kwargs)
+            params, everyone = request.sampling_params, Settings.of(self.vllm_config).plan
+            if params is not None and (everyone is not None or (params.extra_args or {}).get(NAME) is not None):
+                try:
+                    carried = admitted(self.vllm_config, request, everyone)
+                except PlanError as error:
+                    raise _refusal()(str(error)) from error
+                params.extra_args = {**(params.extra_args or {}), NAME: carried}
+            return request
 
-    @functools.wraps(original)
-    def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
-        request = original(self, *args, **kwargs)
-        params, everyone = request.sampling_params, Settings.of(self.vllm_config).plan
-        if params is not None and (everyone is not None or (params.extra_args or {}).get(NAME) is not None):
-            try:
-                carried = admitted(self.vllm_config, request, everyone)
-            except PlanError as error:
-                raise _refusal()(str(error)) from error
-            params.extra_args = {**(params.extra_args or {}), NAME: carried}
-        return request
+        return process_inputs
 
-    process_inputs.midstream = True  # type: ignore[attr-defined]
-    InputProcessor.process_inputs = process_inputs
+    replace(InputProcessor, "process_inputs", make)
 
 
 @functools.cache

@@ -7,10 +7,10 @@ lowest captured position and no further.
 
 from __future__ import annotations
 
-import functools
 import secrets
 from typing import Any
 
+from midstream.engine.patches import replace
 from midstream.engine.plans.request import PlanRequest, has_open_names, unpacked
 from midstream.errors import PlanError
 from midstream.plan.keys import PlanKeys, lowest_captured
@@ -124,38 +124,32 @@ def _limit_hits() -> None:
     """Have requests take cache hits up to `longest_hit`."""
     from vllm.v1.core.kv_cache_manager import KVCacheManager
 
-    original = KVCacheManager.get_computed_blocks
-    if hasattr(original, "midstream"):
-        return
+    def make(original: Any) -> Any:
+        def get_computed_blocks(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+            longest = longest_hit(request)
+            if longest is None:
+                return original(self, request, *args, **kwargs)
+            coordinator, self.coordinator = self.coordinator, _Limited(self.coordinator, longest)
+            try:
+                return original(self, request, *args, **kwargs)
+            finally:
+                self.coordinator = coordinator
 
-    @functools.wraps(original)
-    def get_computed_blocks(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        longest = longest_hit(request)
-        if longest is None:
-            return original(self, request, *args, **kwargs)
-        coordinator, self.coordinator = self.coordinator, _Limited(self.coordinator, longest)
-        try:
-            return original(self, request, *args, **kwargs)
-        finally:
-            self.coordinator = coordinator
+        return get_computed_blocks
 
-    get_computed_blocks.midstream = True  # type: ignore[attr-defined]
-    KVCacheManager.get_computed_blocks = get_computed_blocks
+    replace(KVCacheManager, "get_computed_blocks", make)
 
 
 def _key_blocks() -> None:
     """Have block hashes carry the plans' keys."""
     import vllm.v1.core.kv_cache_utils as module
 
-    original = module.generate_block_hash_extra_keys
-    if hasattr(original, "midstream"):
-        return
+    def make(original: Any) -> Any:
+        def generate_block_hash_extra_keys(request: Any, start: int, end: int, *args: Any, **kwargs: Any) -> Any:
+            found = original(request, start, end, *args, **kwargs)
+            own = block_key(request, end)
+            return found if own is None else ((*(found[0] or ()), ("midstream", own)), found[1])
 
-    @functools.wraps(original)
-    def generate_block_hash_extra_keys(request: Any, start: int, end: int, *args: Any, **kwargs: Any) -> Any:
-        found = original(request, start, end, *args, **kwargs)
-        own = block_key(request, end)
-        return found if own is None else ((*(found[0] or ()), ("midstream", own)), found[1])
+        return generate_block_hash_extra_keys
 
-    generate_block_hash_extra_keys.midstream = True  # type: ignore[attr-defined]
-    module.generate_block_hash_extra_keys = generate_block_hash_extra_keys
+    replace(module, "generate_block_hash_extra_keys", make)
