@@ -4,8 +4,9 @@
     python benchmarks/ranks_overhead.py --pp 2 --runner v2 --shape llama-3.1-8b       # 2 GPUs: dummy weights
     python benchmarks/ranks_overhead.py --tp 2
 
-Tables: stock vLLM at these sizes (= 1.00), the engine without a plan, and every request steered at all layers; with `--pp`, a trace that
-reads and saves every layer, against the same on an eager engine of one rank; and how long a stage waits for each value of another one.
+Tables:stock vLLM at these sizes (= 1.00), a second stock engine (so much is noise), the engine without a plan, and every request
+steered at all layers; with `--pp`, a trace that reads and saves every layer, against the same on an eager engine of one rank; and how
+long a stage waits for each value of another one.
 """
 
 from __future__ import annotations
@@ -64,12 +65,17 @@ def plain_and_steered(arguments: argparse.Namespace) -> None:
     requests, tokens = (32, 32) if arguments.cpu else (64, 128)
     prompts = [[(7 * i + 3 * j) % 1000 + 1 for j in range(16)] for i in range(requests)]
     params = {"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
-    with engine_of(arguments, stock=True) as stock, engine_of(arguments) as model:
+    with contextlib.ExitStack() as engines:
+        stock, model = (engines.enter_context(engine_of(arguments, stock=which)) for which in (True, False))
+        both = [stock] if arguments.one_stock else [stock, engines.enter_context(engine_of(arguments, stock=True))]
         plan = [Steer("resid_post", vector=torch.full((model.hidden_size,), 0.01))]
+
+        def plain(llm: Any) -> Callable[[], Any]:
+            given = [{"prompt_token_ids": prompt} for prompt in prompts]
+            return lambda: llm.generate(given, SamplingParams(**params), use_tqdm=False)
+
         runs: dict[str, Callable[[], Any]] = {
-            "stock vLLM": lambda: stock.generate(
-                [{"prompt_token_ids": p} for p in prompts], SamplingParams(**params), use_tqdm=False
-            ),
+            **dict(zip(("stock vLLM", "stock vLLM, a second engine"), map(plain, both), strict=False)),
             "midstream, no plan": lambda: model.generate(prompts, **params),
             "every request steered, all layers": lambda: model.generate(prompts, plan=plan, **params),
         }
@@ -138,6 +144,7 @@ def main() -> None:
     add_arguments(parser)
     parser.add_argument("--pp", type=int, default=1, help="pipeline stages")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks of each stage")
+    parser.add_argument("--one-stock", action="store_true", help="leave out the second stock engine")
     parser.add_argument("--plain", action="store_true", help="leave out the trace and the fetches")
     arguments = parser.parse_args()
     if arguments.cpu and arguments.pp > 1 and not arguments.compiled:  # assert self.intermediate_tensors is not None
