@@ -178,7 +178,8 @@ class Capturing:
         if not wanted:
             return nothing_captured(sample.name)
         segments, sample.segments = sample.segments, []
-        if not any(segment.layout.by_key.keys() >= wanted.keys() for segment in segments):
+        layouts = [segment.layout for segment in segments]
+        if not any(layout.has_just(wanted) or layout.by_key.keys() >= wanted.keys() for layout in layouts):
             segments.append(self._planned.empty_segment(sample.name))
         return gather(segments, stop, wanted)
 

@@ -112,7 +112,7 @@ def find_rows(
 
     Raises CaptureError for a row that is there twice, and for one below `stop` that was wanted and is not there.
     """
-    if wanted is not None and len(parts) == 1 and parts[0][1].by_key.keys() == wanted.keys():
+    if wanted is not None and len(parts) == 1 and parts[0][1].has_just(wanted):
         return _rows_of_one(request, parts, stop, wanted)
     by_layout: dict[Layout, list[int]] = {}
     for i, (_, layout) in enumerate(parts):
@@ -143,12 +143,13 @@ def _rows_of_one(
     request: str, parts: Sequence[Part], stop: int | None, wanted: Mapping[Key, Wanted]
 ) -> dict[Key, _Found]:
     """The same where all rows came at once, as those of a prompt do: what planes share is looked at once."""
+    first, rows = next(iter(wanted.items()), (None, None))
+    if first is not None and rows is not None and all(other is rows for other in wanted.values()):
+        return dict.fromkeys(wanted, _rows_of(request, parts, stop, first, rows))
     shared: dict[int, tuple[Key, Wanted]] = {}
     for key, rows in wanted.items():
         shared.setdefault(id(rows), (key, rows))
     found = {same: _rows_of(request, parts, stop, key, rows) for same, (key, rows) in shared.items()}
-    if len(found) == 1:
-        return dict.fromkeys(wanted, *found.values())
     return {key: found[id(rows)] for key, rows in wanted.items()}
 
 

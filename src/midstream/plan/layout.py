@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from typing import Any, NamedTuple, Self
 
@@ -21,6 +21,8 @@ class Plane(NamedTuple):
 
 class Layout(tuple[Plane, ...]):
     """The planes of a row. The rows of many requests have the same one, which therefore keeps what can be told of it."""
+
+    _keys: Mapping[Key, Any] | None = None
 
     @classmethod
     def of(cls, keys: Iterable[Key], width: Callable[[str, int], int]) -> Self:
@@ -41,6 +43,12 @@ class Layout(tuple[Plane, ...]):
     @cached_property
     def by_key(self) -> dict[Key, Plane]:
         return {(plane.site, plane.layer, plane.when): plane for plane in self}
+
+    def has_just(self, keys: Mapping[Key, Any]) -> bool:
+        """Whether it has a plane for each of the keys and no other; quick if the last answer was yes for the same mapping."""
+        if self._keys is not keys and self.by_key.keys() == keys.keys():
+            self._keys = keys
+        return self._keys is keys
 
     @cached_property
     def width(self) -> int:

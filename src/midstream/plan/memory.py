@@ -33,9 +33,10 @@ class Memory(Generic[V]):
     def get(self, key: Hashable, make: Callable[[], V], size: Callable[[V], int]) -> V:
         """The value of `key`, made if it is not known; `size` tells the bytes of both. Raises what `make` raises."""
         with self._lock:
-            if key in self._entries:
+            known = self._entries.get(key)
+            if known is not None:
                 self._entries.move_to_end(key)
-                return self._entries[key][0]
+                return known[0]
         value = make()
         bytes_ = size(value) + _ENTRY_BYTES
         with self._lock:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -58,7 +59,7 @@ class PlanRequest:
         carried |= {"record": list(self.record)} if self.record is not None else {}
         return {NAME: carried}
 
-    @property
+    @cached_property
     def plan(self) -> Plan:
         """The plan. Raises PlanError."""
         return unpacked(self.wire)
