@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import Any
 
 from side_by_side import (
-    AWAKE_SECONDS,
     add_arguments,
     choose_runner,
     engine_arguments,
@@ -122,10 +121,7 @@ def main() -> None:
     arguments = parser.parse_args()
     choose_runner(arguments)
     runs, close, run_capture = build_runs(arguments)
-    pause = (
-        AWAKE_SECONDS if arguments.cpu else 0.0
-    )  # there the engines' own processes wait for work like workers of several ranks
-    print_table(in_turns(runs, arguments.rounds, pause), 32 * 32 if arguments.cpu else 64 * 128, arguments)
+    print_table(in_turns(runs, arguments), 32 * 32 if arguments.cpu else 64 * 128, arguments)
     best, rate = run_capture()
     print(f"capture of every layer, {'8 x 64' if arguments.cpu else '64 x 512'} tokens: {best:.2f} s, {rate:.2f} GB/s")
     for end in close:

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from side_by_side import (
-    AWAKE_SECONDS,
     add_arguments,
     choose_runner,
     engine_arguments,
@@ -79,7 +78,7 @@ def plain_and_steered(arguments: argparse.Namespace) -> None:
             "midstream, no plan": lambda: model.generate(prompts, **params),
             "every request steered, all layers": lambda: model.generate(prompts, plan=plan, **params),
         }
-        print_table(in_turns(runs, arguments.rounds, AWAKE_SECONDS), requests * tokens, arguments)
+        print_table(in_turns(runs, arguments), requests * tokens, arguments)
 
 
 def every_layer(model: Any) -> Any:
@@ -101,7 +100,6 @@ def traced(arguments: argparse.Namespace) -> None:
                 "several": lambda: model.run(every_layer, prompts, **params),
             },
             arguments.rounds,
-            AWAKE_SECONDS,
         )
         ratios = [after / before for before, after in zip(seconds["one rank"], seconds["several"], strict=True)]
         print(

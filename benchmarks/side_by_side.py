@@ -107,12 +107,14 @@ def has_room(arguments: argparse.Namespace, engine: dict[str, Any]) -> bool:
     return free / total > engine["gpu_memory_utilization"] + 0.02
 
 
-def in_turns(runs: dict[str, Callable[[], Any]], rounds: int, pause: float = 0.0) -> dict[str, list[float]]:
-    """Seconds of each run, round by round, with `pause` seconds before each.
+def in_turns(runs: dict[str, Callable[[], Any]], arguments: argparse.Namespace) -> dict[str, list[float]]:
+    """Seconds of each run, round by round.
 
     Every round has each of them once, after one round that does not count. It begins one run further than the round before, so that none
-    of them always has the same place in it.
+    of them always has the same place in it. Before each, engines with worker processes get time to rest.
     """
+    has_workers = arguments.cpu or getattr(arguments, "pp", 1) * getattr(arguments, "tp", 1) > 1
+    pause, rounds = (AWAKE_SECONDS if has_workers else 0.0), arguments.rounds
     names = list(runs)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for round_number in range(rounds + 1):

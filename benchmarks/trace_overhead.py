@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from side_by_side import add_arguments, choose_runner, engine_arguments, in_turns, print_table
+from side_by_side import add_arguments, choose_runner, engine_arguments, in_turns, on_the_same_cores, print_table
 
 
 def build_runs(arguments: argparse.Namespace) -> tuple[dict[str, Callable[[], Any]], list[Callable[[], Any]]]:
@@ -26,8 +26,10 @@ def build_runs(arguments: argparse.Namespace) -> tuple[dict[str, Callable[[], An
     path, engine = engine_arguments(arguments)
     requests, tokens = (32, 32) if arguments.cpu else (64, 128)
     prompts = [[(7 * i + 3 * j) % 1000 + 1 for j in range(16)] for i in range(requests)]
-    stock = LLM(path, **engine)
-    model = VLLM(path, **engine)
+    with on_the_same_cores(arguments):
+        stock = LLM(path, **engine)
+    with on_the_same_cores(arguments):
+        model = VLLM(path, **engine)
     params = {"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
     vector = torch.full((model.hidden_size,), 0.01)
     middle = model.num_layers // 2
@@ -78,7 +80,7 @@ def main() -> None:
     arguments = parser.parse_args()
     choose_runner(arguments)
     runs, (close, close_stock, run_capture) = build_runs(arguments)
-    print_table(in_turns(runs, arguments.rounds), 32 * 32 if arguments.cpu else 64 * 128, arguments)
+    print_table(in_turns(runs, arguments), 32 * 32 if arguments.cpu else 64 * 128, arguments)
     best, rate = run_capture()
     print(f"capture of every layer, {'8 x 64' if arguments.cpu else '64 x 512'} tokens: {best:.2f} s, {rate:.2f} GB/s")
     close()

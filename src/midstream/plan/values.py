@@ -337,11 +337,11 @@ class Plan:
             ) from error
         return cls(tuple(_flattened(items)))
 
-    @property
+    @cached_property
     def edits(self) -> tuple[Edit, ...]:
         return tuple(item for item in self.interventions if not isinstance(item, Capture))
 
-    @property
+    @cached_property
     def captures(self) -> tuple[Capture, ...]:
         return tuple(item for item in self.interventions if isinstance(item, Capture))
 
