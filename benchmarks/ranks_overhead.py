@@ -4,7 +4,7 @@
     python benchmarks/ranks_overhead.py --pp 2 --runner v2 --shape llama-3.1-8b       # 2 GPUs: dummy weights
     python benchmarks/ranks_overhead.py --tp 2
 
-Tables:stock vLLM at these sizes (= 1.00), a second stock engine (so much is noise), the engine without a plan, and every request
+Tables: stock vLLM at these sizes (= 1.00), a second stock engine (so much is noise), the engine without a plan, and every request
 steered at all layers; with `--pp`, a trace that reads and saves every layer, against the same on an eager engine of one rank; and how
 long a stage waits for each value of another one.
 """
@@ -99,7 +99,7 @@ def traced(arguments: argparse.Namespace) -> None:
                 "one rank": lambda: alone.run(every_layer, prompts, **params),
                 "several": lambda: model.run(every_layer, prompts, **params),
             },
-            arguments.rounds,
+            arguments,
         )
         ratios = [after / before for before, after in zip(seconds["one rank"], seconds["several"], strict=True)]
         print(

@@ -83,7 +83,7 @@ def on_the_same_cores(arguments: argparse.Namespace) -> Iterator[None]:
     """Put the loops of the engine that starts in the block on cores of their own, the same ones in every block.
 
     A small model's steps take as long as these loops, and cores of one machine were seen to differ by a fifth. Engines take turns, so
-    they can share; those of several ranks with `in_turns(pause=AWAKE_SECONDS)`. On the CPU build all cores have work: nothing is done.
+    they can share. On the CPU build all cores have work: nothing is done.
     """
     if arguments.cpu:
         yield

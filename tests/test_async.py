@@ -347,6 +347,23 @@ def test_untraced_requests_beside_a_trace_are_unchanged(model: VLLM, drive: Driv
     drive(main())
 
 
+@pytest.mark.parametrize("kind", ["FINAL_ONLY", "CUMULATIVE", "DELTA"])
+def test_e4_answers_come_with_the_first_output(model: VLLM, drive: Drive, plain: Plain, kind: str) -> None:
+    """With DELTA vLLM hands on each token's log-probabilities once."""
+    from vllm.sampling_params import RequestOutputKind
+
+    answers = [" Paris", 0, 900]
+
+    async def main() -> list[Any]:
+        stream = model.generate(FRANCE, answers=answers, max_tokens=4, output_kind=RequestOutputKind[kind], **GREEDY)
+        return [output.answers async for output in stream]
+
+    seen = drive(main())
+    expected = plain.run(FRANCE).logits[-1].log_softmax(-1)[[plain.token(" Paris"), 0, 900]]
+    assert len(seen) > (kind != "FINAL_ONLY") and all(each == seen[0] for each in seen)
+    torch.testing.assert_close(torch.tensor(list(seen[0].values())), expected, rtol=1e-4, atol=1e-4)
+
+
 # The end. The last tests: they leave the engine closed.
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from midstream import Capture, Consumer, Plan, Steer
+from midstream import Capture, Consumer, Patch, Plan, RecordedRun, Steer
 from midstream.engine.plans import images
 from midstream.engine.plans.host import PlanHost
 from midstream.engine.plans.local import LocalSinks
@@ -18,6 +18,7 @@ from midstream.engine.plans.outlet import Outlet, Piece
 from midstream.engine.plans.pipeline import Pipeline
 from midstream.engine.plans.points import PointHooks, points_of
 from midstream.engine.plans.request import PlanRequest, packed
+from midstream.engine.plans.store import make_run
 from midstream.engine.plans.tables import DeviceTables, TwinTables
 from midstream.engine.step import StepView
 from midstream.plan.checks import ModelFacts
@@ -41,7 +42,7 @@ class Model(nn.Module):
 class Steps:
     """A plan host, and the engine's steps as the worker and the runner's adapter pass them on."""
 
-    def __init__(self, compiles: bool = True) -> None:
+    def __init__(self, compiles: bool = True, speculative: bool = False) -> None:
         self.model, self.sent = Model(), []
         bindings = {(site, layer): Binding(f"{site}_{layer}", "output", ()) for site, layer in POINTS}
         arch = SimpleNamespace(layers=range(LAYERS), bindings=bindings, part_of=lambda binding: None)
@@ -63,6 +64,7 @@ class Steps:
             rows=64,
             record_bytes=1 << 20,
             outlet=Outlet(lambda: sender, None, 0),
+            speculative=speculative,
         )
         self.computed: dict[str, int] = {}
 
@@ -140,7 +142,7 @@ def test_rows_in_another_order_are_laid_out_anew(steps):
     assert steps.step()["resid_post", 0][:, 0].tolist() == [1, 2]
 
 
-def test_e4_a_request_that_begins_anew_between_two_like_steps_gets_its_prompts_profiles(steps):
+def test_d4_a_request_that_begins_anew_between_two_like_steps_gets_its_prompts_profiles(steps):
     """Seen failing where only the names of the step's requests were compared."""
     steps.step({"a": steer(1, phase="decode"), "b": steer(2)})
     for _ in range(3):
@@ -182,6 +184,42 @@ def test_images_at_rest_are_taken_again_and_are_bounded(steps, monkeypatch):
     assert run(2, 1, 4) == []
     assert run(3) == [3]
     assert len(steps.tables.profiles) == 3 and len(steps.host._images._idle) == 3
+
+
+def test_e5_a_refused_request_holds_no_lease(steps):
+    """Of two runs one is gone: the other one is not held for ever."""
+    here, gone = (RecordedRun(name, name, tuple(PROMPT), ("resid_post",), (0,), (0,)) for name in ("here", "gone"))
+    steps.host.runs.add(make_run("here", "here", {("resid_post", 0): torch.ones(1, WIDTH)}, [0]))
+    plan = [
+        Patch("resid_post", layer=0, position=p, source=run, source_position=0) for p, run in enumerate((here, gone))
+    ]
+    steps.step({"a": plan})
+    assert "'gone' are not there any more" in steps.host.take_errors()["a"]
+    assert steps.host.gauges()["leases"] == 0 and steps.host.is_idle
+    steps.step({"b": plan[:1]}, finished=["a"])
+    assert steps.host.gauges()["leases"] == 1 and not steps.host.errors
+    steps.step(finished=["b"])
+    assert steps.host.gauges()["leases"] == 0
+
+
+def test_d4_a_session_keeps_its_plan_over_longer_prompts(steps):
+    """Streaming input: the scheduler sends the request anew, with a longer prompt. Another plan would have keys of its own there."""
+    steps.step({"a": steer(1, phase="prefill")})
+    longer = {"a": (_sampling(steer(1, phase="prefill")), [*PROMPT, 4, 5])}
+    steps.host.schedule(longer, {"a": 2}, {}, {"a": 3})
+    assert steps.host.step_is_planned and not steps.host.errors  # positions 3 and 4 are the prompt's now
+    steps.host.end_step()
+    for other in (steer(2, phase="prefill"), None):
+        steps.host.schedule({"a": (_sampling(other), [*PROMPT, 4, 5, 6])}, {"a": 1}, {}, {"a": 5})
+        assert "the same one" in steps.host.take_errors()["a"]
+
+
+def test_d8_generated_rows_are_not_captured_where_tokens_are_drafted():
+    steps = Steps(speculative=True)
+    steps.step(
+        {"a": Capture("resid_post", positions="all_generated"), "b": Capture("resid_post", positions="all_prompt")}
+    )
+    assert list(steps.host.errors) == ["a"] and "speculative decoding" in steps.host.errors["a"]
 
 
 def test_captured_rows_come_once_over_preemptions(steps):

@@ -243,3 +243,97 @@ def test_strided_rows() -> None:
     table.edit(0, wide[:, 32:64], None)
     before[[0, 2], 32:64] += 1
     assert torch.equal(wide, before)
+
+
+@pytest.mark.parametrize(("hidden", "rows"), [(4096, 3), (5120, 2), (16384, 1), (8, 1100)])
+def test_wide_rows_and_many_of_them(hidden: int, rows: int) -> None:
+    """As many programs' warps as there are, and rows that are loaded only where they are needed. Every other row has no op."""
+    vector = torch.randn(hidden)
+    table = DeviceTables(POINTS, rows, DEVICE)
+    loaded = table.load(compiled([{POINTS[1]: [op("steer", 0, a=2.0)]}], [vector], hidden))
+    has_op = np.arange(rows) % 2 == 0
+    table.begin_step(np.where(has_op, loaded.ids[1], 0).astype(np.int32), {}, False)
+    first, second = torch.randn(rows, hidden, device=DEVICE), torch.randn(rows, hidden, device=DEVICE)
+    expected = [first.clone(), second.clone()]
+    here = torch.from_numpy(has_op)
+    expected[0][here] = first[here] + second[here] + 2 * vector.to(DEVICE)
+    expected[1][here] = 0
+    table.edit(1, first, second)
+    torch.testing.assert_close([first, second], expected, rtol=1e-6, atol=1e-5)
+
+
+def test_a_compiled_kernel_serves_what_it_was_compiled_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton compiles anew for another dtype of either stream, and for addresses that are no multiples of 16. Seen failing without them."""
+    from midstream.engine.plans import kernel
+
+    ran: list[str] = []
+
+    class Jit:
+        made = 0
+
+        def __getitem__(self, grid: Any) -> Any:
+            def launch(*arguments: Any, **options: Any) -> Any:
+                self.made += 1
+                ran.append(f"new {self.made}")
+                number = self.made
+                return type("Compiled", (), {"__getitem__": lambda _, grid: lambda *a: ran.append(f"again {number}")})()
+
+            return launch
+
+    monkeypatch.setattr(kernel, "_edit_rows", Jit())
+    monkeypatch.setattr(kernel, "_compiled", {})
+    memory = torch.zeros(4096, dtype=torch.uint8)
+    rows, word = torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
+
+    def at(byte: int, dtype: torch.dtype) -> torch.Tensor:
+        return memory[byte : byte + 2 * 16 * dtype.itemsize].view(dtype).view(2, 16)
+
+    half, single = torch.bfloat16, torch.float32
+    aligned = -memory.data_ptr() % 16
+    for first, second in (
+        (at(aligned, half), at(aligned + 512, half)),
+        (at(aligned, half), at(aligned + 512, half)),
+        (at(aligned, half), at(aligned + 512, single)),
+        (at(aligned + 1024, half), at(aligned + 512, half)),
+        (at(aligned + 8, half), at(aligned + 512, half)),
+        (at(aligned + 8, half), at(aligned + 512, half)),
+        (at(aligned, half), None),
+    ):
+        kernel.edit_rows(first, second, rows, word, word, 0, 3)
+    assert ran == ["new 1", "again 1", "new 2", "again 1", "new 3", "new 4", "new 5"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs")
+def test_in_a_graph_behind_the_kernel_that_writes_its_rows() -> None:
+    """A matrix product writes the rows right in front of each launch; plans change between replays of one graph."""
+    hidden, rows, layers = 1024, 32, 24
+    points = [("resid_post", i) for i in range(layers)]
+    table = DeviceTables(points, rows, DEVICE)
+    weight = torch.randn(hidden, hidden, device=DEVICE, dtype=torch.bfloat16) / 32
+    start = torch.randn(rows, hidden, device=DEVICE, dtype=torch.bfloat16)
+    vectors = torch.randn(8, hidden)
+
+    def forward(edit: Any) -> torch.Tensor:
+        x = start
+        for i in range(layers):
+            x = torch.tanh(x @ weight)
+            edit(i, x)
+        return x
+
+    forward(lambda i, x: table.edit_recorded(i, x, None))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = forward(lambda i, x: table.edit_recorded(i, x, None))
+    for round_number, vector in enumerate(vectors):
+        loaded = table.load(compiled([{point: [op("steer", 0, a=1.0)] for point in points}], [vector], hidden))
+        has_op = (np.arange(rows) + round_number) % 3 == 0
+        table.begin_step(np.where(has_op, loaded.ids[1], 0).astype(np.int32), {}, False)
+        graph.replay()
+        here = torch.from_numpy(has_op).to(DEVICE)[:, None]
+        added = vector.to(DEVICE)
+
+        def steer(_: int, x: torch.Tensor, here: torch.Tensor = here, added: torch.Tensor = added) -> None:
+            x.copy_(torch.where(here, (x.float() + added).to(x.dtype), x))
+
+        assert torch.equal(replayed, forward(steer))
+        table.unload(loaded)

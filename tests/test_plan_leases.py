@@ -1,4 +1,4 @@
-"""Leases of recorded runs (issue 3, E4, E10): who is cancelled while the workers answer holds nothing afterwards."""
+"""Leases of recorded runs (issue 3, E5, E10): who is cancelled while the workers answer holds nothing afterwards."""
 
 import asyncio
 
@@ -38,7 +38,7 @@ def test_a_stream_that_is_cancelled_while_the_workers_answer_gives_its_leases_ba
 
     async def run():
         model = Model()
-        waiting = asyncio.ensure_future(Stream(model, lambda: Requests([], [], [], [], [], ["a"])))
+        waiting = asyncio.ensure_future(Stream(model, lambda: Requests([], [], [], [], [], ["a"], [])))
         while not model.leases:
             await asyncio.sleep(0)
         waiting.cancel()

@@ -526,6 +526,14 @@ def test_e11_positions_in_a_multimodal_prompt_are_refused(stock: Any, plan: Any)
     assert "plan" in admitted(Capture("resid_post", positions="last_prompt", to=Consumer("log")), [object()])
 
 
+def test_d8_a_prompt_without_tokens_is_refused(stock: Any) -> None:
+    """vLLM takes a prompt as embeddings, too; a plan for its tokens, of which there are none, would do nothing."""
+    params = SimpleNamespace(extra_args={"midstream": [Steer("resid_post", vector=vector())]}, max_tokens=1)
+    request = SimpleNamespace(sampling_params=params, prompt_token_ids=None, prompt_embeds=torch.zeros(3, 256))
+    with pytest.raises(PlanError, match="prompt_embeds; give its token ids"):
+        admission.admitted(stock.llm_engine.vllm_config, request, None)
+
+
 # ------------------------------------------------------------------------------------------------------------ AsyncLLM
 
 

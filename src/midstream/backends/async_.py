@@ -16,6 +16,7 @@ from contextlib import AsyncExitStack
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from midstream.backends.answers import Answer, graded
 from midstream.backends.capturing import RESULT_SECONDS, Capturing, sample_index
 from midstream.backends.submission import Message, Requests, merged, put_capture, ran, results_lost, saves_of
 from midstream.backends.tracer import Ran, raise_failures
@@ -127,6 +128,7 @@ class Stream(Awaitable[list[Any]]):
         try:
             async with request.rows_followed():
                 async for output in request.outputs(self._model.engine):
+                    output.answers = request.graded(output)
                     if not output.finished:
                         output.saves, output.captures = request.saves.latest(), None
                         items.put_nowait((request.index, output, None))
@@ -149,9 +151,17 @@ class _Request:
         self._prompt, self._params = requests.prompts[index], requests.params[index]
         self._capturing: Capturing | None = requests.capturing[index]
         self._planned = requests.planned[index]
+        self._answers = requests.answers[index]
+        self._graded: dict[Answer, float] | None = None
         self._rows = rows
         self._following: asyncio.Task[None] | None = None
         self._generated = [0] * self._params.n
+
+    def graded(self, output: Any) -> dict[Answer, float] | None:
+        """The answers' log-probabilities, from the first output with a token on: vLLM may hand on each token once."""
+        if self._graded is None:
+            self._graded = graded(output, self._answers)
+        return self._graded
 
     async def outputs(self, engine: Any) -> AsyncIterator[Any]:
         """vLLM's outputs; the last one has all samples."""

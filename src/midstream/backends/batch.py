@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from midstream.backends.answers import Answer, graded_logits
 from midstream.backends.capturing import nothing_captured
 from midstream.backends.prompts import encode
 from midstream.backends.reference import PlanHooks
@@ -47,6 +48,7 @@ class Generated:
         text: the generated tokens as text.
         saves: the trace's saved values, by name.
         captures: what the plan captured.
+        answers: the log-probability of each answer that was asked for.
     """
 
     prompt_token_ids: list[int]
@@ -54,6 +56,7 @@ class Generated:
     text: str
     saves: dict[str, Any]
     captures: Captured | None
+    answers: dict[Answer, float] | None
 
     @property
     def outputs(self) -> list[Generated]:
@@ -76,6 +79,8 @@ class Batch:
         self.rows_of: dict[str, int] = {}
         self.generated: list[list[int]] = [[] for _ in invokes]
         self.over = [False] * len(invokes)
+        self.answers = [invoke.answers for invoke in invokes]
+        self.graded: list[dict[Answer, float] | None] = [None if each else {} for each in self.answers]
         shared: dict[str, Any] = {}
         for row, invoke in enumerate(invokes):
             own = {f"{row}": invoke.program} if invoke.program is not None else {}
@@ -121,7 +126,9 @@ class Batch:
         outcomes = ([own] if own is not None else []) + failed
         tokens = self.generated[row]
         captures = nothing_captured(str(row))
-        output = Generated(self.prompts[row], tokens, self.model.tokenizer.decode(tokens), {}, captures)
+        output = Generated(
+            self.prompts[row], tokens, self.model.tokenizer.decode(tokens), {}, captures, self.graded[row]
+        )
         for each in outcomes:
             each.values = map_objects(each.values, Result, lambda _: output)
         output.saves = own.values if own is not None else {}
@@ -200,8 +207,15 @@ class Batch:
             kwargs = {"attention_mask": mask_BS, **self._positions(mask_BS)}
         logits_BV = self.model.module(input_ids=ids_BS, use_cache=False, **kwargs).logits[:, -1]
         logits_BV = self.interleaver.fire(("", "logits"), logits_BV)
+        self._grade(logits_BV)
         samples_B = self.interleaver.fire(("", "samples"), self._sample(logits_BV.detach()))
         self._end_step(samples_B)
+
+    def _grade(self, logits_BV: torch.Tensor) -> None:
+        """Grade the answers to prompts whose first token comes from these logits."""
+        for row, answers in enumerate(self.answers):
+            if self.graded[row] is None:
+                self.graded[row] = graded_logits(logits_BV[row], answers)
 
     def _positions(self, mask_BS: torch.Tensor) -> dict[str, torch.Tensor]:
         import inspect
@@ -247,7 +261,9 @@ class Batch:
         ids_BS, mask_BS = self._inputs()
 
         def see_logits(_: torch.Tensor, scores_BV: torch.Tensor) -> torch.Tensor:
-            return self.interleaver.fire(("", "logits"), scores_BV)
+            scores_BV = self.interleaver.fire(("", "logits"), scores_BV)
+            self._grade(scores_BV)
+            return scores_BV
 
         def see_samples(so_far_BS: torch.Tensor, _: Any, **__: Any) -> torch.Tensor:
             sampled_B = so_far_BS[:, -1]

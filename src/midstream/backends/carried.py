@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from midstream.backends.answers import asked
 from midstream.backends.capturing import Capturing
 from midstream.backends.planned import Planned, runs_of
 from midstream.backends.submission import Requests
@@ -75,6 +76,7 @@ def make_requests(
         capturing,
         planned,
         runs_of(planned),
+        [invoke.answers for invoke in invokes],
     )
 
 
@@ -114,22 +116,25 @@ def _params(
     record: tuple[str, str] | None,
 ) -> list[Any]:
     """The sampling parameters of each request. Those that carry nothing are shared, as they were given."""
-    bases: dict[int, Any] = {}
+    bases: dict[Any, Any] = {}
     shared: dict[Any, Any] = {}
     found = []
     for invoke, trace, plan, rows in zip(invokes, traces, planned, capturing, strict=True):
         if trace is not None:
-            found.append(_with_plan(launch.sampling_params(invoke.params, trace), plan, rows, record))
+            found.append(
+                _with_plan(launch.sampling_params(asked(invoke.params, invoke.answers), trace), plan, rows, record)
+            )
             continue
-        if id(invoke.params) not in bases:
-            bases[id(invoke.params)] = launch.sampling_params(invoke.params, None)
-        base = bases[id(invoke.params)]
+        same = (id(invoke.params), id(invoke.answers))
+        if same not in bases:
+            bases[same] = launch.sampling_params(asked(invoke.params, invoke.answers), None)
+        base = bases[same]
         if plan is None:
             found.append(base)
         elif rows is not None:  # they come to an address of its own
             found.append(_with_plan(copy.copy(base), plan, rows, record))
         else:
-            key = (id(invoke.params), plan.plan)
+            key = (same, plan.plan)
             if key not in shared:
                 shared[key] = _with_plan(copy.copy(base), plan, None, record)
             found.append(shared[key])

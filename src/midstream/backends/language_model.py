@@ -136,6 +136,10 @@ class LanguageModel(TraceModel):
     # Running.
 
     @property
+    def vocab_size(self) -> int:
+        return self.module.config.get_text_config().vocab_size
+
+    @property
     def facts(self) -> ModelFacts:
         """What plans are checked against."""
         widths = {

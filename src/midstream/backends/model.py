@@ -8,6 +8,7 @@ from dataclasses import replace
 from types import FrameType
 from typing import Any, Protocol
 
+from midstream.backends.answers import Answers, answers_of
 from midstream.backends.planned import plans_of
 from midstream.backends.prompts import Prompt
 from midstream.backends.runs import Runs
@@ -75,6 +76,8 @@ class TraceModel:
     edits: dict[str, Edit]
     vectors: Vectors
     runs: Runs
+    tokenizer: Any
+    vocab_size: int
     _plan: Plan = Plan()
     _deferred = False
 
@@ -150,13 +153,18 @@ class TraceModel:
         raise_failures(done)
         return _values(done, many)
 
-    def generate(self, prompts: Prompt | Sequence[Prompt] | None = None, *, plan: Any = None, **params: Any) -> Any:
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt] | None = None, *, plan: Any = None, answers: Any = None, **params: Any
+    ) -> Any:
         """Generate from prompts with a plan, and with the model's edits; or, entered by `with`, a trace over a generation.
 
         Args:
             prompts: one prompt or several.
             plan: `Steer`, `Patch`, `Clamp` and `Capture`, or a list of them, for all prompts; or a list with one plan, list or None
                 for each prompt. What it captures is on the outputs, as `captures`.
+            answers: tokens, by text or id, whose log-probabilities (nats, natural logarithm, before temperature) as the first token
+                behind the prompt are wanted, however unlikely: one or a list, for all prompts; or a list with a list for each prompt.
+                On the outputs as `answers`, `{answer: log-probability}`.
             params: sampling parameters; `max_tokens` is 16 if not given.
 
         Returns:
@@ -165,9 +173,12 @@ class TraceModel:
 
         Raises:
             PlanError: a plan cannot be done on this model, or to its prompt. Nothing has been run then.
+            PromptError: an answer is not one token. Nothing has been run then either.
             CaptureError: captured rows did not all arrive where they should. `outputs` has the outputs of all prompts.
         """
         if in_with_header(sys._getframe(1)):
+            if answers is not None:
+                raise TraceError("A trace has no answers=; read model.logits or model.next_token_probs in it.")
             return Tracer(self, prompts, sampling(params, 16), plan)  # type: ignore[arg-type]
         if prompts is None:
             raise PromptError("generate needs a prompt.")
@@ -176,7 +187,15 @@ class TraceModel:
         )
         each: list[Any] = [prompts] if single else list(prompts)
         plans, params = plans_of(plan, len(each), single), sampling(params, 16)
-        return self._outputs([Invoke(p, None, params, q) for p, q in zip(each, plans, strict=True)])
+        asked = self._answers(answers, len(each), params)
+        return self._outputs([Invoke(p, None, params, q, a) for p, q, a in zip(each, plans, asked, strict=True)])
+
+    def _answers(self, given: Any, prompts: int, params: dict[str, Any]) -> list[Answers]:
+        if given is None:
+            return [{}] * prompts
+        if clash := {"logprobs", "logprob_token_ids"} & params.keys():
+            raise PromptError(f"answers= takes the place of {' and '.join(sorted(clash))}; give one of them.")
+        return answers_of(given, prompts, lambda: self.tokenizer, self.vocab_size)
 
     def record(
         self,

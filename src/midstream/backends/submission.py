@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from midstream.backends.answers import Answers, graded
 from midstream.backends.capturing import RESULT_SECONDS, Capturing, Following, nothing_captured, sample_index
 from midstream.backends.merge import merged_outcomes
 from midstream.backends.planned import Planned
@@ -34,6 +35,7 @@ class Requests:
         capturing: where the captured rows of requests go.
         planned: the plans of those that have one.
         runs: ids of the recorded runs that any of them uses.
+        answers: what is graded of each.
     """
 
     prompts: list[dict[str, Any]]
@@ -42,6 +44,7 @@ class Requests:
     capturing: Sequence[Capturing | None]
     planned: Sequence[Planned | None]
     runs: list[str]
+    answers: Sequence[Answers]
 
     @property
     def trace_ids(self) -> list[str]:
@@ -84,6 +87,8 @@ class Submission:
             self._model.interrupted += requests.trace_ids
             raise
         put_captures(done, requests)
+        for each, answers in zip(done, requests.answers, strict=True):
+            each.output.answers = graded(each.output, answers)
         return done
 
 

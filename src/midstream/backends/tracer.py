@@ -10,6 +10,7 @@ from itertools import islice
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
+from midstream.backends.answers import Answers
 from midstream.backends.prompts import Prompt
 from midstream.errors import InterventionErrorGroup, MidstreamError, RequestErrorGroup, TraceError
 from midstream.plan.values import Plan
@@ -23,12 +24,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class Invoke:
-    """One prompt, with the code and the plan that go with it."""
+    """One prompt, with the code and the plan that go with it, and the answers to grade."""
 
     prompt: Prompt
     program: Program | None
     params: dict[str, Any] = field(default_factory=dict)
     plan: Plan = field(default_factory=Plan)
+    answers: Answers = field(default_factory=dict)
 
 
 @dataclass

@@ -251,6 +251,10 @@ class VLLM(TraceModel):
     def hidden_size(self) -> int:
         return self.description["hidden_size"]
 
+    @property
+    def vocab_size(self) -> int:
+        return self.config.model_config.get_vocab_size()
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or "_engine" not in self.__dict__:
             raise AttributeError(name)

@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm import envs
-from vllm.compilation.breakable_cudagraph import is_breakable_cudagraph_enabled
-from vllm.config import CompilationMode, CUDAGraphMode
+from vllm.config import CompilationMode
 from vllm.distributed import get_pp_group, get_tp_group
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
@@ -33,8 +31,8 @@ from midstream.engine.runners import adapt
 from midstream.engine.sender import Sender
 from midstream.engine.settings import NAME, Settings
 from midstream.engine.step import StepView
+from midstream.engine.unsupported import has_graphs, refuse_unsupported
 from midstream.engine.verdict import Verdict
-from midstream.errors import MidstreamError
 from midstream.trace.agreement import Agreement
 from midstream.trace.envoy import ModelEnvoy
 from midstream.trace.interleaver import Interleaver
@@ -102,28 +100,13 @@ class Worker(PlatformWorker):
     """A worker that runs traces and plans."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        self._refuse_unaware_steps()
+        refuse_unsupported(self.vllm_config)
         register()
         tie_to_parent()
         self._split_at_sites = self._split_graph()
         super().load_model(*args, **kwargs)
         self._attach()
         self._eager_kernels = EagerKernels(self.midstream.envoy._module, self.vllm_config)
-
-    def _refuse_unaware_steps(self) -> None:
-        """Steps that would pass traces and plans by without a word."""
-        if self.vllm_config.parallel_config.use_ubatching:
-            raise MidstreamError("midstream needs a step's batch whole; start the engine without dual batch overlap.")
-        if self.vllm_config.parallel_config.use_ray and not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND:
-            raise MidstreamError(
-                "vLLM's older Ray executor runs the model past its worker, so plans and traces would do nothing. Set "
-                "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1."
-            )
-        if self._has_graphs and is_breakable_cudagraph_enabled():
-            raise MidstreamError(
-                "Breakable CUDA graphs hold no sites, so plans and traces would do nothing. Set VLLM_USE_BREAKABLE_CUDAGRAPH=0, or "
-                "start the engine with enforce_eager=True."
-            )
 
     def _split_graph(self) -> bool:
         """Where the pieces between splitting ops have CUDA graphs of their own, a split at the site op keeps those for traced steps."""
@@ -149,7 +132,7 @@ class Worker(PlatformWorker):
         )
         self._whole = self._make_whole(arch, tensor)
         self._stages = self._make_stages(model, arch)
-        records = self._has_graphs or config.compilation_config.mode != CompilationMode.NONE
+        records = has_graphs(config) or config.compilation_config.mode != CompilationMode.NONE
         built_in = buildable_points(arch, settings.graph_sites) if records else []
         self.midstream = self._make_trace_host(arch, settings)
         link = self._stages.link if self._stages is not None else None
@@ -182,10 +165,6 @@ class Worker(PlatformWorker):
         layouts: Any = arch.shards
         return Whole(layouts, group.rank_in_group, gather, agreement)
 
-    @property
-    def _has_graphs(self) -> bool:
-        return self.vllm_config.compilation_config.cudagraph_mode not in (None, CUDAGraphMode.NONE)
-
     def _make_trace_host(self, arch: Architecture, settings: Settings) -> TraceHost:
         model, config = self._runner.model, self.vllm_config
         stages = self._stages
@@ -206,7 +185,7 @@ class Worker(PlatformWorker):
         return TraceHost(envoy, interleaver, arch, settings.allow_traces, limit, reports, stages)
 
     def compile_or_warm_up_model(self) -> Any:
-        if self._has_graphs:
+        if has_graphs(self.vllm_config):
             self._runner.record_second_graphs(lambda: SiteOp.editing(self.plans.edit_recorded))
         return super().compile_or_warm_up_model()
 

@@ -22,7 +22,7 @@ class Plane(NamedTuple):
 class Layout(tuple[Plane, ...]):
     """The planes of a row. The rows of many requests have the same one, which therefore keeps what can be told of it."""
 
-    _keys: Mapping[Key, Any] | None = None
+    _keys: Mapping[Key, Any] | None = None  # what `has_just` last said yes to
 
     @classmethod
     def of(cls, keys: Iterable[Key], width: Callable[[str, int], int]) -> Self:
@@ -45,10 +45,15 @@ class Layout(tuple[Plane, ...]):
         return {(plane.site, plane.layer, plane.when): plane for plane in self}
 
     def has_just(self, keys: Mapping[Key, Any]) -> bool:
-        """Whether it has a plane for each of the keys and no other; quick if the last answer was yes for the same mapping."""
-        if self._keys is not keys and self.by_key.keys() == keys.keys():
+        """Whether it has a plane for each of the keys and no other.
+
+        Quick where the last yes was for the same mapping, which must not change.
+        """
+        if self._keys is not keys:
+            if self.by_key.keys() != keys.keys():
+                return False
             self._keys = keys
-        return self._keys is keys
+        return True
 
     @cached_property
     def width(self) -> int:

@@ -71,6 +71,11 @@ def admitted(config: Any, request: Any, everyone: str | None) -> dict[str, Any]:
         return dict(given or {})
     own = carried.plan if carried is not None else Plan.of(None)
     plan = _everyone(everyone) + own if everyone is not None else own
+    if getattr(request, "prompt_embeds", None) is not None:
+        raise PlanError(
+            "A plan is about the positions of a prompt's tokens, and this prompt was given as prompt_embeds; give its token ids, and "
+            "the embeddings as patches of resid_pre at layer 0."
+        )
     layers = config.model_config.hf_text_config.num_hidden_layers
     wire = carried.wire if carried is not None and everyone is None else packed(plan)
     model = (layers, config.model_config.get_hidden_size(), str(config.model_config.dtype).removeprefix("torch."))

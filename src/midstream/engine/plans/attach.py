@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from torch import nn
-from vllm.config import CompilationMode, CUDAGraphMode
+from vllm.config import CompilationMode
 from vllm.distributed import get_pp_group, get_tp_group
 
 from midstream.arch import Architecture
@@ -21,6 +21,7 @@ from midstream.engine.ranks.group import exchange_in
 from midstream.engine.ranks.link import Link
 from midstream.engine.sender import Sender
 from midstream.engine.settings import Settings
+from midstream.engine.unsupported import has_graphs
 from midstream.plan.checks import ModelFacts
 from midstream.sites import Point
 from midstream.trace.whole import Whole
@@ -72,9 +73,7 @@ def make_plan_host(
 
 def _compiles(config: Any) -> bool:
     """Whether steps run compiled code or graphs, which hooks outside of them are not part of."""
-    compilation = config.compilation_config
-    has_graphs = compilation.cudagraph_mode not in (None, CUDAGraphMode.NONE)
-    return has_graphs or compilation.mode != CompilationMode.NONE
+    return has_graphs(config) or config.compilation_config.mode != CompilationMode.NONE
 
 
 def _most_rows(config: Any) -> int:

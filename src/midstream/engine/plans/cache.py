@@ -65,10 +65,10 @@ def _known(request: Any) -> tuple[Any, int | None]:
 def _make(request: Any, length: int) -> tuple[Any, int | None]:
     try:
         carried = PlanRequest.of(request.sampling_params)
-        if carried is None or not carried.plan:
+        if carried is None or not (plan := carried.plan):
             return None, None
         wire, layers = carried.wire, carried.num_layers
-        if has_open_names(carried.plan):  # such a name is like no other
+        if has_open_names(plan):  # such a name is like no other
             keys, hit = _keyed(wire, length, layers)
         else:
             keys, hit = _known_keys.get(

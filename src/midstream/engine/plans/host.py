@@ -300,18 +300,22 @@ class PlanHost:
         known = self._requests.get(name)
         carried = known.carried if known is not None else None
         try:
+            given = PlanRequest.of(sampling)
             if known is not None:
+                if given is None or given.wire != known.carried.wire:
+                    raise PlanError(
+                        "A session of streaming input keeps its plan; send each of its parts with the same one."
+                    )
                 return self._extend(name, known, len(prompt))
-            carried = PlanRequest.of(sampling)
-            if carried is not None and carried.plan:
-                self._begin(name, carried, prompt)
+            carried = given
+            if carried is not None and (plan := carried.plan):
+                self._begin(name, carried, plan, prompt)
         except PlanError as error:
             self.errors[name] = str(error)
             if carried is not None:
                 self.outlet.fail(name, carried, str(error))
 
-    def _begin(self, name: str, carried: PlanRequest, prompt: Sequence[int]) -> None:
-        plan = carried.plan
+    def _begin(self, name: str, carried: PlanRequest, plan: Plan, prompt: Sequence[int]) -> None:
         if self._speculative and any(capture.positions in ("all_generated", "all") for capture in plan.captures):
             raise PlanError("A capture of generated positions is not supported with speculative decoding.")
         if carried.record is not None:
@@ -319,11 +323,10 @@ class PlanHost:
         self.outlet.check(carried, plan)
         with ExitStack() as undo:
             names = {run.id: run.name for run in runs_of(plan)}
-            runs = list(names)
-            if missing := self.runs.lease(runs, 1):  # then none of them is leased
+            undo.callback(self.runs.lease, list(names), -1)  # also where others are missing, those that are there
+            if missing := self.runs.lease(list(names), 1):
                 gone = ", ".join(repr(names[each]) for each in missing)
                 raise PlanError(f"The recorded runs {gone} are not there any more; record them again.")
-            undo.callback(self.runs.lease, runs, -1)
             sources = self._sources(name, plan, len(prompt))
             undo.callback(sources.close)
             image = self._take(carried, len(prompt), sources.row)

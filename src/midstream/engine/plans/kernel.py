@@ -4,9 +4,9 @@ A row of the batch has a *profile*, the number of what is to be done to it; 0 is
 The table says for (profile, point) how many ops there are and where they lie. Everything but the table's own address is found
 through memory, so that a recorded CUDA graph serves every plan: nothing is recaptured when plans come, go or grow.
 
-In a decode step the launch is all latency: loads that wait for each other. So a table entry holds its first op itself, and on devices that
-can do it (Hopper and later) the program is there before the kernel in front of it is done, and has loaded its row's first op and vector by
-then (programmatic dependent launch). What all layers read is asked to stay in the cache.
+In a decode step the launch is all latency: loads that wait for each other. So a table entry holds its first op itself, and what all layers
+read is asked to stay in the cache. On NVIDIA's Hopper and later the program may be there before the kernel in front of it has ended, and
+load its row's first op and vector meanwhile (programmatic dependent launch; `MIDSTREAM_EARLY_LAUNCH=0` turns it off).
 
 Legend: T rows of the batch, H hidden.
 
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import os
 from collections.abc import Hashable
 from typing import Any
 
@@ -73,8 +74,8 @@ def _edit_rows(  # type: ignore[no-untyped-def]
     hidden_stride,
     residual_stride,
     DUAL: tl.constexpr,
-    EARLY: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    FEW: tl.constexpr,  # rows: they are loaded before it is known whether they are needed
+    DEPENDENT: tl.constexpr,  # launched while the kernel in front may still run
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -84,7 +85,7 @@ def _edit_rows(  # type: ignore[no-untyped-def]
     residual_at = residual_TH + row * residual_stride + columns
     profile = tl.load(profile_T + row, eviction_policy="evict_last").to(tl.int64)
     table = tl.load(table_address, eviction_policy="evict_last").to(tl.pointer_type(tl.int64))
-    if EARLY and not DEPENDENT:
+    if FEW and not DEPENDENT:
         stored = _value_at(hidden_at, residual_at, inside, DUAL)
     entry = tl.multiple_of(table + (profile * points + point) * 8, 64)  # profile 0 has entries without ops
     count = tl.load(entry, eviction_policy="evict_last").to(tl.int32)
@@ -92,13 +93,13 @@ def _edit_rows(  # type: ignore[no-untyped-def]
     vector, mask, kind, offset, a, b, c = _op_at(entry + 2)
     v = _vector_at(vector, columns, hidden_size)
     if DEPENDENT:
-        # What is above was written before the kernel in front of this one began. No program may end without this: the next kernel waits
-        # for this one alone.
+        # What is above was written before the kernel in front of this one began: see `tables.DeviceTables`. No program may end without
+        # this: the next kernel waits for this one alone.
         tl.extra.cuda.gdc_wait()
-        if EARLY:
+        if FEW:
             stored = _value_at(hidden_at, residual_at, inside, DUAL)
     if count > 0:
-        if not EARLY:
+        if not FEW:
             stored = _value_at(hidden_at, residual_at, inside, DUAL)
         h = stored.to(tl.float32)
         added = tl.zeros_like(h)  # the steers' sum, added once
@@ -139,12 +140,13 @@ def _edit_rows(  # type: ignore[no-untyped-def]
 
 @functools.cache
 def _launches_dependent(device: torch.device) -> bool:
-    return (
-        device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (9, 0)
-    )
+    """Whether the device has dependent launches, and nobody has turned them off."""
+    wanted = os.environ.get("MIDSTREAM_EARLY_LAUNCH", "1") != "0" and not os.environ.get("TRITON_INTERPRET")
+    able = device.type == "cuda" and torch.version.cuda is not None and hasattr(tl.extra.cuda, "gdc_wait")
+    return wanted and able and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-# What Triton looks up at every launch, by what of the arguments it depends on.
+# Compiled kernels by all that Triton compiles for: integers as they are, and pointers that are multiples of 16.
 _compiled: dict[Hashable, Any] = {}
 
 
@@ -170,16 +172,18 @@ def edit_rows(
     second = residual_TH if residual_TH is not None else hidden_TH
     few, dependent = rows <= _FEW_ROWS, _launches_dependent(hidden_TH.device)
     block = triton.next_power_of_2(hidden_size)
-    strides = (hidden_TH.stride(0), second.stride(0))
     tensors = (hidden_TH, second, profile_T, capture_T, table_address)
-    arguments = (*tensors, point, points, hidden_size, *strides, residual_TH is not None, few, dependent, block)
-    aligned = not functools.reduce(operator.or_, (tensor.data_ptr() for tensor in tensors)) % 16
-    key = (hidden_TH.device, hidden_TH.dtype, arguments[7:]) if aligned else None
+    shape = (hidden_size, hidden_TH.stride(0), second.stride(0), residual_TH is not None, few, dependent, block)
+    aligned = (
+        not functools.reduce(operator.or_, (tensor.data_ptr() for tensor in tensors)) % 16
+    )  # each of them: no low bit in any
+    key = (hidden_TH.device, hidden_TH.dtype, second.dtype, shape) if aligned and torch.version.hip is None else None
     compiled = _compiled.get(key)
     if compiled is not None:
-        compiled[rows, 1, 1](*arguments)  # a third of the time that Triton takes from the beginning
+        compiled[rows, 1, 1](*tensors, point, points, *shape)  # half the time of Triton's own way from the beginning
         return
-    warps = min(max(block // (128 if few else 256), 1), 32 if few else 16)
-    compiled = _edit_rows[(rows,)](*arguments, num_warps=warps, **({"launch_pdl": True} if dependent else {}))
+    warps = min(max(block // (128 if few else 256), 1), 32 if dependent else 16)
+    options = {"launch_pdl": True} if dependent else {}
+    compiled = _edit_rows[(rows,)](*tensors, point, points, *shape, num_warps=warps, **options)
     if compiled is not None and key is not None:  # Triton's interpreter has none
         _compiled[key] = compiled

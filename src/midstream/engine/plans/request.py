@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -59,7 +58,7 @@ class PlanRequest:
         carried |= {"record": list(self.record)} if self.record is not None else {}
         return {NAME: carried}
 
-    @cached_property
+    @property
     def plan(self) -> Plan:
         """The plan. Raises PlanError."""
         return unpacked(self.wire)

@@ -110,7 +110,11 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class DeviceTables(Tables):
-    """For the Triton kernel."""
+    """For the Triton kernel.
+
+    It reads profiles, address, table and each row's first vector without waiting for the kernel in front of it. They may be written by
+    copies from the host alone, on the forward's stream, which no kernel overtakes.
+    """
 
     def __init__(self, points: Sequence[Point], rows: int, device: torch.device) -> None:
         super().__init__(points, rows)
@@ -135,7 +139,7 @@ class DeviceTables(Tables):
         grown = np.zeros((self._size, len(self.points), ENTRY_WORDS), np.int64)
         grown[: len(self._host)] = self._host
         self._host = grown
-        self._table = torch.empty(grown.shape, dtype=torch.int64, device=self._device)
+        self._table = torch.zeros(grown.shape, dtype=torch.int64, device=self._device)  # profile 0, at least, is read
         self._upload(np.array([self._table.data_ptr()], np.int64), self._address)
         self._stale = range(self._size)
 
