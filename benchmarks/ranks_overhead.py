@@ -31,7 +31,7 @@ from side_by_side import (
 FETCHED_TOKENS = 32
 
 
-def sizes_of(arguments: argparse.Namespace) -> dict[str, int]:
+def sizes_of(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"pipeline_parallel_size": arguments.pp, "tensor_parallel_size": arguments.tp}
 
 
@@ -88,7 +88,7 @@ def every_layer(model: Any) -> Any:
 def traced(arguments: argparse.Namespace) -> None:
     """Times of a trace of every layer, and of its fetches; both engines are eager."""
     prompts = [[(11 * i + 5 * j) % 1000 + 1 for j in range(FETCHED_TOKENS)] for i in range(8)]
-    one_rank = {"pipeline_parallel_size": 1, "tensor_parallel_size": 1}
+    one_rank: dict[str, Any] = {"pipeline_parallel_size": 1, "tensor_parallel_size": 1}
     with (
         engine_of(arguments, enforce_eager=True, **one_rank) as alone,
         engine_of(arguments, enforce_eager=True) as model,

@@ -64,10 +64,11 @@ def asked(params: Mapping[str, Any], answers: Answers) -> dict[str, Any]:
 
 def graded(output: Any, answers: Answers) -> dict[Answer, float] | None:
     """The answers' log-probabilities, in nats, from vLLM's output; None if it has no first token."""
-    logprobs = output.outputs[0].logprobs if answers else None
-    if not answers or logprobs:
-        return {answer: logprobs[0][token].logprob for answer, token in answers.items()}
-    return None
+    if not answers:
+        return {}
+    if not (logprobs := output.outputs[0].logprobs):
+        return None
+    return {answer: logprobs[0][token].logprob for answer, token in answers.items()}
 
 
 def graded_logits(logits_V: torch.Tensor, answers: Answers) -> dict[Answer, float]:

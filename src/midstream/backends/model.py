@@ -76,10 +76,13 @@ class TraceModel:
     edits: dict[str, Edit]
     vectors: Vectors
     runs: Runs
-    tokenizer: Any
-    vocab_size: int
     _plan: Plan = Plan()
     _deferred = False
+
+    @property
+    def vocab_size(self) -> int:
+        """How many token ids there are."""
+        raise NotImplementedError
 
     def _start(self, invokes: list[Invoke], together: bool) -> Any:
         """Begin to run `invokes`, `together` if they must be in the same steps: a Running, or a Stream if `_deferred`."""
@@ -195,7 +198,8 @@ class TraceModel:
             return [{}] * prompts
         if clash := {"logprobs", "logprob_token_ids"} & params.keys():
             raise PromptError(f"answers= takes the place of {' and '.join(sorted(clash))}; give one of them.")
-        return answers_of(given, prompts, lambda: self.tokenizer, self.vocab_size)
+        model: Any = self
+        return answers_of(given, prompts, lambda: model.tokenizer, self.vocab_size)
 
     def record(
         self,
