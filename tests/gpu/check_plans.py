@@ -221,6 +221,53 @@ class Checks:
             assert same >= (4 if self.tolerance < 1e-3 else 2), (i, together[i], alone)
         assert self.gauge("profiles") == 0
 
+    def check_answers(self) -> None:
+        """E4: log-probabilities by token id, far outside the likeliest tokens, of a steered request beside a plain one."""
+        import torch
+
+        from midstream import Steer
+
+        def add(layer: int, hidden: Any, start: int) -> Any:
+            return hidden + self.vector.to(hidden.device) if layer == 3 else hidden
+
+        answers = list(range(0, self.model.vocab_size, 50))
+        plan = [Steer("resid_post", layers=[3], vector=self.vector)]
+        outputs = self.model.generate([OTHER] * 2, plan=[plan, None], answers=answers, max_tokens=2, temperature=0.0)
+        for output, edit in zip(outputs, (add, None), strict=True):
+            wanted = self.reference.generate(OTHER, 1, edit)[2].float().log_softmax(-1)[answers]
+            close(torch.tensor(list(output.answers.values())), wanted, self.tolerance)
+
+    def check_an_early_end(self) -> None:
+        """D4: a stop token ends a request while the scheduler is a step ahead: no row is past its end, and neighbours have theirs."""
+        from midstream import Capture
+
+        plan, length = [Capture("resid_post", layers=[0, 7], positions="all")], len(self.reference.ids(PROMPT))
+        stop = next(i for i, token in enumerate(self.plain[0]) if i > 2 and token not in self.plain[0][:i])
+        params = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True, "stop_token_ids": [self.plain[0][stop]]}
+        outputs = self.model.generate([PROMPT, OTHER] * 4, plan=[plan, None] * 4, **params)  # the batch of `plain`
+        for output in outputs[::2]:
+            assert len(output.outputs[0].token_ids) == stop + 1
+            assert output.captures.positions["resid_post", 7] == list(range(length + stop))
+        (longer,) = self.model.generate([PROMPT], plan=plan, max_tokens=12, temperature=0.0, ignore_eos=True)
+        assert longer.captures.positions["resid_post", 0] == list(range(length + 11))
+
+    def check_named_vectors_and_a_plan_for_all(self) -> None:
+        """D1, D3, D6: a registered vector that is replaced, and the engine's own plan, in the graphs."""
+        from midstream import Steer
+
+        before = self.gauge("off_graph_steps")
+        for vector in (self.vector, -self.vector):
+            self.model.vectors["direction"] = vector
+            named = self.tokens([Steer("resid_post", layers=[3], vector="direction", scale=10.0)])
+            given = [Steer("resid_post", layers=[3], vector=vector, scale=10.0)]
+            assert named == self.tokens(given) != self.plain
+            self.model.plan = given
+            assert self.tokens() == named
+            self.model.plan = None
+            assert self.tokens() == self.plain
+        del self.model.vectors["direction"]
+        assert self.gauge("off_graph_steps") == before
+
     def check_zzz_baseline_and_counters(self) -> None:
         """D3: the exact baseline after all of this, and nothing was compiled or recorded again."""
         assert self.tokens() == self.plain
