@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from conftest import start
 from oracle import Plain, close
 
+from midstream import Capture, Steer, open_captures
 from midstream.errors import EngineClosedError, InterventionError, InterventionErrorGroup, MidstreamError, TraceError
 
 if TYPE_CHECKING:
@@ -362,6 +364,50 @@ def test_e4_answers_come_with_the_first_output(model: VLLM, drive: Drive, plain:
     expected = plain.run(FRANCE).logits[-1].log_softmax(-1)[[plain.token(" Paris"), 0, 900]]
     assert len(seen) > (kind != "FINAL_ONLY") and all(each == seen[0] for each in seen)
     torch.testing.assert_close(torch.tensor(list(seen[0].values())), expected, rtol=1e-4, atol=1e-4)
+
+
+async def written(directory: Path, seconds: float = 20.0) -> None:
+    """Until there are captures, which the workers write when they hear of the request's end."""
+    deadline = time.monotonic() + seconds
+    while not list(directory.glob("index-*.jsonl")) or not len(open_captures(directory)):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.05)
+
+
+def test_d4_rows_of_streaming_input_come_over_its_re_adds(
+    model: VLLM, drive: Drive, plain: Plain, tmp_path: Path
+) -> None:
+    """vLLM keeps the generated tokens that it has computed, and goes on with the next part of the prompt behind them."""
+    from vllm import SamplingParams
+    from vllm.engine.protocol import StreamingInput
+    from vllm.sampling_params import RequestOutputKind
+
+    first, second = plain.ids(FRANCE), plain.ids(EIFFEL)
+    vector = torch.linspace(-1, 1, 256)
+    plan = [
+        Steer("resid_post", layers=2, vector=vector),
+        Capture("resid_post", layers=[2, 6], positions="all", when="after", to=str(tmp_path)),
+    ]
+    params = SamplingParams(max_tokens=3, output_kind=RequestOutputKind.DELTA, extra_args={"midstream": plan}, **GREEDY)
+
+    async def parts() -> AsyncIterator[Any]:
+        for ids in (first, second):
+            yield StreamingInput({"prompt_token_ids": list(ids)})  # vLLM adds to the list
+
+    async def main() -> list[int]:
+        stream = model.engine.generate(parts(), params, "session")
+        return [token async for output in stream for token in output.outputs[0].token_ids]
+
+    generated = drive(main())
+    assert len(generated) == 6
+    sequence = [*first, *generated[:2], *second, *generated[3:5]]  # the last token of each part is never fed back
+    ran = plain.run(sequence, {("resid_post", 2): lambda h_TH: h_TH + vector})
+    drive(written(tmp_path))
+    (captured,) = [open_captures(tmp_path)[name] for name in open_captures(tmp_path)]
+    for layer in (2, 6):
+        assert captured.positions["resid_post", layer] == list(range(len(sequence)))
+        close(captured["resid_post", layer], ran.sites["resid_post", layer])
+    assert generated[3:] == ran.logits[len(sequence) - 3 :].argmax(-1).tolist()
 
 
 # The end. The last tests: they leave the engine closed.

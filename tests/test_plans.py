@@ -222,10 +222,12 @@ def test_e1_alpha_moves_the_answer_from_one_end_to_the_other(model: Any) -> None
         [Patch("resid_post", layer=3, position=3, source=run, alpha=a), Capture("resid_post", layers=3, positions=3, when="after")]
         for a in alphas
     ]  # fmt: skip
-    outputs = model.generate([FRANCE] * 5, plan=plans, max_tokens=1, **GREEDY)
+    outputs = model.generate([FRANCE] * 5, plan=plans, answers=[" Paris", " Rome"], max_tokens=1, **GREEDY)
     rows = torch.stack([output.captures["resid_post", 3][0] for output in outputs])
     for alpha, row in zip(alphas, rows, strict=True):
         close(row, (1 - alpha) * rows[0] + alpha * rows[-1])
+    lead = [output.answers[" Paris"] - output.answers[" Rome"] for output in outputs]
+    assert lead == sorted(lead, reverse=True) and len(set(lead)) == 5 and lead[0] > 10 and lead[-1] < -10
     assert tokens(outputs[0]) != tokens(outputs[-1])
     model.runs.delete(run.name)
 
