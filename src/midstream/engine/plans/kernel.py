@@ -174,10 +174,10 @@ def edit_rows(
     block = triton.next_power_of_2(hidden_size)
     tensors = (hidden_TH, second, profile_T, capture_T, table_address)
     shape = (hidden_size, hidden_TH.stride(0), second.stride(0), residual_TH is not None, few, dependent, block)
-    aligned = (
-        not functools.reduce(operator.or_, (tensor.data_ptr() for tensor in tensors)) % 16
-    )  # each of them: no low bit in any
-    key = (hidden_TH.device, hidden_TH.dtype, second.dtype, shape) if aligned and torch.version.hip is None else None
+    low_bits = functools.reduce(operator.or_, (tensor.data_ptr() for tensor in tensors)) % 16
+    key = (
+        (hidden_TH.device, hidden_TH.dtype, second.dtype, shape) if not low_bits and torch.version.hip is None else None
+    )
     compiled = _compiled.get(key)
     if compiled is not None:
         compiled[rows, 1, 1](*tensors, point, points, *shape)  # half the time of Triton's own way from the beginning
