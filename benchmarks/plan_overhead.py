@@ -23,6 +23,7 @@ from side_by_side import (
     in_turns,
     on_the_same_cores,
     print_table,
+    stock_runs,
 )
 
 
@@ -52,7 +53,7 @@ def build_runs(
 ) -> tuple[dict[str, Callable[[], Any]], list[Callable[[], Any]], Callable[[], tuple[float, float]]]:
     """What is measured in turns, what ends the engines, and the capture of whole prompts."""
     import torch
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
     from midstream import VLLM, Capture, Steer
 
@@ -70,16 +71,11 @@ def build_runs(
     vector = torch.full((model.hidden_size,), 0.01)
     different = different_plans(model.hidden_size, model.num_layers, requests)
 
-    def plain(llm: Any) -> Callable[[], Any]:
-        return lambda: llm.generate(
-            [{"prompt_token_ids": p} for p in prompts], SamplingParams(**params), use_tqdm=False
-        )
-
     def planned(plan: Any) -> Callable[[], Any]:
         return lambda: model.generate(prompts, plan=plan, **params)
 
     runs: dict[str, Callable[[], Any]] = {
-        **dict(zip(("stock vLLM", "stock vLLM, a second engine"), map(plain, stock), strict=False)),
+        **stock_runs(stock, prompts, params),
         "midstream, no plan": lambda: model.generate(prompts, **params),
         "every request steered, one layer": planned(
             [Steer("resid_post", layers=[model.num_layers // 2], vector=vector)]

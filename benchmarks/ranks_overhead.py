@@ -26,6 +26,7 @@ from side_by_side import (
     in_turns,
     on_the_same_cores,
     print_table,
+    stock_runs,
 )
 
 FETCHED_TOKENS = 32
@@ -57,7 +58,6 @@ def engine_of(arguments: argparse.Namespace, *, stock: bool = False, **changed: 
 
 def plain_and_steered(arguments: argparse.Namespace) -> None:
     import torch
-    from vllm import SamplingParams
 
     from midstream import Steer
 
@@ -68,13 +68,8 @@ def plain_and_steered(arguments: argparse.Namespace) -> None:
         stock, model = (engines.enter_context(engine_of(arguments, stock=which)) for which in (True, False))
         both = [stock] if arguments.one_stock else [stock, engines.enter_context(engine_of(arguments, stock=True))]
         plan = [Steer("resid_post", vector=torch.full((model.hidden_size,), 0.01))]
-
-        def plain(llm: Any) -> Callable[[], Any]:
-            given = [{"prompt_token_ids": prompt} for prompt in prompts]
-            return lambda: llm.generate(given, SamplingParams(**params), use_tqdm=False)
-
         runs: dict[str, Callable[[], Any]] = {
-            **dict(zip(("stock vLLM", "stock vLLM, a second engine"), map(plain, both), strict=False)),
+            **stock_runs(both, prompts, params),
             "midstream, no plan": lambda: model.generate(prompts, **params),
             "every request steered, all layers": lambda: model.generate(prompts, plan=plan, **params),
         }

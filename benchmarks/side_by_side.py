@@ -11,7 +11,7 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +105,19 @@ def has_room(arguments: argparse.Namespace, engine: dict[str, Any]) -> bool:
         return True
     free, total = torch.cuda.mem_get_info()
     return free / total > engine["gpu_memory_utilization"] + 0.02
+
+
+def stock_runs(
+    engines: Sequence[Any], prompts: Sequence[list[int]], params: dict[str, Any]
+) -> dict[str, Callable[[], Any]]:
+    """Plain generation on stock engines: the first is what others are compared with, a second one shows how much is noise."""
+    from vllm import SamplingParams
+
+    def plain(llm: Any) -> Callable[[], Any]:
+        given = [{"prompt_token_ids": prompt} for prompt in prompts]
+        return lambda: llm.generate(given, SamplingParams(**params), use_tqdm=False)
+
+    return dict(zip(("stock vLLM", "stock vLLM, a second engine"), map(plain, engines), strict=False))
 
 
 def in_turns(runs: dict[str, Callable[[], Any]], arguments: argparse.Namespace) -> dict[str, list[float]]:

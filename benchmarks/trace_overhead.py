@@ -14,12 +14,20 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from side_by_side import add_arguments, choose_runner, engine_arguments, in_turns, on_the_same_cores, print_table
+from side_by_side import (
+    add_arguments,
+    choose_runner,
+    engine_arguments,
+    in_turns,
+    on_the_same_cores,
+    print_table,
+    stock_runs,
+)
 
 
 def build_runs(arguments: argparse.Namespace) -> tuple[dict[str, Callable[[], Any]], list[Callable[[], Any]]]:
     import torch
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
     from midstream import VLLM
 
@@ -46,9 +54,7 @@ def build_runs(arguments: argparse.Namespace) -> tuple[dict[str, Callable[[], An
             m.mlps_output[middle] += vector
 
     runs: dict[str, Callable[[], Any]] = {
-        "stock vLLM": lambda: stock.generate(
-            [{"prompt_token_ids": p} for p in prompts], SamplingParams(**params, detokenize=False), use_tqdm=False
-        ),
+        **stock_runs([stock], prompts, {**params, "detokenize": False}),
         "midstream, nothing traced": lambda: model.generate(prompts, **params, detokenize=False),
         "trace that saves one site": lambda: model.run(save_one, prompts, **params, detokenize=False),
         "trace that steers every step": lambda: model.run(steer, prompts, **params, detokenize=False),

@@ -57,9 +57,9 @@ def _token(answer: Any, tokenizer: Callable[[], Any], vocab_size: int) -> int:
     return int(ids[0])
 
 
-def asked(params: Mapping[str, Any], answers: Answers) -> dict[str, Any]:
+def asked(params: Mapping[str, Any], answers: Answers) -> Mapping[str, Any]:
     """vLLM's sampling parameters for a request with these answers."""
-    return {**params, "logprob_token_ids": list(answers.values())} if answers else dict(params)
+    return {**params, "logprob_token_ids": list(answers.values())} if answers else params
 
 
 def graded(output: Any, answers: Answers) -> dict[Answer, float] | None:
