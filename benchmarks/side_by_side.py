@@ -54,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--shape", choices=sorted(SHAPES), default="qwen3-0.6b", help="dummy weights of this shape (GPU)"
     )
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no round after so long")
 
 
 def choose_runner(arguments: argparse.Namespace) -> None:
@@ -127,10 +128,12 @@ def in_turns(runs: dict[str, Callable[[], Any]], arguments: argparse.Namespace) 
     of them always has the same place in it. Before each, engines with worker processes get time to rest.
     """
     has_workers = arguments.cpu or getattr(arguments, "pp", 1) * getattr(arguments, "tp", 1) > 1
-    pause, rounds = (AWAKE_SECONDS if has_workers else 0.0), arguments.rounds
+    pause, deadline = (AWAKE_SECONDS if has_workers else 0.0), time.monotonic() + arguments.seconds
     names = list(runs)
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    for round_number in range(rounds + 1):
+    for round_number in range(arguments.rounds + 1):
+        if round_number > 1 and time.monotonic() > deadline:
+            break
         first = round_number % len(names)
         for name in names[first:] + names[:first]:
             time.sleep(pause)
@@ -143,12 +146,12 @@ def in_turns(runs: dict[str, Callable[[], Any]], arguments: argparse.Namespace) 
 
 def print_table(seconds: dict[str, list[float]], tokens: int, arguments: argparse.Namespace) -> None:
     """Tokens a second, and the ratio to the first row, which is stock vLLM, in the same round: what slows all of a round drops out."""
+    stock = next(iter(seconds.values()))
     mode = "compiled" if arguments.compiled else "eager"
     if not arguments.cpu:
         mode = f"{arguments.shape} shape, {arguments.runner}{', eager' if arguments.eager else ''}"
-    print(f"\n{describe_machine()}\n{tokens} tokens a run, {mode}, medians of {arguments.rounds} rounds")
+    print(f"\n{describe_machine()}\n{tokens} tokens a run, {mode}, medians of {len(stock)} rounds")
     print("| run | tok/s | of stock in the same round | quartiles |\n|---|---|---|---|")
-    stock = next(iter(seconds.values()))
     for name, each in seconds.items():
         low, middle, high = quartiles([before / after for before, after in zip(stock, each, strict=True)])
         print(f"| {name} | {tokens / statistics.median(each):,.0f} | {middle:.3f} | {low:.3f} to {high:.3f} |")

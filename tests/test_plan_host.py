@@ -48,9 +48,6 @@ class Steps:
         arch = SimpleNamespace(layers=range(LAYERS), bindings=bindings, part_of=lambda binding: None)
         widths = dict.fromkeys(points_of(arch), WIDTH)
         self.tables = TwinTables(points_of(arch), 64, torch.device("cpu"))
-        self.laid_out = []
-        begin = self.tables.begin_step
-        self.tables.begin_step = lambda rows, blocks, same: (self.laid_out.append(same), begin(rows, blocks, same))
         sender = SimpleNamespace(send_together=self.sent.extend)
         self.host = PlanHost(
             self.tables,
@@ -67,16 +64,27 @@ class Steps:
             speculative=speculative,
         )
         self.computed: dict[str, int] = {}
+        self.laid_out = 0
+        lay_out = self.host._lay_out
 
-    def step(self, plans=None, finished=(), order=None, resumed=(), counts=None):
-        """One step of all requests; `plans` begin with it. What a row of zeros is after each module, `{point: [T, WIDTH]}`."""
+        def counted(view):
+            self.laid_out += 1
+            return lay_out(view)
+
+        self.host._lay_out = counted
+
+    def step(self, plans=None, finished=(), order=None, resumed=(), counts=None, only=None):
+        """One step of all requests, or of those named `only`; `plans` begin with it.
+
+        What a row of zeros is after each module, `{point: [T, WIDTH]}`.
+        """
         new = {name: (_sampling(plan), PROMPT) for name, plan in (plans or {}).items()}
         for name in finished:
             del self.computed[name]
-        cached = list(self.computed)
+        cached = list(self.computed if only is None else only)
         self.computed |= dict.fromkeys(new, 0)
         self.computed |= dict.fromkeys(resumed, 0)
-        counts = {name: len(PROMPT) if name in new else 1 for name in self.computed} | (counts or {})
+        counts = {name: len(PROMPT) if name in new else 1 for name in [*cached, *new]} | (counts or {})
         output = SimpleNamespace(
             scheduled_new_reqs=list(new),
             scheduled_cached_reqs=SimpleNamespace(
@@ -85,13 +93,11 @@ class Steps:
             finished_req_ids=set(finished),
             total_num_scheduled_tokens=sum(counts.values()),
         )
-        if self.host.goes_on(output):
-            self.host.repeat()
-        else:
+        if not self.host.repeat(output):
             before = {name: self.computed[name] for name in cached} | dict.fromkeys(new, 0)
             off_graph = self.host.schedule(new, counts, dict.fromkeys(finished), before)
             self.host.settle(output, off_graph)
-        order = order or list(self.computed)
+        order = order or [*cached, *new]
         rows, first = np.array([counts[n] for n in order]), np.array([self.computed[n] for n in order])
         if self.host.step_is_planned:
             self.host.begin_step(StepView(order, rows, first, int(rows.sum())))
@@ -130,15 +136,45 @@ def test_e11_a_decode_step_like_the_last_one_is_not_laid_out_again(steps):
     for number in range(4):
         seen = steps.step()
         assert seen["resid_post", 0][:, 0].tolist() == [1, 2, 0], number
-    assert steps.laid_out == [False, False, True, True, True]
+    assert steps.laid_out == 2
+
+
+def test_e10_batches_that_take_turns_are_not_laid_out_again(steps):
+    """The stages of a pipeline have several on their way. One is laid out anew when one of its requests has ended."""
+    steps.step({"a": steer(1), "b": steer(2)})
+    steps.step({"c": steer(3), "d": None}, only=[])
+    laid_out = steps.laid_out
+    for number in range(4):
+        assert steps.step(only=["a", "b"])["resid_post", 0][:, 0].tolist() == [1, 2], number
+        assert steps.step(only=["c", "d"])["resid_post", 0][:, 0].tolist() == [3, 0], number
+    assert steps.laid_out == laid_out + 2
+    steps.step(finished=["a"], only=["b"])
+    assert steps.step(only=["c", "d"])["resid_post", 0][:, 0].tolist() == [3, 0]
+    assert steps.laid_out == laid_out + 3
+
+
+def test_d4_a_request_computed_anew_in_one_batch_is_seen_to_its_end_in_turns_with_another(steps):
+    """One token a step, so that each step looks like those before. Seen failing where earlier batches are not forgotten then."""
+    steps.step({"a": steer(1, phase="decode")})
+    steps.step({"b": steer(2)}, only=[])
+    for _ in range(2):
+        assert steps.step(only=["a"])["resid_post", 0][:, 0].tolist() == [1]
+        steps.step(only=["b"])
+    rows = []
+    for number in range(len(PROMPT) + 1):
+        seen = steps.step(only=["a"], resumed=["a"] if number == 0 else [])
+        rows.append(0.0 if seen is None else float(seen["resid_post", 0][0, 0]))
+        steps.step(only=["b"])
+    assert rows == [0.0] * len(PROMPT) + [1.0]
 
 
 def test_rows_in_another_order_are_laid_out_anew(steps):
     steps.step({"a": steer(1), "b": steer(2)})
     for _ in range(3):
         steps.step()
+    laid_out = steps.laid_out
     seen = steps.step(order=["b", "a"])
-    assert seen["resid_post", 0][:, 0].tolist() == [2, 1] and steps.laid_out[-1] is False
+    assert seen["resid_post", 0][:, 0].tolist() == [2, 1] and steps.laid_out == laid_out + 1
     assert steps.step()["resid_post", 0][:, 0].tolist() == [1, 2]
 
 
@@ -250,7 +286,7 @@ def test_device_tables_upload_what_changed():
                 tables.load(compile_plan(plan, 3, LAYERS, width=lambda site, layer: WIDTH, vector=None, run=None))
             )
         if random.random() < 0.5:
-            tables.begin_step(np.zeros(4, np.int32), {}, False)
+            tables.begin_step(np.zeros(4, np.int32), {})
             live = sorted(tables.profiles)
             assert (tables._table.numpy()[live] == tables._host[live]).all()
             assert int(tables._address[0]) == tables._table.data_ptr()

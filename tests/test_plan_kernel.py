@@ -136,7 +136,7 @@ def run(tables: Tables, plan: CompiledPlan, case: dict[str, Any]) -> tuple[dict[
         if number and (width := tables.profiles[number].row_width):
             rows = np.flatnonzero(profile == number)[::2]  # some rows are kept, some are not
             blocks[number] = (rows, torch.full((len(rows), width), 7.0, dtype=case["dtype"], device=DEVICE))
-    tables.begin_step(profile, blocks, False)
+    tables.begin_step(profile, blocks)
     results = {}
     for i, point in enumerate(POINTS):
         hidden = case["x"].to(DEVICE, case["dtype"], copy=True)
@@ -223,7 +223,7 @@ def test_tables_grow_and_profiles_are_used_again(tables: Any) -> None:
         loaded = [table.load(compiled([{POINTS[1]: [op("steer", 0, a=1.0)]}], [vector], 4)) for vector in bank]
         profile = np.array([each.ids[1] for each in loaded], np.int32)
         assert len(set(profile.tolist())) == 500
-        table.begin_step(profile, {}, False)
+        table.begin_step(profile, {})
         hidden = torch.zeros(500, 4, device=DEVICE)
         table.edit(1, hidden, None)
         assert torch.equal(hidden.cpu(), torch.stack(bank))
@@ -239,7 +239,7 @@ def test_strided_rows() -> None:
     before, plan = wide.clone(), compiled([{POINTS[0]: [op("steer", 0, a=1.0)]}], [torch.ones(32)], 32)
     table = DeviceTables(POINTS, 8, DEVICE)
     loaded = table.load(plan)
-    table.begin_step(loaded.ids[np.array([1, 0, 1, 0])], {}, False)
+    table.begin_step(loaded.ids[np.array([1, 0, 1, 0])], {})
     table.edit(0, wide[:, 32:64], None)
     before[[0, 2], 32:64] += 1
     assert torch.equal(wide, before)
@@ -252,7 +252,7 @@ def test_wide_rows_and_many_of_them(hidden: int, rows: int) -> None:
     table = DeviceTables(POINTS, rows, DEVICE)
     loaded = table.load(compiled([{POINTS[1]: [op("steer", 0, a=2.0)]}], [vector], hidden))
     has_op = np.arange(rows) % 2 == 0
-    table.begin_step(np.where(has_op, loaded.ids[1], 0).astype(np.int32), {}, False)
+    table.begin_step(np.where(has_op, loaded.ids[1], 0).astype(np.int32), {})
     first, second = torch.randn(rows, hidden, device=DEVICE), torch.randn(rows, hidden, device=DEVICE)
     expected = [first.clone(), second.clone()]
     here = torch.from_numpy(has_op)
@@ -327,7 +327,7 @@ def test_in_a_graph_behind_the_kernel_that_writes_its_rows() -> None:
     for round_number, vector in enumerate(vectors):
         loaded = table.load(compiled([{point: [op("steer", 0, a=1.0)] for point in points}], [vector], hidden))
         has_op = (np.arange(rows) + round_number) % 3 == 0
-        table.begin_step(np.where(has_op, loaded.ids[1], 0).astype(np.int32), {}, False)
+        table.begin_step(np.where(has_op, loaded.ids[1], 0).astype(np.int32), {})
         graph.replay()
         here = torch.from_numpy(has_op).to(DEVICE)[:, None]
         added = vector.to(DEVICE)

@@ -203,11 +203,8 @@ class Worker(PlatformWorker):
             return super().execute_model(scheduler_output)
         if not self._runner.is_watched:
             self._runner.watch(True)
-        off_graph = False
-        if traces.is_idle and plans.goes_on(scheduler_output):
-            plans.repeat()
-        else:
-            off_graph = self._schedule(scheduler_output)
+        again = traces.is_idle and plans.repeat(scheduler_output)
+        off_graph = not again and self._schedule(scheduler_output)
         if traces.is_idle and not off_graph:
             return self._execute_planned(scheduler_output)
         traced = traces.step_is_traced

@@ -58,6 +58,23 @@ class _Planned:
         return self.image.last is not None and self.captured >= self.image.last
 
 
+@dataclass
+class _Steady:
+    """A batch of generated tokens alone, one of each request, which may come again a token further.
+
+    Attributes:
+        requests: as the scheduler lists them.
+        active: whether a plan acts in it.
+        laid_out: the requests as the runner orders them, once it has.
+        profile: int32 `[rows]`, of each row, padding included.
+    """
+
+    requests: list[str]
+    active: bool
+    laid_out: list[str] = field(default_factory=list)
+    profile: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+
+
 class PlanHost:
     """Runs the plans of a worker's requests.
 
@@ -101,12 +118,9 @@ class PlanHost:
         self._requests: dict[str, _Planned] = {}
         self._images = Images(tables, self._compile, self._off_graph)
         self._profile = np.zeros(rows, np.int32)
-        # The batch that the profiles were laid out for, if it may come again.
-        self._last: tuple[list[str], int] | None = None
-        self._steady: list[str] | None = None  # the requests of the last step, if all of it was generated tokens
-        self._steadily_active = False
-        self._repeats = False  # whether the coming step is that one again
-        self._lengths = np.empty(0, np.int64)  # the prompt lengths of its planned requests, 0 for the others
+        # By their first request: the stages of a pipeline have several batches on their way, which take turns.
+        self._steady: dict[str, _Steady] = {}
+        self._now: _Steady | None = None  # the coming step, if it is one of these
         self._capturing = 0  # requests with rows still to be captured
         self._active = False
 
@@ -127,33 +141,35 @@ class PlanHost:
         """The planned requests that are alive."""
         return list(self._requests)
 
-    def goes_on(self, scheduler_output: Any) -> bool:
-        """Whether the coming step is the last one again, a token further: nothing has to be decided anew."""
+    def repeat(self, scheduler_output: Any) -> bool:
+        """Decide as before if the coming step is an earlier one again, a token further; whether it is."""
         cached = scheduler_output.scheduled_cached_reqs
-        return (
-            self._steady is not None
-            and not scheduler_output.scheduled_new_reqs
-            and not scheduler_output.finished_req_ids
-            and scheduler_output.total_num_scheduled_tokens == len(self._steady)
-            and cached.req_ids == self._steady
-            and not cached.resumed_req_ids  # a reset of the prefix cache has requests begin anew from one step to the next
-            and not self.errors
-        )
-
-    def repeat(self) -> None:
-        """Decide as for the last step."""
-        self._repeats, self._active = True, self._steadily_active
+        steady = self._steady.get(cached.req_ids[0]) if cached.req_ids else None
+        if (
+            steady is None
+            or scheduler_output.scheduled_new_reqs
+            or scheduler_output.finished_req_ids
+            or scheduler_output.total_num_scheduled_tokens != len(steady.requests)
+            or cached.req_ids != steady.requests
+            or cached.resumed_req_ids  # a reset of the prefix cache has requests begin anew from one step to the next
+            or self.errors
+        ):
+            return False
+        self._now, self._active = steady, steady.active
         self.hooks.on = self._active and len(self.hooks) > 0
         self.planned_steps += self._active
+        return True
 
     def settle(self, scheduler_output: Any, off_graph: bool) -> None:
-        """The step is decided: remember it if the next one may be the same."""
+        """The step is decided: remember it if one like it may come."""
         cached = scheduler_output.scheduled_cached_reqs
         total = scheduler_output.total_num_scheduled_tokens
-        alone = not scheduler_output.scheduled_new_reqs and total == len(cached.req_ids)
-        same = alone and not off_graph and self._all_generated(cached)
-        self._steady = list(cached.req_ids) if same else None
-        self._steadily_active = self._active
+        alone = not scheduler_output.scheduled_new_reqs and 0 < total == len(cached.req_ids)
+        self._now = None
+        if alone and not off_graph and self._all_generated(cached):
+            self._now = self._steady[cached.req_ids[0]] = _Steady(list(cached.req_ids), self._active)
+        else:  # requests begin, or are computed anew: what they are at has to be seen until all of it is generated tokens again
+            self._steady.clear()
 
     def _all_generated(self, cached: Any) -> bool:
         known = (self._requests.get(name) for name in cached.req_ids)
@@ -209,33 +225,26 @@ class PlanHost:
 
     def begin_step(self, view: StepView) -> None:
         """The batch is laid out; the forward comes next."""
-        same = (
-            self._last is not None
-            and self._last[1] == view.total
-            and self._last[0] == view.request_ids
-            and (self._repeats or self._is_decode(view))
-        )
-        if not same:
-            self._lay_out(view)
-            known = [self._requests.get(name) for name in view.request_ids]
-            self._lengths = np.array([len(request.image.prompt) if request is not None else 0 for request in known])
-            self._last = (list(view.request_ids), view.total) if self._is_decode(view) else None
-        self._repeats = False
-        self.tables.begin_step(self._profile[: view.total], self._blocks(view) if self._capturing else {}, same)
+        steady = self._now
+        if steady is None:
+            profile = self._lay_out(view)
+        else:
+            if steady.laid_out != view.request_ids or len(steady.profile) != view.total:
+                steady.laid_out, steady.profile = list(view.request_ids), self._lay_out(view).copy()
+            profile = steady.profile
+        self.tables.begin_step(profile, self._blocks(view) if self._capturing else {})
 
-    def _is_decode(self, view: StepView) -> bool:
-        """Whether each request has one row, behind its prompt."""
-        return len(view.counts) == int(view.counts.sum()) and bool((view.computed >= self._lengths).all())
-
-    def _lay_out(self, view: StepView) -> None:
-        profile = self._profile
-        profile[: view.total] = 0
+    def _lay_out(self, view: StepView) -> np.ndarray:
+        """int32 `[view.total]`, the profile of each row; good until the next call."""
+        profile = self._profile[: view.total]
+        profile[:] = 0
         for scheduled in view.requests:
             if (request := self._requests.get(scheduled.request_id)) is not None:
                 count = scheduled.stop - scheduled.start
                 profile[scheduled.start : scheduled.stop] = request.image.profiles(
                     scheduled.computed, scheduled.computed + count
                 )
+        return profile
 
     def _blocks(self, view: StepView) -> dict[int, tuple[np.ndarray, torch.Tensor]]:
         """Memory for the rows that this step captures, for each profile; and each request's part of it."""
@@ -332,7 +341,6 @@ class PlanHost:
             image = self._take(carried, len(prompt), sources.row)
             undo.pop_all()
         self._requests[name] = _Planned(carried, image, sources, complete=not plan.captures)
-        self._last = None
         if plan.captures:
             self._capturing += 1
             self.outlet.begin(name, carried, plan, prompt)
@@ -385,14 +393,12 @@ class PlanHost:
             request.sources.close()
             request.sources = sources
             self._give_back(old)
-            self._last = None
             if request.complete and not request.has_all:
                 request.complete = False
                 self._capturing += 1
 
     def _end(self, name: str, tokens: int | None) -> None:
         request = self._requests.pop(name)
-        self._last = None
         try:
             unsent = not request.complete
             self._capturing -= unsent

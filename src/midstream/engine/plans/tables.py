@@ -55,6 +55,7 @@ class Tables:
         self._free: list[int] = list(range(_FIRST_PROFILES - 1, 0, -1))
         self._size = _FIRST_PROFILES
         self._rows = rows
+        self._profile_host = np.zeros(0, np.int32)  # of each row in the last step
 
     def load(self, compiled: CompiledPlan) -> Loaded:
         """Hold `compiled` until `unload`."""
@@ -67,6 +68,7 @@ class Tables:
         for number, profile in zip(numbers, compiled.profiles, strict=True):
             if number:
                 self.profiles[number] = profile
+        self._profile_host = np.zeros(0, np.int32)  # the numbers of the last step may mean others now
         self._place(loaded)
         return loaded
 
@@ -77,16 +79,22 @@ class Tables:
             self._free.append(number)
         loaded.kept.clear()
 
-    def begin_step(
-        self, profile_T: np.ndarray, blocks: Mapping[int, tuple[np.ndarray, torch.Tensor]], same: bool
-    ) -> None:
+    def begin_step(self, profile_T: np.ndarray, blocks: Mapping[int, tuple[np.ndarray, torch.Tensor]]) -> None:
         """The coming forward's rows.
 
         Args:
             profile_T: int32 `[T]`, the profile of each row, padding included.
             blocks: profile -> (its rows that are kept, `[rows, row_width]` to write them to).
-            same: whether `profile_T` is what it was in the step before.
         """
+        if not np.array_equal(profile_T, self._profile_host):
+            self._profile_host = profile_T.copy()
+            self._set_profiles(self._profile_host)
+        self._set_blocks(blocks)
+
+    def _set_profiles(self, profile_T: np.ndarray) -> None:
+        raise NotImplementedError
+
+    def _set_blocks(self, blocks: Mapping[int, tuple[np.ndarray, torch.Tensor]]) -> None:
         raise NotImplementedError
 
     def edit(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
@@ -126,7 +134,7 @@ class DeviceTables(Tables):
         self._table = torch.zeros(self._host.shape, dtype=torch.int64, device=device)
         self._address = torch.tensor([self._table.data_ptr()], dtype=torch.int64, device=device)
         self._stale = range(0)  # profiles whose entries on the device are old
-        self._acting: set[int] = set()  # the points at which a row of the step has ops
+        self._acting: set[int] | None = None  # the points at which a row of the step has ops, if anybody has asked
 
     @torch.inference_mode()
     def _upload(self, values: np.ndarray, to: torch.Tensor) -> None:
@@ -192,25 +200,31 @@ class DeviceTables(Tables):
         )
         super().unload(loaded)
 
-    def begin_step(
-        self, profile_T: np.ndarray, blocks: Mapping[int, tuple[np.ndarray, torch.Tensor]], same: bool
-    ) -> None:
+    def begin_step(self, profile_T: np.ndarray, blocks: Mapping[int, tuple[np.ndarray, torch.Tensor]]) -> None:
         if self._stale:
             old = slice(self._stale.start, self._stale.stop)
             self._upload(self._host[old], self._table[old])
             self._stale = range(0)
-        if not same:
-            self._upload(profile_T, self._profile_T[: len(profile_T)])
-            here = [self.profiles[number] for number in np.unique(profile_T).tolist() if number]
-            self._acting = {self.index[point] for profile in here for point in profile.ops if point in self.index}
-        if blocks or self._addressed:
-            capture_T = np.zeros(max(len(profile_T), self._addressed), np.int64)  # no address outlives its block
-            for rows, block in blocks.values():
-                capture_T[rows] = block.data_ptr() + np.arange(len(rows)) * block.stride(0) * block.element_size()
-            self._upload(capture_T, self._capture_T[: len(capture_T)])
-            self._addressed = len(profile_T) if blocks else 0
+        super().begin_step(profile_T, blocks)
+
+    def _set_profiles(self, profile_T: np.ndarray) -> None:
+        self._upload(profile_T, self._profile_T[: len(profile_T)])
+        self._acting = None
+
+    def _set_blocks(self, blocks: Mapping[int, tuple[np.ndarray, torch.Tensor]]) -> None:
+        if not (blocks or self._addressed):
+            return
+        count = len(self._profile_host)
+        capture_T = np.zeros(max(count, self._addressed), np.int64)  # no address outlives its block
+        for rows, block in blocks.values():
+            capture_T[rows] = block.data_ptr() + np.arange(len(rows)) * block.stride(0) * block.element_size()
+        self._upload(capture_T, self._capture_T[: len(capture_T)])
+        self._addressed = count if blocks else 0
 
     def edit(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        if self._acting is None:
+            here = [self.profiles[number] for number in np.unique(self._profile_host).tolist() if number]
+            self._acting = {self.index[point] for profile in here for point in profile.ops if point in self.index}
         if point in self._acting:
             self.edit_recorded(point, hidden, residual)
 
@@ -257,12 +271,11 @@ class TwinTables(Tables):
             del self._banks[number]
         super().unload(loaded)
 
-    def begin_step(
-        self, profile_T: np.ndarray, blocks: Mapping[int, tuple[np.ndarray, torch.Tensor]], same: bool
-    ) -> None:
-        if not same:
-            numbers = np.unique(profile_T)
-            self._groups = [(int(n), _rows(np.nonzero(profile_T == n)[0], self._device)) for n in numbers if n]
+    def _set_profiles(self, profile_T: np.ndarray) -> None:
+        numbers = np.unique(profile_T)
+        self._groups = [(int(n), _rows(np.nonzero(profile_T == n)[0], self._device)) for n in numbers if n]
+
+    def _set_blocks(self, blocks: Mapping[int, tuple[np.ndarray, torch.Tensor]]) -> None:
         self._blocks = {
             n: (torch.from_numpy(rows.astype(np.int64)).to(self._device), block) for n, (rows, block) in blocks.items()
         }
