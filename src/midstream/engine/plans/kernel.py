@@ -52,13 +52,13 @@ def _vector_at(address, columns, hidden_size):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _value_at(hidden_at, residual_at, inside, DUAL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The row, or the sum of both streams, in their dtype."""
+def _streams_at(hidden_at, residual_at, inside, DUAL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The row of both streams; of one stream twice."""
     hidden = tl.load(hidden_at, mask=inside, other=0.0)
+    residual = hidden
     if DUAL:
         residual = tl.load(residual_at, mask=inside, other=0.0)
-        hidden = (hidden.to(tl.float32) + residual.to(tl.float32)).to(hidden.dtype)
-    return hidden
+    return hidden, residual
 
 
 @triton.jit(do_not_specialize=["point", "points"])
@@ -86,7 +86,7 @@ def _edit_rows(  # type: ignore[no-untyped-def]
     profile = tl.load(profile_T + row, eviction_policy="evict_last").to(tl.int64)
     table = tl.load(table_address, eviction_policy="evict_last").to(tl.pointer_type(tl.int64))
     if FEW and not DEPENDENT:
-        stored = _value_at(hidden_at, residual_at, inside, DUAL)
+        hidden, residual = _streams_at(hidden_at, residual_at, inside, DUAL)
     entry = tl.multiple_of(table + (profile * points + point) * 8, 64)  # profile 0 has entries without ops
     count = tl.load(entry, eviction_policy="evict_last").to(tl.int32)
     others = tl.load(entry + 1, eviction_policy="evict_last").to(tl.pointer_type(tl.int64))
@@ -97,16 +97,21 @@ def _edit_rows(  # type: ignore[no-untyped-def]
         # this: the next kernel waits for this one alone.
         tl.extra.cuda.gdc_wait()
         if FEW:
-            stored = _value_at(hidden_at, residual_at, inside, DUAL)
+            hidden, residual = _streams_at(hidden_at, residual_at, inside, DUAL)
     if count > 0:
         if not FEW:
-            stored = _value_at(hidden_at, residual_at, inside, DUAL)
+            hidden, residual = _streams_at(hidden_at, residual_at, inside, DUAL)
+        stored = hidden
+        if DUAL:
+            stored = (hidden.to(tl.float32) + residual.to(tl.float32)).to(hidden.dtype)
         h = stored.to(tl.float32)
         added = tl.zeros_like(h)  # the steers' sum, added once
+        edits = 0
         for i in range(count):
             if i > 0:
                 vector, mask, kind, offset, a, b, c = _op_at(others + i * 6)
                 v = _vector_at(vector, columns, hidden_size)
+            edits += (kind != 0).to(tl.int32)
             if kind == 0:  # capture
                 h += added
                 added = tl.zeros_like(h)
@@ -117,8 +122,7 @@ def _edit_rows(  # type: ignore[no-untyped-def]
             elif kind == 1:  # patch
                 weight = tl.zeros_like(h) + a
                 if mask != 0:
-                    mask_at = mask.to(tl.pointer_type(tl.float32)) + columns
-                    weight = a * tl.load(mask_at, mask=inside, other=0.0)
+                    weight = a * _vector_at(mask, columns, hidden_size)
                 mixed = (1.0 - weight) * h + weight * v
                 h = tl.where(weight == 1.0, v, tl.where(weight == 0.0, h, mixed))
             elif kind == 2:  # steer
@@ -131,11 +135,13 @@ def _edit_rows(  # type: ignore[no-untyped-def]
                 along = tl.sum(h * v)
                 wanted = tl.minimum(tl.maximum(along, a), b)
                 h += c * (wanted - along) * v
-        edited = (h + added).to(stored.dtype)
-        changed = inside & (edited != stored)
-        tl.store(hidden_at, edited, mask=changed)
-        if DUAL:  # v + 0 is v in every dtype
-            tl.store(residual_at, tl.zeros_like(edited), mask=changed)
+        if edits > 0:
+            edited = (h + added).to(stored.dtype)
+            changed = edited != stored
+            # The rest is written back as it was: stores of single elements take several times as long.
+            tl.store(hidden_at, tl.where(changed, edited, hidden), mask=inside)
+            if DUAL:  # v + 0 is v in every dtype
+                tl.store(residual_at, tl.where(changed, tl.zeros_like(residual), residual), mask=inside)
 
 
 @functools.cache
