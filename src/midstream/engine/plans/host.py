@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from midstream.engine.plans.batches import Batch, Batches
 from midstream.engine.plans.images import Image, Images, RunRow, stretches
 from midstream.engine.plans.outlet import Outlet, Piece
 from midstream.engine.plans.pipeline import Pipeline
@@ -58,23 +59,6 @@ class _Planned:
         return self.image.last is not None and self.captured >= self.image.last
 
 
-@dataclass
-class _Steady:
-    """A batch of generated tokens alone, one of each request, which may come again a token further.
-
-    Attributes:
-        requests: as the scheduler lists them.
-        active: whether a plan acts in it.
-        laid_out: the requests as the runner orders them, once it has.
-        profile: int32 `[rows]`, of each row, padding included.
-    """
-
-    requests: list[str]
-    active: bool
-    laid_out: list[str] = field(default_factory=list)
-    profile: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
-
-
 class PlanHost:
     """Runs the plans of a worker's requests.
 
@@ -118,9 +102,8 @@ class PlanHost:
         self._requests: dict[str, _Planned] = {}
         self._images = Images(tables, self._compile, self._off_graph)
         self._profile = np.zeros(rows, np.int32)
-        # By their first request: the stages of a pipeline have several batches on their way, which take turns.
-        self._steady: dict[str, _Steady] = {}
-        self._now: _Steady | None = None  # the coming step, if it is one of these
+        self._batches = Batches()
+        self._batch: Batch | None = None  # of the coming step, if one like it may come
         self._capturing = 0  # requests with rows still to be captured
         self._active = False
 
@@ -143,19 +126,10 @@ class PlanHost:
 
     def repeat(self, scheduler_output: Any) -> bool:
         """Decide as before if the coming step is an earlier one again, a token further; whether it is."""
-        cached = scheduler_output.scheduled_cached_reqs
-        steady = self._steady.get(cached.req_ids[0]) if cached.req_ids else None
-        if (
-            steady is None
-            or scheduler_output.scheduled_new_reqs
-            or scheduler_output.finished_req_ids
-            or scheduler_output.total_num_scheduled_tokens != len(steady.requests)
-            or cached.req_ids != steady.requests
-            or cached.resumed_req_ids  # a reset of the prefix cache has requests begin anew from one step to the next
-            or self.errors
-        ):
+        batch = self._batches.again(scheduler_output) if not self.errors else None
+        if batch is None:
             return False
-        self._now, self._active = steady, steady.active
+        self._batch, self._active = batch, batch.active
         self.hooks.on = self._active and len(self.hooks) > 0
         self.planned_steps += self._active
         return True
@@ -165,11 +139,11 @@ class PlanHost:
         cached = scheduler_output.scheduled_cached_reqs
         total = scheduler_output.total_num_scheduled_tokens
         alone = not scheduler_output.scheduled_new_reqs and 0 < total == len(cached.req_ids)
-        self._now = None
+        self._batch = None
         if alone and not off_graph and self._all_generated(cached):
-            self._now = self._steady[cached.req_ids[0]] = _Steady(list(cached.req_ids), self._active)
+            self._batch = self._batches.remember(cached.req_ids, self._active)
         else:  # requests begin, or are computed anew: what they are at has to be seen until all of it is generated tokens again
-            self._steady.clear()
+            self._batches.forget()
 
     def _all_generated(self, cached: Any) -> bool:
         known = (self._requests.get(name) for name in cached.req_ids)
@@ -225,13 +199,13 @@ class PlanHost:
 
     def begin_step(self, view: StepView) -> None:
         """The batch is laid out; the forward comes next."""
-        steady = self._now
-        if steady is None:
+        batch = self._batch
+        if batch is None:
             profile = self._lay_out(view)
         else:
-            if steady.laid_out != view.request_ids or len(steady.profile) != view.total:
-                steady.laid_out, steady.profile = list(view.request_ids), self._lay_out(view).copy()
-            profile = steady.profile
+            if batch.laid_out != view.request_ids or len(batch.profile) != view.total:
+                batch.laid_out, batch.profile = list(view.request_ids), self._lay_out(view).copy()
+            profile = batch.profile
         self.tables.begin_step(profile, self._blocks(view) if self._capturing else {})
 
     def _lay_out(self, view: StepView) -> np.ndarray:

@@ -1,0 +1,57 @@
+"""Batches that come again: while all requests generate, the same ones with a token each, step after step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+
+@dataclass
+class Batch:
+    """Generated tokens alone, one of each request.
+
+    Attributes:
+        requests: as the scheduler lists them.
+        active: whether a plan acts in it.
+        laid_out: the requests as the runner orders them, once it has.
+        profile: int32 `[rows]`, of each row, padding included.
+    """
+
+    requests: list[str]
+    active: bool
+    laid_out: list[str] = field(default_factory=list)
+    profile: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+
+
+class Batches:
+    """The ones that may come again: several, for the stages of a pipeline have as many on their way, which take turns."""
+
+    def __init__(self) -> None:
+        self._by_first: dict[str, Batch] = {}  # a request is in one of them
+
+    def again(self, scheduler_output: Any) -> Batch | None:
+        """The batch that the coming step is, a token further."""
+        cached = scheduler_output.scheduled_cached_reqs
+        batch = self._by_first.get(cached.req_ids[0]) if cached.req_ids else None
+        if (
+            batch is None
+            or scheduler_output.scheduled_new_reqs
+            or scheduler_output.finished_req_ids
+            or scheduler_output.total_num_scheduled_tokens != len(batch.requests)
+            or cached.req_ids != batch.requests
+            or cached.resumed_req_ids  # a reset of the prefix cache has requests begin anew from one step to the next
+        ):
+            return None
+        return batch
+
+    def remember(self, requests: Sequence[str], active: bool) -> Batch:
+        """A batch that may come again. `requests` is not empty."""
+        batch = self._by_first[requests[0]] = Batch(list(requests), active)
+        return batch
+
+    def forget(self) -> None:
+        """Other steps come in between."""
+        self._by_first.clear()
