@@ -51,8 +51,11 @@ def make_plan_host(
     pipeline = Pipeline.gathered(stage, widths, built_in, exchange_in(get_pp_group()))
     facts = ModelFacts(arch.num_layers, pipeline.widths, str(config.model_config.dtype).removeprefix("torch."))
     rows = _most_rows(config)
-    on_gpu = worker.device.type == "cuda"
-    tables: Tables = (DeviceTables if on_gpu else TwinTables)(points, rows, worker.device)
+    tables: Tables
+    if worker.device.type == "cuda":
+        tables = DeviceTables(points, rows, worker.device, early_launch=whole is None)  # else behind an all-reduce
+    else:
+        tables = TwinTables(points, rows, worker.device)
     place = (stage, pipeline.size)
     local = partial(LocalSinks, config.instance_id, arch.num_layers, pipeline.layers, place)
     return PlanHost(

@@ -122,11 +122,14 @@ class DeviceTables(Tables):
 
     It reads profiles, address, table and each row's first vector without waiting for the kernel in front of it. They may be written by
     copies from the host alone, on the forward's stream, which no kernel overtakes.
+
+    Args:
+        early_launch: as `early` of `kernel.edit_rows`.
     """
 
-    def __init__(self, points: Sequence[Point], rows: int, device: torch.device) -> None:
+    def __init__(self, points: Sequence[Point], rows: int, device: torch.device, *, early_launch: bool = True) -> None:
         super().__init__(points, rows)
-        self._device = device
+        self._device, self._early_launch = device, early_launch
         self._profile_T = torch.zeros(rows, dtype=torch.int32, device=device)
         self._capture_T = torch.zeros(rows, dtype=torch.int64, device=device)
         self._addressed = 0  # rows that may have a capture address
@@ -232,7 +235,8 @@ class DeviceTables(Tables):
         from midstream.engine.plans.kernel import edit_rows
 
         second = flat(residual) if residual is not None else None
-        edit_rows(flat(hidden), second, self._profile_T, self._capture_T, self._address, point, len(self.points))
+        place = (self._profile_T, self._capture_T, self._address, point, len(self.points))
+        edit_rows(flat(hidden), second, *place, early=self._early_launch)
 
 
 def _span(numbers: Sequence[int]) -> range:
