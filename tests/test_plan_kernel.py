@@ -127,6 +127,13 @@ def make(draw: Any, kind: str) -> Op:
     return op(kind, draw(st.integers(4, 5)), a=low, b=high, c=draw(st.sampled_from([0.5, 1.0])))
 
 
+def same_bits(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
+    if first is None or second is None:
+        return first is second
+    words = torch.int32 if first.dtype == torch.float32 else torch.int16
+    return first.dtype == second.dtype and torch.equal(first.view(words), second.view(words))
+
+
 def run(tables: Tables, plan: CompiledPlan, case: dict[str, Any]) -> tuple[dict[Any, Any], dict[int, torch.Tensor]]:
     """(hidden, residual) behind each point, starting from the same values at each; and what was captured, by profile."""
     loaded = tables.load(plan)
@@ -142,7 +149,11 @@ def run(tables: Tables, plan: CompiledPlan, case: dict[str, Any]) -> tuple[dict[
         hidden = case["x"].to(DEVICE, case["dtype"], copy=True)
         residual = case["residual"].to(DEVICE, case["dtype"], copy=True) if case["residual"] is not None else None
         given = [t[None] if t is not None and case["batch_axis"] else t for t in (hidden, residual)]
+        before = [t.clone() if t is not None else None for t in given]
+        copies = [t.clone() if t is not None else None for t in tables.edited(i, *given)]
+        assert all(map(same_bits, given, before))
         tables.edit(i, *given)
+        assert all(map(same_bits, given, copies))
         results[point] = (hidden, residual)
     kept = {int(np.flatnonzero(loaded.ids == number)[0]): block for number, (_, block) in blocks.items()}
     tables.unload(loaded)
@@ -190,6 +201,21 @@ def test_kernel_twin_and_closed_form_agree(case: dict[str, Any]) -> None:
                 atol=tolerance,
                 rtol=tolerance,
             )
+
+
+@pytest.mark.parametrize("second", [False, True], ids=["one stream", "two"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_that_all_get_the_same_are_edited_in_copies_as_in_place(dtype: torch.dtype, second: bool) -> None:
+    """`run` compares them; a mask leaves some elements alone."""
+    x, more = torch.randn(5, 16), torch.randn(5, 16) if second else None
+    case = {"rows": [1] * 5, "x": x, "residual": more, "dtype": dtype, "batch_axis": False}
+    bank = [torch.randn(16), torch.arange(16) % 2.0]
+    plan = compiled([{POINTS[0]: [op("patch", 0, 1, a=0.5)]}], bank, 16)
+    results, _ = run(TwinTables(POINTS, 8, DEVICE), plan, case)
+    hidden, residual = results[POINTS[0]]
+    changed = hidden.cpu() != x.to(dtype)
+    assert changed[:, 1::2].all() and not changed[:, ::2].any()
+    assert residual is None or not residual.cpu()[changed].any()
 
 
 @pytest.mark.parametrize("tables", [DeviceTables, TwinTables])

@@ -60,7 +60,7 @@ def make_plan_host(
     local = partial(LocalSinks, config.instance_id, arch.num_layers, pipeline.layers, place)
     return PlanHost(
         tables,
-        PointHooks(model, arch, built_in, tables.edit, whole),
+        PointHooks(model, arch, built_in, tables, whole),
         facts,
         pipeline,
         link=link,

@@ -9,18 +9,18 @@ from __future__ import annotations
 import functools
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import nn
 
 from midstream.arch import Architecture
+from midstream.engine.plans.tables import Tables
 from midstream.sites import LAYER_SITES, Binding, Point, follow, replaced
 from midstream.trace.whole import Whole
 
 _log = logging.getLogger(__name__)
-Edit = Callable[[int, torch.Tensor, torch.Tensor | None], None]
 
 
 def points_of(arch: Architecture) -> list[Point]:
@@ -33,17 +33,22 @@ class PointHooks:
 
     Args:
         built_in: the points that the site op serves.
-        edit: called with the point's index and the tensors to edit in place.
+        tables: make the edits.
         whole: the tensor-parallel ranks; a hook gathers what they have parts of, for plans are about whole values.
     """
 
     def __init__(
-        self, model: nn.Module, arch: Architecture, built_in: Collection[Point], edit: Edit, whole: Whole | None = None
+        self,
+        model: nn.Module,
+        arch: Architecture,
+        built_in: Collection[Point],
+        tables: Tables,
+        whole: Whole | None = None,
     ) -> None:
         self._model = model
         self._whole = whole
         self._arch = arch
-        self._edit = edit
+        self._tables = tables
         self._index = {point: i for i, point in enumerate(points_of(arch))}
         self._built_in = frozenset(built_in)
         self._needed: Counter[Point] = Counter()
@@ -105,15 +110,11 @@ class PointHooks:
         if binding.scale != 1.0 or (residual is not None and residual.ndim == 1):
             return self._edited_as_value(index, binding, tree)
         if binding.in_place and hidden.is_contiguous():
-            self._edit(index, hidden, residual)
+            self._tables.edit(index, hidden, residual)
             return tree
-        hidden = hidden.contiguous() if not hidden.is_contiguous() else hidden.clone()
+        hidden, residual = self._tables.edited(index, hidden, residual)
         tree = replaced(tree, binding.hidden, hidden)
-        if residual is not None:
-            residual = residual.clone()
-            tree = replaced(tree, binding.residual, residual)  # type: ignore[arg-type]
-        self._edit(index, hidden, residual)
-        return tree
+        return replaced(tree, binding.residual, residual) if residual is not None else tree  # type: ignore[arg-type]
 
     def _edited_in_parts(self, index: int, binding: Binding, tree: Any) -> Any:
         """The same of a value that is spread over the ranks; all of them have this plan, and so this hook."""
@@ -129,8 +130,7 @@ class PointHooks:
         old = binding.read(functools.partial(follow, tree))
         shape = old.shape
         old = old.flatten(-2) if binding.heads is not None else old
-        new = old.clone()
-        self._edit(index, new, None)
+        new, _ = self._tables.edited(index, old, None)
         changed = new != old
         for ref, leaf in binding.leaves(new.view(shape), functools.partial(follow, tree)):
             before = follow(tree, ref)

@@ -101,8 +101,17 @@ class Tables:
         """Apply the rows' ops at `point` in place; `hidden` and `residual` are `[T, H]` or `[1, T, H]`."""
         raise NotImplementedError
 
+    def edited(
+        self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Both streams after the same, which are left as they are."""
+        hidden = hidden.clone(memory_format=torch.contiguous_format)
+        residual = residual.clone() if residual is not None else None
+        self.edit(point, hidden, residual)
+        return hidden, residual
+
     def edit_recorded(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        """The same for a CUDA graph that is being recorded, which will be replayed for other rows."""
+        """As `edit`, for a CUDA graph that is being recorded, which will be replayed for other rows."""
         self.edit(point, hidden, residual)
 
     def _grow(self) -> None:
@@ -296,6 +305,30 @@ class TwinTables(Tables):
                 self._apply(ops, number, rows, first, second)
             self._capture([op for op in ops[1:] if op.kind == "capture"], number, first, second)
 
+    def edited(
+        self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        where = self.points[point]
+        here = [group for group in self._groups if where in self.profiles[group[0]].ops]
+        if not here:
+            return hidden, residual
+        number, rows = here[0]
+        ops = self.profiles[number].ops[where]
+        alike = hidden.ndim == 2 and rows == slice(0, len(hidden))
+        if not alike or any(op.kind == "capture" for op in ops):
+            return super().edited(point, hidden, residual)
+        changed, new = self._change(ops, number, hidden, residual)
+        left = residual.masked_fill(changed, 0) if residual is not None else None
+        return torch.where(changed, new, hidden), left
+
+    def _change(
+        self, ops: Sequence[Op], number: int, first: torch.Tensor, second: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where rows that all have `number` change, and what the values are then."""
+        old = first if second is None else first + second
+        new = edited(old, ops, self._banks[number])
+        return new != old, new
+
     def _apply(
         self,
         ops: Sequence[Op],
@@ -306,9 +339,7 @@ class TwinTables(Tables):
     ) -> None:
         streams = [first] if second is None else [first, second]
         parts = [stream[rows] for stream in streams]  # of a slice of rows views, else copies
-        old = parts[0] if second is None else parts[0] + parts[1]
-        new = edited(old, ops, self._banks[number])
-        changed = new != old
+        changed, new = self._change(ops, number, parts[0], parts[1] if second is not None else None)
         torch.where(changed, new, parts[0], out=parts[0])  # unchanged elements are bit-identical
         if second is not None:
             parts[1].masked_fill_(changed, 0)
