@@ -19,7 +19,7 @@ import torch
 
 from midstream.engine import wire
 from midstream.engine.ranks.link import Link
-from midstream.errors import EngineClosedError, MidstreamError, NeverReachedError, StageFailedError
+from midstream.errors import EngineClosedError, MidstreamError, NeverReachedError, StageFailedError, TraceError
 
 torch.set_num_threads(1)
 
@@ -359,6 +359,23 @@ def test_many_bodies_leave_memory_flat(pair):
     for link in pair:
         eventually(lambda link=link: is_idle(link))
     assert resident() - before < 40 << 20  # 400 bodies had 480 MB in all
+
+
+def test_what_is_waived_is_forgotten_before_the_body_is_over(pair):
+    """C11: published before or after; what is not waived stays, and a body that is over waives nothing."""
+    finish(pair, "over")
+    pair[0].publish("a", 0, torch.ones(3), place="p")
+    pair[0].publish("a", 1, torch.ones(3), place="p")
+    pair[1].waive(0, {"a": [0, 2], "over": [5]})
+    assert wait(pair[1].fetch(0, "a", 1)) is not None  # by now rank 0 has seen it
+    assert pair[0].gauges()["published"] == 1
+    pair[0].publish("a", 2, torch.ones(3), place="p")
+    pair[0].publish("a", 3, torch.ones(3), place="p")
+    assert pair[0].gauges()["published"] == 2
+    assert torch.equal(wait(pair[1].fetch(0, "a", 3)), torch.ones(3))
+    with pytest.raises(TraceError, match="fetched by all its readers already"):
+        wait(pair[1].fetch(0, "a", 2))
+    finish(pair, "a")
 
 
 def test_wait_any_returns_with_the_first(pair):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from conftest import alive
 from forked import start_ranks
 from oracle import Plain, close, differs
+from seen_worker import SeenWorker
 
 from midstream import VLLM
 from midstream.errors import DivergedError, ShapeError
@@ -29,7 +31,7 @@ ROME = "The capital of Italy is"
 LAYER = 3
 
 
-class OwnSeeds:
+class OwnSeeds(SeenWorker):
     """An extension of the workers."""
 
     rank: int
@@ -368,3 +370,26 @@ def test_c12_random_numbers_are_the_same_on_all_ranks(tp2: VLLM) -> None:
                     tp2.attn_z[layer] += torch.randn_like(tp2.attn_z[layer]) * 1e-3
                     drawn.append(float(torch.rand(())))
     assert len(set(drawn)) == 8
+
+
+def test_c10_nothing_grows(tp2: VLLM) -> None:
+    """320 requests that read sharded sites whole: the values would be some 200 MB on each rank, were they kept."""
+
+    def read(model: Any, tracer: Any) -> Any:
+        total = 0.0
+        for _ in tracer.iter[:]:
+            for i in range(5):
+                total += model.attn_z[i].sum().item() + model.mlp_act[i].sum().item()
+        return total
+
+    def several(batches: int) -> list[dict[str, int]]:
+        for _ in range(batches):
+            tp2.run(read, [EIFFEL * 6, PARIS * 8] * 8, max_tokens=2, temperature=0.0, ignore_eos=True)
+        return tp2.engine.collective_rpc("process")
+
+    several(6)  # what the allocators keep
+    before, threads = several(6), threading.active_count()
+    after = several(20)
+    assert all(now["memory"] < then["memory"] + 48 for then, now in zip(before, after, strict=True)), (before, after)
+    assert [now["threads"] for now in after] == [then["threads"] for then in before]
+    assert threading.active_count() <= threads

@@ -7,6 +7,7 @@ next point, and parks. Nothing is locked and nothing times out, because only one
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from types import CodeType, FrameType
@@ -17,7 +18,7 @@ from greenlet import GreenletExit, getcurrent, greenlet
 
 from midstream.errors import NeverReachedError, OutOfOrderError, TraceError
 from midstream.trace.journal import Journal
-from midstream.trace.remote import Place, RemoteValue
+from midstream.trace.remote import Claim, Place, RemoteValue
 from midstream.trace.visit import Key, Visit, point_name
 
 if TYPE_CHECKING:
@@ -214,7 +215,8 @@ class Body:
         called = key[-1] == CALL
         if not called:
             self._ask(key)
-        return RemoteValue(Place(self, number, stage, self.step, called, point_name(key), width))
+        claim = Claim(functools.partial(stages.waive, stage, self.name, number))
+        return RemoteValue(Place(self, number, stage, self.step, called, point_name(key), width, claim=claim))
 
     def fetch(self, place: Place) -> Any:
         """The value at `place`, waiting for it; called when a body of this engine uses it."""

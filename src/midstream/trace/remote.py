@@ -35,6 +35,18 @@ class Absent:
         return f"<{self.point}: not brought back>"
 
 
+class Claim:
+    """Lives as long as a value may be asked for here: `waive` is called when its last RemoteValue is gone, on whichever thread."""
+
+    __slots__ = ("_waive",)
+
+    def __init__(self, waive: Callable[[], None]) -> None:
+        self._waive = waive
+
+    def __del__(self) -> None:
+        self._waive()
+
+
 class Place(NamedTuple):
     """Where a value comes from.
 
@@ -47,6 +59,7 @@ class Place(NamedTuple):
         name: as a user would write it.
         width: of the tuple that it is; None if it is no tuple, or that is not known.
         ref: the part of it that is meant.
+        claim: shared by all of its parts.
     """
 
     body: Body
@@ -57,6 +70,7 @@ class Place(NamedTuple):
     name: str
     width: int | None = None
     ref: Ref = ()
+    claim: Claim | None = None
 
 
 class RemoteValue(Opaque):

@@ -45,7 +45,7 @@ class Link:
     `exchange(x)` is collective: what every rank of the group passed, in the group's order. `name` says which group it is.
     `host`: an address of this machine that the others can reach, if they run on several; by default vLLM's.
 
-    `publish`, `fetch`, `wait_any`, `silence`, `end`, `drop` and `spill` belong to one thread.
+    `publish`, `fetch`, `waive`, `wait_any`, `silence`, `end`, `drop` and `spill` belong to one thread.
     Every rank that takes part in a body ends or drops it.
     """
 
@@ -80,7 +80,7 @@ class Link:
         """Have `value` ready for the other ranks, and answer those that wait for it. Returns at once.
 
         `value` is a tree of tensors, which nobody writes to afterwards, and of things that can be pickled. It is kept
-        until every rank has ended the body, or until `readers` ranks have fetched it, once each. `place` is the same
+        until every rank has ended the body or waived it, or until `readers` ranks have fetched it, once each. `place` is the same
         for values of the same point of the model: ranks that keep fetching it are sent it without being asked.
         """
         if not self._peers:
@@ -91,6 +91,8 @@ class Link:
             if known is None or known.reason is not None:
                 return
             published = known.add(number, held, readers, place)
+            if known.drop_waived(number, self._peers):
+                return
             if held.ready:
                 self._on_device.add(published)
             asked = known.parked.pop(number, [])
@@ -120,6 +122,15 @@ class Link:
         if not fetch.done:
             self._post(peer, {"kind": "want", "id": identity, "body": body, "number": number, "ref": ref})
         return fetch
+
+    def waive(self, peer: int, numbers: Mapping[str, Collection[int]]) -> None:
+        """This rank fetches no more what `peer` has published, or will, under these numbers of bodies."""
+        with self._lock:
+            under_way = [body for body in numbers if (known := self._known(body)) is not None and known.reason is None]
+            for body in under_way:
+                self._bodies[body].forget_ahead(peer, numbers[body])
+        if under_way:
+            self._post(peer, {"kind": "waived", "numbers": {body: list(numbers[body]) for body in under_way}})
 
     def wait_any(self, fetches: Collection[Fetch]) -> None:
         """Wait until one of `fetches` is done."""
@@ -237,6 +248,14 @@ class Link:
             fetch.settle(message)
         if len(unwanted) > _UNWANTED:
             self._post(peer, {"kind": "enough", "body": body, "place": place, "ref": ref})
+
+    def _on_waived(self, peer: int, header: dict[str, Any], _: Message) -> None:
+        with self._lock:
+            for body, numbers in header["numbers"].items():
+                if (known := self._known(body)) is not None and known.reason is None:
+                    for number in numbers:
+                        known.waived[number].add(peer)
+                        known.drop_waived(number, self._peers)
 
     def _on_enough(self, peer: int, header: dict[str, Any], _: Message) -> None:
         with self._lock:

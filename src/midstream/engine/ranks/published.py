@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -113,6 +113,9 @@ class KnownBody:
     used_up: int = -1  # the last number that as many have fetched as were to
     parked: defaultdict[int, list[Request]] = field(default_factory=lambda: defaultdict(list))
     habits: defaultdict[Hashable, Habits] = field(default_factory=lambda: defaultdict(Habits))
+    waived: defaultdict[int, set[int]] = field(
+        default_factory=lambda: defaultdict(set)
+    )  # by number: ranks that will not fetch it
     unasked: dict[tuple[int, int, Ref], tuple[Hashable, Message]] = field(
         default_factory=dict
     )  # sent ahead to this rank
@@ -135,6 +138,25 @@ class KnownBody:
             if published.readers <= 0:
                 del self.values[number]
                 self.used_up = max(self.used_up, number)
+
+    def drop_waived(self, number: int, peers: Iterable[int]) -> bool:
+        """Forget a value that is there and that none of `peers` will fetch; whether it is so."""
+        if (
+            number not in self.values
+            or number not in self.waived
+            or not (self.ended | self.waived[number]).issuperset(peers)
+        ):
+            return False
+        del self.values[number]
+        del self.waived[number]
+        self.used_up = max(self.used_up, number)
+        return True
+
+    def forget_ahead(self, peer: int, numbers: Collection[int]) -> None:
+        """What `peer` has sent ahead under these numbers is not wanted."""
+        gone = set(numbers)
+        for key in [key for key in self.unasked if key[0] == peer and key[1] in gone]:
+            del self.unasked[key]
 
     def eager_readers(self, place: Hashable | None, asked: Iterable[Request]) -> list[Request]:
         """Who is to be sent a value of `place` besides those that have asked for it."""

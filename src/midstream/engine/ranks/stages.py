@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -103,6 +104,7 @@ class Stages:
         self._built = {path: name for part in parts for path, name in part.built.items()}
         self.modules = {path: name.rpartition(":")[2] for path, name in self._built.items()}
         self._device = device
+        self._waived: deque[tuple[int, str, int]] = deque()
         self._owner = {key: moments[0] // _STAGE_MOMENTS for key, moments in self.arch.order.items()}
         self._builder = {path: number for number, part in enumerate(parts) for path in part.built}
         self._children: dict[str, list[str]] = {}
@@ -171,6 +173,20 @@ class Stages:
         if failure is None:
             return "The value was never reached: the trace ended without it.", False
         return f"The trace failed on pipeline stage {self.index}: {type(failure).__name__}: {failure}", True
+
+    def waive(self, stage: int, body: str, number: int) -> None:
+        """This stage will not ask for that value any more; `end_step` says so."""
+        self._waived.append((stage, body, number))
+
+    def end_step(self) -> None:
+        """Have the others forget what is not wanted here any more, and the device what the others have not fetched yet."""
+        waived: defaultdict[int, defaultdict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+        while self._waived:
+            stage, body, number = self._waived.popleft()
+            waived[stage][body].append(number)
+        for stage, numbers in waived.items():
+            self.link.waive(stage, numbers)
+        self.link.spill()
 
     def fetch(self, place: Place) -> Fetch:
         """Ask for another stage's value. Returns at once."""
