@@ -54,7 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--shape", choices=sorted(SHAPES), default="qwen3-0.6b", help="dummy weights of this shape (GPU)"
     )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no round after so long")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="after the first round, begin none later than this"
+    )
 
 
 def choose_runner(arguments: argparse.Namespace) -> None:

@@ -47,7 +47,7 @@ class Steps:
         bindings = {(site, layer): Binding(f"{site}_{layer}", "output", ()) for site, layer in POINTS}
         arch = SimpleNamespace(layers=range(LAYERS), bindings=bindings, part_of=lambda binding: None)
         widths = dict.fromkeys(points_of(arch), WIDTH)
-        self.tables = TwinTables(points_of(arch), 64, torch.device("cpu"))
+        self.tables = TwinTables(points_of(arch), torch.device("cpu"))
         sender = SimpleNamespace(send_together=self.sent.extend)
         self.host = PlanHost(
             self.tables,
@@ -58,7 +58,6 @@ class Steps:
             compiles=compiles,
             device=torch.device("cpu"),
             dtype=torch.float32,
-            rows=64,
             record_bytes=1 << 20,
             outlet=Outlet(lambda: sender, None, 0),
             speculative=speculative,
@@ -151,6 +150,16 @@ def test_e10_batches_that_take_turns_are_not_laid_out_again(steps):
     steps.step(finished=["a"], only=["b"])
     assert steps.step(only=["c", "d"])["resid_post", 0][:, 0].tolist() == [3, 0]
     assert steps.laid_out == laid_out + 3
+
+
+def test_e10_an_empty_step_between_batches_changes_nothing(steps):
+    """Stages of a pipeline that have no batch for a while are sent such."""
+    steps.step({"a": steer(1), "b": steer(2)})
+    laid_out = steps.laid_out
+    for number in range(4):
+        assert steps.step()["resid_post", 0][:, 0].tolist() == [1, 2], number
+        steps.step(only=[])
+    assert steps.laid_out == laid_out + 1
 
 
 def test_d4_a_request_computed_anew_in_one_batch_is_seen_to_its_end_in_turns_with_another(steps):

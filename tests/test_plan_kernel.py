@@ -127,6 +127,10 @@ def make(draw: Any, kind: str) -> Op:
     return op(kind, draw(st.integers(4, 5)), a=low, b=high, c=draw(st.sampled_from([0.5, 1.0])))
 
 
+def make_tables(kind: type[Tables], rows: int) -> Tables:
+    return DeviceTables(POINTS, rows, DEVICE) if kind is DeviceTables else TwinTables(POINTS, DEVICE)
+
+
 def same_bits(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
     if first is None or second is None:
         return first is second
@@ -165,7 +169,7 @@ def run(tables: Tables, plan: CompiledPlan, case: dict[str, Any]) -> tuple[dict[
 def test_kernel_twin_and_closed_form_agree(case: dict[str, Any]) -> None:
     plan = compiled(case["profiles"], case["bank"], case["x"].shape[1])
     kernel, kept = run(DeviceTables(POINTS, 64, DEVICE), plan, case)
-    twin, twin_kept = run(TwinTables(POINTS, 64, DEVICE), plan, case)
+    twin, twin_kept = run(TwinTables(POINTS, DEVICE), plan, case)
     tolerance = {torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}[case["dtype"]]
     x = case["x"].to(case["dtype"])
     residual = case["residual"].to(case["dtype"]) if case["residual"] is not None else None
@@ -211,7 +215,7 @@ def test_rows_that_all_get_the_same_are_edited_in_copies_as_in_place(dtype: torc
     case = {"rows": [1] * 5, "x": x, "residual": more, "dtype": dtype, "batch_axis": False}
     bank = [torch.randn(16), torch.arange(16) % 2.0]
     plan = compiled([{POINTS[0]: [op("patch", 0, 1, a=0.5)]}], bank, 16)
-    results, _ = run(TwinTables(POINTS, 8, DEVICE), plan, case)
+    results, _ = run(TwinTables(POINTS, DEVICE), plan, case)
     hidden, residual = results[POINTS[0]]
     changed = hidden.cpu() != x.to(dtype)
     assert changed[:, 1::2].all() and not changed[:, ::2].any()
@@ -232,7 +236,7 @@ def test_a_full_patch_is_exact_and_a_self_patch_changes_no_bit(tables: Any, dual
         48,
     )
     case = {"rows": [1, 2, 0], "x": x, "residual": residual, "dtype": dtype, "batch_axis": False}
-    hidden, second = run(tables(POINTS, 64, DEVICE), plan, case)[0][POINTS[0]]
+    hidden, second = run(make_tables(tables, 64), plan, case)[0][POINTS[0]]
     got = hidden if second is None else hidden + second
     assert torch.equal(got[0].cpu(), source)
     for row in (1, 2):
@@ -243,7 +247,7 @@ def test_a_full_patch_is_exact_and_a_self_patch_changes_no_bit(tables: Any, dual
 @pytest.mark.parametrize("tables", [DeviceTables, TwinTables])
 def test_tables_grow_and_profiles_are_used_again(tables: Any) -> None:
     """No limit on how many different plans a batch has: 500 at once, then none, then others."""
-    table = tables(POINTS, 1024, DEVICE)
+    table = make_tables(tables, 1024)
     for turn in range(2):
         bank = [torch.full((4,), float(i + 1 + turn)) for i in range(500)]
         loaded = [table.load(compiled([{POINTS[1]: [op("steer", 0, a=1.0)]}], [vector], 4)) for vector in bank]

@@ -66,7 +66,8 @@ def _patched(h_TH: torch.Tensor, op: Op, bank: Sequence[torch.Tensor]) -> torch.
 
 def _steering(h_TH: torch.Tensor, steers: Sequence[Op], bank: Sequence[torch.Tensor]) -> torch.Tensor:
     """The sum of the steers, at least one, `[T, H]` or `[H]`."""
-    scaled = (bank[op.vector].to(h_TH.device) * op.a if op.a != 1 else bank[op.vector].to(h_TH.device) for op in steers)
+    vectors = ((op, bank[op.vector].to(h_TH.device)) for op in steers)
+    scaled = (vector_H * op.a if op.a != 1 else vector_H for op, vector_H in vectors)
     added = [
         h_TH.norm(dim=-1, keepdim=True) * vector_H if op.kind == "norm_steer" else vector_H
         for op, vector_H in zip(steers, scaled, strict=True)

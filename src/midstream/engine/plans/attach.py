@@ -50,12 +50,13 @@ def make_plan_host(
     widths = {point: arch.widths[point] for point in points}
     pipeline = Pipeline.gathered(stage, widths, built_in, exchange_in(get_pp_group()))
     facts = ModelFacts(arch.num_layers, pipeline.widths, str(config.model_config.dtype).removeprefix("torch."))
-    rows = _most_rows(config)
     tables: Tables
     if worker.device.type == "cuda":
-        tables = DeviceTables(points, rows, worker.device, early_launch=whole is None)  # else behind an all-reduce
+        tables = DeviceTables(
+            points, _most_rows(config), worker.device, early_launch=whole is None
+        )  # else behind an all-reduce
     else:
-        tables = TwinTables(points, rows, worker.device)
+        tables = TwinTables(points, worker.device)
     place = (stage, pipeline.size)
     local = partial(LocalSinks, config.instance_id, arch.num_layers, pipeline.layers, place)
     return PlanHost(
@@ -67,7 +68,6 @@ def make_plan_host(
         compiles=_compiles(config),
         device=worker.device,
         dtype=config.model_config.dtype,
-        rows=rows,
         record_bytes=settings.record_bytes,
         outlet=(Outlet if first_of_stage else SilentOutlet)(sender, local, stage),
         speculative=config.speculative_config is not None,

@@ -30,7 +30,7 @@ class Batches:
     """The ones that may come again: several, for the stages of a pipeline have as many on their way, which take turns."""
 
     def __init__(self) -> None:
-        self._by_first: dict[str, Batch] = {}  # a request is in one of them
+        self._by_first: dict[str, Batch] = {}  # by the first request; those with one that has ended stay until `forget`
 
     def again(self, scheduler_output: Any) -> Batch | None:
         """The batch that the coming step is, a token further."""
@@ -53,5 +53,5 @@ class Batches:
         return batch
 
     def forget(self) -> None:
-        """Other steps come in between."""
+        """None may come again as it was."""
         self._by_first.clear()

@@ -83,7 +83,6 @@ class PlanHost:
         compiles: bool,
         device: torch.device,
         dtype: torch.dtype,
-        rows: int,
         record_bytes: int,
         outlet: Outlet,
         speculative: bool = False,
@@ -101,7 +100,6 @@ class PlanHost:
         self._speculative = speculative
         self._requests: dict[str, _Planned] = {}
         self._images = Images(tables, self._compile, self._off_graph)
-        self._profile = np.zeros(rows, np.int32)
         self._batches = Batches()
         self._batch: Batch | None = None  # of the coming step, if one like it may come
         self._capturing = 0  # requests with rows still to be captured
@@ -126,7 +124,7 @@ class PlanHost:
 
     def repeat(self, scheduler_output: Any) -> bool:
         """Decide as before if the coming step is an earlier one again, a token further; whether it is."""
-        batch = self._batches.again(scheduler_output) if not self.errors else None
+        batch = self._batches.again(scheduler_output)
         if batch is None:
             return False
         self._batch, self._active = batch, batch.active
@@ -138,11 +136,13 @@ class PlanHost:
         """The step is decided: remember it if one like it may come."""
         cached = scheduler_output.scheduled_cached_reqs
         total = scheduler_output.total_num_scheduled_tokens
-        alone = not scheduler_output.scheduled_new_reqs and 0 < total == len(cached.req_ids)
         self._batch = None
+        if not total:  # as between the batches of a pipeline: nothing begins and nothing is computed anew
+            return
+        alone = not scheduler_output.scheduled_new_reqs and total == len(cached.req_ids)
         if alone and not off_graph and self._all_generated(cached):
             self._batch = self._batches.remember(cached.req_ids, self._active)
-        else:  # requests begin, or are computed anew: what they are at has to be seen until all of it is generated tokens again
+        else:  # such as prompts, begun or computed anew: they have to be seen to their end
             self._batches.forget()
 
     def _all_generated(self, cached: Any) -> bool:
@@ -204,14 +204,13 @@ class PlanHost:
             profile = self._lay_out(view)
         else:
             if batch.laid_out != view.request_ids or len(batch.profile) != view.total:
-                batch.laid_out, batch.profile = list(view.request_ids), self._lay_out(view).copy()
+                batch.laid_out, batch.profile = list(view.request_ids), self._lay_out(view)
             profile = batch.profile
         self.tables.begin_step(profile, self._blocks(view) if self._capturing else {})
 
     def _lay_out(self, view: StepView) -> np.ndarray:
-        """int32 `[view.total]`, the profile of each row; good until the next call."""
-        profile = self._profile[: view.total]
-        profile[:] = 0
+        """int32 `[view.total]`, the profile of each row."""
+        profile = np.zeros(view.total, np.int32)
         for scheduled in view.requests:
             if (request := self._requests.get(scheduled.request_id)) is not None:
                 count = scheduled.stop - scheduled.start
@@ -265,7 +264,7 @@ class PlanHost:
         self.outlet.flush()
 
     def edit(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        """The site op, or a hook, is at `point`."""
+        """The site op is at `point`."""
         self.tables.edit(point, hidden, residual)
 
     def edit_recorded(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:

@@ -33,7 +33,7 @@ class PointHooks:
 
     Args:
         built_in: the points that the site op serves.
-        tables: make the edits.
+        tables: what the edits are made with.
         whole: the tensor-parallel ranks; a hook gathers what they have parts of, for plans are about whole values.
     """
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from midstream.plan.arithmetic import edited
+from midstream.plan import arithmetic
 from midstream.plan.compile import CompiledPlan, Op, Profile
 from midstream.sites import Point
 
@@ -44,17 +44,15 @@ class Tables:
 
     Args:
         points: every (site, layer) at which plans may act, in the order of the op's `point` argument.
-        rows: the most rows that a batch has.
     """
 
-    def __init__(self, points: Sequence[Point], rows: int) -> None:
+    def __init__(self, points: Sequence[Point]) -> None:
         self.points = list(points)
         self.index = {point: i for i, point in enumerate(self.points)}
         self.profiles: dict[int, Profile] = {}
         self.growths = 0
         self._free: list[int] = list(range(_FIRST_PROFILES - 1, 0, -1))
         self._size = _FIRST_PROFILES
-        self._rows = rows
         self._profile_host = np.zeros(0, np.int32)  # of each row in the last step
 
     def load(self, compiled: CompiledPlan) -> Loaded:
@@ -83,18 +81,20 @@ class Tables:
         """The coming forward's rows.
 
         Args:
-            profile_T: int32 `[T]`, the profile of each row, padding included.
+            profile_T: int32 `[T]`, the profile of each row, padding included; nobody writes to it afterwards.
             blocks: profile -> (its rows that are kept, `[rows, row_width]` to write them to).
         """
         if not np.array_equal(profile_T, self._profile_host):
-            self._profile_host = profile_T.copy()
-            self._set_profiles(self._profile_host)
+            self._profile_host = profile_T
+            self._set_profiles(profile_T)
         self._set_blocks(blocks)
 
     def _set_profiles(self, profile_T: np.ndarray) -> None:
+        """They are not those of the step before."""
         raise NotImplementedError
 
     def _set_blocks(self, blocks: Mapping[int, tuple[np.ndarray, torch.Tensor]]) -> None:
+        """In every step, after the profiles."""
         raise NotImplementedError
 
     def edit(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
@@ -104,9 +104,9 @@ class Tables:
     def edited(
         self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Both streams after the same, which are left as they are."""
+        """What `edit` would make of both streams, which are left as they are; or they themselves, where nothing acts."""
         hidden = hidden.clone(memory_format=torch.contiguous_format)
-        residual = residual.clone() if residual is not None else None
+        residual = residual.clone(memory_format=torch.contiguous_format) if residual is not None else None
         self.edit(point, hidden, residual)
         return hidden, residual
 
@@ -133,11 +133,12 @@ class DeviceTables(Tables):
     copies from the host alone, on the forward's stream, which no kernel overtakes.
 
     Args:
+        rows: the most rows that a batch has.
         early_launch: as `early` of `kernel.edit_rows`.
     """
 
     def __init__(self, points: Sequence[Point], rows: int, device: torch.device, *, early_launch: bool = True) -> None:
-        super().__init__(points, rows)
+        super().__init__(points)
         self._device, self._early_launch = device, early_launch
         self._profile_T = torch.zeros(rows, dtype=torch.int32, device=device)
         self._capture_T = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -234,11 +235,19 @@ class DeviceTables(Tables):
         self._addressed = count if blocks else 0
 
     def edit(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        if self._acts_at(point):
+            self.edit_recorded(point, hidden, residual)
+
+    def edited(
+        self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return super().edited(point, hidden, residual) if self._acts_at(point) else (hidden, residual)
+
+    def _acts_at(self, point: int) -> bool:
         if self._acting is None:
             here = [self.profiles[number] for number in np.unique(self._profile_host).tolist() if number]
             self._acting = {self.index[point] for profile in here for point in profile.ops if point in self.index}
-        if point in self._acting:
-            self.edit_recorded(point, hidden, residual)
+        return point in self._acting
 
     def edit_recorded(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         from midstream.engine.plans.kernel import edit_rows
@@ -266,8 +275,8 @@ def _words(op: Op, bank: Sequence[int]) -> bytes:
 class TwinTables(Tables):
     """The plain PyTorch twin: what the CPU runs, and what the kernel is tested against."""
 
-    def __init__(self, points: Sequence[Point], rows: int, device: torch.device) -> None:
-        super().__init__(points, rows)
+    def __init__(self, points: Sequence[Point], device: torch.device) -> None:
+        super().__init__(points)
         self._device = device
         self._banks: dict[int, list[torch.Tensor]] = {}
         self._groups: list[tuple[int, torch.Tensor | slice]] = []
@@ -325,8 +334,8 @@ class TwinTables(Tables):
         self, ops: Sequence[Op], number: int, first: torch.Tensor, second: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Where rows that all have `number` change, and what the values are then."""
-        old = first if second is None else first + second
-        new = edited(old, ops, self._banks[number])
+        old = first if second is None else (first + second).to(first.dtype)
+        new = arithmetic.edited(old, ops, self._banks[number])
         return new != old, new
 
     def _apply(
