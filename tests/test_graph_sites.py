@@ -1,9 +1,20 @@
-"""Issue point 6: a compiling engine runs traced steps as compiled as the trace allows, and all other steps untouched."""
+"""Issue point 6: a compiling engine runs traced steps as compiled as the trace allows, and all other steps untouched.
+
+Issue 3, row D3: and planned steps at the sites that it was started with.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
+from here import start_here
+from here import tokens as tokens_of
+from oracle import Plain, close
+
+from midstream import VLLM, Capture, Patch, Steer
 
 pytestmark = pytest.mark.engine
 
@@ -118,3 +129,95 @@ def test_plain_outputs_are_exactly_as_before(compiled):
 
     compiled.run(steer, PROMPTS, max_tokens=6, temperature=0.0, ignore_eos=True)
     assert tokens(compiled) == before
+
+
+# ------------------------------------------------------------------------------------------- other graph sites (row D3)
+
+CHOSEN = ("resid_mid", "attn_out", "mlp_out", "resid_post")
+STEPS = 5
+
+
+@pytest.fixture(scope="module")
+def chosen() -> Iterator[VLLM]:
+    """An engine that compiles, with more sites in its forward than a user gets unasked."""
+    with start_here(graph_sites=CHOSEN) as model:
+        yield model
+
+
+def off_graph(model: VLLM, run: Any) -> tuple[Any, int]:
+    """What `run` gives, and how many steps of it left the compiled forward for a plan."""
+    (before,), result, (after,) = model.gauges(), run(), model.gauges()
+    return result, after["off_graph_steps"] - before["off_graph_steps"]
+
+
+def edited(site: str, change: Any) -> dict[tuple[str, int], Any]:
+    """An edit at layer 3 for the oracle: the stream before the MLP is no module's output, but attention's moves it."""
+    return {("attn_out" if site == "resid_mid" else site, 3): change}
+
+
+@pytest.mark.parametrize("site", [*CHOSEN, "resid_pre", "mlp_in"])
+def test_d3_plans_at_the_engines_own_graph_sites_stay_compiled(chosen: VLLM, plain: Plain, site: str) -> None:
+    """And those at another leave the graph, whether that could have been built in or not."""
+    v = torch.randn(256, generator=torch.Generator().manual_seed(1)) / 2
+    plan = [Steer(site, layers=3, vector=v), Capture(site, layers=[2, 3, 7], positions="all", when="after")]
+    (steered, neighbour), left = off_graph(
+        chosen,
+        lambda: chosen.generate(PROMPTS, plan=[plan, None], max_tokens=STEPS, temperature=0.0, ignore_eos=True),
+    )
+    assert left == (0 if site in CHOSEN else STEPS)
+    ids = plain.generate(PROMPTS[0], STEPS, edited(site, lambda h: h + v))
+    assert tokens_of(steered) == ids and tokens_of(neighbour) == plain.generate(PROMPTS[1], STEPS)
+    sites = plain.run(plain.ids(PROMPTS[0]) + ids[:-1], edited(site, lambda h: h + v)).sites
+    for layer in (2, 3, 7):
+        close(steered.captures[site, layer], sites[site, layer])
+
+
+def test_d3_a_patch_and_captures_at_all_graph_sites_share_a_compiled_step(chosen: VLLM, plain: Plain) -> None:
+    run = chosen.record("The capital of Italy is", sites=CHOSEN)
+    assert set(run.sites) == set(CHOSEN)
+    patches = [Patch("mlp_out", layer=2, position=3, source=run), Patch("resid_post", layer=3, position=3, source=run)]
+    plan = [*patches, *(Capture(site, positions="all_prompt", when="after") for site in CHOSEN)]
+    (output,), left = off_graph(
+        chosen, lambda: chosen.generate(PROMPTS[1], plan=plan, max_tokens=1, temperature=0.0, ignore_eos=True)
+    )
+    assert left == 0 and tokens_of(output) == [plain.token(" Rome")]
+    source = plain.run("The capital of Italy is").sites
+
+    def put(site: str, layer: int) -> Any:
+        def edit(h: torch.Tensor) -> torch.Tensor:
+            h[3] = source[site, layer][3]
+            return h
+
+        return edit
+
+    sites = plain.run(PROMPTS[1], {point: put(*point) for point in [("mlp_out", 2), ("resid_post", 3)]}).sites
+    for site in CHOSEN:
+        for layer in range(8):
+            close(output.captures[site, layer], sites[site, layer])
+    chosen.runs.delete(run.name)
+
+
+def test_d3_traces_that_keep_to_resid_post_stay_compiled_beside_other_graph_sites(chosen: VLLM, plain: Plain) -> None:
+    model = chosen
+
+    def zero_last(h: torch.Tensor) -> torch.Tensor:
+        h[-1] = 0
+        return h
+
+    def run() -> tuple[torch.Tensor, ...]:
+        with model.trace(PROMPTS[0], temperature=0.0):
+            before = model.layers_output[2].clone().save()
+            model.layers_output[3][-1] = 0
+            after = model.layers_output[7].clone().save()
+            logits = model.logits.save()
+        return before, after, logits
+
+    (before, after, logits), steps = counted(chosen, run)
+    assert steps[0] >= 1 and steps[1] == 0
+    expected = plain.run(PROMPTS[0], {("resid_post", 3): zero_last})
+    close(before, expected.sites["resid_post", 2])
+    close(after, expected.sites["resid_post", 7])
+    close(logits, expected.logits[-1:])
+    value, steps = counted(chosen, lambda: chosen.run(lambda m: m.mlps_output[2], PROMPTS[0], temperature=0.0))
+    assert steps == (1, 1)  # traces know no other site of a compiled forward
+    close(value, plain.run(PROMPTS[0]).sites["mlp_out", 2])

@@ -17,7 +17,20 @@ import torch
 from conftest import alive, start
 from oracle import Plain, close
 from test_async import left
-from test_plans import EIFFEL, FRANCE, GREEDY, HIDDEN, ITALY, everything, generated_with, tokens, toward_rome, vector
+from test_plans import (
+    EIFFEL,
+    FRANCE,
+    GREEDY,
+    HIDDEN,
+    ITALY,
+    LAYERS,
+    after_rows,
+    everything,
+    generated_with,
+    tokens,
+    toward_rome,
+    vector,
+)
 
 from midstream import Capture, Patch, Plan, Span, Steer, open_captures
 from midstream.errors import (
@@ -34,6 +47,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.engine
 Drive = Callable[[Coroutine[Any, Any, Any]], Any]
+TWO_RUNS = 2 * 5 * LAYERS * HIDDEN * 4  # the residual streams of five float32 tokens, twice
 
 
 def ids_of(output: Any) -> list[int]:
@@ -211,7 +225,7 @@ def test_e5_a_run_of_another_model_is_refused(engine: VLLM, hf: Any) -> None:
 
 def test_e5_a_run_that_does_not_fit_is_an_error() -> None:
     """And the older ones go, the least recently used first."""
-    with start(enforce_eager=True, record_bytes=2 * 5 * 8 * HIDDEN * 4) as model:
+    with start(enforce_eager=True, record_bytes=TWO_RUNS) as model:
         first, second = (model.record(prompt, sites="resid_post") for prompt in (FRANCE, ITALY))
         model.generate(FRANCE, plan=Patch("resid_post", layer=1, position=0, source=first), max_tokens=1)
         third = model.record(ITALY, sites="resid_post")
@@ -355,7 +369,8 @@ def runner() -> Iterator[asyncio.Runner]:
 
 @pytest.fixture(scope="module")
 def model(runner: asyncio.Runner) -> Iterator[VLLM]:
-    model = start(mode="async", enforce_eager=True)
+    """With room for two recorded runs of five tokens."""
+    model = start(mode="async", enforce_eager=True, record_bytes=TWO_RUNS)
     yield model
     model.close()
 
@@ -439,6 +454,111 @@ def test_async_vectors_and_runs(model: VLLM, drive: Drive, plain: Plain) -> None
         assert not await model.runs.listing()
         with pytest.raises(PlanError, match="'italy'"):
             await model.generate(FRANCE, plan=plans[1], max_tokens=1)
+
+    drive(main())
+
+
+async def runs_of(model: VLLM) -> dict[str, int]:
+    """name -> leases, the least recently used first."""
+    return {info.name: info.leases for info in await model.runs.listing()}
+
+
+async def leased(model: VLLM, count: int) -> None:
+    """Until requests hold the runs that often: once from the submission on, and once more from the first step on."""
+    while sum((await runs_of(model)).values()) != count:
+        await asyncio.sleep(0.005)
+
+
+def in_rome(plain: Plain, count: int) -> list[int]:
+    """The tokens after FRANCE with ITALY's residual stream patched into it."""
+    source = plain.run(ITALY).sites["resid_post", 3][3]
+    return plain.generate(FRANCE, count, {("resid_post", 3): after_rows([3], lambda h: source)})
+
+
+def test_e5_a_run_in_use_outlives_what_is_recorded_meanwhile(model: VLLM, drive: Drive, plain: Plain) -> None:
+    """Seen failing where `RunStore.add` evicts the least recently used run whatever its leases."""
+
+    async def main() -> None:
+        used = await model.record(ITALY, sites="resid_post", name="used")
+        patch = Patch("resid_post", layer=3, position=3, source=used)
+        running = asyncio.ensure_future(model.generate(FRANCE, plan=patch, max_tokens=200, **GREEDY))
+        await leased(model, 2)
+        for name in ("a", "b", "c"):
+            await model.record(FRANCE, sites="resid_post", name=name)
+            assert await runs_of(model) == {"used": 2, name: 0}
+        with pytest.raises(PlanError, match=rf"'long'.*{TWO_RUNS // 2:,} are in use.*record_bytes"):
+            await model.record(EIFFEL, sites="resid_post", name="long")
+        assert await runs_of(model) == {"used": 2, "c": 0} and not running.done()
+        (output,) = await running
+        assert ids_of(output)[:8] == in_rome(plain, 8)
+
+        await model.record(EIFFEL, sites="resid_post", name="long")
+        assert await runs_of(model) == {"long": 0}
+        (before,) = await model.gauges()
+        with pytest.raises(PlanError, match="'used'"):
+            await model.generate([EIFFEL, FRANCE], plan=[[everything()], [patch]], max_tokens=1)
+        assert (await model.gauges())[0]["planned_steps"] == before["planned_steps"]
+        await model.runs.delete("long")
+
+    drive(main())
+
+
+def test_e5_the_run_of_a_request_that_waits_is_not_evicted(model: VLLM, drive: Drive, plain: Plain) -> None:
+    """The engine is full; what it takes up first ends as runs of their own, before the request begins.
+
+    Seen failing without the lease at the submission, and where `RunStore.add` passes leases over.
+    """
+
+    async def main() -> None:
+        used = await model.record(ITALY, sites="resid_post", name="used")
+        await model.record(FRANCE, sites="resid_post", name="spare")
+        patch = Patch("resid_post", layer=3, position=3, source=used)
+        long = asyncio.ensure_future(model.generate([FRANCE] * 15, max_tokens=90, **GREEDY))
+        short = model.generate(FRANCE, max_tokens=48, **GREEDY)
+        recorded: list[asyncio.Future[Any]] = []
+        async for output in short:
+            if not recorded and len(output.outputs[0].token_ids) > 2:
+                for name in ("new", "newer"):
+                    recorded.append(asyncio.ensure_future(model.record(FRANCE, sites="resid_post", name=name)))
+                await asyncio.sleep(0)
+                waiting = asyncio.ensure_future(model.generate(FRANCE, plan=patch, max_tokens=4, **GREEDY))
+                await leased(model, 1)
+        assert await runs_of(model) == {"spare": 0, "used": 1}
+        (output,) = await waiting
+        assert all(each.done() for each in recorded) and not long.done()
+        assert ids_of(output) == in_rome(plain, 4)
+        assert set(await runs_of(model)) == {"used", "newer"}
+        await long
+        for name in ("used", "newer"):
+            await model.runs.delete(name)
+
+    drive(main())
+
+
+def test_e5_a_deleted_run_fails_the_requests_that_have_not_begun_and_no_other(
+    model: VLLM, drive: Drive, plain: Plain
+) -> None:
+    """Seen failing where `raise_if_refused` raises nothing: the request has no tokens, and nobody hears why."""
+
+    async def main() -> None:
+        run = await model.record(ITALY, sites="resid_post", name="italy")
+        patch = Patch("resid_post", layer=3, position=3, source=run)
+        begun = asyncio.ensure_future(
+            model.generate([FRANCE] * 16, plan=[[patch], *[None] * 15], max_tokens=60, **GREEDY)
+        )
+        await leased(model, 2)
+        waiting = model.generate([EIFFEL, FRANCE, FRANCE], plan=[None, [patch], None], max_tokens=4, **GREEDY)
+        ended = asyncio.ensure_future(waiting)
+        await leased(model, 3)
+        await model.runs.delete("italy")
+        assert not begun.done()
+        with pytest.raises(PlanError, match="'italy' are not there any more"):
+            await ended
+        patched, *others = await begun
+        assert ids_of(patched)[:8] == in_rome(plain, 8)
+        assert [ids_of(output)[:8] for output in others] == [plain.generate(FRANCE, 8)] * 15
+        assert [ids_of(waiting.outputs[index]) for index in (0, 2)] == [plain.generate(p, 4) for p in (EIFFEL, FRANCE)]
+        assert not await model.runs.listing()
 
     drive(main())
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from midstream.engine.settings import Settings
 from midstream.engine.versions import check_vllm_version
-from midstream.errors import MidstreamError, UnsupportedVersionError
+from midstream.errors import MidstreamError, UnknownSiteError, UnsupportedVersionError
 
 
 def test_settings_survive_vllms_config():
@@ -48,3 +50,14 @@ def test_midstreams_own_engine_arguments_cannot_be_taken():
 
     with pytest.raises(MidstreamError, match="worker_cls"):
         llm_arguments("model", Settings(), {"worker_cls": "other.Worker"})
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("site", ["mlp_in", "nowhere"])
+def test_d3_a_graph_site_that_cannot_be_built_in_is_said_before_anything_starts(site):
+    """Also for an engine that does not compile. Seen failing where the workers alone looked, and those that compile."""
+    from midstream import VLLM, engine_arguments
+
+    for make in (engine_arguments, partial(VLLM, "no/model", enforce_eager=True)):
+        with pytest.raises(UnknownSiteError, match=f"graph_sites has '{site}'.*resid_pre, resid_mid, resid_post"):
+            make(graph_sites=("resid_post", site))

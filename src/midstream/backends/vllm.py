@@ -90,6 +90,7 @@ class VLLM(TraceModel):
     Raises:
         UnsupportedVersionError: vLLM lies outside the supported range.
         ArchitectureError: the model's structure could not be placed.
+        UnknownSiteError: `graph_sites` has a site that cannot be built in.
     """
 
     def __init__(

@@ -68,11 +68,15 @@ def _register() -> None:
         _library._register_fake("site", lambda hidden, residual, point: None)
 
 
-def buildable_points(arch: Architecture, sites: Sequence[str]) -> list[Point]:
-    """The (site, layer) of `sites` that can be built in. Raises UnknownSiteError for a site that cannot be at all."""
+def check_buildable(sites: Sequence[str]) -> None:
+    """Raises UnknownSiteError for a site that no model can have built in."""
     for site in sites:
         if site not in BUILDABLE:
             raise UnknownSiteError(f"graph_sites has {site!r}; what can be built in is: {', '.join(BUILDABLE)}.")
+
+
+def buildable_points(arch: Architecture, sites: Sequence[str]) -> list[Point]:
+    """The (site, layer) of `sites` that can be built in."""
     found = [(site, layer) for site in sites for layer in arch.layers if (site, layer) in arch.bindings]
     whole = [point for point in found if arch.part_of(arch.bindings[point]) is None]
     return [point for point in whole if _is_plain(arch.bindings[point], point[0])]

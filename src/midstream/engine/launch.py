@@ -42,6 +42,7 @@ def engine_arguments(
 
     Raises:
         PlanError: `plan` is no plan, or has what cannot be sent to an engine.
+        UnknownSiteError: `graph_sites` has a site that cannot be built in.
     """
     text = to_json(Plan.of(plan)) if plan is not None else None  # vLLM hashes the settings as JSON
     settings = Settings(False, dict(rename or {}), tuple(graph_sites), record_bytes, text)

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from midstream.engine.graph_sites import check_buildable
+
 NAME = "midstream"
 RECORD_BYTES = 1 << 30
 
@@ -23,6 +25,9 @@ class Settings:
         graph_sites: sites built into the compiled forward; traces and plans that keep to them need no uncompiled step.
         record_bytes: how much of the workers' memory recorded runs may take.
         plan: a plan for every request, as JSON.
+
+    Raises:
+        UnknownSiteError: `graph_sites` has a site that cannot be built in.
     """
 
     allow_traces: bool = False
@@ -30,6 +35,9 @@ class Settings:
     graph_sites: tuple[str, ...] = ("resid_post",)
     record_bytes: int = RECORD_BYTES
     plan: str | None = None
+
+    def __post_init__(self) -> None:
+        check_buildable(self.graph_sites)
 
     def to_config(self, additional: Mapping[str, Any] | None = None) -> dict[str, Any]:
         return {**(additional or {}), NAME: asdict(self)}
