@@ -620,6 +620,21 @@ def test_c13_a_plain_step_is_vllms_own_once_the_traces_and_plans_are_over(pp2: V
         assert "Worker.execute_model" in own and not own - PLAIN_STEP, own - PLAIN_STEP
 
 
+def test_c14_what_its_stage_cannot_read_is_an_error_where_another_uses_it(pp2: VLLM, plain: Plain) -> None:
+    """The body goes on where it was read. Seen hanging: the last stage waited for the value, and the first for the last one's token."""
+
+    def look(model: Any, tracer: Any) -> Any:
+        for _ in tracer.iter[:]:
+            gain = getattr(model.model.layers[EARLY].mlp, "gain", None)
+            hidden = model.layers_output[LATE]
+            if gain is not None:
+                hidden += gain
+
+    with pytest.raises(NeverReachedError, match=r"cannot be read on pipeline stage 0.*gain"):
+        pp2.run(look, EIFFEL, max_tokens=3, **GREEDY)
+    close(pp2.run(lambda model: model.logits, EIFFEL, **GREEDY), plain.run(EIFFEL).logits[-1:])
+
+
 def test_c14_an_error_is_known_on_all_stages_before_any_waits_for_another_trace(pp2: VLLM, plain: Plain) -> None:
     """The last stage wants something of the first, which has failed and waits for the token of the request beside."""
     with pytest.raises(UnknownModuleError):

@@ -209,7 +209,7 @@ class TraceHost:
             request.goes_on = stages.link.fetch(stages.size - 1, request.steps, request.generated)
         self._in_step = []
         self._traced = False
-        stages.end_step()
+        stages.end_step(self.interleaver.bodies)
 
     def _end_what_is_over(self, scheduled: Collection[str]) -> None:
         """End what the last stage has ended, before it is asked for a step too many: async scheduling runs ahead of the tokens."""
@@ -337,7 +337,7 @@ class TraceHost:
         self._in_step = []
         self._traced = False
         if self._stages is not None:
-            self._stages.end_step()
+            self._stages.end_step(self.interleaver.bodies)
         return samples
 
     def _after_step(self, name: str, request: TracedRequest, token: int | None) -> None:

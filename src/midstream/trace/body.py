@@ -209,7 +209,11 @@ class Body:
         stage = stages.of(key)
         number, self.reads = self.reads, self.reads + 1
         if stage == stages.index:
-            found = value()
+            try:
+                found = value()
+            except Exception as error:
+                stages.refuse(self, number, error)
+                raise
             stages.publish(self, number, key, found)
             return found
         called = key[-1] == CALL

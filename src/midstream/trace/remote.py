@@ -59,7 +59,7 @@ class Place(NamedTuple):
         name: as a user would write it.
         width: of the tuple that it is; None if it is no tuple, or that is not known.
         ref: the part of it that is meant.
-        claim: shared by all of its parts.
+        claim: while one of its parts has it, the value may be asked for.
     """
 
     body: Body

@@ -4,6 +4,7 @@
     link.publish("body-1", 3, value)                       # on the owner; returns at once
     fetch = link.fetch(0, "body-1", 3, ref=(0,))           # on another rank, before or after; returns at once
     tensor = fetch.wait()                                  # on the CPU
+    link.waive(0, {"body-1": [3]})                         # there: it will not ask for it any more
     link.end("body-1", "the request ended before it")      # on every rank, or `drop`: then all of it is forgotten
 
 Values are known by the body's name and a number that grows within the body. Each rank has a `Receiver` and a `Sender` to
@@ -45,7 +46,7 @@ class Link:
     `exchange(x)` is collective: what every rank of the group passed, in the group's order. `name` says which group it is.
     `host`: an address of this machine that the others can reach, if they run on several; by default vLLM's.
 
-    `publish`, `fetch`, `waive`, `wait_any`, `silence`, `end`, `drop` and `spill` belong to one thread.
+    `publish`, `refuse`, `fetch`, `waive`, `wait_any`, `silence`, `end`, `drop` and `spill` belong to one thread.
     Every rank that takes part in a body ends or drops it.
     """
 
@@ -91,18 +92,32 @@ class Link:
             if known is None or known.reason is not None:
                 return
             published = known.add(number, held, readers, place)
-            if known.drop_waived(number, self._peers):
+            asked = known.parked.pop(number, [])
+            if not asked and known.drop_waived(number, self._peers):
                 return
             if held.ready:
                 self._on_device.add(published)
-            asked = known.parked.pop(number, [])
-            ahead = known.eager_readers(place, asked) if self._sends_ahead else []
+            ahead = known.eager_readers(number, place, asked) if self._sends_ahead else []
             for request in [*asked, *ahead]:
                 known.note_answer(number, request)
         for request in asked:
             self._answer(request, held)
         for reader in ahead:
             self._send_ahead(reader, body, number, place, held)
+
+    def refuse(self, body: str, number: int, error: MidstreamError) -> None:
+        """There is no value under this number, and never will be: who asks for it is told why."""
+        if not self._peers:
+            return
+        with self._lock:
+            known = self._known(body)
+            if known is None or known.reason is not None:
+                return
+            known.refused[number] = error
+            asked = known.parked.pop(number, [])
+            known.drop_waived(number, self._peers)
+        for request in asked:
+            self._answer(request, error)
 
     def fetch(self, peer: int, body: str, number: int, ref: Ref = ()) -> Fetch:
         """Ask `peer` for what it publishes under `number`, or only for the part of it at `ref`. Returns at once."""
@@ -127,10 +142,12 @@ class Link:
         """This rank fetches no more what `peer` has published, or will, under these numbers of bodies."""
         with self._lock:
             under_way = [body for body in numbers if (known := self._known(body)) is not None and known.reason is None]
-            for body in under_way:
-                self._bodies[body].forget_ahead(peer, numbers[body])
+            unwanted = {body: self._bodies[body].forget_ahead(peer, numbers[body]) for body in under_way}
         if under_way:
             self._post(peer, {"kind": "waived", "numbers": {body: list(numbers[body]) for body in under_way}})
+        for body, places in unwanted.items():
+            for place, ref in places:
+                self._post(peer, {"kind": "enough", "body": body, "place": place, "ref": ref})
 
     def wait_any(self, fetches: Collection[Fetch]) -> None:
         """Wait until one of `fetches` is done."""
@@ -217,10 +234,12 @@ class Link:
             elif number in known.values:
                 outcome = known.values[number].held
                 known.note_answer(number, request)
-            elif (why := known.reason or known.silent) is not None:
+            elif (why := known.refused.get(number) or known.reason or known.silent) is not None:
                 outcome = why
             elif number <= known.used_up:
-                outcome = TraceError(f"value {number} of {body!r} was fetched by all its readers already.")
+                outcome = TraceError(
+                    f"value {number} of {body!r} is not there any more: nobody was to ask for it again."
+                )
             else:
                 return known.parked[number].append(request)
         self._answer(request, outcome)
@@ -275,6 +294,8 @@ class Link:
                     known.ended.add(peer)
                     known.failure = known.failure or header.get("failure")
                     known.forget_requests(peer)
+                    for number in [*known.values, *known.refused]:
+                        known.drop_waived(number, self._peers)
                     self._forget_if_over(body, known)
 
     def _lose(self, peer: int) -> None:

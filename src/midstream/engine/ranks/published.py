@@ -110,12 +110,12 @@ class KnownBody:
     failure: StageFailedError | None = None  # of another rank's
     ended: set[int] = field(default_factory=set)  # ranks, this one too
     values: dict[int, Published] = field(default_factory=dict)
-    used_up: int = -1  # the last number that as many have fetched as were to
+    refused: dict[int, MidstreamError] = field(default_factory=dict)  # numbers that never have a value, and why
+    used_up: int = -1  # the last number of a value that nobody was to fetch any more
     parked: defaultdict[int, list[Request]] = field(default_factory=lambda: defaultdict(list))
     habits: defaultdict[Hashable, Habits] = field(default_factory=lambda: defaultdict(Habits))
-    waived: defaultdict[int, set[int]] = field(
-        default_factory=lambda: defaultdict(set)
-    )  # by number: ranks that will not fetch it
+    # By number: the ranks that will not fetch it.
+    waived: defaultdict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
     unasked: dict[tuple[int, int, Ref], tuple[Hashable, Message]] = field(
         default_factory=dict
     )  # sent ahead to this rank
@@ -140,30 +140,29 @@ class KnownBody:
                 self.used_up = max(self.used_up, number)
 
     def drop_waived(self, number: int, peers: Iterable[int]) -> bool:
-        """Forget a value that is there and that none of `peers` will fetch; whether it is so."""
-        if (
-            number not in self.values
-            or number not in self.waived
-            or not (self.ended | self.waived[number]).issuperset(peers)
-        ):
+        """Forget a value, or why there is none, that none of `peers` will ask for; whether it is so."""
+        there = number in self.values or number in self.refused
+        if not there or not (self.ended | self.waived.get(number, set())).issuperset(peers):
             return False
-        del self.values[number]
-        del self.waived[number]
+        self.values.pop(number, None)
+        self.refused.pop(number, None)
+        self.waived.pop(number, None)
         self.used_up = max(self.used_up, number)
         return True
 
-    def forget_ahead(self, peer: int, numbers: Collection[int]) -> None:
-        """What `peer` has sent ahead under these numbers is not wanted."""
+    def forget_ahead(self, peer: int, numbers: Collection[int]) -> set[tuple[Hashable, Ref]]:
+        """What `peer` has sent ahead under these numbers is not wanted; the places and parts that were."""
         gone = set(numbers)
-        for key in [key for key in self.unasked if key[0] == peer and key[1] in gone]:
-            del self.unasked[key]
+        unwanted = [key for key in self.unasked if key[0] == peer and key[1] in gone]
+        return {(self.unasked.pop(key)[0], key[2]) for key in unwanted}
 
-    def eager_readers(self, place: Hashable | None, asked: Iterable[Request]) -> list[Request]:
+    def eager_readers(self, number: int, place: Hashable | None, asked: Iterable[Request]) -> list[Request]:
         """Who is to be sent a value of `place` besides those that have asked for it."""
         if place is None:
             return []
         have = {(request.rank, request.ref) for request in asked}
-        return [Request(*reader) for reader in self.habits[place].ahead - have if reader[0] not in self.ended]
+        without = self.ended | self.waived.get(number, set())
+        return [Request(*reader) for reader in self.habits[place].ahead - have if reader[0] not in without]
 
     def take_parked(self) -> list[Request]:
         """The requests that wait for what is not published; they wait no longer."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import nn
 
 from midstream.arch import Architecture
 from midstream.engine.ranks.link import Fetch, Link
-from midstream.errors import SourceUnavailableError
+from midstream.errors import SourceUnavailableError, StageFailedError
 from midstream.trace.body import CALL, Body, StopTrace
 from midstream.trace.interleaver import LAST_POINTS
 from midstream.trace.remote import Place
@@ -157,6 +157,11 @@ class Stages:
             kept = map_tensors(value, lambda _, t: Reference(t) if isinstance(t, nn.Parameter) else t.clone())
         self.link.publish(body.name, number, kept, place=key)
 
+    def refuse(self, body: Body, number: int, error: Exception) -> None:
+        """Reading that value has failed on this stage, and the body may go on without it."""
+        text = f"The value cannot be read on pipeline stage {self.index}: {type(error).__name__}: {error}"
+        self.link.refuse(body.name, number, StageFailedError(text))
+
     def silence(self, body: Body) -> None:
         """The body's code is over. The others are told at once: one of them may wait for a value that it would have published, and this
         stage, by another body, for that one.
@@ -178,12 +183,13 @@ class Stages:
         """This stage will not ask for that value any more; `end_step` says so."""
         self._waived.append((stage, body, number))
 
-    def end_step(self) -> None:
-        """Have the others forget what is not wanted here any more, and the device what the others have not fetched yet."""
+    def end_step(self, bodies: Collection[str]) -> None:
+        """Have the others forget what `bodies` do not want any more, and the device what the others have not fetched yet."""
         waived: defaultdict[int, defaultdict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
         while self._waived:
             stage, body, number = self._waived.popleft()
-            waived[stage][body].append(number)
+            if body in bodies:  # else it is over, maybe long ago
+                waived[stage][body].append(number)
         for stage, numbers in waived.items():
             self.link.waive(stage, numbers)
         self.link.spill()
