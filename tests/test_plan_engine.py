@@ -254,13 +254,12 @@ def test_d2_the_protection_matters_profiles_on_the_wrong_rows_move_the_neighbour
     before = all_values(chunked.generate(prompts, max_tokens=4, **GREEDY))
     lay_out = PlanHost._lay_out
 
-    def everywhere(self: PlanHost, view: Any) -> None:
-        lay_out(self, view)
-        self._profile[: view.total] = self._profile[: view.total].max()
+    def everywhere(self: PlanHost, view: Any) -> Any:
+        profile = lay_out(self, view)
+        return np.full_like(profile, profile.max())
 
-    def shifted(self: PlanHost, view: Any) -> None:
-        lay_out(self, view)
-        self._profile[: view.total] = np.roll(self._profile[: view.total], 1)
+    def shifted(self: PlanHost, view: Any) -> Any:
+        return np.roll(lay_out(self, view), 1)
 
     for wrong in (everywhere, shifted):
         with monkeypatch.context() as patch:
