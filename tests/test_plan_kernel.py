@@ -292,6 +292,20 @@ def test_wide_rows_and_many_of_them(hidden: int, rows: int) -> None:
     torch.testing.assert_close([first, second], expected, rtol=1e-6, atol=1e-5)
 
 
+def test_an_early_launch_is_asked_for_where_it_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from midstream.engine.plans import kernel
+
+    asked: list[bool] = []
+    launch = {(2,): lambda *arguments, **options: asked.append("launch_pdl" in options)}
+    monkeypatch.setattr(kernel, "_edit_rows", launch)
+    monkeypatch.setattr(kernel, "_compiled", {})
+    monkeypatch.setattr(kernel, "_launches_dependent", lambda device: True)
+    rows, word = torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
+    for early in (True, False):
+        kernel.edit_rows(torch.zeros(2, 16), None, rows, word, word, 0, 3, early=early)
+    assert asked == [True, False]
+
+
 def test_a_compiled_kernel_serves_what_it_was_compiled_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton compiles anew for another dtype of either stream, and for addresses that are no multiples of 16. Seen failing without them."""
     from midstream.engine.plans import kernel

@@ -17,13 +17,10 @@ import torch
 from torch import nn
 
 from midstream.arch import Architecture
-from midstream.errors import UnknownSiteError
 from midstream.sites import Binding, Point, follow
 from midstream.trace.visit import Key
 
 SITE_OP = "midstream::site"
-# Where a write in place reaches what comes after the site and nothing else.
-BUILDABLE = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")
 Fire = Callable[[int, torch.Tensor, torch.Tensor | None], None]
 _library: torch.library.Library | None = None
 
@@ -66,13 +63,6 @@ def _register() -> None:
         for backend in ("CPU", "CUDA"):
             _library.impl("site", _site, backend)
         _library._register_fake("site", lambda hidden, residual, point: None)
-
-
-def check_buildable(sites: Sequence[str]) -> None:
-    """Raises UnknownSiteError for a site that no model can have built in."""
-    for site in sites:
-        if site not in BUILDABLE:
-            raise UnknownSiteError(f"graph_sites has {site!r}; what can be built in is: {', '.join(BUILDABLE)}.")
 
 
 def buildable_points(arch: Architecture, sites: Sequence[str]) -> list[Point]:

@@ -9,10 +9,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from midstream.engine.graph_sites import check_buildable
+from midstream.errors import UnknownSiteError
 
 NAME = "midstream"
 RECORD_BYTES = 1 << 30
+# Where a write in place reaches what comes after the site and nothing else.
+BUILDABLE = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,9 @@ class Settings:
     plan: str | None = None
 
     def __post_init__(self) -> None:
-        check_buildable(self.graph_sites)
+        for site in self.graph_sites:
+            if site not in BUILDABLE:
+                raise UnknownSiteError(f"graph_sites has {site!r}; what can be built in is: {', '.join(BUILDABLE)}.")
 
     def to_config(self, additional: Mapping[str, Any] | None = None) -> dict[str, Any]:
         return {**(additional or {}), NAME: asdict(self)}

@@ -186,7 +186,7 @@ class Worker(PlatformWorker):
 
     def compile_or_warm_up_model(self) -> Any:
         if has_graphs(self.vllm_config):
-            self._runner.record_second_graphs(lambda: SiteOp.editing(self.plans.edit_recorded))
+            self._runner.record_second_graphs(lambda: SiteOp.editing(self.plans.tables.edit_recorded))
         return super().compile_or_warm_up_model()
 
     def _tokenizer(self) -> Any:
@@ -225,7 +225,7 @@ class Worker(PlatformWorker):
         plans = self.plans
         if not plans.step_is_planned:
             return super().execute_model(scheduler_output)
-        SiteOp.edit = plans.edit
+        SiteOp.edit = plans.tables.edit
         self._runner.use_second_graphs(True)
         try:
             return super().execute_model(scheduler_output)

@@ -66,10 +66,10 @@ def _patched(h_TH: torch.Tensor, op: Op, bank: Sequence[torch.Tensor]) -> torch.
 
 def _steering(h_TH: torch.Tensor, steers: Sequence[Op], bank: Sequence[torch.Tensor]) -> torch.Tensor:
     """The sum of the steers, at least one, `[T, H]` or `[H]`."""
-    vectors = ((op, bank[op.vector].to(h_TH.device)) for op in steers)
-    scaled = (vector_H * op.a if op.a != 1 else vector_H for op, vector_H in vectors)
-    added = [
-        h_TH.norm(dim=-1, keepdim=True) * vector_H if op.kind == "norm_steer" else vector_H
-        for op, vector_H in zip(steers, scaled, strict=True)
-    ]
+    added = []
+    for op in steers:
+        vector_H = bank[op.vector].to(h_TH.device)
+        if op.a != 1:
+            vector_H = op.a * vector_H
+        added.append(h_TH.norm(dim=-1, keepdim=True) * vector_H if op.kind == "norm_steer" else vector_H)
     return reduce(torch.add, added)

@@ -52,9 +52,8 @@ def make_plan_host(
     facts = ModelFacts(arch.num_layers, pipeline.widths, str(config.model_config.dtype).removeprefix("torch."))
     tables: Tables
     if worker.device.type == "cuda":
-        tables = DeviceTables(
-            points, _most_rows(config), worker.device, early_launch=whole is None
-        )  # else behind an all-reduce
+        behind_all_reduce = whole is not None
+        tables = DeviceTables(points, _most_rows(config), worker.device, early_launch=not behind_all_reduce)
     else:
         tables = TwinTables(points, worker.device)
     place = (stage, pipeline.size)

@@ -263,14 +263,6 @@ class PlanHost:
                 self.outlet.send(name, request.carried, pieces, request.complete)
         self.outlet.flush()
 
-    def edit(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        """The site op is at `point`."""
-        self.tables.edit(point, hidden, residual)
-
-    def edit_recorded(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        """The same in a graph that is being recorded."""
-        self.tables.edit_recorded(point, hidden, residual)
-
     def take_errors(self) -> dict[str, str]:
         """request id -> what was wrong with its plan, of requests that have to end."""
         errors, self.errors = self.errors, {}

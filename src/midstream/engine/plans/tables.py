@@ -303,12 +303,8 @@ class TwinTables(Tables):
         }
 
     def edit(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        where = self.points[point]
         first, second = flat(hidden), flat(residual) if residual is not None else None
-        for number, rows in self._groups:
-            ops = self.profiles[number].ops.get(where)
-            if ops is None:
-                continue
+        for number, rows, ops in self._groups_at(point):
             self._capture([op for op in ops if op.kind == "capture" and op is ops[0]], number, first, second)
             if any(op.kind != "capture" for op in ops):
                 self._apply(ops, number, rows, first, second)
@@ -317,18 +313,22 @@ class TwinTables(Tables):
     def edited(
         self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        where = self.points[point]
-        here = [group for group in self._groups if where in self.profiles[group[0]].ops]
+        here = self._groups_at(point)
         if not here:
             return hidden, residual
-        number, rows = here[0]
-        ops = self.profiles[number].ops[where]
+        number, rows, ops = here[0]
         alike = hidden.ndim == 2 and rows == slice(0, len(hidden))
         if not alike or any(op.kind == "capture" for op in ops):
             return super().edited(point, hidden, residual)
         changed, new = self._change(ops, number, hidden, residual)
         left = residual.masked_fill(changed, 0) if residual is not None else None
         return torch.where(changed, new, hidden), left
+
+    def _groups_at(self, point: int) -> list[tuple[int, torch.Tensor | slice, tuple[Op, ...]]]:
+        """The profiles that have ops there, with their rows and these ops."""
+        where = self.points[point]
+        groups = ((number, rows, self.profiles[number].ops.get(where)) for number, rows in self._groups)
+        return [(number, rows, ops) for number, rows, ops in groups if ops is not None]
 
     def _change(
         self, ops: Sequence[Op], number: int, first: torch.Tensor, second: torch.Tensor | None

@@ -88,8 +88,8 @@ class Link:
             return
         held = hold(value)
         with self._lock:
-            known = self._known(body)
-            if known is None or known.reason is not None:
+            known = self._under_way(body)
+            if known is None:
                 return
             published = known.add(number, held, readers, place)
             asked = known.parked.pop(number, [])
@@ -110,8 +110,8 @@ class Link:
         if not self._peers:
             return
         with self._lock:
-            known = self._known(body)
-            if known is None or known.reason is not None:
+            known = self._under_way(body)
+            if known is None:
                 return
             known.refused[number] = error
             asked = known.parked.pop(number, [])
@@ -141,13 +141,13 @@ class Link:
     def waive(self, peer: int, numbers: Mapping[str, Collection[int]]) -> None:
         """This rank fetches no more what `peer` has published, or will, under these numbers of bodies."""
         with self._lock:
-            under_way = [body for body in numbers if (known := self._known(body)) is not None and known.reason is None]
-            unwanted = {body: self._bodies[body].forget_ahead(peer, numbers[body]) for body in under_way}
+            under_way = {body: known for body in numbers if (known := self._under_way(body)) is not None}
+            unwanted = {body: known.forget_ahead(peer, numbers[body]) for body, known in under_way.items()}
         if under_way:
             self._post(peer, {"kind": "waived", "numbers": {body: list(numbers[body]) for body in under_way}})
         for body, places in unwanted.items():
             for place, ref in places:
-                self._post(peer, {"kind": "enough", "body": body, "place": place, "ref": ref})
+                self._say_enough(peer, body, place, ref)
 
     def wait_any(self, fetches: Collection[Fetch]) -> None:
         """Wait until one of `fetches` is done."""
@@ -158,8 +158,8 @@ class Link:
         """This rank's body publishes nothing more, and is not over: it may fetch, and others what it has published. As for `end`."""
         error = _no_more(reason, failed)
         with self._lock:
-            known = self._known(body)
-            if known is None or known.reason is not None:
+            known = self._under_way(body)
+            if known is None:
                 return
             known.silent = error
             refused = known.take_parked()
@@ -253,8 +253,8 @@ class Link:
     def _on_ahead(self, peer: int, header: dict[str, Any], message: Message) -> None:
         body, number, ref, place = (header[key] for key in ("body", "number", "ref", "place"))
         with self._lock:
-            known = self._known(body)
-            if known is None or known.reason is not None:
+            known = self._under_way(body)
+            if known is None:
                 return
             waiting = [id for id, fetch in self._open.items() if fetch.wanted == (peer, body, number, ref)]
             fetches = [self._open.pop(id) for id in waiting]
@@ -266,12 +266,12 @@ class Link:
         for fetch in fetches:
             fetch.settle(message)
         if len(unwanted) > _UNWANTED:
-            self._post(peer, {"kind": "enough", "body": body, "place": place, "ref": ref})
+            self._say_enough(peer, body, place, ref)
 
     def _on_waived(self, peer: int, header: dict[str, Any], _: Message) -> None:
         with self._lock:
             for body, numbers in header["numbers"].items():
-                if (known := self._known(body)) is not None and known.reason is None:
+                if (known := self._under_way(body)) is not None:
                     for number in numbers:
                         known.waived[number].add(peer)
                         known.drop_waived(number, self._peers)
@@ -317,6 +317,11 @@ class Link:
     def _known(self, body: str) -> KnownBody | None:
         """The body's record, made if need be; None if it is over."""
         return None if body in self._over else self._bodies.setdefault(body, KnownBody())
+
+    def _under_way(self, body: str) -> KnownBody | None:
+        """The same, unless the body is over on this rank."""
+        known = self._known(body)
+        return known if known is not None and known.reason is None else None
 
     def _forget_if_over(self, body: str, known: KnownBody) -> None:
         if known.reason is not None and len(known.ended | self._gone) == self.size:
@@ -371,6 +376,10 @@ class Link:
             value = follow(held.value, reader.ref)
             header = {"kind": "ahead", "body": body, "number": number, "place": place, "ref": reader.ref}
             self._post(reader.rank, header, value, held)
+
+    def _say_enough(self, peer: int, body: str, place: Hashable | None, ref: Ref) -> None:
+        """What is at `place` need not be sent ahead any more."""
+        self._post(peer, {"kind": "enough", "body": body, "place": place, "ref": ref})
 
     def _post(self, peer: int, header: Mapping[str, Any], value: Any = None, held: Held | None = None) -> None:
         try:
