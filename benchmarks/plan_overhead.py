@@ -3,28 +3,18 @@
     python benchmarks/plan_overhead.py --cpu                                  # the bundled model, eager, 32 requests x 32 tokens
     python benchmarks/plan_overhead.py --runner v2 --shape llama-3.1-8b       # a GPU: dummy weights, 64 requests x 128 tokens
 
-Rows: stock vLLM (= 1.00), a second stock engine where there is room for one (so much is noise), the engine without a plan, every request
-steered at one layer and at all, a different plan with steers, a patch and a clamp on each request, the last prompt token of every layer
-captured of every request, and on a GPU the capture of 64 prompts x 512 tokens x every layer to the client.
+Rows: stock vLLM (= 1.00), the engine without a plan, every request steered at one layer and at all, a different plan with steers, a patch
+and a clamp on each request, the last prompt token of every layer captured of every request; then the capture of 64 prompts x 512 tokens x
+every layer to the client. `--engines 2` tells what two engines of the same code differ by.
 """
 
 from __future__ import annotations
 
-import argparse
-import time
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from side_by_side import (
-    add_arguments,
-    choose_runner,
-    engine_arguments,
-    has_room,
-    in_turns,
-    on_the_same_cores,
-    print_table,
-    stock_runs,
-)
+from side_by_side import Runs, compare
 
 
 def different_plans(hidden_size: int, num_layers: int, requests: int) -> list[Any]:
@@ -48,81 +38,33 @@ def different_plans(hidden_size: int, num_layers: int, requests: int) -> list[An
     ]
 
 
-def build_runs(
-    arguments: argparse.Namespace,
-) -> tuple[dict[str, Callable[[], Any]], list[Callable[[], Any]], Callable[[], tuple[float, float]]]:
-    """What is measured in turns, what ends the engines, and the capture of whole prompts."""
+def runs_of(models: list[Any], prompts: list[list[int]], params: dict[str, Any]) -> Runs:
     import torch
-    from vllm import LLM
 
-    from midstream import VLLM, Capture, Steer
+    from midstream import Capture, Steer
 
-    path, engine = engine_arguments(arguments)
-    requests, tokens = (32, 32) if arguments.cpu else (64, 128)
-    prompts = [[(7 * i + 3 * j) % 1000 + 1 for j in range(16)] for i in range(requests)]
-    with on_the_same_cores(arguments):
-        stock = [LLM(path, **engine)]
-    with on_the_same_cores(arguments):
-        model = VLLM(path, **engine)
-    if not arguments.one_stock and has_room(arguments, engine):
-        with on_the_same_cores(arguments):
-            stock.append(LLM(path, **engine))
-    params = {"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
-    vector = torch.full((model.hidden_size,), 0.01)
-    different = different_plans(model.hidden_size, model.num_layers, requests)
+    hidden_size, num_layers = models[0].hidden_size, models[0].num_layers
+    vector = torch.full((hidden_size,), 0.01)
 
-    def planned(plan: Any) -> Callable[[], Any]:
-        return lambda: model.generate(prompts, plan=plan, **params)
+    def on_each(plan: Any) -> list[Callable[[], Any]]:
+        return [functools.partial(model.generate, prompts, plan=plan, **params) for model in models]
 
-    runs: dict[str, Callable[[], Any]] = {
-        **stock_runs(stock, prompts, params),
-        "midstream, no plan": lambda: model.generate(prompts, **params),
-        "every request steered, one layer": planned(
-            [Steer("resid_post", layers=[model.num_layers // 2], vector=vector)]
-        ),
-        "every request steered, all layers": planned([Steer("resid_post", vector=vector)]),
-        f"{requests} different plans": planned(different),
-        "last prompt token captured, all layers": planned([Capture("resid_post")]),
+    return {
+        "midstream, no plan": on_each(None),
+        "every request steered, one layer": on_each([Steer("resid_post", layers=[num_layers // 2], vector=vector)]),
+        "every request steered, all layers": on_each([Steer("resid_post", vector=vector)]),
+        f"{len(prompts)} different plans": on_each(different_plans(hidden_size, num_layers, len(prompts))),
+        "last prompt token captured, all layers": on_each([Capture("resid_post")]),
     }
-    close = [model.close, *(llm.llm_engine.engine_core.shutdown for llm in stock)]
-    return runs, close, lambda: capture(model, arguments)
 
 
-def capture(model: Any, arguments: argparse.Namespace) -> tuple[float, float]:
-    """Seconds and GB/s for every layer's residual stream of 64 prompts x 512 tokens, to the client."""
+def captured(model: Any, prompts: list[list[int]]) -> Iterator[Any]:
     from midstream import Capture
 
-    count, length = (8, 64) if arguments.cpu else (64, 512)
-    best, size = float("inf"), 0
-    for attempt in range(4):
-        prompts = [[(11 * i + 5 * j + attempt) % 1000 + 1 for j in range(length)] for i in range(count)]
-        start = time.perf_counter()
-        outputs = model.generate(
-            prompts,
-            plan=[Capture("resid_post", positions="all_prompt")],
-            max_tokens=1,
-            temperature=0.0,
-            detokenize=False,
-        )
-        best = min(best, time.perf_counter() - start)
-        size = sum(t.numel() * t.element_size() for output in outputs for t in output.captures.values())
-        assert size == count * length * model.num_layers * model.hidden_size * (4 if arguments.cpu else 2)
-    return best, size / best / 1e9
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
-    parser.add_argument("--one-stock", action="store_true", help="leave out the second stock engine")
-    arguments = parser.parse_args()
-    choose_runner(arguments)
-    runs, close, run_capture = build_runs(arguments)
-    print_table(in_turns(runs, arguments), 32 * 32 if arguments.cpu else 64 * 128, arguments)
-    best, rate = run_capture()
-    print(f"capture of every layer, {'8 x 64' if arguments.cpu else '64 x 512'} tokens: {best:.2f} s, {rate:.2f} GB/s")
-    for end in close:
-        end()
+    plan = [Capture("resid_post", positions="all_prompt")]
+    for output in model.generate(prompts, plan=plan, max_tokens=1, temperature=0.0, detokenize=False):
+        yield from output.captures.values()
 
 
 if __name__ == "__main__":
-    main()
+    compare(__doc__, runs_of, captured)

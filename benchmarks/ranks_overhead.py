@@ -4,28 +4,32 @@
     python benchmarks/ranks_overhead.py --pp 2 --runner v2 --shape llama-3.1-8b       # 2 GPUs: dummy weights
     python benchmarks/ranks_overhead.py --tp 2
 
-Tables: stock vLLM at these sizes (= 1.00), a second stock engine (so much is noise), the engine without a plan, and every request
-steered at all layers; with `--pp`, a trace that reads and saves every layer, against the same on an eager engine of one rank; and how
-long a stage waits for each value of another one.
+Tables: stock vLLM at these sizes (= 1.00), the engine without a plan, and every request steered at all layers (`--engines 2` tells what
+two engines of the same code differ by); with `--pp`, a trace that reads and saves every layer, against the same on an eager engine of
+one rank; and how long a stage waits for each value of another one.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from side_by_side import (
+    Runs,
     add_arguments,
     choose_runner,
     engine_arguments,
     in_turns,
     on_the_same_cores,
     print_table,
+    prompts_of,
+    start_engines,
     stock_runs,
 )
 
@@ -44,8 +48,7 @@ def engine_of(arguments: argparse.Namespace, *, stock: bool = False, **changed: 
 
     path, engine = engine_arguments(arguments)
     given = {**engine, **sizes_of(arguments), **changed}
-    with on_the_same_cores(arguments):
-        made: Any = LLM(path, **given) if stock else VLLM(path, **given)
+    made: Any = LLM(path, **given) if stock else VLLM(path, **given)
     if not stock:
         with made:
             yield made
@@ -62,16 +65,17 @@ def plain_and_steered(arguments: argparse.Namespace) -> None:
     from midstream import Steer
 
     requests, tokens = (32, 32) if arguments.cpu else (64, 128)
-    prompts = [[(7 * i + 3 * j) % 1000 + 1 for j in range(16)] for i in range(requests)]
+    prompts = prompts_of(requests, 16)
     params = {"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
     with contextlib.ExitStack() as engines:
-        stock, model = (engines.enter_context(engine_of(arguments, stock=which)) for which in (True, False))
-        both = [stock] if arguments.one_stock else [stock, engines.enter_context(engine_of(arguments, stock=True))]
-        plan = [Steer("resid_post", vector=torch.full((model.hidden_size,), 0.01))]
-        runs: dict[str, Callable[[], Any]] = {
-            **stock_runs(both, prompts, params),
-            "midstream, no plan": lambda: model.generate(prompts, **params),
-            "every request steered, all layers": lambda: model.generate(prompts, plan=plan, **params),
+        stock, models = start_engines(arguments, lambda plain: engines.enter_context(engine_of(arguments, stock=plain)))
+        plan = [Steer("resid_post", vector=torch.full((models[0].hidden_size,), 0.01))]
+        runs: Runs = {
+            **stock_runs(stock, prompts, params),
+            "midstream, no plan": [functools.partial(m.generate, prompts, **params) for m in models],
+            "every request steered, all layers": [
+                functools.partial(m.generate, prompts, plan=plan, **params) for m in models
+            ],
         }
         print_table(in_turns(runs, arguments), requests * tokens, arguments)
 
@@ -82,25 +86,27 @@ def every_layer(model: Any) -> Any:
 
 def traced(arguments: argparse.Namespace) -> None:
     """Times of a trace of every layer, and of its fetches; both engines are eager."""
-    prompts = [[(11 * i + 5 * j) % 1000 + 1 for j in range(FETCHED_TOKENS)] for i in range(8)]
+    prompts = prompts_of(8, FETCHED_TOKENS)
     one_rank: dict[str, Any] = {"pipeline_parallel_size": 1, "tensor_parallel_size": 1}
-    with (
-        engine_of(arguments, enforce_eager=True, **one_rank) as alone,
-        engine_of(arguments, enforce_eager=True) as model,
-    ):
+    with contextlib.ExitStack() as engines:
+        with on_the_same_cores(arguments):
+            alone = engines.enter_context(engine_of(arguments, enforce_eager=True, **one_rank))
+        with on_the_same_cores(arguments):
+            model = engines.enter_context(engine_of(arguments, enforce_eager=True))
         params = {"temperature": 0.0, "detokenize": False}
-        seconds = in_turns(
+        found = in_turns(
             {
-                "one rank": lambda: alone.run(every_layer, prompts, **params),
-                "several": lambda: model.run(every_layer, prompts, **params),
+                "one rank": [lambda: alone.run(every_layer, prompts, **params)],
+                "several": [lambda: model.run(every_layer, prompts, **params)],
             },
             arguments,
         )
-        ratios = [after / before for before, after in zip(seconds["one rank"], seconds["several"], strict=True)]
+        one_rank_seconds, seconds = found["one rank"][0], found["several"][0]
+        ratios = [after / before for before, after in zip(one_rank_seconds, seconds, strict=True)]
         print(
             f"\na trace that saves every layer, {len(prompts)} x {FETCHED_TOKENS} tokens: "
             f"{statistics.median(ratios):.2f} x the time on one rank, in the same round "
-            f"({statistics.median(seconds['several']) * 1e3:.1f} ms, {statistics.median(seconds['one rank']) * 1e3:.1f} ms)"
+            f"({statistics.median(seconds) * 1e3:.1f} ms, {statistics.median(one_rank_seconds) * 1e3:.1f} ms)"
         )
         print_fetches(model, prompts[0])
 
@@ -137,7 +143,6 @@ def main() -> None:
     add_arguments(parser)
     parser.add_argument("--pp", type=int, default=1, help="pipeline stages")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks of each stage")
-    parser.add_argument("--one-stock", action="store_true", help="leave out the second stock engine")
     parser.add_argument("--plain", action="store_true", help="leave out the trace and the fetches")
     arguments = parser.parse_args()
     if arguments.cpu and arguments.pp > 1 and not arguments.compiled:  # assert self.intermediate_tensors is not None

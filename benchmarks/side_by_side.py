@@ -11,7 +11,7 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,8 @@ LLAMA_31_8B = {
 }  # fmt: skip
 AWAKE_SECONDS = 1.2  # vLLM's workers look out for work for a second, and take a core for that
 SHAPES = {"qwen3-0.6b": QWEN3_06B, "llama-3.1-8b": LLAMA_31_8B}
+Runs = dict[str, list[Callable[[], Any]]]  # a run, on each engine that it is measured on
+Seconds = dict[str, list[list[float]]]  # of each run, each engine and each round
 
 
 def shape_dir(config: dict[str, Any]) -> str:
@@ -52,6 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--runner", choices=["v1", "v2"], default="v1", help="which model runner (GPU)")
     parser.add_argument(
         "--shape", choices=sorted(SHAPES), default="qwen3-0.6b", help="dummy weights of this shape (GPU)"
+    )
+    parser.add_argument(
+        "--engines",
+        type=int,
+        default=1,
+        help="so many of each kind: one engine's all-reduces, say, are slower than another's of the same code",
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
@@ -77,8 +85,32 @@ def engine_arguments(arguments: argparse.Namespace) -> tuple[str, dict[str, Any]
         "skip_tokenizer_init": True,
         "attention_backend": "FLASH_ATTN",
     }
-    sizes = {"max_model_len": 2048, "max_num_seqs": 128, "max_num_batched_tokens": 16384, "gpu_memory_utilization": 0.3}
-    return shape_dir(SHAPES[arguments.shape]), {**common, **sizes, "seed": 0, "enforce_eager": arguments.eager}
+    sizes = {"max_model_len": 2048, "max_num_seqs": 128, "max_num_batched_tokens": 16384}
+    graphs = {
+        "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128]
+    }  # engines start sooner than with all sizes between
+    own = {"gpu_memory_utilization": min(0.3, 0.4 / arguments.engines), "compilation_config": graphs}
+    return shape_dir(SHAPES[arguments.shape]), {
+        **common,
+        **sizes,
+        **own,
+        "seed": 0,
+        "enforce_eager": arguments.eager,
+    }
+
+
+def start_engines(arguments: argparse.Namespace, start: Callable[[bool], Any]) -> tuple[list[Any], list[Any]]:
+    """Stock engines and midstream's, as many as asked for; neither kind always starts before the other.
+
+    Args:
+        start: makes a stock engine (True) or midstream's (False).
+    """
+    engines: tuple[list[Any], list[Any]] = ([], [])
+    for number in range(arguments.engines):
+        for stock in (True, False) if number % 2 == 0 else (False, True):
+            with on_the_same_cores(arguments):
+                engines[not stock].append(start(stock))
+    return engines
 
 
 @contextlib.contextmanager
@@ -100,63 +132,112 @@ def on_the_same_cores(arguments: argparse.Namespace) -> Iterator[None]:
         os.sched_setaffinity(loop, {core})  # on Linux of the main thread alone
 
 
-def has_room(arguments: argparse.Namespace, engine: dict[str, Any]) -> bool:
-    """Whether one more engine fits beside those that run."""
-    import torch
-
-    if arguments.cpu:
-        return True
-    free, total = torch.cuda.mem_get_info()
-    return free / total > engine["gpu_memory_utilization"] + 0.02
-
-
-def stock_runs(
-    engines: Sequence[Any], prompts: Sequence[list[int]], params: dict[str, Any]
-) -> dict[str, Callable[[], Any]]:
-    """Plain generation on stock engines: the first is what others are compared with, a second one shows how much is noise."""
+def stock_runs(engines: Sequence[Any], prompts: Sequence[list[int]], params: dict[str, Any]) -> Runs:
+    """Plain generation on stock engines, which all else is compared with."""
     from vllm import SamplingParams
 
+    given = [{"prompt_token_ids": prompt} for prompt in prompts]
+
     def plain(llm: Any) -> Callable[[], Any]:
-        given = [{"prompt_token_ids": prompt} for prompt in prompts]
         return lambda: llm.generate(given, SamplingParams(**params), use_tqdm=False)
 
-    return dict(zip(("stock vLLM", "stock vLLM, a second engine"), map(plain, engines), strict=False))
+    return {"stock vLLM": list(map(plain, engines))}
 
 
-def in_turns(runs: dict[str, Callable[[], Any]], arguments: argparse.Namespace) -> dict[str, list[float]]:
+def in_turns(runs: Runs, arguments: argparse.Namespace) -> Seconds:
     """Seconds of each run, round by round.
 
-    Every round has each of them once, after one round that does not count. It begins one run further than the round before, so that none
-    of them always has the same place in it. Before each, engines with worker processes get time to rest.
+    Every round has each of them once on each of its engines, after one round that does not count. It begins one run further than the
+    round before, so that none of them always has the same place in it. Before each, engines with worker processes get time to rest.
     """
     has_workers = arguments.cpu or getattr(arguments, "pp", 1) * getattr(arguments, "tp", 1) > 1
     pause, deadline = (AWAKE_SECONDS if has_workers else 0.0), time.monotonic() + arguments.seconds
-    names = list(runs)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    places = [(name, engine) for name in runs for engine in range(len(runs[name]))]
+    seconds: Seconds = {name: [[] for _ in each] for name, each in runs.items()}
     for round_number in range(arguments.rounds + 1):
         if round_number > 1 and time.monotonic() > deadline:
             break
-        first = round_number % len(names)
-        for name in names[first:] + names[:first]:
+        first = round_number % len(places)
+        for name, engine in places[first:] + places[:first]:
             time.sleep(pause)
             start = time.perf_counter()
-            runs[name]()
+            runs[name][engine]()
             if round_number:
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name][engine].append(time.perf_counter() - start)
     return seconds
 
 
-def print_table(seconds: dict[str, list[float]], tokens: int, arguments: argparse.Namespace) -> None:
-    """Tokens a second, and the ratio to the first row, which is stock vLLM, in the same round: what slows all of a round drops out."""
-    stock = next(iter(seconds.values()))
+def print_table(seconds: Seconds, tokens: int, arguments: argparse.Namespace) -> None:
+    """Tokens a second, and the ratio to the first row, which is stock vLLM, in the same round: what slows all of a round drops out.
+
+    Where there are several engines of a kind, a round has their mean, and the last column the ratio of each one's median.
+    """
+    means = {name: [statistics.mean(each) for each in zip(*engines, strict=True)] for name, engines in seconds.items()}
+    stock = next(iter(means.values()))
     mode = "compiled" if arguments.compiled else "eager"
     if not arguments.cpu:
         mode = f"{arguments.shape} shape, {arguments.runner}{', eager' if arguments.eager else ''}"
-    print(f"\n{describe_machine()}\n{tokens} tokens a run, {mode}, medians of {len(stock)} rounds")
-    print("| run | tok/s | of stock in the same round | quartiles |\n|---|---|---|---|")
-    for name, each in seconds.items():
+    count = f", {arguments.engines} engines of each kind" if arguments.engines > 1 else ""
+    print(f"\n{describe_machine()}\n{tokens} tokens a run, {mode}{count}, medians of {len(stock)} rounds")
+    print("| run | tok/s | of stock in the same round | quartiles | engine by engine |\n|---|---|---|---|---|")
+    for name, each in means.items():
         low, middle, high = quartiles([before / after for before, after in zip(stock, each, strict=True)])
-        print(f"| {name} | {tokens / statistics.median(each):,.0f} | {middle:.3f} | {low:.3f} to {high:.3f} |")
+        own = ", ".join(f"{statistics.median(stock) / statistics.median(engine):.3f}" for engine in seconds[name])
+        print(f"| {name} | {tokens / statistics.median(each):,.0f} | {middle:.3f} | {low:.3f} to {high:.3f} | {own} |")
+
+
+def compare(
+    doc: str | None,
+    runs_of: Callable[[list[Any], list[list[int]], dict[str, Any]], Runs],
+    captured: Callable[[Any, list[list[int]]], Iterable[Any]],
+) -> None:
+    """A benchmark of one rank, from its command line to what it prints.
+
+    Args:
+        doc: what it is, for `--help`.
+        runs_of: the rows below stock vLLM's, of midstream's engines, prompts and sampling parameters.
+        captured: every layer of these prompts, at all positions, at the client; tensors.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    arguments = parser.parse_args()
+    choose_runner(arguments)
+    from vllm import LLM
+
+    from midstream import VLLM
+
+    path, engine = engine_arguments(arguments)
+    requests, tokens = (32, 32) if arguments.cpu else (64, 128)
+    params = {"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
+    prompts = prompts_of(requests, 16)
+    stock, models = start_engines(arguments, lambda plain: LLM(path, **engine) if plain else VLLM(path, **engine))
+    runs = {**stock_runs(stock, prompts, params), **runs_of(models, prompts, params)}
+    print_table(in_turns(runs, arguments), requests * tokens, arguments)
+    print_captured(models[0], captured, 8 if arguments.cpu else 64, 64 if arguments.cpu else 512)
+    for model in models:
+        model.close()
+    for llm in stock:
+        llm.llm_engine.engine_core.shutdown()
+
+
+def prompts_of(count: int, length: int, seed: int = 0) -> list[list[int]]:
+    """Token ids, different from prompt to prompt."""
+    return [[(7 * i + 3 * j + seed) % 1000 + 1 for j in range(length)] for i in range(count)]
+
+
+def print_captured(
+    model: Any, captured: Callable[[Any, list[list[int]]], Iterable[Any]], count: int, length: int
+) -> None:
+    """Seconds and GB/s for every layer's residual stream of `count` prompts x `length` tokens, the best of four times."""
+    best, size = float("inf"), 0
+    for attempt in range(4):
+        prompts = prompts_of(count, length, attempt)
+        start = time.perf_counter()
+        tensors = list(captured(model, prompts))
+        best = min(best, time.perf_counter() - start)
+        size = sum(t.numel() * t.element_size() for t in tensors)
+        assert sum(t.numel() for t in tensors) == count * length * model.num_layers * model.hidden_size
+    print(f"capture of every layer, {count} x {length} tokens: {best:.2f} s, {size / best / 1e9:.2f} GB/s")
 
 
 def quartiles(values: list[float]) -> list[float]:

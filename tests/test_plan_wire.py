@@ -10,6 +10,7 @@ import math
 import os
 import pickle
 import random
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 from plan_strategies import RUNS, plans
 
 from midstream import Capture, Clamp, Consumer, Patch, Plan, Span, Steer
+from midstream.engine.plans.cache import block_key
 from midstream.errors import PlanError
 from midstream.plan import wire
 from midstream.plan.values import Named, Vector
@@ -361,3 +363,21 @@ def test_the_wire_knows_no_way_to_run_code():
     names = {node.id for node in nodes if isinstance(node, ast.Name)}
     names |= {alias.name for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names}
     assert not names & {"pickle", "cloudpickle", "marshal", "eval", "exec", "compile", "__import__", "import_module"}
+
+
+def test_equal_plans_of_a_batch_go_to_the_workers_once():
+    """They come from the client one by one, and the workers get the step in one pickle. Seen failing without `share`."""
+    packed = msgspec.msgpack.encode(to_wire(Plan.of([Steer("resid_post", vector=[0.5] * 4096)])))
+    params = [
+        SimpleNamespace(
+            extra_args={"midstream": {"plan": bytes(bytearray(packed)), "num_layers": 4, "trace": {"index": i}}}
+        )
+        for i in range(8)
+    ]
+    for each in params:
+        block_key(SimpleNamespace(sampling_params=each, prompt_token_ids=[1] * 16), 16)
+    sent = pickle.dumps([each.extra_args for each in params])
+    assert len(packed) < len(sent) < 2 * len(packed)
+    carried = [each["midstream"] for each in pickle.loads(sent)]
+    assert all(each["plan"] == packed for each in carried)
+    assert [each["trace"] for each in carried] == [{"index": i} for i in range(8)]

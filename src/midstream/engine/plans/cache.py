@@ -11,7 +11,7 @@ import secrets
 from typing import Any
 
 from midstream.engine.patches import replace
-from midstream.engine.plans.request import PlanRequest, has_open_names, unpacked
+from midstream.engine.plans.request import PlanRequest, has_open_names, share, unpacked
 from midstream.errors import PlanError
 from midstream.plan.keys import PlanKeys, lowest_captured
 from midstream.plan.memory import Memory
@@ -71,15 +71,18 @@ def _make(request: Any, length: int) -> tuple[Any, int | None]:
         if has_open_names(plan):  # such a name is like no other
             keys, hit = _keyed(wire, length, layers)
         else:
-            keys, hit = _known_keys.get(
-                (wire, length, layers), lambda: _keyed(wire, length, layers), lambda found: len(wire) + found[0].size
+            keys, hit, wire = _known_keys.get(
+                (wire, length, layers),
+                lambda: (*_keyed(wire, length, layers), wire),
+                lambda found: len(wire) + found[0].size,
             )
+            share(request.sampling_params, wire)
         return keys if keys.floor is not None else None, hit
     except PlanError:  # the worker will refuse it; until then its blocks are nobody's
         return _Alone(), 0
 
 
-_known_keys: Memory[tuple[PlanKeys, int | None]] = Memory()
+_known_keys: Memory[tuple[PlanKeys, int | None, bytes]] = Memory()
 
 
 def _keyed(wire: bytes, length: int, num_layers: int) -> tuple[PlanKeys, int | None]:

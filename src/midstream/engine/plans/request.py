@@ -84,6 +84,13 @@ class PlanRequest:
         )
 
 
+def share(sampling_params: Any, wire: bytes) -> None:
+    """Have a request carry this object for its plan, an equal one: what all requests of a batch have is pickled for the workers once."""
+    carried = sampling_params.extra_args[NAME]
+    if isinstance(carried, dict) and isinstance(carried.get("plan"), bytes):
+        carried["plan"] = wire
+
+
 def _pair(carried: Mapping[str, Any], name: str, first: type, second: type) -> Any:
     value = carried.get(name)
     if value is None:
