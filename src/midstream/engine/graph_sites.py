@@ -20,7 +20,6 @@ from midstream.arch import Architecture
 from midstream.sites import Binding, Point, follow
 from midstream.trace.visit import Key
 
-SITE_OP = "midstream::site"
 Fire = Callable[[int, torch.Tensor, torch.Tensor | None], None]
 _library: torch.library.Library | None = None
 

@@ -315,6 +315,11 @@ class TraceHost:
             self._in_step.append((scheduled, request))
         self.interleaver.begin_step(rows, replays, last)
 
+    def expects(self, point: Point) -> bool:
+        """Whether something is to be done when compiled code is at `point`."""
+        key = self._graph_keys.get(point)
+        return key is not None and self.interleaver.expects(key)
+
     def see_site(self, point: Point, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         """Compiled code is at `point`; edits land in its tensors."""
         if (key := self._graph_keys.get(point)) is not None:

@@ -5,8 +5,8 @@ Each tells the host when a batch has been laid out, passes logits and samples by
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import contextlib
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -14,7 +14,9 @@ from torch import nn
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config import CUDAGraphMode
 
+from midstream.engine.graph_sites import Fire
 from midstream.engine.patches import StepMode
+from midstream.engine.pieces import Pieces
 from midstream.engine.step import StepView
 
 
@@ -40,7 +42,9 @@ class Runner:
     def __init__(self, runner: Any) -> None:
         self.runner = runner
         self.model: nn.Module = runner.get_model()
-        self._graphs: tuple[dict[Any, Any], dict[Any, Any]] | None = None
+        self.pieces = Pieces()
+        self._full_graphs: tuple[dict[Any, Any], dict[Any, Any]] | None = None
+        self._second = False
         self._seams: list[tuple[Any, str, Any, Any]] = []
         self.is_watched = False
 
@@ -51,6 +55,7 @@ class Runner:
     def watch(self, on: bool) -> None:
         """Whether the host is called at all: a plain step then is vLLM's own code and nothing else."""
         self.is_watched = on
+        self.use_second_graphs(False)
         for owner, name, ours, before in self._seams:
             if not on and before is None:
                 del vars(owner)[name]  # and the class's shows again
@@ -61,13 +66,28 @@ class Runner:
         """Have `ours` stand in the place of a method while the runner is watched."""
         self._seams.append((owner, name, ours, vars(owner).get(name)))
 
-    def record_second_graphs(self, on: Callable[[], AbstractContextManager[None]]) -> None:
-        """Have full CUDA graphs recorded twice: as vLLM does, and once more within `on()`, for `use_second_graphs`."""
+    def record_second_graphs(self, edit: Fire) -> None:
+        """Have CUDA graphs recorded twice: as vLLM does, and once more with `edit` at the sites, for `use_second_graphs`."""
         raise NotImplementedError
 
     def use_second_graphs(self, second: bool) -> None:
-        """Which of the two sets of full graphs the coming step replays from."""
+        """Which of the two sets of graphs the coming steps replay from."""
+        if second is not self._second:
+            self._second = second
+            self.pieces.use_second(second)
+            self._use_second_full_graphs(second)
+
+    def _use_second_full_graphs(self, second: bool) -> None:
         raise NotImplementedError
+
+    @contextlib.contextmanager
+    def _recording(self, edit: Fire) -> Iterator[None]:
+        self._use_second_full_graphs(True)
+        try:
+            with self.pieces.recording(edit):
+                yield
+        finally:
+            self._use_second_full_graphs(False)
 
     def probe(self, tokens: int) -> None:
         """One forward over `tokens` dummy tokens, uncompiled and without attention."""
@@ -128,25 +148,22 @@ class V1Runner(Runner):
         self._see(runner, "_sample", sample_tokens)
         self._watch_logits(host)
 
-    def record_second_graphs(self, on: Callable[[], AbstractContextManager[None]]) -> None:
+    def record_second_graphs(self, edit: Fire) -> None:
         capture = self.runner._capture_cudagraphs
 
         def capture_cudagraphs(*args: Any, **kwargs: Any) -> None:
             capture(*args, **kwargs)
-            if kwargs["cudagraph_runtime_mode"] == CUDAGraphMode.FULL:
-                self.use_second_graphs(True)
-                with on():
-                    capture(*args, **kwargs)
-                self.use_second_graphs(False)
+            with self._recording(edit):
+                capture(*args, **kwargs)
 
         self.runner._capture_cudagraphs = capture_cudagraphs
 
-    def use_second_graphs(self, second: bool) -> None:
+    def _use_second_full_graphs(self, second: bool) -> None:
         wrapper = self.runner.model
         if isinstance(wrapper, CUDAGraphWrapper):
-            if self._graphs is None:
-                self._graphs = (wrapper.concrete_cudagraph_entries, {})
-            wrapper.concrete_cudagraph_entries = self._graphs[second]
+            if self._full_graphs is None:
+                self._full_graphs = (wrapper.concrete_cudagraph_entries, {})
+            wrapper.concrete_cudagraph_entries = self._full_graphs[second]
 
     def _keep_from_full_graphs(self, dispatcher: Any) -> None:
         dispatch = dispatcher.dispatch
@@ -165,30 +182,23 @@ class V2Runner(Runner):
     def _dummy_run(self, tokens: int) -> None:
         self.runner._dummy_run(tokens, skip_attn=True, is_profile=True)
 
-    def record_second_graphs(self, on: Callable[[], AbstractContextManager[None]]) -> None:
+    def record_second_graphs(self, edit: Fire) -> None:
         manager = self.runner.cudagraph_manager
         capture = manager.capture
 
         def capture_graphs(*args: Any, **kwargs: Any) -> None:
             capture(*args, **kwargs)
-            descriptions = manager._capture_descs
-            full = {mode: each for mode, each in descriptions.items() if mode == CUDAGraphMode.FULL}
-            if full:
-                self.use_second_graphs(True)
-                manager._capture_descs = full
-                with on():
-                    capture(*args, **kwargs)
-                manager._capture_descs = descriptions
-                self.use_second_graphs(False)
+            with self._recording(edit):
+                capture(*args, **kwargs)
 
         manager.capture = capture_graphs
 
-    def use_second_graphs(self, second: bool) -> None:
+    def _use_second_full_graphs(self, second: bool) -> None:
         manager = self.runner.cudagraph_manager
         if manager is not None:
-            if self._graphs is None:
-                self._graphs = (manager.graphs, {})
-            manager.graphs = self._graphs[second]
+            if self._full_graphs is None:
+                self._full_graphs = (manager.graphs, {})
+            manager.graphs = self._full_graphs[second]
 
     def connect(self, host: Host) -> None:
         runner = self.runner

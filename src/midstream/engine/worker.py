@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 from midstream.arch import Architecture, detect
 from midstream.arch.shards import Finder
 from midstream.engine.eager_kernels import EagerKernels
-from midstream.engine.graph_sites import SITE_OP, SiteOp, build_in, buildable_points
+from midstream.engine.graph_sites import SiteOp, build_in, buildable_points
 from midstream.engine.host import TraceHost
 from midstream.engine.lifeline import raise_if_ending, tie_to_parent
 from midstream.engine.patches import StepMode
@@ -103,18 +102,9 @@ class Worker(PlatformWorker):
         refuse_unsupported(self.vllm_config)
         register()
         tie_to_parent()
-        self._split_at_sites = self._split_graph()
         super().load_model(*args, **kwargs)
         self._attach()
         self._eager_kernels = EagerKernels(self.midstream.envoy._module, self.vllm_config)
-
-    def _split_graph(self) -> bool:
-        """Where the pieces between splitting ops have CUDA graphs of their own, a split at the site op keeps those for traced steps."""
-        compilation = self.vllm_config.compilation_config
-        if not Settings.of(self.vllm_config).graph_sites or not compilation.splitting_ops:
-            return False
-        compilation.splitting_ops = [*compilation.splitting_ops, SITE_OP]
-        return True
 
     @torch.inference_mode()
     def _attach(self) -> None:
@@ -186,7 +176,7 @@ class Worker(PlatformWorker):
 
     def compile_or_warm_up_model(self) -> Any:
         if has_graphs(self.vllm_config):
-            self._runner.record_second_graphs(lambda: SiteOp.editing(self.plans.tables.edit_recorded))
+            self._runner.record_second_graphs(self.plans.tables.edit_recorded)
         return super().compile_or_warm_up_model()
 
     def _tokenizer(self) -> Any:
@@ -209,10 +199,12 @@ class Worker(PlatformWorker):
             return self._execute_planned(scheduler_output)
         traced = traces.step_is_traced
         uncompiled = off_graph or (traced and traces.step_is_uncompiled)
-        StepMode.set(traced or off_graph, uncompiled or (traced and not self._split_at_sites), uncompiled)
+        # An all-reduce in a graph never meets one outside, so where ranks share the layers, none replays a piece that another may stop in.
+        StepMode.set(traced or off_graph, uncompiled or (traced and self._whole is not None), uncompiled)
         SiteOp.fire = self._see_site if traced and not uncompiled else None
+        stopping = self._runner.pieces.stopping_at(self._is_expected)
         try:
-            with self._eager_kernels.on() if uncompiled else contextlib.nullcontext():
+            with self._eager_kernels.on() if uncompiled else stopping:
                 output = self._execute_planned(scheduler_output)
             traces.end_stage()
             return output
@@ -223,16 +215,19 @@ class Worker(PlatformWorker):
     def _execute_planned(self, scheduler_output: Any) -> Any:
         """A step in which plans may act."""
         plans = self.plans
+        self._runner.use_second_graphs(plans.step_is_planned)
         if not plans.step_is_planned:
             return super().execute_model(scheduler_output)
         SiteOp.edit = plans.tables.edit
-        self._runner.use_second_graphs(True)
         try:
             return super().execute_model(scheduler_output)
         finally:
             SiteOp.edit = None
-            self._runner.use_second_graphs(False)
             plans.end_step()
+
+    def execute_dummy_batch(self) -> None:
+        self._runner.use_second_graphs(False)
+        super().execute_dummy_batch()
 
     def _schedule(self, scheduler_output: Any) -> bool:
         """Tell traces and plans what the step holds; whether a plan has it run uncompiled."""
@@ -248,6 +243,9 @@ class Worker(PlatformWorker):
         off_graph = self.plans.schedule(begun, scheduled, {name: lengths.get(name) for name in finished}, computed)
         self.plans.settle(scheduler_output, off_graph)
         return off_graph
+
+    def _is_expected(self, point: int) -> bool:
+        return self.midstream.expects(self.plans.tables.points[point])
 
     def _see_site(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         self.midstream.see_site(self.plans.tables.points[point], hidden, residual)

@@ -238,9 +238,9 @@ class Interleaver:
         """The forward is at `key` with value `tree`: what it is to go on with. `direct`: writes land in `tree` itself."""
         if self.muted or not self._stepping:
             return tree
-        waiting = self._waiting.pop(key, None)
-        if not waiting and not any(key in table for table in (self._replays, self._watchers, self._overrides)):
+        if not self.expects(key):
             return tree
+        waiting = self._waiting.pop(key, None)
         self._position = max(self._position, self.ordinal(key)[0])
         self._point = self._firing = key
         event = Event(key, tree, direct, self.whole, self.source.module_point(key))
@@ -269,6 +269,10 @@ class Interleaver:
         self._show_notes()
         self._firing = None
         return event.tree
+
+    def expects(self, key: Key) -> bool:
+        """Whether something is to be done when the forward comes to `key`."""
+        return any(key in table for table in (self._waiting, self._replays, self._watchers, self._overrides))
 
     def _in_order(self, bodies: list[Body]) -> list[Body]:
         """By the batch; a request's own in the order in which they were added, so that an edit comes before its trace."""
