@@ -221,3 +221,24 @@ def test_d3_traces_that_keep_to_resid_post_stay_compiled_beside_other_graph_site
     value, steps = counted(chosen, lambda: chosen.run(lambda m: m.mlps_output[2], PROMPTS[0], temperature=0.0))
     assert steps == (1, 1)  # traces know no other site of a compiled forward
     close(value, plain.run(PROMPTS[0]).sites["mlp_out", 2])
+
+
+def test_d3_without_graph_sites_plans_and_traces_leave_the_compiled_forward(plain: Plain) -> None:
+    v = torch.randn(256, generator=torch.Generator().manual_seed(1)) / 2
+    plan = [Steer("resid_post", layers=3, vector=v), Capture("resid_post", layers=7, positions="all_prompt")]
+    with start_here(graph_sites=()) as model:
+        (steered, neighbour), left = off_graph(
+            model,
+            lambda: model.generate(PROMPTS, plan=[plan, None], max_tokens=STEPS, temperature=0.0, ignore_eos=True),
+        )
+        assert left == STEPS
+        value, steps = counted(model, lambda: model.run(lambda m: m.layers_output[2], PROMPTS[0], temperature=0.0))
+        assert steps == (1, 1)
+        assert tokens_of(*model.generate(PROMPTS[0], max_tokens=STEPS, temperature=0.0)) == plain.generate(
+            PROMPTS[0], STEPS
+        )
+    steer = {("resid_post", 3): lambda h: h + v}
+    assert tokens_of(steered) == plain.generate(PROMPTS[0], STEPS, steer)
+    assert tokens_of(neighbour) == plain.generate(PROMPTS[1], STEPS)
+    close(steered.captures["resid_post", 7], plain.run(PROMPTS[0], steer).sites["resid_post", 7])
+    close(value, plain.run(PROMPTS[0]).sites["resid_post", 2])

@@ -15,6 +15,7 @@ import torch
 
 pytest.importorskip("vllm")
 from vllm.config import CUDAGraphMode
+from vllm.utils.torch_utils import LayerName
 
 from midstream.engine import pieces as module
 from midstream.engine.graph_sites import SiteOp, _site
@@ -32,7 +33,7 @@ class Wrapper:
 
     def runnable(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
         hidden = 2 * x
-        _site(hidden, None, self.point)
+        _site(hidden, None, LayerName(str(self.point)))
         return hidden + 1, 7
 
     def __call__(self, x: torch.Tensor) -> Any:
@@ -76,7 +77,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
     monkeypatch.setattr(module, "CUDAGraphWrapper", Wrapper)
     monkeypatch.setattr(module, "get_forward_context", lambda: CONTEXT)
     yield Model()
-    SiteOp.fire = None
+    SiteOp.edit = SiteOp.fire = None
 
 
 @pytest.fixture
@@ -96,9 +97,9 @@ def pieces(model: Model) -> Pieces:
 def test_second_graphs_have_the_edits_and_the_first_ones_nothing(model: Model, pieces: Pieces) -> None:
     before = Wrapper.__call__
     assert model.run(1) == 15
-    pieces.use_second(True)
+    pieces.use_second_graphs(True)
     assert model.run(1) == 15 + 200
-    pieces.use_second(False)
+    pieces.use_second_graphs(False)
     assert model.run(2) == 23
     assert Wrapper.__call__ is before and SiteOp.edit is None
 
@@ -109,7 +110,7 @@ def test_a_trace_is_called_at_its_points_and_what_it_writes_goes_on(
     model: Model, pieces: Pieces, stops: tuple[int, ...], second: bool
 ) -> None:
     """Seen failing where the output of a piece that was run was not put where the graph of the next one reads."""
-    pieces.use_second(second)
+    pieces.use_second_graphs(second)
     SiteOp.fire = model.fire
     SiteOp.edit = model.pieces[1].concrete_cudagraph_entries["batch"].edit
     with pieces.stopping_at(lambda point: point in stops):

@@ -94,7 +94,7 @@ def run(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
         yield torch.load(directory / "came.pt", weights_only=False)
 
 
-ONE, TWO = {"127.0.0.1": 2}, {"127.0.0.1": 1, "127.0.0.2": 1}
+ONE, TWO, TWO_OF_TWO = {"127.0.0.1": 2}, {"127.0.0.1": 1, "127.0.0.2": 1}, {"127.0.0.1": 2, "127.0.0.2": 2}
 APART = {cpu_on_ray.OTHER_HOSTS: "1"}
 PP, TP = {"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}
 
@@ -103,14 +103,18 @@ engines = pytest.mark.parametrize(
     [
         pytest.param((ONE, {}, TP), id="tp2"),
         pytest.param((TWO, APART, PP), id="pp2-two-nodes"),
+        pytest.param((TWO_OF_TWO, APART, {**PP, **TP}), id="pp2tp2-two-nodes"),
     ],
     indirect=True,
 )
 
 
 @engines
-def test_c12_plans_and_traces_on_ray_are_as_in_transformers(run: dict[str, Any], plain: Plain) -> None:
-    assert run["workers"] == 2 and not run["alive"]
+def test_c12_plans_and_traces_on_ray_are_as_in_transformers(
+    run: dict[str, Any], plain: Plain, request: pytest.FixtureRequest
+) -> None:
+    nodes = request.node.callspec.params["run"][0]
+    assert run["workers"] == sum(nodes.values()) and not run["alive"]
     assert run["plain"] == plain.generate(PROMPT, 5)
     steers: dict[Any, Any] = {("resid_post", layer): lambda h: h + 1.0 for layer in (1, 6)}
     assert run["planned"] == plain.generate(PROMPT, 5, steers)

@@ -92,3 +92,45 @@ def test_a_method_of_the_objects_own_comes_back() -> None:
     assert model.compute_logits is not own and model.compute_logits(torch.zeros(1)).item() == 1
     runner.watch(False)
     assert model.compute_logits is own
+
+
+class Graphs(V1Runner):
+    """The adapter, on a runner whose full graphs are two dicts."""
+
+    def __init__(self) -> None:
+        super().__init__(ModelRunner(Model()))
+        self.in_use = False
+
+    def _use_second_full_graphs(self, second: bool) -> None:
+        self.in_use = second
+
+
+def test_second_graphs_are_for_steps_in_which_a_plan_acts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They stay until another step comes, and a replay of them without a step's tables would write where older tables say.
+
+    Seen failing without each of the places that take them back.
+    """
+    from midstream.engine import worker as module
+
+    seen: list[bool] = []
+    worker = module.Worker.__new__(module.Worker)
+    worker._runner = runner = Graphs()
+    for name in ("execute_model", "execute_dummy_batch"):
+        monkeypatch.setattr(module.PlatformWorker, name, lambda self, *step: seen.append(runner.in_use), raising=False)
+    worker.midstream = SimpleNamespace(is_idle=True)  # type: ignore[assignment]
+    worker.plans = plans = SimpleNamespace(  # type: ignore[assignment]
+        tables=SimpleNamespace(edit=None), repeat=lambda step: True, end_step=lambda: None
+    )
+    step = SimpleNamespace(scheduled_new_reqs=[])
+
+    def run(is_idle: bool, step_is_planned: bool) -> bool:
+        plans.is_idle, plans.step_is_planned = is_idle, step_is_planned
+        worker.execute_model(step)
+        return seen.pop()
+
+    acts, waits, idles = (False, True), (False, False), (True, False)
+    assert [run(*state) for state in (idles, acts, acts, waits, acts, idles, acts)] == [
+        False, True, True, False, True, False, True,
+    ]  # fmt: skip
+    worker.execute_dummy_batch()
+    assert seen == [False]

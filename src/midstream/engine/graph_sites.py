@@ -1,10 +1,9 @@
 """The site op: sites that are built into the compiled forward.
 
 A forward hook at each of them calls one opaque custom op, which Dynamo traces into the compiled graph. In a plain step the op
-returns at once; under CUDA graphs nothing of it is even recorded. Full graphs are recorded a second time with the plans' kernel in
-them, for the steps in which a plan acts. In a step with traces that keep to these sites the op hands the residual stream to the
-interleaver, between the CUDA graphs of the compiled pieces (the op splits the graph as attention does). Such a step gives up the
-full graph, not the compilation.
+returns at once; under CUDA graphs nothing of it is even recorded. Graphs are recorded a second time with the plans' kernel in them, for
+the steps in which a plan acts. In a step with traces that keep to these sites the op hands the residual stream to the interleaver, from
+compiled code (see `pieces`). Such a step gives up the full graph, not the compilation.
 """
 
 from __future__ import annotations
@@ -15,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._library.opaque_object import get_opaque_type_name
+from vllm.utils.torch_utils import LayerName
 
 from midstream.arch import Architecture
 from midstream.sites import Binding, Point, follow
@@ -46,19 +47,24 @@ class SiteOp:
             cls.edit = None
 
 
-def _site(hidden: torch.Tensor, residual: torch.Tensor | None, point: int) -> None:
+def _site(hidden: torch.Tensor, residual: torch.Tensor | None, point: LayerName) -> None:
     if SiteOp.edit is not None:
-        SiteOp.edit(point, hidden, residual)
+        SiteOp.edit(int(point.value), hidden, residual)
     if SiteOp.fire is not None:
-        SiteOp.fire(point, hidden, residual)
+        SiteOp.fire(int(point.value), hidden, residual)
 
 
 def _register() -> None:
-    """Define `midstream::site`, once a process."""
+    """Define `midstream::site`, once a process.
+
+    The point is vLLM's own type for what differs from layer to layer: compiled graphs get it as an input. With a number in it, each
+    layer's piece would be compiled by itself, where vLLM compiles one for all.
+    """
     global _library
     if _library is None:
         _library = torch.library.Library("midstream", "FRAGMENT")
-        _library.define("site(Tensor(a!) hidden, Tensor(b!)? residual, int point) -> ()")
+        kind = get_opaque_type_name(LayerName)
+        _library.define(f"site(Tensor(a!) hidden, Tensor(b!)? residual, {kind} point) -> ()")
         for backend in ("CPU", "CUDA"):
             _library.impl("site", _site, backend)
         _library._register_fake("site", lambda hidden, residual, point: None)
@@ -98,7 +104,7 @@ def build_in(model: nn.Module, arch: Architecture, points: Sequence[Point], inde
 def _call(tree: Any, point: Point, arch: Architecture, index: int) -> None:
     binding = arch.bindings[point]
     second = follow(tree, binding.residual) if binding.residual is not None else None
-    torch.ops.midstream.site(follow(tree, binding.hidden), second, index)
+    torch.ops.midstream.site(follow(tree, binding.hidden), second, LayerName(str(index)))
 
 
 def _hook(point: Point, arch: Architecture, index: int) -> Callable[..., None]:

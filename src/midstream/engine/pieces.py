@@ -40,12 +40,12 @@ class Pieces:
                 self._points[self._running].add(point)
             edit(point, hidden, residual)
 
-        self.use_second(True)
+        self.use_second_graphs(True)
         try:
             with _called_by(self._record), SiteOp.editing(note_and_edit):
                 yield
         finally:
-            self.use_second(False)
+            self.use_second_graphs(False)
 
     def _record(self, vllms: Call, piece: CUDAGraphWrapper, *args: Any, **kwargs: Any) -> Any:
         if piece not in self._graphs:
@@ -58,7 +58,7 @@ class Pieces:
         finally:
             self._running = None
 
-    def use_second(self, second: bool) -> None:
+    def use_second_graphs(self, second: bool) -> None:
         """Which graphs the pieces replay."""
         for piece, graphs in self._graphs.items():
             piece.concrete_cudagraph_entries = graphs[second]
@@ -81,9 +81,8 @@ def _run(piece: CUDAGraphWrapper, *args: Any, **kwargs: Any) -> Any:
     if context.cudagraph_runtime_mode != piece.runtime_mode:
         return output
     expected = piece.concrete_cudagraph_entries[context.batch_descriptor].output
-    with torch.no_grad():
-        for to, value in zip(_tensors(expected), _tensors(output), strict=True):
-            to.copy_(value)
+    for to, value in zip(_tensors(expected), _tensors(output), strict=True):
+        to.copy_(value)
     return expected
 
 
@@ -92,7 +91,7 @@ def _tensors(output: Any) -> list[torch.Tensor]:
 
 
 @contextlib.contextmanager
-def _called_by(call: Callable[..., Any]) -> Iterator[None]:
+def _called_by(call: Call) -> Iterator[None]:
     """Have `call(vLLM's own, piece, *args, **kwargs)` stand in for the calls of pieces."""
     vllms = CUDAGraphWrapper.__call__
 

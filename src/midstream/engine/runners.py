@@ -74,7 +74,7 @@ class Runner:
         """Which of the two sets of graphs the coming steps replay from."""
         if second is not self._second:
             self._second = second
-            self.pieces.use_second(second)
+            self.pieces.use_second_graphs(second)
             self._use_second_full_graphs(second)
 
     def _use_second_full_graphs(self, second: bool) -> None:

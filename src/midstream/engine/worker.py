@@ -129,6 +129,9 @@ class Worker(PlatformWorker):
         self.plans = make_plan_host(
             self, arch, settings, built_in, lambda: self.midstream.reports.sender, link, self._whole
         )
+        self._has_built_in = bool(built_in)
+        # In a graph vLLM's all-reduce reads other buffers of the other ranks than outside, so none may stop where another replays.
+        self._stops_alone = self._whole is None and config.parallel_config.data_parallel_size == 1
         self.midstream.watch_graph_sites(built_in)
         build_in(model, arch, built_in, self.plans.tables.index.__getitem__)
         runner.connect(StepHost(self.midstream, self.plans))
@@ -175,7 +178,7 @@ class Worker(PlatformWorker):
         return TraceHost(envoy, interleaver, arch, settings.allow_traces, limit, reports, stages)
 
     def compile_or_warm_up_model(self) -> Any:
-        if has_graphs(self.vllm_config):
+        if has_graphs(self.vllm_config) and self._has_built_in:
             self._runner.record_second_graphs(self.plans.tables.edit_recorded)
         return super().compile_or_warm_up_model()
 
@@ -199,12 +202,10 @@ class Worker(PlatformWorker):
             return self._execute_planned(scheduler_output)
         traced = traces.step_is_traced
         uncompiled = off_graph or (traced and traces.step_is_uncompiled)
-        # An all-reduce in a graph never meets one outside, so where ranks share the layers, none replays a piece that another may stop in.
-        StepMode.set(traced or off_graph, uncompiled or (traced and self._whole is not None), uncompiled)
+        StepMode.set(traced or off_graph, uncompiled or (traced and not self._stops_alone), uncompiled)
         SiteOp.fire = self._see_site if traced and not uncompiled else None
-        stopping = self._runner.pieces.stopping_at(self._is_expected)
         try:
-            with self._eager_kernels.on() if uncompiled else stopping:
+            with self._eager_kernels.on() if uncompiled else self._runner.pieces.stopping_at(self._is_expected):
                 output = self._execute_planned(scheduler_output)
             traces.end_stage()
             return output

@@ -272,7 +272,7 @@ class Interleaver:
 
     def expects(self, key: Key) -> bool:
         """Whether something is to be done when the forward comes to `key`."""
-        return any(key in table for table in (self._waiting, self._replays, self._watchers, self._overrides))
+        return any(table.get(key) for table in (self._waiting, self._replays, self._watchers, self._overrides))
 
     def _in_order(self, bodies: list[Body]) -> list[Body]:
         """By the batch; a request's own in the order in which they were added, so that an edit comes before its trace."""
