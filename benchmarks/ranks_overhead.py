@@ -26,6 +26,7 @@ from side_by_side import (
     choose_runner,
     engine_arguments,
     in_turns,
+    load_of,
     on_the_same_cores,
     print_table,
     prompts_of,
@@ -64,9 +65,7 @@ def plain_and_steered(arguments: argparse.Namespace) -> None:
 
     from midstream import Steer
 
-    requests, tokens = (32, 32) if arguments.cpu else (64, 128)
-    prompts = prompts_of(requests, 16)
-    params = {"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
+    prompts, params = load_of(arguments)
     with contextlib.ExitStack() as engines:
         stock, models = start_engines(arguments, lambda plain: engines.enter_context(engine_of(arguments, stock=plain)))
         plan = [Steer("resid_post", vector=torch.full((models[0].hidden_size,), 0.01))]
@@ -77,7 +76,7 @@ def plain_and_steered(arguments: argparse.Namespace) -> None:
                 functools.partial(m.generate, prompts, plan=plan, **params) for m in models
             ],
         }
-        print_table(in_turns(runs, arguments), requests * tokens, arguments)
+        print_table(in_turns(runs, arguments), len(prompts) * params["max_tokens"], arguments)
 
 
 def every_layer(model: Any) -> Any:

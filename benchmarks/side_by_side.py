@@ -207,17 +207,26 @@ def compare(
     from midstream import VLLM
 
     path, engine = engine_arguments(arguments)
-    requests, tokens = (32, 32) if arguments.cpu else (64, 128)
-    params = {"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
-    prompts = prompts_of(requests, 16)
+    prompts, params = load_of(arguments)
     stock, models = start_engines(arguments, lambda plain: LLM(path, **engine) if plain else VLLM(path, **engine))
     runs = {**stock_runs(stock, prompts, params), **runs_of(models, prompts, params)}
-    print_table(in_turns(runs, arguments), requests * tokens, arguments)
+    print_table(in_turns(runs, arguments), len(prompts) * params["max_tokens"], arguments)
     print_captured(models[0], captured, 8 if arguments.cpu else 64, 64 if arguments.cpu else 512)
     for model in models:
         model.close()
     for llm in stock:
         llm.llm_engine.engine_core.shutdown()
+
+
+def load_of(arguments: argparse.Namespace) -> tuple[list[list[int]], dict[str, Any]]:
+    """The prompts and sampling parameters of one run."""
+    requests, tokens = (32, 32) if arguments.cpu else (64, 128)
+    return prompts_of(requests, 16), {
+        "max_tokens": tokens,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "detokenize": False,
+    }
 
 
 def prompts_of(count: int, length: int, seed: int = 0) -> list[list[int]]:

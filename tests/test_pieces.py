@@ -91,6 +91,7 @@ def pieces(model: Model) -> Pieces:
     pieces = Pieces()
     with pieces.recording(edit):
         model.run()
+    pieces.use_second_graphs(False)
     return pieces
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 pytest.importorskip("vllm")
+from midstream.engine.pieces import TwoSets
 from midstream.engine.runners import V1Runner
 from midstream.engine.step import StepView
 
@@ -94,17 +95,6 @@ def test_a_method_of_the_objects_own_comes_back() -> None:
     assert model.compute_logits is own
 
 
-class Graphs(V1Runner):
-    """The adapter, on a runner whose full graphs are two dicts."""
-
-    def __init__(self) -> None:
-        super().__init__(ModelRunner(Model()))
-        self.in_use = False
-
-    def _use_second_full_graphs(self, second: bool) -> None:
-        self.in_use = second
-
-
 def test_second_graphs_are_for_steps_in_which_a_plan_acts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """They stay until another step comes, and a replay of them without a step's tables would write where older tables say.
 
@@ -114,9 +104,12 @@ def test_second_graphs_are_for_steps_in_which_a_plan_acts_alone(monkeypatch: pyt
 
     seen: list[bool] = []
     worker = module.Worker.__new__(module.Worker)
-    worker._runner = runner = Graphs()
+    worker._runner = runner = V1Runner(ModelRunner(Model()))
+    runner._full_graphs = TwoSets(graphs := SimpleNamespace(entries=(first := {})), "entries")
     for name in ("execute_model", "execute_dummy_batch"):
-        monkeypatch.setattr(module.PlatformWorker, name, lambda self, *step: seen.append(runner.in_use), raising=False)
+        monkeypatch.setattr(
+            module.PlatformWorker, name, lambda self, *step: seen.append(graphs.entries is not first), raising=False
+        )
     worker.midstream = SimpleNamespace(is_idle=True)  # type: ignore[assignment]
     worker.plans = plans = SimpleNamespace(  # type: ignore[assignment]
         tables=SimpleNamespace(edit=None), repeat=lambda step: True, end_step=lambda: None

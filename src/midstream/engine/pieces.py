@@ -23,35 +23,42 @@ from midstream.engine.graph_sites import Fire, SiteOp
 Call = Callable[..., Any]
 
 
+class TwoSets:
+    """An object's dict of recorded graphs, and a second one that can take its place."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self._owner, self._name = owner, name
+        self._sets: tuple[dict[Any, Any], dict[Any, Any]] = (getattr(owner, name), {})
+
+    def use(self, second: bool) -> None:
+        setattr(self._owner, self._name, self._sets[second])
+
+
 class Pieces:
     """The pieces of one model. They are known once their second graphs are recorded."""
 
     def __init__(self) -> None:
         self._points: dict[CUDAGraphWrapper, set[int]] = {}  # the sites in each
-        self._graphs: dict[CUDAGraphWrapper, tuple[dict[Any, Any], dict[Any, Any]]] = {}
+        self._graphs: dict[CUDAGraphWrapper, TwoSets] = {}
         self._running: CUDAGraphWrapper | None = None
 
     @contextlib.contextmanager
     def recording(self, edit: Fire) -> Iterator[None]:
-        """What is recorded in the block are second graphs, with `edit` at the sites."""
+        """What is recorded in the block, while second graphs are in use, has `edit` at the sites."""
 
         def note_and_edit(point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
             if self._running is not None:
                 self._points[self._running].add(point)
             edit(point, hidden, residual)
 
-        self.use_second_graphs(True)
-        try:
-            with _called_by(self._record), SiteOp.editing(note_and_edit):
-                yield
-        finally:
-            self.use_second_graphs(False)
+        with _called_by(self._record), SiteOp.editing(note_and_edit):
+            yield
 
     def _record(self, vllms: Call, piece: CUDAGraphWrapper, *args: Any, **kwargs: Any) -> Any:
         if piece not in self._graphs:
             self._points[piece] = set()
-            self._graphs[piece] = (piece.concrete_cudagraph_entries, {})
-            piece.concrete_cudagraph_entries = self._graphs[piece][True]
+            self._graphs[piece] = TwoSets(piece, "concrete_cudagraph_entries")
+            self._graphs[piece].use(True)
         self._running = piece
         try:
             return vllms(piece, *args, **kwargs)
@@ -60,8 +67,8 @@ class Pieces:
 
     def use_second_graphs(self, second: bool) -> None:
         """Which graphs the pieces replay."""
-        for piece, graphs in self._graphs.items():
-            piece.concrete_cudagraph_entries = graphs[second]
+        for graphs in self._graphs.values():
+            graphs.use(second)
 
     @contextlib.contextmanager
     def stopping_at(self, expects: Callable[[int], bool]) -> Iterator[None]:

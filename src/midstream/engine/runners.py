@@ -5,8 +5,6 @@ Each tells the host when a batch has been laid out, passes logits and samples by
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +14,7 @@ from vllm.config import CUDAGraphMode
 
 from midstream.engine.graph_sites import Fire
 from midstream.engine.patches import StepMode
-from midstream.engine.pieces import Pieces
+from midstream.engine.pieces import Pieces, TwoSets
 from midstream.engine.step import StepView
 
 
@@ -43,7 +41,7 @@ class Runner:
         self.runner = runner
         self.model: nn.Module = runner.get_model()
         self.pieces = Pieces()
-        self._full_graphs: tuple[dict[Any, Any], dict[Any, Any]] | None = None
+        self._full_graphs: TwoSets | None = None  # from `record_second_graphs` on
         self._second = False
         self._seams: list[tuple[Any, str, Any, Any]] = []
         self.is_watched = False
@@ -75,19 +73,22 @@ class Runner:
         if second is not self._second:
             self._second = second
             self.pieces.use_second_graphs(second)
-            self._use_second_full_graphs(second)
+            if self._full_graphs is not None:
+                self._full_graphs.use(second)
 
-    def _use_second_full_graphs(self, second: bool) -> None:
-        raise NotImplementedError
+    def _recorded_twice(self, record: Any, edit: Fire) -> Any:
+        """vLLM's `record`, and then once more for the second graphs."""
 
-    @contextlib.contextmanager
-    def _recording(self, edit: Fire) -> Iterator[None]:
-        self._use_second_full_graphs(True)
-        try:
-            with self.pieces.recording(edit):
-                yield
-        finally:
-            self._use_second_full_graphs(False)
+        def record_twice(*args: Any, **kwargs: Any) -> None:
+            record(*args, **kwargs)
+            self.use_second_graphs(True)
+            try:
+                with self.pieces.recording(edit):
+                    record(*args, **kwargs)
+            finally:
+                self.use_second_graphs(False)
+
+        return record_twice
 
     def probe(self, tokens: int) -> None:
         """One forward over `tokens` dummy tokens, uncompiled and without attention."""
@@ -149,21 +150,10 @@ class V1Runner(Runner):
         self._watch_logits(host)
 
     def record_second_graphs(self, edit: Fire) -> None:
-        capture = self.runner._capture_cudagraphs
-
-        def capture_cudagraphs(*args: Any, **kwargs: Any) -> None:
-            capture(*args, **kwargs)
-            with self._recording(edit):
-                capture(*args, **kwargs)
-
-        self.runner._capture_cudagraphs = capture_cudagraphs
-
-    def _use_second_full_graphs(self, second: bool) -> None:
-        wrapper = self.runner.model
-        if isinstance(wrapper, CUDAGraphWrapper):
-            if self._full_graphs is None:
-                self._full_graphs = (wrapper.concrete_cudagraph_entries, {})
-            wrapper.concrete_cudagraph_entries = self._full_graphs[second]
+        runner = self.runner
+        if isinstance(runner.model, CUDAGraphWrapper):
+            self._full_graphs = TwoSets(runner.model, "concrete_cudagraph_entries")
+        runner._capture_cudagraphs = self._recorded_twice(runner._capture_cudagraphs, edit)
 
     def _keep_from_full_graphs(self, dispatcher: Any) -> None:
         dispatch = dispatcher.dispatch
@@ -184,21 +174,8 @@ class V2Runner(Runner):
 
     def record_second_graphs(self, edit: Fire) -> None:
         manager = self.runner.cudagraph_manager
-        capture = manager.capture
-
-        def capture_graphs(*args: Any, **kwargs: Any) -> None:
-            capture(*args, **kwargs)
-            with self._recording(edit):
-                capture(*args, **kwargs)
-
-        manager.capture = capture_graphs
-
-    def _use_second_full_graphs(self, second: bool) -> None:
-        manager = self.runner.cudagraph_manager
-        if manager is not None:
-            if self._full_graphs is None:
-                self._full_graphs = (manager.graphs, {})
-            manager.graphs = self._full_graphs[second]
+        self._full_graphs = TwoSets(manager, "graphs")
+        manager.capture = self._recorded_twice(manager.capture, edit)
 
     def connect(self, host: Host) -> None:
         runner = self.runner
