@@ -108,8 +108,10 @@ def start_engines(arguments: argparse.Namespace, start: Callable[[bool], Any]) -
     engines: tuple[list[Any], list[Any]] = ([], [])
     for number in range(arguments.engines):
         for stock in (True, False) if number % 2 == 0 else (False, True):
+            began = time.perf_counter()
             with on_the_same_cores(arguments):
                 engines[not stock].append(start(stock))
+            print(f"{'stock' if stock else 'midstream'} engine started in {time.perf_counter() - began:.0f} s")
     return engines
 
 
