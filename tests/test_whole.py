@@ -222,6 +222,33 @@ def test_a_sum_that_is_handed_on_is_one_unless_it_was_reduced_on_the_way(found: 
     assert layouts["block", "output"] == {(): Summands(2)}
 
 
+class Overwritten(nn.Module):
+    """Attention that computes nothing, and a sum over ranks and a norm that are written over what they got, as on vLLM's CPU build."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn, self.o_proj, self.norm = Attention(), RowParallelLinear(2 * D, 8), HeadNorm()
+        self.o_proj.reduce_results = False
+        self.inner = nn.Sequential(self.attn)
+        self.inner.forward = lambda x: self.o_proj(self.attn(x, x, x))[0]  # type: ignore[method-assign]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.norm.forward = lambda out: out.mul_(3)  # type: ignore[method-assign]
+        return self.norm(self.inner(x).mul_(2))
+
+
+def test_what_is_written_over_summands_is_none() -> None:
+    """C12: summands that come from attention, of which a dummy run has zeros, are told from what takes their memory."""
+    outer = nn.ModuleDict({"block": Overwritten()})
+    outer.forward = lambda x: outer["block"](x)  # type: ignore[method-assign]
+    finder = Finder(2, lambda mine: [mine, (mine[0], dict.fromkeys(mine[1], b"another"))])
+    modules = dict(outer.named_modules())
+    seen = {"watch": finder.watch(modules), "plant": finder.plants(modules)}
+    layouts = finder(record(outer, lambda: outer(torch.randn(T, 2 * D)), **seen, probe=Probe()))
+    summands = {place for place, leaves in layouts.items() if Summands(2) in leaves.values()}
+    assert summands == {("block.o_proj", "output"), ("block.inner", "output")}
+
+
 def test_what_ranks_do_not_find_alike_is_left_alone() -> None:
     """C12: all ranks gather, or none does."""
     block = Block()

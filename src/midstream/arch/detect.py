@@ -48,6 +48,10 @@ class PartsFinder(Protocol):
         """The modules whose tensors it wants snapshots of."""
         ...
 
+    def plants(self, modules: Mapping[str, nn.Module]) -> dict[str, Plant]:
+        """What it wants the outputs of some modules replaced by."""
+        ...
+
     def __call__(self, probe: Probe) -> Parts: ...
 
 
@@ -145,7 +149,7 @@ def detect(
     names = Names(rename)
     modules = dict(root.named_modules())
     containers = {path: found for path in modules if (found := _blocks(path, modules, names))}
-    probe = _probed(root, run, containers, names, find_parts.watch(modules) if find_parts is not None else set())
+    probe = _probed(root, run, containers, names, find_parts)
     container = _the_container(containers, modules, probe, names)
     calls = {i: call for i, path in containers[container].items() if (call := probe.first(path)) is not None}
     layout = find_layout(probe, list(calls.values()))
@@ -227,11 +231,13 @@ def _probed(
     run: Callable[[], Any],
     containers: Mapping[str, dict[int, str]],
     names: Names,
-    also_watch: set[str],
+    find_parts: PartsFinder | None,
 ) -> Probe:
     """The recorded forward. One that fails because two streams do not fit together is told as that."""
     modules, probe = dict(root.named_modules()), Probe()
-    watch, plant = _watched(containers, modules) | also_watch, _plants(containers, modules, names)
+    watch, plant = _watched(containers, modules), _plants(containers, modules, names)
+    if find_parts is not None:
+        watch, plant = watch | find_parts.watch(modules), find_parts.plants(modules) | plant
     try:
         return record(root, run, watch=watch, plant=plant, probe=probe)
     except Exception as error:

@@ -12,11 +12,12 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from midstream.arch.layouts import Layout, Segment, Shards, Summands
 from midstream.arch.names import is_linear
-from midstream.arch.probe import Call, Leaf, Probe
+from midstream.arch.probe import Call, Leaf, Plant, Probe
 from midstream.sites import Kind, Ref
 
 Layouts = dict[tuple[str, Kind], dict[Ref, Layout]]
@@ -36,10 +37,13 @@ class Finder:
         self._exchange = exchange
 
     def watch(self, modules: Mapping[str, nn.Module]) -> set[str]:
-        """Modules whose tensors have to be snapshotted: those that return summands, and those that may hand them on."""
-        partial = {path for path, module in modules.items() if _returns_summands(module) or is_a(module, *_EXPERTS)}
-        outer = {path.rsplit(".", up)[0] for path in partial for up in range(1, path.count(".") + 1)}
-        return partial | outer
+        """Modules whose tensors have to be snapshotted: all, where some return summands, which an all-reduce or a norm may overwrite."""
+        partial = any(_returns_summands(module) or is_a(module, *_EXPERTS) for module in modules.values())
+        return set(modules) if partial else set()
+
+    def plants(self, modules: Mapping[str, nn.Module]) -> dict[str, Plant]:
+        """Attention computes zeros, or nothing, in a dummy run; of zeros the sum over ranks cannot be told from the summands."""
+        return {path: _ramp for path, module in modules.items() if is_a(module, "Attention", "MLAAttention")}
 
     def __call__(self, probe: Probe) -> Layouts:
         """The layouts that all ranks found alike."""
@@ -52,6 +56,10 @@ class Finder:
                 if everywhere and not _is_reduced([digests.get((*place, ref)) for _, digests in ranks]):
                     agreed.setdefault(place, {})[ref] = layout
         return agreed
+
+
+def _ramp(value: torch.Tensor) -> torch.Tensor:
+    return torch.linspace(-1, 1, value.numel()).view_as(value).to(value)
 
 
 def _is_reduced(digests: list[bytes | None]) -> bool:
@@ -94,6 +102,8 @@ class _Search:
             if layout is not None and self._fits(leaf, layout):
                 found[leaf.ref] = layout
                 self._known.append((leaf, layout))
+                if kind == "output":
+                    self._known += [(planted, layout) for planted in call.outputs if planted.ref == leaf.ref]
                 if isinstance(layout, Summands) and not _returns_summands(call.module) and leaf.snapshot is not None:
                     bits = leaf.snapshot.cpu().numpy().tobytes()
                     self.digests[call.path, kind, leaf.ref] = hashlib.blake2b(bits).digest()

@@ -38,7 +38,11 @@ class StageParts:
     @classmethod
     def of(cls, model: nn.Module, arch: Architecture) -> StageParts:
         modules = dict(model.named_modules())
-        return cls(arch, {p: _name_of(type(m)) for p, m in modules.items() if not _is_absent(p, modules)})
+        built = {path: _name_of(type(m)) for path, m in modules.items() if not _is_absent(path, modules)}
+        # Transformers' own forwards call what stands for the layers of other stages, too.
+        order = {(path, kind): moments for (path, kind), moments in arch.order.items() if path in built}
+        shapes = {path: shape for path, shape in arch.shapes.items() if path in built}
+        return cls(replace(arch, order=order, shapes=shapes), built)
 
 
 def _name_of(kind: type) -> str:
