@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -32,18 +32,23 @@ CASES = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def transformers_as_it_was() -> Iterator[None]:
+    yield
+    tiny_models.restore_transformers()
+
+
 @pytest.mark.parametrize(("size", "name"), CASES, ids="-".join)
 def test_accessors_and_edits_agree(size: str, name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     """C1, C8, C12: every accessor and edit as on transformers; what is written to a site is what is read there."""
     architecture = tiny_models.ARCHITECTURES[name]
     path = str(tiny_models.build(name, tmp_path_factory.getbasetemp()))
     layers = range(tiny_models.LAYERS)
-    reference = compare.collect(LanguageModel(path, dtype=torch.float32), PROMPTS, layers)
+    reference = compare.collect(LanguageModel(path, dtype=torch.float32, attn_implementation="eager"), PROMPTS, layers)
     sizes: dict[str, Any] = {**ENGINE, **SIZES[size], **architecture.engine, "gpu_memory_utilization": 0.1}
-    with forked(), VLLM(path, enforce_eager=True, **sizes) as model:
+    with forked(), VLLM(path, **sizes) as model:
         found = compare.differences(compare.collect(model, PROMPTS, layers), reference)
         written = {site: set_and_read(model, site) for site in model.description["sites"]}
-    tiny_models.restore_transformers()
     assert {entry: (d.note, d.reason) for entry, d in found.items() if d.note not in ("", "lacking")} == {}
     apart = {entry: (d.value, d.where) for entry, d in found.items() if (d.value or 0) > architecture.rtol}
     assert apart == {}
@@ -51,5 +56,3 @@ def test_accessors_and_edits_agree(size: str, name: str, tmp_path_factory: pytes
     for site, pairs in written.items():
         for value, given in pairs:
             torch.testing.assert_close(value, given, atol=1e-5, rtol=1e-5, msg=site)
-
-

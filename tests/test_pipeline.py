@@ -50,6 +50,19 @@ PLAIN_STEP = {
 Pair = collections.namedtuple("Pair", ["early", "late"])
 
 
+class LoadsOnTheFirstStageAlone:
+    """A value of the user's that cannot be unpickled on the second stage."""
+
+    def __init__(self) -> None:
+        self.by = None
+
+    def __setstate__(self, state: Any) -> None:
+        from vllm.distributed import get_pp_group
+
+        if not get_pp_group().is_first_rank:
+            raise RuntimeError("not here")
+
+
 @pytest.fixture(scope="module")
 def pp2() -> Iterator[VLLM]:
     with start_ranks(pipeline_parallel_size=2, worker_extension_cls="seen_worker.SeenWorker") as model:
@@ -551,6 +564,19 @@ def test_c14_an_error_on_one_stage_ends_the_request_on_all(pp2: VLLM, plain: Pla
         (output,) = raised.value.outputs  # type: ignore[attr-defined]
         assert 3 <= len(output.outputs[0].token_ids) < 200, "the engine has gone on"
         assert pp2.run(lambda model, other=other: model.layers_output[other], EIFFEL, **GREEDY).shape[-1] == 256
+
+
+def test_c14_a_trace_that_one_stage_cannot_load_ends_on_all(pp2: VLLM, plain: Plain) -> None:
+    """And nothing of it stays on any, nor of the standing edits that it would have had."""
+    value = LoadsOnTheFirstStageAlone()
+    with pp2.edit("shift"):
+        pp2.layers_output[EARLY][:] += 1
+    try:
+        with pytest.raises(MidstreamError, match="not here"):
+            pp2.run(lambda model: (model.layers_output[LATE], value.by), EIFFEL, **GREEDY)
+    finally:
+        pp2.clear_edits()
+    close(pp2.run(lambda model: model.logits, EIFFEL, **GREEDY), plain.run(EIFFEL).logits[-1:])
 
 
 def test_c10_c11_nothing_grows(pp2: VLLM) -> None:

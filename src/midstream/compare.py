@@ -368,13 +368,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--model-impl", default="auto", help="vLLM's own model, or its Transformers backend: auto, vllm, transformers"
     )
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.2)
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
+    parser.add_argument("--pipeline-parallel-size", type=int, default=1)
     parser.add_argument("--tolerance", type=float, default=1e-4)
     parser.add_argument("--markdown", action="store_true")
     args = parser.parse_args(argv)
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # an engine in this process starts in seconds
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    engine = {"model_impl": args.model_impl, "gpu_memory_utilization": args.gpu_memory_utilization, "max_num_seqs": 16}
+    passed = ["model_impl", "gpu_memory_utilization", "tensor_parallel_size", "pipeline_parallel_size"]
+    engine = {**{name: getattr(args, name) for name in passed}, "max_num_seqs": 16}
     rows = []
     for model in args.models or [demo_model()]:
         print(f"comparing {model} ...", file=sys.stderr)

@@ -90,7 +90,7 @@ def _traces(
     launch.check_prompts(model.config, prompts, together)
     keep = [all(map(keeps_to_graph_sites, each)) for each in programs]
     samples = [invoke.params.get("n", 1) for invoke in invokes]
-    return requests_of(ship(programs), keep, samples, together, model._deferred)
+    return requests_of(ship(programs), [len(each) for each in programs], keep, samples, together, model._deferred)
 
 
 def _with_edits(model: VLLM, program: Program | None) -> list[Program]:

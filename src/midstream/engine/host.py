@@ -146,8 +146,7 @@ class TraceHost:
             return
         group = self._groups[trace.trace]
         self._requests[name] = request
-        for number, program in enumerate(programs):
-            body_name = request.main if number == len(programs) - 1 else f"{request.main}#{number}"
+        for body_name, program in zip(request.bodies, programs, strict=True):
             request.programs[body_name] = program
             body = make_body(body_name, program, self.envoy, group.shared, snapshots=True, journals=True)
             body.linked = group if trace.together else None
@@ -229,7 +228,7 @@ class TraceHost:
     def _fail(self, name: str, request: TracedRequest, error: MidstreamError) -> None:
         """The request cannot begin."""
         if (stages := self._stages) is not None:
-            for published in (request.main, request.steps):
+            for published in (*request.bodies, request.steps):
                 stages.link.end(
                     published, f"The trace cannot begin on pipeline stage {stages.index}: {error}", failed=True
                 )

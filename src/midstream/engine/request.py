@@ -25,8 +25,9 @@ class TraceRequest:
 
     Attributes:
         trace: the trace's id; with `index` the address of the results.
-        index: which of the trace's programs is this request's.
+        index: which of the trace's lists of programs is this request's.
         size: how many requests the trace has, each sample of `n > 1` counted.
+        bodies: how many of its programs are this request's: standing edits, then its own.
         together: whether all of them must be in the same steps.
         graph_sites: whether its code keeps to sites that are built into the compiled forward.
         programs: the pickled programs; None if another request of the trace carries them.
@@ -36,6 +37,7 @@ class TraceRequest:
     trace: str
     index: int
     size: int
+    bodies: int
     together: bool
     graph_sites: bool
     programs: bytes | None
@@ -51,12 +53,17 @@ class TraceRequest:
 
 
 def requests_of(
-    programs: bytes, graph_sites: list[bool], samples: list[int], together: bool, stream: bool = False
+    programs: bytes,
+    bodies: list[int],
+    graph_sites: list[bool],
+    samples: list[int],
+    together: bool,
+    stream: bool = False,
 ) -> list[TraceRequest]:
     """The requests of one trace; `samples` has the `n` of each."""
     trace, size = secrets.token_hex(8), sum(samples)
     small = len(programs) * size <= SMALL
     return [
-        TraceRequest(trace, i, size, together, keeps, programs if small or i == 0 else None, stream)
-        for i, keeps in enumerate(graph_sites)
+        TraceRequest(trace, i, size, count, together, keeps, programs if small or i == 0 else None, stream)
+        for i, (count, keeps) in enumerate(zip(bodies, graph_sites, strict=True))
     ]

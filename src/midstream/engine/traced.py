@@ -37,6 +37,11 @@ class TracedRequest:
     goes_on: Fetch | None = None  # from the last pipeline stage: whether the bodies have another step
 
     @property
+    def bodies(self) -> list[str]:
+        """Their names, in the order in which they run: those of standing edits, then the trace's own."""
+        return [*(f"{self.main}#{number}" for number in range(self.trace.bodies - 1)), self.main]
+
+    @property
     def steps(self) -> str:
         """Under which the last pipeline stage says that the bodies have another step."""
         return f"{self.main} steps"
