@@ -12,6 +12,7 @@ from torch import nn
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config import CUDAGraphMode
 
+from midstream.arch.ends import planted_embedding
 from midstream.engine.graph_sites import Fire
 from midstream.engine.patches import StepMode
 from midstream.engine.pieces import Pieces, TwoSets
@@ -92,11 +93,13 @@ class Runner:
 
     def probe(self, tokens: int) -> None:
         """One forward over `tokens` dummy tokens, uncompiled and without attention."""
+        hook = self.model.register_forward_pre_hook(_plant_stream, with_kwargs=True)
         StepMode.set(no_full_graph=True, no_graphs=True, uncompiled=True)
         try:
             self._dummy_run(tokens)
         finally:
             StepMode.set()
+            hook.remove()
 
     def _dummy_run(self, tokens: int) -> None:
         raise NotImplementedError
@@ -116,6 +119,13 @@ class Runner:
         changed_R = host.see_samples(samples_R)
         if changed_R is not samples_R:
             samples_R.copy_(changed_R)
+
+
+def _plant_stream(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A dummy run hands a later pipeline stage zeros, of which its layers make zeros: on them, nothing can be told apart."""
+    handed = kwargs.get("intermediate_tensors")
+    for _, tensor in handed.items() if handed is not None else ():
+        tensor.copy_(planted_embedding(tensor))
 
 
 class V1Runner(Runner):
