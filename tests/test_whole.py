@@ -22,6 +22,7 @@ from midstream.trace.agreement import Agreement
 from midstream.trace.journal import Journal
 from midstream.trace.randomness import Randomness
 from midstream.trace.rows import FlatRows
+from midstream.trace.source import SourceHooks
 from midstream.trace.visit import Event, Visit
 from midstream.trace.whole import Whole
 
@@ -247,6 +248,27 @@ def test_what_is_written_over_summands_is_none() -> None:
     layouts = finder(record(outer, lambda: outer(torch.randn(T, 2 * D)), **seen, probe=Probe()))
     summands = {place for place, leaves in layouts.items() if Summands(2) in leaves.values()}
     assert summands == {("block.o_proj", "output"), ("block.inner", "output")}
+
+
+class TwoNames(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleDict({"down": nn.Linear(2, 2)})
+        self.alias, self.scale = self.inner["down"], 2.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.alias(x).mul(self.scale)
+
+
+def test_a_call_in_a_forward_is_that_of_the_module_under_any_of_its_names() -> None:
+    """C12: its value is laid out as the module's output is."""
+    hooks = SourceHooks(dict(nn.ModuleDict({"block": TwoNames()}).named_modules()), lambda key, value: value)
+    names = hooks.of("block").names
+    points = [hooks.module_point(("block", "source", name, "output")) for name in names]
+    assert dict(zip(names, points, strict=True)) == {
+        "self_alias_x_mul_0": ("block", "source", "self_alias_x_mul_0", "output"),
+        "self_alias_0": ("block.inner.down", "output"),
+    }
 
 
 def test_what_ranks_do_not_find_alike_is_left_alone() -> None:

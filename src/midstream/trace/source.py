@@ -115,6 +115,7 @@ class SourceHooks:
 
     def __init__(self, modules: Mapping[str, nn.Module], fire: Callable[[Any, Any], Any]) -> None:
         self._modules = modules
+        self._paths = {module: path for path, module in modules.items()}
         self._fire = fire
         self._installed: list[nn.Module] = []
 
@@ -126,8 +127,10 @@ class SourceHooks:
         if len(key) != 4:
             return key
         path, _, name, kind = key
-        module = f"{path}.{self.of(path).attributes.get(name, '')}"
-        return (module, kind) if module in self._modules else key
+        called: Any = self._modules[path]
+        for attribute in self.of(path).attributes.get(name, "").split("."):
+            called = getattr(called, attribute, None)
+        return (self._paths[called], kind) if isinstance(called, nn.Module) and called in self._paths else key
 
     def install(self, path: str) -> None:
         module = self._modules[path]
