@@ -14,7 +14,7 @@ import io
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ import tiny_models
 import torch
 from transformers import AutoModelForCausalLM
 
-from midstream import VLLM, LanguageModel, compare
+from midstream import VLLM, Capture, LanguageModel, Steer, compare
 from midstream.sites import ACCESSORS, LAYER_SITES
 
 PROMPTS = ["The river runs from the mountains to the sea", "The capital of France is"]
@@ -143,6 +143,42 @@ def set_and_read(model: VLLM, site: str) -> list[tuple[torch.Tensor, torch.Tenso
         return list(zip(model.run(read, PROMPTS), values, strict=True))
     finally:
         model.clear_edits()
+
+
+def with_plans(model: Any, sites: Sequence[str]) -> dict[str, list[torch.Tensor]]:
+    """By site: for each prompt, what a plan captures of it, and the last layer's output where a plan steers it in one layer."""
+    found = {}
+    for site in (site for site in sites if site in LAYER_SITES):
+        (row,) = model.generate(PROMPTS[:1], plan=[Capture(site, layers=[AT])], max_tokens=1)[0].captures.values()
+        vector = written_value(row.shape[-1:]) * row.std().cpu()
+        steered = [Steer(site, layers=[AT], vector=vector), Capture("resid_post", layers=[tiny_models.LAYERS - 1])]
+        plans = ([Capture(site, positions="all_prompt")], steered)
+        outputs = [o for plan in plans for o in model.generate(PROMPTS, plan=plan, max_tokens=1, temperature=0.0)]
+        found[site] = [value.cpu() for output in outputs for _, value in sorted(output.captures.items())]
+    return found
+
+
+def disagreements(path: Path, rtol: float, **engine: Any) -> dict[str, Any]:
+    """Of an engine from transformers: what differs by more than `rtol` of the largest value, or cannot be had."""
+    hf = LanguageModel(str(path), dtype=torch.float32, attn_implementation="eager")
+    with VLLM(str(path), **engine) as model:
+        sites, layers = model.description["sites"], range(tiny_models.LAYERS)
+        with torch.no_grad():
+            reference, planned = compare.collect(hf, PROMPTS, layers), with_plans(hf, sites)
+        found, on_engine = compare.collect(model, PROMPTS, layers), with_plans(model, sites)
+        written = {site: set_and_read(model, site) for site in sites}
+    wrong: dict[str, Any] = {}
+    for entry, difference in compare.differences(found, reference).items():
+        if difference.note not in ("", "lacking") or (difference.value or 0) > rtol:
+            wrong[entry] = (difference.value, difference.where, difference.note, difference.reason)
+    for site, values in planned.items():
+        apart = [compare.relative(ours, theirs) for ours, theirs in zip(on_engine[site], values, strict=True)]
+        if not all(each <= rtol for each in apart):
+            wrong[f"plans at {site}"] = apart
+    for site, pairs in written.items():
+        if not all(compare.relative(value, given) <= rtol for value, given in pairs):
+            wrong[f"what was written to {site}"] = pairs
+    return wrong
 
 
 def write_middle(model: Any) -> tuple[torch.Tensor, ...]:

@@ -35,3 +35,15 @@ def test_ranks_on_gpus(stages: int, ranks: int, runner: str, mode: list[str]) ->
     if torch.cuda.device_count() < stages * ranks:
         pytest.skip(f"needs {stages * ranks} GPUs")
     run("ranks", "--runner", runner, "--pp", str(stages), "--tp", str(ranks), *mode)
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+@pytest.mark.parametrize(
+    ("stages", "ranks", "names"),
+    [(1, 2, ["mixtral", "qwen2_moe", "falcon_two_norms", "cohere"]), (2, 1, ["llama_transformers"])],
+    ids=["tp2", "pp2"],
+)
+def test_architectures_on_gpus(stages: int, ranks: int, names: list[str], runner: str) -> None:
+    if torch.cuda.device_count() < stages * ranks:
+        pytest.skip(f"needs {stages * ranks} GPUs")
+    run("architectures", "--runner", runner, "--pp", str(stages), "--tp", str(ranks), *names)
