@@ -145,9 +145,10 @@ def chosen() -> Iterator[VLLM]:
 
 
 def off_graph(model: VLLM, run: Any) -> tuple[Any, int]:
-    """What `run` gives, and how many steps of it left the compiled forward for a plan."""
-    (before,), result, (after,) = model.gauges(), run(), model.gauges()
-    return result, after["off_graph_steps"] - before["off_graph_steps"]
+    """What `run` gives, and how many steps of it left the compiled forward for a plan: on all ranks the same."""
+    before, result, after = model.gauges(), run(), model.gauges()
+    (left,) = {b["off_graph_steps"] - a["off_graph_steps"] for a, b in zip(before, after, strict=True)}
+    return result, left
 
 
 def edited(site: str, change: Any) -> dict[tuple[str, int], Any]:

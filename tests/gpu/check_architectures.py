@@ -13,7 +13,9 @@ import contextlib
 import os
 import sys
 import tempfile
+import traceback
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -51,7 +53,12 @@ def main() -> int:
             architecture.rtol if arguments.cpu else 3e-2
         )  # Triton's attention rounds float32 to TF32, which edits enlarge
         with tempfile.TemporaryDirectory() as directory, forked() if arguments.cpu else contextlib.nullcontext():
-            wrong = disagreements(tiny_models.build(name, Path(directory)), rtol, **{**engine, **architecture.engine})
+            try:
+                wrong: Any = disagreements(
+                    tiny_models.build(name, Path(directory)), rtol, **{**engine, **architecture.engine}
+                )
+            except Exception:
+                wrong = traceback.format_exc()
         tiny_models.restore_transformers()
         failed += bool(wrong)
         label = f"{arguments.runner} pp={arguments.pp} tp={arguments.tp} {name}"
