@@ -204,23 +204,35 @@ def test_what_is_a_part_is_found_from_classes_memory_and_shapes(found: Layouts) 
     assert not {"free", "outer"} & {path for path, _ in inside}
 
 
-def test_a_sum_that_is_handed_on_is_one_unless_it_was_reduced_on_the_way(found: Layouts) -> None:
-    """C12: a block that returns its last layer's summand returns a summand; one that is equal on all ranks is the sum."""
-    assert ("block", "output") not in found  # the stand-in ranks are equal, so they count as reduced
-    block = Block()
-    outer = nn.ModuleDict({"block": block})
-    outer.forward = lambda x: block(x)  # type: ignore[method-assign]
-    told: list[Any] = []
+class FusedMoE(nn.Linear):
+    """Experts, which may have summed up what they return."""
 
-    def exchange(mine: Any) -> list[Any]:
-        told.append(mine)
-        layouts, digests = mine
-        return [mine, (layouts, dict.fromkeys(digests, b"another"))]
 
-    finder = Finder(2, exchange)
-    watch = finder.watch(dict(outer.named_modules()))
-    layouts = finder(record(outer, lambda: outer(torch.randn(T, 8)), watch=watch, plant={}, probe=Probe()))
-    assert layouts["block", "output"] == {(): Summands(2)}
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts, self.rows = FusedMoE(8, 8), RowParallelLinear(8, 8)
+        self.rows.reduce_results = False
+        self.handed_on, self.norm = nn.Identity(), HeadNorm()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.handed_on(self.experts(self.rows(x)[0]))
+        self.norm(out)
+        return out
+
+
+@pytest.mark.parametrize("reduced", [True, False])
+def test_what_experts_return_is_a_summand_unless_it_is_the_same_on_all_ranks(reduced: bool) -> None:
+    """C12: and so is what hands it on, but nothing computed from it. What a row-parallel layer does not reduce is one for certain."""
+    outer = nn.ModuleDict({"block": Mixture()})
+    outer.forward = lambda x: outer["block"](x)  # type: ignore[method-assign]
+    finder = Finder(2, lambda mine: [mine, mine if reduced else (mine[0], dict.fromkeys(mine[1], b"another"))])
+    seen: dict[str, Any] = {"watch": finder.watch(dict(outer.named_modules())), "plant": {}}
+    layouts = finder(record(outer, lambda: outer(torch.randn(T, 8)), **seen, probe=Probe()))
+    certain = {("block.rows", "input"), ("block.rows", "output"), ("block.experts", "input")}
+    handed_on = {("block.experts", "output"), ("block.handed_on", "input"), ("block.handed_on", "output")}
+    handed_on.add(("block.norm", "input"))
+    assert set(layouts) == (certain if reduced else certain | handed_on | {("block", "output"), ("", "output")})
 
 
 class Overwritten(nn.Module):
@@ -230,24 +242,28 @@ class Overwritten(nn.Module):
         super().__init__()
         self.attn, self.o_proj, self.norm = Attention(), RowParallelLinear(2 * D, 8), HeadNorm()
         self.o_proj.reduce_results = False
-        self.inner = nn.Sequential(self.attn)
+        self.inner, self.handed_on = nn.Sequential(self.attn), nn.Identity()
         self.inner.forward = lambda x: self.o_proj(self.attn(x, x, x))[0]  # type: ignore[method-assign]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.norm.forward = lambda out: out.mul_(3)  # type: ignore[method-assign]
-        return self.norm(self.inner(x).mul_(2))
+        return self.norm(self.handed_on(self.inner(x)).mul_(2))
 
 
-def test_what_is_written_over_summands_is_none() -> None:
+@pytest.mark.parametrize("planted", [False, True])
+def test_what_is_written_over_summands_is_none(planted: bool) -> None:
     """C12: summands that come from attention, of which a dummy run has zeros, are told from what takes their memory."""
     outer = nn.ModuleDict({"block": Overwritten()})
     outer.forward = lambda x: outer["block"](x)  # type: ignore[method-assign]
-    finder = Finder(2, lambda mine: [mine, (mine[0], dict.fromkeys(mine[1], b"another"))])
+    finder = Finder(2, lambda mine: [mine, mine])
     modules = dict(outer.named_modules())
-    seen = {"watch": finder.watch(modules), "plant": finder.plants(modules)}
+    seen: dict[str, Any] = {"watch": finder.watch(modules), "plant": finder.plants(modules)}
+    if planted:  # as `detect` plants a block's attention, with the same on all ranks
+        seen["plant"]["block.inner"] = torch.ones_like
     layouts = finder(record(outer, lambda: outer(torch.randn(T, 2 * D)), **seen, probe=Probe()))
     summands = {place for place, leaves in layouts.items() if Summands(2) in leaves.values()}
-    assert summands == {("block.o_proj", "output"), ("block.inner", "output")}
+    inside = {("block.o_proj", "output"), ("block.inner", "output")}
+    assert summands == inside | {("block.handed_on", "input"), ("block.handed_on", "output")}
 
 
 class TwoNames(nn.Module):

@@ -22,6 +22,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault(
+    "VLLM_WORKER_MULTIPROC_METHOD", "spawn"
+)  # transformers, which runs first, may have asked for GPUs
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 

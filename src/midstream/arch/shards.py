@@ -37,7 +37,10 @@ class Finder:
         self._exchange = exchange
 
     def watch(self, modules: Mapping[str, nn.Module]) -> set[str]:
-        """Modules whose tensors have to be snapshotted: all, where some return summands, which an all-reduce or a norm may overwrite."""
+        """Modules whose tensors have to be snapshotted: all, where some may return summands, which an all-reduce or a norm may overwrite.
+
+        What lies in the same memory then counts as the same value only if its bits are, too, for the sites as well.
+        """
         partial = any(_returns_summands(module) or is_a(module, *_EXPERTS) for module in modules.values())
         return set(modules) if partial else set()
 
@@ -78,6 +81,7 @@ class _Search:
         self.layouts: Layouts = {}
         self.digests: dict[tuple[str, Kind, Ref], bytes] = {}
         self._known: list[tuple[Leaf, Layout]] = []
+        self._doubtful: set[bytes] = set()  # of what experts returned
         self._modules = {call.path: call.module for call in probe.calls}
         linear = next((c for c in probe.calls if is_a(c.module, "LinearBase") and _floating(c.inputs)), probe.calls[0])
         self._tokens = next((leaf.shape[-2] for leaf in _floating(linear.inputs) if len(leaf.shape) > 1), 0)
@@ -104,9 +108,20 @@ class _Search:
                 self._known.append((leaf, layout))
                 if kind == "output":
                     self._known += [(planted, layout) for planted in call.outputs if planted.ref == leaf.ref]
-                if isinstance(layout, Summands) and not _returns_summands(call.module) and leaf.snapshot is not None:
-                    bits = leaf.snapshot.cpu().numpy().tobytes()
-                    self.digests[call.path, kind, leaf.ref] = hashlib.blake2b(bits).digest()
+                if isinstance(layout, Summands):
+                    self._note_doubt(
+                        leaf, (call.path, kind, leaf.ref), kind == "output" and is_a(call.module, *_EXPERTS)
+                    )
+
+    def _note_doubt(self, leaf: Leaf, where: tuple[str, Kind, Ref], from_experts: bool) -> None:
+        """Experts may have reduced what they return; so may be what has its bits. Ranks with equal weights, as dummy ones, cannot tell."""
+        if leaf.snapshot is None:
+            return
+        digest = hashlib.blake2b(leaf.snapshot.cpu().numpy().tobytes()).digest()
+        if from_experts:
+            self._doubtful.add(digest)
+        if digest in self._doubtful:
+            self.digests[where] = digest
 
     def _width(self, leaf: Leaf) -> int:
         """Elements of one token."""
@@ -197,16 +212,19 @@ class _Search:
         return leaf.tensor.stride(axis)
 
     def _by_shape(self, call: Call, leaf: Leaf, found: Mapping[Ref, Layout]) -> Layout | None:
-        """The layout of the input that a module without children changed element by element, or halved as gated activations do."""
+        """The shards of the input that a module without children changed element by element, or halved as gated activations do.
+
+        Of summands, what it makes of them is none.
+        """
         if is_linear(call.module) or next(call.module.children(), None) is not None or not leaf.floating:
             return None
         inputs = self.layouts.get((call.path, "input"), {})
-        given = [(taken, inputs[taken.ref]) for taken in call.inputs if taken.ref in inputs]
+        given = [(taken, layout) for taken in call.inputs if isinstance(layout := inputs.get(taken.ref), Shards)]
         alike = [layout for taken, layout in given if taken.shape == leaf.shape]
         if alike:
             return alike[min(len(found), len(alike) - 1)]  # rotary embeddings: queries, then keys
         for _, layout in given:
-            if isinstance(layout, Shards) and len(set(layout.segments)) == 1 and len(layout.segments) == 2:
+            if len(set(layout.segments)) == 1 and len(layout.segments) == 2:
                 return Shards(layout.segments[:1], self.size)
         return None
 

@@ -93,13 +93,24 @@ class Runner:
 
     def probe(self, tokens: int) -> None:
         """One forward over `tokens` dummy tokens, uncompiled and without attention."""
-        hook = self.model.register_forward_pre_hook(_plant_stream, with_kwargs=True)
+        planted: list[torch.Tensor] = []
+
+        def plant(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            """A later pipeline stage is handed zeros, of which its layers make zeros: on them, nothing can be told apart."""
+            handed = kwargs.get("intermediate_tensors")
+            planted.extend(tensor for _, tensor in (handed.items() if handed is not None else ()))
+            for number, tensor in enumerate(planted, start=1):
+                tensor.copy_(planted_embedding(tensor) * number)
+
+        hook = self.model.register_forward_pre_hook(plant, with_kwargs=True)
         StepMode.set(no_full_graph=True, no_graphs=True, uncompiled=True)
         try:
             self._dummy_run(tokens)
         finally:
             StepMode.set()
             hook.remove()
+            for tensor in planted:
+                tensor.zero_()
 
     def _dummy_run(self, tokens: int) -> None:
         raise NotImplementedError
@@ -119,13 +130,6 @@ class Runner:
         changed_R = host.see_samples(samples_R)
         if changed_R is not samples_R:
             samples_R.copy_(changed_R)
-
-
-def _plant_stream(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A dummy run hands a later pipeline stage zeros, of which its layers make zeros: on them, nothing can be told apart."""
-    handed = kwargs.get("intermediate_tensors")
-    for _, tensor in handed.items() if handed is not None else ():
-        tensor.copy_(planted_embedding(tensor))
 
 
 class V1Runner(Runner):

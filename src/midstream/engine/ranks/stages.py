@@ -42,7 +42,8 @@ class StageParts:
         # Transformers' own forwards call what stands for the layers of other stages, too.
         order = {(path, kind): moments for (path, kind), moments in arch.order.items() if path in built}
         shapes = {path: shape for path, shape in arch.shapes.items() if path in built}
-        return cls(replace(arch, order=order, shapes=shapes), built)
+        shards = {(path, kind): leaves for (path, kind), leaves in arch.shards.items() if path in built}
+        return cls(replace(arch, order=order, shapes=shapes, shards=shards), built)
 
 
 def _name_of(kind: type) -> str:
