@@ -6,7 +6,7 @@ Layouts in closed form, the ranks' agreement, random numbers.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from midstream.arch.layouts import Layout, Segment, Shards, Summands
-from midstream.arch.probe import Probe, record
+from midstream.arch.probe import Plant, Probe, record
 from midstream.arch.shards import Finder, Layouts
 from midstream.errors import DivergedError, NeverReachedError
 from midstream.sites import Binding, replaced
@@ -169,14 +169,21 @@ class Block(nn.Module):
         return self.down(gated)[0]
 
 
+def layouts_in(
+    block: nn.Module, exchange: Callable[[Any], list[Any]], width: int = 8, plant: Mapping[str, Plant] | None = None
+) -> Layouts:
+    """What is found in a model that is this block; `plant` is what `detect` plants, besides what the finder wants."""
+    outer = nn.ModuleDict({"block": block})
+    outer.forward = lambda x: block(x)  # type: ignore[method-assign]
+    finder, modules = Finder(2, exchange), dict(outer.named_modules())
+    watch, plants = finder.watch(modules), finder.plants(modules) | dict(plant or {})
+    return finder(record(outer, lambda: outer(torch.randn(T, width)), watch=watch, plant=plants, probe=Probe()))
+
+
 @pytest.fixture(scope="module")
 def found() -> Layouts:
     torch.manual_seed(0)
-    block, finder = Block(), Finder(2, lambda mine: [mine, mine])
-    outer = nn.ModuleDict({"block": block})
-    outer.forward = lambda x: block(x)  # type: ignore[method-assign]
-    watch = finder.watch(dict(outer.named_modules()))
-    return finder(record(outer, lambda: outer(torch.randn(T, 8)), watch=watch, plant={}, probe=Probe()))
+    return layouts_in(Block(), lambda mine: [mine, mine])
 
 
 Q, KV = heads(((2, 1),), 2), heads(((1, 2),), 2)
@@ -224,11 +231,9 @@ class Mixture(nn.Module):
 @pytest.mark.parametrize("reduced", [True, False])
 def test_what_experts_return_is_a_summand_unless_it_is_the_same_on_all_ranks(reduced: bool) -> None:
     """C12: and so is what hands it on, but nothing computed from it. What a row-parallel layer does not reduce is one for certain."""
-    outer = nn.ModuleDict({"block": Mixture()})
-    outer.forward = lambda x: outer["block"](x)  # type: ignore[method-assign]
-    finder = Finder(2, lambda mine: [mine, mine if reduced else (mine[0], dict.fromkeys(mine[1], b"another"))])
-    seen: dict[str, Any] = {"watch": finder.watch(dict(outer.named_modules())), "plant": {}}
-    layouts = finder(record(outer, lambda: outer(torch.randn(T, 8)), **seen, probe=Probe()))
+    layouts = layouts_in(
+        Mixture(), lambda mine: [mine, mine if reduced else (mine[0], dict.fromkeys(mine[1], b"another"))]
+    )
     certain = {("block.rows", "input"), ("block.rows", "output"), ("block.experts", "input")}
     handed_on = {("block.experts", "output"), ("block.handed_on", "input"), ("block.handed_on", "output")}
     handed_on.add(("block.norm", "input"))
@@ -253,14 +258,8 @@ class Overwritten(nn.Module):
 @pytest.mark.parametrize("planted", [False, True])
 def test_what_is_written_over_summands_is_none(planted: bool) -> None:
     """C12: summands that come from attention, of which a dummy run has zeros, are told from what takes their memory."""
-    outer = nn.ModuleDict({"block": Overwritten()})
-    outer.forward = lambda x: outer["block"](x)  # type: ignore[method-assign]
-    finder = Finder(2, lambda mine: [mine, mine])
-    modules = dict(outer.named_modules())
-    seen: dict[str, Any] = {"watch": finder.watch(modules), "plant": finder.plants(modules)}
-    if planted:  # as `detect` plants a block's attention, with the same on all ranks
-        seen["plant"]["block.inner"] = torch.ones_like
-    layouts = finder(record(outer, lambda: outer(torch.randn(T, 2 * D)), **seen, probe=Probe()))
+    plant = {"block.inner": torch.ones_like} if planted else {}  # as a block's attention is, with the same on all ranks
+    layouts = layouts_in(Overwritten(), lambda mine: [mine, mine], 2 * D, plant)
     summands = {place for place, leaves in layouts.items() if Summands(2) in leaves.values()}
     inside = {("block.o_proj", "output"), ("block.inner", "output")}
     assert summands == inside | {("block.handed_on", "input"), ("block.handed_on", "output")}
@@ -289,11 +288,7 @@ def test_a_call_in_a_forward_is_that_of_the_module_under_any_of_its_names() -> N
 
 def test_what_ranks_do_not_find_alike_is_left_alone() -> None:
     """C12: all ranks gather, or none does."""
-    block = Block()
-    finder = Finder(2, lambda mine: [mine, ({}, {})])
-    outer = nn.ModuleDict({"block": block})
-    outer.forward = lambda x: block(x)  # type: ignore[method-assign]
-    assert finder(record(outer, lambda: outer(torch.randn(T, 8)), watch=set(), plant={}, probe=Probe())) == {}
+    assert layouts_in(Block(), lambda mine: [mine, ({}, {})]) == {}
 
 
 # Two ranks as two threads.

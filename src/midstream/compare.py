@@ -387,13 +387,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         print("Largest difference, relative to the largest value, of vLLM from transformers", f"({args.dtype}):\n")
         print(text_table(rows))
-    bad = [
-        d
-        for row in rows
-        for d in row.differences.values()
-        if d.note.startswith("failed") or (d.value or 0) > args.tolerance
-    ]
-    return int(bool(bad))
+    found = [difference for row in rows for difference in row.differences.values()]
+    return int(any(d.note.startswith("failed") or (d.value or 0) > args.tolerance for d in found))
 
 
 if __name__ == "__main__":

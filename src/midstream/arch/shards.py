@@ -106,7 +106,7 @@ class _Search:
             if layout is not None and self._fits(leaf, layout):
                 found[leaf.ref] = layout
                 self._known.append((leaf, layout))
-                if kind == "output":
+                if kind == "output" and call.outputs is not call.returned:
                     self._known += [(planted, layout) for planted in call.outputs if planted.ref == leaf.ref]
                 if isinstance(layout, Summands):
                     self._note_doubt(
