@@ -19,7 +19,7 @@ from midstream.engine.plans.pipeline import Pipeline
 from midstream.engine.plans.points import PointHooks, points_of
 from midstream.engine.plans.request import PlanRequest, packed
 from midstream.engine.plans.store import make_run
-from midstream.engine.plans.tables import DeviceTables, TwinTables
+from midstream.engine.plans.tables import DeviceTables, Rows, TwinTables
 from midstream.engine.step import StepView
 from midstream.plan.checks import ModelFacts
 from midstream.plan.layout import Layout, Plane
@@ -295,7 +295,7 @@ def test_device_tables_upload_what_changed():
                 tables.load(compile_plan(plan, 3, LAYERS, width=lambda site, layer: WIDTH, vector=None, run=None))
             )
         if random.random() < 0.5:
-            tables.begin_step(np.zeros(4, np.int32), {})
+            tables.begin_step(Rows(np.zeros(4, np.int32)), {})
             live = sorted(tables.profiles)
             assert (tables._table.numpy()[live] == tables._host[live]).all()
             assert int(tables._address[0]) == tables._table.data_ptr()

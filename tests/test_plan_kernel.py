@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from midstream.engine.plans.tables import DeviceTables, Tables, TwinTables
+from midstream.engine.plans.tables import DeviceTables, Rows, Tables, TwinTables
 from midstream.plan.compile import CompiledPlan, Op, Profile
 from midstream.plan.layout import Layout, Plane
 
@@ -147,7 +147,7 @@ def run(tables: Tables, plan: CompiledPlan, case: dict[str, Any]) -> tuple[dict[
         if number and (width := tables.profiles[number].row_width):
             rows = np.flatnonzero(profile == number)[::2]  # some rows are kept, some are not
             blocks[number] = (rows, torch.full((len(rows), width), 7.0, dtype=case["dtype"], device=DEVICE))
-    tables.begin_step(profile, blocks)
+    tables.begin_step(Rows(profile), blocks)
     results = {}
     for i, point in enumerate(POINTS):
         hidden = case["x"].to(DEVICE, case["dtype"], copy=True)
@@ -254,7 +254,7 @@ def test_tables_grow_and_profiles_are_used_again(tables: Any) -> None:
         loaded = [table.load(compiled([{POINTS[1]: [op("steer", 0, a=1.0)]}], [vector], 4)) for vector in bank]
         profile = np.array([each.ids[1] for each in loaded], np.int32)
         assert len(set(profile.tolist())) == 500
-        table.begin_step(profile, {})
+        table.begin_step(Rows(profile), {})
         hidden = torch.zeros(500, 4, device=DEVICE)
         table.edit(1, hidden, None)
         assert torch.equal(hidden.cpu(), torch.stack(bank))
@@ -264,13 +264,38 @@ def test_tables_grow_and_profiles_are_used_again(tables: Any) -> None:
     assert table.growths == 3  # 64 -> 512
 
 
+@pytest.mark.parametrize("tables", [DeviceTables, TwinTables])
+def test_batches_that_take_turns(tables: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of a pipeline do: each row has its own batch's ops, and what a batch needs is uploaded once."""
+    table, uploads = make_tables(tables, 8), []
+    loaded = [
+        table.load(compiled([{POINTS[1]: [op("steer", 0, a=float(1 + i))]}], [torch.ones(4)], 4)) for i in range(2)
+    ]
+    first, second = (each.ids[1] for each in loaded)
+    if tables is DeviceTables:
+        upload = table._upload
+        monkeypatch.setattr(table, "_upload", lambda values, to: (uploads.append(values), upload(values, to)))
+    profiles = [[first, 0, second], [second, first], [0, first, first, 0, second]]
+    batches = [Rows(np.array(profile, np.int32)) for profile in profiles]
+    for turn in range(3):
+        for rows in batches:
+            table.begin_step(rows, {})
+            hidden = torch.zeros(len(rows.profile_T), 4, device=DEVICE)
+            table.edit(1, hidden, None)
+            expected = {0: 0.0, first: 1.0, second: 2.0}
+            assert hidden[:, 0].tolist() == [expected[number] for number in rows.profile_T]
+        if turn == 0:
+            uploads.clear()
+    assert not uploads
+
+
 def test_strided_rows() -> None:
     """A site's tensor may be a slice of a wider one."""
     wide = torch.randn(4, 96, device=DEVICE)
     before, plan = wide.clone(), compiled([{POINTS[0]: [op("steer", 0, a=1.0)]}], [torch.ones(32)], 32)
     table = DeviceTables(POINTS, 8, DEVICE)
     loaded = table.load(plan)
-    table.begin_step(loaded.ids[np.array([1, 0, 1, 0])], {})
+    table.begin_step(Rows(loaded.ids[np.array([1, 0, 1, 0])]), {})
     table.edit(0, wide[:, 32:64], None)
     before[[0, 2], 32:64] += 1
     assert torch.equal(wide, before)
@@ -283,7 +308,7 @@ def test_wide_rows_and_many_of_them(hidden: int, rows: int) -> None:
     table = DeviceTables(POINTS, rows, DEVICE)
     loaded = table.load(compiled([{POINTS[1]: [op("steer", 0, a=2.0)]}], [vector], hidden))
     has_op = np.arange(rows) % 2 == 0
-    table.begin_step(np.where(has_op, loaded.ids[1], 0).astype(np.int32), {})
+    table.begin_step(Rows(np.where(has_op, loaded.ids[1], 0).astype(np.int32)), {})
     first, second = torch.randn(rows, hidden, device=DEVICE), torch.randn(rows, hidden, device=DEVICE)
     expected = [first.clone(), second.clone()]
     here = torch.from_numpy(has_op)
@@ -372,7 +397,7 @@ def test_in_a_graph_behind_the_kernel_that_writes_its_rows() -> None:
     for round_number, vector in enumerate(vectors):
         loaded = table.load(compiled([{point: [op("steer", 0, a=1.0)] for point in points}], [vector], hidden))
         has_op = (np.arange(rows) + round_number) % 3 == 0
-        table.begin_step(np.where(has_op, loaded.ids[1], 0).astype(np.int32), {})
+        table.begin_step(Rows(np.where(has_op, loaded.ids[1], 0).astype(np.int32)), {})
         graph.replay()
         here = torch.from_numpy(has_op).to(DEVICE)[:, None]
         added = vector.to(DEVICE)

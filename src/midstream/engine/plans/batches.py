@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
+from midstream.engine.plans.tables import Rows
 
 
 @dataclass
@@ -17,13 +17,13 @@ class Batch:
         requests: as the scheduler lists them.
         active: whether a plan acts in it.
         laid_out: the requests as the runner orders them, once it has.
-        profile: int32 `[rows]`, of each row, padding included.
+        rows: the batch's, from then on.
     """
 
     requests: list[str]
     active: bool
     laid_out: list[str] = field(default_factory=list)
-    profile: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    rows: Rows | None = None
 
 
 class Batches:

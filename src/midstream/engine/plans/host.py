@@ -20,7 +20,7 @@ from midstream.engine.plans.recording import check_recorded, recorded
 from midstream.engine.plans.request import PlanRequest
 from midstream.engine.plans.sources import Sources, runs_of
 from midstream.engine.plans.store import RunStore, VectorStore
-from midstream.engine.plans.tables import Tables
+from midstream.engine.plans.tables import Rows, Tables
 from midstream.engine.step import StepView
 from midstream.errors import PlanError
 from midstream.plan.checks import ModelFacts, check
@@ -201,15 +201,14 @@ class PlanHost:
         """The batch is laid out; the forward comes next."""
         batch = self._batch
         if batch is None:
-            profile = self._lay_out(view)
+            rows = self._lay_out(view)
         else:
-            if batch.laid_out != view.request_ids or len(batch.profile) != view.total:
-                batch.laid_out, batch.profile = list(view.request_ids), self._lay_out(view)
-            profile = batch.profile
-        self.tables.begin_step(profile, self._blocks(view) if self._capturing else {})
+            if batch.rows is None or batch.laid_out != view.request_ids or len(batch.rows.profile_T) != view.total:
+                batch.laid_out, batch.rows = list(view.request_ids), self._lay_out(view)
+            rows = batch.rows
+        self.tables.begin_step(rows, self._blocks(view) if self._capturing else {})
 
-    def _lay_out(self, view: StepView) -> np.ndarray:
-        """int32 `[view.total]`, the profile of each row."""
+    def _lay_out(self, view: StepView) -> Rows:
         profile = np.zeros(view.total, np.int32)
         for scheduled in view.requests:
             if (request := self._requests.get(scheduled.request_id)) is not None:
@@ -217,7 +216,7 @@ class PlanHost:
                 profile[scheduled.start : scheduled.stop] = request.image.profiles(
                     scheduled.computed, scheduled.computed + count
                 )
-        return profile
+        return Rows(profile)
 
     def _blocks(self, view: StepView) -> dict[int, tuple[np.ndarray, torch.Tensor]]:
         """Memory for the rows that this step captures, for each profile; and each request's part of it."""

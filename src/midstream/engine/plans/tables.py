@@ -12,6 +12,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,6 +40,19 @@ class Loaded:
     kept: list[torch.Tensor] = field(default_factory=list)  # the device memory that its ops point to
 
 
+@dataclass(eq=False)
+class Rows:
+    """The rows of a batch.
+
+    Attributes:
+        profile_T: int32 `[T]`, the profile of each, padding included; nobody writes to it afterwards.
+        prepared: what the tables have made of it, for when the batch comes again.
+    """
+
+    profile_T: np.ndarray
+    prepared: Any = None
+
+
 class Tables:
     """Profiles by number, and the rows of the step.
 
@@ -53,7 +67,7 @@ class Tables:
         self.growths = 0
         self._free: list[int] = list(range(_FIRST_PROFILES - 1, 0, -1))
         self._size = _FIRST_PROFILES
-        self._profile_host = np.zeros(0, np.int32)  # of each row in the last step
+        self._rows: Rows | None = None  # of the last step
 
     def load(self, compiled: CompiledPlan) -> Loaded:
         """Hold `compiled` until `unload`."""
@@ -66,7 +80,7 @@ class Tables:
         for number, profile in zip(numbers, compiled.profiles, strict=True):
             if number:
                 self.profiles[number] = profile
-        self._profile_host = np.zeros(0, np.int32)  # the numbers of the last step may mean others now
+        self._rows = None  # the numbers of the last step may mean others now
         self._place(loaded)
         return loaded
 
@@ -77,24 +91,23 @@ class Tables:
             self._free.append(number)
         loaded.kept.clear()
 
-    def begin_step(self, profile_T: np.ndarray, blocks: Mapping[int, tuple[np.ndarray, torch.Tensor]]) -> None:
+    def begin_step(self, rows: Rows, blocks: Mapping[int, tuple[np.ndarray, torch.Tensor]]) -> None:
         """The coming forward's rows.
 
         Args:
-            profile_T: int32 `[T]`, the profile of each row, padding included; nobody writes to it afterwards.
             blocks: profile -> (its rows that are kept, `[rows, row_width]` to write them to).
         """
-        if not np.array_equal(profile_T, self._profile_host):
-            self._profile_host = profile_T
-            self._set_profiles(profile_T)
-        self._set_blocks(blocks)
+        before, self._rows = self._rows, rows
+        if rows is not before and (before is None or not np.array_equal(rows.profile_T, before.profile_T)):
+            self._set_rows(rows)
+        self._set_blocks(blocks, len(rows.profile_T))
 
-    def _set_profiles(self, profile_T: np.ndarray) -> None:
+    def _set_rows(self, rows: Rows) -> None:
         """They are not those of the step before."""
         raise NotImplementedError
 
-    def _set_blocks(self, blocks: Mapping[int, tuple[np.ndarray, torch.Tensor]]) -> None:
-        """In every step, after the profiles."""
+    def _set_blocks(self, blocks: Mapping[int, tuple[np.ndarray, torch.Tensor]], count: int) -> None:
+        """In every step, after the rows, of which there are `count`."""
         raise NotImplementedError
 
     def edit(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
@@ -130,7 +143,7 @@ class DeviceTables(Tables):
     """For the Triton kernel.
 
     It reads profiles, address, table and each row's first vector without waiting for the kernel in front of it. They may be written by
-    copies from the host alone, on the forward's stream, which no kernel overtakes.
+    copies alone, on the forward's stream, which no kernel overtakes.
 
     Args:
         rows: the most rows that a batch has.
@@ -213,21 +226,25 @@ class DeviceTables(Tables):
         )
         super().unload(loaded)
 
-    def begin_step(self, profile_T: np.ndarray, blocks: Mapping[int, tuple[np.ndarray, torch.Tensor]]) -> None:
+    def begin_step(self, rows: Rows, blocks: Mapping[int, tuple[np.ndarray, torch.Tensor]]) -> None:
         if self._stale:
             old = slice(self._stale.start, self._stale.stop)
             self._upload(self._host[old], self._table[old])
             self._stale = range(0)
-        super().begin_step(profile_T, blocks)
+        super().begin_step(rows, blocks)
 
-    def _set_profiles(self, profile_T: np.ndarray) -> None:
-        self._upload(profile_T, self._profile_T[: len(profile_T)])
+    def _set_rows(self, rows: Rows) -> None:
         self._acting = None
+        if rows.prepared is None:  # the batches of a pipeline take turns: from then on it is a copy on the device
+            here_T = torch.empty(len(rows.profile_T), dtype=torch.int32, device=self._device)
+            self._upload(rows.profile_T, here_T)
+            rows.prepared = here_T, self._profile_T[: len(here_T)]
+        here_T, to_T = rows.prepared
+        to_T.copy_(here_T)
 
-    def _set_blocks(self, blocks: Mapping[int, tuple[np.ndarray, torch.Tensor]]) -> None:
+    def _set_blocks(self, blocks: Mapping[int, tuple[np.ndarray, torch.Tensor]], count: int) -> None:
         if not (blocks or self._addressed):
             return
-        count = len(self._profile_host)
         capture_T = np.zeros(max(count, self._addressed), np.int64)  # no address outlives its block
         for rows, block in blocks.values():
             capture_T[rows] = block.data_ptr() + np.arange(len(rows)) * block.stride(0) * block.element_size()
@@ -245,7 +262,8 @@ class DeviceTables(Tables):
 
     def _acts_at(self, point: int) -> bool:
         if self._acting is None:
-            here = [self.profiles[number] for number in np.unique(self._profile_host).tolist() if number]
+            numbers = np.unique(self._rows.profile_T).tolist() if self._rows is not None else []
+            here = [self.profiles[number] for number in numbers if number]
             self._acting = {self.index[point] for profile in here for point in profile.ops if point in self.index}
         return point in self._acting
 
@@ -293,11 +311,13 @@ class TwinTables(Tables):
             del self._banks[number]
         super().unload(loaded)
 
-    def _set_profiles(self, profile_T: np.ndarray) -> None:
-        numbers = np.unique(profile_T)
-        self._groups = [(int(n), _rows(np.nonzero(profile_T == n)[0], self._device)) for n in numbers if n]
+    def _set_rows(self, rows: Rows) -> None:
+        if rows.prepared is None:
+            numbers = np.unique(rows.profile_T)
+            rows.prepared = [(int(n), _rows(np.nonzero(rows.profile_T == n)[0], self._device)) for n in numbers if n]
+        self._groups = rows.prepared
 
-    def _set_blocks(self, blocks: Mapping[int, tuple[np.ndarray, torch.Tensor]]) -> None:
+    def _set_blocks(self, blocks: Mapping[int, tuple[np.ndarray, torch.Tensor]], count: int) -> None:
         self._blocks = {
             n: (torch.from_numpy(rows.astype(np.int64)).to(self._device), block) for n, (rows, block) in blocks.items()
         }
