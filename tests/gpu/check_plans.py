@@ -6,17 +6,13 @@ that vLLM's own counters of compilations and recorded graphs can be read.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
-import traceback
 from collections.abc import Callable
 from typing import Any
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+from on_gpu import engine_arguments, parsed, parser_of, run_checks
+
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 PROMPT, OTHER = "The Eiffel Tower is in the city of", "The capital of France is"
@@ -281,38 +277,17 @@ class Checks:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--runner", choices=["v1", "v2"], default="v1")
-    parser.add_argument("--cpu", action="store_true", help="the same checks on the CPU build, to try the script out")
-    parser.add_argument("--eager", action="store_true")
-    parser.add_argument("--float32", action="store_true", help="with Triton's attention")
-    arguments = parser.parse_args()
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if arguments.runner == "v2" else "0"
+    arguments = parsed(parser_of(__doc__))
     import torch
 
     from midstream import VLLM, demo_model
 
     torch.backends.cuda.matmul.allow_tf32 = False
-    engine: dict[str, Any] = {"enforce_eager": arguments.eager, "max_model_len": 512, "max_num_seqs": 128}
-    engine |= {"gpu_memory_utilization": 0.2 if arguments.cpu else 0.3, "dtype": "float32"}
-    if not arguments.cpu:
-        engine |= {"attention_backend": "TRITON_ATTN"} if arguments.float32 else {}
-        engine |= {} if arguments.float32 else {"dtype": "bfloat16", "attention_backend": "FLASH_ATTN"}
-    model = VLLM(demo_model(), **engine)
-    exact = arguments.cpu or arguments.float32
+    model = VLLM(demo_model(), **engine_arguments(arguments), max_num_seqs=128)
     reference = Reference(demo_model(), "cpu" if arguments.cpu else "cuda")
-    checks = Checks(model, reference, 2e-4 if exact else 6e-2, not arguments.eager)
-    failed = 0
-    for name in [n for n in dir(checks) if n.startswith("check_")]:
-        try:
-            getattr(checks, name)()
-            print(f"ok      {arguments.runner} {name}", flush=True)
-        except Exception:
-            failed += 1
-            print(f"FAILED  {arguments.runner} {name}\n{traceback.format_exc()}", flush=True)
-    model.close()
-    print(f"{arguments.runner}: {failed} failed")
-    return 1 if failed else 0
+    checks = Checks(model, reference, 2e-4 if arguments.exact else 6e-2, not arguments.eager)
+    with model:
+        return 1 if run_checks(checks, arguments.runner) else 0
 
 
 if __name__ == "__main__":

@@ -8,21 +8,12 @@ Oracles: transformers with plain torch hooks on the same weights (tests/oracle.p
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import os
 import sys
 import time
-import traceback
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+from on_gpu import engine_arguments, parsed, parser_of, run_checks
 
 PROMPT, OTHER = "The Eiffel Tower is in the city of", "The capital of France is"
 ROME = "The Colosseum is in the city of"
@@ -259,51 +250,24 @@ class Checks:
         assert not any(left), left
 
 
-def engine_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
-    engine: dict[str, Any] = {"enforce_eager": arguments.eager, "max_model_len": 512, "max_num_seqs": 16}
-    if arguments.cpu:
-        return {**engine, "dtype": "float32", "gpu_memory_utilization": 0.1}
-    engine |= {"gpu_memory_utilization": 0.3}
-    if arguments.float32:
-        return {**engine, "dtype": "float32", "attention_backend": "TRITON_ATTN"}
-    return {**engine, "dtype": "bfloat16", "attention_backend": "FLASH_ATTN"}
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--runner", choices=["v1", "v2"], default="v1")
-    parser.add_argument("--pp", type=int, default=1, help="pipeline stages")
-    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks of each stage")
-    parser.add_argument("--cpu", action="store_true", help="the same checks on the CPU build, to try the script out")
-    parser.add_argument("--eager", action="store_true")
-    parser.add_argument("--float32", action="store_true", help="with Triton's attention")
-    arguments = parser.parse_args()
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if arguments.runner == "v2" else "0"
+    arguments = parsed(parser_of(__doc__, ranks=True))
     from forked import forked
     from oracle import Plain
 
     from midstream import VLLM, demo_model
 
-    engine = engine_arguments(arguments)
+    engine = {**engine_arguments(arguments), "max_num_seqs": 16}
     sizes = {"pipeline_parallel_size": arguments.pp, "tensor_parallel_size": arguments.tp}
     with forked() if arguments.cpu else contextlib.nullcontext():  # CUDA does not survive a fork
         with VLLM(demo_model(), **engine) as alone:
             one_rank = tokens(alone, [PROMPT, OTHER])
         model = VLLM(demo_model(), **engine, **sizes)
-    exact = arguments.cpu or arguments.float32
-    tolerance = 2e-4 if arguments.cpu else 3e-3 if exact else 6e-2  # Triton's attention rounds float32 to TF32
+    exact = arguments.exact
+    tolerance = 2e-4 if exact else 6e-2
     checks = Checks(model, Plain(demo_model()), one_rank, tolerance, arguments.tp == 1 or exact, not arguments.eager)
-    label, failed = f"{arguments.runner} pp={arguments.pp} tp={arguments.tp}", 0
-    for name in [n for n in dir(checks) if n.startswith("check_")]:
-        try:
-            getattr(checks, name)()
-            print(f"ok      {label} {name}", flush=True)
-        except Exception:
-            failed += 1
-            print(f"FAILED  {label} {name}\n{traceback.format_exc()}", flush=True)
-    model.close()
-    print(f"{label}: {failed} failed")
-    return 1 if failed else 0
+    with model:
+        return 1 if run_checks(checks, f"{arguments.runner} pp={arguments.pp} tp={arguments.tp}") else 0
 
 
 if __name__ == "__main__":

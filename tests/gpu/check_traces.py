@@ -5,18 +5,13 @@ The oracle is transformers with plain forward hooks on the same weights, in floa
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import os
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+from on_gpu import engine_arguments, parsed, parser_of, run_checks
 
 PROMPT, OTHER = "The Eiffel Tower is in the city of", "The capital of France is"
 
@@ -170,38 +165,19 @@ class Checks:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--runner", choices=["v1", "v2"], default="v1")
-    parser.add_argument("--cpu", action="store_true", help="the same checks on the CPU build, to try the script out")
-    parser.add_argument("--eager", action="store_true")
-    arguments = parser.parse_args()
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if arguments.runner == "v2" else "0"
+    arguments = parsed(parser_of(__doc__))
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from midstream import VLLM, demo_model
 
     torch.backends.cuda.matmul.allow_tf32 = False
-    engine: dict[str, Any] = {"enforce_eager": arguments.eager, "max_model_len": 512, "max_num_seqs": 16}
-    engine |= {"gpu_memory_utilization": 0.2 if arguments.cpu else 0.4, "dtype": "float32"}
-    if not arguments.cpu:
-        # FLASH_ATTN takes no float32
-        engine |= {"dtype": "bfloat16", "attention_backend": "FLASH_ATTN"}
-    model = VLLM(demo_model(), **engine)
+    model = VLLM(demo_model(), **engine_arguments(arguments), max_num_seqs=16)
     device = "cpu" if arguments.cpu else "cuda"
     module = AutoModelForCausalLM.from_pretrained(demo_model(), dtype=torch.float32).to(device).eval()
-    checks = Checks(model, module, AutoTokenizer.from_pretrained(demo_model()), 1e-4 if arguments.cpu else 6e-2)
-    failed = 0
-    for name in [n for n in dir(checks) if n.startswith("check_")]:
-        try:
-            getattr(checks, name)()
-            print(f"ok      {arguments.runner} {name}", flush=True)
-        except Exception:
-            failed += 1
-            print(f"FAILED  {arguments.runner} {name}\n{traceback.format_exc()}", flush=True)
-    model.close()
-    print(f"{arguments.runner}: {failed} failed")
-    return 1 if failed else 0
+    checks = Checks(model, module, AutoTokenizer.from_pretrained(demo_model()), 1e-4 if arguments.exact else 6e-2)
+    with model:
+        return 1 if run_checks(checks, arguments.runner) else 0
 
 
 if __name__ == "__main__":

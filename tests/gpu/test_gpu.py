@@ -43,4 +43,4 @@ def test_ranks_on_gpus(stages: int, ranks: int, runner: str, mode: list[str]) ->
 def test_architectures_on_gpus(stages: int, ranks: int, name: str, runner: str) -> None:
     if torch.cuda.device_count() < stages * ranks:
         pytest.skip(f"needs {stages * ranks} GPUs")
-    run("architectures", "--runner", runner, "--pp", str(stages), "--tp", str(ranks), name)
+    run("architectures", "--runner", runner, "--pp", str(stages), "--tp", str(ranks), "--eager", name)
