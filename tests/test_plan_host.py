@@ -19,7 +19,8 @@ from midstream.engine.plans.pipeline import Pipeline
 from midstream.engine.plans.points import PointHooks, points_of
 from midstream.engine.plans.request import PlanRequest, packed
 from midstream.engine.plans.store import make_run
-from midstream.engine.plans.tables import DeviceTables, Rows, TwinTables
+from midstream.engine.plans.tables import DeviceTables, Rows
+from midstream.engine.plans.twin import TwinTables
 from midstream.engine.step import StepView
 from midstream.plan.checks import ModelFacts
 from midstream.plan.layout import Layout, Plane

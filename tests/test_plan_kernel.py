@@ -15,7 +15,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from midstream.engine.plans.tables import DeviceTables, Rows, Tables, TwinTables
+from midstream.engine.plans.tables import DeviceTables, Rows, Tables
+from midstream.engine.plans.twin import TwinTables
 from midstream.plan.compile import CompiledPlan, Op, Profile
 from midstream.plan.layout import Layout, Plane
 
@@ -221,6 +222,26 @@ def test_rows_that_all_get_the_same_are_edited_in_copies_as_in_place(dtype: torc
     changed = hidden.cpu() != x.to(dtype)
     assert changed[:, 1::2].all() and not changed[:, ::2].any()
     assert residual is None or not residual.cpu()[changed].any()
+
+
+@pytest.mark.parametrize("rows", [[1, 1, 1], [1, 0, 1]], ids=["all rows", "some"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_elements_that_come_out_as_they_were_keep_both_streams(dtype: torch.dtype, rows: list[int]) -> None:
+    """All elements change, or all but one of them: where nothing changes, not even the split into two streams does."""
+    for kept in (None, 5):
+        vector = torch.full((8,), 4.0)
+        if kept is not None:
+            vector[kept] = 0.0
+        x, residual = torch.full((3, 8), 1.0), torch.full((3, 8), 2.0)
+        case = {"rows": rows, "x": x, "residual": residual, "dtype": dtype, "batch_axis": False}
+        results, _ = run(
+            TwinTables(POINTS, DEVICE), compiled([{POINTS[0]: [op("steer", 0, a=1.0)]}], [vector], 8), case
+        )
+        changes = (torch.tensor(rows)[:, None] > 0) & (vector != 0)
+        hidden, second = (stream.cpu().float() for stream in results[POINTS[0]])
+        assert torch.equal(hidden, torch.where(changes, 7.0, 1.0)) and torch.equal(
+            second, torch.where(changes, 0.0, 2.0)
+        )
 
 
 @pytest.mark.parametrize("tables", [DeviceTables, TwinTables])

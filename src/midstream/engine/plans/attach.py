@@ -16,7 +16,8 @@ from midstream.engine.plans.local import LocalSinks
 from midstream.engine.plans.outlet import Outlet, SilentOutlet
 from midstream.engine.plans.pipeline import Pipeline
 from midstream.engine.plans.points import PointHooks, points_of
-from midstream.engine.plans.tables import DeviceTables, Tables, TwinTables
+from midstream.engine.plans.tables import DeviceTables, Tables
+from midstream.engine.plans.twin import TwinTables
 from midstream.engine.ranks.group import exchange_in
 from midstream.engine.ranks.link import Link
 from midstream.engine.sender import Sender
