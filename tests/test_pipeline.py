@@ -21,6 +21,7 @@ from forked import start_ranks
 from oracle import Plain, close, differs
 
 from midstream import VLLM, Capture, Steer, save
+from midstream.engine.request import SMALL
 from midstream.errors import (
     MidstreamError,
     NeverReachedError,
@@ -574,6 +575,10 @@ def test_c14_a_trace_that_one_stage_cannot_load_ends_on_all(pp2: VLLM, plain: Pl
     try:
         with pytest.raises(MidstreamError, match="not here"):
             pp2.run(lambda model: (model.layers_output[LATE], value.by), EIFFEL, **GREEDY)
+        large = torch.zeros(SMALL)  # is sent once for all requests
+        with pytest.raises(ExceptionGroup) as raised:
+            pp2.run(lambda model: (model.layers_output[LATE], large, value.by), [EIFFEL, PARIS, EIFFEL], **GREEDY)
+        assert all("not here" in str(error) for error in raised.value.exceptions), raised.value.exceptions
     finally:
         pp2.clear_edits()
     close(pp2.run(lambda model: model.logits, EIFFEL, **GREEDY), plain.run(EIFFEL).logits[-1:])

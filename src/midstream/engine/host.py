@@ -139,11 +139,6 @@ class TraceHost:
         except MidstreamError as error:
             self._fail(name, request, error)
             return
-        except Exception as error:
-            self._fail(
-                name, request, TraceError(f"The trace cannot be loaded in the engine: {type(error).__name__}: {error}")
-            )
-            return
         group = self._groups[trace.trace]
         self._requests[name] = request
         for body_name, program in zip(request.bodies, programs, strict=True):
@@ -165,9 +160,29 @@ class TraceHost:
                 raise TraceError(
                     "The trace's code came with a request that the engine has not begun; send its requests in order."
                 )
-            group = self._groups[trace.trace] = TracedGroup(unship(trace.programs, self._resolve, self._device))
+            group = self._groups[trace.trace] = self._load(trace.programs)
         group.running.add(name)
+        if group.failure is not None:
+            self._leave(name, trace)
+            raise group.failure
         return group.programs[trace.index]
+
+    def _load(self, programs: bytes) -> TracedGroup:
+        try:
+            return TracedGroup(unship(programs, self._resolve, self._device))
+        except MidstreamError as error:
+            return TracedGroup([], failure=error)
+        except Exception as error:
+            failure = TraceError(f"The trace cannot be loaded in the engine: {type(error).__name__}: {error}")
+            return TracedGroup([], failure=failure)
+
+    def _leave(self, name: str, trace: TraceRequest) -> None:
+        """The request is over; with the last one of its trace, so is the trace."""
+        group = self._groups[trace.trace]
+        group.running.discard(name)
+        group.ended += 1
+        if not group.running and group.ended == trace.size:
+            del self._groups[trace.trace]
 
     def _resolve(self, reference: tuple[Any, ...]) -> Any:
         """What a reference in a shipped trace stands for here."""
@@ -247,11 +262,7 @@ class TraceHost:
         self.reports.send(name, request.trace, [request.outcomes[request.main], *failed])
         if goes_on:
             self._settled[name] = request
-        group = self._groups[request.trace.trace]
-        group.running.discard(name)
-        group.ended += 1
-        if not group.running and group.ended == request.trace.size:
-            del self._groups[request.trace.trace]
+        self._leave(name, request.trace)
 
     def drop(self, traces: Collection[str]) -> None:
         """Forget traces whose requests the client has taken off the engine; nobody waits for their results."""

@@ -7,15 +7,21 @@ from typing import Any
 
 from midstream.engine.ranks.fetch import Fetch
 from midstream.engine.request import TraceRequest
+from midstream.errors import MidstreamError
 from midstream.trace.journal import Journal
 from midstream.trace.program import Outcome, Program
 
 
 @dataclass
 class TracedGroup:
-    """The programs of one trace, and what its invokes share."""
+    """The programs of one trace, and what its invokes share.
+
+    Attributes:
+        failure: why they could not be loaded: one of its requests may have brought them for all.
+    """
 
     programs: list[list[Program]]
+    failure: MidstreamError | None = None
     shared: dict[str, Any] = field(default_factory=dict)
     running: set[str] = field(default_factory=set)
     ended: int = 0
