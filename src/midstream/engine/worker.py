@@ -188,11 +188,13 @@ class Worker(PlatformWorker):
         return AutoTokenizer.from_pretrained(self.vllm_config.model_config.tokenizer)
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        traces, plans = self.midstream, self.plans
         new = scheduler_output.scheduled_new_reqs
-        if traces.is_idle and plans.is_idle and not any(map(_carries, new)):
-            if self._runner.is_watched:
-                self._runner.watch(False)
+        begins = bool(new) and any(map(_carries, new))
+        if not (begins or self._runner.is_watched):  # little more than this is added to a plain step
+            return super().execute_model(scheduler_output)
+        traces, plans = self.midstream, self.plans
+        if not begins and traces.is_idle and plans.is_idle:
+            self._runner.watch(False)
             return super().execute_model(scheduler_output)
         if not self._runner.is_watched:
             self._runner.watch(True)
@@ -253,6 +255,8 @@ class Worker(PlatformWorker):
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         output = super().sample_tokens(grammar_output)
+        if not self._runner.is_watched:
+            return output
         raise_if_ending()
         if not (self.midstream.stops or self.plans.errors):
             return output
