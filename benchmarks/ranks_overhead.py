@@ -100,7 +100,7 @@ def traced(arguments: argparse.Namespace) -> None:
             },
             arguments,
         )
-        one_rank_seconds, seconds = found["one rank"][0], found["several"][0]
+        one_rank_seconds, seconds = found.runs["one rank"][0], found.runs["several"][0]
         ratios = [after / before for before, after in zip(one_rank_seconds, seconds, strict=True)]
         print(
             f"\na trace that saves every layer, {len(prompts)} x {FETCHED_TOKENS} tokens: "

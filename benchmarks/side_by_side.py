@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import functools
+import itertools
 import json
 import os
 import platform
@@ -13,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -38,6 +40,18 @@ AWAKE_SECONDS = 1.2  # vLLM's workers look out for work for a second, and take a
 SHAPES = {"qwen3-0.6b": QWEN3_06B, "llama-3.1-8b": LLAMA_31_8B}
 Runs = dict[str, list[Callable[[], Any]]]  # a run, on each engine that it is measured on
 Seconds = dict[str, list[list[float]]]  # of each run, each engine and each round
+
+
+class Measured(NamedTuple):
+    """What the rounds took.
+
+    Attributes:
+        runs: from the call to its return.
+        steps: the median of a run's steps. A host's hiccups, which move runs by several percent, do not move it; prompts are no part of it.
+    """
+
+    runs: Seconds
+    steps: Seconds
 
 
 def shape_dir(config: dict[str, Any]) -> str:
@@ -146,8 +160,25 @@ def stock_runs(engines: Sequence[Any], prompts: Sequence[list[int]], params: dic
     return {"stock vLLM": list(map(plain, engines))}
 
 
-def in_turns(runs: Runs, arguments: argparse.Namespace) -> Seconds:
-    """Seconds of each run, round by round.
+@functools.cache
+def ends_of_steps() -> list[float]:
+    """When the client had the outputs of each step of any engine, from the first call on."""
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    ends: list[float] = []
+    step = LLMEngine.step
+
+    def timed(engine: Any) -> Any:
+        outputs = step(engine)
+        ends.append(time.perf_counter())
+        return outputs
+
+    LLMEngine.step = timed
+    return ends
+
+
+def in_turns(runs: Runs, arguments: argparse.Namespace) -> Measured:
+    """Seconds of each run and of its steps, round by round.
 
     Every round has each of them once on each of its engines, after one round that does not count. It begins one run further than the
     round before, so that none of them always has the same place in it. Before each, engines with worker processes get time to rest.
@@ -156,36 +187,56 @@ def in_turns(runs: Runs, arguments: argparse.Namespace) -> Seconds:
     pause, deadline = (AWAKE_SECONDS if has_workers else 0.0), time.monotonic() + arguments.seconds
     places = [(name, engine) for name in runs for engine in range(len(runs[name]))]
     seconds: Seconds = {name: [[] for _ in each] for name, each in runs.items()}
+    steps: Seconds = {name: [[] for _ in each] for name, each in runs.items()}
+    ends = ends_of_steps()
     for round_number in range(arguments.rounds + 1):
         if round_number > 1 and time.monotonic() > deadline:
             break
         first = round_number % len(places)
         for name, engine in places[first:] + places[:first]:
             time.sleep(pause)
+            ends.clear()
             start = time.perf_counter()
             runs[name][engine]()
             if round_number:
                 seconds[name][engine].append(time.perf_counter() - start)
-    return seconds
+                steps[name][engine].append(statistics.median(b - a for a, b in itertools.pairwise([start, *ends])))
+    return Measured(seconds, steps)
 
 
-def print_table(seconds: Seconds, tokens: int, arguments: argparse.Namespace) -> None:
+def print_table(measured: Measured, tokens: int, arguments: argparse.Namespace) -> None:
     """Tokens a second, and the ratio to the first row, which is stock vLLM, in the same round: what slows all of a round drops out.
 
     Where there are several engines of a kind, a round has their mean, and the last column the ratio of each one's median.
     """
-    means = {name: [statistics.mean(each) for each in zip(*engines, strict=True)] for name, engines in seconds.items()}
-    stock = next(iter(means.values()))
+    runs, steps = _means(measured.runs), _means(measured.steps)
+    stock = next(iter(runs))
     mode = "compiled" if arguments.compiled else "eager"
     if not arguments.cpu:
         mode = f"{arguments.shape} shape, {arguments.runner}{', eager' if arguments.eager else ''}"
     count = f", {arguments.engines} engines of each kind" if arguments.engines > 1 else ""
-    print(f"\n{describe_machine()}\n{tokens} tokens a run, {mode}{count}, medians of {len(stock)} rounds")
-    print("| run | tok/s | of stock in the same round | quartiles | engine by engine |\n|---|---|---|---|---|")
-    for name, each in means.items():
-        low, middle, high = quartiles([before / after for before, after in zip(stock, each, strict=True)])
-        own = ", ".join(f"{statistics.median(stock) / statistics.median(engine):.3f}" for engine in seconds[name])
-        print(f"| {name} | {tokens / statistics.median(each):,.0f} | {middle:.3f} | {low:.3f} to {high:.3f} | {own} |")
+    print(f"\n{describe_machine()}\n{tokens} tokens a run, {mode}{count}, medians of {len(runs[stock])} rounds")
+    print(
+        "| run | tok/s | of stock in the same round | quartiles | a step | of stock's in the same round | engine by engine |"
+        "\n|---|---|---|---|---|---|---|"
+    )
+    for name, engines in measured.runs.items():
+        low, middle, high = _ratios(runs[stock], runs[name])
+        own = ", ".join(f"{statistics.median(runs[stock]) / statistics.median(engine):.3f}" for engine in engines)
+        print(
+            f"| {name} | {tokens / statistics.median(runs[name]):,.0f} | {middle:.3f} | {low:.3f} to {high:.3f} "
+            f"| {statistics.median(steps[name]) * 1e3:.3f} ms | {_ratios(steps[stock], steps[name])[1]:.3f} | {own} |"
+        )
+
+
+def _means(seconds: Seconds) -> dict[str, list[float]]:
+    """Of each run and round, over the engines."""
+    return {name: [statistics.mean(each) for each in zip(*engines, strict=True)] for name, engines in seconds.items()}
+
+
+def _ratios(stock: list[float], run: list[float]) -> list[float]:
+    """Quartiles over the rounds."""
+    return quartiles([before / after for before, after in zip(stock, run, strict=True)])
 
 
 def compare(
