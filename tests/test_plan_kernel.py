@@ -287,7 +287,7 @@ def test_tables_grow_and_profiles_are_used_again(tables: Any) -> None:
 
 @pytest.mark.parametrize("tables", [DeviceTables, TwinTables])
 def test_batches_that_take_turns(tables: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As those of a pipeline do: each row has its own batch's ops, and what a batch needs is uploaded once."""
+    """As those of a pipeline do: each row has its own batch's ops, and what a batch needs is uploaded, or made, once."""
     table, uploads = make_tables(tables, 8), []
     loaded = [
         table.load(compiled([{POINTS[1]: [op("steer", 0, a=float(1 + i))]}], [torch.ones(4)], 4)) for i in range(2)
@@ -297,7 +297,7 @@ def test_batches_that_take_turns(tables: Any, monkeypatch: pytest.MonkeyPatch) -
         upload = table._upload
         monkeypatch.setattr(table, "_upload", lambda values, to: (uploads.append(values), upload(values, to)))
     profiles = [[first, 0, second], [second, first], [0, first, first, 0, second]]
-    batches = [Rows(np.array(profile, np.int32)) for profile in profiles]
+    batches = [Rows(np.array(profile, np.int32), again=True) for profile in profiles]
     for turn in range(3):
         for rows in batches:
             table.begin_step(rows, {})
@@ -306,8 +306,9 @@ def test_batches_that_take_turns(tables: Any, monkeypatch: pytest.MonkeyPatch) -
             expected = {0: 0.0, first: 1.0, second: 2.0}
             assert hidden[:, 0].tolist() == [expected[number] for number in rows.profile_T]
         if turn == 0:
+            prepared = [rows.prepared for rows in batches]
             uploads.clear()
-    assert not uploads
+    assert not uploads and all(rows.prepared is before for rows, before in zip(batches, prepared, strict=True))
 
 
 def test_strided_rows() -> None:

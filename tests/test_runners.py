@@ -9,9 +9,15 @@ import pytest
 import torch
 
 pytest.importorskip("vllm")
+from midstream.engine.host import TraceHost
+from midstream.engine.lifeline import Lifeline
 from midstream.engine.pieces import TwoSets
+from midstream.engine.request import TraceRequest
 from midstream.engine.runners import V1Runner
+from midstream.engine.settings import NAME
 from midstream.engine.step import StepView
+from midstream.engine.traced import TracedGroup
+from midstream.errors import TraceError
 
 
 class Model:
@@ -95,30 +101,60 @@ def test_a_method_of_the_objects_own_comes_back() -> None:
     assert model.compute_logits is own
 
 
-def test_second_graphs_are_for_steps_in_which_a_plan_acts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They stay until another step comes, and a replay of them without a step's tables would write where older tables say.
-
-    Seen failing without each of the places that take them back.
-    """
+def bare_worker(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[bool]]:
+    """A worker without a model, and which of the platform's steps had the second graphs."""
     from midstream.engine import worker as module
 
     seen: list[bool] = []
-    worker = module.Worker.__new__(module.Worker)
+    worker: Any = module.Worker.__new__(module.Worker)
     worker._runner = runner = V1Runner(ModelRunner(Model()))
     runner._full_graphs = TwoSets(graphs := SimpleNamespace(entries=(first := {})), "entries")
     for name in ("execute_model", "execute_dummy_batch"):
         monkeypatch.setattr(
             module.PlatformWorker, name, lambda self, *step: seen.append(graphs.entries is not first), raising=False
         )
-    worker.midstream = SimpleNamespace(is_idle=True)  # type: ignore[assignment]
-    worker.plans = plans = SimpleNamespace(  # type: ignore[assignment]
-        tables=SimpleNamespace(edit=None), repeat=lambda step: True, end_step=lambda: None
+    worker.midstream = SimpleNamespace(is_idle=True)
+    worker.plans = SimpleNamespace(
+        is_idle=True, tables=SimpleNamespace(edit=None), repeat=lambda step: True, end_step=lambda: None
     )
-    step = SimpleNamespace(scheduled_new_reqs=[])
+    return worker, seen
+
+
+def test_an_ending_that_a_body_has_swallowed_is_raised_before_the_worker_rests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The last step of a trace may have no tokens, and so nothing to sample. Seen failing without it."""
+    worker, seen = bare_worker(monkeypatch)
+    worker._runner.watch(True)
+    monkeypatch.setattr(Lifeline, "ending", True)
+    with pytest.raises(SystemExit):
+        worker.execute_model(SimpleNamespace(scheduled_new_reqs=[]))
+    assert not seen
+
+
+def test_a_request_that_its_traces_code_is_not_for_is_refused() -> None:
+    """It ends by itself; an IndexError would end the engine. The trace is over with its last request."""
+    host: Any = TraceHost.__new__(TraceHost)
+    host._allow_traces, host._groups = True, {"trace": TracedGroup([[]])}
+    for index in (1, -1):
+        with pytest.raises(TraceError, match=f"Request {index} of a trace came with code for 1"):
+            host._programs("name", TraceRequest("trace", index, 2, 1, False, False, None))
+    assert not host._groups
+
+
+def test_second_graphs_are_for_steps_in_which_a_plan_acts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They stay until another step comes, and a replay of them without a step's tables would write where older tables say.
+
+    Seen failing without each of the places that take them back.
+    """
+    worker, seen = bare_worker(monkeypatch)
+    runner, plans = worker._runner, worker.plans
+    begins = SimpleNamespace(sampling_params=SimpleNamespace(extra_args={NAME: {}}))
 
     def run(is_idle: bool, step_is_planned: bool) -> bool:
         plans.is_idle, plans.step_is_planned = is_idle, step_is_planned
-        worker.execute_model(step)
+        new = [] if is_idle or runner.is_watched else [begins]
+        worker.execute_model(SimpleNamespace(scheduled_new_reqs=new))
         return seen.pop()
 
     acts, waits, idles = (False, True), (False, False), (True, False)

@@ -25,8 +25,8 @@ os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
 def main() -> int:
     parser = parser_of(__doc__, ranks=True)
     parser.add_argument("names", nargs="+", metavar="NAME", help="of tests/tiny_models.py")
+    parser.set_defaults(float32=True)
     arguments = parsed(parser)
-    arguments.float32 = True
     import tiny_models
     from compare_runs import disagreements
     from forked import forked

@@ -278,11 +278,9 @@ class Checks:
 
 def main() -> int:
     arguments = parsed(parser_of(__doc__))
-    import torch
 
     from midstream import VLLM, demo_model
 
-    torch.backends.cuda.matmul.allow_tf32 = False
     model = VLLM(demo_model(), **engine_arguments(arguments), max_num_seqs=128)
     reference = Reference(demo_model(), "cpu" if arguments.cpu else "cuda")
     checks = Checks(model, reference, 2e-4 if arguments.exact else 6e-2, not arguments.eager)

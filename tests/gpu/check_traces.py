@@ -171,7 +171,6 @@ def main() -> int:
 
     from midstream import VLLM, demo_model
 
-    torch.backends.cuda.matmul.allow_tf32 = False
     model = VLLM(demo_model(), **engine_arguments(arguments), max_num_seqs=16)
     device = "cpu" if arguments.cpu else "cuda"
     module = AutoModelForCausalLM.from_pretrained(demo_model(), dtype=torch.float32).to(device).eval()

@@ -15,20 +15,23 @@ pytestmark = [
 ]
 
 
+MODES = [[], ["--float32"], ["--eager"]]
+
+
 def run(checks: str, *arguments: str) -> None:
     script = Path(__file__).with_name(f"check_{checks}.py")
     done = subprocess.run([sys.executable, str(script), *arguments], capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout + done.stderr[-20000:]
 
 
-@pytest.mark.parametrize("mode", [[], ["--eager"]], ids=["graphs", "eager"])
+@pytest.mark.parametrize("mode", MODES, ids=["graphs", "float32", "eager"])
 @pytest.mark.parametrize("runner", ["v1", "v2"])
 @pytest.mark.parametrize("checks", ["traces", "plans"])
 def test_on_gpu(checks: str, runner: str, mode: list[str]) -> None:
     run(checks, "--runner", runner, *mode)
 
 
-@pytest.mark.parametrize("mode", [[], ["--eager"]], ids=["graphs", "eager"])
+@pytest.mark.parametrize("mode", MODES, ids=["graphs", "float32", "eager"])
 @pytest.mark.parametrize("runner", ["v1", "v2"])
 @pytest.mark.parametrize(("stages", "ranks"), [(2, 1), (1, 2), (2, 2)], ids=["pp2", "tp2", "pp2tp2"])
 def test_ranks_on_gpus(stages: int, ranks: int, runner: str, mode: list[str]) -> None:

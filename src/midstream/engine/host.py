@@ -164,7 +164,13 @@ class TraceHost:
         group.running.add(name)
         if group.failure is not None:
             self._leave(name, trace)
-            raise group.failure
+            raise group.failure.with_traceback(None)
+        if not 0 <= trace.index < len(group.programs):
+            self._leave(name, trace)
+            there = len(group.programs)
+            raise TraceError(
+                f"Request {trace.index} of a trace came with code for {there}; send its requests with the code made for them."
+            )
         return group.programs[trace.index]
 
     def _load(self, programs: bytes) -> TracedGroup:

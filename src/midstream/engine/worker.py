@@ -194,6 +194,7 @@ class Worker(PlatformWorker):
             return super().execute_model(scheduler_output)
         traces, plans = self.midstream, self.plans
         if not begins and traces.is_idle and plans.is_idle:
+            raise_if_ending()  # a body may have ended in a step without tokens, and swallowed it
             self._runner.watch(False)
             return super().execute_model(scheduler_output)
         if not self._runner.is_watched:

@@ -201,14 +201,15 @@ class PlanHost:
         """The batch is laid out; the forward comes next."""
         batch = self._batch
         if batch is None:
-            rows = self._lay_out(view)
+            rows = Rows(self._lay_out(view))
         else:
             if batch.rows is None or batch.laid_out != view.request_ids or len(batch.rows.profile_T) != view.total:
-                batch.laid_out, batch.rows = list(view.request_ids), self._lay_out(view)
+                batch.laid_out, batch.rows = list(view.request_ids), Rows(self._lay_out(view), again=True)
             rows = batch.rows
         self.tables.begin_step(rows, self._blocks(view) if self._capturing else {})
 
-    def _lay_out(self, view: StepView) -> Rows:
+    def _lay_out(self, view: StepView) -> np.ndarray:
+        """int32 `[view.total]`, the profile of each row."""
         profile = np.zeros(view.total, np.int32)
         for scheduled in view.requests:
             if (request := self._requests.get(scheduled.request_id)) is not None:
@@ -216,7 +217,7 @@ class PlanHost:
                 profile[scheduled.start : scheduled.stop] = request.image.profiles(
                     scheduled.computed, scheduled.computed + count
                 )
-        return Rows(profile)
+        return profile
 
     def _blocks(self, view: StepView) -> dict[int, tuple[np.ndarray, torch.Tensor]]:
         """Memory for the rows that this step captures, for each profile; and each request's part of it."""

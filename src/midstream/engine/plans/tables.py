@@ -45,10 +45,12 @@ class Rows:
 
     Attributes:
         profile_T: int32 `[T]`, the profile of each, padding included; nobody writes to it afterwards.
-        prepared: what the tables have made of it, for when the batch comes again.
+        again: whether the batch may come again.
+        prepared: what the tables have made of it for that.
     """
 
     profile_T: np.ndarray
+    again: bool = False
     prepared: Any = None
 
 
@@ -234,6 +236,9 @@ class DeviceTables(Tables):
 
     def _set_rows(self, rows: Rows) -> None:
         self._acting = None
+        if not rows.again:
+            self._upload(rows.profile_T, self._profile_T[: len(rows.profile_T)])
+            return
         if rows.prepared is None:  # the batches of a pipeline take turns: from then on it is a copy on the device
             here_T = torch.empty(len(rows.profile_T), dtype=torch.int32, device=self._device)
             self._upload(rows.profile_T, here_T)

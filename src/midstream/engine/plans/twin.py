@@ -37,7 +37,9 @@ class TwinTables(Tables):
     def _set_rows(self, rows: Rows) -> None:
         if rows.prepared is None:
             numbers = np.unique(rows.profile_T)
-            rows.prepared = [(int(n), _rows(np.nonzero(rows.profile_T == n)[0], self._device)) for n in numbers if n]
+            rows.prepared = [
+                (int(n), _index_of(np.nonzero(rows.profile_T == n)[0], self._device)) for n in numbers if n
+            ]
         self._groups = rows.prepared
 
     def _set_blocks(self, blocks: Mapping[int, tuple[np.ndarray, torch.Tensor]], count: int) -> None:
@@ -117,7 +119,7 @@ class TwinTables(Tables):
             block[:, op.offset : op.offset + value.shape[-1]] = value
 
 
-def _rows(rows: np.ndarray, device: torch.device) -> torch.Tensor | slice:
+def _index_of(rows: np.ndarray, device: torch.device) -> torch.Tensor | slice:
     """The rows as an index; a slice where they lie together, for that needs no gather."""
     if rows[-1] - rows[0] + 1 == len(rows):
         return slice(int(rows[0]), int(rows[-1]) + 1)
