@@ -17,6 +17,7 @@ from midstream.engine.runners import V1Runner
 from midstream.engine.settings import NAME
 from midstream.engine.step import StepView
 from midstream.engine.traced import TracedGroup
+from midstream.engine.verdict import Verdict
 from midstream.errors import TraceError
 
 
@@ -130,6 +131,18 @@ def test_an_ending_that_a_body_has_swallowed_is_raised_before_the_worker_rests(
     with pytest.raises(SystemExit):
         worker.execute_model(SimpleNamespace(scheduled_new_reqs=[]))
     assert not seen
+
+
+def test_a_verdict_on_an_output_that_is_on_its_way() -> None:
+    """It comes with the output, of which vLLM 0.33 asks more than 0.32 did. A subclass would lack that, and could not be made."""
+    from vllm.v1.outputs import AsyncModelRunnerOutput
+
+    from midstream.engine.worker import _Judged
+
+    verdict = Verdict(["stopped"], {})
+    judged = _Judged(SimpleNamespace(get_output=SimpleNamespace, get_kv_connector_output=lambda: "kv"), verdict)  # type: ignore[arg-type]
+    assert isinstance(judged, AsyncModelRunnerOutput)
+    assert judged.get_output().midstream is verdict and judged.get_kv_connector_output() == "kv"
 
 
 def test_a_request_that_its_traces_code_is_not_for_is_refused() -> None:

@@ -47,7 +47,8 @@ else:
 _PROBE_TOKENS = 3
 
 
-class _Judged(AsyncModelRunnerOutput):
+@AsyncModelRunnerOutput.register
+class _Judged:
     """An output on its way from the device, with the requests that end with it."""
 
     def __init__(self, output: AsyncModelRunnerOutput, verdict: Verdict) -> None:
@@ -56,6 +57,9 @@ class _Judged(AsyncModelRunnerOutput):
 
     def get_output(self) -> Any:
         return _judged(self._output.get_output(), self._verdict)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._output, name)  # what an output has differs from version to version of vLLM
 
 
 def _judged(output: Any, verdict: Verdict) -> Any:
