@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+from vllm import envs
 from vllm.config import CUDAGraphMode
 
 from midstream.engine.unsupported import refuse_unsupported
@@ -38,3 +39,9 @@ def test_others_are_not(monkeypatch):
     refuse_unsupported(config(use_ray=True))
     monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "0")
     refuse_unsupported(config(CUDAGraphMode.FULL_AND_PIECEWISE, use_ray=True))
+
+
+def test_a_vllm_without_the_older_ray_executor_is_not(monkeypatch):
+    """0.33 has neither it nor the variable that chose it."""
+    monkeypatch.delitem(envs.environment_variables, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND")
+    refuse_unsupported(config(use_ray=True))

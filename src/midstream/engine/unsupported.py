@@ -25,7 +25,7 @@ def refuse_unsupported(config: Any) -> None:
             "With sequence parallelism each rank has a part of the residual stream's rows, and midstream needs them all; start the "
             "engine with compilation_config={'pass_config': {'enable_sp': False, 'fuse_gemm_comms': False}}."
         )
-    if parallel.use_ray and not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND:
+    if parallel.use_ray and not getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True):  # vLLM 0.33 has no older one
         raise MidstreamError(
             "vLLM's older Ray executor runs the model past its worker, so plans and traces would do nothing. Set "
             "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1."
