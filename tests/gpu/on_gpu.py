@@ -18,9 +18,8 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-os.environ.setdefault(
-    "TRITON_F32_DEFAULT", "ieee"
-)  # else Triton multiplies float32 as TF32, and experts are chosen by that
+# Else Triton multiplies float32 as TF32, and experts are chosen by that.
+os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
 
 
 def parser_of(doc: str | None, *, ranks: bool = False) -> argparse.ArgumentParser:

@@ -162,16 +162,11 @@ class TraceHost:
                 )
             group = self._groups[trace.trace] = self._load(trace.programs)
         group.running.add(name)
-        if group.failure is not None:
+        try:
+            return group.programs_of(trace.index)
+        except MidstreamError:
             self._leave(name, trace)
-            raise group.failure.with_traceback(None)
-        if not 0 <= trace.index < len(group.programs):
-            self._leave(name, trace)
-            there = len(group.programs)
-            raise TraceError(
-                f"Request {trace.index} of a trace came with code for {there}; send its requests with the code made for them."
-            )
-        return group.programs[trace.index]
+            raise
 
     def _load(self, programs: bytes) -> TracedGroup:
         try:

@@ -7,7 +7,7 @@ from typing import Any
 
 from midstream.engine.ranks.fetch import Fetch
 from midstream.engine.request import TraceRequest
-from midstream.errors import MidstreamError
+from midstream.errors import MidstreamError, TraceError
 from midstream.trace.journal import Journal
 from midstream.trace.program import Outcome, Program
 
@@ -25,6 +25,17 @@ class TracedGroup:
     shared: dict[str, Any] = field(default_factory=dict)
     running: set[str] = field(default_factory=set)
     ended: int = 0
+
+    def programs_of(self, index: int) -> list[Program]:
+        """Those of one of its requests. Raises MidstreamError if there are none."""
+        if self.failure is not None:
+            raise self.failure.with_traceback(None)
+        if not 0 <= index < len(self.programs):
+            there = len(self.programs)
+            raise TraceError(
+                f"Request {index} of a trace came with code for {there}; send its requests with the code made for them."
+            )
+        return self.programs[index]
 
 
 @dataclass

@@ -236,15 +236,13 @@ class DeviceTables(Tables):
 
     def _set_rows(self, rows: Rows) -> None:
         self._acting = None
-        if not rows.again:
-            self._upload(rows.profile_T, self._profile_T[: len(rows.profile_T)])
+        profile_T = self._profile_T[: len(rows.profile_T)]
+        if rows.prepared is not None:
+            profile_T.copy_(rows.prepared)
             return
-        if rows.prepared is None:  # the batches of a pipeline take turns: from then on it is a copy on the device
-            here_T = torch.empty(len(rows.profile_T), dtype=torch.int32, device=self._device)
-            self._upload(rows.profile_T, here_T)
-            rows.prepared = here_T, self._profile_T[: len(here_T)]
-        here_T, to_T = rows.prepared
-        to_T.copy_(here_T)
+        self._upload(rows.profile_T, profile_T)
+        if rows.again:  # the batches of a pipeline take turns: from now on it is a copy on the device
+            rows.prepared = profile_T.clone()
 
     def _set_blocks(self, blocks: Mapping[int, tuple[np.ndarray, torch.Tensor]], count: int) -> None:
         if not (blocks or self._addressed):

@@ -65,11 +65,7 @@ class TwinTables(Tables):
         alike = hidden.ndim == 2 and rows == slice(0, len(hidden))
         if not alike or any(op.kind == "capture" for op in ops):
             return super().edited(point, hidden, residual)
-        changed, new = self._change(ops, number, hidden, residual)
-        if changed is None:
-            return new, torch.zeros_like(residual) if residual is not None else None
-        left = residual.masked_fill(changed, 0) if residual is not None else None
-        return torch.where(changed, new, hidden), left
+        return self._new(ops, number, hidden, residual)
 
     def _groups_at(self, point: int) -> list[tuple[int, torch.Tensor | slice, tuple[Op, ...]]]:
         """The profiles that have ops there, with their rows and these ops."""
@@ -77,15 +73,17 @@ class TwinTables(Tables):
         groups = ((number, rows, self.profiles[number].ops.get(where)) for number, rows in self._groups)
         return [(number, rows, ops) for number, rows, ops in groups if ops is not None]
 
-    def _change(
+    def _new(
         self, ops: Sequence[Op], number: int, first: torch.Tensor, second: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Where rows that all have `number` change, None for everywhere; and what the values are then."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Both streams of rows that all have `number`, edited. Elements that come out as they were are bit-identical in both."""
         old = first if second is None else (first + second).to(first.dtype)
         new = arithmetic.edited(old, ops, self._banks[number])
-        changed = torch.ne(new, old, out=torch.empty_like(new))  # into bools it takes several times as long
-        everywhere = int(torch.count_nonzero(changed)) == changed.numel()  # as a dense vector does it
-        return None if everywhere else changed.bool(), new
+        differs = torch.ne(new, old, out=torch.empty_like(new))  # into bools it takes several times as long
+        if int(torch.count_nonzero(differs)) == differs.numel():  # as a dense vector does it
+            return new, torch.zeros_like(second) if second is not None else None
+        changed = differs.bool()
+        return torch.where(changed, new, first), second.masked_fill(changed, 0) if second is not None else None
 
     def _apply(
         self,
@@ -95,20 +93,10 @@ class TwinTables(Tables):
         first: torch.Tensor,
         second: torch.Tensor | None,
     ) -> None:
-        streams = [first] if second is None else [first, second]
-        parts = [stream[rows] for stream in streams]  # of a slice of rows views, else copies
-        changed, new = self._change(ops, number, parts[0], parts[1] if second is not None else None)
-        if changed is None:
-            parts[0].copy_(new)
-            for part in parts[1:]:
-                part.zero_()
-        else:
-            torch.where(changed, new, parts[0], out=parts[0])  # unchanged elements are bit-identical
-            for part in parts[1:]:
-                part.masked_fill_(changed, 0)
-        if not isinstance(rows, slice):
-            for stream, part in zip(streams, parts, strict=True):
-                stream[rows] = part
+        new, left = self._new(ops, number, first[rows], second[rows] if second is not None else None)
+        first[rows] = new
+        if second is not None and left is not None:
+            second[rows] = left
 
     def _capture(self, ops: Sequence[Op], number: int, first: torch.Tensor, second: torch.Tensor | None) -> None:
         if not ops or number not in self._blocks:
