@@ -287,7 +287,7 @@ def test_tables_grow_and_profiles_are_used_again(tables: Any) -> None:
 
 @pytest.mark.parametrize("tables", [DeviceTables, TwinTables])
 def test_batches_that_take_turns(tables: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As those of a pipeline do: each row has its own batch's ops, and what a batch needs is uploaded, or made, once."""
+    """D2, D7: as those of a pipeline do, each row has its own batch's ops, and what a batch needs is uploaded, or made, once."""
     table, uploads = make_tables(tables, 8), []
     loaded = [
         table.load(compiled([{POINTS[1]: [op("steer", 0, a=float(1 + i))]}], [torch.ones(4)], 4)) for i in range(2)

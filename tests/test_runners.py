@@ -146,7 +146,7 @@ def test_a_verdict_on_an_output_that_is_on_its_way() -> None:
 
 
 def test_a_request_that_its_traces_code_is_not_for_is_refused() -> None:
-    """It ends by itself; an IndexError would end the engine. The trace is over with its last request."""
+    """F3: it ends by itself; an IndexError would end the engine. The trace is over with its last request."""
     host: Any = TraceHost.__new__(TraceHost)
     host._allow_traces, host._groups = True, {"trace": TracedGroup([[]])}
     for index in (1, -1):
