@@ -356,7 +356,6 @@ def test_d3_new_plans_compile_nothing_and_cleared_ones_leave_nothing(
 
     llm, _ = everywhere
     before = [values(output) for output in submit(llm, [FRANCE, EIFFEL, ITALY], [None] * 3)]
-    submit(llm, [FRANCE, EIFFEL, ITALY], [Steer("attn_out", vector=vector())] * 3)  # a first step that is uncompiled
     assert compilation_counter.num_models_seen > 0  # the engine is compiled at all
     graphs = compilation_counter.clone(), dict(counters["stats"]), dict(counters["frames"])
     for seed in range(4):
@@ -367,6 +366,7 @@ def test_d3_new_plans_compile_nothing_and_cleared_ones_leave_nothing(
             [Steer("mlp_in", layers=seed, vector=v), Capture("attn_out", layers=seed, positions="all", to=tmp_path)],
         ]
         outputs = submit(llm, [FRANCE, EIFFEL, ITALY][: 3 - seed % 2], plans[: 3 - seed % 2], max_tokens=3 + seed)
+        submit(llm, [FRANCE], [Steer("attn_out", layers=seed, vector=v)])  # uncompiled steps of one row
         expected = {("resid_post", i): lambda h, s=seed, v=v: h + 0.25 * s * v for i in range(seed + 1)}
         if seed % 2 == 0:
             assert tokens(outputs[0]) == plain.generate(FRANCE, 3 + seed, expected)

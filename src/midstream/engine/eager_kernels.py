@@ -1,7 +1,8 @@
 """vLLM's own kernels in uncompiled steps of an engine that compiles.
 
-Such an engine leaves norms and activations to the compiler and has their plain PyTorch form in the modules, many small kernels
-each. An uncompiled step takes vLLM's kernels instead, as an eager engine does.
+Such an engine leaves norms and activations to the compiler and has their plain PyTorch form in the modules: many small kernels each, or
+one that `torch.compile` makes when it is first called, and again for other shapes. An uncompiled step takes vLLM's kernels instead, as an
+eager engine does.
 """
 
 from __future__ import annotations
@@ -18,15 +19,17 @@ from vllm.platforms import current_platform
 
 
 class EagerKernels:
-    """Switches a model's modules to vLLM's kernels and back. Does nothing but on CUDA."""
+    """Switches a model's modules to vLLM's kernels and back. Does nothing but on CUDA and on the CPU."""
 
     def __init__(self, model: nn.Module, vllm_config: Any) -> None:
-        self._modules: list[tuple[CustomOp, Any]] = []
+        self._modules: list[tuple[CustomOp, Any, Any]] = []  # (module, its kernel, what it has instead)
         self._priority: Any = None
-        if not current_platform.is_cuda() or vllm_config.compilation_config.mode == CompilationMode.NONE:
+        kernel = "forward_cuda" if current_platform.is_cuda() else "forward_cpu" if current_platform.is_cpu() else None
+        if kernel is None or vllm_config.compilation_config.mode == CompilationMode.NONE:
             return
-        plain = [m for m in model.modules() if isinstance(m, CustomOp) and m._forward_method == m.forward_native]
-        self._modules = [(module, module._forward_method) for module in plain]
+        for module in model.modules():
+            if isinstance(module, CustomOp) and module._forward_method != getattr(module, kernel):
+                self._modules.append((module, getattr(module, kernel), module._forward_method))
         if hasattr(current_platform, "get_default_ir_op_priority"):
             eager = copy.copy(vllm_config)
             eager.compilation_config = copy.copy(vllm_config.compilation_config)
@@ -36,11 +39,11 @@ class EagerKernels:
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
         """Use the kernels in the block."""
-        for module, _ in self._modules:
-            module._forward_method = module.forward_cuda
+        for module, kernel, _ in self._modules:
+            module._forward_method = kernel
         try:
             with self._priority.set_priority() if self._priority is not None else contextlib.nullcontext():
                 yield
         finally:
-            for module, plain in self._modules:
+            for module, _, plain in self._modules:
                 module._forward_method = plain

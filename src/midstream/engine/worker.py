@@ -108,7 +108,6 @@ class Worker(PlatformWorker):
         tie_to_parent()
         super().load_model(*args, **kwargs)
         self._attach()
-        self._eager_kernels = EagerKernels(self.midstream.envoy._module, self.vllm_config)
 
     @torch.inference_mode()
     def _attach(self) -> None:
@@ -116,9 +115,10 @@ class Worker(PlatformWorker):
         settings = Settings.of(config)
         runner = self._runner = adapt(self.model_runner)
         model, tensor = runner.model, get_tp_group()
+        self._eager_kernels = EagerKernels(model, config)
         arch = detect(
             model,
-            lambda: runner.probe(_PROBE_TOKENS),
+            self._probe,
             num_heads=config.model_config.get_num_attention_heads(config.parallel_config),
             head_dim=config.model_config.get_head_size(),
             rename=settings.rename,
@@ -139,6 +139,10 @@ class Worker(PlatformWorker):
         self.midstream.watch_graph_sites(built_in)
         build_in(model, arch, built_in, self.plans.tables.index.__getitem__)
         runner.connect(StepHost(self.midstream, self.plans))
+
+    def _probe(self) -> None:
+        with self._eager_kernels.on():
+            self._runner.probe(_PROBE_TOKENS)
 
     def _make_stages(self, model: torch.nn.Module, arch: Architecture) -> Stages | None:
         """The pipeline that this worker is a stage of, if there is one."""
