@@ -217,15 +217,14 @@ def print_table(measured: Measured, tokens: int, arguments: argparse.Namespace) 
     count = f", {arguments.engines} engines of each kind" if arguments.engines > 1 else ""
     print(f"\n{describe_machine()}\n{tokens} tokens a run, {mode}{count}, medians of {len(runs[stock])} rounds")
     print(
-        "| run | tok/s | of stock in the same round | quartiles | a step | of stock's in the same round | engine by engine |"
-        "\n|---|---|---|---|---|---|---|"
+        "| run | tok/s | of stock in the same round | a step | of stock's in the same round | engine by engine |"
+        "\n|---|---|---|---|---|---|"
     )
     for name, engines in measured.runs.items():
-        low, middle, high = _ratios(runs[stock], runs[name])
         own = ", ".join(f"{statistics.median(runs[stock]) / statistics.median(engine):.3f}" for engine in engines)
         print(
-            f"| {name} | {tokens / statistics.median(runs[name]):,.0f} | {middle:.3f} | {low:.3f} to {high:.3f} "
-            f"| {statistics.median(steps[name]) * 1e3:.3f} ms | {_ratios(steps[stock], steps[name])[1]:.3f} | {own} |"
+            f"| {name} | {tokens / statistics.median(runs[name]):,.0f} | {_ratios(runs[stock], runs[name])} "
+            f"| {statistics.median(steps[name]) * 1e3:.3f} ms | {_ratios(steps[stock], steps[name])} | {own} |"
         )
 
 
@@ -234,9 +233,10 @@ def _means(seconds: Seconds) -> dict[str, list[float]]:
     return {name: [statistics.mean(each) for each in zip(*engines, strict=True)] for name, engines in seconds.items()}
 
 
-def _ratios(stock: list[float], run: list[float]) -> list[float]:
-    """Quartiles over the rounds."""
-    return quartiles([before / after for before, after in zip(stock, run, strict=True)])
+def _ratios(stock: list[float], run: list[float]) -> str:
+    """The median over the rounds, and the quartiles."""
+    low, middle, high = quartiles([before / after for before, after in zip(stock, run, strict=True)])
+    return f"{middle:.3f} ({low:.3f} to {high:.3f})"
 
 
 def compare(
