@@ -74,6 +74,7 @@ REFUSED = [
     (patch(), {"multimodal": True}, r"^Patch\.position is \(1,\) in a multimodal prompt, .*; allowed: such positions in"),
     (Capture("resid_post", positions=0), {"multimodal": True}, r"^Capture\.positions is \(0,\) in a multimodal prompt"),
     (Capture("resid_post", positions=Span("x")), {"multimodal": True, "length": None}, r"is Span.* in a multimodal prompt"),
+    (Plan((Steer("resid_post", vector=FOUR),) * 5462), {}, r"^the plan is 16386 steers and clamps; allowed: up to 16384 of them"),
 ]  # fmt: skip
 
 
@@ -85,7 +86,7 @@ def test_what_the_model_can_do_passes():
 @pytest.mark.parametrize(("item", "differing", "message"), REFUSED)
 def test_what_it_cannot_do_says_what_it_can(item, differing, message):
     with pytest.raises(PlanError, match=message):
-        checked([*([] if differing else GOOD), item], **differing)
+        checked(item if isinstance(item, Plan) else [*([] if differing else GOOD), item], **differing)
 
 
 def test_plans_without_positions_are_fine_with_multimodal_prompts():

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from midstream import Capture, Consumer, Patch, Plan, RecordedRun, Steer
-from midstream.engine.plans import images
+from midstream.engine.plans import images, tables
 from midstream.engine.plans.host import PlanHost
 from midstream.engine.plans.local import LocalSinks
 from midstream.engine.plans.outlet import Outlet, Piece
@@ -230,6 +230,16 @@ def test_images_at_rest_are_taken_again_and_are_bounded(steps, monkeypatch):
     assert run(2, 1, 4) == []
     assert run(3) == [3]
     assert len(steps.tables.profiles) == 3 and len(steps.host._images._idle) == 3
+
+
+def test_images_at_rest_are_bounded_by_the_profiles_that_they_have(steps, monkeypatch):
+    """A plan may patch each position of its prompt otherwise: few numbers, and many entries in the tables."""
+    steps.step({"a": [Patch("resid_post", layer=0, position=p, source=[float(p)] * WIDTH) for p in range(3)]})
+    (image,) = steps.host._images._images.values()
+    assert image.profile_count == 3 and image.size >= 3 * len(steps.tables.points) * tables.ENTRY_WORDS * 8
+    monkeypatch.setattr(images, "_IDLE_BYTES", image.size - 1)
+    steps.step(finished=["a"])
+    assert not steps.host._images._idle and not steps.tables.profiles
 
 
 def test_e5_a_refused_request_holds_no_lease(steps):

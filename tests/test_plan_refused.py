@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,14 +16,18 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.engine import FinishReason  # noqa: E402
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec  # noqa: E402
 from vllm.v1.outputs import ModelRunnerOutput  # noqa: E402
-from vllm.v1.request import Request  # noqa: E402
+from vllm.v1.request import Request, RequestStatus  # noqa: E402
 from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
 
 from midstream import Steer, demo_model  # noqa: E402
+from midstream.engine.launch import WORKER  # noqa: E402
+from midstream.engine.plans.admission import admitted  # noqa: E402
 from midstream.engine.plans.request import PlanRequest, packed  # noqa: E402
 from midstream.engine.plugin import register  # noqa: E402
+from midstream.engine.request import TraceRequest  # noqa: E402
 from midstream.engine.scheduler import make_scheduler  # noqa: E402
 from midstream.engine.verdict import Verdict  # noqa: E402
+from midstream.errors import PlanError  # noqa: E402
 from midstream.plan.values import Plan  # noqa: E402
 
 BLOCK, BUDGET, PROMPT = 16, 32, 100
@@ -60,9 +65,11 @@ def scheduler(request: pytest.FixtureRequest) -> Any:
     )
 
 
-def planned(name: str, **params: Any) -> Request:
-    plan = Plan.of([Steer("resid_post", layers=[3], vector=torch.ones(256))])
-    extra = PlanRequest(packed(plan), 8).to_extra_args()
+STEER = Steer("resid_post", layers=[3], vector=torch.ones(256))
+
+
+def planned(name: str, *more: Steer, checked: bool = True, **params: Any) -> Request:
+    extra = PlanRequest(packed(Plan.of([STEER, *more])), 8).to_extra_args()
     sampling = vllm.SamplingParams(max_tokens=4, extra_args=extra, **params)
     hasher = get_request_block_hasher(BLOCK, sha256)
     return Request(name, list(range(10, 10 + PROMPT)), sampling, None, block_hasher=hasher)
@@ -104,3 +111,48 @@ def test_d8_the_kv_of_a_refused_request_is_not_served_under_the_plans_key(schedu
     refuse(scheduler)
     scheduler.add_request(planned("again"))
     assert scheduler.schedule().scheduled_new_reqs[0].num_computed_tokens == 0
+
+
+BAD = Steer("resid_post", layers=[3], vector="nobody's", phase="decode")  # the same edits of the prompt as without it
+
+
+def test_d8_the_kv_of_a_plan_that_may_be_refused_is_no_other_plans(scheduler: Any) -> None:
+    """The engine knows the plan `STEER` already. With what only the workers refuse beside it, the prompt's blocks are another's."""
+    scheduler.add_request(planned("known", checked=False))
+    finish(scheduler, scheduler.schedule())
+    assert planned("a", checked=False).block_hashes == planned("b", checked=False).block_hashes  # it is accepted
+    bad = planned("bad", BAD, checked=False)
+    assert not set(bad.block_hashes) & set(planned("good", checked=False).block_hashes)
+    assert not set(bad.block_hashes) & set(planned("worse", BAD, checked=False).block_hashes)
+    assert planned("bad", BAD).block_hashes == planned("good").block_hashes  # where the client has checked it
+
+
+def test_d8_the_kv_of_a_refused_request_that_was_aborted_before_is_not_served(scheduler: Any) -> None:
+    scheduler.add_request(planned("bad", BAD, checked=False))
+    step = scheduler.schedule()
+    scheduler.finish_requests("bad", RequestStatus.FINISHED_ABORTED)
+    assert finish(scheduler, step, Verdict(errors={"bad": REASON})) == []
+    scheduler.add_request(planned("good"))
+    assert scheduler.schedule().scheduled_new_reqs[0].num_computed_tokens == 0
+    again = planned("again", BAD, checked=False), planned("once more", BAD, checked=False)
+    assert not set(again[0].block_hashes) & set(again[1].block_hashes)  # a refused plan is not an accepted one
+
+
+def test_a_long_queue_is_not_walked_for_traces(scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In no step of an engine without traces: what is added to a plain step must not grow with its queue."""
+    for i in range(50):
+        scheduler.add_request(planned(f"{i}"))
+    asked: list[Any] = []
+    monkeypatch.setattr(TraceRequest, "of", asked.append)
+    finish(scheduler, scheduler.schedule())
+    assert len(scheduler.waiting) > 40 and not asked
+
+
+@pytest.mark.parametrize("trace", [{"x": 1}, {}, "code", 7, None])
+def test_what_is_no_trace_is_refused_and_harms_no_engine(scheduler: Any, trace: Any) -> None:
+    params = vllm.SamplingParams(max_tokens=4, extra_args={"midstream": {"trace": trace}})
+    config = SimpleNamespace(parallel_config=SimpleNamespace(worker_cls=WORKER), kv_transfer_config=None)
+    with pytest.raises(PlanError, match=r"midstream\.trace is not"):
+        admitted(config, SimpleNamespace(sampling_params=params), None)
+    scheduler.add_request(Request("stranger's", [1, 2, 3], params, None))
+    assert list(scheduler.schedule().num_scheduled_tokens) == ["stranger's"]

@@ -17,7 +17,7 @@ import pytest
 import torch
 from test_link import linked
 
-from midstream import Capture, Patch, Plan, Steer, open_captures
+from midstream import Capture, Clamp, Patch, Plan, Steer, open_captures
 from midstream.backends.runs import Runs
 from midstream.engine.plans.local import LocalSinks
 from midstream.engine.plans.pipeline import Pipeline
@@ -29,6 +29,7 @@ from midstream.plan.keys import PlanKeys
 from midstream.plan.layout import Layout
 from midstream.plan.memory import Memory, plan_bytes
 from midstream.plan.runs import RecordedRun
+from midstream.plan.values import Named
 
 WIDTH, LAYERS, LENGTH = 4, 6, 5
 POINTS = [(site, layer) for site in ("resid_post", "mlp_out") for layer in range(LAYERS)]
@@ -181,6 +182,41 @@ def test_e12_where_a_plan_acts_is_the_same_on_all_stages() -> None:
         assert reach.prompt.tolist() == [False, True, False, True, False] and reach.generated
         assert reach.prompt_points == {("mlp_out", 5), ("resid_post", 0)}
         assert reach.generated_points == {("resid_post", 2), ("resid_post", 4)}
+
+
+@pytest.mark.parametrize("layer", [0, 5])
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda layer: Steer("resid_post", layers=layer, vector="v"), "replaced"),
+        (lambda layer: Patch("resid_post", layer=layer, position=0, source="v"), "replaced"),
+        (lambda layer: Clamp("resid_post", layers=layer, direction="zero"), "zero"),
+        (lambda layer: Patch("resid_post", layer=layer, position=0, source="zeros", mask="two"), "from 0 to 1"),
+        (lambda layer: Patch("resid_post", layer=layer, position=0, source=HANDLE, mask="two"), "from 0 to 1"),
+    ],
+)
+def test_d8_a_named_vector_that_will_not_do_is_refused_on_every_stage_alike(
+    edit: Callable[[int], Any], message: str, layer: int
+) -> None:
+    """Else the request would go on without the edit: the word of the last stage counts."""
+
+    def vector(named: Named) -> Any:
+        if named.name == "v":
+            raise PlanError("The vector 'v' was replaced by another")
+        return np.full(WIDTH, {"zero": 0.0, "two": 2.0}[named.name], np.float32)
+
+    stages = [Stage(rank, 2) for rank in range(2)]
+    for stage in stages:
+        with pytest.raises(PlanError, match=message):
+            compile_plan(
+                Plan.of(edit(layer)),
+                LENGTH,
+                LAYERS,
+                width=lambda site, layer: WIDTH,
+                vector=vector,
+                run=lambda *place: torch.zeros(WIDTH),
+                points=stage.pipeline.each[stage.pipeline.rank].keys(),
+            )
 
 
 def make(name: str, sizes: tuple[int, ...]) -> Run:

@@ -10,6 +10,7 @@ import math
 import os
 import pickle
 import random
+import time
 from types import SimpleNamespace
 
 import msgspec
@@ -24,6 +25,7 @@ from midstream import Capture, Clamp, Consumer, Patch, Plan, Span, Steer
 from midstream.engine.plans.cache import block_key
 from midstream.errors import PlanError
 from midstream.plan import wire
+from midstream.plan.fields import nearest
 from midstream.plan.values import Named, Vector
 from midstream.plan.wire import from_json, from_wire, to_json, to_wire
 
@@ -145,6 +147,31 @@ def test_strangers_may_not_say_where_an_engine_writes(to):
             read()
     plain = Plan.of(Capture("resid_post", to=None))
     assert from_wire(to_wire(plain), sinks=False) == plain
+
+
+def test_a_plan_as_text_comes_from_strangers():
+    """Whatever carries it: it may not say where the engine writes, nor vouch for a named vector's content or for itself."""
+    pytest.importorskip("vllm")
+    from midstream.engine.plans.request import PlanRequest
+
+    def carried(plan):
+        return PlanRequest.of(SimpleNamespace(extra_args={"midstream": to_json(Plan.of(plan))}))
+
+    for to in ("captures", Consumer("probe")):
+        with pytest.raises(PlanError, match="may not name where"):
+            carried(Capture("resid_post", to=to))
+    vouched = Steer("resid_post", vector=Named("calm", "0" * 32))
+    (read,) = carried(vouched).plan.interventions
+    assert read.vector == Named("calm") and not carried(vouched).checked
+
+
+def test_what_is_wrong_with_a_large_plan_is_told_soon():
+    """It is read on the server's event loop; a message that compares all with all takes minutes."""
+    begun = time.monotonic()
+    with pytest.raises(PlanError, match=r"which has 7 twice"):
+        from_json(json.dumps(patch(position=[*range(300_000), 7])))
+    assert nearest("0" * 32, [f"{i:032x}" for i in range(100_000)]).startswith("there are '0000")
+    assert time.monotonic() - begun < 5
 
 
 def steer(**fields):

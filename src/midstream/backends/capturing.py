@@ -93,12 +93,14 @@ class Capturing:
                 self.take(box.get(RESULT_SECONDS))
             except ChannelClosedError as error:
                 raise _gone(error) from error
+            except TimeoutError as error:
+                raise _missing() from error
 
     def raise_if_stuck(self) -> None:
         """Raise CaptureError if nothing has come, and no sink was waited for, since the last call."""
         seen, self._seen = self._seen, self._taken
         if seen == self._taken and not self._taking:
-            raise CaptureError(f"the rows of a request that has ended have not come for {RESULT_SECONDS:g} s")
+            raise _missing()
 
     def take(self, message: Message) -> None:
         self._taking = True
@@ -190,6 +192,10 @@ class Capturing:
             if sample.begun:
                 sample.begun = False
                 self._sinks.discard(sample.name)
+
+
+def _missing() -> CaptureError:
+    return CaptureError(f"the rows of a request that has ended have not come for {RESULT_SECONDS:g} s")
 
 
 def _gone(error: ChannelClosedError) -> MidstreamError:

@@ -102,10 +102,13 @@ def _planned(model: VLLM, invokes: Sequence[Invoke], prompts: list[list[int]]) -
     if not any(invoke.plan for invoke in invokes):
         return [None] * len(invokes)
     planner = model.planner
-    return [
-        planner.prepare(invoke.plan, invoke.prompt, ids, invoke.params) if invoke.plan else None
-        for invoke, ids in zip(invokes, prompts, strict=True)
-    ]
+    try:
+        return [
+            planner.prepare(invoke.plan, invoke.prompt, ids, invoke.params) if invoke.plan else None
+            for invoke, ids in zip(invokes, prompts, strict=True)
+        ]
+    finally:
+        planner.forget_functions()
 
 
 def _params(
@@ -144,7 +147,8 @@ def _params(
 def _with_plan(params: Any, planned: Planned | None, rows: Capturing | None, record: tuple[str, str] | None) -> Any:
     """`params`, changed, carrying the plan, and the address of its rows."""
     if planned is not None:
-        carried = PlanRequest(packed(planned.bare), capture=rows.key if rows is not None else None, record=record)
+        key = rows.key if rows is not None else None
+        carried = PlanRequest(packed(planned.bare), capture=key, record=record, checked=True)
         extra = params.extra_args or {}
         params.extra_args = {**extra, NAME: {**extra.get(NAME, {}), **carried.to_extra_args()[NAME]}}
     return params

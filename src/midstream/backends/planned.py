@@ -95,6 +95,7 @@ class Planner:
         self._vectors = vectors
         self._runs = {run.name: run.id for run in runs.handles}
         self._known: Memory[Planned] = Memory()
+        self._with_functions: Memory[Planned] = Memory()
         self._there: dict[str, tuple[int, ...]] = {}
         for site, layer in sorted(facts.widths):
             self._there[site] = (*self._there.get(site, ()), layer)
@@ -104,12 +105,16 @@ class Planner:
         max_tokens = params.get("max_tokens")
         if has_spans(plan):
             return self._prepare(resolve_spans(plan, *offsets_of(prompt, ids, self._tokenizer())), ids, max_tokens)
-        known = self._known.get(
+        known = (self._with_functions if _has_functions(plan) else self._known).get(
             (plan, len(ids), max_tokens),
             lambda: replace(self._prepare(plan, ids, max_tokens), prompt=[]),  # many prompts may have one plan
             lambda planned: plan_bytes(plan) + _bytes(planned),
         )
         return replace(known, prompt=ids)
+
+    def forget_functions(self) -> None:
+        """To be called when the prompts of a call are prepared: what its captures' functions hold on to is the user's."""
+        self._with_functions = Memory()
 
     def _prepare(self, plan: Plan, ids: list[int], max_tokens: int | None) -> Planned:
         if max_tokens is not None and max_tokens < 1:
@@ -138,6 +143,11 @@ class Planner:
                 for item in plan.interventions
             )
         )
+
+
+def _has_functions(plan: Plan) -> bool:
+    """Whether captured rows go to functions of the user's."""
+    return any(callable(to) for capture in plan.captures for to in capture.sinks)
 
 
 def _bytes(planned: Planned) -> int:

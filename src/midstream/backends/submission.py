@@ -81,8 +81,8 @@ class Submission:
             outputs = launch.generate(engine, requests.prompts, requests.params, progress)
             if launch.is_in_process(engine) and (any(traced) or any(requests.planned)):
                 engine.collective_rpc("midstream_finish")
-            done = [_collect(box, output, self._model.stages) for box, output in zip(traced, outputs, strict=True)]
             rows.wait()
+            done = [_collect(box, output, self._model.stages) for box, output in zip(traced, outputs, strict=True)]
         except BaseException:
             self._model.interrupted += requests.trace_ids
             raise
@@ -106,10 +106,10 @@ class _Rows:
             stack.callback(self._following.close)
 
     def wait(self) -> None:
+        if self._following is not None:
+            self._following.wait()  # first: what a slow sink holds up, it holds up for all that come by the same connection
         for capturing, box in self._at_the_end:
             capturing.wait(box)
-        if self._following is not None:
-            self._following.wait()
 
 
 def put_captures(done: Sequence[Ran], requests: Requests) -> None:

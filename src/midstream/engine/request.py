@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
+
+import msgspec
 
 from midstream.engine.settings import NAME
 
@@ -48,8 +51,14 @@ class TraceRequest:
 
     @classmethod
     def of(cls, sampling_params: Any) -> TraceRequest | None:
+        """The trace that a request carries. None also for what is none: `admission` refuses such."""
         carried = (getattr(sampling_params, "extra_args", None) or {}).get(NAME)
-        return cls(**carried["trace"]) if carried and "trace" in carried else None
+        if not isinstance(carried, Mapping) or "trace" not in carried:
+            return None
+        try:
+            return msgspec.convert(carried["trace"], cls, builtin_types=(bytes,))
+        except msgspec.ValidationError:
+            return None
 
 
 def requests_of(

@@ -16,10 +16,10 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.request import RequestStatus
 
 from midstream.engine.lifeline import tie_to_parent
-from midstream.engine.plans.cache import rekey, remember
+from midstream.engine.plans.cache import accept, rekey, remember
 from midstream.engine.plugin import register
 from midstream.engine.request import TraceRequest
-from midstream.engine.settings import NAME
+from midstream.engine.settings import NAME, Settings
 from midstream.engine.verdict import Verdict
 
 
@@ -30,6 +30,7 @@ class _Rules:
     waiting: Any
     running: list[Any]
     requests: dict[str, Any]
+    vllm_config: Any
     scheduler_config: Any
     max_num_scheduled_tokens: int
     finish_requests: Any
@@ -37,15 +38,32 @@ class _Rules:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._lengths: dict[str, int] = {}  # tokens of the requests that the workers are to be told the end of
+        self._takes_traces = Settings.of(self.vllm_config).allow_traces
+        self._unstarted: set[str] = (
+            set()
+        )  # requests with a trace whose prompt is still to be computed, and some that were
+
+    def add_request(self, request: Any) -> None:
+        super().add_request(request)  # type: ignore[misc]
+        if self._takes_traces and TraceRequest.of(request.sampling_params) is not None:
+            self._unstarted.add(request.request_id)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        if self.waiting and any(_unstarted_trace(request) for request in self.waiting):
+        if self._may_begin_traces():
             output = self._schedule_whole(*args, **kwargs)
         else:
             output = super().schedule(*args, **kwargs)  # type: ignore[misc]
         if self._lengths:
             output.midstream_finished = {n: self._lengths.pop(n) for n in output.finished_req_ids if n in self._lengths}
         return output
+
+    def _may_begin_traces(self) -> bool:
+        """Quick to tell, since all steps of all engines come here, with queues of any length."""
+        if not self._unstarted or len(self.running) >= self.scheduler_config.max_num_seqs:
+            return False
+        known = self.requests
+        self._unstarted = {name for name in self._unstarted if name in known and _is_unstarted(known[name])}
+        return bool(self._unstarted)
 
     @property
     def has_ends_to_tell(self) -> bool:
@@ -111,6 +129,9 @@ class _Rules:
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         verdict: Verdict | None = getattr(model_runner_output, "midstream", None)
+        for begun in scheduler_output.scheduled_new_reqs:
+            if verdict is None or begun.req_id not in verdict.errors:
+                accept(begun.sampling_params)
         if verdict is None:
             return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         for name in verdict.stops:
@@ -136,11 +157,14 @@ def _to_compute(request: Any) -> int:
     return max(tokens, 0)
 
 
+def _is_unstarted(request: Any) -> bool:
+    """Whether its prompt is still to be computed. After a preemption it may be split: a trace's edits are replayed."""
+    return not (request.status == RequestStatus.PREEMPTED or request.num_computed_tokens)
+
+
 def _unstarted_trace(request: Any) -> TraceRequest | None:
-    """The trace of a request whose prompt is still to be computed. After a preemption it may be split: its edits are replayed."""
-    if request.status == RequestStatus.PREEMPTED or request.num_computed_tokens:
-        return None
-    return TraceRequest.of(request.sampling_params)
+    """The trace of a request whose prompt is still to be computed."""
+    return TraceRequest.of(request.sampling_params) if _is_unstarted(request) else None
 
 
 class MidstreamScheduler(_Rules, Scheduler):

@@ -16,6 +16,8 @@ from midstream.plan.spans import Span
 from midstream.plan.values import Capture, Clamp, Intervention, Named, Patch, Plan, Steer, Vector
 from midstream.sites import LAYER_SITES
 
+MAX_EDITS = 1 << 14
+
 
 @dataclass(frozen=True)
 class ModelFacts:
@@ -54,6 +56,12 @@ def check(
 
     Each may be None where it is not known, and is not checked then.
     """
+    edits = sum(
+        facts.num_layers if e.layers == "all" else len(e.layers) for e in plan.edits if not isinstance(e, Patch)
+    )
+    if edits > MAX_EDITS:  # each is one for every row
+        allowed = f"up to {MAX_EDITS} of them, counted once for each layer"
+        raise fields.refuse("the plan", f"{edits} steers and clamps", allowed)
     checker = _Checker(facts, prompt_length, vectors, runs)
     for item in plan.interventions:
         if multimodal:

@@ -121,7 +121,7 @@ def compile_plan(
     Raises:
         PlanError: what `canonical.normal` finds, a vector of another width, or what `vector` and `run` raise.
     """
-    bank = _Bank(width, vector, run)
+    bank, others = _Bank(width, vector, run), _Bank(width, vector, run)
     edits: dict[str, dict[Point, list[Op]]] = {"prefill": {}, "decode": {}}
     patches: dict[int, dict[Point, list[Op]]] = {}
     captures: list[Capture] = []
@@ -129,6 +129,7 @@ def compile_plan(
     for item in items:
         point = _point(item)
         if points is not None and point not in points:
+            others.look_at(item)
             continue
         if isinstance(item, Capture):
             captures.append(item)
@@ -218,6 +219,19 @@ class _Bank:
         self.tensors: list[torch.Tensor] = []
         self._width, self._vector, self._run = width, vector, run
         self._index: dict[Any, int] = {}
+
+    def look_at(self, item: Intervention) -> None:
+        """Raise PlanError for a named vector that another stage, whose edit this is, refuses: the request ends on all or on none."""
+        point = _point(item)
+        if isinstance(item, Steer) and isinstance(item.vector, Named):
+            self.steer(item)
+        elif isinstance(item, Clamp) and isinstance(item.direction, Named):
+            self.clamp(item)
+        elif isinstance(item, Patch):
+            if isinstance(item.source, Named):
+                self._value(item.source, point, "Patch.source")
+            if isinstance(item.mask, Named):
+                self._value(item.mask, point, "Patch.mask", _as_mask)
 
     def patch(self, patch: Patch) -> Op:
         point = _point(patch)

@@ -6,6 +6,7 @@ import difflib
 import math
 import numbers
 import operator
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from midstream.errors import PlanError
 # What is larger cannot be a layer, a position or a token of any model, and has no room in the engine's int32 tables.
 MAX_INDEX = 2**31 - 1
 FLOAT32_MAX = float(np.finfo(np.float32).max)
+_MOST_NAMES, _LONGEST_NAME = 2000, 100  # that are searched for one like another
 
 
 def refuse(field: str, given: str, allowed: str) -> PlanError:
@@ -40,7 +42,8 @@ def shown(value: Any) -> str:
 def nearest(name: str, names: Iterable[str]) -> str:
     """The names most like `name`, else all of them, as the end of a message."""
     there = sorted(set(names))
-    near = difflib.get_close_matches(name, there, 3, 0.5)
+    few = len(there) <= _MOST_NAMES and len(name) <= _LONGEST_NAME  # strangers' plans choose how many and how long
+    near = difflib.get_close_matches(name, there, 3, 0.5) if few else []
     if near:
         return f"did you mean {' or '.join(map(repr, near))}?"
     return (
@@ -117,7 +120,7 @@ def integers(field: str, value: Any, allowed: str, low: int = -MAX_INDEX) -> tup
     if not found:
         raise refuse(field, "empty", allowed)
     if len(set(found)) < len(found):
-        twice = next(item for i, item in enumerate(found) if item in found[:i])
+        twice, _ = Counter(found).most_common(1)[0]
         raise refuse(field, f"{shown(value)}, which has {twice} twice", "each once")
     return found
 

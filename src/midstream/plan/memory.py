@@ -47,6 +47,9 @@ class Memory(Generic[V]):
                 self.size -= self._entries.popitem(last=False)[1][1]
         return value
 
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._entries
+
     def __len__(self) -> int:
         return len(self._entries)
 
@@ -56,6 +59,8 @@ def plan_bytes(plan: Plan) -> int:
     total = 0
     for item in plan.interventions:
         places = item.position if isinstance(item, Patch) else item.positions if isinstance(item, Capture) else ()
-        total += _ENTRY_BYTES + _POSITION_BYTES * (0 if isinstance(places, (str, Span)) else len(places))
+        layers = () if isinstance(item, Patch) else item.layers
+        total += _ENTRY_BYTES
+        total += _POSITION_BYTES * sum(len(each) for each in (places, layers) if not isinstance(each, (str, Span)))
         total += sum(value.data.nbytes for value in vars(item).values() if isinstance(value, Vector))
     return total

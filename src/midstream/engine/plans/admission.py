@@ -12,6 +12,7 @@ from typing import Any
 
 from midstream.engine.patches import replace
 from midstream.engine.plans.request import PlanRequest, packed, unpacked
+from midstream.engine.request import TraceRequest
 from midstream.engine.settings import NAME, Settings
 from midstream.errors import PlanError
 from midstream.plan.checks import ModelFacts, check
@@ -66,6 +67,8 @@ def admitted(config: Any, request: Any, everyone: str | None) -> dict[str, Any]:
         )
     params = request.sampling_params
     given = (params.extra_args or {}).get(NAME)
+    if isinstance(given, Mapping) and "trace" in given and TraceRequest.of(params) is None:
+        raise PlanError(f"{NAME}.trace is not what midstream's clients send; traces are made by midstream.VLLM.")
     carried = PlanRequest.of(params)
     if carried is None and everyone is None:
         return dict(given or {})
@@ -81,7 +84,10 @@ def admitted(config: Any, request: Any, everyone: str | None) -> dict[str, Any]:
     model = (layers, config.model_config.get_hidden_size(), str(config.model_config.dtype).removeprefix("torch."))
     case = (wire, model, len(request.prompt_token_ids or ()), params.max_tokens, bool(request.mm_features))
     _admitted.get(case, lambda: _check(*case), lambda _: len(wire))
-    carried = PlanRequest(wire, layers, carried.capture if carried else None, carried.record if carried else None)
+    vouched = carried is not None and carried.checked and everyone is None and Settings.of(config).allow_traces
+    carried = PlanRequest(
+        wire, layers, carried.capture if carried else None, carried.record if carried else None, checked=vouched
+    )
     if carried.capture is None and carried.record is None and any(None in capture.sinks for capture in plan.captures):
         raise PlanError(
             "Capture.to is None, and this request goes past midstream.VLLM, so nobody waits for its rows: name a directory or a "

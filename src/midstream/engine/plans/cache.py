@@ -12,6 +12,7 @@ from typing import Any
 
 from midstream.engine.patches import replace
 from midstream.engine.plans.request import PlanRequest, has_open_names, share, unpacked
+from midstream.engine.settings import NAME
 from midstream.errors import PlanError
 from midstream.plan.keys import PlanKeys, lowest_captured
 from midstream.plan.memory import Memory
@@ -77,12 +78,24 @@ def _make(request: Any, length: int) -> tuple[Any, int | None]:
                 lambda found: len(wire) + found[0].size,
             )
             share(request.sampling_params, wire)
-        return keys if keys.floor is not None else None, hit
+        if keys.floor is None:
+            return None, hit
+        return keys if carried.checked or carried.wire in _accepted else _Unshared(keys), hit
     except PlanError:  # the worker will refuse it; until then its blocks are nobody's
         return _Alone(), 0
 
 
+def accept(sampling_params: Any) -> None:
+    """The workers have begun a request, and had nothing against its plan."""
+    if (getattr(sampling_params, "extra_args", None) or {}).get(NAME) is None:
+        return
+    carried = PlanRequest.of(sampling_params)
+    if carried is not None and not carried.checked:
+        _accepted.get(carried.wire, lambda: None, lambda _: len(carried.wire))
+
+
 _known_keys: Memory[tuple[PlanKeys, int | None, bytes]] = Memory()
+_accepted: Memory[None] = Memory()
 
 
 def _keyed(wire: bytes, length: int, num_layers: int) -> tuple[PlanKeys, int | None]:
@@ -98,6 +111,19 @@ class _Alone:
 
     def at(self, end: int) -> str:
         return self._key
+
+
+class _Unshared:
+    """The keys of a plan that the workers may yet refuse: until they have, its KV is computed without its edits, and another plan may have
+    the same edits up there. Below the floor, where there are none, blocks are shared as ever."""
+
+    def __init__(self, keys: PlanKeys) -> None:
+        self._keys = keys
+        self._nonce = secrets.token_hex(16)
+
+    def at(self, end: int) -> str | None:
+        key = self._keys.at(end)
+        return f"{key} {self._nonce}" if key is not None else None
 
 
 class _Limited:

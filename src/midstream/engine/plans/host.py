@@ -13,7 +13,7 @@ import torch
 
 from midstream.engine.plans.batches import Batch, Batches
 from midstream.engine.plans.images import Image, Images, RunRow, stretches
-from midstream.engine.plans.outlet import Outlet, Piece
+from midstream.engine.plans.outlet import DUE_BYTES, Outlet, Piece
 from midstream.engine.plans.pipeline import Pipeline
 from midstream.engine.plans.points import PointHooks
 from midstream.engine.plans.recording import check_recorded, recorded
@@ -43,6 +43,8 @@ class _Planned:
         captured: positions below this have been captured.
         computed: positions below this have been computed, or will be in the coming step.
         complete: all its captured rows are sent, if there are any.
+        pieces: captured rows that are not sent.
+        size: their bytes.
     """
 
     carried: PlanRequest
@@ -52,11 +54,20 @@ class _Planned:
     computed: int = 0
     complete: bool = False
     pieces: list[Piece] = field(default_factory=list)
+    size: int = 0
 
     @property
     def has_all(self) -> bool:
         """Whether no further row is to be captured."""
         return self.image.last is not None and self.captured >= self.image.last
+
+    def add(self, piece: Piece) -> None:
+        self.pieces.append(piece)
+        self.size += piece.size
+
+    def take_pieces(self) -> list[Piece]:
+        pieces, self.pieces, self.size = self.pieces, [], 0
+        return pieces
 
 
 class PlanHost:
@@ -241,7 +252,7 @@ class PlanHost:
             blocks[number] = (rows, block)
             at = 0
             for request, _, count, position in parts:
-                request.pieces.append(Piece(position, profile.layout, block, at, count))
+                request.add(Piece(position, profile.layout, block, at, count))
                 at += count
         return blocks
 
@@ -258,9 +269,8 @@ class PlanHost:
                 continue
             request.complete = request.has_all
             self._capturing -= request.complete
-            if request.complete or self.outlet.is_due(request.pieces):
-                pieces, request.pieces = request.pieces, []
-                self.outlet.send(name, request.carried, pieces, request.complete)
+            if request.complete or request.size >= DUE_BYTES:
+                self.outlet.send(name, request.carried, request.take_pieces(), request.complete)
         self.outlet.flush()
 
     def take_errors(self) -> dict[str, str]:
@@ -383,7 +393,7 @@ class PlanHost:
     def _keep(self, request: _Planned) -> None:
         """Keep a recorded run's rows here, unless its prompt was not computed to the end."""
         assert request.carried.record is not None
-        pieces, request.pieces = request.pieces, []
+        pieces = request.take_pieces()
         plan, length = request.image.plan, len(request.image.prompt)
         if request.computed >= length:
             layers, size = self.facts.num_layers, self._dtype.itemsize
@@ -396,5 +406,5 @@ class PlanHost:
             "profiles": sum(image.profile_count for image in {r.image for r in self._requests.values()}),
             "plan_hooks": len(self.hooks),
             "leases": self.runs.leases,
-            "capture_bytes": sum(piece.size for request in self._requests.values() for piece in request.pieces),
+            "capture_bytes": sum(request.size for request in self._requests.values()),
         }

@@ -69,8 +69,8 @@ class Image:
 
     @property
     def size(self) -> int:
-        """Bytes that it holds on the device."""
-        return sum(tensor.nbytes for tensor in self.loaded.kept)
+        """Bytes that it holds on the device, where its profiles have entries for all points."""
+        return sum(tensor.nbytes for tensor in self.loaded.kept) + self.profile_count * self.loaded.profile_bytes
 
 
 class Images:

@@ -71,10 +71,6 @@ class Outlet:
         self._begun: set[str] = set()  # requests whose rows stay in this process
         self._queue: list[_Queued] = []  # for the client
 
-    def is_due(self, pieces: Sequence[Piece]) -> bool:
-        """Whether so much has come together that it should go out before the request's end."""
-        return sum(piece.size for piece in pieces) >= DUE_BYTES
-
     def check(self, carried: PlanRequest, plan: Plan) -> None:
         """Raise PlanError for a consumer that nobody has installed where its rows would go to it."""
         if carried.capture is not None or carried.record is not None:

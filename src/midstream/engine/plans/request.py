@@ -45,17 +45,20 @@ class PlanRequest:
         num_layers: of the model; said at admission.
         capture: `(id, index)`, where the client waits for captured rows; None if they stay in the engine or nothing is captured.
         record: `(id, name)` of the run that its captured rows are kept as, in the workers.
+        checked: the client knows the model and has nothing against the plan.
     """
 
     wire: bytes
     num_layers: int = 0
     capture: tuple[str, int] | None = None
     record: tuple[str, str] | None = None
+    checked: bool = False
 
     def to_extra_args(self) -> dict[str, Any]:
         carried: dict[str, Any] = {"plan": self.wire, "num_layers": self.num_layers}
         carried |= {"capture": list(self.capture)} if self.capture is not None else {}
         carried |= {"record": list(self.record)} if self.record is not None else {}
+        carried |= {"checked": True} if self.checked else {}
         return {NAME: carried}
 
     @property
@@ -80,7 +83,11 @@ class PlanRequest:
         given = carried["plan"]
         wire = given if isinstance(given, bytes) else packed(Plan.of(given))
         return cls(
-            wire, carried.get("num_layers", 0), _pair(carried, "capture", str, int), _pair(carried, "record", str, str)
+            wire,
+            carried.get("num_layers", 0),
+            _pair(carried, "capture", str, int),
+            _pair(carried, "record", str, str),
+            carried.get("checked") is True,
         )
 
 

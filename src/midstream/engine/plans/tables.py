@@ -32,10 +32,12 @@ class Loaded:
 
     Attributes:
         ids: the numbers of its profiles in the tables; 0 for the empty one.
+        profile_bytes: what each of these takes in the tables.
     """
 
     compiled: CompiledPlan
     ids: np.ndarray
+    profile_bytes: int
     kept: list[torch.Tensor] = field(default_factory=list)  # the device memory that its ops point to
 
 
@@ -77,7 +79,7 @@ class Tables:
             self._size *= 2
             self._grow()
         numbers = [0 if not profile.ops else self._free.pop() for profile in compiled.profiles]
-        loaded = Loaded(compiled, np.array(numbers, np.int32))
+        loaded = Loaded(compiled, np.array(numbers, np.int32), len(self.points) * ENTRY_WORDS * 8)
         for number, profile in zip(numbers, compiled.profiles, strict=True):
             if number:
                 self.profiles[number] = profile
@@ -211,6 +213,7 @@ class DeviceTables(Tables):
         at = 0
         for vector in bank:
             if vector.is_cuda:
+                vector = vector if vector.data_ptr() % 16 == 0 else vector.clone()  # as a row of a recorded run may lie
                 kept.append(vector)
                 addresses.append(vector.data_ptr())
                 continue
