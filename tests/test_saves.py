@@ -7,6 +7,7 @@ later layer. Here the engine's norms are made to do the same.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -146,6 +147,45 @@ def test_a1_any_object_is_saved_and_containers_as_they_end(model):
     assert nested["h"][0].shape == (5, 256) and nested["h"][1] == 5 and nested["none"] is None
     with pytest.raises(UnboundLocalError):
         dropped
+
+
+def test_a1_lists_and_dicts_from_outside_get_what_is_saved_into_them(model, plain):
+    """They stay the objects that they are, whoever else has them. On the engine the block works on copies of them."""
+    stream = [plain.run(plain.ids(prompt)).sites["resid_post", 3] for prompt in (PARIS, EIFFEL)]
+    found, grid, nested, norms = [], torch.zeros(LAYERS), {"runs": {}}, ["norms"]
+    same = found
+    for prompt in (PARIS, EIFFEL):
+        with model.trace(prompt):
+            found.append(model.layers_output[3].save())
+    with model.trace() as tracer:
+        for place, prompt in enumerate((PARIS, EIFFEL)):
+            with tracer.invoke(prompt):
+                nested["runs"][place] = model.layers_output[3].save()
+    with model.trace(PARIS):
+        for i in range(LAYERS):
+            grid[i] = model.layers_output[i][-1].norm()
+            norms.append(grid[i].item())
+        grid.save()
+        norms.save()
+    assert len(same) == 2 and list(nested["runs"]) == [0, 1]
+    for place in range(2):
+        close(same[place], stream[place])
+        close(nested["runs"][place], stream[place])
+    sites = plain.run(plain.ids(PARIS)).sites
+    expected = torch.stack([sites["resid_post", i][-1].norm() for i in range(LAYERS)])
+    close(grid.detach(), expected)
+    assert norms[0] == "norms"
+    close(torch.tensor(norms[1:]), expected)
+
+
+@pytest.mark.engine
+def test_a1_saves_that_come_back_nowhere_are_told_of(engine):
+    """Where the block runs on copies, what it sets on an object of the user's is lost."""
+    holder = SimpleNamespace()
+    with pytest.warns(UserWarning, match="Nothing that this trace saved has come back") as told:
+        with engine.trace(PARIS):
+            holder.h = engine.layers_output[3].save()
+    assert told[0].filename == __file__ and not vars(holder)
 
 
 def test_saves_are_on_the_cpu_and_the_users_own(model):

@@ -78,6 +78,7 @@ class TraceModel:
     runs: Runs
     _plan: Plan = Plan()
     _deferred = False
+    _ships = False  # whether traces run in another process, on copies of what they use
 
     @property
     def vocab_size(self) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dis
 import sys
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from types import FrameType, TracebackType
@@ -20,6 +21,11 @@ from midstream.trace.tracer import Barrier, BodyTracer
 
 if TYPE_CHECKING:
     from midstream.backends.model import TraceModel
+
+_NOTHING_SAVED = (
+    "Nothing that this trace saved has come back. A saved value comes back under a name, `h = model.layers_output[3].save()`, or in a list "
+    "or dict of yours that the trace puts it into."
+)
 
 
 @dataclass
@@ -155,8 +161,12 @@ class Tracer(_Context):
             return
         ran = self.backend.wait()
         self.outputs = [r.output for r in ran]
-        push(frame, merged(outer, self._saved, ran))
+        blocks = [invoke.program.block for invoke in self.invokes if isinstance(invoke.program, BlockProgram)]
+        values = merged(outer, self._saved, ran, _containers(blocks))
+        push(frame, values)
         raise_failures(ran)
+        if self._model._ships and not values and any(each.saves for each in blocks):
+            warnings.warn_explicit(_NOTHING_SAVED, UserWarning, frame.f_code.co_filename, frame.f_lineno)
 
     def _collect(self, block: Block) -> dict[str, Any]:
         """Run the block around the invokes here; each invoke in it takes its own block."""
@@ -173,20 +183,37 @@ class Tracer(_Context):
         return names
 
 
-def merged(outer: dict[str, Any], saved: Mapping[int, Any], ran: list[Ran]) -> dict[str, Any]:
-    """The values to bind in the caller's frame. A name that several invokes saved is the last one's."""
+def _containers(blocks: Iterable[Block]) -> dict[str, Any]:
+    """The caller's own lists and dicts that blocks use by name."""
+    return {
+        name: value
+        for block in blocks
+        for name, value in block.captured.items()
+        if isinstance(value, (list, dict)) and name not in block.assigned
+    }
+
+
+def merged(
+    outer: dict[str, Any], saved: Mapping[int, Any], ran: list[Ran], containers: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The values to bind in the caller's frame. A name that several invokes saved is the last one's.
+
+    Lists and dicts of the caller's, `containers` and those saved above the invokes, stay the objects that they are, and get what invokes
+    have put into them; in the engine, too, these share them.
+    """
     values = {name: value for name, value in outer.items() if id(value) in saved}
+    own = {**(containers or {}), **values}
     for request in sorted(ran, key=lambda r: r.outcomes[-1].order if r.outcomes else 0):
         for name in request.outcomes[0].values if request.outcomes else ():
             each = [outcome.values.get(name) for outcome in request.outcomes]
-            value = each[0] if len(each) == 1 else each
-            before = values.get(name)
-            if id(before) in saved and isinstance(before, list) and isinstance(value, list):
-                before[:] = value
-            elif id(before) in saved and isinstance(before, dict) and isinstance(value, dict):
-                before.update(value)
-            else:
-                values[name] = value
+            value, there = each[0] if len(each) == 1 else each, own.get(name)
+            if isinstance(there, list) and isinstance(value, list):
+                there[:] = value
+                value = there
+            elif isinstance(there, dict) and isinstance(value, dict):
+                there.update(value)
+                value = there
+            values[name] = value
     return values
 
 

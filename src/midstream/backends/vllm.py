@@ -93,6 +93,8 @@ class VLLM(TraceModel):
         UnknownSiteError: `graph_sites` has a site that cannot be built in.
     """
 
+    _ships = True
+
     def __init__(
         self,
         model: str,

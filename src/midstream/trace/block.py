@@ -126,6 +126,11 @@ class Block:
         """The names that the block binds at its own level."""
         return frozenset(name for name in self.code.co_freevars if not name.startswith("__"))
 
+    @property
+    def saves(self) -> bool:
+        """Whether it has a save in it."""
+        return _mentions(self.code, "__save__")
+
     def function(self) -> Callable[..., dict[str, Any]]:
         """f(extra, shared=None, wait=None) runs the body and returns its names as it ends.
 
@@ -181,6 +186,11 @@ class _Borrowing(dict[str, Any]):
     def _lent(self, name: str) -> Any:
         cell = self.shared.get(f"{self.borrows[name]}.{name}")
         return _UNBOUND if cell is None else _content(cell)
+
+
+def _mentions(code: CodeType, name: str) -> bool:
+    inner = (const for const in code.co_consts if isinstance(const, CodeType))
+    return name in code.co_names or name in code.co_freevars or any(_mentions(each, name) for each in inner)
 
 
 def _content(cell: CellType) -> Any:

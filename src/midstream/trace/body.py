@@ -333,6 +333,11 @@ class Body:
     def _needs_copy(self, value: torch.Tensor) -> bool:
         return self.snapshots or self.interleaver.is_live(value)
 
+    def has_saved_in(self, value: Any) -> bool:
+        """Whether it is a list or dict with something in it, at any depth, that was saved."""
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        return any(id(each) in self.saved or self.has_saved_in(each) for each in inner)
+
     def pick_saved(self, names: dict[str, Any]) -> dict[str, Any]:
         """Of a body's variables, those that were saved."""
         return {name: _as_saved(*self.saved[id(v)]) for name, v in names.items() if id(v) in self.saved}

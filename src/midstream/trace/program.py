@@ -8,7 +8,7 @@ import linecache
 import pickle
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -98,17 +98,20 @@ class BlockProgram(Program):
         names = self.block.function()(
             {**self.injected, "__save__": save, "__backward__": backward}, shared, body.wait_for_sibling
         )
-        return body.pick_saved({**self._captured(), **names})
+        return self._to_bring(body, names)
 
     def recover(self, error: BaseException, body: Body) -> dict[str, Any]:
-        return body.pick_saved({**self._captured(), **locals_at(error, self.block)})
+        return self._to_bring(body, locals_at(error, self.block))
 
     def snapshot(self, body: Body) -> dict[str, Any]:
         frame = body.frame_of(self.block.code)
-        return body.pick_saved({**self._captured(), **(frame.f_locals if frame is not None else {})})
+        return self._to_bring(body, frame.f_locals if frame is not None else {})
 
-    def _captured(self) -> dict[str, Any]:
-        return {name: self.block.captured[name] for name in self.saved}
+    def _to_bring(self, body: Body, names: Mapping[str, Any]) -> dict[str, Any]:
+        """What was saved, of the block's names and those from outside; and lists and dicts from outside that got saved values."""
+        outside = {name: value for name, value in self.block.captured.items() if name not in self.injected}
+        filled = {name: value for name, value in outside.items() if body.has_saved_in(value)}
+        return {**filled, **body.pick_saved({**outside, **names})}
 
 
 @dataclass
