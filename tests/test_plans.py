@@ -450,14 +450,14 @@ def test_d5_rows_go_to_the_output_a_directory_and_a_callable_at_once(model: Any,
     outputs = model.generate([FRANCE, EIFFEL], plan=plan, max_tokens=4, **GREEDY)
     stored = open_captures(tmp_path / "rows")
     assert len(stored) == 2
-    names = {len(stored[name].prompt_token_ids): name for name in stored}
     for prompt, output in zip([FRANCE, EIFFEL], outputs, strict=True):
-        ids = plain.ids(prompt)
+        name, ids = output.request_id, plain.ids(prompt)
+        assert list(stored[name].prompt_token_ids) == ids
         sites = plain.run(ids + plain.generate(prompt, 4)[:-1]).sites
         for layer in (2, 6):
             close(output.captures["resid_post", layer], sites["resid_post", layer])
-            assert torch.equal(stored[names[len(ids)]]["resid_post", layer], output.captures["resid_post", layer])
-            called = seen[names[len(ids)], "resid_post", layer]
+            assert torch.equal(stored[name]["resid_post", layer], output.captures["resid_post", layer])
+            called = seen[name, "resid_post", layer]
             assert torch.equal(torch.stack([called[p] for p in sorted(called)]), output.captures["resid_post", layer])
 
 

@@ -45,7 +45,9 @@ def test_text_is_for_the_tokenizer() -> None:
         assert encode(prompt, lambda: lambda text: {"input_ids": [ord(each) for each in text]}) == [97, 98]
 
 
-@pytest.mark.parametrize("prompt", [[], (), {}, [[5], [6]], torch.empty(0)], ids=str)
+@pytest.mark.parametrize(
+    "prompt", [[], (), {}, [[5], [6]], [[5], [6, 7]], ["a", "b"], object(), torch.empty(0)], ids=repr
+)
 def test_no_prompt(prompt: Any) -> None:
-    with pytest.raises(PromptError):
+    with pytest.raises(PromptError, match="Several prompts are for `generate`"):
         encode(prompt, no_tokenizer)

@@ -10,6 +10,8 @@ import pytest
 import torch
 from oracle import close, differs
 
+from midstream.errors import TraceError
+
 PARIS = "The capital of France is"
 ROME = "The capital of Italy is"
 EIFFEL = "The Eiffel Tower is in the city of"
@@ -47,6 +49,22 @@ def test_b1_every_accessor_at_every_layer_equals_transformers(model, plain):
     close(logits, expected.logits[-1:])
     close(probs, expected.logits[-1:].softmax(-1))
     assert sampled.tolist() == [plain.token(" Paris")]
+
+
+def test_b1_accessors_are_read_layer_by_layer_also_by_slices(model, plain):
+    with model.trace(EIFFEL, temperature=0.0):
+        some = list(model.layers_output[2:7:2]).save()
+    with model.trace(EIFFEL, temperature=0.0):
+        every = [hidden[-1] for hidden in model.layers_output].save()
+    sites = plain.run(EIFFEL).sites
+    assert len(some) == 3 and len(every) == LAYERS
+    for layer, hidden in zip((2, 4, 6), some, strict=True):
+        close(hidden, sites["resid_post", layer])
+    for layer, hidden in enumerate(every):
+        close(hidden, sites["resid_post", layer][-1])
+    with pytest.raises(TraceError, match="one layer at a time"):
+        with model.trace(EIFFEL, temperature=0.0):
+            model.layers_output[2:4] = 0
 
 
 def test_b2_inputs_are_hidden_states_and_never_positions(model):

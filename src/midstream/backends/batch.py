@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -44,13 +44,15 @@ class Generated:
     """What `LanguageModel` gives for one prompt.
 
     Attributes:
+        request_id: by which a directory of captures has it.
         prompt_token_ids, token_ids: the prompt's tokens and the generated ones.
-        text: the generated tokens as text.
+        text: the generated tokens as text, without special ones.
         saves: the trace's saved values, by name.
         captures: what the plan captured.
         answers: the log-probability of each answer that was asked for.
     """
 
+    request_id: str
     prompt_token_ids: list[int]
     token_ids: list[int]
     text: str
@@ -67,8 +69,9 @@ class Generated:
 class Batch:
     """One left-padded batch, and the bodies and plans that run on it."""
 
-    def __init__(self, model: LanguageModel, invokes: list[Invoke], plans: PlanHooks) -> None:
+    def __init__(self, model: LanguageModel, invokes: list[Invoke], plans: PlanHooks, names: Sequence[str]) -> None:
         self.model = model
+        self.names = names
         self.interleaver = model._interleaver
         self.prompts = [encode(invoke.prompt, lambda: model.tokenizer) for invoke in invokes]
         self.plans = plans
@@ -125,10 +128,8 @@ class Batch:
         ]
         outcomes = ([own] if own is not None else []) + failed
         tokens = self.generated[row]
-        captures = nothing_captured(str(row))
-        output = Generated(
-            self.prompts[row], tokens, self.model.tokenizer.decode(tokens), {}, captures, self.graded[row]
-        )
+        name, text = self.names[row], self.model.tokenizer.decode(tokens, skip_special_tokens=True)
+        output = Generated(name, self.prompts[row], tokens, text, {}, nothing_captured(name), self.graded[row])
         for each in outcomes:
             each.values = map_objects(each.values, Result, lambda _: output)
         output.saves = own.values if own is not None else {}

@@ -169,16 +169,16 @@ class LanguageModel(TraceModel):
                 self.runs.lease(runs, 1)
                 stack.callback(self.runs.lease, runs, -1)
             rows: dict[int, PlannedRow] = {}
+            names = [str(next(self._numbers)) for _ in invokes]
             for index, each in enumerate(planned):
                 if each is not None:
-                    name = str(next(self._numbers))
                     rows[index] = planned_row(
-                        each, self.arch, name, vectors=self.vectors, runs=self._run_store, sinks=self.sinks
+                        each, self.arch, names[index], vectors=self.vectors, runs=self._run_store, sinks=self.sinks
                     )
                     stack.callback(rows[index].discard)
             hooks = PlanHooks(self.module, self.arch, rows, lambda: self._interleaver.muted)
             with hooks.on():
-                done = Batch(self, invokes, hooks).run()
+                done = Batch(self, invokes, hooks, names).run()
             for index, row in rows.items():
                 row.end(len(done[index].output.token_ids))
             for index, row in rows.items():

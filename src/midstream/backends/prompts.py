@@ -37,11 +37,21 @@ def encode(prompt: Prompt, tokenizer: Callable[[], Any]) -> list[int]:
         ids = tokenizer()(text)["input_ids"]
     elif isinstance(prompt, Mapping):
         ids = next((prompt[key] for key in ("input_ids", "prompt_token_ids") if prompt.get(key) is not None), ())
-    ids = torch.as_tensor(ids)
+    try:
+        ids = torch.as_tensor(ids)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise _no_prompt(prompt) from error
     ids = ids[0] if ids.ndim == 2 and ids.shape[0] == 1 else ids
     if ids.ndim != 1 or not ids.numel():
-        raise PromptError(f"A prompt is a text or one sequence of at least one token id; {prompt!r} was given.")
+        raise _no_prompt(prompt)
     return ids.long().tolist()
+
+
+def _no_prompt(given: Any) -> PromptError:
+    return PromptError(
+        f"A prompt is a text or one sequence of at least one token id; {given!r} was given. Several prompts are for `generate`, `run` and "
+        "`tracer.invoke`."
+    )
 
 
 def offsets_of(prompt: Prompt, ids: Sequence[int], tokenizer: Any) -> tuple[str, list[tuple[int, int]]]:

@@ -44,6 +44,7 @@ def engine_arguments(
         PlanError: `plan` is no plan, or has what cannot be sent to an engine.
         UnknownSiteError: `graph_sites` has a site that cannot be built in.
     """
+    register()  # vLLM does so by the package's entry points, which a source tree on the path has not
     text = to_json(Plan.of(plan)) if plan is not None else None  # vLLM hashes the settings as JSON
     settings = Settings(False, dict(rename or {}), tuple(graph_sites), record_bytes, text)
     return {"worker_cls": WORKER, "scheduler_cls": SCHEDULER, "additional_config": settings.to_config()}

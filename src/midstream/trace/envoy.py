@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from midstream.arch import Architecture
-from midstream.errors import ShapeError, UnknownModuleError, UnknownSiteError
+from midstream.errors import ShapeError, TraceError, UnknownModuleError, UnknownSiteError
 from midstream.sites import ACCESSORS, LAYER_SITES, Binding
 from midstream.trace.body import current_body
 from midstream.trace.interleaver import Interleaver
@@ -222,17 +222,21 @@ class Envoy(CallPoints):
 
 
 class SitePerLayer:
-    """A standard accessor: `accessor[i]` is the site's value at layer i, `[tokens, hidden]`."""
+    """A standard accessor: `accessor[i]` is the site's value at layer i, `[tokens, hidden]`; of a slice a list, in the layers' order."""
 
     def __init__(self, arch: Architecture, site: str) -> None:
         self._arch = arch
         self._site = site
 
     def _at(self, layer: int) -> tuple[Binding, str]:
+        if isinstance(layer, slice):
+            raise TraceError(f"{self._site} is written at one layer at a time: {self._site}[3] = ..., not at a slice.")
         layer = range(self._arch.num_layers)[layer] if -self._arch.num_layers <= layer < 0 else layer
         return self._arch.binding(self._site, layer), f"{self._site}[{layer}]"
 
-    def __getitem__(self, layer: int) -> torch.Tensor:
+    def __getitem__(self, layer: int | slice) -> Any:
+        if isinstance(layer, slice):
+            return [self[each] for each in range(len(self))[layer]]
         binding, _ = self._at(layer)
         return current_body().read((binding.path, binding.kind), lambda visit: visit.site(binding))
 
@@ -242,6 +246,9 @@ class SitePerLayer:
 
     def __len__(self) -> int:
         return self._arch.num_layers
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[layer] for layer in range(len(self)))
 
 
 def _site_property(site: str) -> property:

@@ -78,7 +78,7 @@ class PointHooks:
         """Say once that this site costs the compiled forward."""
         if site not in self._told:
             self._told.add(site)
-            _log.info(
+            _log.warning(
                 "Plans at %s run their steps uncompiled; start the engine with graph_sites=[..., %r] to have that site in the graphs.",
                 site,
                 site,
