@@ -3,6 +3,7 @@
 The scheduler's outputs are written by hand; the oracle is what each request's plan says about each of its positions.
 """
 
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from midstream import Capture, Consumer, Patch, Plan, RecordedRun, Steer
-from midstream.engine.plans import images, tables
+from midstream.engine.plans import host, images, tables
 from midstream.engine.plans.host import PlanHost
 from midstream.engine.plans.local import LocalSinks
 from midstream.engine.plans.outlet import Outlet, Piece
@@ -291,6 +292,51 @@ def test_captured_rows_come_once_over_preemptions(steps):
     assert sorted(positions) == list(range(6))
 
 
+def test_d5_what_is_known_to_be_the_users_is_said_with_the_rows(steps, monkeypatch):
+    """Consumers get it while the request goes on. A stop string may take back any of it, so there nothing is sure before the end."""
+    monkeypatch.setattr(host, "DUE_BYTES", 1)
+    steps.step({"a": Capture("resid_post", layers=0, positions="all")})
+    for _ in range(4):
+        steps.step()
+    assert [header["sure"] for header, _ in steps.sent] == [computed - 3 for computed in (3, 4, 5, 6, 7)]
+    steps.sent.clear()
+    sampling = _sampling(Capture("resid_post", layers=0, positions="all"))
+    sampling.stop = ["."]
+    steps.host.schedule({"b": (sampling, PROMPT)}, {"b": 3}, {"a": 8}, {"b": 0})
+    steps.host.begin_step(StepView(["b"], np.array([3]), np.array([0]), 3))
+    steps.forward(3)
+    steps.host.end_step()
+    assert [header["sure"] for header, _ in steps.sent if header["request"] == "b"] == [0]
+
+
+def test_d5_consumers_get_rows_while_the_request_goes_on():
+    """A request may go on for long: rows that wait for its end would wait in memory."""
+    taken = []
+    sinks = LocalSinks("e", 1, [0])
+    plan = Plan.of(Capture("resid_post", layers=0, positions="all_generated", to=lambda *row: taken.extend(row[3])))
+    sinks.begin("r", plan, PROMPT)
+    layout = Layout([Plane("resid_post", 0, "before", 0, WIDTH)])
+    for first in range(3, 15, 4):
+        sinks.rows("r", [(np.arange(first, first + 4), layout, torch.zeros(4, WIDTH))], first + 2)
+    deadline = time.monotonic() + 10
+    while taken != list(range(3, 13)):
+        assert time.monotonic() < deadline, taken
+        time.sleep(0.01)
+    sinks.end("r", 14)
+    sinks.close()
+    assert taken == list(range(3, 14))
+
+
+def test_d4_a_session_captures_all_positions_or_none():
+    """What other selectors mean is settled by a prompt's length, which changes."""
+    for positions, refused in (("all", False), ("all_prompt", True), ("all_generated", True), ([0, -1], True)):
+        steps = Steps()
+        plan = Capture("resid_post", layers=0, positions=positions)
+        steps.step({"a": plan})
+        steps.host.schedule({"a": (_sampling(plan), [*PROMPT, 4])}, {"a": 1}, {}, {"a": 3})
+        assert ("positions='all'" in steps.host.take_errors().get("a", "")) == refused, positions
+
+
 def test_device_tables_upload_what_changed():
     """Every profile that a row may have is on the device as it is here, in whatever order plans came, went and made the table grow."""
     from midstream.plan.compile import compile_plan
@@ -336,6 +382,6 @@ def test_a_request_that_a_consumer_cannot_begin_is_said_to_fail_once(caplog):
     for name in plans:
         outlet.settle(name, 4)
     outlet.close()
-    assert outlet.gauges() == {"capture_failures": 1, "consumer_bytes": 0}
+    assert outlet.gauges() == {"capture_failures": 1, "consumer_bytes": 0, "consumer_blocked_ms": 0}
     assert [record.levelname for record in caplog.records] == ["ERROR"] and "nobody-has-this" in caplog.text
     assert taken == [("good", [0]), ("good", [1]), ("good", [2])]

@@ -129,9 +129,9 @@ class Capturing:
         if self._planned.routes.output:
             sample.segments += segments
         if self.has_sinks and sample.error is None:
-            self._pass_on(sample, segments)
+            self._pass_on(sample, segments, header.get("sure", 0))
 
-    def _pass_on(self, sample: _Sample, segments: list[Segment]) -> None:
+    def _pass_on(self, sample: _Sample, segments: list[Segment], sure: int) -> None:
         if self._discarded:
             return
         try:
@@ -141,8 +141,7 @@ class Capturing:
                 self._sinks.put(self._planned.empty_segment(sample.name))
             for segment in segments:
                 self._sinks.put(segment)
-            if self.stop is not None:
-                self._sinks.confirm(sample.name, self.stop)
+            self._sinks.confirm(sample.name, max(self.stop or 0, sure))
         except CaptureError as error:
             self._give_up(sample, error)
 

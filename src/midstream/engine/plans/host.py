@@ -43,6 +43,7 @@ class _Planned:
         captured: positions below this have been captured.
         computed: positions below this have been computed, or will be in the coming step.
         complete: all its captured rows are sent, if there are any.
+        stops_at_text: whether it ends where a string comes up.
         pieces: captured rows that are not sent.
         size: their bytes.
     """
@@ -53,6 +54,7 @@ class _Planned:
     captured: int = 0
     computed: int = 0
     complete: bool = False
+    stops_at_text: bool = False
     pieces: list[Piece] = field(default_factory=list)
     size: int = 0
 
@@ -270,7 +272,9 @@ class PlanHost:
             request.complete = request.has_all
             self._capturing -= request.complete
             if request.complete or request.size >= DUE_BYTES:
-                self.outlet.send(name, request.carried, request.take_pieces(), request.complete)
+                # A token ends its request so many steps later at most; a string, which the client looks for, at any time.
+                sure = 0 if request.stops_at_text else request.captured - (self._pipeline.size + 2)
+                self.outlet.send(name, request.carried, request.take_pieces(), request.complete, sure)
         self.outlet.flush()
 
     def take_errors(self) -> dict[str, str]:
@@ -293,13 +297,13 @@ class PlanHost:
                 return self._extend(name, known, len(prompt))
             carried = given
             if carried is not None and (plan := carried.plan):
-                self._begin(name, carried, plan, prompt)
+                self._begin(name, carried, plan, prompt, bool(getattr(sampling, "stop", None)))
         except PlanError as error:
             self.errors[name] = str(error)
             if carried is not None:
                 self.outlet.fail(name, carried, str(error))
 
-    def _begin(self, name: str, carried: PlanRequest, plan: Plan, prompt: Sequence[int]) -> None:
+    def _begin(self, name: str, carried: PlanRequest, plan: Plan, prompt: Sequence[int], stops_at_text: bool) -> None:
         if self._speculative and any(capture.positions in ("all_generated", "all") for capture in plan.captures):
             raise PlanError("A capture of generated positions is not supported with speculative decoding.")
         if carried.record is not None:
@@ -315,7 +319,8 @@ class PlanHost:
             undo.callback(sources.close)
             image = self._take(carried, len(prompt), sources.row)
             undo.pop_all()
-        self._requests[name] = _Planned(carried, image, sources, complete=not plan.captures)
+        done = not plan.captures
+        self._requests[name] = _Planned(carried, image, sources, complete=done, stops_at_text=stops_at_text)
         if plan.captures:
             self._capturing += 1
             self.outlet.begin(name, carried, plan, prompt)
@@ -359,6 +364,10 @@ class PlanHost:
     def _extend(self, name: str, request: _Planned, length: int) -> None:
         """Streaming input has made the prompt longer."""
         old = request.image
+        if any(capture.positions != "all" for capture in old.plan.captures):
+            raise PlanError(
+                "A session of streaming input captures positions='all'; what else there is counts by one prompt's length."
+            )
         if length != len(old.prompt):
             sources = self._sources(name, old.plan, length)
             with ExitStack() as undo:

@@ -81,11 +81,12 @@ class LocalSinks:
 
         self._put(job, 0, name)
 
-    def rows(self, engine_id: str, rows: Rows) -> None:
+    def rows(self, engine_id: str, rows: Rows, sure: int = 0) -> None:
+        """Positions below `sure` are known to be the user's: consumers get them now, the others when the request ends."""
         name = self._names[engine_id]
         tensors = [each for _, _, each in rows]
         ready = staging.mark_ready(tensors)
-        self._put(lambda: self._deliver(name, rows, ready), sum(each.nbytes for each in tensors), name)
+        self._put(lambda: self._deliver(name, rows, ready, sure), sum(each.nbytes for each in tensors), name)
 
     def end(self, engine_id: str, stop: int | None, error: str | None = None) -> None:
         """`stop`: rows below this position are the user's."""
@@ -117,12 +118,13 @@ class LocalSinks:
         self._sinks.close()
         self._copier.close()
 
-    def _deliver(self, name: str, rows: Rows, ready: Any) -> None:
+    def _deliver(self, name: str, rows: Rows, ready: Any, sure: int) -> None:
         for positions, layout, device_rows in rows:
             host = torch.empty(device_rows.shape, dtype=device_rows.dtype)
             flat = host.view(-1).view(torch.uint8)
             self._copier.begin(flat, [device_rows], [0], ready).wait()
             self._sinks.put(Segment(name, positions, layout, host))
+        self._sinks.confirm(name, sure)
 
     def _put(self, job: Callable[[], None], size: int, name: str | None = None) -> None:
         """Queue a job; one that is about a request is not done once an earlier one of it has failed."""

@@ -90,13 +90,13 @@ class Outlet:
             self._begun.add(name)
             self.local.begin(name, plan, prompt_token_ids)
 
-    def send(self, name: str, carried: PlanRequest, pieces: Sequence[Piece], complete: bool) -> None:
-        """Rows of a request; `complete` if they are its last."""
+    def send(self, name: str, carried: PlanRequest, pieces: Sequence[Piece], complete: bool, sure: int = 0) -> None:
+        """Rows of a request; `complete` if they are its last. Positions below `sure` are known to be the user's."""
         if carried.capture is not None:
-            self._queue.append((self._header(name, carried, complete), list(pieces), None))
+            self._queue.append((self._header(name, carried, complete, sure), list(pieces), None))
         elif name in self._begun:
             assert self.local is not None
-            self.local.rows(name, [(p.positions, p.layout, p.rows) for p in _joined(pieces)])
+            self.local.rows(name, [(p.positions, p.layout, p.rows) for p in _joined(pieces)], sure)
 
     def end(self, name: str, carried: PlanRequest, pieces: Sequence[Piece], tokens: int | None) -> None:
         """The request is over, with its last rows. `tokens`: how many it had, if that is known; the last of them has no row."""
@@ -119,8 +119,8 @@ class Outlet:
             self._begun.remove(name)
             self.local.end(name, None, message)
 
-    def _header(self, name: str, carried: PlanRequest, final: bool) -> dict[str, Any]:
-        return {"key": carried.capture, "request": name, "final": final, "stage": self._stage}
+    def _header(self, name: str, carried: PlanRequest, final: bool, sure: int = 0) -> dict[str, Any]:
+        return {"key": carried.capture, "request": name, "final": final, "stage": self._stage, "sure": sure}
 
     def close(self) -> None:
         """Let consumers in this process take what is theirs."""
@@ -128,12 +128,13 @@ class Outlet:
             self.local.close()
 
     def gauges(self) -> dict[str, int]:
-        """Requests, since the start, whose consumers in this process failed them; bytes that wait for such consumers."""
+        """Requests, since the start, whose consumers in this process failed them; bytes that wait for such consumers; how long, since the
+        start, they have held the forward up."""
         if self.local is None:
-            return {"capture_failures": 0, "consumer_bytes": 0}
+            return {"capture_failures": 0, "consumer_bytes": 0, "consumer_blocked_ms": 0}
         stats = self.local.stats
-        waiting = int(stats["queued_bytes"] + stats["held_bytes"])
-        return {"capture_failures": self.local.failures, "consumer_bytes": waiting}
+        waiting, blocked = int(stats["queued_bytes"] + stats["held_bytes"]), int(1000 * stats["blocked_seconds"])
+        return {"capture_failures": self.local.failures, "consumer_bytes": waiting, "consumer_blocked_ms": blocked}
 
     def flush(self) -> None:
         """Send what is for the client: few messages for many requests, none much larger than a request's rows have to be."""
@@ -161,7 +162,7 @@ class SilentOutlet(Outlet):
     def begin(self, name: str, carried: PlanRequest, plan: Plan, prompt_token_ids: Sequence[int]) -> None:
         pass
 
-    def send(self, name: str, carried: PlanRequest, pieces: Sequence[Piece], complete: bool) -> None:
+    def send(self, name: str, carried: PlanRequest, pieces: Sequence[Piece], complete: bool, sure: int = 0) -> None:
         pass
 
     def settle(self, name: str, tokens: int | None) -> None:
