@@ -69,7 +69,7 @@ STEER = Steer("resid_post", layers=[3], vector=torch.ones(256))
 
 
 def planned(name: str, *more: Steer, checked: bool = True, **params: Any) -> Request:
-    extra = PlanRequest(packed(Plan.of([STEER, *more])), 8).to_extra_args()
+    extra = PlanRequest(packed(Plan.of([STEER, *more])), 8, checked=checked).to_extra_args()
     sampling = vllm.SamplingParams(max_tokens=4, extra_args=extra, **params)
     hasher = get_request_block_hasher(BLOCK, sha256)
     return Request(name, list(range(10, 10 + PROMPT)), sampling, None, block_hasher=hasher)

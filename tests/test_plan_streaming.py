@@ -26,7 +26,7 @@ def keyed():
 
 
 def sampling(plan):
-    extra = PlanRequest(packed(Plan.of(plan)), LAYERS).to_extra_args() if plan is not None else None
+    extra = PlanRequest(packed(Plan.of(plan)), LAYERS, checked=True).to_extra_args() if plan is not None else None
     return SamplingParams(max_tokens=64, extra_args=extra)
 
 

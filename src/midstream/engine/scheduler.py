@@ -39,9 +39,7 @@ class _Rules:
         super().__init__(*args, **kwargs)
         self._lengths: dict[str, int] = {}  # tokens of the requests that the workers are to be told the end of
         self._takes_traces = Settings.of(self.vllm_config).allow_traces
-        self._unstarted: set[str] = (
-            set()
-        )  # requests with a trace whose prompt is still to be computed, and some that were
+        self._unstarted: set[str] = set()  # requests with a trace, until they are seen to have begun
 
     def add_request(self, request: Any) -> None:
         super().add_request(request)  # type: ignore[misc]

@@ -144,9 +144,10 @@ class _Checker:
             if self._vectors is None:
                 return
             if source.name not in self._vectors:
-                raise PlanError(
-                    f"{field}: the engine has no vector {source.name!r}; {fields.nearest(source.name, self._vectors)}"
-                )
+                hint = fields.nearest(source.name, self._vectors)
+                if self._runs and source.name in self._runs and field == "Patch.source":
+                    hint = f"a recorded run is given itself: source=model.runs[{source.name!r}], or what model.record returned"
+                raise PlanError(f"{field}: the engine has no vector {source.name!r}; {hint}")
             width = self._vectors[source.name]
         elif isinstance(source, Vector):
             width = source.width

@@ -335,8 +335,18 @@ class Body:
 
     def has_saved_in(self, value: Any) -> bool:
         """Whether it is a list or dict with something in it, at any depth, that was saved."""
-        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        return any(id(each) in self.saved or self.has_saved_in(each) for each in inner)
+        seen: set[int] = set()
+        rest = [value] if self.saved else []
+        while rest:
+            here = rest.pop()
+            if not isinstance(here, (list, dict)) or id(here) in seen:
+                continue
+            seen.add(id(here))
+            inner = here.values() if isinstance(here, dict) else here
+            if any(id(each) in self.saved for each in inner):
+                return True
+            rest += inner
+        return False
 
     def pick_saved(self, names: dict[str, Any]) -> dict[str, Any]:
         """Of a body's variables, those that were saved."""
