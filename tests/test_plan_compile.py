@@ -285,6 +285,19 @@ def test_what_cannot_be_compiled_says_why(plan, message):
         compiled(plan, vector=lambda name: named[name.name])
 
 
+def test_named_vectors_are_put_into_shape_without_the_device():
+    """The forward would wait for what is read back from there: nothing is, as this device has nothing to read."""
+    plan = [
+        Clamp("resid_post", layers=0, direction="calm"),
+        Steer("resid_post", layers=1, vector="calm", norm_match=True),
+        Patch("resid_post", layer=1, position=0, source="zeros", mask="half"),
+    ]
+    there = {"calm": np.array([3.0, 0.0, 4.0, 0.0], np.float32), "half": np.full(4, 0.5, np.float32)}
+    found = compiled(plan, vector=lambda _: torch.empty(WIDTH, device="meta"), on_host=lambda named: there[named.name])
+    values = sorted(vector.tolist() for vector in found.bank)
+    assert values == [[0.0] * 4, [0.5] * 4, pytest.approx([0.6, 0.0, 0.8, 0.0])]
+
+
 def test_half_precision_sources_are_taken_as_float32():
     plan = [Patch("resid_post", layer=0, position=0, source=RUNS[0]), Steer("resid_post", layers=0, vector="calm")]
     found = compile_plan(

@@ -107,6 +107,7 @@ def compile_plan(
     vector: Callable[[Named], Any],
     run: Callable[[RecordedRun, str, int, int], torch.Tensor],
     points: Collection[Point] | None = None,
+    on_host: Callable[[Named], np.ndarray] | None = None,
 ) -> CompiledPlan:
     """What each row gets of `plan`.
 
@@ -117,11 +118,12 @@ def compile_plan(
         vector: gives a named vector, float32 `[width]`, numpy or torch.
         run: gives a recorded run's row at a site, layer and position, `[width]`, on any device.
         points: the (site, layer) to compile for, those of one pipeline stage; None for all.
+        on_host: gives a named vector that has to be put into shape, where `vector` gives one that the host would have to wait for.
 
     Raises:
         PlanError: what `canonical.normal` finds, a vector of another width, or what `vector` and `run` raise.
     """
-    bank, others = _Bank(width, vector, run), _Bank(width, vector, run)
+    bank, others = (_Bank(width, vector, run, on_host or vector) for _ in range(2))
     edits: dict[str, dict[Point, list[Op]]] = {"prefill": {}, "decode": {}}
     patches: dict[int, dict[Point, list[Op]]] = {}
     captures: list[Capture] = []
@@ -215,9 +217,10 @@ class _Bank:
         width: Callable[[str, int], int],
         vector: Callable[[Named], Any],
         run: Callable[[RecordedRun, str, int, int], torch.Tensor],
+        on_host: Callable[[Named], Any],
     ) -> None:
         self.tensors: list[torch.Tensor] = []
-        self._width, self._vector, self._run = width, vector, run
+        self._width, self._vector, self._run, self._on_host = width, vector, run, on_host
         self._index: dict[Any, int] = {}
 
     def look_at(self, item: Intervention) -> None:
@@ -272,11 +275,9 @@ class _Bank:
         """The index of a given or a named vector, put into shape."""
 
         def make() -> torch.Tensor:
-            data = source.data if isinstance(source, Vector) else self._vector(source)
-            if shape is not None:
-                data = shape(
-                    np.asarray(data.cpu() if isinstance(data, torch.Tensor) else data), f"{field} ({source!r})"
-                )
+            given = self._vector if shape is None else self._on_host
+            data = source.data if isinstance(source, Vector) else given(source)
+            data = data if shape is None else shape(np.asarray(data), f"{field} ({source!r})")
             return data if isinstance(data, torch.Tensor) else torch.tensor(data)
 
         return self._held((source, shape), point, field, make)

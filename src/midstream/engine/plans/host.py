@@ -351,6 +351,7 @@ class PlanHost:
             self.facts.num_layers,
             width=lambda site, layer: self.facts.widths[site, layer],
             vector=self.vectors.get,
+            on_host=self.vectors.on_host,
             run=row,
             points=self.tables.index.keys(),
         )

@@ -17,17 +17,17 @@ from midstream.sites import Point
 
 
 class VectorStore:
-    """Named vectors, float32, on the worker's device."""
+    """Named vectors, float32, on the worker's device and on the host, which would have to wait for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._vectors: dict[str, tuple[torch.Tensor, str]] = {}
+        self._vectors: dict[str, tuple[torch.Tensor, np.ndarray, str]] = {}
 
     def set(self, vectors: Mapping[str, tuple[bytes, str]]) -> None:
         """name -> (little-endian float32, digest)."""
         for name, (data, digest) in vectors.items():
-            host = torch.from_numpy(np.frombuffer(data, "<f4").copy())
-            self._vectors[name] = (host.to(self._device), digest)
+            host = np.frombuffer(data, "<f4").copy()
+            self._vectors[name] = (torch.from_numpy(host).to(self._device), host, digest)
 
     def delete(self, names: Collection[str]) -> None:
         """Forget vectors; a name that is not there is passed over."""
@@ -36,19 +36,26 @@ class VectorStore:
 
     def list(self) -> dict[str, tuple[int, str]]:
         """name -> (width, digest)."""
-        return {name: (vector.numel(), digest) for name, (vector, digest) in self._vectors.items()}
+        return {name: (len(host), digest) for name, (_, host, digest) in self._vectors.items()}
 
     def get(self, named: Named) -> torch.Tensor:
-        """Raises PlanError if there is none of that name, or another than the plan was made with."""
+        """On the device. Raises PlanError if there is none of that name, or another than the plan was made with."""
+        return self._known(named)[0]
+
+    def on_host(self, named: Named) -> np.ndarray:
+        """On the host. Raises as `get` does."""
+        return self._known(named)[1]
+
+    def _known(self, named: Named) -> tuple[torch.Tensor, np.ndarray]:
         if named.name not in self._vectors:
             there = ", ".join(sorted(self._vectors)) or "none"
             raise PlanError(f"The engine has no vector {named.name!r}; it has: {there}.")
-        vector, digest = self._vectors[named.name]
+        vector, host, digest = self._vectors[named.name]
         if named.digest not in (None, digest):
             raise PlanError(
                 f"The vector {named.name!r} was replaced by another since this request was made; send it again."
             )
-        return vector
+        return vector, host
 
 
 @dataclass
