@@ -248,8 +248,7 @@ def _draw(
 ) -> Any:
     import matplotlib
 
-    colours = matplotlib.colormaps[cmap].copy()
-    colours.set_bad("lightgrey")
+    colours = matplotlib.colormaps[cmap].with_extremes(bad="lightgrey")
     low, high = limits
     image = ax.imshow(grid.numpy(), cmap=colours, vmin=low, vmax=high, aspect="auto", interpolation="nearest")
     ax.spines[:].set_visible(False)
