@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -109,3 +110,16 @@ def clients() -> Iterator[Callable[..., Client]]:
         for one in started:
             one.clear_away()
             shutil.rmtree(one.directory)
+
+
+def check_preempted(script: Client, *kinds: str) -> None:
+    """What `lifecycle_script.py preempt` found: together, with preemptions, all is as it is alone."""
+    assert script.process.wait(400) == 0, (script.directory / "errors").read_text()
+    result = json.loads(script.output.read_text().splitlines()[-1])
+    for gauges in result.pop("gauges"):
+        assert not any(n for name, n in gauges.items() if not name.endswith("_steps")), gauges
+    assert set(result) == set(kinds)
+    for name, found in result.items():
+        assert found["preempted alone"] == 0 < found["preempted together"], (name, found)
+        assert all(found["same tokens"]) and all(found["ids are the tokens"]), (name, found)
+        assert found["largest difference"] < 1e-3 and found["logprobs"] < 1e-3, (name, found)

@@ -27,7 +27,7 @@ import torch
 from conftest import RANKS, start
 from forked import forked
 
-from midstream import Capture
+from midstream import Capture, Steer
 from midstream.errors import EngineClosedError
 
 PROMPTS = [
@@ -157,6 +157,19 @@ def steered_by_two(model: Any, prompts: list[str]) -> Any:
         model.clear_edits()
 
 
+def planned(model: Any, prompts: list[str]) -> Any:
+    plan = [
+        Steer("resid_post", layers=3, vector=torch.linspace(-10, 10, model.hidden_size)),
+        Capture("resid_post", layers=5, positions="all", when="after"),
+    ]
+    return model.generate(prompts, plan=plan, max_tokens=60, **LONG)
+
+
+def hidden_of(output: Any) -> list[torch.Tensor]:
+    """What was read at layer 5, step by step."""
+    return output.saves.get("hidden", []) or [tensor for tensor in output.captures.values()]
+
+
 def compared(model: Any, steered: Any) -> dict[str, Any]:
     """The runs of all prompts together, against each alone."""
     before = preemptions(model)
@@ -168,7 +181,7 @@ def compared(model: Any, steered: Any) -> dict[str, Any]:
         "preempted together": preemptions(model) - without,
         "same tokens": [list(a.outputs[0].token_ids) == list(b.outputs[0].token_ids) for a, b in pairs],
         "ids are the tokens": [b.saves.get("ids") in (None, list(b.outputs[0].token_ids)) for b in together],
-        "largest difference": max(difference(a.saves.get("hidden", []), b.saves.get("hidden", [])) for a, b in pairs),
+        "largest difference": max(difference(hidden_of(a), hidden_of(b)) for a, b in pairs),
         "logprobs": max(difference(logprobs(a), logprobs(b)) for a, b in pairs),
     }
 
@@ -187,11 +200,14 @@ def preemptions(model: Any) -> int:
 
 
 def preempt(directory: Path) -> None:
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # starts fast, and the scheduler is the same
+    if not RANKS:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # starts fast, and the scheduler is the same
     model = start(
         enforce_eager=True, max_model_len=128, block_size=32, num_gpu_blocks_override=8, disable_log_stats=False
     )
-    kinds = [steer_every_step, steer_the_prompt, choose_tokens, steered_by_two]
+    kinds = (
+        [steer_the_prompt, planned] if RANKS else [steer_every_step, steer_the_prompt, choose_tokens, steered_by_two]
+    )
     result = {kind.__name__: compared(model, kind) for kind in kinds}
     print(json.dumps({**result, "gauges": model.gauges()}))
     model.close()

@@ -13,6 +13,7 @@ SIZES = {
 
 _IN_PROCESS = "its engine runs in the process of the test, which reaches into its one worker"
 _CALIBRATED = "its bounds are those of one worker's memory; test_pipeline.py has the same for several"
+_SCRIPT = "its engine is started by a script of its own, on one rank"
 _OWN_PROCESS = "its engines are started by a script of its own; test_ranks_lifecycle.py has the same for several ranks"
 
 # Beginnings of node ids, from the test's file on, and why what they name does not apply.
@@ -20,7 +21,7 @@ NOT_APPLICABLE = {
     "test_plan_cache.py": _IN_PROCESS,
     "test_plan_engine.py": _IN_PROCESS,
     "test_plan_stock.py": _IN_PROCESS,
-    "test_lifecycle.py::test_ctrl_c_leaves_the_engine_usable_and_then_nothing_behind": _OWN_PROCESS,
+    "test_lifecycle.py::test_ctrl_c_leaves_the_engine_usable_and_then_nothing_behind": _SCRIPT,
     "test_lifecycle.py::test_a_killed_client_takes_its_workers_with_it": _OWN_PROCESS,
     "test_lifecycle.py::test_preempted_requests_are_as_if_they_had_run_alone": _OWN_PROCESS,
     "test_lifecycle.py::test_500_traces_leave_memory_flat": _CALIBRATED,

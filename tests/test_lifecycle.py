@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from clients import Client
+from clients import Client, check_preempted
 from conftest import alive
 from oracle import Plain, close
 
@@ -59,16 +58,7 @@ def test_a_killed_client_takes_its_workers_with_it(client: Callable[..., Client]
 @pytest.mark.engine
 def test_preempted_requests_are_as_if_they_had_run_alone(client: Callable[..., Client]) -> None:
     """Recomputed positions carry the edits that were made to them, also those of a body that is done."""
-    script = client("preempt")
-    assert script.process.wait(400) == 0, (script.directory / "errors").read_text()
-    result = json.loads(script.output.read_text().splitlines()[-1])
-    (gauges,) = result.pop("gauges")
-    assert not any(n for name, n in gauges.items() if not name.endswith("_steps")), gauges
-    assert set(result) == {"steer_every_step", "steer_the_prompt", "choose_tokens", "steered_by_two"}
-    for name, found in result.items():
-        assert found["preempted alone"] == 0 < found["preempted together"], (name, found)
-        assert all(found["same tokens"]) and all(found["ids are the tokens"]), (name, found)
-        assert found["largest difference"] < 1e-3 and found["logprobs"] < 1e-3, (name, found)
+    check_preempted(client("preempt"), "steer_every_step", "steer_the_prompt", "choose_tokens", "steered_by_two")
 
 
 # On the shared engine.

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from clients import Client
+from clients import Client, check_preempted
 
 pytestmark = pytest.mark.engine
 
@@ -61,3 +61,9 @@ def test_a_killed_client_takes_all_ranks_with_it(client: Callable[..., Client], 
     script.process.wait()
     assert script.all_ended(), script.describe()
     assert not segments & set(os.listdir("/dev/shm"))
+
+
+@pytest.mark.parametrize("sizes", ["pp2", "tp2"])
+def test_preempted_requests_are_as_if_they_had_run_alone(client: Callable[..., Client], sizes: str) -> None:
+    """A trace and a plan that captures, on a KV cache too small for them: each rank computes again what was dropped, with its edits."""
+    check_preempted(client("preempt", sizes), "steer_the_prompt", "planned")

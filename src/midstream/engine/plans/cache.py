@@ -89,7 +89,10 @@ def accept(sampling_params: Any) -> None:
     """The workers have begun a request, and had nothing against its plan."""
     if (getattr(sampling_params, "extra_args", None) or {}).get(NAME) is None:
         return
-    carried = PlanRequest.of(sampling_params)
+    try:
+        carried = PlanRequest.of(sampling_params)
+    except PlanError:  # the workers refuse it
+        return
     if carried is not None and not carried.checked:
         _accepted.get(carried.wire, lambda: None, lambda _: len(carried.wire))
 
