@@ -170,11 +170,11 @@ def hidden_of(output: Any) -> list[torch.Tensor]:
     return output.saves.get("hidden", []) or [tensor for tensor in output.captures.values()]
 
 
-def compared(model: Any, steered: Any) -> dict[str, Any]:
+def compared(model: Any, steered: Any, prompts: list[str]) -> dict[str, Any]:
     """The runs of all prompts together, against each alone."""
     before = preemptions(model)
-    alone = [steered(model, [prompt])[0] for prompt in PROMPTS]
-    without, together = preemptions(model), steered(model, PROMPTS)
+    alone = [steered(model, [prompt])[0] for prompt in prompts]
+    without, together = preemptions(model), steered(model, prompts)
     pairs = list(zip(alone, together, strict=True))
     return {
         "preempted alone": without - before,
@@ -208,7 +208,8 @@ def preempt(directory: Path) -> None:
     kinds = (
         [steer_the_prompt, planned] if RANKS else [steer_every_step, steer_the_prompt, choose_tokens, steered_by_two]
     )
-    result = {kind.__name__: compared(model, kind) for kind in kinds}
+    prompts = PROMPTS[:3] if RANKS else PROMPTS  # each takes three of the eight blocks
+    result = {kind.__name__: compared(model, kind, prompts) for kind in kinds}
     print(json.dumps({**result, "gauges": model.gauges()}))
     model.close()
 
