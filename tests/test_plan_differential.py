@@ -5,7 +5,7 @@ and come back) and prompts with common beginnings (prefix-cache hits). The other
 cache, each prompt in one piece. Tokens have to be the same, captured rows within 1e-5.
 
 Seen failing with: keys of the prefix cache left out (`cache.block_key` None), hits not limited by captures (`cache.longest_hit` None),
-captured positions not remembered over a preemption (`_Planned.captured` 0), profiles laid out in the scheduler's order instead of the
+captured positions not remembered over a preemption (`Planned.captured` 0), profiles laid out in the scheduler's order instead of the
 batch's.
 """
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from midstream.engine.plans.batches import Batch, Batches
 from midstream.engine.plans.images import Image, Images, RunRow, stretches
 from midstream.engine.plans.outlet import DUE_BYTES, Outlet, Piece
 from midstream.engine.plans.pipeline import Pipeline
+from midstream.engine.plans.planned import Planned
 from midstream.engine.plans.points import PointHooks
 from midstream.engine.plans.recording import check_recorded, recorded
 from midstream.engine.plans.request import PlanRequest
@@ -32,44 +32,6 @@ if TYPE_CHECKING:
     from midstream.engine.ranks.link import Link
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass
-class _Planned:
-    """One planned request on its way.
-
-    Attributes:
-        sources: of its patches.
-        captured: positions below this have been captured.
-        computed: positions below this have been computed, or will be in the coming step.
-        complete: all its captured rows are sent, if there are any.
-        stops_at_text: whether it ends where a string comes up.
-        pieces: captured rows that are not sent.
-        size: their bytes.
-    """
-
-    carried: PlanRequest
-    image: Image
-    sources: Sources
-    captured: int = 0
-    computed: int = 0
-    complete: bool = False
-    stops_at_text: bool = False
-    pieces: list[Piece] = field(default_factory=list)
-    size: int = 0
-
-    @property
-    def has_all(self) -> bool:
-        """Whether no further row is to be captured."""
-        return self.image.last is not None and self.captured >= self.image.last
-
-    def add(self, piece: Piece) -> None:
-        self.pieces.append(piece)
-        self.size += piece.size
-
-    def take_pieces(self) -> list[Piece]:
-        pieces, self.pieces, self.size = self.pieces, [], 0
-        return pieces
 
 
 class PlanHost:
@@ -111,7 +73,7 @@ class PlanHost:
         self._device, self._dtype = device, dtype
         self._pipeline, self._link, self._compiles = pipeline, link, compiles
         self._speculative = speculative
-        self._requests: dict[str, _Planned] = {}
+        self._requests: dict[str, Planned] = {}
         self._images = Images(tables, self._compile, self._off_graph)
         self._batches = Batches()
         self._batch: Batch | None = None  # of the coming step, if one like it may come
@@ -234,7 +196,7 @@ class PlanHost:
 
     def _blocks(self, view: StepView) -> dict[int, tuple[np.ndarray, torch.Tensor]]:
         """Memory for the rows that this step captures, for each profile; and each request's part of it."""
-        wanted: dict[int, list[tuple[_Planned, int, int, int]]] = {}  # profile -> (request, first row, rows, position)
+        wanted: dict[int, list[tuple[Planned, int, int, int]]] = {}  # profile -> (request, first row, rows, position)
         for scheduled in view.requests:
             request = self._requests.get(scheduled.request_id)
             if request is None or request.has_all:
@@ -320,7 +282,7 @@ class PlanHost:
             image = self._take(carried, len(prompt), sources.row)
             undo.pop_all()
         done = not plan.captures
-        self._requests[name] = _Planned(carried, image, sources, complete=done, stops_at_text=stops_at_text)
+        self._requests[name] = Planned(carried, image, sources, complete=done, stops_at_text=stops_at_text)
         if plan.captures:
             self._capturing += 1
             self.outlet.begin(name, carried, plan, prompt)
@@ -362,7 +324,7 @@ class PlanHost:
             return frozenset()
         return frozenset(site for site, _ in set(points) - self._pipeline.built_in)
 
-    def _extend(self, name: str, request: _Planned, length: int) -> None:
+    def _extend(self, name: str, request: Planned, length: int) -> None:
         """Streaming input has made the prompt longer."""
         old = request.image
         if any(capture.positions != "all" for capture in old.plan.captures):
@@ -400,7 +362,7 @@ class PlanHost:
             self.runs.lease(request.image.runs, -1)
             self._give_back(request.image)
 
-    def _keep(self, request: _Planned) -> None:
+    def _keep(self, request: Planned) -> None:
         """Keep a recorded run's rows here, unless its prompt was not computed to the end."""
         assert request.carried.record is not None
         pieces = request.take_pieces()
