@@ -167,7 +167,7 @@ def planned(model: Any, prompts: list[str]) -> Any:
 
 def hidden_of(output: Any) -> list[torch.Tensor]:
     """What was read at layer 5, step by step."""
-    return output.saves.get("hidden", []) or [tensor for tensor in output.captures.values()]
+    return output.saves.get("hidden", []) or list(output.captures.values())
 
 
 def compared(model: Any, steered: Any, prompts: list[str]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from vllm.v1.outputs import ModelRunnerOutput  # noqa: E402
 from vllm.v1.request import Request, RequestStatus  # noqa: E402
 from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
 
-from midstream import Steer, demo_model  # noqa: E402
+from midstream import Capture, Consumer, Steer, demo_model  # noqa: E402
 from midstream.engine.launch import WORKER  # noqa: E402
 from midstream.engine.plans.admission import admitted  # noqa: E402
 from midstream.engine.plans.request import PlanRequest, packed  # noqa: E402
@@ -28,7 +28,8 @@ from midstream.engine.request import TraceRequest  # noqa: E402
 from midstream.engine.scheduler import make_scheduler  # noqa: E402
 from midstream.engine.verdict import Verdict  # noqa: E402
 from midstream.errors import PlanError  # noqa: E402
-from midstream.plan.values import Plan  # noqa: E402
+from midstream.plan.values import Named, Plan  # noqa: E402
+from midstream.plan.wire import to_json  # noqa: E402
 
 BLOCK, BUDGET, PROMPT = 16, 32, 100
 REASON = "no such vector"
@@ -149,10 +150,24 @@ def test_a_long_queue_is_not_walked_for_traces(scheduler: Any, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("trace", [{"x": 1}, {}, "code", 7, None])
-def test_what_is_no_trace_is_refused_and_harms_no_engine(scheduler: Any, trace: Any) -> None:
+def test_d8_what_is_no_trace_is_refused_and_harms_no_engine(scheduler: Any, trace: Any) -> None:
     params = vllm.SamplingParams(max_tokens=4, extra_args={"midstream": {"trace": trace}})
     config = SimpleNamespace(parallel_config=SimpleNamespace(worker_cls=WORKER), kv_transfer_config=None)
     with pytest.raises(PlanError, match=r"midstream\.trace is not"):
         admitted(config, SimpleNamespace(sampling_params=params), None)
     scheduler.add_request(Request("stranger's", [1, 2, 3], params, None))
     assert list(scheduler.schedule().num_scheduled_tokens) == ["stranger's"]
+
+
+def test_d8_a_plan_as_text_comes_from_strangers() -> None:
+    """Whatever carries it: it may not say where the engine writes, nor vouch for a named vector's content or for itself."""
+
+    def carried(plan: Any) -> Any:
+        return PlanRequest.of(SimpleNamespace(extra_args={"midstream": to_json(Plan.of(plan))}))
+
+    for to in ("captures", Consumer("probe")):
+        with pytest.raises(PlanError, match="may not name where"):
+            carried(Capture("resid_post", to=to))
+    vouched = Steer("resid_post", vector=Named("calm", "0" * 32))
+    (read,) = carried(vouched).plan.interventions
+    assert read.vector == Named("calm") and not carried(vouched).checked

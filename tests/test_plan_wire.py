@@ -149,22 +149,6 @@ def test_strangers_may_not_say_where_an_engine_writes(to):
     assert from_wire(to_wire(plain), sinks=False) == plain
 
 
-def test_a_plan_as_text_comes_from_strangers():
-    """Whatever carries it: it may not say where the engine writes, nor vouch for a named vector's content or for itself."""
-    pytest.importorskip("vllm")
-    from midstream.engine.plans.request import PlanRequest
-
-    def carried(plan):
-        return PlanRequest.of(SimpleNamespace(extra_args={"midstream": to_json(Plan.of(plan))}))
-
-    for to in ("captures", Consumer("probe")):
-        with pytest.raises(PlanError, match="may not name where"):
-            carried(Capture("resid_post", to=to))
-    vouched = Steer("resid_post", vector=Named("calm", "0" * 32))
-    (read,) = carried(vouched).plan.interventions
-    assert read.vector == Named("calm") and not carried(vouched).checked
-
-
 def test_what_is_wrong_with_a_large_plan_is_told_soon():
     """It is read on the server's event loop; a message that compares all with all takes minutes."""
     begun = time.monotonic()

@@ -46,7 +46,9 @@ def test_text_is_for_the_tokenizer() -> None:
 
 
 @pytest.mark.parametrize(
-    "prompt", [[], (), {}, [[5], [6]], [[5], [6, 7]], ["a", "b"], object(), torch.empty(0)], ids=repr
+    "prompt",
+    [[], (), {}, [[5], [6]], [[5], [6, 7]], ["a", "b"], pytest.param(object(), id="object"), torch.empty(0)],
+    ids=repr,
 )
 def test_no_prompt(prompt: Any) -> None:
     with pytest.raises(PromptError, match="Several prompts are for `generate`"):

@@ -194,7 +194,7 @@ def _containers(blocks: Iterable[Block]) -> dict[str, Any]:
 
 
 def merged(
-    outer: dict[str, Any], saved: Mapping[int, Any], ran: list[Ran], containers: Mapping[str, Any] | None = None
+    outer: dict[str, Any], saved: Mapping[int, Any], ran: list[Ran], containers: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The values to bind in the caller's frame. A name that several invokes saved is the last one's.
 
@@ -202,7 +202,7 @@ def merged(
     have put into them; in the engine, too, these share them.
     """
     values = {name: value for name, value in outer.items() if id(value) in saved}
-    own = {**(containers or {}), **values}
+    own = {**containers, **values}
     for request in sorted(ran, key=lambda r: r.outcomes[-1].order if r.outcomes else 0):
         for name in request.outcomes[0].values if request.outcomes else ():
             each = [outcome.values.get(name) for outcome in request.outcomes]

@@ -53,18 +53,7 @@ def _refusal() -> type[PlanError]:
 
 def admitted(config: Any, request: Any, everyone: str | None) -> dict[str, Any]:
     """The request's plan (and trace) as it goes to the engine, behind the plan for every request. Raises PlanError."""
-    from midstream.engine.launch import WORKER
-
-    if config.parallel_config.worker_cls != WORKER:
-        raise PlanError(
-            "This engine was not started with midstream, so it would silently ignore the plan. Start it by midstream.VLLM(...), "
-            "or with vllm.LLM(model, **midstream.engine_arguments())."
-        )
-    if config.kv_transfer_config is not None:
-        raise PlanError(
-            "This engine has a KV connector (kv_transfer_config), which knows KV by its tokens alone: what a plan or a trace changes would "
-            "be handed to other requests. Start the engine without one."
-        )
+    _check_engine(config)
     params = request.sampling_params
     given = (params.extra_args or {}).get(NAME)
     if isinstance(given, Mapping) and "trace" in given and TraceRequest.of(params) is None:
@@ -95,6 +84,22 @@ def admitted(config: Any, request: Any, everyone: str | None) -> dict[str, Any]:
         )
     trace = {"trace": given["trace"]} if isinstance(given, Mapping) and "trace" in given else {}
     return {**trace, **carried.to_extra_args()[NAME]}
+
+
+def _check_engine(config: Any) -> None:
+    """Raise PlanError for an engine that would not do what plans and traces say."""
+    from midstream.engine.launch import WORKER
+
+    if config.parallel_config.worker_cls != WORKER:
+        raise PlanError(
+            "This engine was not started with midstream, so it would silently ignore the plan. Start it by midstream.VLLM(...), "
+            "or with vllm.LLM(model, **midstream.engine_arguments())."
+        )
+    if config.kv_transfer_config is not None:
+        raise PlanError(
+            "This engine has a KV connector (kv_transfer_config), which knows KV by its tokens alone: what a plan or a trace changes would "
+            "be handed to other requests. Start the engine without one."
+        )
 
 
 @functools.lru_cache(1)

@@ -12,7 +12,6 @@ from typing import Any
 
 from midstream.engine.patches import replace
 from midstream.engine.plans.request import PlanRequest, has_open_names, share, unpacked
-from midstream.engine.settings import NAME
 from midstream.errors import PlanError
 from midstream.plan.keys import PlanKeys, lowest_captured
 from midstream.plan.memory import Memory
@@ -87,8 +86,6 @@ def _make(request: Any, length: int) -> tuple[Any, int | None]:
 
 def accept(sampling_params: Any) -> None:
     """The workers have begun a request, and had nothing against its plan."""
-    if (getattr(sampling_params, "extra_args", None) or {}).get(NAME) is None:
-        return
     try:
         carried = PlanRequest.of(sampling_params)
     except PlanError:  # the workers refuse it
