@@ -26,6 +26,7 @@ from midstream.engine.plans.request import PlanRequest, packed  # noqa: E402
 from midstream.engine.plugin import register  # noqa: E402
 from midstream.engine.request import TraceRequest  # noqa: E402
 from midstream.engine.scheduler import make_scheduler  # noqa: E402
+from midstream.engine.settings import Settings  # noqa: E402
 from midstream.engine.verdict import Verdict  # noqa: E402
 from midstream.errors import PlanError  # noqa: E402
 from midstream.plan.values import Named, Plan  # noqa: E402
@@ -154,7 +155,7 @@ def test_d8_what_is_no_trace_is_refused_and_harms_no_engine(scheduler: Any, trac
     params = vllm.SamplingParams(max_tokens=4, extra_args={"midstream": {"trace": trace}})
     config = SimpleNamespace(parallel_config=SimpleNamespace(worker_cls=WORKER), kv_transfer_config=None)
     with pytest.raises(PlanError, match=r"midstream\.trace is not"):
-        admitted(config, SimpleNamespace(sampling_params=params), None)
+        admitted(config, Settings(), SimpleNamespace(sampling_params=params))
     scheduler.add_request(Request("stranger's", [1, 2, 3], params, None))
     assert list(scheduler.schedule().num_scheduled_tokens) == ["stranger's"]
 
@@ -171,3 +172,21 @@ def test_d8_a_plan_as_text_comes_from_strangers() -> None:
     vouched = Steer("resid_post", vector=Named("calm", "0" * 32))
     (read,) = carried(vouched).plan.interventions
     assert read.vector == Named("calm") and not carried(vouched).checked
+
+
+def test_d8_only_an_engine_that_takes_code_takes_a_client_at_its_word() -> None:
+    """midstream.VLLM has checked its plans; of anybody else, `checked` is a claim like any other."""
+    text = SimpleNamespace(num_hidden_layers=8)
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(worker_cls=WORKER),
+        kv_transfer_config=None,
+        model_config=SimpleNamespace(hf_text_config=text, get_hidden_size=lambda: 256, dtype=torch.float32),
+    )
+    wrong = Plan.of(Steer("resid_post", layers=[99], vector=torch.ones(256)))
+    params = vllm.SamplingParams(extra_args=PlanRequest(packed(wrong), 8, checked=True).to_extra_args())
+    request = SimpleNamespace(sampling_params=params, prompt_token_ids=[1, 2, 3], mm_features=None)
+    assert admitted(config, Settings(allow_traces=True), request) is params.extra_args["midstream"]
+    with pytest.raises(PlanError, match="99"):
+        admitted(config, Settings(), request)
+    with pytest.raises(PlanError, match="99"):
+        admitted(config, Settings(allow_traces=True, plan=to_json(Plan.of(STEER))), request)

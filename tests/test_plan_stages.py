@@ -362,6 +362,7 @@ def test_d8_an_engine_that_hands_kv_on_takes_neither_plans_nor_traces(carried: d
     pytest.importorskip("vllm")
     from midstream.engine.launch import WORKER
     from midstream.engine.plans.admission import admitted
+    from midstream.engine.settings import Settings
 
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(worker_cls=WORKER),
@@ -369,4 +370,4 @@ def test_d8_an_engine_that_hands_kv_on_takes_neither_plans_nor_traces(carried: d
     )
     request = SimpleNamespace(sampling_params=SimpleNamespace(extra_args={"midstream": carried}, max_tokens=1))
     with pytest.raises(PlanError, match="KV connector"):
-        admitted(config, request, None)
+        admitted(config, Settings(), request)

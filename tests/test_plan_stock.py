@@ -25,6 +25,7 @@ from oracle import Plain, close
 from midstream import Capture, Clamp, Consumer, Patch, Plan, RecordedRun, Span, Steer, open_captures
 from midstream.captures.store import Store, StoredCapture
 from midstream.engine.plans import admission
+from midstream.engine.settings import Settings
 from midstream.errors import CaptureError, PlanError
 from midstream.plan.values import Vector
 from midstream.plan.wire import to_json, to_wire
@@ -517,7 +518,7 @@ def test_e11_positions_in_a_multimodal_prompt_are_refused(stock: Any, plan: Any)
     def admitted(intervention: Any, features: Any) -> Any:
         params = SamplingParams(max_tokens=3, extra_args={"midstream": intervention})
         request = SimpleNamespace(sampling_params=params, prompt_token_ids=[1, 2, 3], mm_features=features)
-        return admission.admitted(config, request, None)
+        return admission.admitted(config, Settings.of(config), request)
 
     with pytest.raises(PlanError, match="multimodal"):
         admitted(plan, [object()])
@@ -530,8 +531,9 @@ def test_d8_a_prompt_without_tokens_is_refused(stock: Any) -> None:
     """vLLM takes a prompt as embeddings, too; a plan for its tokens, of which there are none, would do nothing."""
     params = SimpleNamespace(extra_args={"midstream": [Steer("resid_post", vector=vector())]}, max_tokens=1)
     request = SimpleNamespace(sampling_params=params, prompt_token_ids=None, prompt_embeds=torch.zeros(3, 256))
+    config = stock.llm_engine.vllm_config
     with pytest.raises(PlanError, match="prompt_embeds; give its token ids"):
-        admission.admitted(stock.llm_engine.vllm_config, request, None)
+        admission.admitted(config, Settings.of(config), request)
 
 
 # ------------------------------------------------------------------------------------------------------------ AsyncLLM

@@ -148,7 +148,7 @@ def _with_plan(params: Any, planned: Planned | None, rows: Capturing | None, rec
     """`params`, changed, carrying the plan, and the address of its rows."""
     if planned is not None:
         key = rows.key if rows is not None else None
-        carried = PlanRequest(packed(planned.bare), capture=key, record=record, checked=True)
+        carried = PlanRequest(packed(planned.bare), planned.facts.num_layers, capture=key, record=record, checked=True)
         extra = params.extra_args or {}
         params.extra_args = {**extra, NAME: {**extra.get(NAME, {}), **carried.to_extra_args()[NAME]}}
     return params

@@ -110,7 +110,7 @@ class Planner:
             lambda: replace(self._prepare(plan, ids, max_tokens), prompt=[]),  # many prompts may have one plan
             lambda planned: plan_bytes(plan) + _bytes(planned),
         )
-        return replace(known, prompt=ids)
+        return Planned(known.plan, ids, known.routes, known.facts)
 
     def forget_functions(self) -> None:
         """To be called when the prompts of a call are prepared: what its captures' functions hold on to is the user's."""

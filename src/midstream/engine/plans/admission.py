@@ -29,18 +29,30 @@ def check_requests() -> None:
     def make(original: Any) -> Any:
         def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
             request = original(self, *args, **kwargs)
-            params, everyone = request.sampling_params, Settings.of(self.vllm_config).plan
-            if params is not None and (everyone is not None or (params.extra_args or {}).get(NAME) is not None):
+            params, settings = request.sampling_params, _settings_of(self)
+            if params is None:
+                return request
+            given = (params.extra_args or {}).get(NAME)
+            if settings.plan is not None or given is not None:
                 try:
-                    carried = admitted(self.vllm_config, request, everyone)
+                    carried = admitted(self.vllm_config, settings, request)
                 except PlanError as error:
                     raise _refusal()(str(error)) from error
-                params.extra_args = {**(params.extra_args or {}), NAME: carried}
+                if carried is not given:
+                    params.extra_args = {**(params.extra_args or {}), NAME: carried}
             return request
 
         return process_inputs
 
     replace(InputProcessor, "process_inputs", make)
+
+
+def _settings_of(processor: Any) -> Settings:
+    """The engine's, which all requests ask for."""
+    known: Settings | None = getattr(processor, "midstream_settings", None)
+    if known is None:
+        known = processor.midstream_settings = Settings.of(processor.vllm_config)
+    return known
 
 
 @functools.cache
@@ -51,16 +63,19 @@ def _refusal() -> type[PlanError]:
     return type("PlanError", (VLLMValidationError, PlanError), {"__module__": PlanError.__module__})
 
 
-def admitted(config: Any, request: Any, everyone: str | None) -> dict[str, Any]:
+def admitted(config: Any, settings: Settings, request: Any) -> Any:
     """The request's plan (and trace) as it goes to the engine, behind the plan for every request. Raises PlanError."""
     _check_engine(config)
-    params = request.sampling_params
+    params, everyone = request.sampling_params, settings.plan
     given = (params.extra_args or {}).get(NAME)
     if isinstance(given, Mapping) and "trace" in given and TraceRequest.of(params) is None:
         raise PlanError(f"{NAME}.trace is not what midstream's clients send; traces are made by midstream.VLLM.")
     carried = PlanRequest.of(params)
     if carried is None and everyone is None:
-        return dict(given or {})
+        return given
+    vouched = carried is not None and carried.checked and everyone is None and settings.allow_traces
+    if vouched and carried is not None and carried.num_layers:  # from midstream.VLLM, which has done all that follows
+        return given
     own = carried.plan if carried is not None else Plan.of(None)
     plan = _everyone(everyone) + own if everyone is not None else own
     if getattr(request, "prompt_embeds", None) is not None:
@@ -73,7 +88,6 @@ def admitted(config: Any, request: Any, everyone: str | None) -> dict[str, Any]:
     model = (layers, config.model_config.get_hidden_size(), str(config.model_config.dtype).removeprefix("torch."))
     case = (wire, model, len(request.prompt_token_ids or ()), params.max_tokens, bool(request.mm_features))
     _admitted.get(case, lambda: _check(*case), lambda _: len(wire))
-    vouched = carried is not None and carried.checked and everyone is None and Settings.of(config).allow_traces
     carried = PlanRequest(
         wire, layers, carried.capture if carried else None, carried.record if carried else None, checked=vouched
     )

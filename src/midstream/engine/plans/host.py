@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from midstream.engine.plans.planned import Planned
 from midstream.engine.plans.points import PointHooks
 from midstream.engine.plans.recording import check_recorded, recorded
 from midstream.engine.plans.request import PlanRequest
-from midstream.engine.plans.sources import Sources, runs_of
+from midstream.engine.plans.sources import Sources
 from midstream.engine.plans.store import RunStore, VectorStore
 from midstream.engine.plans.tables import Rows, Tables
 from midstream.engine.step import StepView
@@ -74,7 +73,7 @@ class PlanHost:
         self._pipeline, self._link, self._compiles = pipeline, link, compiles
         self._speculative = speculative
         self._requests: dict[str, Planned] = {}
-        self._images = Images(tables, self._compile, self._off_graph)
+        self._images = Images(tables, self._compile, hooks.among, self._off_graph)
         self._batches = Batches()
         self._batch: Batch | None = None  # of the coming step, if one like it may come
         self._capturing = 0  # requests with rows still to be captured
@@ -271,37 +270,30 @@ class PlanHost:
         if carried.record is not None:
             check_recorded(plan)
         self.outlet.check(carried, plan)
-        with ExitStack() as undo:
-            names = {run.id: run.name for run in runs_of(plan)}
-            undo.callback(self.runs.lease, list(names), -1)  # also where others are missing, those that are there
-            if missing := self.runs.lease(list(names), 1):
-                gone = ", ".join(repr(names[each]) for each in missing)
-                raise PlanError(f"The recorded runs {gone} are not there any more; record them again.")
-            sources = self._sources(name, plan, len(prompt))
-            undo.callback(sources.close)
-            image = self._take(carried, len(prompt), sources.row)
-            undo.pop_all()
+        sources, image = self._take(name, carried, plan, len(prompt))
         done = not plan.captures
         self._requests[name] = Planned(carried, image, sources, complete=done, stops_at_text=stops_at_text)
         if plan.captures:
             self._capturing += 1
             self.outlet.begin(name, carried, plan, prompt)
 
-    def _take(self, carried: PlanRequest, length: int, row: RunRow) -> Image:
-        """The image for one more request, with the hooks that it needs."""
-        image = self._images.take(carried, length, row)
+    def _take(self, name: str, carried: PlanRequest, plan: Plan, length: int) -> tuple[Sources, Image]:
+        """The image for one more request, with the sources and the hooks that it needs."""
+        layers = self.facts.num_layers
+        sources = Sources(name, plan, length, layers, runs=self.runs, pipeline=self._pipeline, link=self._link)
+        try:
+            image = self._images.take(carried, length, sources.row)
+        except BaseException:
+            sources.close()
+            raise
         if image.users == 1:
-            self.hooks.need(image.points)
-        return image
+            self.hooks.need(image.hooked)
+        return sources, image
 
     def _give_back(self, image: Image) -> None:
         self._images.give_back(image)
         if not image.users:
-            self.hooks.release(image.points)
-
-    def _sources(self, name: str, plan: Plan, length: int) -> Sources:
-        layers = self.facts.num_layers
-        return Sources(name, plan, length, layers, runs=self.runs, pipeline=self._pipeline, link=self._link)
+            self.hooks.release(image.hooked)
 
     def _compile(self, plan: Plan, length: int, row: RunRow) -> CompiledPlan:
         vectors = {name: width for name, (width, _) in self.vectors.list().items()}
@@ -332,13 +324,9 @@ class PlanHost:
                 "A session of streaming input captures positions='all'; what else there is counts by one prompt's length."
             )
         if length != len(old.prompt):
-            sources = self._sources(name, old.plan, length)
-            with ExitStack() as undo:
-                undo.callback(sources.close)
-                request.image = self._take(request.carried, length, sources.row)
-                undo.pop_all()
+            sources, image = self._take(name, request.carried, old.plan, length)
             request.sources.close()
-            request.sources = sources
+            request.sources, request.image = sources, image
             self._give_back(old)
             if request.complete and not request.has_all:
                 request.complete = False
@@ -359,7 +347,6 @@ class PlanHost:
             self.outlet.fail(name, request.carried, str(error))
         finally:
             request.sources.close()
-            self.runs.lease(request.image.runs, -1)
             self._give_back(request.image)
 
     def _keep(self, request: Planned) -> None:

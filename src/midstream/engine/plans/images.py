@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ class Image:
     Attributes:
         prompt: int32 `[prompt_length]`, the profile of each prompt position, by the tables' numbers.
         generated: the profile of every later position.
-        points: where it acts on this rank.
+        hooked: where it acts on this rank by hooks, outside of the graphs.
         last: the position behind the last one that is captured; None if generated ones are.
         off_graph: sites, not in the graphs, that its prompt and its generated positions have ops at.
         runs: the recorded runs that it reads.
@@ -45,7 +46,7 @@ class Image:
     loaded: Loaded
     prompt: np.ndarray
     generated: int
-    points: list[Point]
+    hooked: list[Point]
     last: int | None
     off_graph: tuple[frozenset[str], frozenset[str]]
     runs: list[str]
@@ -62,12 +63,12 @@ class Image:
             return self.prompt[start:stop]
         return np.concatenate([self.prompt[start:], np.full(stop - length, self.generated, np.int32)])
 
-    @property
+    @cached_property
     def profile_count(self) -> int:
         """How many profiles of the tables are its own."""
         return int((self.loaded.ids > 0).sum())
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Bytes that it holds on the device, where its profiles have entries for all points."""
         return sum(tensor.nbytes for tensor in self.loaded.kept) + self.profile_count * self.loaded.profile_bytes
@@ -78,17 +79,20 @@ class Images:
 
     Args:
         compiled: compiles a plan for a prompt length. Raises PlanError.
-        off_graph: which of these points are not in the graphs.
+        hooked: at which of these points it takes a hook to act, on this rank.
+        off_graph: the sites of these points that are not in the graphs, on any rank.
     """
 
     def __init__(
         self,
         tables: Tables,
         compiled: Callable[[Plan, int, RunRow], CompiledPlan],
+        hooked: Callable[[Collection[Point]], list[Point]],
         off_graph: Callable[[Collection[Point]], frozenset[str]],
     ) -> None:
         self._tables = tables
         self._compiled = compiled
+        self._hooked = hooked
         self._off_graph = off_graph
         self._images: dict[Any, Image] = {}
         self._idle: OrderedDict[Any, Image] = OrderedDict()  # those without a request
@@ -139,7 +143,7 @@ class Images:
             loaded,
             loaded.ids[compiled.prompt],
             int(loaded.ids[compiled.generated]),
-            _points(compiled.profiles),
+            self._hooked(_points(compiled.profiles)),
             last,
             (self._off_graph(reach.prompt_points), self._off_graph(reach.generated_points)),
             [run.id for run in runs_of(plan)],

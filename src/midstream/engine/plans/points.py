@@ -56,11 +56,13 @@ class PointHooks:
         self.on = False  # whether the coming forward has rows for them
         self._told: set[str] = set()
 
+    def among(self, points: Collection[Point]) -> list[Point]:
+        """Those of the points that take a hook, and are on this rank."""
+        return [point for point in points if point in self._index and point not in self._built_in]
+
     def need(self, points: Collection[Point]) -> None:
-        """There is a plan with ops at `points` that requests have."""
+        """There is a plan with ops at `points`, all of which take hooks, that requests have."""
         for point in points:
-            if point in self._built_in or point not in self._index:
-                continue
             self._needed[point] += 1
             if point not in self._handles:
                 self._handles[point] = self._hook(point)
@@ -68,11 +70,10 @@ class PointHooks:
     def release(self, points: Collection[Point]) -> None:
         """No request has that plan any more."""
         for point in points:
-            if point in self._handles:
-                self._needed[point] -= 1
-                if not self._needed[point]:
-                    del self._needed[point]
-                    self._handles.pop(point).remove()
+            self._needed[point] -= 1
+            if not self._needed[point]:
+                del self._needed[point]
+                self._handles.pop(point).remove()
 
     def tell(self, site: str) -> None:
         """Say once that this site costs the compiled forward."""

@@ -42,7 +42,7 @@ def runs_of(plan: Plan) -> list[RecordedRun]:
 
 
 class Sources:
-    """The sources of one request's patches, from its begin on one rank to its end.
+    """The sources of one request's patches, and its leases on their runs, from its begin on one rank to `close`.
 
     Args:
         name: of the request.
@@ -50,7 +50,7 @@ class Sources:
         link: to the other stages; None if there are none.
 
     Raises:
-        PlanError: no stage has a row that the plan needs. All of them say so, with the one whose word counts.
+        PlanError: a run is gone, or no stage has a row that the plan needs. All of them say so, with the one whose word counts.
     """
 
     def __init__(
@@ -64,10 +64,28 @@ class Sources:
         pipeline: Pipeline,
         link: Link | None,
     ) -> None:
-        self._body = f"sources of {name}, {length}"
         self._runs, self._pipeline, self._link = runs, pipeline, link
-        self._crossing: _Crossing = _crossing(plan, length, num_layers, runs, pipeline) if pipeline.size > 1 else {}
+        self._crossing: _Crossing = {}
         self._fetched: dict[int, dict[tuple[_Plane, int], torch.Tensor]] = {}  # by the stage that has them
+        names = {run.id: run.name for run in runs_of(plan)}
+        self._leased = list(names)
+        if not names:
+            return
+        self._body = f"sources of {name}, {length}"
+        try:
+            if missing := runs.lease(self._leased, 1):  # those that are there are leased
+                gone = ", ".join(repr(names[each]) for each in missing)
+                raise PlanError(f"The recorded runs {gone} are not there any more; record them again.")
+            if pipeline.size > 1:
+                self._crossing = _crossing(plan, length, num_layers, runs, pipeline)
+        except PlanError:
+            self.close()
+            raise
+        self._publish()
+
+    def _publish(self) -> None:
+        """Offer the other stages the rows that they need."""
+        pipeline, link, runs = self._pipeline, self._link, self._runs
         for (owner, reader), planes in sorted(self._crossing.items(), key=itemgetter(0)):  # numbers of a body grow
             if owner == pipeline.rank:
                 assert link is not None
@@ -100,6 +118,7 @@ class Sources:
 
     def close(self) -> None:
         """The request is over, or was refused."""
+        self._runs.lease(self._leased, -1)
         self._fetched.clear()
         if self._crossing and self._link is not None:
             self._link.end(self._body, "the request is over on the stage that has the rows")
