@@ -52,19 +52,27 @@ def positions(length: int) -> st.SearchStrategy[Any]:
 
 
 @st.composite
-def steers(draw: Any, count: int, named: bool = False) -> Steer:
+def places(draw: Any, length: int) -> dict[str, Any]:
+    """Where a steer or a clamp acts: by phase, or at positions."""
+    if draw(st.booleans()):
+        return {"positions": draw(positions(length))}
+    return {"phase": draw(st.sampled_from(["both", "prefill", "decode"]))}
+
+
+@st.composite
+def steers(draw: Any, count: int, length: int, named: bool = False) -> Steer:
     return Steer(
         draw(st.sampled_from(SITES)),
         layers=draw(layers(count)),
         vector=draw(vectors(named)),
         scale=draw(st.sampled_from([0.0, 1.0, -2.0])),
-        phase=draw(st.sampled_from(["both", "prefill", "decode"])),
         norm_match=draw(st.booleans()),
+        **draw(places(length)),
     )
 
 
 @st.composite
-def clamps(draw: Any, count: int, named: bool = False) -> Clamp:
+def clamps(draw: Any, count: int, length: int, named: bool = False) -> Clamp:
     low, high = sorted(draw(st.tuples(st.sampled_from([-1.0, 0.0, -np.inf]), st.sampled_from([0.0, 2.0, np.inf]))))
     return Clamp(
         draw(st.sampled_from(SITES)),
@@ -73,7 +81,7 @@ def clamps(draw: Any, count: int, named: bool = False) -> Clamp:
         low=low,
         high=high,
         strength=draw(st.sampled_from([0.0, 0.5, 1.0])),
-        phase=draw(st.sampled_from(["both", "prefill", "decode"])),
+        **draw(places(length)),
     )
 
 
@@ -114,7 +122,7 @@ def captures(draw: Any, count: int, length: int) -> Capture:
 
 
 def edits(count: int, length: int, named: bool = False) -> st.SearchStrategy[Any]:
-    return st.one_of(steers(count, named), patches(count, length, named), clamps(count, named))
+    return st.one_of(steers(count, length, named), patches(count, length, named), clamps(count, length, named))
 
 
 def plans(count: int, length: int, named: bool = False, most: int = 4) -> st.SearchStrategy[Plan]:
@@ -142,7 +150,7 @@ def meaning(plan: Plan, position: int, length: int, count: int) -> dict[tuple[st
             if isinstance(item, Capture):
                 if _captures(item.positions, position, length):
                     here[3].add(item.when)
-            elif item.phase == "both" or (item.phase == "prefill") == (position < length):
+            elif _acts(item, position, length):
                 if isinstance(item, Steer) and item.scale != 0:
                     here[1].append((same_vector(item.vector), item.scale, item.norm_match))
                 if isinstance(item, Clamp) and item.strength != 0 and not (item.low == -np.inf and item.high == np.inf):
@@ -169,6 +177,12 @@ def _add_patch(found: Any, patch: Patch, position: int, length: int) -> None:
             layer = patch.layer if patch.source_layer is None else patch.source_layer
             source = ("run", patch.source.id, patch.source_site or patch.site, layer, at)
         found[patch.site, patch.layer][0].append((source, patch.alpha, same_vector(patch.mask)))
+
+
+def _acts(edit: Steer | Clamp, position: int, length: int) -> bool:
+    if edit.positions is not None:
+        return position < length and any(written in (position, position - length) for written in edit.positions)
+    return edit.phase == "both" or (edit.phase == "prefill") == (position < length)
 
 
 def _captures(selector: Any, position: int, length: int) -> bool:

@@ -75,6 +75,12 @@ REFUSED = [
     (patch(), {"multimodal": True}, r"^Patch\.position is \(1,\) in a multimodal prompt, .*; allowed: such positions in"),
     (Capture("resid_post", positions=0), {"multimodal": True}, r"^Capture\.positions is \(0,\) in a multimodal prompt"),
     (Capture("resid_post", positions=Span("x")), {"multimodal": True, "length": None}, r"is Span.* in a multimodal prompt"),
+    (Steer("resid_post", vector=FOUR, positions=5), {}, r"^Steer\.positions is 5; allowed: from -5 to 4"),
+    (Clamp("resid_post", direction=FOUR, positions=[0, -5]), {}, r"^Clamp\.positions is \(0, -5\), which has one twice in a prompt of 5"),
+    (Steer("resid_post", vector=FOUR, positions=Span("x")), {}, r"^Steer\.positions is Span\(text='x', .*\), which needs the prompt"),
+    (Clamp("resid_post", direction=FOUR, positions=1), {"multimodal": True}, r"^Clamp\.positions is \(1,\) in a multimodal prompt"),
+    (Steer("resid_post", layers=[0], vector=FOUR, positions=range(65537)), {"length": None},
+     r"^the plan is 65537 steers and clamps at positions; allowed: up to 65536 of them"),
     (Plan((Steer("resid_post", vector=FOUR),) * 5462), {}, r"^the plan is 16386 steers and clamps; allowed: up to 16384 of them"),
 ]  # fmt: skip
 

@@ -102,6 +102,10 @@ def test_each_position_gets_what_the_plan_says(plan):
         assert done(found, found.prompt[position]) == wanted(plan, position), position
     for position in (LENGTH, LENGTH + 9):
         assert done(found, found.generated) == wanted(plan, position)
+    assert found.reach.prompt.tolist() == [bool(wanted(plan, position)) for position in range(LENGTH)]
+    assert found.reach.generated == bool(wanted(plan, LENGTH))
+    assert found.reach.prompt_points == {point for position in range(LENGTH) for point in wanted(plan, position)}
+    assert found.reach.generated_points == wanted(plan, LENGTH).keys()
 
 
 @given(plans(LAYERS, LENGTH, named=True))

@@ -67,8 +67,10 @@ class Requests:
             self.tokens(self.random.randint(1, 40)) if self.random.random() < 0.7 or not kept else []
         )
 
-    def phase(self) -> str:
-        return self.random.choice(["prefill", "decode", "both"])
+    def place(self, length: int) -> dict[str, Any]:
+        if self.random.random() < 0.25:
+            return {"positions": self.random.sample(range(-length, 0), self.random.randint(1, 3))}
+        return {"phase": self.random.choice(["prefill", "decode", "both"])}
 
     def intervention(self, length: int) -> Any:
         from midstream import Clamp, Patch, Steer
@@ -78,7 +80,12 @@ class Requests:
             matched = self.random.random() < 0.3
             scale = self.random.choice([0.05, 0.1]) if matched else self.random.choice([5.0, 20.0])
             return Steer(
-                site, layers=self.layers(), vector=self.vector(1.0), scale=scale, phase=self.phase(), norm_match=matched
+                site,
+                layers=self.layers(),
+                vector=self.vector(1.0),
+                scale=scale,
+                norm_match=matched,
+                **self.place(length),
             )
         if kind == "patch":
             mask = torch.rand(HIDDEN, generator=self.torch) < 0.5 if self.random.random() < 0.3 else None
@@ -86,7 +93,7 @@ class Requests:
                 site, layer=self.random.randrange(LAYERS), position=self.random.randrange(length),
                 source=self.vector(50.0), alpha=self.random.choice([0.3, 1.0]), mask=mask,
             )  # fmt: skip
-        return Clamp(site, layers=self.layers(), direction=self.vector(1.0), low=-1.0, high=1.0, phase=self.phase())
+        return Clamp(site, layers=self.layers(), direction=self.vector(1.0), low=-1.0, high=1.0, **self.place(length))
 
     def capture(self, length: int) -> Any:
         from midstream import Capture

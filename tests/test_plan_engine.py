@@ -14,7 +14,7 @@ import torch
 from here import start_here, tokens, values
 from oracle import Plain, close
 
-from midstream import VLLM, Capture, Clamp, Patch, Steer
+from midstream import VLLM, Capture, Clamp, Patch, Span, Steer
 from midstream.engine.plans.host import PlanHost
 
 pytestmark = pytest.mark.engine
@@ -87,20 +87,29 @@ def test_d1_d3_every_site_on_a_compiled_engine_and_its_neighbours(compiled: VLLM
     assert counted(compiled, "off_graph_steps") - off_graph == (0 if site == "resid_post" else 5)
 
 
-@pytest.mark.parametrize("phase", ["both", "prefill", "decode"])
+PLACES = [
+    {"phase": "both"},
+    {"phase": "prefill"},
+    {"phase": "decode"},
+    {"positions": [1, -2]},
+    {"positions": Span("France")},
+]
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
 @pytest.mark.parametrize("norm_match", [False, True])
-def test_d1_steers_by_phase_and_norm_in_the_compiled_forward(
-    compiled: VLLM, plain: Plain, phase: str, norm_match: bool
+def test_d1_steers_by_place_and_norm_in_the_compiled_forward(
+    compiled: VLLM, plain: Plain, place: dict[str, Any], norm_match: bool
 ) -> None:
     a, b = vector(1), vector(2)
     steers = [
-        Steer("resid_post", layers=[2, 5], vector=a, phase=phase),
+        Steer("resid_post", layers=[2, 5], vector=a, **place),
         Steer("resid_post", layers=[2, 5], vector=b, scale=0.5, norm_match=norm_match),
     ]
     (output,) = compiled.generate(
         FRANCE, plan=[*steers, Capture("resid_post", positions="all")], max_tokens=5, **GREEDY
     )
-    rows = {"both": slice(0, None), "prefill": slice(0, 5), "decode": slice(5, None)}[phase]
+    rows: Any = [slice(0, None), slice(0, 5), slice(5, None), [1, 3], [3]][PLACES.index(place)]
 
     def edit(h: torch.Tensor) -> torch.Tensor:
         both = 0.5 * (b * h.norm(dim=-1, keepdim=True) / b.norm() if norm_match else b) + torch.zeros_like(h)
@@ -181,15 +190,18 @@ def long_prompt(plain: Plain, count: int = 150) -> list[int]:
     return (plain.ids(text) * 8)[:count]
 
 
-@pytest.mark.parametrize("phase", ["both", "prefill", "decode"])
-def test_d1_steers_reach_every_chunk_of_a_prompt(chunked: VLLM, plain: Plain, phase: str) -> None:
+PLACES_IN_CHUNKS = [*PLACES[:3], {"positions": range(20, 120)}]
+
+
+@pytest.mark.parametrize("place", PLACES_IN_CHUNKS, ids=str)
+def test_d1_steers_reach_every_chunk_of_a_prompt(chunked: VLLM, plain: Plain, place: dict[str, Any]) -> None:
     v, prompt = vector(1), long_prompt(plain)
     plan = [
-        Steer("resid_post", layers=[1, 4], vector=v, phase=phase),
+        Steer("resid_post", layers=[1, 4], vector=v, **place),
         Capture("resid_post", layers=[4, 7], positions="all"),
     ]
     steered, other = chunked.generate([prompt, prompt], plan=[plan, None], max_tokens=4, **GREEDY)
-    rows = {"both": slice(0, None), "prefill": slice(0, 150), "decode": slice(150, None)}[phase]
+    rows = [slice(0, None), slice(0, 150), slice(150, None), slice(20, 120)][PLACES_IN_CHUNKS.index(place)]
     edit = on_rows(rows, lambda h: h + v)
     edits = {("resid_post", 1): edit, ("resid_post", 4): edit}
     ids = plain.generate(prompt, 4, edits)

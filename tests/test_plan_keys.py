@@ -101,6 +101,10 @@ def check_pair(first, second):
 lengths = st.integers(3, LONGEST)
 
 
+def _has_phase(item):
+    return isinstance(item, Steer | Clamp) and item.positions is None
+
+
 @st.composite
 def variants(draw):
     """Two requests that are alike: the second's plan is the first's with something changed, or nothing."""
@@ -114,11 +118,11 @@ def variants(draw):
                 del items[place % len(items)]
             case "add":
                 items.insert(place, draw(edits(LAYERS, length)))
-            case "phase" if items and hasattr(item := items[place % len(items)], "phase"):
+            case "phase" if items and _has_phase(item := items[place % len(items)]):
                 items[place % len(items)] = dataclasses.replace(
                     item, phase=draw(st.sampled_from(["both", "prefill", "decode"]))
                 )
-            case "split" if items and getattr(item := items[place % len(items)], "phase", "") == "both":
+            case "split" if items and _has_phase(item := items[place % len(items)]) and item.phase == "both":
                 halves = [dataclasses.replace(item, phase=phase) for phase in ("prefill", "decode")]
                 items[place % len(items) : place % len(items) + 1] = halves
             case "swap" if len(items) > 1:

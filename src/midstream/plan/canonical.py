@@ -1,6 +1,6 @@
 """The one way to write a plan. Plans that do the same to the same rows, bit for bit, have the same normal form and hash.
 
-In a normal form each edit has one layer and each patch one position; edits that change nothing are gone; steers, which add up, are sorted,
+In a normal form each edit has one layer, and one position or none; edits that change nothing are gone; steers, which add up, are sorted,
 so that their float32 sum is always taken in the same order; patches and clamps at one site keep their order, for there it matters.
 """
 
@@ -33,6 +33,7 @@ from midstream.plan.vectors import digest
 from midstream.sites import LAYER_SITES
 
 T = TypeVar("T", bound=Intervention)
+S = TypeVar("S", Steer, Clamp)
 SITE_ORDER = {site: i for i, site in enumerate(LAYER_SITES)}
 
 
@@ -48,8 +49,8 @@ def normal(plan: Plan, num_layers: int | None = None, prompt_length: int | None 
     """
     edits = [edit for edit in plan.edits if not changes_nothing(edit)]
     patches = [one for edit in edits if isinstance(edit, Patch) for one in _patches(edit, num_layers, prompt_length)]
-    steers = [one for edit in edits if isinstance(edit, Steer) for one in _per_layer(edit, num_layers)]
-    clamps = [one for edit in edits if isinstance(edit, Clamp) for one in _per_layer(edit, num_layers)]
+    steers = [one for e in edits if isinstance(e, Steer) for one in _spread(e, num_layers, prompt_length)]
+    clamps = [one for e in edits if isinstance(e, Clamp) for one in _spread(e, num_layers, prompt_length)]
     captures = {
         (_point(one), key): one
         for capture in (_placed(capture, prompt_length) for capture in plan.captures)
@@ -92,12 +93,12 @@ def encoded(item: Intervention) -> str:
     """All fields of an intervention as text: for comparing and hashing."""
     match item:
         case Steer():
-            rest = [identity(item.vector), item.scale, item.norm_match, item.phase]
+            rest = [identity(item.vector), item.scale, item.norm_match, item.phase, _place(item.positions)]
         case Patch():
             source = [item.source_position, item.source_layer, item.source_site]
             rest = [_place(item.position), identity(item.source), source, item.alpha, identity(item.mask)]
         case Clamp():
-            rest = [identity(item.direction), item.low, item.high, item.strength, item.phase]
+            rest = [identity(item.direction), item.low, item.high, item.strength, item.phase, _place(item.positions)]
         case Capture():
             rest = [_place(item.positions), item.when, [_sink(sink) for sink in item.sinks]]
     layers = item.layer if isinstance(item, Patch) else item.layers
@@ -124,6 +125,26 @@ def resolved_positions(field: str, positions: Iterable[int], length: int, of: st
             field, str(given[outside][0]), f"from {-length} to {length - 1}, since {of} has {length} tokens"
         )
     return np.where(given < 0, given + length, given)
+
+
+def position_of(edit: Edit) -> int | None:
+    """Of an edit in normal form, which has at most one; None if it acts wherever its phase says."""
+    places = edit.position if isinstance(edit, Patch) else edit.positions
+    return places[0] if places is not None else None
+
+
+def _spread(edit: S, num_layers: int | None, prompt_length: int | None) -> Iterator[S]:
+    """One edit for each layer and position."""
+    places, field = edit.positions, f"{type(edit).__name__}.positions"
+    if isinstance(places, Span) and prompt_length is not None:
+        raise unresolved(field, places)
+    if places is None or isinstance(places, Span):
+        yield from _per_layer(edit, num_layers)
+        return
+    if prompt_length is not None:
+        places = resolved_positions(field, places, prompt_length).tolist()
+    for position in places:
+        yield from _per_layer(changed(edit, positions=(position,)), num_layers)
 
 
 def _per_layer(item: T, num_layers: int | None) -> Iterator[T]:
@@ -191,19 +212,23 @@ def _point(item: Intervention) -> tuple[int, int]:
 
 
 def _patch_order(patches: list[Patch]) -> Callable[[Patch], Any]:
-    """Patches at different positions may trade places; while it is open whether they differ, they may not."""
-    spans = any(isinstance(patch.position, Span) for patch in patches)
-    signs = {patch.position[0] < 0 for patch in patches if not isinstance(patch.position, Span)}
-    if spans or len(signs) > 1:
+    if not _are_apart(patch.position for patch in patches):
         return _point
     return lambda patch: (_point(patch), patch.position)
 
 
 def _clamp_order(clamps: list[Clamp]) -> Callable[[Clamp], Any]:
-    """Likewise for clamps and layers."""
-    if any(clamp.layers == "all" for clamp in clamps):
+    if any(clamp.layers == "all" for clamp in clamps):  # likewise for layers
         return lambda clamp: SITE_ORDER[clamp.site]
-    return _point
+    if not _are_apart(clamp.positions for clamp in clamps):
+        return _point
+    return lambda clamp: (_point(clamp), clamp.positions)
+
+
+def _are_apart(places: Iterable[Any]) -> bool:
+    """Whether edits at different places act at different positions, and so may trade places; while that is open, they may not."""
+    each = list(places)
+    return all(isinstance(place, tuple) for place in each) and len({place[0] < 0 for place in each}) <= 1
 
 
 def _place(position: Any) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from midstream.errors import PlanError
 from midstream.plan import fields
@@ -17,6 +18,7 @@ from midstream.plan.values import Capture, Clamp, Intervention, Named, Patch, Pl
 from midstream.sites import LAYER_SITES
 
 MAX_EDITS = 1 << 14
+MAX_PLACED_EDITS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -56,12 +58,7 @@ def check(
 
     Each may be None where it is not known, and is not checked then.
     """
-    edits = sum(
-        facts.num_layers if e.layers == "all" else len(e.layers) for e in plan.edits if not isinstance(e, Patch)
-    )
-    if edits > MAX_EDITS:  # each is one for every row
-        allowed = f"up to {MAX_EDITS} of them, counted once for each layer"
-        raise fields.refuse("the plan", f"{edits} steers and clamps", allowed)
+    _check_size(plan, facts.num_layers)
     checker = _Checker(facts, prompt_length, vectors, runs)
     for item in plan.interventions:
         if multimodal:
@@ -72,12 +69,35 @@ def check(
             raise fields.refuse("Capture.positions", "'all_generated' with max_tokens=0", allowed)
 
 
+def _check_size(plan: Plan, num_layers: int) -> None:
+    everywhere = placed = 0
+    for edit in plan.edits:
+        if isinstance(edit, Patch):
+            continue
+        layers = num_layers if edit.layers == "all" else len(edit.layers)
+        if isinstance(edit.positions, tuple):
+            placed += layers * len(edit.positions)
+        else:
+            everywhere += layers
+    if everywhere > MAX_EDITS:  # each is one for every row
+        allowed = f"up to {MAX_EDITS} of them, counted once for each layer"
+        raise fields.refuse("the plan", f"{everywhere} steers and clamps", allowed)
+    if placed > MAX_PLACED_EDITS:
+        allowed = f"up to {MAX_PLACED_EDITS} of them, counted once for each layer and position"
+        raise fields.refuse("the plan", f"{placed} steers and clamps at positions", allowed)
+
+
+def _place_of(item: Intervention) -> tuple[str, Any]:
+    """The field that says where an intervention acts, and what it says."""
+    field = "position" if isinstance(item, Patch) else "positions"
+    return f"{type(item).__name__}.{field}", getattr(item, field)
+
+
 def _check_text(item: Intervention) -> None:
-    place = item.position if isinstance(item, Patch) else item.positions if isinstance(item, Capture) else "all"
-    if not isinstance(place, str):
-        name = "Patch.position" if isinstance(item, Patch) else "Capture.positions"
+    field, place = _place_of(item)
+    if place is not None and not isinstance(place, str):
         given = f"{fields.shown(place)} in a multimodal prompt, whose positions are not those of its text"
-        raise fields.refuse(name, given, "such positions in prompts of text only")
+        raise fields.refuse(field, given, "such positions in prompts of text only")
 
 
 class _Checker:
@@ -91,9 +111,9 @@ class _Checker:
         self._facts, self._length, self._vectors, self._runs = facts, prompt_length, vectors, runs
 
     def check(self, item: Intervention) -> None:
+        self._check_place(*_place_of(item))
         if isinstance(item, Patch):
             self._check_layers("Patch.layer", item.site, (item.layer,))
-            self._check_place("Patch.position", item.position)
             self._check_source("Patch.source", item.source, item.site, (item.layer,))
             self._check_source("Patch.mask", item.mask, item.site, (item.layer,))
             if isinstance(item.source, RecordedRun):
@@ -102,9 +122,7 @@ class _Checker:
         name = type(item).__name__
         listed = range(self._facts.num_layers) if item.layers == "all" else item.layers
         self._check_layers(f"{name}.layers", item.site, listed)
-        if isinstance(item, Capture):
-            self._check_place("Capture.positions", item.positions)
-        elif isinstance(item, Steer):
+        if isinstance(item, Steer):
             self._check_source("Steer.vector", item.vector, item.site, listed)
         elif isinstance(item, Clamp):
             self._check_source("Clamp.direction", item.direction, item.site, listed)
@@ -128,7 +146,7 @@ class _Checker:
         return PlanError(f"The model has no site {site!r} ({field.split('.')[0]}.site); it has {', '.join(sites)}.")
 
     def _check_place(self, field: str, place: object) -> None:
-        if self._length is None or isinstance(place, str):
+        if self._length is None or place is None or isinstance(place, str):
             return
         if isinstance(place, Span):
             raise unresolved(field, place)

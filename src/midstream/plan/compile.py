@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from operator import itemgetter
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
 from midstream.plan import fields
-from midstream.plan.canonical import SITE_ORDER, normal
+from midstream.plan.canonical import SITE_ORDER, normal, position_of
 from midstream.plan.layout import EMPTY, Key, Layout
 from midstream.plan.positions import captured_positions
 from midstream.plan.runs import RecordedRun
-from midstream.plan.values import Capture, Clamp, Intervention, Named, Patch, Plan, Steer, Vector
+from midstream.plan.values import Capture, Clamp, Edit, Intervention, Named, Patch, Plan, Steer, Vector
 from midstream.sites import Point
 
 
@@ -42,6 +43,9 @@ class Op(NamedTuple):
     b: float = 0.0
     c: float = 0.0
     offset: int = 0
+
+
+_Ranked: TypeAlias = dict[Point, list[tuple[int, Op]]]  # ops with their places in the normal form
 
 
 @dataclass(frozen=True)
@@ -124,29 +128,31 @@ def compile_plan(
         PlanError: what `canonical.normal` finds, a vector of another width, or what `vector` and `run` raise.
     """
     bank, others = (_Bank(width, vector, run, on_host or vector) for _ in range(2))
-    edits: dict[str, dict[Point, list[Op]]] = {"prefill": {}, "decode": {}}
-    patches: dict[int, dict[Point, list[Op]]] = {}
+    edits: dict[str, _Ranked] = {"prefill": {}, "decode": {}}
+    placed: dict[int, _Ranked] = {}
     captures: list[Capture] = []
     items = normal(plan, num_layers, prompt_length).interventions
-    for item in items:
+    for rank, item in enumerate(items):
         point = _point(item)
         if points is not None and point not in points:
             others.look_at(item)
             continue
         if isinstance(item, Capture):
             captures.append(item)
-        elif isinstance(item, Patch):
-            patches.setdefault(item.position[0], {}).setdefault(point, []).append(bank.patch(item))
-        else:
-            op = bank.steer(item) if isinstance(item, Steer) else bank.clamp(item)
-            for phase in edits if item.phase == "both" else (item.phase,):
-                edits[phase].setdefault(point, []).append(op)
+            continue
+        op = rank, bank.op(item)
+        if (position := position_of(item)) is not None:
+            placed.setdefault(position, {}).setdefault(point, []).append(op)
+            continue
+        assert not isinstance(item, Patch)
+        for phase in edits if item.phase == "both" else (item.phase,):
+            edits[phase].setdefault(point, []).append(op)
     profiles = _Profiles(edits, width)
     planes_P, generated_planes = _captured(captures, prompt_length)
     generated = profiles.number(generated_planes, "decode")
     prompt = np.zeros(prompt_length, np.int32)
     rest = np.ones(prompt_length, bool)
-    for position, here in patches.items():
+    for position, here in placed.items():
         rest[position] = False
         prompt[position] = profiles.number(planes_P.sets[planes_P.codes[position]], "prefill", here)
     for code in np.unique(planes_P.codes[rest]).tolist():
@@ -167,10 +173,10 @@ def _reach(items: Collection[Intervention], prompt_length: int) -> Reach:
     for item in items:
         if isinstance(item, Capture):
             captured.setdefault(item.positions, set()).add(_point(item))
-        elif isinstance(item, Patch):
-            prompt[item.position[0]] = True
+        elif (position := position_of(item)) is not None:
+            prompt[position] = True
             first.add(_point(item))
-        else:
+        elif not isinstance(item, Patch):
             if item.phase != "decode":
                 prompt[:] = True
                 first.add(_point(item))
@@ -235,6 +241,11 @@ class _Bank:
                 self._value(item.source, point, "Patch.source")
             if isinstance(item.mask, Named):
                 self._value(item.mask, point, "Patch.mask", _as_mask)
+
+    def op(self, edit: Edit) -> Op:
+        if isinstance(edit, Patch):
+            return self.patch(edit)
+        return self.steer(edit) if isinstance(edit, Steer) else self.clamp(edit)
 
     def patch(self, patch: Patch) -> Op:
         point = _point(patch)
@@ -311,48 +322,55 @@ def _as_mask(mask: np.ndarray, field: str) -> np.ndarray:
 class _Profiles:
     """Profiles by what makes them up, each once."""
 
-    def __init__(self, edits: dict[str, dict[Point, list[Op]]], width: Callable[[str, int], int]) -> None:
+    def __init__(self, edits: dict[str, _Ranked], width: Callable[[str, int], int]) -> None:
         self.list = [Profile({})]
         self._edits = edits
         self._same = edits["prefill"] == edits["decode"]
+        self._everywhere = {phase: {point: _in_order(ops) for point, ops in at.items()} for phase, at in edits.items()}
         self._width = width
         self._numbers: dict[Any, int] = {}
         self._bases: dict[Any, Profile] = {}
 
-    def number(self, planes: frozenset[Key], phase: str, patches: dict[Point, list[Op]] | None = None) -> int:
-        """The number of the profile that captures `planes` and makes the edits of `phase` and these patches."""
+    def number(self, planes: frozenset[Key], phase: str, placed: _Ranked | None = None) -> int:
+        """The number of the profile that captures `planes` and makes the edits of `phase` and those that are placed here."""
         phase = "prefill" if self._same else phase
-        patched = tuple((point, tuple(ops)) for point, ops in (patches or {}).items())
-        if not planes and not patched and not self._edits[phase]:
+        if not planes and not placed and not self._edits[phase]:
             return 0
-        key = (planes, phase, patched)
+        here = {point: _in_order([*ops, *self._edits[phase].get(point, ())]) for point, ops in (placed or {}).items()}
+        key = (planes, phase, tuple(here.items()))
         if key not in self._numbers:
             self._numbers[key] = len(self.list)
-            self.list.append(self._make(planes, phase, patches or {}))
+            self.list.append(self._make(planes, phase, here))
         return self._numbers[key]
 
-    def _make(self, planes: frozenset[Key], phase: str, patches: dict[Point, list[Op]]) -> Profile:
+    def _make(self, planes: frozenset[Key], phase: str, here: dict[Point, tuple[Op, ...]]) -> Profile:
         if (planes, phase) not in self._bases:
             layout = Layout.of(sorted(planes, key=lambda key: (*_order(key[:2]), key[2] == "after")), self._width)
             points = {*self._edits[phase], *((site, layer) for site, layer, _ in planes)}
             offsets = {plane[:3]: plane.offset for plane in layout}
-            ops = {point: self._ops(point, phase, offsets, ()) for point in sorted(points, key=_order)}
+            edits = self._everywhere[phase]
+            ops = {point: _with_captures(point, edits.get(point, ()), offsets) for point in sorted(points, key=_order)}
             self._bases[planes, phase] = Profile(ops, layout)
         base = self._bases[planes, phase]
-        if not patches:
+        if not here:
             return base
         offsets = {plane[:3]: plane.offset for plane in base.layout}
         return Profile(
-            base.ops | {point: self._ops(point, phase, offsets, here) for point, here in patches.items()},
-            base.layout,
+            base.ops | {point: _with_captures(point, edits, offsets) for point, edits in here.items()}, base.layout
         )
 
-    def _ops(self, point: Point, phase: str, offsets: dict[Key, int], patches: Collection[Op]) -> tuple[Op, ...]:
-        before, after = (
-            [Op("capture", offset=offsets[*point, when])] if (*point, when) in offsets else []
-            for when in ("before", "after")
-        )
-        return (*before, *patches, *self._edits[phase].get(point, ()), *after)
+
+def _in_order(ops: Collection[tuple[int, Op]]) -> tuple[Op, ...]:
+    """By their places in the normal form: patches, steers, clamps."""
+    return tuple(op for _, op in sorted(ops, key=itemgetter(0)))
+
+
+def _with_captures(point: Point, edits: tuple[Op, ...], offsets: dict[Key, int]) -> tuple[Op, ...]:
+    before, after = (
+        [Op("capture", offset=offsets[*point, when])] if (*point, when) in offsets else []
+        for when in ("before", "after")
+    )
+    return (*before, *edits, *after)
 
 
 def _order(point: Point) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from itertools import groupby, pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from midstream.plan.canonical import SITE_ORDER, changed, encoded, normal
+from midstream.plan.canonical import SITE_ORDER, changed, encoded, normal, position_of
 from midstream.plan.positions import captured_positions
 from midstream.plan.values import Clamp, Edit, Named, Patch, Plan, Steer
 from midstream.plan.vectors import digest
@@ -98,8 +98,9 @@ def lowest_captured(plan: Plan, prompt_length: int) -> int | None:
 
 def _range(edit: Edit, prompt_length: int) -> tuple[int, int]:
     """The positions `[start, stop)` that an edit in normal form acts at."""
-    if isinstance(edit, Patch):
-        return edit.position[0], edit.position[0] + 1
+    if (position := position_of(edit)) is not None:
+        return position, position + 1
+    assert not isinstance(edit, Patch)
     return {"both": (0, FOREVER), "prefill": (0, prompt_length), "decode": (prompt_length, FOREVER)}[edit.phase]
 
 
@@ -111,7 +112,7 @@ def _order(edit: Edit) -> tuple[int, int, int]:
 
 def _written(edit: Edit, nonces: dict[str, str]) -> str:
     """What the edit does to a row, as text; names whose vector nobody knows are like no other."""
-    attributes: dict[str, Any] = {"position": ()} if isinstance(edit, Patch) else {"phase": ""}
+    attributes: dict[str, Any] = {"position": ()} if isinstance(edit, Patch) else {"phase": "", "positions": None}
     for field, value in vars(edit).items():
         if isinstance(value, Named) and value.digest is None:
             attributes[field] = Named(nonces.setdefault(value.name, secrets.token_hex(16)))

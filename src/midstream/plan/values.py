@@ -65,11 +65,12 @@ class Steer:
         vector: `[hidden]`, or the name of a vector that the engine holds.
         scale: the factor; 0 changes nothing.
         phase: at which tokens: `"prefill"` is the prompt's, `"decode"` every generated one, by position, however the engine batches.
+        positions: at these of the prompt alone, one or several (negatives count from its end) or a `Span`; None for all of `phase`.
         norm_match: make the added vector `scale` times as long as h is at that token, after the patches of the site:
             `h += scale * ||h|| * vector / ||vector||`.
 
     Raises:
-        PlanError: a field is not as above; the vector has NaN or infinity; it is zero and norm_match is set.
+        PlanError: a field is not as above; the vector has NaN or infinity; it is zero and norm_match is set; both phase and positions.
     """
 
     site: str
@@ -78,6 +79,7 @@ class Steer:
     vector: Any
     scale: float = 1.0
     phase: str = "both"
+    positions: Any = None
     norm_match: bool = False
 
     def __post_init__(self) -> None:
@@ -92,6 +94,7 @@ class Steer:
             vector=vector,
             scale=fields.number("Steer.scale", self.scale),
             phase=fields.one_of("Steer.phase", self.phase, PHASES),
+            positions=_positions("Steer", self.positions, self.phase),
             norm_match=norm_match,
         )
 
@@ -177,10 +180,10 @@ class Clamp:
         direction: `[hidden]`, made a unit vector; or the name of a vector that the engine holds.
         low, high: bounds of s, in the units of the activation; infinite for none.
         strength: from 0 (nothing) to 1 (all the way).
-        phase: as for `Steer`.
+        phase, positions: as for `Steer`.
 
     Raises:
-        PlanError: a field is not as above; the direction is zero; low is above high.
+        PlanError: a field is not as above; the direction is zero; low is above high; both phase and positions.
     """
 
     site: str
@@ -191,6 +194,7 @@ class Clamp:
     high: float = 0.0
     strength: float = 1.0
     phase: str = "both"
+    positions: Any = None
 
     def __post_init__(self) -> None:
         low = fields.number("Clamp.low", self.low, unbounded=True)
@@ -208,6 +212,7 @@ class Clamp:
             high=high,
             strength=fields.number("Clamp.strength", self.strength, 0.0, 1.0),
             phase=fields.one_of("Clamp.phase", self.phase, PHASES),
+            positions=_positions("Clamp", self.positions, self.phase),
         )
 
 
@@ -378,6 +383,18 @@ class Plan:
 def _flattened(given: Iterable[Any]) -> Iterator[Any]:
     for item in given:
         yield from item.interventions if isinstance(item, Plan) else (item,)
+
+
+def _positions(of: str, given: Any, phase: str) -> tuple[int, ...] | Span | None:
+    """Where a steer or a clamp acts, if it is not everywhere in its phase."""
+    if given is None:
+        return None
+    if phase != "both":
+        allowed = "one of them: positions are of the prompt"
+        raise fields.refuse(f"{of}.positions", f"{fields.shown(given)} beside phase={phase!r}", allowed)
+    found = coerce.positions(f"{of}.positions", given, ())
+    assert not isinstance(found, str)
+    return found
 
 
 def _settle(value: Any, **attributes: Any) -> None:
