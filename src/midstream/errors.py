@@ -3,6 +3,14 @@
 from __future__ import annotations
 
 
+def text_of(error: BaseException) -> str:
+    """Its message, whatever class of somebody's it is."""
+    try:
+        return str(error)
+    except Exception as failure:
+        return f"(its message cannot be had: {type(failure).__name__})"
+
+
 class MidstreamError(Exception):
     """Base of all midstream errors."""
 

@@ -14,8 +14,8 @@ from midstream.backends.planned import Planned
 from midstream.backends.tracer import Ran
 from midstream.engine import launch
 from midstream.engine.request import TraceRequest
-from midstream.engine.results import ChannelClosedError, Mailbox
-from midstream.errors import EngineClosedError, MidstreamError, PlanError
+from midstream.engine.results import ChannelClosedError, Mailbox, UnsendableError
+from midstream.errors import EngineClosedError, MidstreamError, PlanError, TraceError
 from midstream.trace.program import Outcome
 from midstream.trace.tracer import Result
 from midstream.trace.tree import map_objects
@@ -167,6 +167,8 @@ def merged(messages: Iterable[Message], samples: int) -> list[list[Outcome]]:
     """The outcomes of each of a request's samples, in their order, from what the pipeline stages have sent."""
     each: dict[int, dict[int, list[Outcome]]] = {}
     for header, outcomes in messages:
+        if isinstance(outcomes, UnsendableError):
+            raise TraceError(f"What the trace saved has not come back: {outcomes}.")
         each.setdefault(sample_index(header["request"], samples), {})[header["stage"]] = outcomes
     return [merged_outcomes([of_stage for _, of_stage in sorted(each[sample].items())]) for sample in sorted(each)]
 

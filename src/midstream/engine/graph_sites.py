@@ -19,6 +19,7 @@ from vllm.utils.torch_utils import LayerName
 
 from midstream.arch import Architecture
 from midstream.sites import Binding, Point, follow
+from midstream.trace.body import is_in_body
 from midstream.trace.visit import Key
 
 Fire = Callable[[int, torch.Tensor, torch.Tensor | None], None]
@@ -48,6 +49,8 @@ class SiteOp:
 
 
 def _site(hidden: torch.Tensor, residual: torch.Tensor | None, point: LayerName) -> None:
+    if is_in_body():  # a trace's code calls a layer on a value of its own
+        return
     if SiteOp.edit is not None:
         SiteOp.edit(int(point.value), hidden, residual)
     if SiteOp.fire is not None:

@@ -14,8 +14,16 @@ from midstream.engine.reports import Reports
 from midstream.engine.request import TraceRequest
 from midstream.engine.step import Scheduled, StepView
 from midstream.engine.traced import TracedGroup, TracedRequest
-from midstream.errors import MidstreamError, NeverReachedError, StageFailedError, TraceError, TracesNotAllowedError
+from midstream.errors import (
+    MidstreamError,
+    NeverReachedError,
+    ShapeError,
+    StageFailedError,
+    TraceError,
+    TracesNotAllowedError,
+)
 from midstream.sites import Point
+from midstream.trace.body import is_in_body
 from midstream.trace.envoy import Envoy, ModelEnvoy
 from midstream.trace.interleaver import LAST_POINTS, Interleaver
 from midstream.trace.journal import Journal
@@ -32,6 +40,7 @@ class TraceHost:
         envoy: what bodies see of the model.
         allow_traces: whether requests may carry code at all.
         max_model_len: where the engine cuts every request off.
+        vocab_size: all token ids lie below.
         reports: takes what the traces gave.
         stages: the pipeline that the worker is a stage of.
     """
@@ -43,6 +52,7 @@ class TraceHost:
         arch: Architecture,
         allow_traces: bool,
         max_model_len: int,
+        vocab_size: int,
         reports: Reports,
         stages: Stages | None = None,
     ) -> None:
@@ -56,6 +66,7 @@ class TraceHost:
         self.traced_steps = self.uncompiled_steps = 0
         self._allow_traces = allow_traces
         self._max_model_len = max_model_len
+        self._vocab_size = vocab_size
         self._requests: dict[str, TracedRequest] = {}
         self._settled: dict[str, TracedRequest] = {}  # bodies are done; after a preemption their edits are made again
         self._groups: dict[str, TracedGroup] = {}
@@ -97,7 +108,7 @@ class TraceHost:
             finished: requests that have ended, also by an abort.
             computed: request id -> tokens computed before, where that is known; less than before after a preemption.
         """
-        for name in finished & self._requests.keys():
+        for name in [name for name in self._requests if name in finished]:  # in the same order on all ranks
             self._end(name)
         for name in finished:
             self._settled.pop(name, None)
@@ -338,15 +349,17 @@ class TraceHost:
 
     def see_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """`[requests, vocab]`; prompt logprobs compute further logits, which are not a step's."""
-        if not self._expects_logits:
+        if not self._expects_logits or is_in_body():
             return logits
         self._expects_logits = False
         return self.interleaver.fire(("", "logits"), logits)
 
     def see_samples(self, samples: torch.Tensor) -> torch.Tensor:
         """`[requests]`, the sampled token ids. Closes the step."""
-        samples = self.interleaver.fire(("", "samples"), samples)
+        before, samples = samples, self.interleaver.fire(("", "samples"), samples)
         self.interleaver.end_step()
+        if samples is not before:
+            samples = self._with_tokens(samples, before)
         tokens = samples.tolist() if any(request.may_stop for _, request in self._in_step) else None
         for scheduled, request in self._in_step:
             self._after_step(scheduled.request_id, request, tokens[scheduled.place] if tokens is not None else None)
@@ -355,6 +368,15 @@ class TraceHost:
         if self._stages is not None:
             self._stages.end_step(self.interleaver.bodies)
         return samples
+
+    def _with_tokens(self, samples: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        """What traces have written: a number that is no token would end the engine in its next step, and ends its own trace here."""
+        bad = (samples < 0) | (samples >= self._vocab_size)
+        for place in bad.nonzero().flatten().tolist():
+            text = f"model.samples was set to {int(samples[place])}; token ids are 0 to {self._vocab_size - 1}."
+            for name in [n for s, request in self._in_step if s.place == place for n in request.open_bodies]:
+                self.interleaver.bodies[name].fail(ShapeError(text))
+        return torch.where(bad, before, samples)
 
     def _after_step(self, name: str, request: TracedRequest, token: int | None) -> None:
         request.generated += 1

@@ -135,6 +135,7 @@ class _Rules:
         for name in verdict.stops:
             if (request := self.requests.get(name)) is not None:
                 request.max_tokens = request.num_output_tokens + 1  # the token of this step is its last
+                request.sampling_params.min_tokens = 0  # below which vLLM ends nothing
         refused = self._take_refused(verdict.errors) if verdict.errors else []
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         for request in refused:

@@ -182,8 +182,8 @@ class Worker(PlatformWorker):
 
         envoy = ModelEnvoy(model, whole, interleaver, unembed, self._tokenizer)
         reports = Reports(get_pp_group().rank_in_group, speaks=get_tp_group().rank_in_group == 0)
-        limit = config.model_config.max_model_len
-        return TraceHost(envoy, interleaver, arch, settings.allow_traces, limit, reports, stages)
+        limits = config.model_config.max_model_len, config.model_config.get_vocab_size()
+        return TraceHost(envoy, interleaver, arch, settings.allow_traces, *limits, reports, stages)
 
     def compile_or_warm_up_model(self) -> Any:
         if has_graphs(self.vllm_config) and self._has_built_in:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import signal
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from types import CodeType, FrameType
@@ -18,6 +19,7 @@ from greenlet import GreenletExit, getcurrent, greenlet
 
 from midstream.errors import NeverReachedError, OutOfOrderError, TraceError
 from midstream.trace.journal import Journal
+from midstream.trace.modes import Away, Modes
 from midstream.trace.remote import Claim, Place, RemoteValue
 from midstream.trace.visit import Key, Visit, point_name
 
@@ -41,6 +43,16 @@ def current_body() -> Body:
             "This works only inside a trace: `with model.trace(prompt) as tracer:` or `model.run(fn, prompt)`."
         )
     return body
+
+
+def is_in_body() -> bool:
+    """Whether a trace's code runs here, and not the forward's."""
+    return CURRENT.get(None) is not None
+
+
+def _may_be_interrupted() -> bool:
+    """Whether a KeyboardInterrupt is Ctrl-C, and not the body's own: engine processes ignore that."""
+    return signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
 
 
 class StopTrace(BaseException):
@@ -82,6 +94,7 @@ class Body:
         self._asked: Key | None = None  # the last point of its step
         self._reached = -1  # and how far in the forward that is, whichever stage has it
         self._run = run
+        self._around = Modes.now()  # torch's, where the forward gave control
         self._greenlet = greenlet(self._main)
         self._forward: greenlet | None = None
 
@@ -130,7 +143,7 @@ class Body:
     def resume(self, visit: Visit | bool | None = None, error: BaseException | None = None) -> None:
         """Let the body run until it parks again or ends. `error` is raised at the point where it is parked."""
         self._forward = getcurrent()
-        grad = torch.is_grad_enabled()
+        self._around = modes = Modes.now()
         self.parked = None
         if isinstance(visit, Visit):
             self.visit = visit
@@ -139,12 +152,12 @@ class Body:
                 self._greenlet.throw(error)
             else:
                 self._greenlet.switch(visit)
-        torch.set_grad_enabled(grad)
-        if isinstance(self.failure, KeyboardInterrupt) and not self.interrupted:  # Ctrl-C is not the body's own
+        torch.set_grad_enabled(modes.grad)
+        if isinstance(self.failure, KeyboardInterrupt) and not self.interrupted and _may_be_interrupted():
             self.interrupted = True
             raise self.failure
 
-    def fail(self, error: TraceError) -> None:
+    def fail(self, error: Exception) -> None:
         """Be over with `error`, whatever the body makes of it."""
         if not self.done:
             self.resume(error=error)
@@ -173,10 +186,11 @@ class Body:
         assert self._forward is not None
         self.parked = parked
         self.interleaver.note(self, f"{point_name(parked[0])} of step {parked[1]}")
-        grad = torch.is_grad_enabled()
-        answer = self._forward.switch()
-        torch.set_grad_enabled(grad)
-        return answer
+        away = Away(self._around)
+        try:
+            return self._forward.switch()
+        finally:
+            away.back()
 
     def _leave(self) -> None:
         visit, self.visit = self.visit, None
@@ -312,7 +326,7 @@ class Body:
 
     def wait_at_barrier(self, barrier: object) -> None:
         self.interleaver.arrive(barrier, self)
-        while not self.interleaver.is_open(barrier):
+        while self.interleaver.is_held(barrier, self):
             self._park(BARRIER, self.step)
 
     def save(self, value: Any) -> Any:

@@ -7,14 +7,14 @@ for, `end_step` closes the step. Hooks are there only while a trace is alive, an
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from midstream.errors import BarrierError, DivergedError, MidstreamError, NeverReachedError, TraceError
-from midstream.trace.body import BARRIER, FETCH, STEP_START, Body, current_body
+from midstream.trace.body import BARRIER, FETCH, STEP_START, Body, current_body, is_in_body
 from midstream.trace.hooks import Hooks
 from midstream.trace.journal import Journal, spill
 from midstream.trace.randomness import Randomness
@@ -65,8 +65,8 @@ class Interleaver:
         self._hooks = Hooks(self.modules, self.fire)
         self._stepping = False
         self.reachable: frozenset[Key] | None = None  # the points that the step's forward passes; None for all
-        self._at_barrier: dict[object, list[Body]] = {}
-        self._open: set[object] = set()
+        self._at_barrier: dict[object, list[Body]] = {}  # those who wait for others to come
+        self._freed: list[Body] = []  # those who need not wait any longer, in the order of their barriers
         self._live_storages: set[int] = set()
 
     # Requests.
@@ -116,14 +116,15 @@ class Interleaver:
             self._clean_up()
 
     def _forget(self, body: Body) -> None:
-        for table in (self._waiting, self._at_barrier):
-            for waiting in table.values():
-                if body in waiting:
-                    waiting.remove(body)
+        for waiting in (*self._waiting.values(), *self._at_barrier.values(), self._freed):
+            if body in waiting:
+                waiting.remove(body)
         for key, watchers in list(self._watchers.items()):
             self._watchers[key] = [w for w in watchers if w[0] is not body]
             if not self._watchers[key]:
                 del self._watchers[key]
+        for key, overrides in list(self._overrides.items()):
+            self._overrides[key] = [o for o in overrides if o[0] is not body]
         for rows in (self.rows, self.last_rows):
             rows.pop(body.name, None)
 
@@ -134,7 +135,6 @@ class Interleaver:
             self.whole.agreement.rest()
         self._hooks.remove()
         self.source.remove()
-        self._open.clear()
         self._at_barrier.clear()
 
     # Steps.
@@ -153,8 +153,8 @@ class Interleaver:
             last_rows: where a body's logits and sample are, if there is one row a request there; else as `rows`.
         """
         self._position, self._point, self._stepping = -1, STEP_START, True
-        self._waiting.clear()
-        self._replays.clear()
+        for table in (self._waiting, self._replays, self._overrides):
+            table.clear()
         self.rows = dict(rows)
         self.last_rows = dict(last_rows or rows)
         self._span = _dense_span(list(rows.values()))
@@ -231,14 +231,12 @@ class Interleaver:
     def _file(self, body: Body) -> None:
         if body.done or body.parked is None or body.parked[0] in (BARRIER, FETCH):
             return
-        if body.parked[1] == body.now:
+        if body.parked[1] == body.now and body.name in self.rows:
             self._waiting.setdefault(body.parked[0], []).append(body)
 
     def fire(self, key: Key, tree: Any, direct: bool = False) -> Any:
         """The forward is at `key` with value `tree`: what it is to go on with. `direct`: writes land in `tree` itself."""
-        if self.muted or not self._stepping:
-            return tree
-        if not self.expects(key):
+        if self.muted or not self._stepping or not self.expects(key) or is_in_body():
             return tree
         waiting = self._waiting.pop(key, None)
         self._position = max(self._position, self.ordinal(key)[0])
@@ -247,7 +245,7 @@ class Interleaver:
         for journal, rows in self._replays.get(key, ()):
             journal.replay(event, rows)
         for body, value in self._overrides.pop(key, ()):
-            with self._may_diverge():
+            with self._fails(body):
                 visit = self._visit(body, event)
                 visit.set_raw(value)
                 visit.leave()
@@ -263,8 +261,8 @@ class Interleaver:
             waiting = self._waiting.pop(key, None)
         event.write_back()
         for body, watch in self._watchers.get(key, ()):
-            if body.name in self.rows:
-                with self._may_diverge():
+            if body.name in self.rows and body.failure is None:
+                with self._fails(body):
                     watch(self._visit(body, event))
         self._show_notes()
         self._firing = None
@@ -303,9 +301,15 @@ class Interleaver:
             self.whole.agreement.show()
 
     @staticmethod
-    def _may_diverge() -> contextlib.AbstractContextManager[None]:
-        """What is done for a body outside of it: the end of the step tells it."""
-        return contextlib.suppress(DivergedError)
+    @contextlib.contextmanager
+    def _fails(body: Body) -> Iterator[None]:
+        """What is done for a body while its code does not run: an error there is the body's, and nobody else's."""
+        try:
+            yield
+        except DivergedError:  # the end of the step tells it
+            pass
+        except Exception as error:
+            body.fail(error)
 
     def _complete(self, bodies: Collection[Body]) -> None:
         """Let these bodies have the values of other stages that they wait for, all but those that come after this forward.
@@ -393,7 +397,7 @@ class Interleaver:
 
     def is_live(self, value: torch.Tensor) -> bool:
         """Whether `value` shares memory with an activation of this step."""
-        return value.untyped_storage().data_ptr() in self._live_storages
+        return value.layout == torch.strided and value.untyped_storage().data_ptr() in self._live_storages
 
     def has(self, key: Key) -> bool:
         """Whether this process has the point; another pipeline stage may."""
@@ -412,18 +416,20 @@ class Interleaver:
     # Barriers.
 
     def arrive(self, barrier: Any, body: Body) -> None:
+        """The last to come frees the others; after that the barrier is as before, for the next time."""
         waiting = self._at_barrier.setdefault(barrier, [])
-        waiting.append(body)
-        if len(waiting) >= barrier.parties:
-            self._open.add(barrier)
+        if len(waiting) + 1 < barrier.parties:
+            waiting.append(body)
+        else:
+            self._freed += self._at_barrier.pop(barrier)
 
-    def is_open(self, barrier: object) -> bool:
-        return barrier in self._open
+    def is_held(self, barrier: object, body: Body) -> bool:
+        return body in self._at_barrier.get(barrier, ())
 
     def _release_barriers(self) -> list[Body]:
-        """Let those go on who wait at an open barrier."""
-        waiting = [body for barrier in list(self._open) for body in self._at_barrier.pop(barrier, ())]
-        released = [body for body in waiting if body.parked is not None and body.parked[0] == BARRIER]
+        """Let those go on who need not wait any longer; who is preempted, when its request is back."""
+        released = [body for body in self._freed if body.name in self.rows]
+        self._freed = [body for body in self._freed if body not in released]
         for body in released:
             body.resume()
             self._complete([body])

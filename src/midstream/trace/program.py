@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import io
 import linecache
@@ -11,13 +12,13 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from types import TracebackType
+from types import CodeType, TracebackType
 from typing import Any
 
 import cloudpickle
 import torch
 
-from midstream.errors import InterventionError, MidstreamError, StageFailedError, TraceError
+from midstream.errors import InterventionError, MidstreamError, StageFailedError, TraceError, text_of
 from midstream.trace.block import Block, locals_at
 from midstream.trace.body import Body, StopTrace, current_body
 from midstream.trace.gradients import backward
@@ -56,8 +57,7 @@ class FunctionProgram(Program):
         return {RETURNED: map_tensors(returned, lambda _, t: body.save(t))}
 
     def recover(self, error: BaseException, body: Body) -> dict[str, Any]:
-        code = getattr(inspect.unwrap(self.fn), "__code__", None)
-        return body.pick_saved(_locals_of(error.__traceback__, code))
+        return body.pick_saved(_locals_of(error.__traceback__, _code_of(self.fn)))
 
 
 def _takes_tracer(fn: Callable[..., Any]) -> bool:
@@ -68,6 +68,15 @@ def _takes_tracer(fn: Callable[..., Any]) -> bool:
     if len(required) not in (1, 2):
         raise TraceError(f"{fn!r} must take (model) or (model, tracer).")
     return len(required) == 2
+
+
+def _code_of(fn: Any) -> CodeType | None:
+    """Of a function, a method, a partial or an object that can be called."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    fn = inspect.unwrap(fn)
+    code: CodeType | None = getattr(fn, "__code__", None) or getattr(type(fn).__call__, "__code__", None)
+    return code
 
 
 def _locals_of(tb: TracebackType | None, code: Any) -> dict[str, Any]:
@@ -138,7 +147,7 @@ class Failure:
             error=error if own and _picklable(error) else None,
             type_name=type(error).__name__,
             bases=builtin,
-            message=str(error),
+            message=text_of(error),
             frames=[(f.filename, f.lineno or 0, f.name, f.line or "") for f in frames],
             midstream=own,
             secondary=isinstance(error, StageFailedError),
@@ -161,12 +170,16 @@ class Failure:
         return _mixed_with(self.bases)(f"{self.type_name}: {self.message}\n\n{self.text()}")
 
 
+# Whoever raises one of these tells the interpreter, a generator or an event loop something.
+_WITH_A_MEANING = ("StopIteration", "StopAsyncIteration", "GeneratorExit", "KeyboardInterrupt", "SystemExit")
+
+
 def _mixed_with(bases: list[str]) -> type[InterventionError]:
     import builtins
 
     for name in bases:
         base = getattr(builtins, name, None)
-        if name in ("BaseException", "Exception") or base is None:
+        if name in ("BaseException", "Exception", *_WITH_A_MEANING) or base is None:
             break
         try:
             return type(f"Intervention{name}", (InterventionError, base), {"__module__": InterventionError.__module__})

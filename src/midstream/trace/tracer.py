@@ -12,7 +12,7 @@ import torch
 
 from midstream.errors import TraceError, UnknownModuleError
 from midstream.trace.body import StopTrace, current_body, steps
-from midstream.trace.tree import map_tensors
+from midstream.trace.tree import Opaque, map_tensors
 from midstream.trace.visit import Visit
 
 _numbers = itertools.count()
@@ -86,7 +86,7 @@ class _Steps(list[Any]):
     """Values of several steps, told from a module's own list."""
 
 
-class Cache(dict[str, CacheEntry]):
+class Cache(dict[str, CacheEntry], Opaque):
     """Activations by module path: `cache["model.layers.3"].output`, or `cache.model.layers[3].output`."""
 
     def __getattr__(self, name: str) -> Any:
@@ -169,6 +169,7 @@ class BodyTracer:
             A saved cache, filled as the forward goes on.
         """
         body = current_body()
+        torch.empty(0).to(device, dtype)  # what cannot be done is said here, and not when the forward has the values
         interleaver = body.interleaver
         tree = interleaver.modules if interleaver.stages is None else interleaver.stages.modules
         paths = [p for p in tree if p] if modules is None else [getattr(m, "_path", m) for m in modules]

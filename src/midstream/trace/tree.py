@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -39,7 +41,11 @@ def map_tensors(tree: Any, change: Callable[[Ref, torch.Tensor], Any], at: Ref =
         return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
     if hasattr(tree, "keys") and hasattr(tree, "__getitem__"):
         changed = {name: map_tensors(tree[name], change, (*at, name)) for name in tree.keys()}  # noqa: SIM118
-        return type(tree)(**changed) if type(tree) is not dict else changed
+        if not isinstance(tree, dict) or is_dataclass(tree):  # transformers' ModelOutput, for one
+            return type(tree)(**changed)
+        kept = copy.copy(tree)  # a defaultdict, say, stays one
+        kept.update(changed)
+        return kept
     return tree
 
 

@@ -18,6 +18,7 @@ from torch import nn
 from midstream.arch import Architecture
 from midstream.engine.plans.tables import Tables
 from midstream.sites import LAYER_SITES, Binding, Point, follow, replaced
+from midstream.trace.body import is_in_body
 from midstream.trace.whole import Whole
 
 _log = logging.getLogger(__name__)
@@ -95,14 +96,18 @@ class PointHooks:
         if binding.kind == "input":
 
             def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-                return edited(index, binding, (args, kwargs)) if self.on else None
+                return edited(index, binding, (args, kwargs)) if self._acts() else None
 
             return module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
 
         def after(module: nn.Module, args: Any, output: Any) -> Any:
-            return edited(index, binding, output) if self.on else None
+            return edited(index, binding, output) if self._acts() else None
 
         return module.register_forward_hook(after, prepend=True)
+
+    def _acts(self) -> bool:
+        """Whether it is the forward that comes by; a trace's code calls modules on values of its own."""
+        return self.on and not is_in_body()
 
     def _edited(self, index: int, binding: Binding, tree: Any) -> Any:
         """`tree` with the plans' edits. The engine's own tensors are left alone unless a write has to land in them."""

@@ -13,7 +13,7 @@ from torch import nn
 
 from midstream.arch import Architecture
 from midstream.engine.ranks.link import Fetch, Link
-from midstream.errors import SourceUnavailableError, StageFailedError
+from midstream.errors import SourceUnavailableError, StageFailedError, text_of
 from midstream.trace.body import CALL, Body, StopTrace
 from midstream.trace.interleaver import LAST_POINTS
 from midstream.trace.remote import Place
@@ -164,7 +164,7 @@ class Stages:
 
     def refuse(self, body: Body, number: int, error: Exception) -> None:
         """Reading that value has failed on this stage, and the body may go on without it."""
-        text = f"The value cannot be read on pipeline stage {self.index}: {type(error).__name__}: {error}"
+        text = f"The value cannot be read on pipeline stage {self.index}: {type(error).__name__}: {text_of(error)}"
         self.link.refuse(body.name, number, StageFailedError(text))
 
     def silence(self, body: Body) -> None:
@@ -182,7 +182,7 @@ class Stages:
         failure = body.failure if not isinstance(body.failure, StopTrace) else None
         if failure is None:
             return "The value was never reached: the trace ended without it.", False
-        return f"The trace failed on pipeline stage {self.index}: {type(failure).__name__}: {failure}", True
+        return f"The trace failed on pipeline stage {self.index}: {type(failure).__name__}: {text_of(failure)}", True
 
     def waive(self, stage: int, body: str, number: int) -> None:
         """This stage will not ask for that value any more; `end_step` says so."""

@@ -1,0 +1,130 @@
+"""Bodies in turns with the forward of a toy model, without an engine: who is resumed when, and in what order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from midstream.errors import OutOfOrderError
+from midstream.trace.body import Body
+from midstream.trace.envoy import Envoy
+from midstream.trace.interleaver import Interleaver
+from midstream.trace.program import FunctionProgram, make_body
+from midstream.trace.rows import FlatRows
+from midstream.trace.tracer import Barrier
+
+
+class Toy(nn.Module):
+    """Three layers; a batch of `[rows, 4]`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Steps:
+    """The toy's forward passes, each with two rows of some bodies."""
+
+    def __init__(self) -> None:
+        self.model = Toy()
+        order = {
+            (f"layers.{i}", kind): (2 * i + end,) * 2 for i in range(3) for end, kind in enumerate(("input", "output"))
+        }
+        self.interleaver = Interleaver(self.model, {("", "input"): (-1, -1), **order, ("", "output"): (9, 9)})
+
+    def add(self, name: str, fn: Callable[..., Any]) -> Body:
+        envoy = Envoy(self.model, "", self.interleaver)
+        body = make_body(name, FunctionProgram(fn), envoy, {}, snapshots=True, journals=True)
+        self.interleaver.add(body)
+        return body
+
+    @torch.inference_mode()
+    def step(self, *names: str) -> None:
+        total = 2 * len(names)
+        self.interleaver.begin_step({name: FlatRows(2 * i, 2 * i + 2, total) for i, name in enumerate(names)})
+        self.model(torch.ones(total, 4))
+        self.interleaver.end_step()
+
+
+@pytest.fixture
+def steps() -> Steps:
+    return Steps()
+
+
+def test_c4_a_barrier_that_opens_while_a_party_is_preempted_opens_for_it_when_it_is_back(steps: Steps) -> None:
+    barrier = Barrier(2)
+
+    def first(model: Any, tracer: Any) -> Any:
+        model.layers[0].output
+        barrier()
+        tracer.next()
+        return model.layers[2].output
+
+    def second(model: Any, tracer: Any) -> Any:
+        tracer.next()
+        barrier()
+        return model.layers[2].output
+
+    one, two = steps.add("one", first), steps.add("two", second)
+    steps.step("one", "two")
+    steps.step("two")  # the other one is preempted, and its rows are not in the batch
+    assert two.done and not one.done
+    steps.step("one")
+    for body in (one, two):
+        assert body.done and body.failure is None and body.result["return"].shape == (2, 4)
+
+
+@pytest.mark.parametrize("preempted", [False, True])
+def test_c4_what_a_barrier_frees_too_late_is_out_of_order(steps: Steps, preempted: bool) -> None:
+    barrier = Barrier(2)
+
+    def first(model: Any) -> Any:
+        barrier()
+        return model.layers[2].output  # of its first step, which is over when the other one comes
+
+    def second(model: Any, tracer: Any) -> None:
+        tracer.next()
+        barrier()
+
+    one, _ = steps.add("one", first), steps.add("two", second)
+    steps.step("one", "two")
+    steps.step(*(["two"] if preempted else ["one", "two"]))
+    steps.step("one")
+    assert isinstance(one.failure, OutOfOrderError)
+
+
+def test_c14_a_step_that_is_broken_off_leaves_no_skip_behind(steps: Steps) -> None:
+    steps.add("one", lambda model: model.layers[1].skip(torch.zeros(2, 4)))
+    steps.model.layers[1].forward = lambda x: 1 / 0  # type: ignore[assignment]
+    with pytest.raises(ZeroDivisionError):
+        steps.step("one")
+    del steps.model.layers[1].forward
+    steps.interleaver.discard("one")
+    other = steps.add("one", lambda model: model.layers[1].output)
+    steps.step("one")
+    assert other.result["return"].abs().sum() > 0
+
+
+def test_d7_requests_that_end_together_end_in_one_order_on_all_ranks() -> None:
+    """Their bodies' last words may be collective, and two processes need not list a set of strings alike."""
+    pytest.importorskip("vllm")
+    from midstream.engine.host import TraceHost
+
+    names = [f"request-{number}" for number in range(12)]
+    host = TraceHost.__new__(TraceHost)
+    host._requests, host._settled, host._graph_keys = dict.fromkeys(names), {}, {}  # type: ignore[arg-type]
+    host.traced_steps = host.uncompiled_steps = 0
+    ended: list[str] = []
+    host._end = lambda name: ended.append(name)  # type: ignore[method-assign,assignment]
+    host._end_what_is_over = lambda scheduled: None  # type: ignore[method-assign]
+    host.schedule({}, (), set(names))
+    assert ended == names
