@@ -6,7 +6,9 @@ Each misbehaving invoke has a neighbour in its batch, whose values have to be ri
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import functools
+import warnings
 
 import pytest
 import torch
@@ -14,7 +16,14 @@ from oracle import close
 from test_errors import check_clean_trace
 
 from midstream import Steer, save
-from midstream.errors import BarrierError, InterventionError, MidstreamError, ShapeError, TraceError
+from midstream.errors import (
+    BarrierError,
+    InterventionError,
+    InterventionErrorGroup,
+    MidstreamError,
+    ShapeError,
+    TraceError,
+)
 
 PARIS = "The capital of France is"
 ROME = "The capital of Italy is"
@@ -296,3 +305,77 @@ def test_f1_a_sparse_tensor_is_saved(hf, plain):
     with hf.trace(PARIS, temperature=0.0):
         sparse = hf.layers_output[1].to_sparse().save()
     close(sparse.to_dense(), plain.run(PARIS).sites["resid_post", 1])
+
+
+# ------------------------------------------------------------------------------------------------------ what users are told
+
+
+def test_f3_what_stays_in_the_engine_is_named(engine):
+    found, total = [], torch.zeros(2)
+    with pytest.warns(UserWarning, match=r"put into found, total has stayed in the engine") as told:
+        with engine.trace(PARIS, temperature=0.0):
+            found.append(engine.layers_output[2].norm())
+            total[0] = engine.layers_output[2].norm()
+            logits = engine.logits.save()
+    assert found == [] and logits.shape[0] == 1 and len(told) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with engine.trace(PARIS, temperature=0.0):
+            found.append(engine.layers_output[2].norm().save())
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("call", ["trace", "generate", "run"])
+def test_f3_a_trace_inside_of_a_trace_is_refused(model, plain, call):
+    arguments = (lambda m: 1, PARIS) if call == "run" else (PARIS,)
+    with pytest.raises(TraceError, match=rf"model\.{call} is not for the inside of a trace"):
+        model.run(lambda m: getattr(m, call)(*arguments), PARIS, temperature=0.0)
+    check_clean_trace(model, plain)
+
+
+def test_f3_outside_of_a_trace_it_is_said_where_things_are(engine):
+    for ask in (lambda: engine.project_on_vocab(torch.zeros(1, 256)), lambda: engine.steer(2, torch.zeros(256))):
+        with pytest.raises(TraceError, match="exists only in a trace"):
+            ask()
+    with pytest.raises(TraceError, match=r"read in a trace: `model\.run\(lambda m: m\.lm_head\.weight, prompt\)`"):
+        engine.lm_head.weight
+
+
+def test_f3_weights_that_the_engine_keeps_in_another_form_are_not_empty_without_a_word(engine, plain):
+    def projected(m):
+        z = m.attn_z[3].flatten(-2)
+        return z, m.model.layers[3].self_attn.o_proj(z)
+
+    z, out = engine.run(projected, PARIS, temperature=0.0)
+    close(out[0] if isinstance(out, tuple) else out, plain.model.model.layers[3].self_attn.o_proj(z))
+    try:
+        weight = engine.run(lambda m: m.model.layers[3].self_attn.o_proj.weight, PARIS, temperature=0.0)
+    except TraceError as error:
+        assert "is empty here" in str(error)
+    else:
+        assert weight.numel()
+
+
+def test_f3_a_function_that_returns_a_module_is_told(engine):
+    with pytest.raises(TraceError, match="What the function returned has not come back"):
+        engine.run(lambda m: m.model.layers[3], PARIS, temperature=0.0)
+
+
+def test_a3_the_error_that_several_have_is_caught_as_one(model):
+    with pytest.raises(ValueError, match="2 requests failed, the first: ValueError: 5") as caught:
+        model.run(lambda m: (_ for _ in ()).throw(ValueError(5)), [PARIS, ROME], temperature=0.0)
+    assert isinstance(caught.value, InterventionErrorGroup) and len(caught.value.exceptions) == 2
+
+
+def test_f1_threads_take_turns(model, plain):
+    prompts = [PARIS, ROME, EIFFEL] * 2
+    with concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
+        found = list(pool.map(lambda p: model.run(lambda m: m.layers_output[4], p, temperature=0.0), prompts))
+    for prompt, value in zip(prompts, found, strict=True):
+        close(value, plain.run(prompt).sites["resid_post", 4])
+
+
+def test_b1_heads_are_counted(model):
+    assert (model.num_heads, model.num_kv_heads, model.head_dim) == model.run(
+        lambda m: (m.attn_z[0].shape[1], m.attn_z[0].shape[1] // 2, m.attn_z[0].shape[2]), PARIS, temperature=0.0
+    )

@@ -51,5 +51,5 @@ def test_text_is_for_the_tokenizer() -> None:
     ids=repr,
 )
 def test_no_prompt(prompt: Any) -> None:
-    with pytest.raises(PromptError, match="Several prompts are for `generate`"):
+    with pytest.raises(PromptError, match="Several are for `generate`"):
         encode(prompt, no_tokenizer)

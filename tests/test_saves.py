@@ -392,3 +392,49 @@ def test_two_sites_of_one_module(model, plain):
     close(mid, sites["resid_mid", 3])
     close(entering, sites["mlp_in", 3])
     close(third, sites["resid_post", 3])
+
+
+def test_a9_a_write_to_what_save_returned_lands_and_the_saved_value_is_as_it_was(model, plain):
+    """`h = x.save(); h[:] = 0`, as nnsight's users write it; of the whole value, of a part, of a module's own, and twice."""
+    with model.trace(max_tokens=1, temperature=0.0) as tracer:
+        with tracer.invoke(PARIS):
+            whole = model.layers_output[3].save()
+            whole[:] = 0
+            whole_logits = model.logits.save()
+        with tracer.invoke(PARIS):
+            part = model.layers_output[3][-1].save()
+            part[:] = 0
+            part_after = model.layers_output[3].save()
+            part_logits = model.logits.save()
+        with tracer.invoke(PARIS):
+            own = model.model.layers[3].mlp.output.save()
+            own.zero_()
+            own_logits = model.logits.save()
+        with tracer.invoke(PARIS):
+            twice = model.layers_output[3].save()
+            twice += 5
+            halved = model.layers_output[3] / 2
+            twice[:] = halved - 2.5
+            twice_logits = model.logits.save()
+
+    def zero(rows):
+        def edit(h):
+            h[rows] = 0
+            return h
+
+        return edit
+
+    before = plain.run(PARIS)
+    resid, mlp = before.sites["resid_post", 3], before.sites["mlp_out", 3]
+    expected = {
+        "whole": plain.run(PARIS, {("resid_post", 3): zero(slice(None))}),
+        "part": plain.run(PARIS, {("resid_post", 3): zero(slice(-1, None))}),
+        "own": plain.run(PARIS, {("mlp_out", 3): zero(slice(None))}),
+        "twice": plain.run(PARIS, {("resid_post", 3): lambda h: h / 2}),
+    }
+    for logits, name in ((whole_logits, "whole"), (part_logits, "part"), (own_logits, "own"), (twice_logits, "twice")):
+        close(logits, expected[name].logits[-1:])
+        differs(logits, before.logits[-1:])
+    close(part_after, expected["part"].sites["resid_post", 3])
+    for saved, value in ((whole, resid), (part, resid[-1]), (own.view(-1, own.shape[-1]), mlp), (twice, resid)):
+        close(saved, value)

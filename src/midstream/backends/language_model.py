@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import uuid
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -89,6 +91,7 @@ class LanguageModel(TraceModel):
         self.runs = Runs(self._ask_runs, False)
         self.sinks = Sinks()
         weakref.finalize(self, self.sinks.close)
+        self._lock = threading.RLock()
         self._numbers = itertools.count()  # of planned requests: their ids at sinks
         config = module.config.get_text_config()
         self.arch = detect(
@@ -136,8 +139,22 @@ class LanguageModel(TraceModel):
     # Running.
 
     @property
+    def _text_config(self) -> Any:
+        return self.module.config.get_text_config()
+
+    @property
     def vocab_size(self) -> int:
-        return self.module.config.get_text_config().vocab_size
+        return self._text_config.vocab_size
+
+    def close(self) -> None:
+        """Let consumers and directories take what is theirs. As `VLLM.close`, so that a script runs on both."""
+        self.sinks.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
 
     @property
     def facts(self) -> ModelFacts:
@@ -163,8 +180,9 @@ class LanguageModel(TraceModel):
         return planned
 
     def _run(self, invokes: list[Invoke], planned: Sequence[Planned | None]) -> list[Ran]:
-        """One batch, with its plans."""
+        """One batch, with its plans; those of several threads one after the other."""
         with ExitStack() as stack:
+            stack.enter_context(self._lock)
             if runs := runs_of(planned):
                 self.runs.lease(runs, 1)
                 stack.callback(self.runs.lease, runs, -1)

@@ -14,11 +14,13 @@ from midstream.backends.prompts import Prompt
 from midstream.backends.runs import Runs
 from midstream.backends.tracer import Invoke, Ran, Tracer, _Context, in_with_header, raise_failures
 from midstream.backends.vectors import Vectors
+from midstream.engine.results import UnsendableError
 from midstream.errors import PlanError, PromptError, TraceError
 from midstream.plan.runs import RecordedRun
 from midstream.plan.values import Capture, Plan
 from midstream.trace.block import Block
-from midstream.trace.body import current_body, steps
+from midstream.trace.body import current_body, is_in_body, steps
+from midstream.trace.envoy import inside
 from midstream.trace.program import RETURNED, BlockProgram, FunctionProgram, Program
 from midstream.trace.tracer import BodyTracer
 
@@ -65,6 +67,12 @@ def sampling(params: dict[str, Any], max_tokens: int) -> dict[str, Any]:
     return {"max_tokens": max_tokens, **params}
 
 
+def _outside(name: str) -> None:
+    """Raise TraceError inside of a trace."""
+    if is_in_body():
+        raise inside(name)
+
+
 class TraceModel:
     """A model that traces and plans run on.
 
@@ -84,6 +92,27 @@ class TraceModel:
     def vocab_size(self) -> int:
         """How many token ids there are."""
         raise NotImplementedError
+
+    @property
+    def _text_config(self) -> Any:
+        """The language model's own configuration, as transformers has it."""
+        raise NotImplementedError
+
+    @property
+    def num_heads(self) -> int:
+        """Attention heads of a layer, those of `attn_z`."""
+        return self._text_config.num_attention_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key and value heads of a layer."""
+        return getattr(self._text_config, "num_key_value_heads", None) or self.num_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Of the heads of `attn_z`."""
+        given = getattr(self._text_config, "head_dim", None)
+        return given or self._text_config.hidden_size // self.num_heads
 
     def _start(self, invokes: list[Invoke], together: bool) -> Any:
         """Begin to run `invokes`, `together` if they must be in the same steps: a Running, or a Stream if `_deferred`."""
@@ -127,6 +156,7 @@ class TraceModel:
                 cannot be had.
             PlanError: the plan cannot be done on this model, or to this prompt.
         """
+        _outside("trace")
         return Tracer(self, prompt, sampling(params, 1), plan)
 
     def run(
@@ -143,6 +173,7 @@ class TraceModel:
         Returns:
             What `fn` returned, tensors on the CPU; a list for a list of prompts. To be awaited with `mode="async"`.
         """
+        _outside("run")
         many = isinstance(prompt, list) and not all(isinstance(token, int) for token in prompt)
         prompts: list[Any] = prompt if many else [prompt]  # type: ignore[assignment]
         if many and not prompts:
@@ -180,6 +211,7 @@ class TraceModel:
             PromptError: an answer is not one token. Nothing has been run then either.
             CaptureError: captured rows did not all arrive where they should. `outputs` has the outputs of all prompts.
         """
+        _outside("generate")
         if in_with_header(sys._getframe(1)):
             if answers is not None:
                 raise TraceError("A trace has no answers=; read model.logits or model.next_token_probs in it.")
@@ -258,4 +290,7 @@ def _values(done: list[Ran], many: bool) -> Any:
 
 def _returned(request: Ran) -> Any:
     values = [outcome.values.get(RETURNED) for outcome in request.outcomes]
+    for value in values:
+        if isinstance(value, UnsendableError):
+            raise TraceError(f"What the function returned has not come back: {value}.")
     return values[0] if len(values) == 1 else values

@@ -49,8 +49,8 @@ def encode(prompt: Prompt, tokenizer: Callable[[], Any]) -> list[int]:
 
 def _no_prompt(given: Any) -> PromptError:
     return PromptError(
-        f"A prompt is a text or one sequence of at least one token id; {given!r} was given. Several prompts are for `generate`, `run` and "
-        "`tracer.invoke`."
+        f"A prompt is a text or one sequence of at least one token id; {given!r} was given. Several are for `generate` and `run`; a "
+        "trace has one `tracer.invoke(prompt)` for each."
     )
 
 

@@ -59,9 +59,10 @@ class Submission:
         self.requests = requests
 
     def wait(self) -> list[Ran]:
-        """Run them to their end."""
-        self._model.drop_interrupted()
+        """Run them to their end; those of several threads one after the other."""
         with ExitStack() as stack:
+            stack.enter_context(self._model.lock)
+            self._model.drop_interrupted()
             if self.requests.runs:
                 self._model.runs.lease(self.requests.runs, 1)
                 stack.callback(self._model.release_runs, self.requests.runs)

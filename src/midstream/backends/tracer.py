@@ -22,6 +22,10 @@ from midstream.trace.tracer import Barrier, BodyTracer
 if TYPE_CHECKING:
     from midstream.backends.model import TraceModel
 
+_LEFT_THERE = (
+    "What this trace has put into {names} has stayed in the engine, which works on copies. Save it there: `{name}.append(x.save())`, or "
+    "`{name}.save()` in the trace."
+)
 _NOTHING_SAVED = (
     "Nothing that this trace saved has come back. A saved value comes back under a name, `h = model.layers_output[3].save()`, or in a list "
     "or dict of yours that the trace puts it into."
@@ -165,8 +169,16 @@ class Tracer(_Context):
         values = merged(outer, self._saved, ran, _containers(blocks))
         push(frame, values)
         raise_failures(ran)
-        if self._model._ships and not values and any(each.saves for each in blocks):
-            warnings.warn_explicit(_NOTHING_SAVED, UserWarning, frame.f_code.co_filename, frame.f_lineno)
+        if self._model._ships:
+            self._warn(frame, ran, not values and any(each.saves for each in blocks))
+
+    @staticmethod
+    def _warn(frame: FrameType, ran: list[Ran], nothing_saved: bool) -> None:
+        """Of what has stayed in the engine, to where the trace stands."""
+        left = sorted({name for request in ran for outcome in request.outcomes[:1] for name in outcome.left})
+        texts = [_LEFT_THERE.format(names=", ".join(left), name=left[0])] if left else []
+        for text in [*texts, *([_NOTHING_SAVED] if nothing_saved else [])]:
+            warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno)
 
     def _collect(self, block: Block) -> dict[str, Any]:
         """Run the block around the invokes here; each invoke in it takes its own block."""
@@ -223,9 +235,23 @@ def raise_failures(ran: list[Ran]) -> None:
     if not errors:
         return
     several = RequestErrorGroup if any(request.error is not None for request in ran) else InterventionErrorGroup
-    error = errors[0] if len(errors) == 1 else several(f"{len(errors)} requests failed", errors)
+    error = errors[0] if len(errors) == 1 else _grouped(several, errors)
     error.outputs = [request.output for request in ran]  # type: ignore[attr-defined]
     raise error from error.__cause__
+
+
+def _grouped(several: Any, errors: list[MidstreamError]) -> MidstreamError:
+    """All of them; also an instance of the class that they have in common, so that the `except` for one catches several."""
+    text = f"{len(errors)} requests failed, the first: {errors[0]}"
+    nothing_new = (*several.__mro__, Exception)
+    for shared in type(errors[0]).__mro__:
+        if shared not in nothing_new and all(isinstance(error, shared) for error in errors):
+            try:
+                mixed: Any = type(f"{shared.__name__}Group", (several, shared), {"__module__": several.__module__})
+                return mixed(text, errors)  # type: ignore[no-any-return]
+            except TypeError:  # a builtin with a layout of its own
+                continue
+    return several(text, errors)  # type: ignore[no-any-return]
 
 
 def _errors(request: Ran) -> Iterator[MidstreamError]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import uuid
 import weakref
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
@@ -32,6 +33,9 @@ from midstream.sites import ACCESSORS
 from midstream.trace.envoy import nearest
 from midstream.trace.show import show_tree
 
+_IN_TRACES = ("logits", "samples", "next_token_probs", "project_on_vocab", "steer", "skip_layers")
+_HELD = ("weight", "bias", "parameters", "state_dict", "forward")
+
 
 class ModuleHandle:
     """A module of the engine's model, named outside of a trace. Inside one it is the module."""
@@ -49,6 +53,11 @@ class ModuleHandle:
             if name in ("output", "input", "inputs", "source"):
                 raise TraceError(
                     f"{self._path}.{name} exists only in a trace: `with model.trace(prompt):` or `model.run(fn, prompt)`."
+                )
+            if name in _HELD:
+                raise TraceError(
+                    f"What modules hold is read in a trace: `model.run(lambda m: m.{self._path}.{name}, prompt)`. Outside of one the "
+                    "model is the tree of its modules."
                 )
             siblings = [p.rpartition(".")[2] for p in self._paths if p.rpartition(".")[0] == self._path]
             raise UnknownModuleError(f"{self._path or 'the model'} has no module {name}{nearest(name, siblings)}")
@@ -126,6 +135,7 @@ class VLLM(TraceModel):
         self._end = weakref.finalize(self, _end, self._engine, self._receiver, self.sinks)
         self._described: dict[str, Any] | None = None
         self._planner: tuple[Any, Planner] | None = None
+        self.lock = threading.RLock()  # a vllm.LLM is for one thread at a time
         self._senders: list[str] = []
         self._tokenizer: Any = None
         self.vectors = Vectors(self._send_vectors_now if mode == "sync" else lambda: None)
@@ -255,13 +265,17 @@ class VLLM(TraceModel):
         return self.description["hidden_size"]
 
     @property
+    def _text_config(self) -> Any:
+        return self.config.model_config.hf_text_config
+
+    @property
     def vocab_size(self) -> int:
         return self.config.model_config.get_vocab_size()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or "_engine" not in self.__dict__:
             raise AttributeError(name)
-        if name in ACCESSORS or name in ("logits", "samples", "next_token_probs"):
+        if name in ACCESSORS or name in _IN_TRACES:
             raise TraceError(
                 f"model.{name} exists only in a trace: `with model.trace(prompt):` or `model.run(fn, prompt)`."
             )

@@ -21,6 +21,7 @@ from midstream.errors import NeverReachedError, OutOfOrderError, TraceError
 from midstream.trace.journal import Journal
 from midstream.trace.modes import Away, Modes
 from midstream.trace.remote import Claim, Place, RemoteValue
+from midstream.trace.rows import private
 from midstream.trace.visit import Key, Visit, point_name
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class Body:
         now: the step that the forward is in, -1 before the first.
         parked: the point that it waits for, with its step.
         reads: how many values it has asked for, those of other pipeline stages counted.
+        left: names of the user's own containers and tensors that it has changed, and not saved.
         fetching: the value of another stage that it waits for.
         linked: the trace whose bodies may use each other's variables, and so run one after another at every point; None without such.
         settled: whether it waits with another body for a value that was there already, so that nobody need wait for it.
@@ -81,6 +83,7 @@ class Body:
         self.stopped = self.interrupted = False
         self.failure: BaseException | None = None
         self.result: Any = None
+        self.left: list[str] = []
         self.saved: dict[int, tuple[Any, Any, int | None]] = {}  # by id: the value, what is kept, its version
         self.snapshots = snapshots
         self.journal = Journal() if journals else None
@@ -334,7 +337,7 @@ class Body:
         if not isinstance(value, torch.Tensor):
             self.saved[id(value)] = (value, value, None)
             return value
-        kept = value.clone() if self._needs_copy(value) else value
+        kept = self._copy(value) if self._needs_copy(value) else value
         if value.requires_grad:  # its gradient is read at itself, not at a copy
             _, _, version = self.saved.setdefault(id(value), (value, kept, value._version))
             if version == value._version:
@@ -342,6 +345,21 @@ class Body:
         else:
             self.saved[id(value)] = (value, kept, None)
         self.saved[id(kept)] = (kept, kept, None)
+        return kept
+
+    def _copy(self, value: torch.Tensor) -> torch.Tensor:
+        if self.visit is None or value.requires_grad or not self.visit.holds(value):
+            return value.clone()
+        kept = private(value)
+
+        def written() -> None:
+            """Into the copy, which stands for the value here; what comes back is as it was at the save."""
+            if self.saved[id(kept)][1] is kept:  # the first time
+                was = value.clone()
+                self.saved |= {id(each): (each, was, None) for each in (value, kept)}
+            value.copy_(kept)
+
+        self.visit.follow(kept, written)
         return kept
 
     def _needs_copy(self, value: torch.Tensor) -> bool:

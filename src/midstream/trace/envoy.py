@@ -184,11 +184,20 @@ class Envoy(CallPoints):
         if name in children:
             return self._child(name)
         try:
-            return self._computed(self._path, lambda: getattr(self._module, name))
+            return self._computed(self._path, lambda: self._held(name))
         except AttributeError:
             known = children + [n for n in type(self).__dict__ if not n.startswith("_")]
             where = self._path or "the model"
             raise UnknownModuleError(f"{where} ({self._class_name}) has no {name}{nearest(name, known)}") from None
+
+    def _held(self, name: str) -> Any:
+        found = getattr(self._module, name)
+        if isinstance(found, nn.Parameter) and not found.numel():
+            raise TraceError(
+                f"{self._path}.{name} is empty here: the engine keeps these weights in a form of its own. Apply the module to a value: "
+                f"{self._path}(x)."
+            )
+        return found
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_") and not isinstance(getattr(type(self), name, None), property):
@@ -263,6 +272,13 @@ def _site_property(site: str) -> property:
     return property(get, put, doc=f"The site `{site}`, `[tokens, hidden]`.")
 
 
+def inside(name: str) -> TraceError:
+    """What is for the outside of a trace was called inside of one."""
+    return TraceError(
+        f"model.{name} is not for the inside of a trace. Other prompts of a trace are invokes: `tracer.invoke(prompt)`."
+    )
+
+
 class ModelEnvoy(Envoy):
     """The model in a trace's body: the module tree, and the accessors that mean the same on every model and backend.
 
@@ -293,6 +309,8 @@ class ModelEnvoy(Envoy):
         site = ACCESSORS.get(name, name)
         if site in LAYER_SITES:
             return SitePerLayer(self._arch, site)
+        if name in ("trace", "run", "generate", "record", "edit"):
+            raise inside(name)
         return super().__getattr__(name)
 
     @property

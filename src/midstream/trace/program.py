@@ -104,10 +104,14 @@ class BlockProgram(Program):
         body = current_body()
         for name in self.saved:
             body.save(self.block.captured[name])
+        before = {n: _state(value) for n, value in self.block.captured.items() if n not in self.injected}
         names = self.block.function()(
             {**self.injected, "__save__": save, "__backward__": backward}, shared, body.wait_for_sibling
         )
-        return self._to_bring(body, names)
+        found = self._to_bring(body, names)
+        changed = [n for n, state in before.items() if _state(self.block.captured[n]) != state]
+        body.left = [name for name in changed if name not in found]
+        return found
 
     def recover(self, error: BaseException, body: Body) -> dict[str, Any]:
         return self._to_bring(body, locals_at(error, self.block))
@@ -121,6 +125,13 @@ class BlockProgram(Program):
         outside = {name: value for name, value in self.block.captured.items() if name not in self.injected}
         filled = {name: value for name, value in outside.items() if body.has_saved_in(value)}
         return {**filled, **body.pick_saved({**outside, **names})}
+
+
+def _state(value: Any) -> int | None:
+    """Something that is another number when things were put into a list or dict, or a tensor was written to."""
+    if isinstance(value, (list, dict)):
+        return len(value)
+    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else None
 
 
 @dataclass
@@ -209,6 +220,7 @@ class Outcome:
         order: counts the outcomes of an engine, so that the last of several is known.
         name: of the body.
         steps: how many the body was in.
+        left: names of what it has changed of the user's, and not saved.
     """
 
     values: dict[str, Any]
@@ -217,6 +229,7 @@ class Outcome:
     order: int = 0
     name: str = ""
     steps: int = 0
+    left: list[str] = field(default_factory=list)
 
 
 def make_body(
@@ -230,7 +243,7 @@ def outcome(body: Body, program: Program) -> Outcome:
     """What `body` gave, once it is done."""
     steps = body.now + 1
     if body.failure is None:
-        return Outcome(body.result or {}, name=body.name, steps=steps)
+        return Outcome(body.result or {}, name=body.name, steps=steps, left=body.left)
     values = program.recover(body.failure, body)
     if isinstance(body.failure, StopTrace):
         return Outcome(values, stopped=True, name=body.name, steps=steps)

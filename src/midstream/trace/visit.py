@@ -160,6 +160,7 @@ class Visit:
         self._journal = journal
         self._span = span
         self._handed: list[_Handed] = []
+        self._followed: list[tuple[torch.Tensor, int, Callable[[], None]]] = []
         self._raw: Any = None
         self._has_raw = False
         self._sites: dict[Binding, torch.Tensor] = {}
@@ -187,6 +188,18 @@ class Visit:
             write(value)
         self._handed.append(_Handed(value, value._version, write, view))
         return value
+
+    def holds(self, value: torch.Tensor) -> bool:
+        """Whether an edit of `value` would be one of what this visit is about."""
+        if value.layout != torch.strided:
+            return False
+        storage = value.untyped_storage().data_ptr()
+        here = [handed.value for handed in self._handed] or [leaf for _, leaf in leaves(self.event.tree)]
+        return any(tensor.untyped_storage().data_ptr() == storage for tensor in here)
+
+    def follow(self, copy: torch.Tensor, written: Callable[[], None]) -> None:
+        """Call `written` when `copy`, of something that this visit holds, has been edited, before the visit's own edits count."""
+        self._followed.append((copy, copy._version, written))
 
     def _isolate(self, value: torch.Tensor) -> torch.Tensor:
         """A module's input is often its neighbour's too: an edit must reach this module alone."""
@@ -280,6 +293,10 @@ class Visit:
 
     def _settle(self) -> None:
         """Write back what was edited in place since it was handed out. Other views of this point are then out of date."""
+        for place, (copy, version, written) in enumerate(self._followed):
+            if copy._version != version:
+                written()
+                self._followed[place] = copy, copy._version, written
         edited = [handed for handed in self._handed if handed.value._version != handed.version]
         for handed in edited:
             handed.write(handed.value)
@@ -291,6 +308,7 @@ class Visit:
 
     def _forget(self) -> None:
         """Older views of this point are out of date after a replacement."""
+        self._followed.clear()
         self._handed.clear()
         self._sites.clear()
         self._has_raw = False
@@ -299,6 +317,7 @@ class Visit:
         """The trace goes on to another point: its edits here become final."""
         self._settle()
         self._handed.clear()
+        self._followed.clear()
 
 
 def _tracked(value: torch.Tensor) -> torch.Tensor:
