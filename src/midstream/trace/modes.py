@@ -13,6 +13,13 @@ from torch.utils._python_dispatch import _push_mode as push_dispatch_mode
 _KINDS = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 
 
+def _autocast() -> tuple[tuple[bool, torch.dtype], ...]:
+    return tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _KINDS)
+
+
+_NO_AUTOCAST = _autocast()  # as it is when this is imported
+
+
 class Modes(NamedTuple):
     """What is in force: gradients, inference mode, autocast of each kind of device, and how many modes of Python's are stacked."""
 
@@ -24,16 +31,16 @@ class Modes(NamedTuple):
 
     @classmethod
     def now(cls) -> Modes:
-        autocast = tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _KINDS)
         return cls(
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
-            autocast,
+            _autocast() if torch._C._is_any_autocast_enabled() else _NO_AUTOCAST,
             torch._C._len_torch_function_stack(),
             torch._C._len_torch_dispatch_stack(),
         )
 
-    def _set(self) -> None:
+    def put(self) -> None:
+        """Have gradients and autocast as they were."""
         torch.set_grad_enabled(self.grad)
         for kind, (on, dtype) in zip(_KINDS, self.autocast, strict=True):
             torch.set_autocast_enabled(kind, on)
@@ -52,18 +59,22 @@ class Away:
         self._guard: Any = None
         self._functions: list[Any] = []
         self._dispatches: list[Any] = []
-        if own == base:
+        self._differs = own != base
+        if not self._differs:  # as nearly always, and at every read
             return
         self._functions = [pop_function_mode() for _ in range(own.functions - base.functions)]
         self._dispatches = [pop_dispatch_mode() for _ in range(own.dispatches - base.dispatches)]
         if own.inference != base.inference:
             self._guard = torch._C._InferenceMode(base.inference)
-        base._set()
+        base.put()
 
     def back(self) -> None:
         """As before. To be called where the base is in force again."""
+        if not self._differs:
+            torch.set_grad_enabled(self._own.grad)
+            return
         self._guard = None  # which puts inference mode back
-        self._own._set()
+        self._own.put()
         for mode in reversed(self._dispatches):
             push_dispatch_mode(mode)
         for mode in reversed(self._functions):
