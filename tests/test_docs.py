@@ -17,6 +17,7 @@ import io
 import linecache
 import os
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -211,6 +212,13 @@ def test_every_page_is_on_the_map() -> None:
     linked = set(re.findall(r"\]\(([^)#\s]+)", (ROOT / "docs/index.md").read_text(encoding="utf-8")))
     pages = {str(Path(page).relative_to("docs")) for page in PAGES if page.startswith("docs/")} - {"index.md"}
     assert pages <= linked, pages - linked
+
+
+def test_the_reference_is_what_the_code_says() -> None:
+    """F4: signatures and docstrings, as `python scripts/write_reference.py` writes them."""
+    pytest.importorskip("vllm")
+    script = runpy.run_path(str(ROOT / "scripts/write_reference.py"))
+    assert script["page"]() == script["PAGE"].read_text(encoding="utf-8"), "run scripts/write_reference.py"
 
 
 # The runner of pages itself: it must be able to fail.

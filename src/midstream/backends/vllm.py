@@ -162,6 +162,7 @@ class VLLM(TraceModel):
 
     @property
     def tokenizer(self) -> Any:
+        """The model's, of transformers."""
         if self._tokenizer is None:
             from transformers import AutoTokenizer
 
@@ -258,10 +259,12 @@ class VLLM(TraceModel):
 
     @property
     def num_layers(self) -> int:
+        """Of all pipeline stages together."""
         return self.description["num_layers"]
 
     @property
     def hidden_size(self) -> int:
+        """The width of the residual stream."""
         return self.description["hidden_size"]
 
     @property
@@ -270,6 +273,7 @@ class VLLM(TraceModel):
 
     @property
     def vocab_size(self) -> int:
+        """How many token ids there are."""
         return self.config.model_config.get_vocab_size()
 
     def __getattr__(self, name: str) -> Any:

@@ -1,0 +1,89 @@
+"""Writes docs/reference.md: every public name with its signature and docstring.
+
+python scripts/write_reference.py
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference.md"
+HEAD = """# Reference
+
+Every public name, with its docstring. `scripts/write_reference.py` writes this page; the tests compare it with the code.
+"""
+MODEL = "trace run generate record edit clear_edits plan num_layers hidden_size vocab_size num_heads num_kv_heads head_dim tokenizer close"
+# Section -> (the class or function, what stands before its members, those that users call).
+SECTIONS = {
+    "Models": [
+        ("midstream:VLLM", "model", f"{MODEL} engine start gauges"),
+        ("midstream:LanguageModel", "model", "close"),
+    ],
+    "Plans": [
+        *[(f"midstream:{name}", "", "") for name in ("Steer", "Patch", "Clamp", "Capture", "Consumer", "Span")],
+        ("midstream:Plan", "plan", "of normal hash"),
+        ("midstream:RecordedRun", "run", ""),
+        ("midstream.backends.vectors:Vectors", "model.vectors", "load"),
+        ("midstream.backends.runs:Runs", "model.runs", "listing delete"),
+        ("midstream:engine_arguments", "", ""),
+    ],
+    "Around a trace": [("midstream.backends.tracer:Tracer", "tracer", "invoke barrier")],
+    "Inside of a trace": [
+        (
+            "midstream.trace.envoy:ModelEnvoy",
+            "model",
+            "output input inputs source skip logits samples next_token_probs project_on_vocab steer skip_layers",
+        ),
+        ("midstream.trace.tracer:BodyTracer", "tracer", "all next stop cache"),
+        ("midstream:save", "", ""),
+        ("midstream:backward", "", ""),
+    ],
+    "Captures": [
+        ("midstream.captures.segment:Captured", "output.captures", "positions"),
+        ("midstream:open_captures", "", ""),
+        ("midstream.captures.store:Store", "store", "failed refresh"),
+    ],
+}
+
+
+def signature(name: str, value: Any) -> str:
+    """Without annotations, which the docstrings say in words."""
+    given = inspect.signature(value)
+    bare = [p.replace(annotation=p.empty) for p in given.parameters.values() if p.name not in ("self", "_")]
+    return f"{name}{given.replace(parameters=bare, return_annotation=given.empty)}"
+
+
+def entry(level: int, title: str, value: Any) -> str:
+    return f"{'#' * level} `{title}`\n\n```\n{inspect.cleandoc(value.__doc__ or '')}\n```\n"
+
+
+def section(title: str, entries: list[tuple[str, str, str]]) -> str:
+    parts = [f"## {title}\n"]
+    for place, before, members in entries:
+        module, _, name = place.partition(":")
+        value = getattr(importlib.import_module(module), name)
+        parts.append(
+            entry(3, before if before not in ("", "model") or name == "ModelEnvoy" else signature(name, value), value)
+        )
+        for member in members.split():
+            each, shown = getattr(value, member), f"{before}.{member}"
+            if each.__doc__:
+                parts.append(entry(4, signature(shown, each) if callable(each) else shown, each))
+    return "\n".join(parts)
+
+
+def errors() -> str:
+    module = importlib.import_module("midstream.errors")
+    own = [v for v in vars(module).values() if inspect.isclass(v) and v.__module__ == module.__name__]
+    return "\n".join(["## Errors\n", *(entry(3, cls.__name__, cls) for cls in own)])
+
+
+def page() -> str:
+    return "\n".join([HEAD, *(section(title, entries) for title, entries in SECTIONS.items()), errors()])
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
