@@ -21,6 +21,7 @@ from midstream.errors import (
     InterventionError,
     InterventionErrorGroup,
     MidstreamError,
+    PromptError,
     ShapeError,
     TraceError,
 )
@@ -223,11 +224,23 @@ def test_f3_a_second_arrival_without_the_other_is_an_error(model, plain):
     check_clean_trace(model, plain)
 
 
-def test_f3_invokes_that_wait_for_each_other_have_one_sample_each(engine, plain):
-    """Several would wait for free places that never come, all other requests behind them."""
-    with pytest.raises(TraceError, match="n > 1 is not possible"):
+def test_f3_invokes_that_use_each_others_variables_have_one_sample_each(engine, plain):
+    """Of several, one would silently get another one's value."""
+    with pytest.raises(TraceError, match="so n > 1 is not possible"):
         with engine.trace(max_tokens=1, n=2, temperature=1.0, seed=0) as tracer:
-            barrier = tracer.barrier(2)
+            with tracer.invoke(PARIS):
+                h = engine.layers_output[2]
+            with tracer.invoke(ROME):
+                engine.layers_output[3][-1] += h[-1]
+    check_clean_trace(engine, plain)
+
+
+def test_f3_samples_that_do_not_fit_into_one_step_together_are_refused(engine, plain):
+    """They would wait for free places that never come, all other requests behind them."""
+    places = engine.config.scheduler_config.max_num_seqs
+    with pytest.raises(PromptError, match=rf"{2 * places} prompts, counted once for each sample, .* do not fit"):
+        with engine.trace(max_tokens=1, n=places, temperature=1.0, seed=0) as tracer:
+            barrier = tracer.barrier(2 * places)
             with tracer.invoke(PARIS):
                 barrier()
             with tracer.invoke(ROME):

@@ -86,20 +86,15 @@ def _traces(
     """What each request carries of the trace, or None for all if there is none."""
     if not model.edits and all(invoke.program is None for invoke in invokes):
         return [None] * len(invokes)
-    if together and any(invoke.params.get("n", 1) > 1 for invoke in invokes):
-        raise TraceError(
-            "Invokes that wait for each other, or use each other's variables, are one request each: n > 1 is not possible with them. "
-            "Add an invoke for each sample."
-        )
     if model.config.speculative_config is not None:
         raise TraceError(
             "Traces are not supported with speculative decoding, whose drafts they would see as the request's own tokens. Start the engine "
             "without speculative_config, or send a plan."
         )
     programs = [_with_edits(model, invoke.program) for invoke in invokes]
-    launch.check_prompts(model.config, prompts, together)
-    keep = [all(map(keeps_to_graph_sites, each)) for each in programs]
     samples = [invoke.params.get("n", 1) for invoke in invokes]
+    launch.check_prompts(model.config, [p for p, n in zip(prompts, samples, strict=True) for _ in range(n)], together)
+    keep = [all(map(keeps_to_graph_sites, each)) for each in programs]
     return requests_of(ship(programs), [len(each) for each in programs], keep, samples, together, model._deferred)
 
 

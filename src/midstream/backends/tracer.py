@@ -159,6 +159,11 @@ class Tracer(_Context):
         else:
             outer = self._collect(block)
         together = link([invoke.program.block for invoke in self.invokes if isinstance(invoke.program, BlockProgram)])
+        if together and any(invoke.params.get("n", 1) > 1 for invoke in self.invokes):
+            raise TraceError(
+                "Invokes that use each other's variables are one request each, so n > 1 is not possible with them: add an invoke for each "
+                "sample."
+            )
         self.backend = self._model._start(self.invokes, together or self._has_barrier)
         if self._model._deferred:
             self.outputs = self.backend.outputs

@@ -156,7 +156,7 @@ def engine_prompt(token_ids: Sequence[int], salt: str | None) -> dict[str, Any]:
 
 
 def check_prompts(config: Any, prompts: Sequence[Sequence[int]], together: bool) -> None:
-    """Refuse what cannot be traced in one piece. Raises PromptError."""
+    """Refuse what cannot be traced in one piece; `prompts` has one for each sample. Raises PromptError."""
     scheduler, longest = config.scheduler_config, config.model_config.max_model_len
     budget = scheduler.max_num_batched_tokens
     for ids in prompts:
@@ -171,8 +171,9 @@ def check_prompts(config: Any, prompts: Sequence[Sequence[int]], together: bool)
             )
     if together and (sum(map(len, prompts)) > budget or len(prompts) > scheduler.max_num_seqs):
         raise PromptError(
-            f"Invokes that wait for each other run in the same step: {len(prompts)} prompts of {sum(map(len, prompts))} tokens "
-            f"together do not fit into max_num_batched_tokens={budget}, max_num_seqs={scheduler.max_num_seqs}."
+            f"Invokes that wait for each other run in the same step: {len(prompts)} prompts, counted once for each "
+            f"sample, of {sum(map(len, prompts))} tokens together do not fit into max_num_batched_tokens={budget}, "
+            f"max_num_seqs={scheduler.max_num_seqs}."
         )
 
 
