@@ -29,7 +29,7 @@ def check_requests() -> None:
     def make(original: Any) -> Any:
         def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
             request = original(self, *args, **kwargs)
-            params, settings = request.sampling_params, _settings_of(self)
+            params, settings = request.sampling_params, Settings.of(self.vllm_config)
             if params is None:
                 return request
             given = (params.extra_args or {}).get(NAME)
@@ -45,14 +45,6 @@ def check_requests() -> None:
         return process_inputs
 
     replace(InputProcessor, "process_inputs", make)
-
-
-def _settings_of(processor: Any) -> Settings:
-    """The engine's, which all requests ask for."""
-    known: Settings | None = getattr(processor, "midstream_settings", None)
-    if known is None:
-        known = processor.midstream_settings = Settings.of(processor.vllm_config)
-    return known
 
 
 @functools.cache
