@@ -22,6 +22,7 @@ from midstream.trace.journal import Journal
 from midstream.trace.modes import Away, Modes
 from midstream.trace.remote import Claim, Place, RemoteValue
 from midstream.trace.rows import private
+from midstream.trace.tree import leaves
 from midstream.trace.visit import Key, Visit, point_name
 
 if TYPE_CHECKING:
@@ -96,6 +97,10 @@ class Body:
         self.random: Randomness | None = None  # torch's default generators as this body left them
         self._asked: Key | None = None  # the last point of its step
         self._reached = -1  # and how far in the forward that is, whichever stage has it
+        self._fetched: set[int] = set()  # where the values of other stages lie that came from the point that it is at
+        self._copied: list[
+            tuple[torch.Tensor, int, torch.Tensor]
+        ] = []  # saved copies of those, their versions, the values
         self._run = run
         self._around = Modes.now()  # torch's, where the forward gave control
         self._greenlet = greenlet(self._main)
@@ -199,6 +204,11 @@ class Body:
         visit, self.visit = self.visit, None
         if visit is not None:
             visit.leave()
+        for kept, version, value in self._copied:
+            if kept._version != version:  # a write, which lands on the stage that has the point; the save is as it was
+                self.saved |= {id(each): (each, value, None) for each in (value, kept)}
+        self._copied.clear()
+        self._fetched.clear()
 
     def read(self, key: Key, view: Callable[[Visit], Any], width: int | None = None) -> Any:
         """What `view` makes of the visit to `key`; on another stage than the one that has it, a RemoteValue.
@@ -249,7 +259,10 @@ class Body:
             if not comes and place.called:
                 body._asked, body._reached = (place.name,), max(body._reached, stages.begin_of(place.stage))
             body._wait_for(fetch, comes)
-        return stages.received(fetch)
+        found = stages.received(fetch)
+        if body._asked is not None and place.name == point_name(body._asked) and place.step == body.step:
+            body._fetched |= {tensor.untyped_storage().data_ptr() for _, tensor in leaves(found)}
+        return found
 
     def wait_for_sibling(self) -> bool:
         """Wait with another body of the trace for a value of another stage; False if none waits for one that would take it further."""
@@ -348,6 +361,10 @@ class Body:
         return kept
 
     def _copy(self, value: torch.Tensor) -> torch.Tensor:
+        if value.layout == torch.strided and value.untyped_storage().data_ptr() in self._fetched:
+            kept = private(value)
+            self._copied.append((kept, kept._version, value))
+            return kept
         if self.visit is None or value.requires_grad or not self.visit.holds(value):
             return value.clone()
         kept = private(value)
