@@ -9,8 +9,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
@@ -149,12 +148,6 @@ class LanguageModel(TraceModel):
     def close(self) -> None:
         """Let consumers and directories take what is theirs. As `VLLM.close`, so that a script runs on both."""
         self.sinks.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
 
     @property
     def facts(self) -> ModelFacts:

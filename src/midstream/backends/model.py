@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import FrameType
-from typing import Any, Protocol
+from types import FrameType, TracebackType
+from typing import Any, Protocol, Self
 
 from midstream.backends.answers import Answers, answers_of
 from midstream.backends.planned import plans_of
@@ -113,6 +113,16 @@ class TraceModel:
         """Of the heads of `attn_z`."""
         given = getattr(self._text_config, "head_dim", None)
         return given or self._text_config.hidden_size // self.num_heads
+
+    def close(self) -> None:
+        """Be done with the model; also at the end of `with model:`."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
 
     def _start(self, invokes: list[Invoke], together: bool) -> Any:
         """Begin to run `invokes`, `together` if they must be in the same steps: a Running, or a Stream if `_deferred`."""

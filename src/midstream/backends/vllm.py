@@ -201,12 +201,6 @@ class VLLM(TraceModel):
         self._engine = self._receiver = None
         self._end()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
-
     async def __aenter__(self) -> Self:
         return await self.start()
 
