@@ -65,7 +65,7 @@ class Steps:
             speculative=speculative,
         )
         self.computed: dict[str, int] = {}
-        self.laid_out = 0
+        self.laid_out = self.begun = 0
         lay_out = self.host._lay_out
 
         def counted(view):
@@ -97,10 +97,11 @@ class Steps:
         if not self.host.repeat(output):
             before = {name: self.computed[name] for name in cached} | dict.fromkeys(new, 0)
             off_graph = self.host.schedule(new, counts, dict.fromkeys(finished), before)
-            self.host.settle(output, off_graph)
+            self.host.settle(output, may_repeat=not off_graph)
         order = order or [*cached, *new]
         rows, first = np.array([counts[n] for n in order]), np.array([self.computed[n] for n in order])
-        if self.host.step_is_planned:
+        if self.host.step_is_planned and not self.host.stands(order, int(rows.sum())):
+            self.begun += 1
             self.host.begin_step(StepView(order, rows, first, int(rows.sum())))
         seen = self.forward(int(rows.sum())) if self.host.step_is_planned else None
         self.host.end_step()
@@ -137,7 +138,34 @@ def test_e11_a_decode_step_like_the_last_one_is_not_laid_out_again(steps):
     for number in range(4):
         seen = steps.step()
         assert seen["resid_post", 0][:, 0].tolist() == [1, 2, 0], number
-    assert steps.laid_out == 2
+    assert steps.laid_out == steps.begun == 2
+
+
+def test_d5_rows_that_are_captured_have_each_step_begun(steps):
+    """Each step's go elsewhere, and the step behind the last of them has to take the address back."""
+    steps.step({"a": [steer(1), Capture("resid_post", layers=0, positions="all_generated")], "b": steer(2)})
+    for number in range(4):
+        begun = steps.begun
+        assert steps.step()["resid_post", 0][:, 0].tolist() == [1, 2], number
+        assert steps.begun == begun + 1
+    begun = steps.begun
+    steps.step(finished=["a"])
+    for _ in range(3):
+        assert steps.step()["resid_post", 0][:, 0].tolist() == [2]
+    assert steps.begun == begun + 1
+
+
+def test_e10_batches_that_take_turns_with_a_plain_one_stand_in_their_order_alone(steps):
+    steps.step({"a": steer(1), "b": steer(2)})
+    steps.step({"c": None}, only=[])
+    for _ in range(2):
+        assert steps.step(only=["a", "b"])["resid_post", 0][:, 0].tolist() == [1, 2]
+        assert steps.step(only=["c"]) is None
+    begun = steps.begun
+    assert steps.step(only=["a", "b"])["resid_post", 0][:, 0].tolist() == [1, 2] and steps.begun == begun
+    assert steps.step(only=["c"]) is None
+    seen = steps.step(only=["a", "b"], order=["b", "a"])
+    assert seen["resid_post", 0][:, 0].tolist() == [2, 1] and steps.begun == begun + 1
 
 
 def test_e10_batches_that_take_turns_are_not_laid_out_again(steps):

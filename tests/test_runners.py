@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from midstream.engine.host import TraceHost
 from midstream.engine.lifeline import Lifeline
 from midstream.engine.pieces import TwoSets
 from midstream.engine.request import TraceRequest
-from midstream.engine.runners import V1Runner
+from midstream.engine.runners import V1Runner, Watch
 from midstream.engine.settings import NAME
 from midstream.engine.step import StepView
 from midstream.engine.traced import TracedGroup
@@ -49,12 +50,13 @@ class ModelRunner:
 
 
 class Host:
-    step_is_seen = step_is_traced = True
+    step_is_traced = True
 
     def __init__(self) -> None:
         self.seen: list[str] = []
 
-    def begin_step(self, view: StepView) -> None:
+    def begin_step(self, request_ids: list[str], total: int, view: Callable[[], StepView]) -> None:
+        assert view().request_ids == request_ids and view().total == total
         self.seen.append("step")
 
     def see_logits(self, logits: torch.Tensor) -> torch.Tensor:
@@ -79,15 +81,12 @@ def test_the_host_sees_steps_while_it_watches_and_nothing_of_it_stays() -> None:
     before = [dict(vars(each)) for each in objects]
     runner = V1Runner(vllms)
     runner.connect(host)
-    for _ in range(2):
-        assert [vars(each) for each in objects] == before
+    for what in (Watch.NOTHING, Watch.ALL, Watch.ROWS, Watch.ALL, Watch.NOTHING, Watch.ROWS, Watch.NOTHING):
+        runner.watch(what)
         run_step(vllms)
-        assert host.seen == [] and not runner.is_watched
-        runner.watch(True)
-        run_step(vllms)
-        assert host.seen == ["step", "logits", "samples"] and runner.is_watched
-        runner.watch(False)
+        assert host.seen == ["step", "logits", "samples"][: [0, 1, 3][what]]
         host.seen.clear()
+        assert ([vars(each) for each in objects] == before) == (what is Watch.NOTHING)
 
 
 def test_a_method_of_the_objects_own_comes_back() -> None:
@@ -96,9 +95,9 @@ def test_a_method_of_the_objects_own_comes_back() -> None:
     own = model.compute_logits = lambda hidden: hidden + 1  # type: ignore[method-assign]
     runner = V1Runner(ModelRunner(model))
     runner.connect(Host())
-    runner.watch(True)
+    runner.watch(Watch.ALL)
     assert model.compute_logits is not own and model.compute_logits(torch.zeros(1)).item() == 1
-    runner.watch(False)
+    runner.watch(Watch.NOTHING)
     assert model.compute_logits is own
 
 
@@ -116,8 +115,12 @@ def bare_worker(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[bool]]:
         )
     worker.midstream = SimpleNamespace(is_idle=True)
     worker.plans = SimpleNamespace(
-        is_idle=True, tables=SimpleNamespace(edit=None), repeat=lambda step: True, end_step=lambda: None
+        is_idle=True,
+        tables=SimpleNamespace(edit=None),
+        repeat=lambda step: not worker.plans.is_idle,
+        end_step=lambda: None,
     )
+    worker._schedule = lambda step: False
     return worker, seen
 
 
@@ -126,7 +129,7 @@ def test_an_ending_that_a_body_has_swallowed_is_raised_before_the_worker_rests(
 ) -> None:
     """The last step of a trace may have no tokens, and so nothing to sample. Seen failing without it."""
     worker, seen = bare_worker(monkeypatch)
-    worker._runner.watch(True)
+    worker._is_awake = True
     monkeypatch.setattr(Lifeline, "ending", True)
     with pytest.raises(SystemExit):
         worker.execute_model(SimpleNamespace(scheduled_new_reqs=[]))
@@ -161,12 +164,12 @@ def test_second_graphs_are_for_steps_in_which_a_plan_acts_alone(monkeypatch: pyt
     Seen failing without each of the places that take them back.
     """
     worker, seen = bare_worker(monkeypatch)
-    runner, plans = worker._runner, worker.plans
+    plans = worker.plans
     begins = SimpleNamespace(sampling_params=SimpleNamespace(extra_args={NAME: {}}))
 
     def run(is_idle: bool, step_is_planned: bool) -> bool:
         plans.is_idle, plans.step_is_planned = is_idle, step_is_planned
-        new = [] if is_idle or runner.is_watched else [begins]
+        new = [] if is_idle or worker._is_awake else [begins]
         worker.execute_model(SimpleNamespace(scheduled_new_reqs=new))
         return seen.pop()
 

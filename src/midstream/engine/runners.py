@@ -5,6 +5,8 @@ Each tells the host when a batch has been laid out, passes logits and samples by
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from enum import IntEnum
 from typing import Any, Protocol
 
 import torch
@@ -19,16 +21,21 @@ from midstream.engine.pieces import Pieces, TwoSets
 from midstream.engine.step import StepView
 
 
+class Watch(IntEnum):
+    """What the host is called for."""
+
+    NOTHING = 0  # a step then is vLLM's own code and nothing else
+    ROWS = 1  # that a batch has been laid out
+    ALL = 2  # logits and samples, too
+
+
 class Host(Protocol):
     """What the adapters call."""
 
     @property
-    def step_is_seen(self) -> bool: ...
-
-    @property
     def step_is_traced(self) -> bool: ...
 
-    def begin_step(self, view: StepView) -> None: ...
+    def begin_step(self, request_ids: list[str], total: int, view: Callable[[], StepView]) -> None: ...
 
     def see_logits(self, logits: torch.Tensor) -> torch.Tensor: ...
 
@@ -44,26 +51,30 @@ class Runner:
         self.pieces = Pieces()
         self._full_graphs: TwoSets | None = None  # from `record_second_graphs` on
         self._second = False
-        self._seams: list[tuple[Any, str, Any, Any]] = []
-        self.is_watched = False
+        self._seams: list[tuple[Watch, Any, str, Any, Any]] = []
+        self.watched = Watch.NOTHING
 
     def connect(self, host: Host) -> None:
-        """Have the host called in each step that it says is traced, while the runner is watched."""
+        """Have the host called while the runner is watched; for logits and samples if it says that the step is traced."""
         raise NotImplementedError
 
-    def watch(self, on: bool) -> None:
-        """Whether the host is called at all: a plain step then is vLLM's own code and nothing else."""
-        self.is_watched = on
-        self.use_second_graphs(False)
-        for owner, name, ours, before in self._seams:
-            if not on and before is None:
-                del vars(owner)[name]  # and the class's shows again
-            else:
-                vars(owner)[name] = ours if on else before
+    def watch(self, what: Watch) -> None:
+        """What the host is called for from now on."""
+        if what is self.watched:
+            return
+        for level, owner, name, ours, before in self._seams:
+            if self.watched < level <= what:
+                vars(owner)[name] = ours
+            elif what < level <= self.watched:
+                if before is None:
+                    del vars(owner)[name]  # and the class's shows again
+                else:
+                    vars(owner)[name] = before
+        self.watched = what
 
-    def _see(self, owner: Any, name: str, ours: Any) -> None:
-        """Have `ours` stand in the place of a method while the runner is watched."""
-        self._seams.append((owner, name, ours, vars(owner).get(name)))
+    def _see(self, owner: Any, name: str, ours: Any, level: Watch = Watch.ALL) -> None:
+        """Have `ours` stand in the place of a method while so much is watched."""
+        self._seams.append((level, owner, name, ours, vars(owner).get(name)))
 
     def record_second_graphs(self, edit: Fire) -> None:
         """Have CUDA graphs recorded twice: as vLLM does, and once more with `edit` at the sites, for `use_second_graphs`."""
@@ -144,13 +155,16 @@ class V1Runner(Runner):
         determine, sample = runner._determine_batch_execution_and_padding, runner._sample
 
         def determine_batch(*args: Any, **kwargs: Any) -> Any:
-            if not host.step_is_seen:
-                return determine(*args, **kwargs)
-            kwargs["force_eager"] = StepMode.no_graphs
+            if StepMode.no_graphs:
+                kwargs["force_eager"] = True
             determined = determine(*args, **kwargs)
-            batch, counts = runner.input_batch, kwargs["num_scheduled_tokens_np"]
-            computed = batch.num_computed_tokens_cpu[: len(counts)]
-            host.begin_step(StepView(batch.req_ids, counts, computed, determined[1].num_tokens))
+            batch, total = runner.input_batch, determined[1].num_tokens
+
+            def view() -> StepView:
+                counts = kwargs["num_scheduled_tokens_np"]
+                return StepView(batch.req_ids, counts, batch.num_computed_tokens_cpu[: len(counts)], total)
+
+            host.begin_step(batch.req_ids, total, view)
             return determined
 
         def sample_tokens(*args: Any, **kwargs: Any) -> Any:
@@ -159,7 +173,7 @@ class V1Runner(Runner):
                 self._with_samples(host, output)
             return output
 
-        self._see(runner, "_determine_batch_execution_and_padding", determine_batch)
+        self._see(runner, "_determine_batch_execution_and_padding", determine_batch, Watch.ROWS)
         self._see(runner, "_sample", sample_tokens)
         self._watch_logits(host)
 
@@ -197,10 +211,13 @@ class V2Runner(Runner):
 
         def prepare_inputs(*args: Any, **kwargs: Any) -> Any:
             batch = prepare(*args, **kwargs)
-            if host.step_is_seen:
+            total = batch.num_tokens_after_padding
+
+            def view() -> StepView:
                 counts = batch.num_scheduled_tokens[: batch.num_reqs]
-                computed = batch.num_computed_tokens_np[: batch.num_reqs]
-                host.begin_step(StepView(batch.req_ids, counts, computed, batch.num_tokens_after_padding))
+                return StepView(batch.req_ids, counts, batch.num_computed_tokens_np[: batch.num_reqs], total)
+
+            host.begin_step(batch.req_ids, total, view)
             return batch
 
         def sample_tokens(*args: Any, **kwargs: Any) -> Any:
@@ -209,7 +226,7 @@ class V2Runner(Runner):
                 self._with_samples(host, output[0])
             return output
 
-        self._see(runner, "prepare_inputs", prepare_inputs)
+        self._see(runner, "prepare_inputs", prepare_inputs, Watch.ROWS)
         self._see(runner, "sample", sample_tokens)
         self._watch_logits(host)
 

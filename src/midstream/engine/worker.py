@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +26,7 @@ from midstream.engine.ranks.group import exchange_in
 from midstream.engine.ranks.link import Link
 from midstream.engine.ranks.stages import StageParts, Stages
 from midstream.engine.reports import Reports
-from midstream.engine.runners import adapt
+from midstream.engine.runners import Watch, adapt
 from midstream.engine.sender import Sender
 from midstream.engine.settings import NAME, Settings
 from midstream.engine.step import StepView
@@ -78,15 +78,11 @@ class StepHost:
     def step_is_traced(self) -> bool:
         return self._traces.step_is_traced
 
-    @property
-    def step_is_seen(self) -> bool:
-        return self._traces.step_is_traced or self._plans.step_is_planned
-
-    def begin_step(self, view: StepView) -> None:
-        if self._plans.step_is_planned:
-            self._plans.begin_step(view)
+    def begin_step(self, request_ids: list[str], total: int, view: Callable[[], StepView]) -> None:
+        if self._plans.step_is_planned and not self._plans.stands(request_ids, total):
+            self._plans.begin_step(view())
         if self._traces.step_is_traced:
-            self._traces.begin_step(view)
+            self._traces.begin_step(view())
 
 
 def _carries(new_request: Any) -> bool:
@@ -101,6 +97,8 @@ def _place_in(group: Any) -> tuple[int, int]:
 
 class Worker(PlatformWorker):
     """A worker that runs traces and plans."""
+
+    _is_awake = False  # whether a request with a trace or a plan is alive
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         refuse_unsupported(self.vllm_config)
@@ -198,17 +196,20 @@ class Worker(PlatformWorker):
     def execute_model(self, scheduler_output: Any) -> Any:
         new = scheduler_output.scheduled_new_reqs
         begins = bool(new) and any(map(_carries, new))
-        if not (begins or self._runner.is_watched):  # little more than this is added to a plain step
+        if not (begins or self._is_awake):  # little more than this is added to a plain step
             return super().execute_model(scheduler_output)
         traces, plans = self.midstream, self.plans
-        if not begins and traces.is_idle and plans.is_idle:
+        if not begins and plans.repeat(scheduler_output):  # little more than this to one like the last
+            self._runner.watch(Watch.ROWS if plans.step_is_planned else Watch.NOTHING)
+            return self._execute_planned(scheduler_output)
+        self._is_awake = begins or not (traces.is_idle and plans.is_idle)
+        if not self._is_awake:
             raise_if_ending()  # a body may have ended in a step without tokens, and swallowed it
-            self._runner.watch(False)
+            self._runner.watch(Watch.NOTHING)
+            self._runner.use_second_graphs(False)
             return super().execute_model(scheduler_output)
-        if not self._runner.is_watched:
-            self._runner.watch(True)
-        again = traces.is_idle and plans.repeat(scheduler_output)
-        off_graph = not again and self._schedule(scheduler_output)
+        self._runner.watch(Watch.ALL)
+        off_graph = self._schedule(scheduler_output)
         if traces.is_idle and not off_graph:
             return self._execute_planned(scheduler_output)
         traced = traces.step_is_traced
@@ -253,7 +254,7 @@ class Worker(PlatformWorker):
         self.midstream.schedule(traced_begun, scheduled.keys(), finished, computed)
         lengths = getattr(scheduler_output, "midstream_finished", {})
         off_graph = self.plans.schedule(begun, scheduled, {name: lengths.get(name) for name in finished}, computed)
-        self.plans.settle(scheduler_output, off_graph)
+        self.plans.settle(scheduler_output, may_repeat=self.midstream.is_idle and not off_graph)
         return off_graph
 
     def _is_expected(self, point: int) -> bool:
@@ -264,7 +265,7 @@ class Worker(PlatformWorker):
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         output = super().sample_tokens(grammar_output)
-        if not self._runner.is_watched:
+        if self._runner.watched is not Watch.ALL:
             return output
         raise_if_ending()
         if not (self.midstream.stops or self.plans.errors):

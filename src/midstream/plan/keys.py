@@ -57,13 +57,15 @@ class PlanKeys:
         ]
         self._starts: list[int] = []
         self._stops: list[int] = []
-        self._edits: list[str] = []  # a hash of each stretch's
-        self._below = [""]  # a hash over all stretches before this one
-        for place, stretch in enumerate(_stretches(edits)):
-            self._starts.append(stretch.start)
-            self._stops.append(stretch.stop)
-            self._edits.append(digest("\n".join(stretch.edits).encode()))
-            self._below.append(self._chained(place, stretch.stop))
+        self._within: list[str] = []  # the key inside of each stretch, up to its end
+        self._behind: list[str] = []  # and behind it
+        below = ""
+        for start, stop, active in _stretches(edits):
+            self._starts.append(start)
+            self._stops.append(stop)
+            self._within.append(digest("\n".join([below, str(start), *active]).encode()))
+            below = digest(f"{self._within[-1]} {stop}".encode())
+            self._behind.append(below)
 
     @property
     def size(self) -> int:
@@ -77,14 +79,10 @@ class PlanKeys:
 
     def at(self, end: int) -> str | None:
         """The key of a block that ends before position `end`: 32 hexadecimal digits; None if it may be shared with plain requests."""
-        count = bisect_left(self._starts, end)
-        if not count:
+        last = bisect_left(self._starts, end) - 1
+        if last < 0:
             return None
-        return self._chained(count - 1, min(self._stops[count - 1], end))
-
-    def _chained(self, place: int, stop: int) -> str:
-        """A hash over the stretches up to the one at `place`, which ends at `stop`."""
-        return digest(f"{self._below[place]}\n{self._starts[place]} {stop}\n{self._edits[place]}".encode())
+        return self._within[last] if end <= self._stops[last] else self._behind[last]
 
 
 def lowest_captured(plan: Plan, prompt_length: int) -> int | None:

@@ -25,6 +25,10 @@ class Batch:
     laid_out: list[str] = field(default_factory=list)
     rows: Rows | None = None
 
+    def is_laid_out(self, request_ids: Sequence[str], total: int) -> bool:
+        """Whether `rows` are of a batch with these requests, in this order, and as much padding."""
+        return self.rows is not None and self.laid_out == request_ids and len(self.rows.profile_T) == total
+
 
 class Batches:
     """The ones that may come again: several, for the stages of a pipeline have as many on their way, which take turns."""

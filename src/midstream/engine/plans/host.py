@@ -76,15 +76,11 @@ class PlanHost:
         self._images = Images(tables, self._compile, hooks.among, self._off_graph)
         self._batches = Batches()
         self._batch: Batch | None = None  # of the coming step, if one like it may come
+        self._standing: Batch | None = None  # the one that the tables still have all of
         self._capturing = 0  # requests with rows still to be captured
-        self._active = False
+        self.step_is_planned = False  # whether a plan acts in the step that is being prepared or run
 
     # From the worker.
-
-    @property
-    def step_is_planned(self) -> bool:
-        """Whether a plan acts in the step that is being prepared or run."""
-        return self._active
 
     @property
     def is_idle(self) -> bool:
@@ -101,21 +97,22 @@ class PlanHost:
         batch = self._batches.again(scheduler_output)
         if batch is None:
             return False
-        self._batch, self._active = batch, batch.active
-        self.hooks.on = self._active and len(self.hooks) > 0
-        self.planned_steps += self._active
+        self._batch, self.step_is_planned = batch, batch.active
+        if batch.active:
+            self.hooks.on = len(self.hooks) > 0
+            self.planned_steps += 1
         return True
 
-    def settle(self, scheduler_output: Any, off_graph: bool) -> None:
-        """The step is decided: remember it if one like it may come."""
+    def settle(self, scheduler_output: Any, may_repeat: bool) -> None:
+        """The step is decided: remember it if one like it may come, which nothing has to look at again."""
         cached = scheduler_output.scheduled_cached_reqs
         total = scheduler_output.total_num_scheduled_tokens
-        self._batch = None
+        self._batch = self._standing = None
         if not total:  # as between the batches of a pipeline: nothing begins and nothing is computed anew
             return
         alone = not scheduler_output.scheduled_new_reqs and total == len(cached.req_ids)
-        if alone and not off_graph and self._all_generated(cached):
-            self._batch = self._batches.remember(cached.req_ids, self._active)
+        if alone and may_repeat and self._all_generated(cached):
+            self._batch = self._batches.remember(cached.req_ids, self.step_is_planned)
         else:  # such as prompts, begun or computed anew: they have to be seen to their end
             self._batches.forget()
 
@@ -153,23 +150,25 @@ class PlanHost:
             count = scheduled.get(name)
             if count is None:
                 continue
-            start = computed[name]
-            image = request.image
-            length = len(image.prompt)
-            in_prompt = start < length and bool(image.reach.prompt[start : start + count].any())
-            in_generated = start + count > length and image.reach.generated
-            request.computed = max(request.computed, start + count)
-            self._active = self._active or in_prompt or in_generated
+            image, stop = request.image, computed[name] + count
+            in_prompt, in_generated = image.acts(stop - count, stop)
+            request.computed = max(request.computed, stop)
+            self.step_is_planned = self.step_is_planned or in_prompt or in_generated
             if in_prompt and image.off_graph[0]:
                 off_graph |= image.off_graph[0]
             if in_generated and image.off_graph[1]:
                 off_graph |= image.off_graph[1]
         for site in off_graph:
             self.hooks.tell(site)
-        self.hooks.on = bool(off_graph) or (self._active and len(self.hooks) > 0)
-        self.planned_steps += self._active
+        self.hooks.on = bool(off_graph) or (self.step_is_planned and len(self.hooks) > 0)
+        self.planned_steps += self.step_is_planned
         self.off_graph_steps += bool(off_graph)
         return bool(off_graph)
+
+    def stands(self, request_ids: Sequence[str], total: int) -> bool:
+        """Whether the tables have all that the forward needs since an earlier step, with the requests in this order."""
+        batch = self._batch
+        return batch is not None and batch is self._standing and batch.is_laid_out(request_ids, total)
 
     def begin_step(self, view: StepView) -> None:
         """The batch is laid out; the forward comes next."""
@@ -177,10 +176,12 @@ class PlanHost:
         if batch is None:
             rows = Rows(self._lay_out(view))
         else:
-            if batch.rows is None or batch.laid_out != view.request_ids or len(batch.rows.profile_T) != view.total:
+            if not batch.is_laid_out(view.request_ids, view.total):
                 batch.laid_out, batch.rows = list(view.request_ids), Rows(self._lay_out(view), again=True)
+            assert batch.rows is not None
             rows = batch.rows
         self.tables.begin_step(rows, self._blocks(view) if self._capturing else {})
+        self._standing = batch if not self._capturing else None  # each step's captured rows go elsewhere
 
     def _lay_out(self, view: StepView) -> np.ndarray:
         """int32 `[view.total]`, the profile of each row."""
@@ -221,7 +222,7 @@ class PlanHost:
 
     def end_step(self) -> None:
         """The forward is queued: send what is complete."""
-        self._active = self.hooks.on = False
+        self.step_is_planned = self.hooks.on = False
         if self._capturing:
             self._send_complete()
 

@@ -64,6 +64,17 @@ class Image:
         return np.concatenate([self.prompt[start:], np.full(stop - length, self.generated, np.int32)])
 
     @cached_property
+    def _acting(self) -> np.ndarray:
+        """`[prompt_length + 1]`, how many positions before each, of the prompt, it acts at."""
+        return np.concatenate([[0], np.cumsum(self.reach.prompt)])
+
+    def acts(self, start: int, stop: int) -> tuple[bool, bool]:
+        """Whether it does anything at the prompt's positions among `start` to `stop`, and whether at the others."""
+        length = len(self.prompt)
+        in_prompt = start < length and bool(self._acting[start] < self._acting[min(stop, length)])
+        return in_prompt, stop > length and self.reach.generated
+
+    @cached_property
     def profile_count(self) -> int:
         """How many profiles of the tables are its own."""
         return int((self.loaded.ids > 0).sum())

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -36,8 +35,7 @@ def _unpacked(data: bytes) -> Plan:
         raise PlanError(f"{NAME}.plan is not msgpack: {error}") from error
 
 
-@dataclass(frozen=True)
-class PlanRequest:
+class PlanRequest(NamedTuple):
     """One planned request.
 
     Attributes:
