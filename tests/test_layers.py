@@ -184,3 +184,22 @@ def test_layers_below_the_engine_import_without_vllm() -> None:
         print("imported", len({names}))
     """)
     assert output.split() == ["imported", str(len(names))]
+
+
+def test_importing_midstream_leaves_the_gpu_alone() -> None:
+    """A process that has asked CUDA for its devices cannot be forked any more, and vLLM would start no engine. Seen failing there."""
+    names = [name for name in modules() if area(name) in WITHOUT_VLLM]
+    output = run_python(f"""
+        import importlib
+
+        import torch
+
+        def asked(*args):
+            raise AssertionError("CUDA was asked")
+
+        torch._C._cuda_getDeviceCount = torch.cuda.is_available = torch.cuda.device_count = torch.cuda._lazy_init = asked
+        for name in {names}:
+            importlib.import_module(name)
+        print("imported", len({names}))
+    """)
+    assert output.split() == ["imported", str(len(names))]

@@ -10,7 +10,7 @@ from torch.overrides import _push_mode as push_function_mode
 from torch.utils._python_dispatch import _pop_mode as pop_dispatch_mode
 from torch.utils._python_dispatch import _push_mode as push_dispatch_mode
 
-_KINDS = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+_KINDS = ("cpu", "cuda")  # which machine this is must not be asked here: after that, vLLM's engine cannot be forked any more
 
 
 def _autocast() -> tuple[tuple[bool, torch.dtype], ...]:
