@@ -10,7 +10,8 @@ from torch.overrides import _push_mode as push_function_mode
 from torch.utils._python_dispatch import _pop_mode as pop_dispatch_mode
 from torch.utils._python_dispatch import _push_mode as push_dispatch_mode
 
-_KINDS = ("cpu", "cuda")  # which machine this is must not be asked here: after that, vLLM's engine cannot be forked any more
+# Whether this machine has CUDA must not be asked here: a process that has asked cannot be forked any more, and vLLM's engine is.
+_KINDS = ("cpu", "cuda")
 
 
 def _autocast() -> tuple[tuple[bool, torch.dtype], ...]:

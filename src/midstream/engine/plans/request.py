@@ -70,21 +70,26 @@ class PlanRequest(NamedTuple):
         carried = (getattr(sampling_params, "extra_args", None) or {}).get(NAME)
         if carried is None:
             return None
-        if isinstance(
-            carried, str
-        ):  # as it comes over HTTP, from anybody: it may neither name files nor vouch for a vector's content
+        wire = carried.get("plan") if type(carried) is dict else None
+        if type(wire) is bytes:  # as this package's clients send it: quick, for each request comes here several times
+            return cls._of_envelope(carried, wire)
+        if isinstance(carried, str):
+            # As it comes over HTTP, from anybody: it may neither name files nor vouch for a vector's content.
             return cls(packed(with_digests(from_json(carried, sinks=False), {})))
         if not isinstance(carried, Mapping) or not _ENVELOPE & carried.keys():
             return cls(packed(Plan.of(carried)))  # a user's own: a Plan, interventions or a wire form
         if "plan" not in carried:
             return None
         given = carried["plan"]
-        wire = given if isinstance(given, bytes) else packed(Plan.of(given))
+        return cls._of_envelope(carried, given if isinstance(given, bytes) else packed(Plan.of(given)))
+
+    @classmethod
+    def _of_envelope(cls, carried: Mapping[str, Any], wire: bytes) -> PlanRequest:
         return cls(
             wire,
             carried.get("num_layers", 0),
-            _pair(carried, "capture", str, int),
-            _pair(carried, "record", str, str),
+            _pair(carried, "capture", str, int) if "capture" in carried else None,
+            _pair(carried, "record", str, str) if "record" in carried else None,
             carried.get("checked") is True,
         )
 
