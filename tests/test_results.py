@@ -642,6 +642,47 @@ def test_messages_are_routed_by_key_in_order(receiver):
     assert receiver.open_mailboxes == 0
 
 
+def test_one_mailbox_for_several_keys(receiver):
+    """As for the rows of a run of many requests. Some come together, and with those of others."""
+    with receiver.expect("b") as other, linked(receiver) as sender:
+        with pytest.raises(ChannelError, match="'b' are expected already"):
+            receiver.expect_all(["a", "b"])
+        with receiver.expect_all(["a", "c"], senders=["here"]) as box:  # nothing was left of the one before
+            assert receiver.open_mailboxes == 2
+            sender.send({"key": "c"}, 0)
+            sender.send_together([({"key": key}, (key, torch.full((2,), i))) for i, key in enumerate("abc")])
+            sender.send({"key": "a"}, 1)
+            got = [box.get(WAIT) for _ in range(4)]
+            assert [header["key"] for header, _ in got] == ["c", "a", "c", "a"]
+            assert [value[0] for _, value in got[1:3]] == ["a", "c"] and got[2][1][1].tolist() == [2, 2]
+            assert other.get(WAIT)[1][0] == "b" and other.get_nowait() is None
+            with pytest.raises(TimeoutError, match="'a' and 1 others"):
+                box.get(0.01)
+        sender.send({"key": "c"}, 2)
+        wait_until(lambda: receiver.dropped == 1)
+    assert receiver.open_mailboxes == 0
+
+
+def test_what_cannot_be_read_of_a_frame_for_several_keys_is_told_to_each_reader(receiver):
+    """The thread that receives and reads it goes on."""
+    with receiver.expect("a") as a, receiver.expect("b") as b, linked(receiver) as sender:
+        sender.send_together([({"key": key}, RaisesWhenRead()) for key in "ab"])
+        sender.send({"key": "b"}, 1)
+        for key, box in (("a", a), ("b", b)):
+            header, value = box.get(WAIT)
+            assert header["key"] == key and isinstance(value, UnsendableError) and "not here" in str(value)
+        assert b.get(WAIT)[1] == 1
+
+
+class RaisesWhenRead:
+    def __reduce__(self):
+        return _raise, ()
+
+
+def _raise():
+    raise RuntimeError("not here")
+
+
 def test_late_results_of_a_closed_mailbox_are_dropped(receiver):
     with linked(receiver) as sender:
         box = receiver.expect(KEY)

@@ -86,16 +86,6 @@ class Capturing:
                 self.take(message)
         box.close()  # what it holds counts as waiting until then
 
-    def wait(self, box: Mailbox) -> None:
-        """The same on this thread, for a request that has ended."""
-        while not self.is_complete:
-            try:
-                self.take(box.get(RESULT_SECONDS))
-            except ChannelClosedError as error:
-                raise _gone(error) from error
-            except TimeoutError as error:
-                raise _missing() from error
-
     def raise_if_stuck(self) -> None:
         """Raise CaptureError if nothing has come, and no sink was waited for, since the last call."""
         seen, self._seen = self._seen, self._taken
@@ -191,6 +181,22 @@ class Capturing:
             if sample.begun:
                 sample.begun = False
                 self._sinks.discard(sample.name)
+
+
+def take_all(capturing: Sequence[Capturing], box: Mailbox) -> None:
+    """Take the rows of requests that have ended from the mailbox that they share."""
+    waiting = {each.key: each for each in capturing}
+    while waiting:
+        try:
+            message = box.get(RESULT_SECONDS)
+        except ChannelClosedError as error:
+            raise _gone(error) from error
+        except TimeoutError as error:
+            raise _missing() from error
+        if (each := waiting.get(message[0]["key"])) is not None:
+            each.take(message)
+            if each.is_complete:
+                del waiting[each.key]
 
 
 def _missing() -> CaptureError:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from midstream.backends.answers import Answers, graded
-from midstream.backends.capturing import RESULT_SECONDS, Capturing, Following, nothing_captured, sample_index
+from midstream.backends.capturing import RESULT_SECONDS, Capturing, Following, nothing_captured, sample_index, take_all
 from midstream.backends.merge import merged_outcomes
 from midstream.backends.planned import Planned
 from midstream.backends.tracer import Ran
@@ -70,9 +70,9 @@ class Submission:
 
     def _run(self, stack: ExitStack) -> list[Ran]:
         engine, requests = self._model.engine, self.requests
-        boxes = self._model.expect(requests)
+        boxes = self._model.expect(requests, together=True)
         traced, captured = boxes[: len(requests.traces)], boxes[len(requests.traces) :]
-        for box in filter(None, boxes):
+        for box in dict.fromkeys(filter(None, boxes)):
             stack.callback(box.close)
         for capturing in filter(None, requests.capturing):
             stack.callback(capturing.discard)
@@ -100,17 +100,20 @@ class _Rows:
         self, capturing: Sequence[Capturing | None], boxes: Sequence[Mailbox | None], stack: ExitStack
     ) -> None:
         pairs = [(c, box) for c, box in zip(capturing, boxes, strict=True) if c is not None and box is not None]
-        self._at_the_end = [(c, box) for c, box in pairs if not c.has_sinks]
-        self._following: Following | None = None
-        if len(self._at_the_end) < len(pairs):
-            self._following = Following([(c, box) for c, box in pairs if c.has_sinks])
+        self._at_the_end: dict[Mailbox, list[Capturing]] = {}
+        for one, box in pairs:
+            if not one.has_sinks:
+                self._at_the_end.setdefault(box, []).append(one)
+        followed = [(c, box) for c, box in pairs if c.has_sinks]
+        self._following = Following(followed) if followed else None
+        if self._following is not None:
             stack.callback(self._following.close)
 
     def wait(self) -> None:
         if self._following is not None:
             self._following.wait()  # first: what a slow sink holds up, it holds up for all that come by the same connection
-        for capturing, box in self._at_the_end:
-            capturing.wait(box)
+        for box, capturing in self._at_the_end.items():
+            take_all(capturing, box)
 
 
 def put_captures(done: Sequence[Ran], requests: Requests) -> None:

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from midstream.backends.async_ import Stream
+from midstream.backends.capturing import Capturing
 from midstream.backends.carried import make_requests, take_plan
 from midstream.backends.merge import merged_description
 from midstream.backends.model import TraceModel
@@ -303,8 +304,11 @@ class VLLM(TraceModel):
         requests = make_requests(self, invokes, prompts, together, record)
         return Stream(self, lambda: requests)
 
-    def expect(self, requests: Requests) -> list[Mailbox | None]:
-        """A mailbox for what comes of each trace, and then for the captured rows of each request, or None if nothing will."""
+    def expect(self, requests: Requests, together: bool = False) -> list[Mailbox | None]:
+        """A mailbox for what comes of each trace, and then for the captured rows of each request, or None if nothing will.
+
+        `together`: rows that nobody waits for before all requests have ended have one mailbox, which is there for each of them.
+        """
         receiver = self._receiver
         if receiver is None:
             raise EngineClosedError("This engine is closed; make a new VLLM(...).")
@@ -312,10 +316,15 @@ class VLLM(TraceModel):
             receiver.expect((trace.trace, trace.index), self._senders) if trace is not None else None
             for trace in requests.traces
         ]
-        return traces + [
-            receiver.expect(rows.key, self._senders, paced=rows.has_sinks) if rows is not None else None
-            for rows in requests.capturing
-        ]
+        late = [rows.key for rows in requests.capturing if rows is not None and not rows.has_sinks] if together else []
+        shared = receiver.expect_all(late, self._senders) if late else None
+
+        def box_for(rows: Capturing) -> Mailbox:
+            if shared is not None and not rows.has_sinks:
+                return shared
+            return receiver.expect(rows.key, self._senders, paced=rows.has_sinks)
+
+        return traces + [box_for(rows) if rows is not None else None for rows in requests.capturing]
 
     def _outputs(self, invokes: list[Invoke]) -> Any:
         started = self._start(invokes, False)

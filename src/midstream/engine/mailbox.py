@@ -1,4 +1,4 @@
-"""Where the results of one key wait for their reader."""
+"""Where results wait for their reader."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
@@ -36,17 +36,21 @@ class Message:
 
 
 class Together:
-    """A frame with messages for several mailboxes, opened by the first that is read."""
+    """A frame with messages for several keys."""
 
     def __init__(self, message: Message) -> None:
         self._message = message
         self._lock = threading.Lock()
         self._parts: Any = None
 
-    def part(self, place: int) -> tuple[dict[str, Any], Any]:
+    def open(self) -> None:
+        """Unpickle it. Idempotent; what cannot be read is an UnsendableError in each part."""
         with self._lock:
             if self._parts is None:
                 self._parts = self._message.open()[1]
+
+    def part(self, place: int) -> tuple[dict[str, Any], Any]:
+        self.open()
         if isinstance(self._parts, UnsendableError):
             return {"key": self._message.header["keys"][place]}, self._parts
         return self._parts[place]
@@ -87,10 +91,12 @@ class Pace:
 
 
 class Mailbox:
-    """The messages of one key, in the order in which each worker sent them. Made by `results.Receiver.expect`."""
+    """The messages of a key, or of several, in the order in which each worker sent them. Made by `results.Receiver.expect`."""
 
-    def __init__(self, receiver: Receiver, key: Hashable, senders: frozenset[str], pace: Pace | None = None) -> None:
-        self.key = key
+    def __init__(
+        self, receiver: Receiver, keys: Sequence[Hashable], senders: frozenset[str], pace: Pace | None = None
+    ) -> None:
+        self.keys = keys
         self.senders = senders
         self._receiver = receiver
         self._pace = pace
@@ -101,6 +107,11 @@ class Mailbox:
         self._changed = threading.Condition()
         self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
 
+    @property
+    def _name(self) -> str:
+        others = f" and {len(self.keys) - 1} others" if len(self.keys) > 1 else ""
+        return f"{self.keys[0]!r}{others}"
+
     def get(self, timeout: float | None = None) -> tuple[dict[str, Any], Any]:
         """The next (header, value), waiting for it up to `timeout` seconds.
 
@@ -108,7 +119,7 @@ class Mailbox:
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self._messages or self._error, timeout):
-                raise TimeoutError(f"no result for {self.key!r} within {timeout} s")
+                raise TimeoutError(f"no result for {self._name} within {timeout} s")
             message = self._take()
         assert message is not None
         return message.open()
@@ -140,7 +151,7 @@ class Mailbox:
     def close(self) -> None:
         """Forget the key: what is here and what comes later is dropped. Idempotent."""
         self._receiver._forget(self)
-        self._fail(ChannelClosedError(f"the mailbox of {self.key!r} is closed"))
+        self._fail(ChannelClosedError(f"the mailbox of {self._name} is closed"))
         with self._changed:
             self._closed = True
             self._let_go(sum(message.size for message in self._messages))
@@ -200,7 +211,7 @@ class Handler(Mailbox):
         handle: Callable[[Message], None],
         gone: Callable[[], None],
     ) -> None:
-        super().__init__(receiver, key, frozenset({sender}))
+        super().__init__(receiver, [key], frozenset({sender}))
         self._handle = handle
         self._gone = gone
 

@@ -10,8 +10,9 @@
 `send` (in `sender`) pickles the skeleton, notes which tensors are new, and returns; a thread copies the bytes
 (`staging`) and writes the frame (`wire`). On one host the bytes lie in a memfd that the client maps, so the copy into
 it is the only one. Here, on the client, a thread for each worker routes messages to mailboxes, and a value is unpickled
-by whoever takes it out. Tensors arrive on the CPU, contiguous, without grad. They lie in the memory of the message that
-brought them: it is freed with the last of them, and snapshots of one stream share the tensors that they have in common.
+by whoever takes it out, or by that thread if it came together with others. Tensors arrive on the CPU, contiguous,
+without grad. They lie in the memory of the message that brought them: it is freed with the last of them, and snapshots
+of one stream share the tensors that they have in common.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any, Self
 
 import torch
@@ -77,7 +78,7 @@ class Receiver:
 
     @property
     def open_mailboxes(self) -> int:
-        return len(self._mailboxes)
+        return len(set(self._mailboxes.values()))
 
     @property
     def paced_waiting(self) -> int:
@@ -94,7 +95,11 @@ class Receiver:
         `paced`: its messages are read as they come, on a thread that waits for nothing else, and may hold the workers up.
         The mailbox raises ChannelClosedError, once empty, after any of `senders` has gone.
         """
-        mailbox = Mailbox(self, key, frozenset(senders), self._pace if paced else None)
+        return self.expect_all([key], senders, paced=paced)
+
+    def expect_all(self, keys: Sequence[Hashable], senders: Collection[str] = (), *, paced: bool = False) -> Mailbox:
+        """One mailbox for the messages with any of these keys; not for none."""
+        mailbox = Mailbox(self, keys, frozenset(senders), self._pace if paced else None)
         self._add(mailbox)
         return mailbox
 
@@ -110,7 +115,7 @@ class Receiver:
         with self._lock:
             self._closed = True
             sockets, threads = [*self._listeners, *self._connections], list(self._threads)
-            mailboxes = list(self._mailboxes.values())
+            mailboxes = list(dict.fromkeys(self._mailboxes.values()))
             self._mailboxes.clear()
         self._pace.end()
         for sock in sockets:
@@ -130,17 +135,19 @@ class Receiver:
         with self._lock:
             if self._closed:
                 raise ChannelClosedError("the results channel is closed")
-            if mailbox.key in self._mailboxes:
-                raise ChannelError(f"results for {mailbox.key!r} are expected already; close that mailbox first")
-            self._mailboxes[mailbox.key] = mailbox
+            for key in mailbox.keys:
+                if key in self._mailboxes:
+                    raise ChannelError(f"results for {key!r} are expected already; close that mailbox first")
+            self._mailboxes.update(dict.fromkeys(mailbox.keys, mailbox))
             gone = self._gone & mailbox.senders
         for name in gone:
             mailbox._fail(_gone_error(name))
 
     def _forget(self, mailbox: Mailbox) -> None:
         with self._lock:
-            if self._mailboxes.get(mailbox.key) is mailbox:
-                del self._mailboxes[mailbox.key]
+            for key in mailbox.keys:
+                if self._mailboxes.get(key) is mailbox:
+                    del self._mailboxes[key]
 
     def _start(self, target: Callable[[socket.socket], None], sock: socket.socket) -> None:
         def run() -> None:
@@ -198,7 +205,7 @@ class Receiver:
             self._gone.add(name)
             if not in_order:
                 self.lost.append(name)
-            waiting = [mailbox for mailbox in self._mailboxes.values() if name in mailbox.senders]
+            waiting = [mailbox for mailbox in dict.fromkeys(self._mailboxes.values()) if name in mailbox.senders]
         for mailbox in waiting:
             mailbox._fail(_gone_error(name))
 
@@ -243,6 +250,8 @@ class Receiver:
         except Exception as error:  # no room to map it, say: that is this result's trouble, not the channel's
             message = Message(header, body, [], f"taking it in failed: {error!r}")
         together = Together(message)
+        if "keys" in header:
+            together.open()  # their readers, who have ended a run of many requests, have no time to lose
         for place, mailbox in enumerate(mailboxes):
             if mailbox is not None:
                 mailbox._put(Part(together, place, prefix.payload // len(keys)) if "keys" in header else message)
