@@ -168,6 +168,14 @@ def test_e10_batches_that_take_turns_with_a_plain_one_stand_in_their_order_alone
     assert seen["resid_post", 0][:, 0].tolist() == [2, 1] and steps.begun == begun + 1
 
 
+def test_e4_a_step_in_which_no_plan_acts_is_a_plain_one(steps):
+    """Such as a chunk of the prompt before the plan's first position, and the tokens behind its last. Seen failing where a chunk had no end."""
+    plan = Patch("resid_post", layer=0, position=1, source=[5.0] * WIDTH)
+    assert steps.step({"a": plan}, counts={"a": 1}) is None
+    assert steps.step()["resid_post", 0][:, 0].tolist() == [5]
+    assert steps.step() is None and steps.step() is None and steps.host.planned_steps == 1
+
+
 def test_e10_batches_that_take_turns_are_not_laid_out_again(steps):
     """The stages of a pipeline have several on their way. One is laid out anew when one of its requests has ended."""
     steps.step({"a": steer(1), "b": steer(2)})
