@@ -196,6 +196,26 @@ def test_f1_a_mode_holds_for_the_body_alone(model, plain, enter, inside):
 # -------------------------------------------------------------------------------------------------------------- barriers
 
 
+def test_f1_random_numbers_of_a_body_are_its_own(engine):
+    """Seen failing on one rank, where a seed was the sampler's, and a neighbour had the same tokens in every run."""
+
+    def sampled():
+        with engine.trace(max_tokens=12, temperature=2.0, ignore_eos=True) as tracer:
+            with tracer.invoke(PARIS):
+                drawn = list().save()
+                for _ in tracer.iter[:]:
+                    torch.manual_seed(7)
+                    drawn.append(torch.rand(3))
+            with tracer.invoke(ROME):
+                tokens = list().save()
+                for _ in tracer.iter[:]:
+                    tokens.append(int(engine.samples[0]))
+        assert torch.equal(torch.stack(drawn), torch.rand(3, generator=torch.Generator().manual_seed(7)).expand(12, 3))
+        return tuple(tokens)
+
+    assert len({sampled() for _ in range(3)}) == 3
+
+
 def test_f1_a_barrier_in_a_loop_holds_in_every_step(model):
     with model.trace(max_tokens=3, temperature=0.0) as tracer:
         barrier = tracer.barrier(2)

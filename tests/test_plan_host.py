@@ -169,7 +169,7 @@ def test_e10_batches_that_take_turns_with_a_plain_one_stand_in_their_order_alone
 
 
 def test_e4_a_step_in_which_no_plan_acts_is_a_plain_one(steps):
-    """Such as a chunk of the prompt before the plan's first position, and the tokens behind its last. Seen failing where a chunk had no end."""
+    """A chunk before the plan's position, and the tokens behind it. Seen failing where a chunk had no end."""
     plan = Patch("resid_post", layer=0, position=1, source=[5.0] * WIDTH)
     assert steps.step({"a": plan}, counts={"a": 1}) is None
     assert steps.step()["resid_post", 0][:, 0].tolist() == [5]

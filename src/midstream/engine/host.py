@@ -28,6 +28,7 @@ from midstream.trace.envoy import Envoy, ModelEnvoy
 from midstream.trace.interleaver import LAST_POINTS, Interleaver
 from midstream.trace.journal import Journal
 from midstream.trace.program import Failure, Outcome, Program, make_body, outcome, unship
+from midstream.trace.randomness import Randomness
 from midstream.trace.rows import FlatRows
 from midstream.trace.tracer import BodyTracer
 from midstream.trace.visit import Key
@@ -156,6 +157,7 @@ class TraceHost:
             request.programs[body_name] = program
             body = make_body(body_name, program, self.envoy, group.shared, snapshots=True, journals=True)
             body.linked = group if trace.together else None
+            body.random = Randomness(body_name, self._device)
             assert body.journal is not None
             request.journals.append(body.journal)
             self.interleaver.add(body)

@@ -17,7 +17,6 @@ from midstream.errors import BarrierError, DivergedError, MidstreamError, NeverR
 from midstream.trace.body import BARRIER, FETCH, STEP_START, Body, current_body, is_in_body
 from midstream.trace.hooks import Hooks
 from midstream.trace.journal import Journal, spill
-from midstream.trace.randomness import Randomness
 from midstream.trace.rows import FlatRows, Rows
 from midstream.trace.shared import Span
 from midstream.trace.source import SourceHooks
@@ -73,8 +72,6 @@ class Interleaver:
 
     def add(self, body: Body) -> None:
         body.interleaver = self
-        if self.stages is not None or self.whole is not None:
-            body.random = Randomness(body.name, next(self.modules[""].parameters()).device)
         if not self.bodies:
             self._hooks.watch_containers()
         self.bodies[body.name] = body

@@ -1,4 +1,7 @@
-"""Random numbers that are the same on every rank: a body has torch's default generators to itself while it runs."""
+"""Random numbers of a body's own: it has torch's default generators to itself while it runs in an engine.
+
+So neither the engine's sampler nor another body notices what it draws or seeds, and it draws the same on every rank.
+"""
 
 from __future__ import annotations
 
