@@ -14,6 +14,7 @@ from midstream.trace.body import Body
 from midstream.trace.envoy import Envoy
 from midstream.trace.interleaver import Interleaver
 from midstream.trace.program import FunctionProgram, make_body
+from midstream.trace.randomness import Randomness
 from midstream.trace.rows import FlatRows
 from midstream.trace.tracer import Barrier
 
@@ -112,6 +113,28 @@ def test_c14_a_step_that_is_broken_off_leaves_no_skip_behind(steps: Steps) -> No
     other = steps.add("one", lambda model: model.layers[1].output)
     steps.step("one")
     assert other.result["return"].abs().sum() > 0
+
+
+@pytest.mark.parametrize("end", ["it runs on", "it is dropped"])
+def test_f1_what_a_body_seeds_and_puts_back_is_its_own(steps: Steps, end: str) -> None:
+    """Seen failing where a body was dropped: what it put back as it unwound was what the engine's sampler went on with."""
+
+    def seeds(model: Any, tracer: Any) -> Any:
+        torch.manual_seed(1)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(2)
+            tracer.next()
+            return model.layers[2].output
+
+    body = steps.add("one", seeds)
+    body.random = Randomness("one", torch.device("cpu"))
+    torch.manual_seed(5)
+    expected = torch.rand(3, generator=torch.Generator().manual_seed(5))
+    for _ in range(2 if end == "it runs on" else 1):
+        steps.step("one")
+    assert body.done == (end == "it runs on")
+    steps.interleaver.discard("one")
+    assert torch.equal(torch.rand(3), expected)
 
 
 def test_d7_requests_that_end_together_end_in_one_order_on_all_ranks() -> None:

@@ -66,13 +66,17 @@ class Steps:
         )
         self.computed: dict[str, int] = {}
         self.laid_out = self.begun = 0
-        lay_out = self.host._lay_out
+        lay_out, begin_step = self.host._lay_out, self.tables.begin_step
+
+        def begun(rows, blocks):
+            self.begun += 1
+            begin_step(rows, blocks)
 
         def counted(view):
             self.laid_out += 1
             return lay_out(view)
 
-        self.host._lay_out = counted
+        self.host._lay_out, self.tables.begin_step = counted, begun
 
     def step(self, plans=None, finished=(), order=None, resumed=(), counts=None, only=None):
         """One step of all requests, or of those named `only`; `plans` begin with it.
@@ -100,8 +104,7 @@ class Steps:
             self.host.settle(output, may_repeat=not off_graph)
         order = order or [*cached, *new]
         rows, first = np.array([counts[n] for n in order]), np.array([self.computed[n] for n in order])
-        if self.host.step_is_planned and not self.host.stands(order, int(rows.sum())):
-            self.begun += 1
+        if self.host.step_is_planned:
             self.host.begin_step(StepView(order, rows, first, int(rows.sum())))
         seen = self.forward(int(rows.sum())) if self.host.step_is_planned else None
         self.host.end_step()
@@ -326,6 +329,20 @@ def test_captured_rows_come_once_over_preemptions(steps):
     steps.step(finished=["a"])
     positions = [p for _, value in steps.sent for at, *_, count in value["segments"] for p in range(at, at + count)]
     assert sorted(positions) == list(range(6))
+
+
+@pytest.mark.parametrize("positions", ["last_prompt", "all_generated"])
+def test_e4_v2_has_a_preempted_request_begin_anew(steps, positions):
+    """Its runner is sent resumed requests as new ones. Seen failing: they were taken for a longer prompt of a session, and refused."""
+    plan = {"a": [steer(1), Capture("resid_post", layers=0, positions=positions)]}
+    steps.step(plan)
+    steps.step()
+    del steps.computed["a"]
+    assert steps.step(plan, counts={"a": 4})["resid_post", 0][:, 0].tolist() == [1] * 4
+    assert steps.step()["resid_post", 0][:, 0].tolist() == [1] and not steps.host.errors
+    steps.step(finished=["a"])
+    rows = [p for _, value in steps.sent for at, *_, count in value["segments"] for p in range(at, at + count)]
+    assert sorted(rows) == ([2] if positions == "last_prompt" else [3, 4])
 
 
 def test_d5_what_is_known_to_be_the_users_is_said_with_the_rows(steps, monkeypatch):

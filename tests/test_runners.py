@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,8 +54,7 @@ class Host:
     def __init__(self) -> None:
         self.seen: list[str] = []
 
-    def begin_step(self, request_ids: list[str], total: int, view: Callable[[], StepView]) -> None:
-        assert view().request_ids == request_ids and view().total == total
+    def begin_step(self, view: StepView) -> None:
         self.seen.append("step")
 
     def see_logits(self, logits: torch.Tensor) -> torch.Tensor:

@@ -35,35 +35,24 @@ class Message:
         return self.header, wire.unpack(self.body, self.tensors)
 
 
-class Together:
-    """A frame with messages for several keys."""
-
-    def __init__(self, message: Message) -> None:
-        self._message = message
-        self._lock = threading.Lock()
-        self._parts: Any = None
-
-    def open(self) -> None:
-        """Unpickle it. Idempotent; what cannot be read is an UnsendableError in each part."""
-        with self._lock:
-            if self._parts is None:
-                self._parts = self._message.open()[1]
-
-    def part(self, place: int) -> tuple[dict[str, Any], Any]:
-        self.open()
-        if isinstance(self._parts, UnsendableError):
-            return {"key": self._message.header["keys"][place]}, self._parts
-        return self._parts[place]
-
-
 @dataclass(slots=True)
 class Part:
-    together: Together
-    place: int
+    """One of the messages of a frame, unpickled."""
+
+    header: dict[str, Any]
+    value: Any
     size: int
 
     def open(self) -> tuple[dict[str, Any], Any]:
-        return self.together.part(self.place)
+        return self.header, self.value
+
+
+def parts_of(message: Message, keys: Sequence[Hashable]) -> list[Part]:
+    """The messages, one for each of `keys`, that were sent together; UnsendableErrors if they cannot be read."""
+    _, values = message.open()
+    if isinstance(values, UnsendableError):
+        values = [({"key": key}, values) for key in keys]
+    return [Part(header, value, message.size // len(keys)) for header, value in values]
 
 
 class Pace:

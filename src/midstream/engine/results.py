@@ -31,7 +31,7 @@ from typing import Any, Self
 import torch
 
 from midstream.engine import wire
-from midstream.engine.mailbox import Handler, Mailbox, Message, Pace, Part, Together
+from midstream.engine.mailbox import Handler, Mailbox, Message, Pace, Part, parts_of
 from midstream.engine.sender import Sender
 from midstream.engine.wire import ChannelClosedError, Kind, UnsendableError
 from midstream.errors import ChannelError
@@ -249,12 +249,11 @@ class Receiver:
             message = Message(header, body, wire.resolve(payload, table, known), size=prefix.payload)
         except Exception as error:  # no room to map it, say: that is this result's trouble, not the channel's
             message = Message(header, body, [], f"taking it in failed: {error!r}")
-        together = Together(message)
-        if "keys" in header:
-            together.open()  # their readers, who have ended a run of many requests, have no time to lose
-        for place, mailbox in enumerate(mailboxes):
+        # What came together is read here: its readers, who have ended a run of many requests, have no time to lose.
+        messages: Sequence[Message | Part] = parts_of(message, keys) if "keys" in header else [message]
+        for mailbox, each in zip(mailboxes, messages, strict=True):
             if mailbox is not None:
-                mailbox._put(Part(together, place, prefix.payload // len(keys)) if "keys" in header else message)
+                mailbox._put(each)
 
 
 def _listen_unix(name: str) -> socket.socket:

@@ -5,7 +5,6 @@ Each tells the host when a batch has been laid out, passes logits and samples by
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import IntEnum
 from typing import Any, Protocol
 
@@ -35,7 +34,7 @@ class Host(Protocol):
     @property
     def step_is_traced(self) -> bool: ...
 
-    def begin_step(self, request_ids: list[str], total: int, view: Callable[[], StepView]) -> None: ...
+    def begin_step(self, view: StepView) -> None: ...
 
     def see_logits(self, logits: torch.Tensor) -> torch.Tensor: ...
 
@@ -158,13 +157,9 @@ class V1Runner(Runner):
             if StepMode.no_graphs:
                 kwargs["force_eager"] = True
             determined = determine(*args, **kwargs)
-            batch, total = runner.input_batch, determined[1].num_tokens
-
-            def view() -> StepView:
-                counts = kwargs["num_scheduled_tokens_np"]
-                return StepView(batch.req_ids, counts, batch.num_computed_tokens_cpu[: len(counts)], total)
-
-            host.begin_step(batch.req_ids, total, view)
+            batch, counts = runner.input_batch, kwargs["num_scheduled_tokens_np"]
+            computed = batch.num_computed_tokens_cpu[: len(counts)]
+            host.begin_step(StepView(batch.req_ids, counts, computed, determined[1].num_tokens))
             return determined
 
         def sample_tokens(*args: Any, **kwargs: Any) -> Any:
@@ -211,13 +206,9 @@ class V2Runner(Runner):
 
         def prepare_inputs(*args: Any, **kwargs: Any) -> Any:
             batch = prepare(*args, **kwargs)
-            total = batch.num_tokens_after_padding
-
-            def view() -> StepView:
-                counts = batch.num_scheduled_tokens[: batch.num_reqs]
-                return StepView(batch.req_ids, counts, batch.num_computed_tokens_np[: batch.num_reqs], total)
-
-            host.begin_step(batch.req_ids, total, view)
+            counts = batch.num_scheduled_tokens[: batch.num_reqs]
+            computed = batch.num_computed_tokens_np[: batch.num_reqs]
+            host.begin_step(StepView(batch.req_ids, counts, computed, batch.num_tokens_after_padding))
             return batch
 
         def sample_tokens(*args: Any, **kwargs: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -78,11 +78,11 @@ class StepHost:
     def step_is_traced(self) -> bool:
         return self._traces.step_is_traced
 
-    def begin_step(self, request_ids: list[str], total: int, view: Callable[[], StepView]) -> None:
-        if self._plans.step_is_planned and not self._plans.stands(request_ids, total):
-            self._plans.begin_step(view())
+    def begin_step(self, view: StepView) -> None:
+        if self._plans.step_is_planned:
+            self._plans.begin_step(view)
         if self._traces.step_is_traced:
-            self._traces.begin_step(view())
+            self._traces.begin_step(view)
 
 
 def _carries(new_request: Any) -> bool:

@@ -180,7 +180,7 @@ class Body:
         """Drop a body whose request is gone, unwinding it without a trace."""
         if self.started and not self.done:
             self._forward = getcurrent()
-            with contextlib.suppress(BaseException):
+            with self.random or contextlib.nullcontext(), contextlib.suppress(BaseException):
                 self._greenlet.throw(GreenletExit)
         self.visit = None
 

@@ -104,7 +104,11 @@ class PlanHost:
         return True
 
     def settle(self, scheduler_output: Any, may_repeat: bool) -> None:
-        """The step is decided: remember it if one like it may come, which nothing has to look at again."""
+        """The step is decided: remember it if one like it may come.
+
+        Args:
+            may_repeat: whether nothing but plans in the graphs has a part in it, so that `repeat` may decide the next one.
+        """
         cached = scheduler_output.scheduled_cached_reqs
         total = scheduler_output.total_num_scheduled_tokens
         self._batch = self._standing = None
@@ -165,21 +169,16 @@ class PlanHost:
         self.off_graph_steps += bool(off_graph)
         return bool(off_graph)
 
-    def stands(self, request_ids: Sequence[str], total: int) -> bool:
-        """Whether the tables have all that the forward needs since an earlier step, with the requests in this order."""
-        batch = self._batch
-        return batch is not None and batch is self._standing and batch.is_laid_out(request_ids, total)
-
     def begin_step(self, view: StepView) -> None:
         """The batch is laid out; the forward comes next."""
         batch = self._batch
-        if batch is None:
-            rows = Rows(self._lay_out(view))
-        else:
-            if not batch.is_laid_out(view.request_ids, view.total):
-                batch.laid_out, batch.rows = list(view.request_ids), Rows(self._lay_out(view), again=True)
-            assert batch.rows is not None
-            rows = batch.rows
+        if batch is not None and batch.is_laid_out(view.request_ids, view.total):
+            if batch is self._standing:
+                return
+        elif batch is not None:
+            batch.laid_out, batch.rows = list(view.request_ids), Rows(self._lay_out(view), again=True)
+        rows = batch.rows if batch is not None else Rows(self._lay_out(view))
+        assert rows is not None
         self.tables.begin_step(rows, self._blocks(view) if self._capturing else {})
         self._standing = batch if not self._capturing else None  # each step's captured rows go elsewhere
 
@@ -318,20 +317,21 @@ class PlanHost:
         return frozenset(site for site, _ in set(points) - self._pipeline.built_in)
 
     def _extend(self, name: str, request: Planned, length: int) -> None:
-        """Streaming input has made the prompt longer."""
+        """Streaming input has made the prompt longer; or the request goes on after a preemption, where V2 has it begin anew."""
         old = request.image
+        if length == len(old.prompt):
+            return
         if any(capture.positions != "all" for capture in old.plan.captures):
             raise PlanError(
                 "A session of streaming input captures positions='all'; what else there is counts by one prompt's length."
             )
-        if length != len(old.prompt):
-            sources, image = self._take(name, request.carried, old.plan, length)
-            request.sources.close()
-            request.sources, request.image = sources, image
-            self._give_back(old)
-            if request.complete and not request.has_all:
-                request.complete = False
-                self._capturing += 1
+        sources, image = self._take(name, request.carried, old.plan, length)
+        request.sources.close()
+        request.sources, request.image = sources, image
+        self._give_back(old)
+        if request.complete and not request.has_all:
+            request.complete = False
+            self._capturing += 1
 
     def _end(self, name: str, tokens: int | None) -> None:
         request = self._requests.pop(name)
