@@ -247,6 +247,43 @@ class Checks:
         (longer,) = self.model.generate([PROMPT], plan=plan, max_tokens=12, temperature=0.0, ignore_eos=True)
         assert longer.captures.positions["resid_post", 0] == list(range(length + 11))
 
+    def check_a_preemption(self) -> None:
+        """E4, D4: requests begin anew in the middle of their prompts' and tokens' steps; the V2 runner is sent them as new ones."""
+        from midstream import Capture, Steer
+
+        def add(layer: int, hidden: Any, start: int) -> Any:
+            return hidden + 10 * self.vector.to(hidden.device) if layer == 3 else hidden
+
+        tokens, rows, _ = self.reference.generate(PROMPT, 12, add)
+        captures = [Capture("resid_post", layers=[0, 7], positions="all"), Capture("resid_post", layers=5)]
+        plan = [Steer("resid_post", layers=[3], vector=self.vector, scale=10.0), *captures]
+        length, engine = len(self.reference.ids(PROMPT)), self.model.engine.llm_engine
+        scheduler, step = engine.engine_core.engine_core.scheduler, engine.step
+        running: list[int] = []  # before each step
+
+        def step_and_preempt() -> Any:
+            running.append(len(scheduler.running))
+            if len(running) in (2, 5, 9):
+                scheduler.reset_prefix_cache(reset_running_requests=True)
+            return step()
+
+        engine.step = step_and_preempt
+        try:
+            outputs = self.model.generate(
+                [PROMPT, OTHER] * 2, plan=[plan, None] * 2, max_tokens=12, temperature=0.0, ignore_eos=True
+            )
+        finally:
+            del engine.step
+        assert [running[i] for i in (1, 4, 8)] == [4] * 3  # all were preempted three times
+        for output in outputs[::2]:
+            same = [a == b for a, b in zip(output.outputs[0].token_ids, tokens, strict=True)]
+            until = length + (same.index(False) if False in same else 11)
+            assert until >= length + (11 if self.tolerance < 1e-3 else 4)
+            for layer in (0, 7):
+                assert output.captures.positions["resid_post", layer] == list(range(length + 11))
+                close(output.captures["resid_post", layer][:until], rows[layer][:until], self.tolerance)
+            close(output.captures["resid_post", 5], rows[5][length - 1 : length], self.tolerance)
+
     def check_named_vectors_and_a_plan_for_all(self) -> None:
         """D1, D3, D6: a registered vector that is replaced, and the engine's own plan, in the graphs."""
         from midstream import Steer
