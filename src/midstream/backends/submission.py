@@ -100,10 +100,7 @@ class _Rows:
         self, capturing: Sequence[Capturing | None], boxes: Sequence[Mailbox | None], stack: ExitStack
     ) -> None:
         pairs = [(c, box) for c, box in zip(capturing, boxes, strict=True) if c is not None and box is not None]
-        self._at_the_end: dict[Mailbox, list[Capturing]] = {}
-        for one, box in pairs:
-            if not one.has_sinks:
-                self._at_the_end.setdefault(box, []).append(one)
+        self._late = [(c, box) for c, box in pairs if not c.has_sinks]
         followed = [(c, box) for c, box in pairs if c.has_sinks]
         self._following = Following(followed) if followed else None
         if self._following is not None:
@@ -112,8 +109,8 @@ class _Rows:
     def wait(self) -> None:
         if self._following is not None:
             self._following.wait()  # first: what a slow sink holds up, it holds up for all that come by the same connection
-        for box, capturing in self._at_the_end.items():
-            take_all(capturing, box)
+        if self._late:
+            take_all([c for c, _ in self._late], self._late[0][1])  # one box for all of them
 
 
 def put_captures(done: Sequence[Ran], requests: Requests) -> None:
