@@ -193,9 +193,6 @@ def test_f1_a_mode_holds_for_the_body_alone(model, plain, enter, inside):
     check_clean_trace(model, plain)
 
 
-# -------------------------------------------------------------------------------------------------------------- barriers
-
-
 def test_f1_random_numbers_of_a_body_are_its_own(engine):
     """Seen failing on one rank, where a seed was the sampler's, and a neighbour had the same tokens in every run."""
 
@@ -214,6 +211,9 @@ def test_f1_random_numbers_of_a_body_are_its_own(engine):
         return tuple(tokens)
 
     assert len({sampled() for _ in range(3)}) == 3
+
+
+# -------------------------------------------------------------------------------------------------------------- barriers
 
 
 def test_f1_a_barrier_in_a_loop_holds_in_every_step(model):

@@ -96,16 +96,17 @@ class Checks:
     def gauge(self, name: str) -> int:
         return self.model.gauges()[0][name]
 
+    def steered(self, layer: int, hidden: Any, start: int) -> Any:
+        """What ten times the vector at layer 3 makes of the residual stream, in `Reference.generate`."""
+        return hidden + 10 * self.vector.to(hidden.device) if layer == 3 else hidden
+
     def check_steered_rows_beside_plain_ones(self) -> None:
         """D2, D3: the steered rows as in transformers, the others token for token as without a plan, all in the graphs."""
         from midstream import Steer
 
         plan = [Steer("resid_post", layers=[3], vector=self.vector, scale=10.0)]
 
-        def add(layer: int, hidden: Any, start: int) -> Any:
-            return hidden + 10 * self.vector.to(hidden.device) if layer == 3 else hidden
-
-        wanted = self.reference.generate(OTHER, 12, add)[0]
+        wanted = self.reference.generate(OTHER, 12, self.steered)[0]
         before = self.gauge("planned_steps"), self.gauge("off_graph_steps")
         found = self.tokens([None, plan] * 4)
         assert self.gauge("planned_steps") - before[0] == 12 and self.gauge("off_graph_steps") == before[1]
@@ -251,10 +252,7 @@ class Checks:
         """E4, D4: requests begin anew in the middle of their prompts' and tokens' steps; the V2 runner is sent them as new ones."""
         from midstream import Capture, Steer
 
-        def add(layer: int, hidden: Any, start: int) -> Any:
-            return hidden + 10 * self.vector.to(hidden.device) if layer == 3 else hidden
-
-        tokens, rows, _ = self.reference.generate(PROMPT, 12, add)
+        tokens, rows, _ = self.reference.generate(PROMPT, 12, self.steered)
         captures = [Capture("resid_post", layers=[0, 7], positions="all"), Capture("resid_post", layers=5)]
         plan = [Steer("resid_post", layers=[3], vector=self.vector, scale=10.0), *captures]
         length, engine = len(self.reference.ids(PROMPT)), self.model.engine.llm_engine

@@ -27,7 +27,6 @@ from midstream.trace.visit import Key, Visit, point_name
 
 if TYPE_CHECKING:
     from midstream.trace.interleaver import Interleaver
-    from midstream.trace.randomness import Randomness
     from midstream.trace.stages import Fetch
 
 CURRENT: ContextVar[Body] = ContextVar("midstream_body")
@@ -94,13 +93,13 @@ class Body:
         self.fetching: Fetch | None = None
         self.linked: object | None = None
         self.settled = False
-        self.random: Randomness | None = None  # torch's default generators as this body left them
+        # Around what it runs; in an engine a Randomness.
+        self.random: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self._asked: Key | None = None  # the last point of its step
         self._reached = -1  # and how far in the forward that is, whichever stage has it
         self._fetched: set[int] = set()  # where the values of other stages lie that came from the point that it is at
-        self._copied: list[
-            tuple[torch.Tensor, int, torch.Tensor]
-        ] = []  # saved copies of those, their versions, the values
+        # Saved copies of those, with their versions and the values.
+        self._copied: list[tuple[torch.Tensor, int, torch.Tensor]] = []
         self._run = run
         self._around = Modes.now()  # torch's, where the forward gave control
         self._greenlet = greenlet(self._main)
@@ -155,7 +154,7 @@ class Body:
         self.parked = None
         if isinstance(visit, Visit):
             self.visit = visit
-        with self.random or contextlib.nullcontext():
+        with self.random:
             if error is not None and self.started:
                 self._greenlet.throw(error)
             else:
@@ -180,7 +179,7 @@ class Body:
         """Drop a body whose request is gone, unwinding it without a trace."""
         if self.started and not self.done:
             self._forward = getcurrent()
-            with self.random or contextlib.nullcontext(), contextlib.suppress(BaseException):
+            with self.random, contextlib.suppress(BaseException):
                 self._greenlet.throw(GreenletExit)
         self.visit = None
 
