@@ -26,6 +26,8 @@ if importlib.util.find_spec("triton") and not Path("/dev/nvidiactl").exists():
 
     del os.environ["TRITON_INTERPRET"]
 
+from midstream.trace.modes import Modes
+
 if TYPE_CHECKING:
     from clients import Client
     from oracle import Plain
@@ -110,6 +112,14 @@ def client() -> Iterator[Callable[..., Client]]:
 def model(request: pytest.FixtureRequest) -> Any:
     """Both backends in turn, for what means the same on both."""
     return request.getfixturevalue(request.param)
+
+
+@pytest.fixture(autouse=True)
+def torchs_modes_stay() -> Iterator[None]:
+    """What a test changes of them would be the next one's: gradients off, say."""
+    before = Modes.now()
+    yield
+    assert Modes.now() == before
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,7 @@ from midstream.errors import OutOfOrderError
 from midstream.trace.body import Body
 from midstream.trace.envoy import Envoy
 from midstream.trace.interleaver import Interleaver
+from midstream.trace.modes import Modes
 from midstream.trace.program import FunctionProgram, make_body
 from midstream.trace.randomness import Randomness
 from midstream.trace.rows import FlatRows
@@ -135,6 +138,38 @@ def test_f1_what_a_body_seeds_and_puts_back_is_its_own(steps: Steps, end: str) -
     assert body.done == (end == "it runs on")
     steps.interleaver.discard("one")
     assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        contextlib.nullcontext,
+        torch.enable_grad,
+        functools.partial(torch.inference_mode, False),
+        functools.partial(torch.autocast, "cpu", torch.bfloat16),
+        functools.partial(torch.device, "meta"),
+    ],
+)
+@pytest.mark.parametrize("end", ["dropped", "failed", "gone on with"])
+def test_f1_a_body_that_is_ended_outside_of_the_forward_leaves_the_modes_there(
+    steps: Steps, mode: Callable[[], Any], end: str
+) -> None:
+    """Seen failing: gradients were off for whatever its thread did next."""
+
+    def parks(model: Any, tracer: Any) -> None:
+        with mode():
+            tracer.next()
+
+    body = steps.add("one", parks)
+    steps.step("one")
+    before = Modes.now()
+    if end == "dropped":
+        steps.interleaver.discard("one")
+    elif end == "failed":
+        body.fail(RuntimeError("its request has failed"))
+    else:
+        body.resume(True)
+    assert body.done and Modes.now() == before
 
 
 def test_d7_requests_that_end_together_end_in_one_order_on_all_ranks() -> None:

@@ -759,7 +759,8 @@ def test_several_workers_share_a_mailbox(receiver):
 
 
 def begin_a_frame(kept, part):
-    """Write a message's beginning and stop there."""
+    """Write a message's beginning and stop there, behind what the sender's thread has to write."""
+    drained(kept["sender"])
     sock, meta = kept["sender"]._sock, pickle.dumps(("header", None, []))
     prefix = wire.PREFIX.pack(wire.Kind.MEMFD if part == "descriptor" else wire.Kind.INLINE, len(meta), 10, 1 << 30)
     if part == "descriptor":
@@ -776,8 +777,8 @@ def send_forever(kept):
 
 
 @pytest.mark.parametrize("part", ["nothing", "descriptor", "payload", "many"])
-def test_a_killed_worker_wakes_its_mailboxes_and_leaves_nothing(receiver, part):
-    files, worker = open_files(None), Worker()
+def test_a_killed_worker_wakes_its_mailboxes_and_leaves_nothing(receiver, worker_process, part):
+    files, worker = open_files(None), Worker()  # with the descriptors that the first process of all leaves open
     try:
         other = receiver.expect("not of that worker")
         with receiver.expect(KEY, senders=["doomed", "other"]) as box:

@@ -193,7 +193,7 @@ class Receiver:
             in_order = True
         except Exception as error:
             if not self._closed:
-                _log.warning("results channel, %s: %s", f"worker {name!r}" if name else "a stranger", error)
+                _log.warning("results channel, %s: %r", f"worker {name!r}" if name else "a stranger", error)
         finally:
             self._lose(sock, name, in_order)
 

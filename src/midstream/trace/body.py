@@ -149,20 +149,26 @@ class Body:
 
     def resume(self, visit: Visit | bool | None = None, error: BaseException | None = None) -> None:
         """Let the body run until it parks again or ends. `error` is raised at the point where it is parked."""
-        self._forward = getcurrent()
-        self._around = modes = Modes.now()
         self.parked = None
         if isinstance(visit, Visit):
             self.visit = visit
-        with self.random:
-            if error is not None and self.started:
-                self._greenlet.throw(error)
-            else:
-                self._greenlet.switch(visit)
-        torch.set_grad_enabled(modes.grad)
+        if error is not None and self.started:
+            self._give_control(self._greenlet.throw, error)
+        else:
+            self._give_control(self._greenlet.switch, visit)
         if isinstance(self.failure, KeyboardInterrupt) and not self.interrupted and _may_be_interrupted():
             self.interrupted = True
             raise self.failure
+
+    def _give_control(self, switch: Callable[[Any], Any], with_what: Any) -> None:
+        modes = Modes.now()
+        if self.started and modes.inference != self._around.inference:  # outside of the forward that it was parked in
+            with self._around.again():
+                return self._give_control(switch, with_what)
+        self._forward, self._around = getcurrent(), modes
+        with self.random:
+            switch(with_what)
+        torch.set_grad_enabled(modes.grad)
 
     def fail(self, error: Exception) -> None:
         """Be over with `error`, whatever the body makes of it."""
@@ -178,9 +184,8 @@ class Body:
     def discard(self) -> None:
         """Drop a body whose request is gone, unwinding it without a trace."""
         if self.started and not self.done:
-            self._forward = getcurrent()
-            with self.random, contextlib.suppress(BaseException):
-                self._greenlet.throw(GreenletExit)
+            with contextlib.suppress(BaseException):
+                self._give_control(self._greenlet.throw, GreenletExit)
         self.visit = None
 
     # The body's side.

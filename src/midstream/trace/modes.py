@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +48,17 @@ class Modes(NamedTuple):
         for kind, (on, dtype) in zip(_KINDS, self.autocast, strict=True):
             torch.set_autocast_enabled(kind, on)
             torch.set_autocast_dtype(kind, dtype)
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Gradients, inference mode and autocast as they were; afterwards as they are now."""
+        before = Modes.now()
+        with torch.inference_mode(self.inference):
+            self.put()
+            try:
+                yield
+            finally:
+                before.put()
 
 
 class Away:
