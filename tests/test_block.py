@@ -475,6 +475,24 @@ def test_backward_and_grad() -> None:
     assert not any(name.startswith("__") for name in t.result)
 
 
+def test_with_goes_through_steps() -> None:
+    class Tracer:
+        iter = {0: "ab", 1: "cd"}
+
+        def all(self) -> str:
+            return "xyz"
+
+    tracer, log = Tracer(), []
+    with Trace() as t, tracer.iter[0] as step:
+        log.append(step)
+        with tracer.iter[1]:
+            with nullcontext(1) as one, tracer.all() as inner, nullcontext(step) as outer:
+                log.append((one, inner, outer).save())
+    assert log == ["a", *2 * [(1, i, "a") for i in "xyz"], "b", *2 * [(1, i, "b") for i in "xyz"]]
+    assert t.saved == [entry for entry in log if isinstance(entry, tuple)]
+    assert not any(name.startswith("__") for name in t.result) and (step, inner, outer) == ("b", "z", "b")
+
+
 ESCAPES = {
     "return": "def f():\n    with trace():\n        return 1\nf()",
     "yield": "def f():\n    with trace():\n        yield 1\nlist(f())",

@@ -71,6 +71,19 @@ def unknown_child(model, tracer):
     model.model.layers[2].mlp.down_projection.output
 
 
+def unknown_value(model, tracer):
+    model.model.layers[2].mlp.outptu
+
+
+def unknown_accessor(model, tracer):
+    model.layer_output[2]
+
+
+def with_in_a_function(model, tracer):
+    with tracer.iter[:]:
+        model.logits
+
+
 def no_such_layer(model, tracer):
     model.model.layers[99].output
 
@@ -110,6 +123,9 @@ ERRORS = [
     (step_never_comes, NeverReachedError, "step 5 was never reached"),
     (unknown_module, UnknownModuleError, "no layerz; did you mean layers"),
     (unknown_child, UnknownModuleError, "down_projection; did you mean down_proj"),
+    (unknown_value, UnknownModuleError, "no outptu; did you mean output"),
+    (unknown_accessor, UnknownModuleError, "no layer_output; did you mean layers_output"),
+    (with_in_a_function, TraceError, r"for step in tracer\.iter\[:\]:"),
     (no_such_layer, UnknownModuleError, r"has 8 modules"),
     (layer_out_of_range, UnknownSiteError, r"99"),
     (wrong_shape, ShapeError, r"\[5, 256\].*\[3, 7\]"),

@@ -128,6 +128,12 @@ REFUSED = [
     (lambda: Plan.of(torch.tensor(1.0)), {}, r"^the plan is a Tensor of shape \[\] and dtype torch\.float32; allowed: a Plan"),
     (lambda: Plan.of([steer(), V]), {}, r"^plan\[1\] is \[1\.0, 2\.0, 2\.0\]; allowed: Steer, Patch, Clamp or Capture\.$"),
     (lambda: Plan.of("steer it"), {}, r"^The plan is not JSON: "),
+    (steer, {"layer": 3}, r"^Steer has no layer: did you mean 'layers'\?$"),
+    (patch, {"layers": 3}, r"^Patch has no layers: did you mean 'layer' or 'source_layer'\?$"),
+    (lambda: Clamp(), {}, r"^Clamp needs site, direction\.$"),
+    (lambda: Patch("mlp_out", layer=3), {}, r"^Patch needs position, source\.$"),
+    (lambda: Capture("mlp_out", 3), {}, r"^Capture takes site by position, and by name: layers, positions, when, to\.$"),
+    (lambda: Capture("mlp_out", site="mlp_in"), {}, r"^Capture\.site was given twice, by position and by name\.$"),
     (lambda: RecordedRun("a", "b", (1,), ("logits",), (0,), (0,)), {}, r"^RecordedRun\.sites is \('logits',\); allowed: resid_pre"),
     (lambda: RecordedRun("a", "", (1,), (), (0,), (0,)), {}, r"^RecordedRun\.id is ''; allowed: a string that is not empty"),
 ]  # fmt: skip

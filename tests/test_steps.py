@@ -42,9 +42,8 @@ def test_f1_parts_of_a_generation(model, plain):
         with tracer.invoke(PARIS):
             for step in tracer.iter[1:4:2]:
                 some.append((step, model.samples.item()))
-        with tracer.invoke(PARIS):
-            for step in tracer.iter[3]:
-                one.append((step, model.samples.item()))
+        with tracer.invoke(PARIS), tracer.iter[3] as step:  # `with` is another word for `for`
+            one.append((step, model.samples.item()))
         with tracer.invoke(PARIS):
             for step in tracer.iter[[0, 4]]:
                 two.append((step, model.samples.item()))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
+import functools
 import math
 import numbers
 import operator
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -17,6 +19,7 @@ from midstream.errors import PlanError
 # What is larger cannot be a layer, a position or a token of any model, and has no room in the engine's int32 tables.
 MAX_INDEX = 2**31 - 1
 FLOAT32_MAX = float(np.finfo(np.float32).max)
+T = TypeVar("T")
 _MOST_NAMES, _LONGEST_NAME = 2000, 100  # that are searched for one like another
 
 
@@ -51,6 +54,38 @@ def nearest(name: str, names: Iterable[str]) -> str:
         if there
         else "there are none"
     )
+
+
+def explained(cls: type[T]) -> type[T]:
+    """A dataclass that says by PlanError which of its fields it was not given, and which it does not have."""
+    init = cls.__init__
+
+    @functools.wraps(init)
+    def explaining(self: T, *given: Any, **named: Any) -> None:
+        try:
+            init(self, *given, **named)
+        except TypeError:
+            if problem := _mismatch(cls, given, named):
+                raise PlanError(problem) from None
+            raise
+
+    cls.__init__ = explaining  # type: ignore[assignment, method-assign]
+    return cls
+
+
+def _mismatch(cls: Any, given: Sequence[Any], named: Collection[str]) -> str | None:
+    there = {field.name: field for field in dataclasses.fields(cls)}
+    placed = [name for name, field in there.items() if not field.kw_only]
+    if len(given) > len(placed):
+        return f"{cls.__name__} takes {', '.join(placed)} by position, and by name: {', '.join(n for n in there if n not in placed)}."
+    for name in named:
+        if name not in there:
+            return f"{cls.__name__} has no {name}: {nearest(name, there)}"
+        if name in placed[: len(given)]:
+            return f"{cls.__name__}.{name} was given twice, by position and by name."
+    needed = [name for name, field in there.items() if field.default is dataclasses.MISSING]
+    missing = [name for name in needed[len(given) :] if name not in named]
+    return f"{cls.__name__} needs {', '.join(missing)}." if missing else None
 
 
 def number(field: str, value: Any, low: float = -math.inf, high: float = math.inf, *, unbounded: bool = False) -> float:

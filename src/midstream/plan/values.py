@@ -52,6 +52,7 @@ PHASES = ("both", "prefill", "decode")
 POSITIONS = ("last_prompt", "all_prompt", "all_generated", "all")
 
 
+@fields.explained
 @dataclass(frozen=True)
 class Steer:
     """Add a vector: `h += scale * vector`. Several at one site add up.
@@ -99,6 +100,7 @@ class Steer:
         )
 
 
+@fields.explained
 @dataclass(frozen=True)
 class Patch:
     """Put another value in the place of one at chosen positions of the prompt: `h = (1 - a) * h + a * source`, exactly `source` at a = 1.
@@ -167,6 +169,7 @@ class Patch:
             _settle(self, source_position=given)
 
 
+@fields.explained
 @dataclass(frozen=True)
 class Clamp:
     """Keep the part of h along a direction within bounds, and leave the rest.
@@ -246,6 +249,7 @@ def _consumer(name: str, options: dict[str, Any]) -> Consumer:
 Sink: TypeAlias = str | Callable[..., Any] | Consumer | None
 
 
+@fields.explained
 @dataclass(frozen=True)
 class Capture:
     """Keep rows of a site.

@@ -132,8 +132,6 @@ class Source:
 class Envoy(CallPoints):
     """One module of the running model. Children are reached by attribute or index, as on the module itself."""
 
-    _own = ("output", "input", "inputs")
-
     def __init__(self, module: nn.Module | None, path: str, interleaver: Interleaver) -> None:
         self._module: Any = module
         self._path = path
@@ -186,9 +184,11 @@ class Envoy(CallPoints):
         try:
             return self._computed(self._path, lambda: self._held(name))
         except AttributeError:
-            known = children + [n for n in type(self).__dict__ if not n.startswith("_")]
-            where = self._path or "the model"
+            where, known = self._path or "the model", children + self._public()
             raise UnknownModuleError(f"{where} ({self._class_name}) has no {name}{nearest(name, known)}") from None
+
+    def _public(self) -> list[str]:
+        return [name for each in type(self).__mro__[:-1] for name in vars(each) if not name.startswith("_")]
 
     def _held(self, name: str) -> Any:
         found = getattr(self._module, name)
@@ -312,6 +312,9 @@ class ModelEnvoy(Envoy):
         if name in ("trace", "run", "generate", "record", "edit"):
             raise inside(name)
         return super().__getattr__(name)
+
+    def _public(self) -> list[str]:
+        return [*ACCESSORS, *LAYER_SITES, *super()._public()]
 
     @property
     def num_layers(self) -> int:

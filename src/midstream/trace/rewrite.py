@@ -89,11 +89,15 @@ class _Escapes(ast.NodeVisitor):
 
 
 class _Rewriter(ast.NodeTransformer):
-    """`x.save()` -> `__save__(x)`; `with loss.backward():` -> a `with` in which `h.grad` asks the backward pass."""
+    """What only a trace can mean, in plain Python.
+
+    `x.save()` -> `__save__(x)`; `with loss.backward():` -> a `with` in which `h.grad` asks the backward pass; and
+    `with tracer.iter[:] as step:` -> `for step in tracer.iter[:]:`.
+    """
 
     def __init__(self) -> None:
         self.depth = 0  # of nested functions
-        self.backwards = 0
+        self.backwards = self.loops = 0
         self.grads: list[str] = []
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
@@ -107,6 +111,22 @@ class _Rewriter(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def visit_With(self, node: ast.With) -> ast.AST:
+        for at, item in enumerate(node.items):
+            if _is_steps(item.context_expr):
+                rest = node.items[at + 1 :]
+                body: list[ast.stmt] = [ast.copy_location(ast.With(rest, node.body), node)] if rest else node.body
+                loop = ast.copy_location(self._loop(item, body), node)
+                return self.visit(ast.copy_location(ast.With(node.items[:at], [loop]), node) if at else loop)
+        return self._with(node)
+
+    def _loop(self, item: ast.withitem, body: list[ast.stmt]) -> ast.For:
+        target = item.optional_vars
+        if target is None:
+            target = ast.copy_location(ast.Name(f"__step_{self.loops}__", ast.Store()), item.context_expr)
+            self.loops += 1
+        return ast.For(target, item.context_expr, body, [])
+
+    def _with(self, node: ast.With) -> ast.AST:
         outside = len(self.grads)
         for item in node.items:
             call = item.context_expr
@@ -148,6 +168,16 @@ class _Rewriter(ast.NodeTransformer):
         self.generic_visit(node)
         self.depth -= 1
         return node
+
+
+def _is_steps(node: ast.expr) -> bool:
+    """Whether it is `tracer.iter[...]` or `tracer.all()`, whatever the tracer is called."""
+    match node:
+        case ast.Subscript(value=ast.Attribute(attr="iter")):
+            return True
+        case ast.Call(func=ast.Attribute(attr="all"), args=[], keywords=[]):
+            return True
+    return False
 
 
 def _call(name: str, args: list[ast.expr], keywords: list[ast.keyword], at: ast.expr) -> ast.Call:

@@ -6,7 +6,7 @@ import itertools
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -46,11 +46,29 @@ class Result:
     """Stands for the request's final output inside the body, where it does not exist yet."""
 
 
+class Loop(Iterator[int]):
+    """The steps that a body goes through. In a with-block of a trace `with` goes through them, too: it is compiled to `for`."""
+
+    def __init__(self, numbers: Iterator[int]) -> None:
+        self._numbers = numbers
+
+    def __next__(self) -> int:
+        return next(self._numbers)
+
+    def __enter__(self) -> NoReturn:
+        raise TraceError(
+            "A function goes through steps with `for step in tracer.iter[:]:`; `with` is for a trace's block."
+        )
+
+    def __exit__(self, *_: object) -> None:
+        """Not come to."""
+
+
 class Steps:
     """`tracer.iter`: `for step in tracer.iter[:]`, `tracer.iter[2:5]`, `tracer.iter[0]`, `tracer.iter[[0, 3]]`."""
 
-    def __getitem__(self, wanted: slice | int | list[int]) -> Iterator[int]:
-        return steps(current_body(), wanted)
+    def __getitem__(self, wanted: slice | int | list[int]) -> Loop:
+        return Loop(steps(current_body(), wanted))
 
 
 @dataclass
@@ -124,7 +142,7 @@ class BodyTracer:
     iter = Steps()
     result = Result()
 
-    def all(self) -> Iterator[int]:
+    def all(self) -> Loop:
         """Every step of the generation, as `iter[:]`."""
         return self.iter[:]
 
