@@ -6,14 +6,18 @@ later layer. Here the engine's norms are made to do the same.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import RANKS
 from oracle import close, differs
+
+from midstream.errors import InterventionError, UnsavedError
 
 PARIS = "The capital of France is"
 ROME = "The capital of Italy is"
@@ -145,8 +149,49 @@ def test_a1_any_object_is_saved_and_containers_as_they_end(model):
         dropped = model.layers_output[4]
     assert numbers == [1, 2, 3] and text == "a"
     assert nested["h"][0].shape == (5, 256) and nested["h"][1] == 5 and nested["none"] is None
-    with pytest.raises(UnboundLocalError):
-        dropped
+    with pytest.raises(UnsavedError, match="dropped was set in a trace and not saved"):
+        dropped.mean()
+
+
+USES = [
+    lambda h: h.shape,
+    lambda h: h[0],
+    lambda h: h + 1,
+    lambda h: 1 - h,
+    lambda h: h == 1,
+    lambda h: torch.cat([torch.ones(1), h]),
+    lambda h: torch.nn.functional.relu(h),
+    lambda h: np.asarray(h),
+    lambda h: list(h),
+    lambda h: pickle.loads(pickle.dumps(h)).mean(),
+]
+
+
+def test_f3_what_was_not_saved_says_so_when_it_is_used(model, plain):
+    """Python would say that there is no such name; or, seen failing, go on with what an earlier trace had left there."""
+    mine = kept = torch.ones(256)
+    for prompt in (PARIS, ROME):
+        with model.trace() as tracer:
+            above = 3
+            with tracer.invoke(prompt):
+                mine = mine.to(torch.float32) * 2
+                other = model.layers_output[2]
+                first = model.layers_output[3].save() if prompt == PARIS else model.layers_output[3]
+                if prompt == PARIS:
+                    second = model.layers_output[4].save()
+        if prompt == PARIS:
+            close(first, plain.run(PARIS).sites["resid_post", 3])
+    for use in USES:
+        for value in (other, first, above):
+            with pytest.raises(UnsavedError, match="was set in a trace and not saved"):
+                use(value)
+    assert mine is kept, "the caller's own"
+    close(second, plain.run(PARIS).sites["resid_post", 4])  # the second trace did not come to that line
+    assert repr(first) == "<first was set in a trace and not saved>"
+    with pytest.raises(InterventionError, match="NameError: .*'other'"):  # as in a trace before
+        with model.trace(PARIS):
+            other.shape
+            other = 1
 
 
 def test_a1_lists_and_dicts_from_outside_get_what_is_saved_into_them(model, plain):

@@ -39,6 +39,10 @@ class SourceUnavailableError(TraceError):
     """The source of a with-block cannot be found; `model.run(fn, prompt)` needs none."""
 
 
+class UnsavedError(TraceError, NameError):
+    """A value was used outside of the trace that set it, which has not saved it."""
+
+
 class OutOfOrderError(TraceError):
     """The trace asked for a value that the forward pass has already gone past."""
 

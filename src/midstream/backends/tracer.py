@@ -18,6 +18,7 @@ from midstream.plan.values import Plan
 from midstream.trace.block import Block, capture, link, push, skip, skipped
 from midstream.trace.program import BlockProgram, Outcome, Program
 from midstream.trace.tracer import Barrier, BodyTracer
+from midstream.trace.unsaved import in_place_of
 
 if TYPE_CHECKING:
     from midstream.backends.model import TraceModel
@@ -172,7 +173,8 @@ class Tracer(_Context):
         self.outputs = [r.output for r in ran]
         blocks = [invoke.program.block for invoke in self.invokes if isinstance(invoke.program, BlockProgram)]
         values = merged(outer, self._saved, ran, _containers(blocks))
-        push(frame, values)
+        unsaved = [name for request in ran for outcome in request.outcomes[:1] for name in outcome.unsaved]
+        push(frame, {**in_place_of([*block.set_of(outer, values), *unsaved], values, frame), **values})
         raise_failures(ran)
         if self._model._ships:
             self._warn(frame, ran, not values and any(each.saves for each in blocks))

@@ -24,7 +24,7 @@ import functools
 import linecache
 import marshal
 import sys
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from types import CellType, CodeType, FrameType, FunctionType
 from typing import Any
@@ -32,6 +32,7 @@ from typing import Any
 from midstream.errors import TraceError
 from midstream.trace.frames import Site, SkipBlock, locate, own_names, push, skip, skipped
 from midstream.trace.rewrite import compile_site
+from midstream.trace.unsaved import Unsaved
 
 __all__ = ["Block", "SkipBlock", "capture", "link", "locals_at", "push", "skip", "skipped"]
 
@@ -131,6 +132,11 @@ class Block:
         """Whether it has a save in it."""
         return _mentions(self.code, "__save__")
 
+    def set_of(self, names: Mapping[str, Any], but: Collection[str]) -> list[str]:
+        """Of the `names` that `function` gave, those that have another value than when the block began; not those of `but`."""
+        before = self.captured
+        return [name for name in names if name not in but and (name not in before or names[name] is not before[name])]
+
     def function(self) -> Callable[..., dict[str, Any]]:
         """f(extra, shared=None, wait=None) runs the body and returns its names as it ends.
 
@@ -228,6 +234,8 @@ def capture(frame: FrameType) -> Block:
             captured[name] = local[name]
         elif name not in own and name in frame.f_globals:
             captured[name] = frame.f_globals[name]
+        if isinstance(captured.get(name), Unsaved):
+            del captured[name]
     module: dict[str, Any] = {
         name: frame.f_globals[name] for name in ("__name__", "__package__") if name in frame.f_globals
     }

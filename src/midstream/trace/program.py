@@ -111,6 +111,7 @@ class BlockProgram(Program):
         found = self._to_bring(body, names)
         changed = [n for n, state in before.items() if _state(self.block.captured[n]) != state]
         body.left = [name for name in changed if name not in found]
+        body.unsaved = self.block.set_of(names, found)
         return found
 
     def recover(self, error: BaseException, body: Body) -> dict[str, Any]:
@@ -221,6 +222,7 @@ class Outcome:
         name: of the body.
         steps: how many the body was in.
         left: names of what it has changed of the user's, and not saved.
+        unsaved: names that it has set, and not saved.
     """
 
     values: dict[str, Any]
@@ -230,6 +232,7 @@ class Outcome:
     name: str = ""
     steps: int = 0
     left: list[str] = field(default_factory=list)
+    unsaved: list[str] = field(default_factory=list)
 
 
 def make_body(
@@ -243,7 +246,7 @@ def outcome(body: Body, program: Program) -> Outcome:
     """What `body` gave, once it is done."""
     steps = body.now + 1
     if body.failure is None:
-        return Outcome(body.result or {}, name=body.name, steps=steps, left=body.left)
+        return Outcome(body.result or {}, name=body.name, steps=steps, left=body.left, unsaved=body.unsaved)
     values = program.recover(body.failure, body)
     if isinstance(body.failure, StopTrace):
         return Outcome(values, stopped=True, name=body.name, steps=steps)
