@@ -273,6 +273,7 @@ def test_f2_sampling_is_transformers_own(hf, plain):
 def test_f2_stop_tokens(hf, plain):
     tokens = plain.generate(PARIS, 5)
     stopped = hf.generate(PARIS, max_tokens=5, temperature=0.0, stop_token_ids=[tokens[2]])[0]
+    assert stopped.finish_reason == "stop"
     first = tokens.index(tokens[2])
     assert stopped.token_ids == tokens[: first + 1]
 

@@ -188,7 +188,7 @@ def test_f3_what_was_not_saved_says_so_when_it_is_used(model, plain):
     assert mine is kept, "the caller's own"
     close(second, plain.run(PARIS).sites["resid_post", 4])  # the second trace did not come to that line
     assert repr(first) == "<first was set in a trace and not saved>"
-    with pytest.raises(InterventionError, match="NameError: .*'other'"):  # as in a trace before
+    with pytest.raises(InterventionError, match=r"NameError: .*'other'"):  # as in a trace before
         with model.trace(PARIS):
             other.shape
             other = 1

@@ -186,6 +186,21 @@ def test_f1_generate_as_a_call_and_as_a_context(model, plain):
     assert ids == plain.generate(PARIS, 4)
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_f1_generation_ends_at_a_string(model, plain, several):
+    whole = plain.generate(EIFFEL, 12)
+    texts = [plain.tokenizer.decode(whole[:n], skip_special_tokens=True) for n in range(13)]
+    stop = "useum"  # the end of a word
+    stops = ["not said", stop] if several else stop
+    (ended, other) = (o.outputs[0] for o in model.generate([EIFFEL, PARIS], max_tokens=12, temperature=0.0, stop=stops))
+    count = next(n for n, text in enumerate(texts) if stop in text)
+    assert list(ended.token_ids) == whole[:count] and ended.finish_reason == "stop"
+    assert ended.text == texts[count][: texts[count].index(stop)]
+    rest = plain.generate(PARIS, 12)
+    assert stop not in plain.tokenizer.decode(rest) and list(other.token_ids) == rest
+    assert other.finish_reason == "length"
+
+
 def test_f1_edits_stay_on_the_model_until_they_are_cleared(model, plain):
     vector = direction()
     try:

@@ -35,6 +35,7 @@ _SAMPLING = {
     "repetition_penalty",
     "seed",
     "ignore_eos",
+    "stop",
     "stop_token_ids",
 }
 
@@ -46,7 +47,8 @@ class Generated:
     Attributes:
         request_id: by which a directory of captures has it.
         prompt_token_ids, token_ids: the prompt's tokens and the generated ones.
-        text: the generated tokens as text, without special ones.
+        text: the generated tokens as text, without special ones, up to the first of the strings in `stop`.
+        finish_reason: "stop", at such a string or a token that ends a text, or "length"; None if the trace ended it.
         saves: the trace's saved values, by name.
         captures: what the plan captured.
         answers: the log-probability of each answer that was asked for.
@@ -56,6 +58,7 @@ class Generated:
     prompt_token_ids: list[int]
     token_ids: list[int]
     text: str
+    finish_reason: str | None
     saves: dict[str, Any]
     captures: Captured | None
     answers: dict[Answer, float] | None
@@ -82,6 +85,7 @@ class Batch:
         self.rows_of: dict[str, int] = {}
         self.generated: list[list[int]] = [[] for _ in invokes]
         self.over = [False] * len(invokes)
+        self.reasons: list[str | None] = [None] * len(invokes)
         self.answers = [invoke.answers for invoke in invokes]
         self.graded: list[dict[Answer, float] | None] = [None if each else {} for each in self.answers]
         shared: dict[str, Any] = {}
@@ -128,8 +132,10 @@ class Batch:
         ]
         outcomes = ([own] if own is not None else []) + failed
         tokens = self.generated[row]
-        name, text = self.names[row], self.model.tokenizer.decode(tokens, skip_special_tokens=True)
-        output = Generated(name, self.prompts[row], tokens, text, {}, nothing_captured(name), self.graded[row])
+        name, (text, _) = self.names[row], self._text(row)
+        output = Generated(
+            name, self.prompts[row], tokens, text, self.reasons[row], {}, nothing_captured(name), self.graded[row]
+        )
         for each in outcomes:
             each.values = map_objects(each.values, Result, lambda _: output)
         output.saves = own.values if own is not None else {}
@@ -170,7 +176,8 @@ class Batch:
         for row, token in enumerate(samples.tolist()):
             if not self.over[row]:
                 self.generated[row].append(token)
-                self.over[row] = self._is_over(row, token)
+                self.reasons[row] = self._reason(row, token)
+                self.over[row] = self.reasons[row] is not None
         for name, body in list(self.interleaver.bodies.items()):
             if body.done and self._ends_request(body):
                 self.over[self.rows_of[name]] = True
@@ -183,10 +190,17 @@ class Batch:
     def _ends_request(body: Body) -> bool:
         return body.failure is not None
 
-    def _is_over(self, row: int, token: int) -> bool:
-        if len(self.generated[row]) >= self.params["max_tokens"]:
-            return True
-        return token in self._stop_tokens()
+    def _reason(self, row: int, token: int) -> str | None:
+        """Why the request ends with this token, in vLLM's words; None if it goes on."""
+        if token in self._stop_tokens() or (self.params.get("stop") and self._text(row)[1]):
+            return "stop"
+        return "length" if len(self.generated[row]) >= self.params["max_tokens"] else None
+
+    def _text(self, row: int) -> tuple[str, bool]:
+        """What was generated, up to a string in `stop`; whether there is one."""
+        text, stop = self.model.tokenizer.decode(self.generated[row], skip_special_tokens=True), self.params.get("stop")
+        found = [at for each in ([stop] if isinstance(stop, str) else stop or ()) if (at := text.find(each)) >= 0]
+        return (text[: min(found)], True) if found else (text, False)
 
     def _stop_tokens(self) -> set[int]:
         eos = self.model.module.generation_config.eos_token_id
