@@ -26,6 +26,7 @@ import pytest
 
 from midstream.errors import SourceUnavailableError, TraceError
 from midstream.trace.block import Block, SkipBlock, capture, link, locals_at, push, skip, skipped
+from midstream.trace.tracer import steps_of
 
 SRC = Path(__file__).resolve().parents[1] / "src"
 
@@ -483,7 +484,7 @@ def test_with_goes_through_steps() -> None:
             return "xyz"
 
     tracer, log = Tracer(), []
-    with Trace() as t, tracer.iter[0] as step:
+    with Trace(__steps__=iter) as t, tracer.iter[0] as step:
         log.append(step)
         with tracer.iter[1]:
             with nullcontext(1) as one, tracer.all() as inner, nullcontext(step) as outer:
@@ -491,6 +492,22 @@ def test_with_goes_through_steps() -> None:
     assert log == ["a", *2 * [(1, i, "a") for i in "xyz"], "b", *2 * [(1, i, "b") for i in "xyz"]]
     assert t.saved == [entry for entry in log if isinstance(entry, tuple)]
     assert not any(name.startswith("__") for name in t.result) and (step, inner, outer) == ("b", "z", "b")
+
+
+def test_with_of_a_manager_of_ones_own_is_not_taken_for_steps() -> None:
+    class Locks:
+        def all(self) -> Any:
+            return nullcontext(7)
+
+    with pytest.raises(TraceError, match=r"manager = x\.all\(\)"):
+        with Trace(__steps__=steps_of):
+            with Locks().all():
+                pass
+    with Trace(__steps__=steps_of):
+        manager = Locks().all()
+        with manager as seven:
+            found = seven
+    assert found == 7
 
 
 ESCAPES = {
@@ -503,13 +520,14 @@ ESCAPES = {
     "break": "for i in range(3):\n    with trace():\n        break",
     "continue": "for i in range(3):\n    with trace():\n        continue",
     "break ": "for i in range(3):\n    with trace():\n        for j in []: pass\n        else: break",
+    "break  ": "def f():\n    with trace():\n        for i in a:\n            with t.iter[:], b: break\nf()",
     "import *": "with trace():\n    from math import *",
 }
 
 
 @pytest.mark.parametrize(("word", "source"), ESCAPES.items(), ids=[*map(str, ESCAPES)])
 def test_leaving_the_block_is_refused_with_its_line(word: str, source: str) -> None:
-    line = 2 if word == "import *" else 4 if word == "break " else 3
+    line = 2 if word == "import *" else 4 if word in ("break ", "break  ") else 3
     with pytest.raises(TraceError, match=rf">:{line}: `{word.strip().replace('*', '.')}"):
         exec_cell(source, trace=Trace)
 

@@ -172,6 +172,32 @@ def test_f1_a_body_that_is_ended_outside_of_the_forward_leaves_the_modes_there(
     assert body.done and Modes.now() == before
 
 
+def test_f1_autocast_of_one_part_of_the_forward_stays_there(steps: Steps) -> None:
+    """A body that takes it off where it is on, and goes on where it is not. Seen failing: it was on for the rest of the forward."""
+    inside, forward = [], steps.model.layers[0].forward
+
+    def cast(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            x = steps.model.layers[1](forward(x))
+            inside.append(torch.is_autocast_enabled("cpu"))
+        return x.float()
+
+    steps.model.layers[0].forward = cast  # type: ignore[assignment]
+
+    def body(model: Any) -> Any:
+        model.layers[1].output
+        with torch.autocast("cpu", enabled=False):
+            model.layers[2].input
+        return model.layers[2].output.dtype
+
+    one = steps.add("one", body)
+    before = Modes.now()
+    steps.interleaver.begin_step({"one": FlatRows(0, 2, 2)})
+    steps.model(torch.ones(2, 4))
+    steps.interleaver.end_step()
+    assert one.done and one.result["return"] == torch.float32 and inside == [True] and Modes.now() == before
+
+
 def test_d7_requests_that_end_together_end_in_one_order_on_all_ranks() -> None:
     """Their bodies' last words may be collective, and two processes need not list a set of strings alike."""
     pytest.importorskip("vllm")

@@ -11,7 +11,7 @@ from oracle import close, differs
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from midstream import LanguageModel, demo_model
-from midstream.errors import PromptError, TraceError
+from midstream.errors import ParameterError, PromptError, TraceError
 
 PARIS = "The capital of France is"
 ROME = "The capital of Italy is"
@@ -155,7 +155,7 @@ def test_f2_invokes_of_one_batch_have_the_same_sampling_parameters(hf):
                 pass
             with tracer.invoke(PARIS, max_tokens=3):
                 pass
-    with pytest.raises(TraceError, match="no sampling parameter banana"):
+    with pytest.raises(ParameterError, match="no sampling parameter banana"):
         hf.generate(PARIS, banana=1)
     with pytest.raises(PromptError):
         hf.generate("")

@@ -17,7 +17,7 @@ import torch
 from conftest import RANKS
 from oracle import close, differs
 
-from midstream.errors import InterventionError, UnsavedError
+from midstream.errors import UnsavedError
 
 PARIS = "The capital of France is"
 ROME = "The capital of Italy is"
@@ -163,18 +163,29 @@ USES = [
     lambda h: torch.nn.functional.relu(h),
     lambda h: np.asarray(h),
     lambda h: list(h),
+    lambda h: round(h),
+    lambda h: setattr(h, "requires_grad", True),
     lambda h: pickle.loads(pickle.dumps(h)).mean(),
 ]
 
 
 def test_f3_what_was_not_saved_says_so_when_it_is_used(model, plain):
-    """Python would say that there is no such name; or, seen failing, go on with what an earlier trace had left there."""
+    """Python would say that there is no such name; or, seen failing, go on with what an earlier trace had left there.
+
+    The caller's own values stay; seen failing with None, and with a saved tensor that the next trace began with.
+    """
     mine = kept = torch.ones(256)
+    nothing = None
+    with model.trace(PARIS):
+        summed = own = model.layers_output[1].save()
+    assert summed is own
     for prompt in (PARIS, ROME):
         with model.trace() as tracer:
             above = 3
             with tracer.invoke(prompt):
                 mine = mine.to(torch.float32) * 2
+                summed = summed + model.layers_output[1].mean()
+                nothing = model.layers_output[1]
                 other = model.layers_output[2]
                 first = model.layers_output[3].save() if prompt == PARIS else model.layers_output[3]
                 if prompt == PARIS:
@@ -185,13 +196,17 @@ def test_f3_what_was_not_saved_says_so_when_it_is_used(model, plain):
         for value in (other, first, above):
             with pytest.raises(UnsavedError, match="was set in a trace and not saved"):
                 use(value)
-    assert mine is kept, "the caller's own"
+    assert mine is kept and summed is own and nothing is None, "the caller's own"
     close(second, plain.run(PARIS).sites["resid_post", 4])  # the second trace did not come to that line
     assert repr(first) == "<first was set in a trace and not saved>"
-    with pytest.raises(InterventionError, match=r"NameError: .*'other'"):  # as in a trace before
+    with pytest.raises(UnsavedError, match="other was set in a trace"):  # in the next one, too
         with model.trace(PARIS):
             other.shape
-            other = 1
+    with model.trace(ROME) as tracer:
+        second = model.layers_output[4]
+        tracer.stop()
+    with pytest.raises(UnsavedError):
+        second.mean()
 
 
 def test_a1_lists_and_dicts_from_outside_get_what_is_saved_into_them(model, plain):
@@ -221,6 +236,29 @@ def test_a1_lists_and_dicts_from_outside_get_what_is_saved_into_them(model, plai
     close(grid.detach(), expected)
     assert norms[0] == "norms"
     close(torch.tensor(norms[1:]), expected)
+
+
+def test_f1_invokes_of_a_function_have_its_names(model, plain):
+    """Seen failing: its lists were taken for each other's by their name, and what it saved went to the module's globals."""
+
+    def add(tracer, prompt, into):
+        with tracer.invoke(prompt):
+            into.append(model.layers_output[3].save())
+            logits = model.logits.save()  # noqa: F841
+
+    one, other = [], []
+    with model.trace() as tracer:
+        add(tracer, PARIS, one)
+        with tracer.invoke(EIFFEL):
+            logits = model.logits.save()
+        add(tracer, ROME, other)
+    for prompt, into, output in ((PARIS, one, tracer.outputs[0]), (ROME, other, tracer.outputs[2])):
+        run = plain.run(plain.ids(prompt))
+        assert len(into) == 1
+        close(into[0], run.sites["resid_post", 3])
+        close(output.saves["logits"], run.logits[-1:])
+    close(logits, plain.run(plain.ids(EIFFEL)).logits[-1:])
+    assert not {"into", "logits"} & globals().keys()
 
 
 @pytest.mark.engine

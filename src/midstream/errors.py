@@ -75,6 +75,10 @@ class PromptError(MidstreamError, ValueError):
     """A prompt that cannot be traced: empty, or longer than one step may be."""
 
 
+class ParameterError(MidstreamError, ValueError):
+    """A sampling parameter that the backend does not have, or a value that it does not take."""
+
+
 class PlanError(MidstreamError, ValueError):
     """A plan, or a field of one, that cannot be carried out. The message names the field, what was given and what is allowed."""
 

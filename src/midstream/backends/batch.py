@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from midstream.backends.prompts import encode
 from midstream.backends.reference import PlanHooks
 from midstream.backends.tracer import Invoke, Ran
 from midstream.captures.segment import Captured
-from midstream.errors import TraceError
+from midstream.errors import ParameterError, TraceError
 from midstream.trace.body import Body
 from midstream.trace.program import Outcome, Program, make_body, outcome
 from midstream.trace.rows import BatchRows
@@ -40,6 +41,9 @@ _SAMPLING = {
 }
 
 
+_CONTEXT = 6  # tokens of the prompt: what a token's text is may hang on those before it
+
+
 @dataclass
 class Generated:
     """What `LanguageModel` gives for one prompt.
@@ -47,8 +51,8 @@ class Generated:
     Attributes:
         request_id: by which a directory of captures has it.
         prompt_token_ids, token_ids: the prompt's tokens and the generated ones.
-        text: the generated tokens as text, without special ones, up to the first of the strings in `stop`.
-        finish_reason: "stop", at such a string or a token that ends a text, or "length"; None if the trace ended it.
+        text: the generated tokens as text, without special ones and the one that ended it, up to the first of the strings in `stop`.
+        finish_reason: "stop", at such a string or a token that ends a text, or "length", also where the trace ended it.
         saves: the trace's saved values, by name.
         captures: what the plan captured.
         answers: the log-probability of each answer that was asked for.
@@ -58,7 +62,7 @@ class Generated:
     prompt_token_ids: list[int]
     token_ids: list[int]
     text: str
-    finish_reason: str | None
+    finish_reason: str
     saves: dict[str, Any]
     captures: Captured | None
     answers: dict[Answer, float] | None
@@ -67,6 +71,10 @@ class Generated:
     def outputs(self) -> list[Generated]:
         """This generation where vLLM's outputs have it: `output.outputs[0].text`."""
         return [self]
+
+
+def _strings(stop: str | Sequence[str] | None) -> Sequence[str]:
+    return [stop] if isinstance(stop, str) else stop or []
 
 
 class Batch:
@@ -104,8 +112,12 @@ class Batch:
         if any(invoke.params != params for invoke in invokes):
             raise TraceError("On transformers all invokes of a trace have the same sampling parameters.")
         if unknown := set(params) - _SAMPLING:
-            raise TraceError(
+            raise ParameterError(
                 f"LanguageModel has no sampling parameter {', '.join(sorted(unknown))}; it has {', '.join(sorted(_SAMPLING))}."
+            )
+        if "" in _strings(params.get("stop")):
+            raise ParameterError(
+                "stop has an empty string, which every text ends with; allowed: strings that are not empty."
             )
         return params
 
@@ -133,9 +145,8 @@ class Batch:
         outcomes = ([own] if own is not None else []) + failed
         tokens = self.generated[row]
         name, (text, _) = self.names[row], self._text(row)
-        output = Generated(
-            name, self.prompts[row], tokens, text, self.reasons[row], {}, nothing_captured(name), self.graded[row]
-        )
+        reason = self.reasons[row] or "length"
+        output = Generated(name, self.prompts[row], tokens, text, reason, {}, nothing_captured(name), self.graded[row])
         for each in outcomes:
             each.values = map_objects(each.values, Result, lambda _: output)
         output.saves = own.values if own is not None else {}
@@ -197,10 +208,13 @@ class Batch:
         return "length" if len(self.generated[row]) >= self.params["max_tokens"] else None
 
     def _text(self, row: int) -> tuple[str, bool]:
-        """What was generated, up to a string in `stop`; whether there is one."""
-        text, stop = self.model.tokenizer.decode(self.generated[row], skip_special_tokens=True), self.params.get("stop")
-        found = [at for each in ([stop] if isinstance(stop, str) else stop or ()) if (at := text.find(each)) >= 0]
-        return (text[: min(found)], True) if found else (text, False)
+        """What was generated, up to the string in `stop` that is complete first; whether there is one."""
+        decode = functools.partial(self.model.tokenizer.decode, skip_special_tokens=True)
+        tokens, before = self.generated[row], self.prompts[row][-_CONTEXT:]
+        shown = tokens[:-1] if tokens and tokens[-1] in self._stop_tokens() else tokens
+        text = decode(before + shown)[len(decode(before)) :]
+        ends = [(at + len(stop), at) for stop in _strings(self.params.get("stop")) if (at := text.find(stop)) >= 0]
+        return (text[: min(ends)[1]], True) if ends else (text, False)
 
     def _stop_tokens(self) -> set[int]:
         eos = self.model.module.generation_config.eos_token_id

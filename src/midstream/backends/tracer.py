@@ -5,7 +5,7 @@ from __future__ import annotations
 import dis
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from types import FrameType, TracebackType
@@ -17,7 +17,7 @@ from midstream.errors import InterventionErrorGroup, MidstreamError, RequestErro
 from midstream.plan.values import Plan
 from midstream.trace.block import Block, capture, link, push, skip, skipped
 from midstream.trace.program import BlockProgram, Outcome, Program
-from midstream.trace.tracer import Barrier, BodyTracer
+from midstream.trace.tracer import Barrier, BodyTracer, steps_of
 from midstream.trace.unsaved import in_place_of
 
 if TYPE_CHECKING:
@@ -35,13 +35,18 @@ _NOTHING_SAVED = (
 
 @dataclass
 class Invoke:
-    """One prompt, with the code and the plan that go with it, and the answers to grade."""
+    """One prompt, with the code and the plan that go with it, and the answers to grade.
+
+    Attributes:
+        is_elsewhere: whether its block stands in another function than the trace, whose names are not the caller's.
+    """
 
     prompt: Prompt
     program: Program | None
     params: dict[str, Any] = field(default_factory=dict)
     plan: Plan = field(default_factory=Plan)
     answers: Answers = field(default_factory=dict)
+    is_elsewhere: bool = False
 
 
 @dataclass
@@ -89,6 +94,7 @@ class InvokeContext(_Context):
 
     def _taken(self, block: Block, frame: FrameType) -> None:
         self._invoke.program = self._tracer.program_of(block)
+        self._invoke.is_elsewhere = not self._tracer.is_run_by(frame)
         self._tracer.invokes.append(self._invoke)
 
 
@@ -145,6 +151,10 @@ class Tracer(_Context):
         self._saved[id(value)] = value
         return value
 
+    def is_run_by(self, frame: FrameType) -> bool:
+        """Whether the frame runs the trace's own block."""
+        return self._block is not None and frame.f_code is self._block.code
+
     def program_of(self, block: Block) -> BlockProgram:
         """The program of a block, with the tracer in it replaced by the one that bodies use."""
         injected = {name: BodyTracer() for name, value in block.captured.items() if value is self}
@@ -172,9 +182,10 @@ class Tracer(_Context):
         ran = self.backend.wait()
         self.outputs = [r.output for r in ran]
         blocks = [invoke.program.block for invoke in self.invokes if isinstance(invoke.program, BlockProgram)]
-        values = merged(outer, self._saved, ran, _containers(blocks))
-        unsaved = [name for request in ran for outcome in request.outcomes[:1] for name in outcome.unsaved]
-        push(frame, {**in_place_of([*block.set_of(outer, values), *unsaved], values, frame), **values})
+        mine = [request for invoke, request in zip(self.invokes, ran, strict=True) if not invoke.is_elsewhere]
+        values = merged(outer, self._saved, self.invokes, ran)
+        unsaved = [*block.set_of(outer, values), *_each(mine, "unsaved")]
+        push(frame, {**in_place_of(unsaved, values, frame), **values})
         raise_failures(ran)
         if self._model._ships:
             self._warn(frame, ran, not values and any(each.saves for each in blocks))
@@ -182,7 +193,7 @@ class Tracer(_Context):
     @staticmethod
     def _warn(frame: FrameType, ran: list[Ran], nothing_saved: bool) -> None:
         """Of what has stayed in the engine, to where the trace stands."""
-        left = sorted({name for request in ran for outcome in request.outcomes[:1] for name in outcome.left})
+        left = sorted({*_each(ran, "left")})
         texts = [_LEFT_THERE.format(names=", ".join(left), name=left[0])] if left else []
         for text in [*texts, *([_NOTHING_SAVED] if nothing_saved else [])]:
             warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno)
@@ -190,7 +201,7 @@ class Tracer(_Context):
     def _collect(self, block: Block) -> dict[str, Any]:
         """Run the block around the invokes here; each invoke in it takes its own block."""
         self._collecting = True
-        extra = {"__save__": self.save, **({block.target: self} if block.target else {})}
+        extra = {"__save__": self.save, "__steps__": steps_of, **({block.target: self} if block.target else {})}
         try:
             names = block.function()(extra, {})
         finally:
@@ -202,38 +213,43 @@ class Tracer(_Context):
         return names
 
 
-def _containers(blocks: Iterable[Block]) -> dict[str, Any]:
-    """The caller's own lists and dicts that blocks use by name."""
-    return {
-        name: value
-        for block in blocks
-        for name, value in block.captured.items()
-        if isinstance(value, (list, dict)) and name not in block.assigned
-    }
+def _each(ran: list[Ran], names: str) -> list[str]:
+    """Names that the requests' bodies tell of, `left` or `unsaved`."""
+    return [name for request in ran for outcome in request.outcomes[:1] for name in getattr(outcome, names)]
 
 
-def merged(
-    outer: dict[str, Any], saved: Mapping[int, Any], ran: list[Ran], containers: Mapping[str, Any]
-) -> dict[str, Any]:
+def merged(outer: dict[str, Any], saved: Mapping[int, Any], invokes: list[Invoke], ran: list[Ran]) -> dict[str, Any]:
     """The values to bind in the caller's frame. A name that several invokes saved is the last one's.
 
-    Lists and dicts of the caller's, `containers` and those saved above the invokes, stay the objects that they are, and get what invokes
-    have put into them; in the engine, too, these share them.
+    Lists and dicts of the caller's, those that invokes use by name and those `saved` above them, stay the objects that they are, and get
+    what invokes have put into them; in the engine, too, these share them.
     """
     values = {name: value for name, value in outer.items() if id(value) in saved}
-    own = {**containers, **values}
-    for request in sorted(ran, key=lambda r: r.outcomes[-1].order if r.outcomes else 0):
+    above = dict(values)
+    order = sorted(
+        zip(invokes, ran, strict=True), key=lambda pair: pair[1].outcomes[-1].order if pair[1].outcomes else 0
+    )
+    for invoke, request in order:
         for name in request.outcomes[0].values if request.outcomes else ():
             each = [outcome.values.get(name) for outcome in request.outcomes]
-            value, there = each[0] if len(each) == 1 else each, own.get(name)
+            value, there = each[0] if len(each) == 1 else each, _used_by(invoke, name, above)
             if isinstance(there, list) and isinstance(value, list):
                 there[:] = value
                 value = there
             elif isinstance(there, dict) and isinstance(value, dict):
                 there.update(value)
                 value = there
-            values[name] = value
+            if not invoke.is_elsewhere:
+                values[name] = value
     return values
+
+
+def _used_by(invoke: Invoke, name: str, above: Mapping[str, Any]) -> Any:
+    """What the caller has under a name that an invoke uses, and does not bind; or what was saved under it above the invokes."""
+    block = invoke.program.block if isinstance(invoke.program, BlockProgram) else None
+    if block is not None and name in block.captured and name not in block.assigned:
+        return block.captured[name]
+    return above.get(name) if not invoke.is_elsewhere else None
 
 
 def raise_failures(ran: list[Ran]) -> None:

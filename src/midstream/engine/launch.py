@@ -12,7 +12,7 @@ from typing import Any
 from midstream.engine.plugin import register
 from midstream.engine.request import TraceRequest
 from midstream.engine.settings import RECORD_BYTES, Settings
-from midstream.errors import EngineClosedError, MidstreamError, PromptError
+from midstream.errors import EngineClosedError, MidstreamError, ParameterError, PromptError
 from midstream.plan.values import Plan
 from midstream.plan.wire import to_json
 
@@ -133,7 +133,7 @@ def is_in_process(engine: Any) -> bool:
 
 
 def sampling_params(params: Mapping[str, Any], request: TraceRequest | None) -> Any:
-    """`vllm.SamplingParams`; a traced request's prompt is computed in full, never read from the prefix cache."""
+    """`vllm.SamplingParams`; a traced request's prompt is computed in full, never read from the prefix cache. Raises ParameterError."""
     from vllm import SamplingParams
 
     extra = dict(params.get("extra_args") or {})
@@ -143,7 +143,9 @@ def sampling_params(params: Mapping[str, Any], request: TraceRequest | None) -> 
     try:
         made = SamplingParams(**given)
     except TypeError as error:
-        raise MidstreamError(f"Not a sampling parameter of vLLM: {error}") from error
+        raise ParameterError(f"Not a sampling parameter of vLLM: {error}") from error
+    except ValueError as error:
+        raise ParameterError(f"vLLM does not take these sampling parameters: {error}") from error
     if hasattr(made, "skip_clone"):  # each request has its own: vLLM need not copy them deeply
         made.skip_clone = True
     return made

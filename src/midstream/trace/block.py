@@ -133,9 +133,8 @@ class Block:
         return _mentions(self.code, "__save__")
 
     def set_of(self, names: Mapping[str, Any], but: Collection[str]) -> list[str]:
-        """Of the `names` that `function` gave, those that have another value than when the block began; not those of `but`."""
-        before = self.captured
-        return [name for name in names if name not in but and (name not in before or names[name] is not before[name])]
+        """Of the `names` that `function` gave, those that the block bound with no look at what they were before; not those of `but`."""
+        return [name for name in names if name not in but and name not in self.captured]
 
     def function(self) -> Callable[..., dict[str, Any]]:
         """f(extra, shared=None, wait=None) runs the body and returns its names as it ends.
@@ -234,8 +233,6 @@ def capture(frame: FrameType) -> Block:
             captured[name] = local[name]
         elif name not in own and name in frame.f_globals:
             captured[name] = frame.f_globals[name]
-        if isinstance(captured.get(name), Unsaved):
-            del captured[name]
     module: dict[str, Any] = {
         name: frame.f_globals[name] for name in ("__name__", "__package__") if name in frame.f_globals
     }
@@ -245,16 +242,19 @@ def capture(frame: FrameType) -> Block:
 def link(blocks: Sequence[Block]) -> bool:
     """Lets sibling blocks read each other's names; whether there is anything to share.
 
-    A name that a block reads, and neither binds nor captured, is taken from the nearest sibling before it that binds
-    it, else from the nearest after it.
+    A name that a block reads, and neither binds nor captured with a value, is taken from the nearest sibling before it
+    that binds it, else from the nearest after it.
     """
     wanted: dict[int, set[str]] = {}
     for index, block in enumerate(blocks):
         block.index, block.borrows = index, {}
         others = [*range(index - 1, -1, -1), *range(index + 1, len(blocks))]
-        for name in block.compiled.reads - block.captured.keys():
+        for name in block.compiled.reads:
+            if not isinstance(block.captured.get(name, Unsaved(name)), Unsaved):
+                continue
             source = next((other for other in others if name in blocks[other].assigned), None)
             if source is not None:
+                block.captured.pop(name, None)
                 block.borrows[name] = source
                 wanted.setdefault(source, set()).add(name)
     for index, block in enumerate(blocks):

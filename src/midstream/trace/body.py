@@ -170,7 +170,7 @@ class Body:
         self._forward, self._around = getcurrent(), modes
         with self.random:
             switch(with_what)
-        torch.set_grad_enabled(modes.grad)
+        modes.put_back()
 
     def fail(self, error: Exception) -> None:
         """Be over with `error`, whatever the body makes of it."""

@@ -49,6 +49,13 @@ class Modes(NamedTuple):
             torch.set_autocast_enabled(kind, on)
             torch.set_autocast_dtype(kind, dtype)
 
+    def put_back(self) -> None:
+        """The same after control has been away, and may have changed either."""
+        if self.autocast is _NO_AUTOCAST and not torch._C._is_any_autocast_enabled():  # as nearly always
+            torch.set_grad_enabled(self.grad)
+        else:
+            self.put()
+
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """Gradients, inference mode and autocast as they were; afterwards as they are now."""

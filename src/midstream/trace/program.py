@@ -22,7 +22,7 @@ from midstream.errors import InterventionError, MidstreamError, StageFailedError
 from midstream.trace.block import Block, locals_at
 from midstream.trace.body import Body, StopTrace, current_body
 from midstream.trace.gradients import backward
-from midstream.trace.tracer import BodyTracer, save
+from midstream.trace.tracer import BodyTracer, save, steps_of
 from midstream.trace.tree import map_tensors
 
 RETURNED = "return"
@@ -106,7 +106,9 @@ class BlockProgram(Program):
             body.save(self.block.captured[name])
         before = {n: _state(value) for n, value in self.block.captured.items() if n not in self.injected}
         names = self.block.function()(
-            {**self.injected, "__save__": save, "__backward__": backward}, shared, body.wait_for_sibling
+            {**self.injected, "__save__": save, "__backward__": backward, "__steps__": steps_of},
+            shared,
+            body.wait_for_sibling,
         )
         found = self._to_bring(body, names)
         changed = [n for n, state in before.items() if _state(self.block.captured[n]) != state]
@@ -115,7 +117,10 @@ class BlockProgram(Program):
         return found
 
     def recover(self, error: BaseException, body: Body) -> dict[str, Any]:
-        return self._to_bring(body, locals_at(error, self.block))
+        names = locals_at(error, self.block)
+        found = self._to_bring(body, names)
+        body.unsaved = self.block.set_of(names, found)
+        return found
 
     def snapshot(self, body: Body) -> dict[str, Any]:
         frame = body.frame_of(self.block.code)
@@ -249,8 +254,8 @@ def outcome(body: Body, program: Program) -> Outcome:
         return Outcome(body.result or {}, name=body.name, steps=steps, left=body.left, unsaved=body.unsaved)
     values = program.recover(body.failure, body)
     if isinstance(body.failure, StopTrace):
-        return Outcome(values, stopped=True, name=body.name, steps=steps)
-    return Outcome(values, Failure.of(body.failure), name=body.name, steps=steps)
+        return Outcome(values, stopped=True, name=body.name, steps=steps, unsaved=body.unsaved)
+    return Outcome(values, Failure.of(body.failure), name=body.name, steps=steps, unsaved=body.unsaved)
 
 
 # Shipping: by value, but for the model's own objects, which stand for their counterparts in the worker.

@@ -18,7 +18,7 @@ from types import CodeType
 from midstream.errors import SourceUnavailableError, TraceError
 from midstream.trace.frames import Site
 
-INJECTED = frozenset({"__save__", "__backward__", "__builtins__"})
+INJECTED = frozenset({"__save__", "__backward__", "__steps__", "__builtins__"})
 _FUTURES = functools.reduce(
     lambda flags, name: flags | getattr(__future__, name).compiler_flag, __future__.all_feature_names, 0
 )
@@ -78,6 +78,13 @@ class _Escapes(ast.NodeVisitor):
         for child in node.orelse:
             self.visit(child)
 
+    def visit_With(self, node: ast.With) -> None:
+        outside = self.in_loop
+        if any(_is_steps(item.context_expr) for item in node.items):  # which it would go through instead
+            self.in_loop = False
+        self.generic_visit(node)
+        self.in_loop = outside
+
     def visit_Lambda(self, node: ast.AST) -> None:
         """A function or class of its own: nothing in it leaves the block."""
 
@@ -124,7 +131,7 @@ class _Rewriter(ast.NodeTransformer):
         if target is None:
             target = ast.copy_location(ast.Name(f"__step_{self.loops}__", ast.Store()), item.context_expr)
             self.loops += 1
-        return ast.For(target, item.context_expr, body, [])
+        return ast.For(target, _call("__steps__", [item.context_expr], [], item.context_expr), body, [])
 
     def _with(self, node: ast.With) -> ast.AST:
         outside = len(self.grads)

@@ -64,6 +64,16 @@ class Loop(Iterator[int]):
         """Not come to."""
 
 
+def steps_of(given: Any) -> Loop:
+    """What `with tracer.iter[:]:` goes through, if it is that."""
+    if not isinstance(given, Loop):
+        raise TraceError(
+            "In a trace `with x.all():` and `with x.iter[...]:` go through the tracer's steps. For a context manager of your own write "
+            "`manager = x.all()` and `with manager:`."
+        )
+    return given
+
+
 class Steps:
     """`tracer.iter`: `for step in tracer.iter[:]`, `tracer.iter[2:5]`, `tracer.iter[0]`, `tracer.iter[[0, 3]]`."""
 

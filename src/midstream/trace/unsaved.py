@@ -15,11 +15,12 @@ import torch
 
 from midstream.errors import UnsavedError
 from midstream.trace.frames import own_names
+from midstream.trace.tree import Opaque
 
 _brought: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
 
-class Unsaved:
+class Unsaved(Opaque):
     """In the place of a value that has stayed in a trace. Every use of it raises UnsavedError."""
 
     def __init__(self, name: str) -> None:
@@ -42,6 +43,11 @@ class Unsaved:
             f"`{self._name}.save()`."
         )
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "_name":
+            self._raise()
+        super().__setattr__(name, value)
+
     __hash__ = object.__hash__
 
     @classmethod
@@ -54,19 +60,21 @@ class Unsaved:
 
 _USES = """
     add sub mul truediv floordiv mod pow matmul lshift rshift and or xor radd rsub rmul rtruediv rfloordiv rmod rpow rmatmul rand ror rxor
-    neg pos abs invert lt le gt ge eq ne bool int float complex index len iter contains getitem setitem delitem call enter exit array
+    divmod rdivmod neg pos abs invert round trunc lt le gt ge eq ne bool int float complex index len iter next contains getitem setitem
+    delitem call enter exit array fspath
 """.split()
 for _use in _USES:
     setattr(Unsaved, f"__{_use}__", Unsaved._raise)
 
 
 def in_place_of(names: Iterable[str], values: Mapping[str, Any], frame: FrameType) -> dict[str, Unsaved]:
-    """What to bind in the caller's frame for the names that a trace has set, other than those of its `values`.
+    """What to bind in the caller's frame for names that a trace has set, other than those of its `values`.
 
     A name that has something of the caller's own keeps it.
     """
+    new = [name for name in names if name not in values and _is_free(name, frame)]
     _brought.update({id(value): value for value in values.values() if isinstance(value, torch.Tensor)})
-    return {name: Unsaved(name) for name in names if name not in values and _is_free(name, frame)}
+    return {name: Unsaved(name) for name in new}
 
 
 def _is_free(name: str, frame: FrameType) -> bool:
@@ -79,4 +87,4 @@ def _is_free(name: str, frame: FrameType) -> bool:
         value = frame.f_globals[name]
     else:
         return not hasattr(builtins, name)
-    return isinstance(value, Unsaved) or _brought.get(id(value)) is value
+    return isinstance(value, Unsaved) or (isinstance(value, torch.Tensor) and _brought.get(id(value)) is value)
