@@ -23,6 +23,7 @@ from midstream.errors import (
     MidstreamError,
     NeverReachedError,
     OutOfOrderError,
+    ParameterError,
     PromptError,
     ShapeError,
     SourceUnavailableError,
@@ -135,6 +136,30 @@ ERRORS = [
     (steer_out_of_range, UnknownSiteError, r"\[12\] are out of range; the model has 8"),
     (unknown_source_call, UnknownModuleError, "self_up_projection_0; did you mean self_up_proj_0|no call"),
 ]
+
+
+BAD = [
+    ({"banana": 1}, ParameterError, "Unexpected keyword argument 'banana'"),
+    ({"temperature": -1.0}, ParameterError, "temperature must be non-negative"),
+    ({"n": 0}, ParameterError, "n must be at least 1"),
+    ({"max_tokens": 0}, ParameterError, "max_tokens must be at least 1"),
+    ({"logprobs": 1000}, ParameterError, "greater than max allowed: 20"),
+    ({"answers": list(range(200))}, ParameterError, "greater than max allowed: 128"),
+    ({"extra_args": 3}, ParameterError, "extra_args is 3; allowed: a dict"),
+    ({"prompts": [1] * 600}, PromptError, "512"),
+    ({"prompts": [10**6]}, PromptError, "Token id 1000000"),
+]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(("bad", "error", "message"), BAD, ids=[str(*bad) for bad, _, _ in BAD])
+def test_f3_what_vllm_refuses_is_midstreams_error(engine, plain, bad, error, message):
+    """Its own is no ValueError in all versions. Whoever is behind it in the queue is served."""
+    with pytest.raises(error, match=message) as caught:
+        engine.generate(**{"prompts": PARIS, "max_tokens": 1, **bad})
+    assert isinstance(caught.value, ValueError)
+    (output,) = engine.generate(PARIS, max_tokens=3, temperature=0.0)
+    assert list(output.outputs[0].token_ids) == plain.generate(PARIS, 3)
 
 
 @pytest.mark.parametrize(("bad", "error", "message"), ERRORS, ids=[bad.__name__ for bad, _, _ in ERRORS])

@@ -18,7 +18,7 @@ from midstream.engine import launch
 from midstream.engine.plans.request import PlanRequest, packed
 from midstream.engine.request import TraceRequest, requests_of
 from midstream.engine.settings import NAME
-from midstream.errors import PlanError, TraceError
+from midstream.errors import ParameterError, PlanError, TraceError
 from midstream.plan.values import Plan
 from midstream.trace.analysis import keeps_to_graph_sites
 from midstream.trace.program import Program, ship
@@ -28,8 +28,10 @@ if TYPE_CHECKING:
 
 
 def take_plan(invoke: Invoke) -> Invoke:
-    """The invoke with the plan that its `extra_args` carry, if they do, as its plan. Raises PlanError if it has another."""
+    """The invoke with the plan that its `extra_args` carry, if they do, as its plan. Raises PlanError if it has another; ParameterError."""
     extra = invoke.params.get("extra_args") or {}
+    if not isinstance(extra, Mapping):
+        raise ParameterError(f"extra_args is {extra!r}; allowed: a dict.")
     if NAME not in extra:
         return invoke
     if invoke.plan:

@@ -144,8 +144,8 @@ def sampling_params(params: Mapping[str, Any], request: TraceRequest | None) -> 
         made = SamplingParams(**given)
     except TypeError as error:
         raise ParameterError(f"Not a sampling parameter of vLLM: {error}") from error
-    except ValueError as error:
-        raise ParameterError(f"vLLM does not take these sampling parameters: {error}") from error
+    except Exception as error:
+        raise _told(error) from error
     if hasattr(made, "skip_clone"):  # each request has its own: vLLM need not copy them deeply
         made.skip_clone = True
     return made
@@ -207,7 +207,13 @@ async def stream(engine: Any, prompt: dict[str, Any], params: Any, request_id: s
 
 
 def _told(error: BaseException) -> BaseException:
-    """The engine's error in midstream's words, if it is one of its death."""
-    if type(error).__name__ == "EngineDeadError":
+    """vLLM's error as midstream's own, if it is of the engine's death, or refuses a request."""
+    kinds = [each.__name__ for each in type(error).__mro__]
+    if "EngineDeadError" in kinds:
         return EngineClosedError("The engine died; its log says why. Start a new one.")
-    return error
+    if isinstance(error, MidstreamError) or not {"ValueError", "VLLMClientError"} & {*kinds}:
+        return error
+    text = str(error)
+    if text.startswith("Token id") or "prompt (length" in text or "context length" in text:
+        return PromptError(f"vLLM does not take this prompt: {text}")
+    return ParameterError(f"vLLM does not take these sampling parameters: {text}")
