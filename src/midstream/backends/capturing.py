@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import threading
 from collections.abc import Sequence
@@ -44,6 +45,7 @@ class _Sample:
     finals: int = 0
     error: MidstreamError | None = None
     begun: bool = False  # at the sinks
+    captured: Captured | None = None  # what goes on the output, if that is known before the end
 
 
 class Capturing:
@@ -161,18 +163,28 @@ class Capturing:
             if sample.begun:
                 sample.begun = False
                 self._sinks.result(sample.name)
-            captured.append(self._gathered(sample, stop))
+            captured.append(self._gathered(sample, stop) if sample.captured is None else sample.captured)
         return captured[0] if len(captured) == 1 else captured
+
+    def gather_early(self) -> None:
+        """Put together what does not hang on how many tokens are generated, with all rows here: those of the prompt."""
+        if any(wanted.tail is not None for wanted in self._planned.routes.output.values()):
+            return
+        for sample in self._samples:
+            with contextlib.suppress(CaptureError):  # `result` raises it
+                sample.captured = self._gathered(sample, len(self._planned.prompt))
 
     def _gathered(self, sample: _Sample, stop: int) -> Captured:
         wanted = self._planned.routes.output
         if not wanted:
             return nothing_captured(sample.name)
-        segments, sample.segments = sample.segments, []
+        segments = list(sample.segments)
         layouts = [segment.layout for segment in segments]
         if not any(layout.has_just(wanted) or layout.by_key.keys() >= wanted.keys() for layout in layouts):
             segments.append(self._planned.empty_segment(sample.name))
-        return gather(segments, stop, wanted)
+        captured = gather(segments, stop, wanted)
+        sample.segments.clear()
+        return captured
 
     def discard(self) -> None:
         """Nobody asks for the result any more."""
@@ -183,20 +195,39 @@ class Capturing:
                 self._sinks.discard(sample.name)
 
 
-def take_all(capturing: Sequence[Capturing], box: Mailbox) -> None:
-    """Take the rows of requests that have ended from the mailbox that they share."""
-    waiting = {each.key: each for each in capturing}
-    while waiting:
+class Taking:
+    """A thread that takes the rows of requests from the mailbox that they share, while the caller's own thread runs the engine."""
+
+    def __init__(self, capturing: Sequence[Capturing], box: Mailbox) -> None:
+        self._waiting = {each.key: each for each in capturing}
+        self._box = box
+        self._error: Exception | None = None
+        self._taken = 0
+        self._thread = threading.Thread(target=self._take, name="midstream-captures", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until all rows are here, after the engine is through with the requests."""
+        while self._thread.is_alive():
+            taken = self._taken
+            self._thread.join(RESULT_SECONDS)
+            if self._thread.is_alive() and taken == self._taken:
+                raise _missing()
+        if self._error is not None:
+            raise self._error
+
+    def _take(self) -> None:
         try:
-            message = box.get(RESULT_SECONDS)
-        except ChannelClosedError as error:
-            raise _gone(error) from error
-        except TimeoutError as error:
-            raise _missing() from error
-        if (each := waiting.get(message[0]["key"])) is not None:
-            each.take(message)
-            if each.is_complete:
-                del waiting[each.key]
+            while self._waiting:
+                message = self._box.get()
+                self._taken += 1
+                if (each := self._waiting.get(message[0]["key"])) is not None:
+                    each.take(message)
+                    if each.is_complete:
+                        del self._waiting[each.key]
+                        each.gather_early()
+        except Exception as error:
+            self._error = _gone(error) if isinstance(error, ChannelClosedError) else error
 
 
 def _missing() -> CaptureError:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from midstream.backends.answers import Answers, graded
-from midstream.backends.capturing import RESULT_SECONDS, Capturing, Following, nothing_captured, sample_index, take_all
+from midstream.backends.capturing import RESULT_SECONDS, Capturing, Following, Taking, nothing_captured, sample_index
 from midstream.backends.merge import merged_outcomes
 from midstream.backends.planned import Planned
 from midstream.backends.tracer import Ran
@@ -94,13 +94,14 @@ class Submission:
 
 
 class _Rows:
-    """The captured rows of a submission: those that go to sinks are handed on while the engine runs."""
+    """The captured rows of a submission, which are taken while the engine runs; those that go to sinks are handed on."""
 
     def __init__(
         self, capturing: Sequence[Capturing | None], boxes: Sequence[Mailbox | None], stack: ExitStack
     ) -> None:
         pairs = [(c, box) for c, box in zip(capturing, boxes, strict=True) if c is not None and box is not None]
-        self._late = [(c, box) for c, box in pairs if not c.has_sinks]
+        taken = [(c, box) for c, box in pairs if not c.has_sinks]
+        self._taking = Taking([c for c, _ in taken], taken[0][1]) if taken else None  # one box for all of them
         followed = [(c, box) for c, box in pairs if c.has_sinks]
         self._following = Following(followed) if followed else None
         if self._following is not None:
@@ -109,8 +110,8 @@ class _Rows:
     def wait(self) -> None:
         if self._following is not None:
             self._following.wait()  # first: what a slow sink holds up, it holds up for all that come by the same connection
-        if self._late:
-            take_all([c for c, _ in self._late], self._late[0][1])  # one box for all of them
+        if self._taking is not None:
+            self._taking.wait()
 
 
 def put_captures(done: Sequence[Ran], requests: Requests) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from midstream.engine.plans.batches import Batch, Batches
-from midstream.engine.plans.images import Image, Images, RunRow, stretches
+from midstream.engine.plans.images import Image, Images, RunRow
 from midstream.engine.plans.outlet import DUE_BYTES, Outlet, Piece
 from midstream.engine.plans.pipeline import Pipeline
 from midstream.engine.plans.planned import Planned
@@ -203,10 +203,8 @@ class PlanHost:
             start, stop = scheduled.computed, scheduled.computed + scheduled.stop - scheduled.start
             fresh = max(start, request.captured)
             request.captured = max(stop, request.captured)
-            for number, first, count in stretches(request.image.profiles(fresh, stop)) if fresh < stop else ():
-                if number and self.tables.profiles[number].row_width:
-                    row = scheduled.start + fresh - start + first
-                    wanted.setdefault(number, []).append((request, row, count, fresh + first))
+            for number, first, count in request.image.kept(fresh, stop) if fresh < stop else ():
+                wanted.setdefault(number, []).append((request, scheduled.start + first - start, count, first))
         blocks: dict[int, tuple[np.ndarray, torch.Tensor]] = {}
         for number, parts in wanted.items():
             profile = self.tables.profiles[number]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -24,6 +24,7 @@ from midstream.sites import Point
 
 RunRow = Callable[[RecordedRun, str, int, int], torch.Tensor]  # (run, site, layer, position) -> [width]
 _IDLE = 128  # images without a request that are kept
+_KEPT = 256  # parts of prompts of which an image remembers what is captured
 _IDLE_BYTES = 64 << 20  # of the device's memory that they may hold
 
 
@@ -53,6 +54,7 @@ class Image:
     reach: Reach
     users: int = 0
     key: Any = None
+    _kept: dict[tuple[int, int], list[tuple[int, int, int]]] = field(default_factory=dict)
 
     def profiles(self, start: int, stop: int) -> np.ndarray:
         """int32, of the positions `start` to `stop`."""
@@ -62,6 +64,25 @@ class Image:
         if stop <= length:
             return self.prompt[start:stop]
         return np.concatenate([self.prompt[start:], np.full(stop - length, self.generated, np.int32)])
+
+    def kept(self, start: int, stop: int) -> list[tuple[int, int, int]]:
+        """(profile, first position, number) of the stretches of positions from `start` to `stop` that are captured."""
+        found = self._kept.get((start, stop))
+        if found is None:
+            found = [
+                (number, start + at, count)
+                for number, at, count in stretches(self.profiles(start, stop))
+                if number in self._capturing
+            ]
+            if stop <= len(self.prompt) and len(self._kept) < _KEPT:  # as the next request with this plan may have them
+                self._kept[start, stop] = found
+        return found
+
+    @cached_property
+    def _capturing(self) -> set[int]:
+        """The profiles that keep rows."""
+        pairs = zip(self.loaded.ids.tolist(), self.loaded.compiled.profiles, strict=True)
+        return {number for number, profile in pairs if profile.row_width}
 
     @cached_property
     def _acting(self) -> np.ndarray:
