@@ -49,6 +49,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if {"engine", "compiled"} & {*getattr(item, "fixturenames", ())}:
+            item.add_marker("engine")
     if RANKS:
         for item in items:
             if (why := ranks.why_not(item.nodeid)) is not None:
