@@ -24,9 +24,10 @@ import cloudpickle
 import greenlet
 import pytest
 
-from midstream.errors import SourceUnavailableError, TraceError
+from midstream.errors import SourceUnavailableError, TraceError, UnsavedError
 from midstream.trace.block import Block, SkipBlock, capture, link, locals_at, push, skip, skipped
 from midstream.trace.tracer import steps_of
+from midstream.trace.unsaved import Unsaved
 
 SRC = Path(__file__).resolve().parents[1] / "src"
 
@@ -868,6 +869,28 @@ def test_a_second_run_of_a_cell_does_not_read_the_first_runs_values() -> None:
     exec_cell(source, outer=outer, h="of the first run", x=None)
     assert link(outer.blocks)
     assert [b.captured for b in outer.blocks] == [{}, {}]
+
+
+def test_a_second_run_begins_as_the_first_where_a_name_was_not_saved() -> None:
+    h = w = Unsaved("h")
+    with Trace() as t:
+        if t:
+            h = 1
+    assert t.block.captured == {} and h == 1
+    h = Unsaved("h")
+    with Trace(run=False) as reads:
+        y = w
+    with Trace(run=False) as binds:
+        w = 2
+    blocks = [reads.block, binds.block]
+    assert link(blocks) and blocks[0].borrows == {"w": 1}
+    shared: dict[str, Any] = {}
+    blocks[1].function()({}, shared)
+    assert blocks[0].function()({}, shared) == {"y": 2}
+    with Trace(run=False) as alone:
+        y = h
+    with pytest.raises(UnsavedError):
+        alone.block.function()({})["y"].mean()
 
 
 def test_a_captured_name_is_not_taken_from_a_sibling() -> None:

@@ -278,6 +278,26 @@ def test_f2_stop_tokens(hf, plain):
     assert stopped.token_ids == tokens[: first + 1]
 
 
+def test_f2_stop_strings_end_where_vllm_ends_them(hf, plain):
+    tokens = plain.generate(EIFFEL, 12)
+    text = plain.tokenizer.decode(tokens)
+    greedy = {"max_tokens": 12, "temperature": 0.0}
+
+    def generated(**params):
+        return hf.generate(EIFFEL, **greedy, **params)[0]
+
+    word = text.split()[2]
+    assert len(word) > 3 and text.count(word) == 1
+    before = text[: text.index(word)]
+    assert generated(stop=[word, word[1:3]]).text == before + word[0]  # complete first, though it begins later
+    assert generated(stop=[word[1:3], word[:3]]).text == before + word[0]  # together: as they are listed
+    ended = generated(stop_token_ids=[tokens[3]])
+    assert ended.text == plain.tokenizer.decode(tokens[: tokens.index(tokens[3])]) and ended.token_ids[-1] == tokens[3]
+    for bad in ("", [""], 3, ["a", 3]):
+        with pytest.raises(ParameterError, match="allowed: a string that is not empty"):
+            generated(stop=bad)
+
+
 def test_f2_a_model_of_ones_own(plain):
     """A module instead of a path, with the tokenizer given: nothing of it is changed by a trace."""
     model = LanguageModel(plain.model, plain.tokenizer)

@@ -7,6 +7,7 @@ later layer. Here the engine's norms are made to do the same.
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from conftest import RANKS
 from oracle import close, differs
 
+import midstream
 from midstream.errors import UnsavedError
 
 PARIS = "The capital of France is"
@@ -199,9 +201,10 @@ def test_f3_what_was_not_saved_says_so_when_it_is_used(model, plain):
     assert mine is kept and summed is own and nothing is None, "the caller's own"
     close(second, plain.run(PARIS).sites["resid_post", 4])  # the second trace did not come to that line
     assert repr(first) == "<first was set in a trace and not saved>"
-    with pytest.raises(UnsavedError, match="other was set in a trace"):  # in the next one, too
-        with model.trace(PARIS):
-            other.shape
+    for use in (lambda h: h.shape, lambda h: midstream.save(h)):
+        with pytest.raises(UnsavedError, match="other was set in a trace"):  # in the next one, too
+            with model.trace(PARIS):
+                use(other)
     with model.trace(ROME) as tracer:
         second = model.layers_output[4]
         tracer.stop()
@@ -247,6 +250,11 @@ def test_f1_invokes_of_a_function_have_its_names(model, plain):
             logits = model.logits.save()  # noqa: F841
 
     one, other = [], []
+    with warnings.catch_warnings(), model.trace() as tracer:
+        warnings.simplefilter("error")  # of nothing that came back, say
+        add(tracer, PARIS, one)
+    assert len(one) == 1
+    one.clear()
     with model.trace() as tracer:
         add(tracer, PARIS, one)
         with tracer.invoke(EIFFEL):

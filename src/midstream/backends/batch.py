@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -74,7 +75,7 @@ class Generated:
 
 
 def _strings(stop: str | Sequence[str] | None) -> Sequence[str]:
-    return [stop] if isinstance(stop, str) else stop or []
+    return [stop] if isinstance(stop, str) else stop or ()
 
 
 class Batch:
@@ -115,10 +116,11 @@ class Batch:
             raise ParameterError(
                 f"LanguageModel has no sampling parameter {', '.join(sorted(unknown))}; it has {', '.join(sorted(_SAMPLING))}."
             )
-        if "" in _strings(params.get("stop")):
-            raise ParameterError(
-                "stop has an empty string, which every text ends with; allowed: strings that are not empty."
-            )
+        stop = params.get("stop")
+        if not isinstance(stop, (str, list, tuple, type(None))) or not all(
+            s and isinstance(s, str) for s in _strings(stop)
+        ):
+            raise ParameterError(f"stop is {stop!r}; allowed: a string that is not empty, or a list of such.")
         return params
 
     def run(self) -> list[Ran]:
@@ -214,7 +216,7 @@ class Batch:
         shown = tokens[:-1] if tokens and tokens[-1] in self._stop_tokens() else tokens
         text = decode(before + shown)[len(decode(before)) :]
         ends = [(at + len(stop), at) for stop in _strings(self.params.get("stop")) if (at := text.find(stop)) >= 0]
-        return (text[: min(ends)[1]], True) if ends else (text, False)
+        return (text[: min(ends, key=itemgetter(0))[1]], True) if ends else (text, False)
 
     def _stop_tokens(self) -> set[int]:
         eos = self.model.module.generation_config.eos_token_id

@@ -18,7 +18,7 @@ from midstream.plan.values import Plan
 from midstream.trace.block import Block, capture, link, push, skip, skipped
 from midstream.trace.program import BlockProgram, Outcome, Program
 from midstream.trace.tracer import Barrier, BodyTracer, steps_of
-from midstream.trace.unsaved import in_place_of
+from midstream.trace.unsaved import in_place_of, refuse
 
 if TYPE_CHECKING:
     from midstream.backends.model import TraceModel
@@ -148,6 +148,7 @@ class Tracer(_Context):
         return Barrier(parties)
 
     def save(self, value: Any) -> Any:
+        refuse(value)
         self._saved[id(value)] = value
         return value
 
@@ -188,7 +189,8 @@ class Tracer(_Context):
         push(frame, {**in_place_of(unsaved, values, frame), **values})
         raise_failures(ran)
         if self._model._ships:
-            self._warn(frame, ran, not values and any(each.saves for each in blocks))
+            came = values or any(outcome.values for request in ran for outcome in request.outcomes)
+            self._warn(frame, ran, not came and any(each.saves for each in blocks))
 
     @staticmethod
     def _warn(frame: FrameType, ran: list[Ran], nothing_saved: bool) -> None:
@@ -231,7 +233,10 @@ def merged(outer: dict[str, Any], saved: Mapping[int, Any], invokes: list[Invoke
     )
     for invoke, request in order:
         for name in request.outcomes[0].values if request.outcomes else ():
-            each = [outcome.values.get(name) for outcome in request.outcomes]
+            samples = [
+                o for o in request.outcomes if o.failure is None or name in o.values
+            ]  # an edit may have failed beside them
+            each = [outcome.values.get(name) for outcome in samples]
             value, there = each[0] if len(each) == 1 else each, _used_by(invoke, name, above)
             if isinstance(there, list) and isinstance(value, list):
                 there[:] = value

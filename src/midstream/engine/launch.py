@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import tempfile
+import traceback
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
@@ -145,7 +146,9 @@ def sampling_params(params: Mapping[str, Any], request: TraceRequest | None) -> 
     except TypeError as error:
         raise ParameterError(f"Not a sampling parameter of vLLM: {error}") from error
     except Exception as error:
-        raise _told(error) from error
+        if (told := _told(error)) is error:
+            raise
+        raise told from error
     if hasattr(made, "skip_clone"):  # each request has its own: vLLM need not copy them deeply
         made.skip_clone = True
     return made
@@ -186,7 +189,9 @@ def generate(llm: Any, prompts: list[dict[str, Any]], params: list[Any], progres
     except BaseException as error:
         with contextlib.suppress(Exception):  # what interrupted it says more; a dead engine has dropped them as well
             _abort_all(llm)
-        raise _told(error) from error.__cause__
+        if (told := _told(error)) is error:
+            raise
+        raise told from error
 
 
 def _abort_all(llm: Any) -> None:
@@ -203,17 +208,28 @@ async def stream(engine: Any, prompt: dict[str, Any], params: Any, request_id: s
             async for output in outputs:
                 yield output
     except Exception as error:
-        raise _told(error) from error.__cause__
+        if (told := _told(error)) is error:
+            raise
+        raise told from error
 
 
 def _told(error: BaseException) -> BaseException:
     """vLLM's error as midstream's own, if it is of the engine's death, or refuses a request."""
-    kinds = [each.__name__ for each in type(error).__mro__]
+    kinds = {each.__name__ for each in type(error).__mro__}
     if "EngineDeadError" in kinds:
         return EngineClosedError("The engine died; its log says why. Start a new one.")
-    if isinstance(error, MidstreamError) or not {"ValueError", "VLLMClientError"} & {*kinds}:
+    if not kinds & {"VLLMClientError", "VLLMValidationError"} and not ("ValueError" in kinds and _is_of_input(error)):
         return error
     text = str(error)
     if text.startswith("Token id") or "prompt (length" in text or "context length" in text:
         return PromptError(f"vLLM does not take this prompt: {text}")
     return ParameterError(f"vLLM does not take these sampling parameters: {text}")
+
+
+def _is_of_input(error: BaseException) -> bool:
+    """Whether it was raised where vLLM looks at what it is given: not all of that has a class of its own in 0.26."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    module = frames[-1].f_globals.get("__name__", "") if frames else ""
+    return module.startswith(
+        ("vllm.sampling_params", "vllm.v1.engine.input_processor", "vllm.renderers", "vllm.inputs")
+    )

@@ -233,6 +233,8 @@ def capture(frame: FrameType) -> Block:
             captured[name] = local[name]
         elif name not in own and name in frame.f_globals:
             captured[name] = frame.f_globals[name]
+        if name in compiled.carried and isinstance(captured.get(name), Unsaved):
+            del captured[name]  # the block begins as it did when the name had never been set
     module: dict[str, Any] = {
         name: frame.f_globals[name] for name in ("__name__", "__package__") if name in frame.f_globals
     }

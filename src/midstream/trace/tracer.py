@@ -13,6 +13,7 @@ import torch
 from midstream.errors import TraceError, UnknownModuleError
 from midstream.trace.body import StopTrace, current_body, steps
 from midstream.trace.tree import Opaque, map_tensors
+from midstream.trace.unsaved import refuse
 from midstream.trace.visit import Visit
 
 _numbers = itertools.count()
@@ -27,6 +28,7 @@ def save(value: Any) -> Any:
     Returns:
         The value to keep: for an engine's tensor a copy that later kernels do not touch.
     """
+    refuse(value)
     return current_body().save(value)
 
 

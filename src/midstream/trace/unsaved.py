@@ -67,6 +67,12 @@ for _use in _USES:
     setattr(Unsaved, f"__{_use}__", Unsaved._raise)
 
 
+def refuse(value: Any) -> None:
+    """Raise UnsavedError for what an earlier trace has not saved."""
+    if isinstance(value, Unsaved):
+        value._raise()
+
+
 def in_place_of(names: Iterable[str], values: Mapping[str, Any], frame: FrameType) -> dict[str, Unsaved]:
     """What to bind in the caller's frame for names that a trace has set, other than those of its `values`.
 

@@ -24,7 +24,7 @@ from midstream.sites import Point
 
 RunRow = Callable[[RecordedRun, str, int, int], torch.Tensor]  # (run, site, layer, position) -> [width]
 _IDLE = 128  # images without a request that are kept
-_KEPT = 256  # parts of prompts of which an image remembers what is captured
+_KEPT, _FEW = 256, 4  # parts of prompts of which an image remembers what is captured, and stretches of one
 _IDLE_BYTES = 64 << 20  # of the device's memory that they may hold
 
 
@@ -74,7 +74,9 @@ class Image:
                 for number, at, count in stretches(self.profiles(start, stop))
                 if number in self._capturing
             ]
-            if stop <= len(self.prompt) and len(self._kept) < _KEPT:  # as the next request with this plan may have them
+            if (
+                stop <= len(self.prompt) and len(found) <= _FEW and len(self._kept) < _KEPT
+            ):  # the next request may have the same
                 self._kept[start, stop] = found
         return found
 
