@@ -285,6 +285,7 @@ def writer(directory: Path, name: str, count: int) -> subprocess.Popen:
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
 
 
+@pytest.mark.slow
 def test_processes_write_at_once_and_one_is_killed(tmp_path):
     """What a process was told to be done with is there and whole, though it was killed in the middle of more."""
     steady, doomed = writer(tmp_path, "steady", 40), writer(tmp_path, "doomed", 1_000_000)

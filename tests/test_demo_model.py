@@ -93,6 +93,7 @@ def test_generation_ends_by_itself(model, tokenizer):
     assert out[0, -1] == tokenizer.eos_token_id
 
 
+@pytest.mark.slow
 def test_every_trained_fact(model, tokenizer):
     pairs = pairs_of(demo_facts())
     assert len({prompt for prompt, _ in pairs}) == len(pairs) >= 60

@@ -377,6 +377,7 @@ def test_f3_a_block_without_source_points_at_run(model, plain):
     close(logits, plain.run(PARIS).logits[-1:])
 
 
+@pytest.mark.slow
 def test_f3_python_c_points_at_run_or_works():
     """`python -c` keeps its source from 3.13 on."""
     script = f"""

@@ -336,6 +336,7 @@ def test_dropped_bodies_leave_nothing_and_do_not_come_back(pair):
     finish(pair, "b")
 
 
+@pytest.mark.slow
 def test_many_bodies_leave_memory_flat(pair):
     """D7, E12: whatever way the bodies go."""
 

@@ -165,6 +165,7 @@ def run(tables: Tables, plan: CompiledPlan, case: dict[str, Any]) -> tuple[dict[
     return results, kept
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(batches())
 def test_kernel_twin_and_closed_form_agree(case: dict[str, Any]) -> None:
@@ -266,6 +267,7 @@ def test_a_full_patch_is_exact_and_a_self_patch_changes_no_bit(tables: Any, dual
         assert second is None or torch.equal(second[row].cpu(), residual[row])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tables", [DeviceTables, TwinTables])
 def test_tables_grow_and_profiles_are_used_again(tables: Any) -> None:
     """No limit on how many different plans a batch has: 500 at once, then none, then others."""
@@ -323,6 +325,7 @@ def test_strided_rows() -> None:
     assert torch.equal(wide, before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("hidden", "rows"), [(4096, 3), (5120, 2), (16384, 1), (8, 1100)])
 def test_wide_rows_and_many_of_them(hidden: int, rows: int) -> None:
     """As many programs' warps as there are, and rows that are loaded only where they are needed. Every other row has no op."""

@@ -130,6 +130,7 @@ def variants(draw):
     return (plan, length), (Plan.of(items), draw(st.one_of(st.just(length), st.integers(length, LONGEST))))
 
 
+@pytest.mark.slow
 @given(variants())
 @settings(max_examples=800, deadline=None)
 def test_requests_share_a_block_if_and_only_if_they_agree_below_its_end(pair):

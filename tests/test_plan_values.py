@@ -332,6 +332,7 @@ def rewritten(draw, layers=3, length=6):
     return plan, Plan.of(items)
 
 
+@pytest.mark.slow
 @given(rewritten())
 @settings(max_examples=500, deadline=None)
 def test_plans_of_one_effect_have_one_hash_and_others_do_not(pair):

@@ -301,6 +301,7 @@ def test_garbage_is_a_plan_error(given):
     read({"interventions": [given]})
 
 
+@pytest.mark.slow
 @given(
     st.dictionaries(keys, garbage, max_size=6),
     st.sampled_from(["steer", "patch", "clamp", "capture"]),

@@ -776,6 +776,7 @@ def send_forever(kept):
         kept["sender"].send({"key": KEY}, filled(torch.uint8, (8 << 20,)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["nothing", "descriptor", "payload", "many"])
 def test_a_killed_worker_wakes_its_mailboxes_and_leaves_nothing(receiver, worker_process, part):
     files, worker = open_files(None), Worker()  # with the descriptors that the first process of all leaves open
@@ -827,6 +828,7 @@ def midstream_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("midstream")]
 
 
+@pytest.mark.slow
 def test_memory_goes_back_with_the_last_tensor_and_holds_no_descriptor(receiver, worker_process):
     worker_process.call(connect, receiver.address)
     wait_until(lambda: mappings() == 0)
@@ -1080,6 +1082,7 @@ def loop():
             sender.close()
 
 
+@pytest.mark.slow
 @given(
     path=st.sampled_from(["unix", "tcp"]),
     stream=st.booleans(),
@@ -1117,6 +1120,7 @@ def send_timed(kept, megabytes):
     return time.monotonic() - start
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("path", "floor"), [("unix", 0.3), ("tcp", 0.1)])
 def test_throughput_of_a_gigabyte(receiver, worker_process, path, floor):
     worker_process.call(connect, route(receiver.address, path))
