@@ -1,0 +1,151 @@
+"""Captured rows from the channel to what is on the output, without an engine: rows D4, D7 and F3."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from capture_tools import capture_threads, wait_until
+
+from midstream.backends import capturing
+from midstream.backends.capturing import Capturing, Taking
+from midstream.backends.planned import Planned
+from midstream.captures.sinks import Sinks
+from midstream.captures.wanted import routes
+from midstream.engine.results import Mailbox, Receiver
+from midstream.engine.sender import Sender
+from midstream.errors import CaptureError, EngineClosedError
+from midstream.plan.checks import ModelFacts
+from midstream.plan.layout import Layout
+from midstream.plan.values import Capture, Plan
+
+LAYERS, WIDTH, LENGTH = 4, 3, 5
+FACTS = ModelFacts(LAYERS, {("resid_post", layer): WIDTH for layer in range(LAYERS)}, "float32")
+
+
+class Channel:
+    """The client's end of some requests with one plan, and workers that send what they capture of them."""
+
+    def __init__(self, positions: Any, requests: int = 1, stages: int = 1) -> None:
+        plan = Plan((Capture("resid_post", positions=positions),))
+        found = routes(plan.captures, LENGTH, range(LAYERS))
+        self.capturing = [
+            Capturing(Planned(plan, [7] * LENGTH, found, FACTS), 1, Sinks(), stages) for _ in range(requests)
+        ]
+        self.receiver = Receiver()
+        names = [str(stage) for stage in range(stages)]
+        self.box: Mailbox = self.receiver.expect_all([each.key for each in self.capturing], names)
+        self.senders = [Sender(self.receiver.address, name) for name in names]
+        each = LAYERS // stages
+        self.layouts = [
+            Layout.of([("resid_post", layer, "before") for layer in range(s * each, s * each + each)], lambda *_: WIDTH)
+            for s in range(stages)
+        ]
+
+    def send(self, parts: dict[int, list[int]], final: bool = True, stage: int = 0) -> None:
+        """Rows of requests, by number, in one frame; the value of each is its request's, its position's and its layer's number."""
+        layout, messages = self.layouts[stage], []
+        for number, positions in parts.items():
+            layers = torch.tensor([float(plane.layer) for plane in layout]).repeat_interleave(WIDTH)
+            rows = torch.stack([100 * number + 10 * position + layers for position in positions])
+            segments = [(position, layout, rows, i, 1) for i, position in enumerate(positions)]
+            header = {
+                "key": self.capturing[number].key,
+                "request": f"r{number}",
+                "final": final,
+                "stage": stage,
+                "sure": 0,
+            }
+            messages.append((header, {"segments": segments, "error": None}))
+        self.senders[stage].send_together(messages)
+
+    def close(self) -> None:
+        for sender in self.senders:
+            sender.close()
+        self.box.close()
+        self.receiver.close()
+
+
+@pytest.fixture
+def channel() -> Iterator[Any]:
+    channels: list[Channel] = []
+
+    def make(*args: Any, **kwargs: Any) -> Channel:
+        channels.append(Channel(*args, **kwargs))
+        return channels[-1]
+
+    yield make
+    for each in channels:
+        each.close()
+    wait_until(lambda: not capture_threads())
+
+
+def check(channel: Channel, number: int, positions: list[int], generated: int) -> None:
+    captured = channel.capturing[number].result([generated])
+    for layer in range(LAYERS):
+        expected = torch.tensor([100.0 * number + 10 * p + layer for p in positions])[:, None].expand(-1, WIDTH)
+        assert torch.equal(captured["resid_post", layer], expected)
+        assert captured.positions["resid_post", layer] == positions
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_d4_rows_are_taken_and_put_together_while_the_engine_runs(channel: Any, stages: int) -> None:
+    """Those of prompts: `result` finds them ready, though it does not say before how many tokens there were."""
+    here = channel("all_prompt", requests=3, stages=stages)
+    taking = Taking(here.capturing, here.box)
+    for stage in range(stages):
+        here.send({0: [0, 1], 2: [0]}, final=False, stage=stage)
+        here.send({2: [1, 2, 3, 4], 0: [2, 3, 4], 1: list(range(5))}, stage=stage)
+    taking.wait()
+    assert not capture_threads() and all(each._samples[0].captured is not None for each in here.capturing)
+    for number in range(3):
+        check(here, number, list(range(5)), generated=1 + number)
+
+
+def test_d4_generated_rows_wait_for_the_end(channel: Any) -> None:
+    """What asynchronous scheduling ran past it is left out."""
+    here = channel("all", requests=2)
+    taking = Taking(here.capturing, here.box)
+    here.send({0: list(range(8)), 1: list(range(8))})
+    taking.wait()
+    check(here, 0, list(range(7)), generated=3)
+    check(here, 1, list(range(5)), generated=1)
+
+
+@pytest.mark.parametrize(
+    ("sent", "message"),
+    [([0, 1, 2, 2, 3, 4], "position 2 came more than once"), ([0, 1, 3, 4], r"1 row did not come \(position 2\)")],
+)
+def test_d4_a_row_that_is_there_twice_or_not_at_all_is_that_requests_error(
+    channel: Any, sent: list[int], message: str
+) -> None:
+    here = channel("all_prompt", requests=2)
+    taking = Taking(here.capturing, here.box)
+    here.send({0: sent, 1: list(range(5))})
+    taking.wait()
+    with pytest.raises(CaptureError, match=message):
+        here.capturing[0].result([4])
+    check(here, 1, list(range(5)), generated=4)
+
+
+def test_f3_an_engine_that_dies_is_told_of(channel: Any) -> None:
+    here = channel("all_prompt", requests=2)
+    taking = Taking(here.capturing, here.box)
+    here.send({0: list(range(5))})
+    here.senders[0].close()
+    with pytest.raises(EngineClosedError, match="before the captured rows came"):
+        taking.wait()
+    assert not capture_threads()
+
+
+def test_f3_rows_that_do_not_come_are_not_waited_for_forever(channel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capturing, "RESULT_SECONDS", 0.1)
+    here = channel("all_prompt", requests=2)
+    taking = Taking(here.capturing, here.box)
+    here.send({0: list(range(5))})
+    with pytest.raises(CaptureError, match="have not come"):
+        taking.wait()
+    here.box.close()  # as whoever gives up does
+    wait_until(lambda: not capture_threads())
