@@ -1,4 +1,4 @@
-"""Plans on vLLM and on transformers: what they do, row by row (rows D1, D2, D4, D5, E1, E9).
+"""Plans on vLLM and on transformers: what they do, row by row (rows D1, D2, D4, D5, E1, E2, E9).
 
 Every test runs on both backends; what is expected comes from plain transformers with torch hooks (`oracle.py`) on the same
 weights, and from the formulas written out here.
@@ -170,6 +170,25 @@ def test_e1_a_patch_at_alpha_one_is_the_source_to_the_bit(model: Any) -> None:
     ]
     (output,) = model.generate(FRANCE, plan=plan, max_tokens=1, **GREEDY)
     assert torch.equal(output.captures["resid_post", 2][0], v)
+
+
+@pytest.mark.parametrize("layer", [0, 3, LAYERS - 1])
+def test_e2_the_blocks_true_output_is_patched(model: Any, plain: Plain, layer: int) -> None:
+    """vLLM's blocks return it in two parts, neither of which it is; behind the last one the final norm adds them."""
+    source = plain.run(ITALY).sites["resid_post", layer]
+    plan = [Patch("resid_post", layer=layer, position=p, source=source[p]) for p in (1, 3, 4)]
+    with model.trace(FRANCE, plan=plan, temperature=0.0):
+        stream = model.layers_output[layer].save()
+        raw = model.model.layers[layer].output.save()
+        logits = model.logits.save()
+    expected = plain.run(FRANCE, {("resid_post", layer): after_rows([1, 3, 4], lambda _: source[[1, 3, 4]])})
+    close(stream, expected.sites["resid_post", layer])
+    close(logits, expected.logits[-1:])
+    differs(logits, plain.run(FRANCE).logits[-1:])
+    if isinstance(raw, tuple) and len(raw) == 2:
+        close(raw[0] + raw[1], stream)
+        differs(raw[0], stream)
+        differs(raw[1], stream)
 
 
 def test_e1_patches_at_one_place_are_made_in_their_order(model: Any) -> None:
