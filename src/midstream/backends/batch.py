@@ -93,8 +93,7 @@ class Batch:
         self.outcomes: dict[str, Outcome] = {}
         self.rows_of: dict[str, int] = {}
         self.generated: list[list[int]] = [[] for _ in invokes]
-        self.over = [False] * len(invokes)
-        self.reasons: list[str | None] = [None] * len(invokes)
+        self.ended: list[str | None] = [None] * len(invokes)  # why, in vLLM's words
         self.answers = [invoke.answers for invoke in invokes]
         self.graded: list[dict[Answer, float] | None] = [None if each else {} for each in self.answers]
         shared: dict[str, Any] = {}
@@ -147,7 +146,7 @@ class Batch:
         outcomes = ([own] if own is not None else []) + failed
         tokens = self.generated[row]
         name, (text, _) = self.names[row], self._text(row)
-        reason = self.reasons[row] or "length"
+        reason = self.ended[row] or "length"
         output = Generated(name, self.prompts[row], tokens, text, reason, {}, nothing_captured(name), self.graded[row])
         for each in outcomes:
             each.values = map_objects(each.values, Result, lambda _: output)
@@ -187,24 +186,23 @@ class Batch:
     def _end_step(self, samples: torch.Tensor) -> None:
         self.interleaver.end_step()
         for row, token in enumerate(samples.tolist()):
-            if not self.over[row]:
+            if self.ended[row] is None:
                 self.generated[row].append(token)
-                self.reasons[row] = self._reason(row, token)
-                self.over[row] = self.reasons[row] is not None
+                self.ended[row] = self._reason(row, token)
         for name, body in list(self.interleaver.bodies.items()):
             if body.done and self._ends_request(body):
-                self.over[self.rows_of[name]] = True
-            if self.over[self.rows_of[name]]:
+                self.ended[self.rows_of[name]] = self.ended[self.rows_of[name]] or "length"
+            if self.ended[self.rows_of[name]] is not None:
                 self._finish(name)
         for row, planned in self.plans.rows.items():
-            planned.is_over = self.over[row]
+            planned.is_over = self.ended[row] is not None
 
     @staticmethod
     def _ends_request(body: Body) -> bool:
         return body.failure is not None
 
     def _reason(self, row: int, token: int) -> str | None:
-        """Why the request ends with this token, in vLLM's words; None if it goes on."""
+        """Why the request ends with this token; None if it goes on."""
         if token in self._stop_tokens() or (self.params.get("stop") and self._text(row)[1]):
             return "stop"
         return "length" if len(self.generated[row]) >= self.params["max_tokens"] else None
@@ -300,7 +298,7 @@ class Batch:
             sampled_B = so_far_BS[:, -1]
             so_far_BS[:, -1] = self.interleaver.fire(("", "samples"), sampled_B)
             self._end_step(so_far_BS[:, -1])
-            return torch.tensor(self.over, device=so_far_BS.device)
+            return torch.tensor([reason is not None for reason in self.ended], device=so_far_BS.device)
 
         eos = self.model.module.generation_config.eos_token_id
         self.model.module.generate(

@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 import traceback
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from midstream.engine.plugin import register
@@ -142,13 +142,10 @@ def sampling_params(params: Mapping[str, Any], request: TraceRequest | None) -> 
     if request is not None:
         given |= {"extra_args": {**extra, **request.to_extra_args()}, "skip_reading_prefix_cache": True}
     try:
-        made = SamplingParams(**given)
+        with _told():
+            made = SamplingParams(**given)
     except TypeError as error:
         raise ParameterError(f"Not a sampling parameter of vLLM: {error}") from error
-    except Exception as error:
-        if (told := _told(error)) is error:
-            raise
-        raise told from error
     if hasattr(made, "skip_clone"):  # each request has its own: vLLM need not copy them deeply
         made.skip_clone = True
     return made
@@ -184,14 +181,15 @@ def check_prompts(config: Any, prompts: Sequence[Sequence[int]], together: bool)
 
 def generate(llm: Any, prompts: list[dict[str, Any]], params: list[Any], progress: bool) -> list[Any]:
     """Run requests on a `vllm.LLM` to their end. Interrupted, it takes them off the engine."""
-    try:
-        return llm.generate(prompts, params, use_tqdm=progress)
-    except BaseException as error:
-        with contextlib.suppress(Exception):  # what interrupted it says more; a dead engine has dropped them as well
-            _abort_all(llm)
-        if (told := _told(error)) is error:
+    with _told():
+        try:
+            return llm.generate(prompts, params, use_tqdm=progress)
+        except BaseException:
+            with contextlib.suppress(
+                Exception
+            ):  # what interrupted it says more; a dead engine has dropped them as well
+                _abort_all(llm)
             raise
-        raise told from error
 
 
 def _abort_all(llm: Any) -> None:
@@ -203,23 +201,29 @@ def _abort_all(llm: Any) -> None:
 
 async def stream(engine: Any, prompt: dict[str, Any], params: Any, request_id: str) -> AsyncGenerator[Any]:
     """The outputs of one request on an `AsyncLLM`. Cancelled or closed, it takes it off the engine."""
-    try:
+    with _told():
         async with contextlib.aclosing(engine.generate(prompt, params, request_id)) as outputs:
             async for output in outputs:
                 yield output
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """vLLM's errors of the engine's death, and those that refuse a request, as midstream's own."""
+    try:
+        yield
     except Exception as error:
-        if (told := _told(error)) is error:
-            raise
-        raise told from error
+        if (own := _own_error(error)) is not None:
+            raise own from error
+        raise
 
 
-def _told(error: BaseException) -> BaseException:
-    """vLLM's error as midstream's own, if it is of the engine's death, or refuses a request."""
+def _own_error(error: Exception) -> MidstreamError | None:
     kinds = {each.__name__ for each in type(error).__mro__}
     if "EngineDeadError" in kinds:
         return EngineClosedError("The engine died; its log says why. Start a new one.")
     if not kinds & {"VLLMClientError", "VLLMValidationError"} and not ("ValueError" in kinds and _is_of_input(error)):
-        return error
+        return None
     text = str(error)
     if text.startswith("Token id") or "prompt (length" in text or "context length" in text:
         return PromptError(f"vLLM does not take this prompt: {text}")

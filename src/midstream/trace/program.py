@@ -249,13 +249,12 @@ def make_body(
 
 def outcome(body: Body, program: Program) -> Outcome:
     """What `body` gave, once it is done."""
-    steps = body.now + 1
-    if body.failure is None:
-        return Outcome(body.result or {}, name=body.name, steps=steps, left=body.left, unsaved=body.unsaved)
-    values = program.recover(body.failure, body)
-    if isinstance(body.failure, StopTrace):
-        return Outcome(values, stopped=True, name=body.name, steps=steps, unsaved=body.unsaved)
-    return Outcome(values, Failure.of(body.failure), name=body.name, steps=steps, unsaved=body.unsaved)
+    error = body.failure
+    values = (body.result or {}) if error is None else program.recover(error, body)
+    stopped = isinstance(error, StopTrace)
+    failure = Failure.of(error) if error is not None and not stopped else None
+    left = body.left if error is None else []
+    return Outcome(values, failure, stopped, name=body.name, steps=body.now + 1, left=left, unsaved=body.unsaved)
 
 
 # Shipping: by value, but for the model's own objects, which stand for their counterparts in the worker.

@@ -219,6 +219,12 @@ def _method(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callabl
     return lambda value: getattr(value, name)(*real(args), **real(kwargs))
 
 
+# Python's operators, without their underscores.
+BINARY = tuple("add sub mul truediv floordiv mod pow matmul lshift rshift and or xor".split())
+UNARY = ("neg", "pos", "abs", "invert")
+COMPARISONS = ("lt", "le", "gt", "ge", "ne", "eq")
+
+
 def _define_operators() -> None:
     """Arithmetic and comparison use the value; the forms in place are edits of it."""
 
@@ -239,26 +245,11 @@ def _define_operators() -> None:
 
         return change
 
-    binary = (
-        "add",
-        "sub",
-        "mul",
-        "truediv",
-        "floordiv",
-        "mod",
-        "pow",
-        "matmul",
-        "lshift",
-        "rshift",
-        "and",
-        "or",
-        "xor",
-    )
-    for name in binary:
+    for name in BINARY:
         setattr(RemoteValue, f"__{name}__", plain(f"__{name}__"))
         setattr(RemoteValue, f"__r{name}__", reflected(f"__{name}__"))
         setattr(RemoteValue, f"__i{name}__", in_place(f"__i{name}__"))
-    for name in ("neg", "pos", "abs", "invert", "lt", "le", "gt", "ge", "ne", "eq"):
+    for name in (*UNARY, *COMPARISONS):
         setattr(RemoteValue, f"__{name}__", plain(f"__{name}__"))
 
 

@@ -15,6 +15,7 @@ import torch
 
 from midstream.errors import UnsavedError
 from midstream.trace.frames import own_names
+from midstream.trace.remote import BINARY, COMPARISONS, UNARY
 from midstream.trace.tree import Opaque
 
 _brought: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
@@ -58,12 +59,8 @@ class Unsaved(Opaque):
         raise UnsavedError(f"{function} was given a value that was set in a trace and not saved.")
 
 
-_USES = """
-    add sub mul truediv floordiv mod pow matmul lshift rshift and or xor radd rsub rmul rtruediv rfloordiv rmod rpow rmatmul rand ror rxor
-    divmod rdivmod neg pos abs invert round trunc lt le gt ge eq ne bool int float complex index len iter next contains getitem setitem
-    delitem call enter exit array fspath
-""".split()
-for _use in _USES:
+_OTHERS = "round trunc bool int float complex index len iter next contains getitem setitem delitem call enter exit array fspath".split()
+for _use in (*(r + name for name in (*BINARY, "divmod") for r in ("", "r")), *UNARY, *COMPARISONS, *_OTHERS):
     setattr(Unsaved, f"__{_use}__", Unsaved._raise)
 
 
