@@ -14,6 +14,7 @@ from midstream.engine.lifeline import Lifeline
 from midstream.engine.pieces import TwoSets
 from midstream.engine.request import TraceRequest
 from midstream.engine.runners import V1Runner, Watch
+from midstream.engine.scheduler import _Rules
 from midstream.engine.settings import NAME
 from midstream.engine.step import StepView
 from midstream.engine.traced import TracedGroup
@@ -51,8 +52,12 @@ class ModelRunner:
 class Host:
     step_is_traced = True
 
-    def __init__(self) -> None:
+    def __init__(self, known: tuple[list[str], int] | None = None) -> None:
         self.seen: list[str] = []
+        self.known = known
+
+    def stands(self, request_ids: list[str], total: int) -> bool:
+        return (request_ids, total) == self.known
 
     def begin_step(self, view: StepView) -> None:
         self.seen.append("step")
@@ -85,6 +90,17 @@ def test_the_host_sees_steps_while_it_watches_and_nothing_of_it_stays() -> None:
         assert host.seen == ["step", "logits", "samples"][: [0, 1, 3][what]]
         host.seen.clear()
         assert ([vars(each) for each in objects] == before) == (what is Watch.NOTHING)
+
+
+@pytest.mark.parametrize(("known", "seen"), [((["a"], 4), []), ((["b"], 4), ["step"]), ((["a"], 8), ["step"])])
+def test_a_batch_that_stands_as_it_is_is_not_begun(known: tuple[list[str], int], seen: list[str]) -> None:
+    """E11: the host is asked with the rows' order and number; one request more or a larger graph is another batch."""
+    vllms, host = ModelRunner(Model()), Host(known)
+    runner = V1Runner(vllms)
+    runner.connect(host)
+    runner.prepare(Watch.ROWS, second_graphs=False)
+    run_step(vllms)
+    assert host.seen == seen
 
 
 def test_a_method_of_the_objects_own_comes_back() -> None:
@@ -195,3 +211,50 @@ def test_second_graphs_are_for_steps_in_which_a_plan_acts_alone(monkeypatch: pyt
     ]  # fmt: skip
     worker.execute_dummy_batch()
     assert seen == [False]
+
+
+class Vllms:
+    """What the rules touch of vLLM's scheduler."""
+
+    def __init__(self) -> None:
+        self.vllm_config = SimpleNamespace(additional_config={})
+        self.freed: set[str] = set()
+
+    def add_request(self, request: Any) -> None: ...
+
+    def schedule(self) -> Any:
+        freed, self.freed = self.freed, set()
+        return SimpleNamespace(finished_req_ids=freed)
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> None: ...
+
+    def _free_request(self, request: Any) -> None:
+        self.freed.add(request.request_id)
+
+
+class Scheduler(_Rules, Vllms):
+    pass
+
+
+def test_c13_the_scheduler_is_vllms_own_while_nobody_has_a_trace_or_a_plan() -> None:
+    """And from the step on in which the workers are told of the last such request's end, with its length."""
+
+    def request(name: str, carried: Any) -> Any:
+        params = SimpleNamespace(extra_args=carried and {NAME: carried})
+        return SimpleNamespace(request_id=name, sampling_params=params, num_tokens=len(name))
+
+    scheduler = Scheduler()
+    bare = set(vars(scheduler))
+    plain, planned, other = request("plain", None), request("planned", {"plan": b""}), request("other", {"plan": b""})
+    scheduler.add_request(plain)
+    assert vars(scheduler).keys() == bare and not hasattr(scheduler.schedule(), "midstream_finished")
+    scheduler.add_request(planned)
+    scheduler.add_request(other)
+    assert vars(scheduler).keys() == bare | {"schedule", "update_from_output"}
+    scheduler._free_request(planned)
+    assert scheduler.schedule().midstream_finished == {"planned": 7} and "schedule" in vars(scheduler)
+    scheduler._free_request(other)
+    scheduler._free_request(plain)
+    assert "schedule" in vars(scheduler) and scheduler.has_ends_to_tell
+    assert scheduler.schedule().midstream_finished == {"other": 5}
+    assert vars(scheduler).keys() == bare and not scheduler.has_ends_to_tell

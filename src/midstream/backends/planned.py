@@ -159,8 +159,7 @@ def _bytes(planned: Planned) -> int:
 
 def runs_of(planned: Sequence[Planned | None]) -> list[str]:
     """The ids of the recorded runs that any of the plans needs."""
-    edits = [edit for each in planned if each is not None for edit in each.plan.edits]
-    return sorted({e.source.id for e in edits if isinstance(e, Patch) and isinstance(e.source, RecordedRun)})
+    return sorted({run.id for each in planned if each is not None for run in each.plan.runs})
 
 
 def recorded_run(planned: Planned | None, name: str, run_id: str) -> RecordedRun:

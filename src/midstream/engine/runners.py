@@ -34,6 +34,8 @@ class Host(Protocol):
     @property
     def step_is_traced(self) -> bool: ...
 
+    def stands(self, request_ids: list[str], total: int) -> bool: ...
+
     def begin_step(self, view: StepView) -> None: ...
 
     def see_logits(self, logits: torch.Tensor) -> torch.Tensor: ...
@@ -56,6 +58,13 @@ class Runner:
     def connect(self, host: Host) -> None:
         """Have the host called while the runner is watched; for logits and samples if it says that the step is traced."""
         raise NotImplementedError
+
+    def prepare(self, watched: Watch, second_graphs: bool) -> None:
+        """What the coming steps need: `watch` and `use_second_graphs`."""
+        if watched is not self.watched:
+            self.watch(watched)
+        if second_graphs is not self._second:
+            self.use_second_graphs(second_graphs)
 
     def watch(self, what: Watch) -> None:
         """What the host is called for from now on."""
@@ -157,9 +166,11 @@ class V1Runner(Runner):
             if StepMode.no_graphs:
                 kwargs["force_eager"] = True
             determined = determine(*args, **kwargs)
-            batch, counts = runner.input_batch, kwargs["num_scheduled_tokens_np"]
-            computed = batch.num_computed_tokens_cpu[: len(counts)]
-            host.begin_step(StepView(batch.req_ids, counts, computed, determined[1].num_tokens))
+            batch, total = runner.input_batch, determined[1].num_tokens
+            if not host.stands(batch.req_ids, total):
+                counts = kwargs["num_scheduled_tokens_np"]
+                computed = batch.num_computed_tokens_cpu[: len(counts)]
+                host.begin_step(StepView(batch.req_ids, counts, computed, total))
             return determined
 
         def sample_tokens(*args: Any, **kwargs: Any) -> Any:
@@ -206,9 +217,10 @@ class V2Runner(Runner):
 
         def prepare_inputs(*args: Any, **kwargs: Any) -> Any:
             batch = prepare(*args, **kwargs)
-            counts = batch.num_scheduled_tokens[: batch.num_reqs]
-            computed = batch.num_computed_tokens_np[: batch.num_reqs]
-            host.begin_step(StepView(batch.req_ids, counts, computed, batch.num_tokens_after_padding))
+            if not host.stands(batch.req_ids, batch.num_tokens_after_padding):
+                counts = batch.num_scheduled_tokens[: batch.num_reqs]
+                computed = batch.num_computed_tokens_np[: batch.num_reqs]
+                host.begin_step(StepView(batch.req_ids, counts, computed, batch.num_tokens_after_padding))
             return batch
 
         def sample_tokens(*args: Any, **kwargs: Any) -> Any:

@@ -24,7 +24,11 @@ from midstream.engine.verdict import Verdict
 
 
 class _Rules:
-    """Mixed into vLLM's schedulers, before them."""
+    """Mixed into vLLM's schedulers, before them.
+
+    Their `schedule` and `update_from_output` have other methods in their place, on the object, while there are requests with a trace or a
+    plan. A step of other requests is vLLM's own: on a small model the two were measured to take 0.3 % of it.
+    """
 
     kv_cache_manager: Any
     waiting: Any
@@ -39,25 +43,32 @@ class _Rules:
         super().__init__(*args, **kwargs)
         self._lengths: dict[str, int] = {}  # tokens of the requests that the workers are to be told the end of
         self._takes_traces = Settings.of(self.vllm_config).allow_traces
+        self._ours: set[str] = set()  # requests with a trace or a plan, from their coming to their end
         self._unstarted: set[str] = set()  # requests with a trace, until they are seen to have begun
 
     def add_request(self, request: Any) -> None:
         super().add_request(request)  # type: ignore[misc]
+        if not _is_ours(request):
+            return
+        self._ours.add(request.request_id)
+        self.schedule, self.update_from_output = self._schedule, self._update
         if self._takes_traces and TraceRequest.of(request.sampling_params) is not None:
             self._unstarted.add(request.request_id)
 
-    def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        if self._may_begin_traces():
+    def _schedule(self, *args: Any, **kwargs: Any) -> Any:
+        if self._unstarted and self._may_begin_traces():
             output = self._schedule_whole(*args, **kwargs)
         else:
             output = super().schedule(*args, **kwargs)  # type: ignore[misc]
         if self._lengths:
             output.midstream_finished = {n: self._lengths.pop(n) for n in output.finished_req_ids if n in self._lengths}
+        if not (self._ours or self._lengths):
+            del self.schedule, self.update_from_output
         return output
 
     def _may_begin_traces(self) -> bool:
-        """Quick to tell, since all steps of all engines come here, with queues of any length."""
-        if not self._unstarted or len(self.running) >= self.scheduler_config.max_num_seqs:
+        """Quick to tell, with queues of any length."""
+        if len(self.running) >= self.scheduler_config.max_num_seqs:
             return False
         known = self.requests
         self._unstarted = {name for name in self._unstarted if name in known and _is_unstarted(known[name])}
@@ -69,8 +80,9 @@ class _Rules:
         return bool(self._lengths)
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        if (getattr(request.sampling_params, "extra_args", None) or {}).get(NAME) is not None:
+        if _is_ours(request):
             self._lengths[request.request_id] = request.num_tokens
+        self._ours.discard(request.request_id)
         return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
@@ -125,7 +137,7 @@ class _Rules:
         self.waiting.remove_requests(requests)
         return requests
 
-    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+    def _update(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         verdict: Verdict | None = getattr(model_runner_output, "midstream", None)
         for begun in scheduler_output.scheduled_new_reqs:
             if verdict is None or begun.req_id not in verdict.errors:
@@ -149,6 +161,11 @@ class _Rules:
         for name in names:
             self.kv_cache_manager.evict_blocks({i for ids in self.kv_cache_manager.get_block_ids(name) for i in ids})
         return self.finish_requests(names, RequestStatus.FINISHED_ERROR)
+
+
+def _is_ours(request: Any) -> bool:
+    """Whether it has a trace or a plan."""
+    return (getattr(request.sampling_params, "extra_args", None) or {}).get(NAME) is not None
 
 
 def _to_compute(request: Any) -> int:

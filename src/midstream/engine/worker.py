@@ -72,6 +72,7 @@ class StepHost:
 
     def __init__(self, traces: TraceHost, plans: PlanHost) -> None:
         self._traces, self._plans = traces, plans
+        self.stands = plans.stands
         self.see_logits, self.see_samples = traces.see_logits, traces.see_samples
 
     @property
@@ -200,16 +201,16 @@ class Worker(PlatformWorker):
             return super().execute_model(scheduler_output)
         traces, plans = self.midstream, self.plans
         if not begins and plans.repeat(scheduler_output):  # little more than this to one like the last
-            self._runner.watch(Watch.ROWS if plans.step_is_planned else Watch.NOTHING)
+            planned = plans.step_is_planned
+            self._runner.prepare(Watch.ROWS if planned else Watch.NOTHING, planned)
             return self._execute_planned(scheduler_output)
         self._is_awake = begins or not (traces.is_idle and plans.is_idle)
         if not self._is_awake:
             raise_if_ending()  # a body may have ended in a step without tokens, and swallowed it
-            self._runner.watch(Watch.NOTHING)
-            self._runner.use_second_graphs(False)
+            self._runner.prepare(Watch.NOTHING, second_graphs=False)
             return super().execute_model(scheduler_output)
-        self._runner.watch(Watch.ALL)
         off_graph = self._schedule(scheduler_output)
+        self._runner.prepare(Watch.ALL, plans.step_is_planned)
         if traces.is_idle and not off_graph:
             return self._execute_planned(scheduler_output)
         traced = traces.step_is_traced
@@ -226,9 +227,8 @@ class Worker(PlatformWorker):
             SiteOp.fire = None
 
     def _execute_planned(self, scheduler_output: Any) -> Any:
-        """A step in which plans may act."""
+        """A step in which plans may act, for which the runner is prepared."""
         plans = self.plans
-        self._runner.use_second_graphs(plans.step_is_planned)
         if not plans.step_is_planned:
             return super().execute_model(scheduler_output)
         SiteOp.edit = plans.tables.edit

@@ -354,6 +354,12 @@ class Plan:
     def captures(self) -> tuple[Capture, ...]:
         return tuple(item for item in self.interventions if isinstance(item, Capture))
 
+    @cached_property
+    def runs(self) -> tuple[RecordedRun, ...]:
+        """The recorded runs that its patches read, each once."""
+        sources = [edit.source for edit in self.edits if isinstance(edit, Patch)]
+        return tuple({source.id: source for source in sources if isinstance(source, RecordedRun)}.values())
+
     def normal(self, num_layers: int | None = None) -> Plan:
         """The same plan, written in the one way that all plans with its effect are written in (see `canonical`).
 

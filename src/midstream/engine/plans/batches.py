@@ -16,12 +16,14 @@ class Batch:
     Attributes:
         requests: as the scheduler lists them.
         active: whether a plan acts in it.
+        hooked: whether hooks may have to act.
         laid_out: the requests as the runner orders them, once it has.
         rows: the batch's, from then on.
     """
 
     requests: list[str]
     active: bool
+    hooked: bool
     laid_out: list[str] = field(default_factory=list)
     rows: Rows | None = None
 
@@ -51,9 +53,9 @@ class Batches:
             return None
         return batch
 
-    def remember(self, requests: Sequence[str], active: bool) -> Batch:
+    def remember(self, requests: Sequence[str], active: bool, hooked: bool) -> Batch:
         """A batch that may come again. `requests` is not empty."""
-        batch = self._by_first[requests[0]] = Batch(list(requests), active)
+        batch = self._by_first[requests[0]] = Batch(list(requests), active, hooked)
         return batch
 
     def forget(self) -> None:

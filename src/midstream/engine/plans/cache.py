@@ -8,10 +8,11 @@ lowest captured position and no further.
 from __future__ import annotations
 
 import secrets
-from typing import Any
+import sys
+from typing import Any, NamedTuple
 
 from midstream.engine.patches import replace
-from midstream.engine.plans.request import PlanRequest, has_open_names, share, unpacked
+from midstream.engine.plans.request import PlanRequest, has_open_names, share
 from midstream.errors import PlanError
 from midstream.plan.keys import PlanKeys, lowest_captured
 from midstream.plan.memory import Memory
@@ -65,21 +66,18 @@ def _known(request: Any) -> tuple[Any, int | None]:
 def _make(request: Any, length: int) -> tuple[Any, int | None]:
     try:
         carried = PlanRequest.of(request.sampling_params)
-        if carried is None or not (plan := carried.plan):
+        if carried is None:
             return None, None
-        wire, layers = carried.wire, carried.num_layers
-        if has_open_names(plan):  # such a name is like no other
-            keys, hit = _keyed(wire, length, layers)
-        else:
-            keys, hit, wire = _known_keys.get(
-                (wire, length, layers),
-                lambda: (*_keyed(wire, length, layers), wire),
-                lambda found: len(wire) + found[0].size,
-            )
-            share(request.sampling_params, wire)
-        if keys.floor is None:
-            return None, hit
-        return keys if carried.checked or carried.wire in _accepted else _Unshared(keys), hit
+        known = _known_keys.get(
+            (carried.wire, length, carried.num_layers),
+            lambda: _keyed(carried, length),
+            lambda found: sys.maxsize if found.is_open else len(carried.wire) + (found.keys.size if found.keys else 0),
+        )
+        if not known.is_open:
+            share(request.sampling_params, known.wire)
+        if known.keys is None or known.keys.floor is None:
+            return None, known.hit
+        return known.keys if carried.checked or carried.wire in _accepted else _Unshared(known.keys), known.hit
     except PlanError:  # the worker will refuse it; until then its blocks are nobody's
         return _Alone(), 0
 
@@ -94,13 +92,32 @@ def accept(sampling_params: Any) -> None:
         _accepted.get(carried.wire, lambda: None, lambda _: len(carried.wire))
 
 
-_known_keys: Memory[tuple[PlanKeys, int | None, bytes]] = Memory()
+class _Known(NamedTuple):
+    """What a plan says of the cache, for prompts of one length.
+
+    Attributes:
+        keys: None if it is empty.
+        hit: how far requests with it take cache hits; None for as far as there are any.
+        wire: the plan, packed, one object for all that have it.
+        is_open: whether it names vectors that may be others the next time.
+    """
+
+    keys: PlanKeys | None
+    hit: int | None
+    wire: bytes
+    is_open: bool
+
+
+_known_keys: Memory[_Known] = Memory()
 _accepted: Memory[None] = Memory()
 
 
-def _keyed(wire: bytes, length: int, num_layers: int) -> tuple[PlanKeys, int | None]:
-    plan = unpacked(wire)
-    return PlanKeys(plan, length, num_layers), lowest_captured(plan, length)
+def _keyed(carried: PlanRequest, length: int) -> _Known:
+    plan = carried.plan
+    if not plan:
+        return _Known(None, None, carried.wire, False)
+    keys = PlanKeys(plan, length, carried.num_layers)
+    return _Known(keys, lowest_captured(plan, length), carried.wire, has_open_names(plan))
 
 
 class _Alone:

@@ -99,7 +99,7 @@ class PlanHost:
             return False
         self._batch, self.step_is_planned = batch, batch.active
         if batch.active:
-            self.hooks.on = len(self.hooks) > 0
+            self.hooks.on = batch.hooked
             self.planned_steps += 1
         return True
 
@@ -116,7 +116,7 @@ class PlanHost:
             return
         alone = not scheduler_output.scheduled_new_reqs and total == len(cached.req_ids)
         if alone and may_repeat and self._all_generated(cached):
-            self._batch = self._batches.remember(cached.req_ids, self.step_is_planned)
+            self._batch = self._batches.remember(cached.req_ids, self.step_is_planned, self.hooks.on)
         else:  # such as prompts, begun or computed anew: they have to be seen to their end
             self._batches.forget()
 
@@ -169,13 +169,15 @@ class PlanHost:
         self.off_graph_steps += bool(off_graph)
         return bool(off_graph)
 
+    def stands(self, request_ids: Sequence[str], total: int) -> bool:
+        """Whether the tables have all of the coming step, laid out in these `total` rows: then it needs no `begin_step`."""
+        batch = self._standing
+        return batch is not None and batch is self._batch and batch.is_laid_out(request_ids, total)
+
     def begin_step(self, view: StepView) -> None:
         """The batch is laid out; the forward comes next."""
         batch = self._batch
-        if batch is not None and batch.is_laid_out(view.request_ids, view.total):
-            if batch is self._standing:
-                return
-        elif batch is not None:
+        if batch is not None and not batch.is_laid_out(view.request_ids, view.total):
             batch.laid_out, batch.rows = list(view.request_ids), Rows(self._lay_out(view), again=True)
         rows = batch.rows if batch is not None else Rows(self._lay_out(view))
         assert rows is not None
@@ -187,10 +189,8 @@ class PlanHost:
         profile = np.zeros(view.total, np.int32)
         for scheduled in view.requests:
             if (request := self._requests.get(scheduled.request_id)) is not None:
-                count = scheduled.stop - scheduled.start
-                profile[scheduled.start : scheduled.stop] = request.image.profiles(
-                    scheduled.computed, scheduled.computed + count
-                )
+                start, stop = scheduled.computed, scheduled.computed + scheduled.stop - scheduled.start
+                profile[scheduled.start : scheduled.stop] = request.image.profiles(start, stop)
         return profile
 
     def _blocks(self, view: StepView) -> dict[int, tuple[np.ndarray, torch.Tensor]]:

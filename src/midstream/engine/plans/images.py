@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from midstream.engine.plans.request import PlanRequest, has_open_names
-from midstream.engine.plans.sources import runs_of
 from midstream.engine.plans.tables import Loaded, Tables
 from midstream.plan.compile import CompiledPlan, Profile, Reach
 from midstream.plan.runs import RecordedRun
@@ -180,7 +179,7 @@ class Images:
             self._hooked(_points(compiled.profiles)),
             last,
             (self._off_graph(reach.prompt_points), self._off_graph(reach.generated_points)),
-            [run.id for run in runs_of(plan)],
+            [run.id for run in plan.runs],
             reach,
         )
 

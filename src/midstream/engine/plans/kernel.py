@@ -19,7 +19,6 @@ A table entry is `tables.ENTRY_WORDS`: the number of ops, the address of all of 
 from __future__ import annotations
 
 import functools
-import operator
 import os
 from collections.abc import Hashable
 from typing import Any
@@ -183,7 +182,9 @@ def edit_rows(
     block = triton.next_power_of_2(hidden_size)
     tensors = (hidden_TH, second, profile_T, capture_T, table_address)
     shape = (hidden_size, hidden_TH.stride(0), second.stride(0), residual_TH is not None, few, dependent, block)
-    low_bits = functools.reduce(operator.or_, (tensor.data_ptr() for tensor in tensors)) % 16
+    low_bits = 0
+    for tensor in tensors:
+        low_bits |= tensor.data_ptr() % 16
     key = (
         (hidden_TH.device, hidden_TH.dtype, second.dtype, shape) if not low_bits and torch.version.hip is None else None
     )

@@ -35,12 +35,6 @@ class _Plane(NamedTuple):
 _Crossing = dict[tuple[int, int], dict[_Plane, list[int]]]
 
 
-def runs_of(plan: Plan) -> list[RecordedRun]:
-    """The recorded runs that a plan reads."""
-    sources = [edit.source for edit in plan.edits if isinstance(edit, Patch)]
-    return list({source.id: source for source in sources if isinstance(source, RecordedRun)}.values())
-
-
 class Sources:
     """The sources of one request's patches, and its leases on their runs, from its begin on one rank to `close`.
 
@@ -67,7 +61,7 @@ class Sources:
         self._runs, self._pipeline, self._link = runs, pipeline, link
         self._crossing: _Crossing = {}
         self._fetched: dict[int, dict[tuple[_Plane, int], torch.Tensor]] = {}  # by the stage that has them
-        names = {run.id: run.name for run in runs_of(plan)}
+        names = {run.id: run.name for run in plan.runs}
         self._leased = list(names)
         if not names:
             return
@@ -118,6 +112,8 @@ class Sources:
 
     def close(self) -> None:
         """The request is over, or was refused."""
+        if not self._leased:
+            return
         self._runs.lease(self._leased, -1)
         self._fetched.clear()
         if self._crossing and self._link is not None:

@@ -10,8 +10,9 @@ plans, vectors, sites or positions a batch has. Uploads are ordered by the strea
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -273,11 +274,15 @@ class DeviceTables(Tables):
         return point in self._acting
 
     def edit_recorded(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        from midstream.engine.plans.kernel import edit_rows
-
         second = flat(residual) if residual is not None else None
         place = (self._profile_T, self._capture_T, self._address, point, len(self.points))
-        edit_rows(flat(hidden), second, *place, early=self._early_launch)
+        self._edit_rows(flat(hidden), second, *place, early=self._early_launch)
+
+    @cached_property
+    def _edit_rows(self) -> Callable[..., None]:
+        from midstream.engine.plans.kernel import edit_rows  # with Triton, which not every machine has
+
+        return edit_rows
 
 
 def _span(numbers: Sequence[int]) -> range:
