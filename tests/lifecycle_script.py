@@ -85,10 +85,25 @@ def lose(directory: Path) -> None:
             act(model, str(directory / "first"))
     except EngineClosedError as error:
         print(f"closed: {error}", flush=True)
+    if mode == "sync":
+        ask_again(model)
     (directory / "told").touch()
     model.close()
     (directory / "closed").touch()
     time.sleep(600)
+
+
+def ask_again(model: Any) -> None:
+    """Whatever a dead engine is asked for, it says so in the same words."""
+    for ask in (
+        model.gauges,
+        lambda: model.generate(PROMPTS[0], max_tokens=2),
+        lambda: model.record(PROMPTS[0], "resid_post"),
+    ):
+        try:
+            ask()
+        except EngineClosedError as error:
+            print(f"again closed: {error}", flush=True)
 
 
 def slow_endings(model: Any, mark: str) -> Any:

@@ -582,7 +582,7 @@ def test_c14_a_trace_that_one_stage_cannot_load_ends_on_all(pp2: VLLM, plain: Pl
 
 
 def test_c10_c11_nothing_grows(pp2: VLLM) -> None:
-    """500 requests, and a long generation, that read layers of both stages: the values would be some 50 MB on each, were they kept."""
+    """1,000 requests, and a long generation, that read layers of both stages: the values would be some 100 MB on each, were they kept."""
 
     def read(model: Any, tracer: Any) -> Any:
         total = 0.0
@@ -599,11 +599,11 @@ def test_c10_c11_nothing_grows(pp2: VLLM) -> None:
     pp2.run(read, [EIFFEL], max_tokens=300, **GREEDY)
     before = pp2.engine.collective_rpc("process")
     threads = threading.active_count()
-    for _ in range(32):
+    for _ in range(64):
         pp2.run(read, prompts, max_tokens=3, **GREEDY)
     pp2.run(read, [EIFFEL], max_tokens=300, **GREEDY)
     after = pp2.engine.collective_rpc("process")
-    assert all(now["memory"] < then["memory"] + 48 for then, now in zip(before, after, strict=True)), (before, after)
+    assert all(now["memory"] < then["memory"] + 60 for then, now in zip(before, after, strict=True)), (before, after)
     assert [now["threads"] for now in after] == [then["threads"] for then in before]
     assert threading.active_count() <= threads + 1
 

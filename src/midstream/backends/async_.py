@@ -22,7 +22,7 @@ from midstream.backends.submission import Message, Requests, merged, put_capture
 from midstream.backends.tracer import Ran, raise_failures
 from midstream.engine import launch
 from midstream.engine.results import ChannelClosedError, Mailbox
-from midstream.errors import TraceError
+from midstream.errors import EngineClosedError, TraceError
 from midstream.trace.program import Outcome
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class Stream(Awaitable[list[Any]]):
             task.cancel()  # vLLM aborts a request whose consumer is cancelled
         await asyncio.gather(*tasks, return_exceptions=True)
         if len(done) < len(tasks) and requests.trace_ids and self._model.is_open:
-            drop = self._model.engine.collective_rpc("midstream_drop", args=(requests.trace_ids,))
+            drop = launch.ask(self._model.engine, "midstream_drop", requests.trace_ids)
             with contextlib.suppress(Exception):  # a dead engine has dropped them as well
                 await asyncio.wait_for(drop, _DROP_SECONDS)
 
@@ -137,6 +137,7 @@ class Stream(Awaitable[list[Any]]):
                     await request.put_capture(done)
                     items.put_nowait((request.index, output, done))
         except Exception as error:
+            self._model.has_died |= isinstance(error, EngineClosedError)
             items.put_nowait(error)
 
 

@@ -31,7 +31,10 @@ def encode(prompt: Prompt, tokenizer: Callable[[], Any]) -> list[int]:
     if type(prompt) is list and prompt and all(type(token) is int for token in prompt):
         return prompt.copy()
     if is_multimodal(prompt):
-        raise PromptError("A prompt here is text; one with images, sound or video is not supported.")
+        raise PromptError(
+            "A prompt here is text. One with images, sound or video goes to `model.engine.generate(prompt, SamplingParams(...))`, "
+            'which takes a plan without positions as extra_args={"midstream": plan}.'
+        )
     ids: Any = prompt
     if (text := text_of(prompt)) is not None:
         ids = tokenizer()(text)["input_ids"]

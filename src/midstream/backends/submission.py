@@ -81,11 +81,12 @@ class Submission:
             progress = self._model.progress and len(requests.prompts) > 1
             outputs = launch.generate(engine, requests.prompts, requests.params, progress)
             if launch.is_in_process(engine) and (any(traced) or any(requests.planned)):
-                engine.collective_rpc("midstream_finish")
+                launch.ask(engine, "midstream_finish")
             rows.wait()
             done = [_collect(box, output, self._model.stages) for box, output in zip(traced, outputs, strict=True)]
-        except BaseException:
+        except BaseException as error:
             self._model.interrupted += requests.trace_ids
+            self._model.has_died |= isinstance(error, EngineClosedError)
             raise
         put_captures(done, requests)
         for each, answers in zip(done, requests.answers, strict=True):

@@ -125,6 +125,7 @@ class VLLM(TraceModel):
         self.edits = {}
         self.mode = mode
         self.progress = progress
+        self.has_died = False  # for all that has been heard: a call to the workers of a dead engine may wait for ever
         self.interrupted: list[str] = []  # traces whose requests were taken off the engine
         self.streams: weakref.WeakSet[Stream] = weakref.WeakSet()  # those that are being iterated over
         self._engine: Any = (launch.start_async_llm if mode == "async" else launch.start_llm)(arguments)
@@ -145,7 +146,7 @@ class VLLM(TraceModel):
         self._loop = _running_loop() if mode == "async" else None
         self._starting: asyncio.Task[None] | None = None
         if mode == "sync":
-            self._senders = _that_send(self._engine.collective_rpc("midstream_connect", args=(self._receiver.address,)))
+            self._senders = _that_send(launch.ask(self._engine, "midstream_connect", self._receiver.address))
 
     _deferred = property(lambda self: self.mode == "async")  # type: ignore[assignment]
 
@@ -156,9 +157,11 @@ class VLLM(TraceModel):
 
     @property
     def engine(self) -> Any:
-        """The `vllm.LLM` or `AsyncLLM` underneath. Raises EngineClosedError after `close`."""
+        """The `vllm.LLM` or `AsyncLLM` underneath. Raises EngineClosedError after `close`, and when it has died."""
         if self._engine is None:
             raise EngineClosedError("This engine is closed; make a new VLLM(...).")
+        if self.has_died:
+            raise EngineClosedError(launch.DIED)
         return self._engine
 
     @property
@@ -172,7 +175,7 @@ class VLLM(TraceModel):
 
     @property
     def is_open(self) -> bool:
-        return self._engine is not None
+        return self._engine is not None and not self.has_died
 
     async def start(self) -> Self:
         """With `mode="async"`: have the workers connect. The first trace does it by itself; the module tree needs it before."""
@@ -190,10 +193,8 @@ class VLLM(TraceModel):
 
     async def _connect(self) -> None:
         assert self._receiver is not None
-        self._senders = _that_send(
-            await self.engine.collective_rpc("midstream_connect", args=(self._receiver.address,))
-        )
-        self._described = merged_description(await self.engine.collective_rpc("midstream_describe"))
+        self._senders = _that_send(await launch.ask(self.engine, "midstream_connect", self._receiver.address))
+        self._described = merged_description(await launch.ask(self.engine, "midstream_describe"))
 
     def close(self) -> None:
         """End the engine and its processes. Closing again does nothing."""
@@ -216,13 +217,13 @@ class VLLM(TraceModel):
         A list with a dict for each worker; to be awaited with `mode="async"`.
         """
         self.drop_interrupted()
-        return self.engine.collective_rpc("midstream_gauges")
+        return launch.ask(self.engine, "midstream_gauges")
 
     def drop_interrupted(self) -> None:
         """Have the workers forget the traces that were interrupted: not at once, for a worker may be held up by the trace itself."""
         if self.interrupted:
             traces, self.interrupted = self.interrupted, []
-            self.engine.collective_rpc("midstream_drop", args=(traces,))
+            launch.ask(self.engine, "midstream_drop", traces)
 
     # The module tree, outside of traces.
 
@@ -232,7 +233,7 @@ class VLLM(TraceModel):
         if self._described is None:
             if self.mode == "async":
                 raise TraceError("With mode='async' call `await model.start()` first.")
-            self._described = merged_description(self.engine.collective_rpc("midstream_describe"))
+            self._described = merged_description(launch.ask(self.engine, "midstream_describe"))
         return self._described
 
     @property
@@ -351,7 +352,7 @@ class VLLM(TraceModel):
         return await self.runs.add(recorded_run(stream.requests.planned[0], name, run_id))
 
     def _ask_runs(self, what: str, *args: Any) -> Any:
-        return self.engine.collective_rpc(f"midstream_{what}_runs", args=args)
+        return launch.ask(self.engine, f"midstream_{what}_runs", *args)
 
     def release_runs(self, ids: list[str]) -> None:
         """Take back the leases of requests that have ended."""
@@ -368,7 +369,7 @@ class VLLM(TraceModel):
         changes = self.vectors.take_changes()
         try:
             for name, args in _vector_calls(changes):
-                self.engine.collective_rpc(name, args=args)
+                launch.ask(self.engine, name, *args)
         except BaseException:
             self.vectors.put_back(changes)
             raise
@@ -379,7 +380,7 @@ class VLLM(TraceModel):
             changes = self.vectors.take_changes()
             try:
                 for name, args in _vector_calls(changes):
-                    await self.engine.collective_rpc(name, args=args)
+                    await launch.ask(self.engine, name, *args)
             except BaseException:
                 self.vectors.put_back(changes)
                 raise

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import shutil
 import tempfile
 import traceback
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from midstream.engine.plugin import register
@@ -19,6 +20,7 @@ from midstream.plan.wire import to_json
 
 WORKER = "midstream.engine.worker.Worker"
 SCHEDULER = "midstream.engine.scheduler.make_scheduler"
+DIED = "The engine died; its log says why. Start a new one."
 _SHUTDOWN_SECONDS = 15.0
 _SOCKETS = "VLLM_RPC_BASE_PATH"
 _LONGEST_DIRECTORY = 107 - 37  # what a socket's path may have, less a UUID
@@ -179,6 +181,18 @@ def check_prompts(config: Any, prompts: Sequence[Sequence[int]], together: bool)
         )
 
 
+def ask(engine: Any, method: str, *args: Any) -> Any:
+    """What each worker's `method` returns; to be awaited on an `AsyncLLM`. Raises EngineClosedError if the engine is dead."""
+    with _told():
+        answers = engine.collective_rpc(method, args=args)
+    return _awaited(answers) if inspect.isawaitable(answers) else answers
+
+
+async def _awaited(answers: Awaitable[Any]) -> Any:
+    with _told():
+        return await answers
+
+
 def generate(llm: Any, prompts: list[dict[str, Any]], params: list[Any], progress: bool) -> list[Any]:
     """Run requests on a `vllm.LLM` to their end. Interrupted, it takes them off the engine."""
     with _told():
@@ -221,7 +235,7 @@ def _told() -> Iterator[None]:
 def _own_error(error: Exception) -> MidstreamError | None:
     kinds = {each.__name__ for each in type(error).__mro__}
     if "EngineDeadError" in kinds:
-        return EngineClosedError("The engine died; its log says why. Start a new one.")
+        return EngineClosedError(DIED)
     if not kinds & {"VLLMClientError", "VLLMValidationError"} and not ("ValueError" in kinds and _is_of_input(error)):
         return None
     text = str(error)
