@@ -171,7 +171,7 @@ def test_d5_captures_of_a_prompt_of_text_and_sound_are_counted_with_the_sounds_p
     ],
 )
 def test_e11_positions_in_a_prompt_of_text_and_sound_are_refused(engine: VLLM, oracle: Oracle, plan: Any) -> None:
-    """Under either carrier, and the request beside it is as it would be alone."""
+    """Under either carrier; the request behind it is as it would be alone."""
     with pytest.raises(PlanError, match="multimodal prompt"):
         engine.generate(spoken(), plan=plan, max_tokens=1)
     with pytest.raises(PlanError, match="multimodal prompt"):

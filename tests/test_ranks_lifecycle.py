@@ -17,8 +17,9 @@ SECONDS = 20.0  # on a machine that does much else; alone it takes two or three
 
 
 def kill_worker(script: Client, title: str) -> None:
-    """SIGKILL to the worker that calls itself this; vLLM names workers by their ranks."""
-    (worker,) = [pid for pid, name in script.describe().items() if re.search(rf"Worker\w*_{title}\b", name)]
+    """SIGKILL to the process of the engine that calls itself this; vLLM names workers by their ranks."""
+    titled = r"EngineCore\b" if title == "core" else rf"Worker\w*_{title}\b"
+    (worker,) = [pid for pid, name in script.describe().items() if re.search(titled, name)]
     os.kill(worker, signal.SIGKILL)
 
 
@@ -29,6 +30,8 @@ def kill_worker(script: Client, title: str) -> None:
         ("pp2", "async", "waiting", "PP1"),
         ("tp2", "sync", "waiting", "TP0"),
         ("tp2", "async", "running", "TP1"),
+        ("pp2", "sync", "running", "core"),
+        ("pp2", "async", "running", "core"),
     ],
 )
 def test_a_killed_worker_ends_the_engine_with_a_clear_error(

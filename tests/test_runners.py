@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 pytest.importorskip("vllm")
+from midstream.engine import launch
 from midstream.engine.host import TraceHost
 from midstream.engine.lifeline import Lifeline
 from midstream.engine.pieces import TwoSets
@@ -19,7 +21,7 @@ from midstream.engine.settings import NAME
 from midstream.engine.step import StepView
 from midstream.engine.traced import TracedGroup
 from midstream.engine.verdict import Verdict
-from midstream.errors import TraceError
+from midstream.errors import EngineClosedError, TraceError
 
 
 class Model:
@@ -218,17 +220,26 @@ class Vllms:
 
     def __init__(self) -> None:
         self.vllm_config = SimpleNamespace(additional_config={})
+        self.requests: dict[str, Any] = {}
+        self.new: list[Any] = []
         self.freed: set[str] = set()
+        self.evicted: set[int] = set()
+        self.kv_cache_manager = SimpleNamespace(
+            get_block_ids=lambda name: ([len(name)],), evict_blocks=self.evicted.update
+        )
 
-    def add_request(self, request: Any) -> None: ...
+    def add_request(self, request: Any) -> None:
+        self.requests[request.request_id] = request
+        self.new.append(SimpleNamespace(req_id=request.request_id, sampling_params=request.sampling_params))
 
     def schedule(self) -> Any:
-        freed, self.freed = self.freed, set()
-        return SimpleNamespace(finished_req_ids=freed)
+        freed, self.freed, new, self.new = self.freed, set(), self.new, []
+        return SimpleNamespace(finished_req_ids=freed, scheduled_new_reqs=new)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> None: ...
 
     def _free_request(self, request: Any) -> None:
+        del self.requests[request.request_id]
         self.freed.add(request.request_id)
 
 
@@ -236,13 +247,13 @@ class Scheduler(_Rules, Vllms):
     pass
 
 
+def request(name: str, carried: Any) -> Any:
+    params = SimpleNamespace(extra_args=carried and {NAME: carried})
+    return SimpleNamespace(request_id=name, sampling_params=params, num_tokens=len(name))
+
+
 def test_c13_the_scheduler_is_vllms_own_while_nobody_has_a_trace_or_a_plan() -> None:
     """And from the step on in which the workers are told of the last such request's end, with its length."""
-
-    def request(name: str, carried: Any) -> Any:
-        params = SimpleNamespace(extra_args=carried and {NAME: carried})
-        return SimpleNamespace(request_id=name, sampling_params=params, num_tokens=len(name))
-
     scheduler = Scheduler()
     bare = set(vars(scheduler))
     plain, planned, other = request("plain", None), request("planned", {"plan": b""}), request("other", {"plan": b""})
@@ -258,3 +269,42 @@ def test_c13_the_scheduler_is_vllms_own_while_nobody_has_a_trace_or_a_plan() -> 
     assert "schedule" in vars(scheduler) and scheduler.has_ends_to_tell
     assert scheduler.schedule().midstream_finished == {"other": 5}
     assert vars(scheduler).keys() == bare and not scheduler.has_ends_to_tell
+
+
+def test_c13_what_ends_a_session_leaves_the_scheduler_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM ends a session of streaming input by a request of its name, with its parameters, that is never one."""
+    scheduler = Scheduler()
+    bare = set(vars(scheduler))
+    monkeypatch.setattr(Vllms, "add_request", lambda self, request: None)
+    scheduler.add_request(request("session", {"plan": b""}))
+    assert vars(scheduler).keys() == bare and not scheduler._ours
+
+
+@pytest.mark.parametrize("heard", [False, True])
+def test_e3_the_kv_of_a_request_that_is_aborted_before_its_plan_was_judged_is_nobodys(heard: bool) -> None:
+    """The workers may have refused the plan, and computed its KV, which has the plan's key, without it."""
+    scheduler = Scheduler()
+    scheduler.add_request(planned := request("planned", {"plan": b""}))
+    output = scheduler.schedule()
+    if heard:
+        scheduler.update_from_output(output, SimpleNamespace())
+    scheduler._free_request(planned)
+    assert scheduler.evicted == (set() if heard else {len("planned")})
+    scheduler.schedule()
+    assert not scheduler._unheard
+
+
+@pytest.mark.parametrize("method", ["midstream_gauges", "midstream_drop"])
+def test_a_call_to_the_workers_of_a_dead_engine_is_told_in_midstreams_words(method: str) -> None:
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    def dead(*args: Any, **kwargs: Any) -> Any:
+        raise EngineDeadError
+
+    async def dead_later(*args: Any, **kwargs: Any) -> Any:
+        raise EngineDeadError
+
+    with pytest.raises(EngineClosedError, match="died"):
+        launch.ask(SimpleNamespace(collective_rpc=dead), method)
+    with pytest.raises(EngineClosedError, match="died"):
+        asyncio.run(launch.ask(SimpleNamespace(collective_rpc=dead_later), method))

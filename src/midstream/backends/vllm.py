@@ -8,6 +8,7 @@ import threading
 import uuid
 import weakref
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -146,6 +147,8 @@ class VLLM(TraceModel):
         self._loop = _running_loop() if mode == "async" else None
         self._starting: asyncio.Task[None] | None = None
         if mode == "sync":
+            if not launch.is_in_process(self._engine):
+                self._receiver.when_gone = partial(launch.let_go, self._engine)
             self._senders = _that_send(launch.ask(self._engine, "midstream_connect", self._receiver.address))
 
     _deferred = property(lambda self: self.mode == "async")  # type: ignore[assignment]

@@ -7,8 +7,10 @@ import inspect
 import os
 import shutil
 import tempfile
+import time
 import traceback
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import InvalidStateError
 from typing import Any
 
 from midstream.engine.plugin import register
@@ -20,8 +22,9 @@ from midstream.plan.wire import to_json
 
 WORKER = "midstream.engine.worker.Worker"
 SCHEDULER = "midstream.engine.scheduler.make_scheduler"
-DIED = "The engine died; its log says why. Start a new one."
+DIED = "The engine died, or lost its results channel; its log says why. Start a new one."
 _SHUTDOWN_SECONDS = 15.0
+_NOTICE_SECONDS = 10.0
 _SOCKETS = "VLLM_RPC_BASE_PATH"
 _LONGEST_DIRECTORY = 107 - 37  # what a socket's path may have, less a UUID
 
@@ -191,6 +194,25 @@ def ask(engine: Any, method: str, *args: Any) -> Any:
 async def _awaited(answers: Awaitable[Any]) -> Any:
     with _told():
         return await answers
+
+
+def let_go(llm: Any) -> None:
+    """Raise to whoever waits for a dead `vllm.LLM`, once vLLM knows that it is.
+
+    It leaves them waiting where the engine's own process was killed (vLLM 0.26 to 0.33).
+    """
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    core = llm.llm_engine.engine_core
+    deadline = time.monotonic() + _NOTICE_SECONDS
+    while not core.resources.engine_dead:
+        if time.monotonic() > deadline:  # a worker's connection alone was lost
+            return
+        time.sleep(0.05)
+    core.outputs_queue.put_nowait(EngineDeadError())
+    for answer in list(core.utility_results.values()):
+        with contextlib.suppress(InvalidStateError):
+            answer.set_exception(EngineDeadError())
 
 
 def generate(llm: Any, prompts: list[dict[str, Any]], params: list[Any], progress: bool) -> list[Any]:

@@ -65,6 +65,7 @@ class Receiver:
         self._connections: dict[socket.socket, str | None] = {}
         self._threads: set[threading.Thread] = set()
         self.lost: list[str] = []
+        self.when_gone: Callable[[], None] | None = None  # called on a thread of its own when a worker has gone
         self.dropped = 0
         self._pace = Pace(paced_bytes)
         self._listeners = [_listen_unix(name)]
@@ -208,6 +209,8 @@ class Receiver:
             waiting = [mailbox for mailbox in dict.fromkeys(self._mailboxes.values()) if name in mailbox.senders]
         for mailbox in waiting:
             mailbox._fail(_gone_error(name))
+        if self.when_gone is not None:
+            threading.Thread(target=self.when_gone, name="midstream-gone", daemon=True).start()
 
     def _read(self, sock: socket.socket) -> None:
         """Frames until the sender says goodbye. Raises ConnectionError if it ends otherwise."""

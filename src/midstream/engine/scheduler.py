@@ -45,10 +45,15 @@ class _Rules:
         self._takes_traces = Settings.of(self.vllm_config).allow_traces
         self._ours: set[str] = set()  # requests with a trace or a plan, from their coming to their end
         self._unstarted: set[str] = set()  # requests with a trace, until they are seen to have begun
+        self._unheard: set[str] = (
+            set()
+        )  # requests that have begun, until it is heard what the workers have against them
 
     def add_request(self, request: Any) -> None:
         super().add_request(request)  # type: ignore[misc]
-        if not _is_ours(request):
+        if (
+            not _is_ours(request) or request.request_id not in self.requests
+        ):  # what ends a session is a request of its name
             return
         self._ours.add(request.request_id)
         self.schedule, self.update_from_output = self._schedule, self._update
@@ -62,6 +67,7 @@ class _Rules:
             output = super().schedule(*args, **kwargs)  # type: ignore[misc]
         if self._lengths:
             output.midstream_finished = {n: self._lengths.pop(n) for n in output.finished_req_ids if n in self._lengths}
+        self._unheard.update(begun.req_id for begun in output.scheduled_new_reqs if begun.req_id in self._ours)
         if not (self._ours or self._lengths):
             del self.schedule, self.update_from_output
         return output
@@ -83,6 +89,8 @@ class _Rules:
         if _is_ours(request):
             self._lengths[request.request_id] = request.num_tokens
         self._ours.discard(request.request_id)
+        if request.request_id in self._unheard:  # aborted: its KV may have the plan's key and lack its edits
+            self._evict(request.request_id)
         return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
@@ -140,6 +148,7 @@ class _Rules:
     def _update(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         verdict: Verdict | None = getattr(model_runner_output, "midstream", None)
         for begun in scheduler_output.scheduled_new_reqs:
+            self._unheard.discard(begun.req_id)
             if verdict is None or begun.req_id not in verdict.errors:
                 accept(begun.sampling_params)
         if verdict is None:
@@ -159,8 +168,13 @@ class _Rules:
     def _take_refused(self, names: Iterable[str]) -> list[Any]:
         """Take requests off the engine, wherever they are in their prompt; their KV has the plan's key but lacks its edits."""
         for name in names:
-            self.kv_cache_manager.evict_blocks({i for ids in self.kv_cache_manager.get_block_ids(name) for i in ids})
+            self._evict(name)
         return self.finish_requests(names, RequestStatus.FINISHED_ERROR)
+
+    def _evict(self, name: str) -> None:
+        """Have nobody read the request's blocks from the prefix cache."""
+        self._unheard.discard(name)
+        self.kv_cache_manager.evict_blocks({i for ids in self.kv_cache_manager.get_block_ids(name) for i in ids})
 
 
 def _is_ours(request: Any) -> bool:
