@@ -221,9 +221,8 @@ def generate(llm: Any, prompts: list[dict[str, Any]], params: list[Any], progres
         try:
             return llm.generate(prompts, params, use_tqdm=progress)
         except BaseException:
-            with contextlib.suppress(
-                Exception
-            ):  # what interrupted it says more; a dead engine has dropped them as well
+            # What interrupted it says more; a dead engine has dropped them as well.
+            with contextlib.suppress(Exception):
                 _abort_all(llm)
             raise
 

@@ -19,7 +19,7 @@ from midstream.engine.lifeline import tie_to_parent
 from midstream.engine.plans.cache import accept, rekey, remember
 from midstream.engine.plugin import register
 from midstream.engine.request import TraceRequest
-from midstream.engine.settings import NAME, Settings
+from midstream.engine.settings import Settings, is_ours
 from midstream.engine.verdict import Verdict
 
 
@@ -45,15 +45,11 @@ class _Rules:
         self._takes_traces = Settings.of(self.vllm_config).allow_traces
         self._ours: set[str] = set()  # requests with a trace or a plan, from their coming to their end
         self._unstarted: set[str] = set()  # requests with a trace, until they are seen to have begun
-        self._unheard: set[str] = (
-            set()
-        )  # requests that have begun, until it is heard what the workers have against them
+        self._unheard: set[str] = set()  # requests that have begun, until the workers' verdict on them is heard
 
     def add_request(self, request: Any) -> None:
         super().add_request(request)  # type: ignore[misc]
-        if (
-            not _is_ours(request) or request.request_id not in self.requests
-        ):  # what ends a session is a request of its name
+        if not is_ours(request) or request.request_id not in self.requests:  # a session ends by a request of its name
             return
         self._ours.add(request.request_id)
         self.schedule, self.update_from_output = self._schedule, self._update
@@ -86,7 +82,7 @@ class _Rules:
         return bool(self._lengths)
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        if _is_ours(request):
+        if is_ours(request):
             self._lengths[request.request_id] = request.num_tokens
         self._ours.discard(request.request_id)
         if request.request_id in self._unheard:  # aborted: its KV may have the plan's key and lack its edits
@@ -175,11 +171,6 @@ class _Rules:
         """Have nobody read the request's blocks from the prefix cache."""
         self._unheard.discard(name)
         self.kv_cache_manager.evict_blocks({i for ids in self.kv_cache_manager.get_block_ids(name) for i in ids})
-
-
-def _is_ours(request: Any) -> bool:
-    """Whether it has a trace or a plan."""
-    return (getattr(request.sampling_params, "extra_args", None) or {}).get(NAME) is not None
 
 
 def _to_compute(request: Any) -> int:

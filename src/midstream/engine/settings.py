@@ -50,3 +50,8 @@ class Settings:
     def of(cls, vllm_config: Any) -> Settings:
         additional = vllm_config.additional_config
         return cls(**additional.get(NAME, {})) if isinstance(additional, Mapping) else cls()
+
+
+def is_ours(request: Any) -> bool:
+    """Whether a request, as the scheduler or a worker has it, carries a trace or a plan."""
+    return (getattr(request.sampling_params, "extra_args", None) or {}).get(NAME) is not None

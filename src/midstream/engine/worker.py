@@ -28,7 +28,7 @@ from midstream.engine.ranks.stages import StageParts, Stages
 from midstream.engine.reports import Reports
 from midstream.engine.runners import Watch, adapt
 from midstream.engine.sender import Sender
-from midstream.engine.settings import NAME, Settings
+from midstream.engine.settings import Settings, is_ours
 from midstream.engine.step import StepView
 from midstream.engine.unsupported import has_graphs, refuse_unsupported
 from midstream.engine.verdict import Verdict
@@ -84,11 +84,6 @@ class StepHost:
             self._plans.begin_step(view)
         if self._traces.step_is_traced:
             self._traces.begin_step(view)
-
-
-def _carries(new_request: Any) -> bool:
-    """Whether a request that begins has a trace or a plan."""
-    return (getattr(new_request.sampling_params, "extra_args", None) or {}).get(NAME) is not None
 
 
 def _place_in(group: Any) -> tuple[int, int]:
@@ -196,7 +191,7 @@ class Worker(PlatformWorker):
 
     def execute_model(self, scheduler_output: Any) -> Any:
         new = scheduler_output.scheduled_new_reqs
-        begins = bool(new) and any(map(_carries, new))
+        begins = bool(new) and any(map(is_ours, new))
         if not (begins or self._is_awake):  # little more than this is added to a plain step
             return super().execute_model(scheduler_output)
         traces, plans = self.midstream, self.plans

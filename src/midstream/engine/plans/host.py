@@ -172,7 +172,7 @@ class PlanHost:
     def stands(self, request_ids: Sequence[str], total: int) -> bool:
         """Whether the tables have all of the coming step, laid out in these `total` rows: then it needs no `begin_step`."""
         batch = self._standing
-        return batch is not None and batch is self._batch and batch.is_laid_out(request_ids, total)
+        return batch is not None and batch.is_laid_out(request_ids, total)
 
     def begin_step(self, view: StepView) -> None:
         """The batch is laid out; the forward comes next."""
