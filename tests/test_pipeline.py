@@ -41,7 +41,7 @@ GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 # What is run of midstream in a step without traces and plans.
 PLAIN_STEP = {
     "Worker.execute_model",
-    "_carries",
+    "is_ours",
     "create_forward_context",
     "Worker.sample_tokens",
 }
