@@ -241,6 +241,82 @@ def test_a1_lists_and_dicts_from_outside_get_what_is_saved_into_them(model, plai
     close(torch.tensor(norms[1:]), expected)
 
 
+by_layer: dict[int, torch.Tensor] = {}
+
+
+def keep_in_module(layer: int, hidden: torch.Tensor) -> None:
+    by_layer[layer] = midstream.save(hidden)
+
+
+def test_a1_lists_and_dicts_that_a_function_fills_come_back(model, plain):
+    """The trace itself does not name them. Seen failing: they stayed empty on the engine, and nothing was said."""
+    found, named = [], []
+
+    def keep(hidden: torch.Tensor) -> None:
+        found.append(midstream.save(hidden))
+
+    def keep_both(hidden: torch.Tensor) -> None:
+        keep(hidden)
+        named.append(midstream.save(hidden * 2))
+
+    with warnings.catch_warnings(), model.trace() as tracer:
+        warnings.simplefilter("error")
+        for prompt in (PARIS, EIFFEL):
+            with tracer.invoke(prompt):
+                keep_both(model.layers_output[3])
+                named.append("behind")
+    expected = [plain.run(plain.ids(prompt)).sites["resid_post", 3] for prompt in (PARIS, EIFFEL)]
+    assert len(found) == 2 and named[1::2] == ["behind"] * 2 and len(named) == 4
+    for prompt, output in enumerate(tracer.outputs):
+        close(found[prompt], expected[prompt])
+        close(named[2 * prompt], 2 * expected[prompt])
+        assert output.saves["keep_both.keep.found"] is not None
+
+
+@pytest.mark.engine
+def test_a1_what_a_function_leaves_in_the_engine_is_told_of(engine):
+    """Put into a list of its own and not saved; or saved, to nowhere that comes back, such as an imported module."""
+    counted: list[int] = []
+    holder = SimpleNamespace()
+
+    def count() -> None:
+        counted.append(1)
+
+    def hold(hidden: torch.Tensor) -> None:
+        holder.h = midstream.save(hidden)
+
+    with pytest.warns(UserWarning, match=r"What this trace has put into counted has stayed") as told:
+        with engine.trace(PARIS):
+            count()
+            hidden = engine.layers_output[3].save()  # noqa: F841
+    assert len(told) == 1 and not counted
+    for keep in (hold, lambda hidden: keep_in_module(3, hidden)):
+        with pytest.warns(UserWarning, match="Nothing that this trace saved has come back") as told:
+            with engine.trace(PARIS):
+                keep(engine.layers_output[3])
+        assert len(told) == 1 and not vars(holder) and not by_layer
+
+
+def test_f3_save_as_a_method_in_a_function_says_what_to_write(model):
+    def keep(hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.save()  # type: ignore[attr-defined,no-any-return]
+
+    with pytest.raises(AttributeError, match=r"write `midstream\.save\(value\)` in a function"):
+        with model.trace(PARIS):
+            hidden = keep(model.layers_output[3])  # noqa: F841
+
+
+def test_f3_a_name_of_an_invoke_used_in_the_block_around_says_when_it_is_there(model):
+    with pytest.raises(NameError) as told:
+        with model.trace() as tracer:
+            with tracer.invoke(PARIS):
+                early = model.layers_output[3].save()
+            print(early)
+    assert told.value.__notes__[0].startswith(
+        "early is set in an invoke, and invokes run once the trace's block is over"
+    )
+
+
 def test_f1_invokes_of_a_function_have_its_names(model, plain):
     """Seen failing: its lists were taken for each other's by their name, and what it saved went to the module's globals."""
 

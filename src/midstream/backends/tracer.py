@@ -32,6 +32,11 @@ _NOTHING_SAVED = (
     "or dict of yours that the trace puts it into."
 )
 
+_NOT_YET = (
+    "{name} is set in an invoke, and invokes run once the trace's block is over. Use {name} in an invoke, or save it there and use it "
+    "behind the trace."
+)
+
 
 @dataclass
 class Invoke:
@@ -170,7 +175,7 @@ class Tracer(_Context):
             self.invokes.append(Invoke(self._prompt, self.program_of(block), self._params, self._plan))
         else:
             outer = self._collect(block)
-        together = link([invoke.program.block for invoke in self.invokes if isinstance(invoke.program, BlockProgram)])
+        together = link(self._blocks())
         if together and any(invoke.params.get("n", 1) > 1 for invoke in self.invokes):
             raise TraceError(
                 "Invokes that use each other's variables are one request each, so n > 1 is not possible with them: add an invoke for each "
@@ -182,23 +187,26 @@ class Tracer(_Context):
             return
         ran = self.backend.wait()
         self.outputs = [r.output for r in ran]
-        blocks = [invoke.program.block for invoke in self.invokes if isinstance(invoke.program, BlockProgram)]
         mine = [request for invoke, request in zip(self.invokes, ran, strict=True) if not invoke.is_elsewhere]
         values = merged(outer, self._saved, self.invokes, ran)
         unsaved = [*block.set_of(outer, values), *_each(mine, "unsaved")]
         push(frame, {**in_place_of(unsaved, values, frame), **values})
         raise_failures(ran)
         if self._model._ships:
-            came = values or any(outcome.values for request in ran for outcome in request.outcomes)
-            self._warn(frame, ran, not came and any(each.saves for each in blocks))
+            outcomes = [outcome for request in ran for outcome in request.outcomes]
+            came = values or any(outcome.values for outcome in outcomes)
+            self._warn(frame, ran, not came and any(outcome.saved for outcome in outcomes))
 
     @staticmethod
     def _warn(frame: FrameType, ran: list[Ran], nothing_saved: bool) -> None:
         """Of what has stayed in the engine, to where the trace stands."""
-        left = sorted({*_each(ran, "left")})
+        left = sorted({name.rpartition(".")[2] for name in _each(ran, "left")})
         texts = [_LEFT_THERE.format(names=", ".join(left), name=left[0])] if left else []
         for text in [*texts, *([_NOTHING_SAVED] if nothing_saved else [])]:
             warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno)
+
+    def _blocks(self) -> list[Block]:
+        return [invoke.program.block for invoke in self.invokes if isinstance(invoke.program, BlockProgram)]
 
     def _collect(self, block: Block) -> dict[str, Any]:
         """Run the block around the invokes here; each invoke in it takes its own block."""
@@ -206,6 +214,10 @@ class Tracer(_Context):
         extra = {"__save__": self.save, "__steps__": steps_of, **({block.target: self} if block.target else {})}
         try:
             names = block.function()(extra, {})
+        except NameError as error:
+            if any(error.name in each.assigned for each in self._blocks()):
+                error.add_note(_NOT_YET.format(name=error.name))
+            raise
         finally:
             self._collecting = False
         if not self.invokes:
@@ -244,7 +256,7 @@ def merged(outer: dict[str, Any], saved: Mapping[int, Any], invokes: list[Invoke
             elif isinstance(there, dict) and isinstance(value, dict):
                 there.update(value)
                 value = there
-            if not invoke.is_elsewhere:
+            if not invoke.is_elsewhere and name.isidentifier():  # not what a function has filled
                 values[name] = value
     return values
 
@@ -252,8 +264,8 @@ def merged(outer: dict[str, Any], saved: Mapping[int, Any], invokes: list[Invoke
 def _used_by(invoke: Invoke, name: str, above: Mapping[str, Any]) -> Any:
     """What the caller has under a name that an invoke uses, and does not bind; or what was saved under it above the invokes."""
     block = invoke.program.block if isinstance(invoke.program, BlockProgram) else None
-    if block is not None and name in block.captured and name not in block.assigned:
-        return block.captured[name]
+    if block is not None and name not in block.assigned and name in (outside := block.outside()):
+        return outside[name]
     return above.get(name) if not invoke.is_elsewhere else None
 
 

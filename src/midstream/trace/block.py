@@ -30,6 +30,7 @@ from types import CellType, CodeType, FrameType, FunctionType
 from typing import Any
 
 from midstream.errors import TraceError
+from midstream.trace.closures import through_functions
 from midstream.trace.frames import Site, SkipBlock, locate, own_names, push, skip, skipped
 from midstream.trace.rewrite import compile_site
 from midstream.trace.unsaved import Unsaved
@@ -127,10 +128,9 @@ class Block:
         """The names that the block binds at its own level."""
         return frozenset(name for name in self.code.co_freevars if not name.startswith("__"))
 
-    @property
-    def saves(self) -> bool:
-        """Whether it has a save in it."""
-        return _mentions(self.code, "__save__")
+    def outside(self) -> dict[str, Any]:
+        """What it has of the caller's, by name: what it captured, and as `function.variable` what functions among that fill."""
+        return {**self.captured, **through_functions(self.captured)}
 
     def set_of(self, names: Mapping[str, Any], but: Collection[str]) -> list[str]:
         """Of the `names` that `function` gave, those that the block bound with no look at what they were before; not those of `but`."""
@@ -191,11 +191,6 @@ class _Borrowing(dict[str, Any]):
     def _lent(self, name: str) -> Any:
         cell = self.shared.get(f"{self.borrows[name]}.{name}")
         return _UNBOUND if cell is None else _content(cell)
-
-
-def _mentions(code: CodeType, name: str) -> bool:
-    inner = (const for const in code.co_consts if isinstance(const, CodeType))
-    return name in code.co_names or name in code.co_freevars or any(_mentions(each, name) for each in inner)
 
 
 def _content(cell: CellType) -> Any:

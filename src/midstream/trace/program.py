@@ -104,14 +104,14 @@ class BlockProgram(Program):
         body = current_body()
         for name in self.saved:
             body.save(self.block.captured[name])
-        before = {n: _state(value) for n, value in self.block.captured.items() if n not in self.injected}
+        before = {name: _state(value) for name, value in self._outside().items()}
         names = self.block.function()(
             {**self.injected, "__save__": save, "__backward__": backward, "__steps__": steps_of},
             shared,
             body.wait_for_sibling,
         )
         found = self._to_bring(body, names)
-        changed = [n for n, state in before.items() if _state(self.block.captured[n]) != state]
+        changed = [name for name, value in self._outside().items() if _state(value) != before.get(name)]
         body.left = [name for name in changed if name not in found]
         body.unsaved = self.block.set_of(names, found)
         return found
@@ -128,9 +128,12 @@ class BlockProgram(Program):
 
     def _to_bring(self, body: Body, names: Mapping[str, Any]) -> dict[str, Any]:
         """What was saved, of the block's names and those from outside; and lists and dicts from outside that got saved values."""
-        outside = {name: value for name, value in self.block.captured.items() if name not in self.injected}
+        outside = self._outside()
         filled = {name: value for name, value in outside.items() if body.has_saved_in(value)}
         return {**filled, **body.pick_saved({**outside, **names})}
+
+    def _outside(self) -> dict[str, Any]:
+        return {name: value for name, value in self.block.outside().items() if name not in self.injected}
 
 
 def _state(value: Any) -> int | None:
@@ -164,7 +167,7 @@ class Failure:
             error=error if own and _picklable(error) else None,
             type_name=type(error).__name__,
             bases=builtin,
-            message=text_of(error),
+            message=text_of(error) + _hint(error),
             frames=[(f.filename, f.lineno or 0, f.name, f.line or "") for f in frames],
             midstream=own,
             secondary=isinstance(error, StageFailedError),
@@ -205,6 +208,12 @@ def _mixed_with(bases: list[str]) -> type[InterventionError]:
     return InterventionError
 
 
+def _hint(error: BaseException) -> str:
+    if isinstance(error, AttributeError) and error.name == "save":
+        return ". `.save()` is known in the with-block alone: write `midstream.save(value)` in a function."
+    return ""
+
+
 def _internal(filename: str) -> bool:
     return f"{__name__.split('.')[0]}/trace/" in filename.replace("\\", "/") or "/site-packages/" in filename
 
@@ -228,6 +237,7 @@ class Outcome:
         steps: how many the body was in.
         left: names of what it has changed of the user's, and not saved.
         unsaved: names that it has set, and not saved.
+        saved: whether it has saved anything, which may have come back under no name.
     """
 
     values: dict[str, Any]
@@ -238,6 +248,7 @@ class Outcome:
     steps: int = 0
     left: list[str] = field(default_factory=list)
     unsaved: list[str] = field(default_factory=list)
+    saved: bool = False
 
 
 def make_body(
@@ -253,8 +264,10 @@ def outcome(body: Body, program: Program) -> Outcome:
     values = (body.result or {}) if error is None else program.recover(error, body)
     stopped = isinstance(error, StopTrace)
     failure = Failure.of(error) if error is not None and not stopped else None
-    left = body.left if error is None else []
-    return Outcome(values, failure, stopped, name=body.name, steps=body.now + 1, left=left, unsaved=body.unsaved)
+    given = Outcome(values, failure, stopped, name=body.name, steps=body.now + 1)
+    given.left = body.left if error is None else []
+    given.unsaved, given.saved = body.unsaved, bool(body.saved)
+    return given
 
 
 # Shipping: by value, but for the model's own objects, which stand for their counterparts in the worker.
