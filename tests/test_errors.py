@@ -399,3 +399,26 @@ def test_f3_python_c_points_at_run_or_works():
     *said, answer = done.stdout.splitlines()
     assert answer == " Paris"
     assert "model.run" in "".join(said) or sys.version_info >= (3, 13)
+
+
+_OUT_OF_RANGE = """
+import sys, torch
+from midstream import LanguageModel, demo_model
+
+model = LanguageModel(demo_model())
+for edge in (lambda: model.logits[5000], lambda: model.samples[:, 3], lambda: model.next_token_probs @ torch.ones(3, 3)):
+    try:
+        with model.trace("The capital of France is"):
+            x = edge().save()
+    except (IndexError, RuntimeError) as error:
+        print(type(error).__name__)
+"""
+
+
+def test_f3_an_error_of_torchs_behind_the_layers_is_an_error_and_not_the_end_of_the_process(tmp_path) -> None:
+    """torch walks up the C stack for it. Seen killed by a segmentation fault with `stack_end.at_stack_end` calling what it is given."""
+    script = tmp_path / "script.py"
+    script.write_text(_OUT_OF_RANGE)
+    ran = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300)
+    errors = ["InterventionIndexError", "InterventionIndexError", "InterventionRuntimeError"]
+    assert (ran.returncode, ran.stdout.split()) == (0, errors), ran.stderr[-2000:]

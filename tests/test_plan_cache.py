@@ -14,6 +14,7 @@ from here import start_here, start_stock, submit, tokens, values
 from oracle import Plain, close
 
 from midstream import VLLM, Capture, Clamp, Patch, Steer
+from midstream.engine import scheduler
 from midstream.engine.plans import cache
 from midstream.errors import CaptureError
 from midstream.plan.values import Vector
@@ -230,6 +231,41 @@ def test_e3_a_name_whose_vector_the_front_end_cannot_know_shares_with_nobody(sto
     (output,) = submit(stock, [prompt], [None], max_tokens=4)
     assert output.num_cached_tokens == 0
     assert tokens(output) == plain.generate(prompt, 4)
+
+
+@pytest.mark.parametrize("holds", [True, False], ids=["", "the protection matters"])
+def test_e3_a_refused_plan_leaves_those_beside_it_as_they_are(
+    stock: Any, plain: Plain, monkeypatch: pytest.MonkeyPatch, holds: bool
+) -> None:
+    """Its vector was there when the engine first took it. What is refused is computed without its edits, under the plan's keys."""
+    prompt, source = prompt_of(plain, 3 * BLOCK + 8), vector(7)
+    edit = patch(list(range(10, 90)), seed=7)
+    gone = [edit, Steer("resid_post", layers=5, vector="gone", phase="decode")]
+    data = vector(8).numpy()
+    stock.collective_rpc("midstream_set_vectors", args=({"gone": (data.tobytes(), Vector(vector(8)).digest)},))
+    submit(stock, [prompt], [gone], max_tokens=1)
+    stock.collective_rpc("midstream_delete_vectors", args=(["gone"],))
+    assert stock.reset_prefix_cache()
+    if not holds:
+        monkeypatch.setattr(scheduler, "held_from", lambda request: None)
+    refused, beside = submit(stock, [prompt, prompt], [gone, [edit]])
+    (later,) = submit(stock, [prompt], [[edit]])
+    assert refused.outputs[0].finish_reason == "error"
+
+    def put_all(h: torch.Tensor) -> torch.Tensor:
+        h[10:90] = source
+        return h
+
+    def off(output: Any) -> float:
+        """How far the first token's log-probabilities are from those of transformers."""
+        _, first = values(output)[0]
+        return float((expected[list(first)] - torch.tensor(list(first.values()))).abs().max())
+
+    expected = plain.run(prompt, {("resid_post", 1): put_all}).logits[-1].log_softmax(-1)
+    assert beside.num_cached_tokens == (0 if holds else 3 * BLOCK)
+    assert (off(beside) < 1e-3) == holds
+    if holds:
+        assert off(later) < 1e-3 and later.num_cached_tokens == 3 * BLOCK
 
 
 # ------------------------------------------------------------------------------------------------------------- row D4

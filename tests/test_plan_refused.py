@@ -67,14 +67,16 @@ def scheduler(request: pytest.FixtureRequest) -> Any:
     )
 
 
-STEER = Steer("resid_post", layers=[3], vector=torch.ones(256))
+def steer() -> Steer:
+    """One that no engine has seen."""
+    return Steer("resid_post", layers=[3], vector=torch.randn(256))
 
 
-def planned(name: str, *more: Steer, checked: bool = True, **params: Any) -> Request:
-    extra = PlanRequest(packed(Plan.of([STEER, *more])), 8, checked=checked).to_extra_args()
+def planned(name: str, *edits: Steer, tokens: int = PROMPT, **params: Any) -> Request:
+    extra = PlanRequest(packed(Plan.of(edits or (steer(),))), 8, checked=True).to_extra_args()
     sampling = vllm.SamplingParams(max_tokens=4, extra_args=extra, **params)
     hasher = get_request_block_hasher(BLOCK, sha256)
-    return Request(name, list(range(10, 10 + PROMPT)), sampling, None, block_hasher=hasher)
+    return Request(name, list(range(10, 10 + tokens)), sampling, None, block_hasher=hasher)
 
 
 def finish(scheduler: Any, step: Any, verdict: Verdict | None = None) -> list[Any]:
@@ -109,35 +111,71 @@ def test_d8_a_refused_plan_ends_its_request_in_the_middle_of_its_prompt(schedule
     assert scheduler.schedule().finished_req_ids == {"bad"}
 
 
-def test_d8_the_kv_of_a_refused_request_is_not_served_under_the_plans_key(scheduler: Any) -> None:
-    refuse(scheduler)
-    scheduler.add_request(planned("again"))
-    assert scheduler.schedule().scheduled_new_reqs[0].num_computed_tokens == 0
+GONE = Steer("resid_post", layers=[3], vector="nobody's", phase="decode")  # the same edits of the prompt as without it
 
 
-BAD = Steer("resid_post", layers=[3], vector="nobody's", phase="decode")  # the same edits of the prompt as without it
+def cached(scheduler: Any, name: str, *edits: Steer) -> int:
+    """How many tokens of a further request come from the prefix cache."""
+    scheduler.add_request(planned(name, *edits, tokens=SHORT))
+    step = scheduler.schedule()
+    (begun,) = step.scheduled_new_reqs
+    finish(scheduler, step)
+    return int(begun.num_computed_tokens)
 
 
-def test_d8_the_kv_of_a_plan_that_may_be_refused_is_no_other_plans(scheduler: Any) -> None:
-    """The engine knows the plan `STEER` already. With what only the workers refuse beside it, the prompt's blocks are another's."""
-    scheduler.add_request(planned("known", checked=False))
-    finish(scheduler, scheduler.schedule())
-    assert planned("a", checked=False).block_hashes == planned("b", checked=False).block_hashes  # it is accepted
-    bad = planned("bad", BAD, checked=False)
-    assert not set(bad.block_hashes) & set(planned("good", checked=False).block_hashes)
-    assert not set(bad.block_hashes) & set(planned("worse", BAD, checked=False).block_hashes)
-    assert planned("bad", BAD).block_hashes == planned("good").block_hashes  # where the client has checked it
+SHORT = 20  # one block, and several prompts fit into a step
 
 
-def test_d8_the_kv_of_a_refused_request_that_was_aborted_before_is_not_served(scheduler: Any) -> None:
-    scheduler.add_request(planned("bad", BAD, checked=False))
+@pytest.mark.parametrize("was_taken", [False, True])
+def test_e3_the_kv_of_a_plan_that_may_be_refused_is_nobodys_until_it_is_taken(scheduler: Any, was_taken: bool) -> None:
+    """Refused, it was computed without its edits; and who began beside it, with the same ones, would have read that.
+
+    What it names may have been there before and be gone now: seen failing, with a plan that had once been taken, and where a client had
+    checked it; those beside it went on from its blocks, and what they computed stayed in the cache.
+    """
+    edit = steer()
+    if was_taken:
+        for each in ((edit,), (edit, GONE)):
+            scheduler.add_request(planned("before", *each, tokens=SHORT))
+            finish(scheduler, scheduler.schedule())
+            scheduler.finish_requests("before", RequestStatus.FINISHED_ABORTED)
+        assert scheduler.reset_prefix_cache()
+    scheduler.add_request(planned("bad", edit, GONE, tokens=SHORT))
+    scheduler.add_request(planned("good", edit, tokens=SHORT))
+    step = scheduler.schedule()
+    assert planned("a", edit, GONE).block_hashes == planned("b", edit).block_hashes
+    assert [begun.num_computed_tokens for begun in step.scheduled_new_reqs] == [0, 0]
+    (output,) = finish(scheduler, step, Verdict(errors={"bad": REASON}))
+    assert output.request_id == "bad"
+    assert cached(scheduler, "again", edit) == BLOCK  # the good one's
+    assert cached(scheduler, "with the name", edit, GONE) == BLOCK
+
+
+def test_e3_what_ends_before_its_plan_is_judged_leaves_nothing(scheduler: Any) -> None:
+    edit = steer()
+    scheduler.add_request(planned("bad", edit, GONE, tokens=SHORT))
     step = scheduler.schedule()
     scheduler.finish_requests("bad", RequestStatus.FINISHED_ABORTED)
     assert finish(scheduler, step, Verdict(errors={"bad": REASON})) == []
-    scheduler.add_request(planned("good"))
-    assert scheduler.schedule().scheduled_new_reqs[0].num_computed_tokens == 0
-    again = planned("again", BAD, checked=False), planned("once more", BAD, checked=False)
-    assert not set(again[0].block_hashes) & set(again[1].block_hashes)  # a refused plan is not an accepted one
+    assert cached(scheduler, "good", edit) == 0
+    assert cached(scheduler, "again", edit) == BLOCK and not scheduler._held
+
+
+def test_e3_a_plan_that_was_taken_and_names_nothing_shares_at_once(scheduler: Any) -> None:
+    edit = steer()
+    assert cached(scheduler, "first", edit) == 0
+    assert scheduler.reset_prefix_cache() or scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+    assert scheduler.reset_prefix_cache()
+    for name in ("second", "third"):
+        scheduler.add_request(planned(name, edit, tokens=SHORT))
+    assert [begun.num_computed_tokens for begun in scheduler.schedule().scheduled_new_reqs] == [0, BLOCK]
+
+
+def test_e3_blocks_below_the_first_edit_are_shared_at_once(scheduler: Any) -> None:
+    edits = [Steer("resid_post", layers=[3], vector=torch.randn(256), positions=[18]) for _ in range(2)]
+    for name, edit in zip(("one", "other"), edits, strict=True):
+        scheduler.add_request(planned(name, edit, tokens=SHORT))
+    assert [begun.num_computed_tokens for begun in scheduler.schedule().scheduled_new_reqs] == [0, BLOCK]
 
 
 def test_a_long_queue_is_not_walked_for_traces(scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,4 +227,4 @@ def test_d8_only_an_engine_that_takes_code_takes_a_client_at_its_word() -> None:
     with pytest.raises(PlanError, match="99"):
         admitted(config, Settings(), request)
     with pytest.raises(PlanError, match="99"):
-        admitted(config, Settings(allow_traces=True, plan=to_json(Plan.of(STEER))), request)
+        admitted(config, Settings(allow_traces=True, plan=to_json(Plan.of(steer()))), request)

@@ -223,10 +223,6 @@ class Vllms:
         self.requests: dict[str, Any] = {}
         self.new: list[Any] = []
         self.freed: set[str] = set()
-        self.evicted: set[int] = set()
-        self.kv_cache_manager = SimpleNamespace(
-            get_block_ids=lambda name: ([len(name)],), evict_blocks=self.evicted.update
-        )
 
     def add_request(self, request: Any) -> None:
         self.requests[request.request_id] = request
@@ -249,7 +245,9 @@ class Scheduler(_Rules, Vllms):
 
 def request(name: str, carried: Any) -> Any:
     params = SimpleNamespace(extra_args=carried and {NAME: carried})
-    return SimpleNamespace(request_id=name, sampling_params=params, num_tokens=len(name))
+    return SimpleNamespace(
+        request_id=name, sampling_params=params, num_tokens=len(name), prompt_token_ids=list(range(len(name)))
+    )
 
 
 def test_c13_the_scheduler_is_vllms_own_while_nobody_has_a_trace_or_a_plan() -> None:
@@ -278,20 +276,6 @@ def test_c13_what_ends_a_session_leaves_the_scheduler_as_it_was(monkeypatch: pyt
     monkeypatch.setattr(Vllms, "add_request", lambda self, request: None)
     scheduler.add_request(request("session", {"plan": b""}))
     assert vars(scheduler).keys() == bare and not scheduler._ours
-
-
-@pytest.mark.parametrize("heard", [False, True])
-def test_e3_the_kv_of_a_request_that_is_aborted_before_its_plan_was_judged_is_nobodys(heard: bool) -> None:
-    """The workers may have refused the plan, and computed its KV, which has the plan's key, without it."""
-    scheduler = Scheduler()
-    scheduler.add_request(planned := request("planned", {"plan": b""}))
-    output = scheduler.schedule()
-    if heard:
-        scheduler.update_from_output(output, SimpleNamespace())
-    scheduler._free_request(planned)
-    assert scheduler.evicted == (set() if heard else {len("planned")})
-    scheduler.schedule()
-    assert not scheduler._unheard
 
 
 @pytest.mark.parametrize("method", ["midstream_gauges", "midstream_drop"])

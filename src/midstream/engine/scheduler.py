@@ -6,8 +6,8 @@ and is starved by nobody. All else is vLLM's: chunked prefill, prefix caching an
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -16,7 +16,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.request import RequestStatus
 
 from midstream.engine.lifeline import tie_to_parent
-from midstream.engine.plans.cache import accept, rekey, remember
+from midstream.engine.plans.cache import held_from, holding_back, rekey, remember, take
 from midstream.engine.plugin import register
 from midstream.engine.request import TraceRequest
 from midstream.engine.settings import Settings, is_ours
@@ -45,25 +45,27 @@ class _Rules:
         self._takes_traces = Settings.of(self.vllm_config).allow_traces
         self._ours: set[str] = set()  # requests with a trace or a plan, from their coming to their end
         self._unstarted: set[str] = set()  # requests with a trace, until they are seen to have begun
-        self._unheard: set[str] = set()  # requests that have begun, until the workers' verdict on them is heard
+        self._held: dict[str, int] = {}  # request whose plan the workers may yet refuse -> `held_from`
 
     def add_request(self, request: Any) -> None:
         super().add_request(request)  # type: ignore[misc]
         if not is_ours(request) or request.request_id not in self.requests:  # a session ends by a request of its name
             return
         self._ours.add(request.request_id)
+        if (position := held_from(request)) is not None:
+            self._held[request.request_id] = position
         self.schedule, self.update_from_output = self._schedule, self._update
         if self._takes_traces and TraceRequest.of(request.sampling_params) is not None:
             self._unstarted.add(request.request_id)
 
     def _schedule(self, *args: Any, **kwargs: Any) -> Any:
-        if self._unstarted and self._may_begin_traces():
-            output = self._schedule_whole(*args, **kwargs)
-        else:
-            output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        with holding_back(self.kv_cache_manager, self._held) if self._held else contextlib.nullcontext():
+            if self._unstarted and self._may_begin_traces():
+                output = self._schedule_whole(*args, **kwargs)
+            else:
+                output = super().schedule(*args, **kwargs)  # type: ignore[misc]
         if self._lengths:
             output.midstream_finished = {n: self._lengths.pop(n) for n in output.finished_req_ids if n in self._lengths}
-        self._unheard.update(begun.req_id for begun in output.scheduled_new_reqs if begun.req_id in self._ours)
         if not (self._ours or self._lengths):
             del self.schedule, self.update_from_output
         return output
@@ -85,8 +87,7 @@ class _Rules:
         if is_ours(request):
             self._lengths[request.request_id] = request.num_tokens
         self._ours.discard(request.request_id)
-        if request.request_id in self._unheard:  # aborted: its KV may have the plan's key and lack its edits
-            self._evict(request.request_id)
+        self._held.pop(request.request_id, None)
         return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
@@ -144,16 +145,15 @@ class _Rules:
     def _update(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         verdict: Verdict | None = getattr(model_runner_output, "midstream", None)
         for begun in scheduler_output.scheduled_new_reqs:
-            self._unheard.discard(begun.req_id)
-            if verdict is None or begun.req_id not in verdict.errors:
-                accept(begun.sampling_params)
+            if begun.req_id in self._ours and (verdict is None or begun.req_id not in verdict.errors):
+                self._take_plan(begun.req_id, begun.sampling_params)
         if verdict is None:
             return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         for name in verdict.stops:
             if (request := self.requests.get(name)) is not None:
                 request.max_tokens = request.num_output_tokens + 1  # the token of this step is its last
                 request.sampling_params.min_tokens = 0  # below which vLLM ends nothing
-        refused = self._take_refused(verdict.errors) if verdict.errors else []
+        refused = self.finish_requests(verdict.errors, RequestStatus.FINISHED_ERROR) if verdict.errors else []
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         for request in refused:
             reason = {"finish_reason": FinishReason.ERROR, "stop_reason": verdict.errors[request.request_id]}
@@ -161,16 +161,12 @@ class _Rules:
             outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(output)
         return outputs
 
-    def _take_refused(self, names: Iterable[str]) -> list[Any]:
-        """Take requests off the engine, wherever they are in their prompt; their KV has the plan's key but lacks its edits."""
-        for name in names:
-            self._evict(name)
-        return self.finish_requests(names, RequestStatus.FINISHED_ERROR)
-
-    def _evict(self, name: str) -> None:
-        """Have nobody read the request's blocks from the prefix cache."""
-        self._unheard.discard(name)
-        self.kv_cache_manager.evict_blocks({i for ids in self.kv_cache_manager.get_block_ids(name) for i in ids})
+    def _take_plan(self, name: str, sampling_params: Any) -> None:
+        """The workers have nothing against a request's plan: its blocks are what their keys say."""
+        take(sampling_params)
+        if self._held.pop(name, None) is not None:
+            request = self.requests[name]
+            self.kv_cache_manager.cache_blocks(request, min(request.num_computed_tokens, request.num_tokens))
 
 
 def _to_compute(request: Any) -> int:

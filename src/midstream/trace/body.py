@@ -22,6 +22,7 @@ from midstream.trace.journal import Journal
 from midstream.trace.modes import Away, Modes
 from midstream.trace.remote import Claim, Place, RemoteValue
 from midstream.trace.rows import private
+from midstream.trace.stack_end import at_stack_end
 from midstream.trace.tree import leaves
 from midstream.trace.visit import Key, Visit, point_name
 
@@ -104,7 +105,7 @@ class Body:
         self._copied: list[tuple[torch.Tensor, int, torch.Tensor]] = []
         self._run = run
         self._around = Modes.now()  # torch's, where the forward gave control
-        self._greenlet = greenlet(self._main)
+        self._greenlet = greenlet(lambda _=None: at_stack_end(self._main))
         self._forward: greenlet | None = None
 
     @property
@@ -127,7 +128,7 @@ class Body:
             frame = frame.f_back
         return frame
 
-    def _main(self, _: Visit | None = None) -> None:
+    def _main(self) -> None:
         CURRENT.set(self)
         try:
             self.result = self._run()

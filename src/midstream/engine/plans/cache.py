@@ -2,17 +2,20 @@
 
 A block's hash gets a key from all that the plan has changed below the block's end. Blocks below the first such change have none and are
 shared with everybody; blocks that differ in any edit never meet. A request whose prompt is to be captured takes cache hits up to the
-lowest captured position and no further.
+lowest captured position and no further. Until the workers have taken a request's plan, which they compute without if they refuse it, its
+blocks from the first change on are held back from the cache.
 """
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import sys
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from midstream.engine.patches import replace
-from midstream.engine.plans.request import PlanRequest, has_open_names, share
+from midstream.engine.plans.request import PlanRequest, has_open_names, may_be_gone, share
 from midstream.errors import PlanError
 from midstream.plan.keys import PlanKeys, lowest_captured
 from midstream.plan.memory import Memory
@@ -22,13 +25,18 @@ def block_key(request: Any, end: int) -> str | None:
     """What sets a request's block that ends at position `end` apart."""
     if _is_plain(request):
         return None
-    keys = _known(request)[0]
+    keys = _known(request).keys
     return keys.at(end) if keys is not None else None
 
 
 def longest_hit(request: Any) -> int | None:
     """How many of the request's tokens may come from the cache; None for as many as there are."""
-    return None if _is_plain(request) else _known(request)[1]
+    return None if _is_plain(request) else _known(request).hit
+
+
+def held_from(request: Any) -> int | None:
+    """From which position on its blocks are held back until its plan is taken; None if the workers will take it, or nobody has its keys."""
+    return None if _is_plain(request) else _known(request).held
 
 
 def remember(request: Any) -> None:
@@ -39,35 +47,46 @@ def remember(request: Any) -> None:
 def rekey(request: Any) -> None:
     """To be called when the request is preempted: a session's plan is for all positions that are now computed again, also for those that
     had been computed before it came and whose blocks therefore have older keys."""
-    known = getattr(request, "midstream_cache", None)
-    if known is not None and isinstance(known[1], _Alone):
+    known: _OfRequest | None = getattr(request, "midstream_cache", None)
+    if known is not None and isinstance(known.keys, _Alone):
         request.block_hashes.clear()
         request.update_block_hashes()
 
 
 def _is_plain(request: Any) -> bool:
     """Whether it has no plan and, if its input is streamed, never had one: quick to tell, since all requests come here."""
-    known = getattr(request, "midstream_cache", None)
-    return getattr(request.sampling_params, "extra_args", None) is None and (known is None or known[1] is None)
+    known: _OfRequest | None = getattr(request, "midstream_cache", None)
+    return getattr(request.sampling_params, "extra_args", None) is None and (known is None or known.keys is None)
 
 
-def _known(request: Any) -> tuple[Any, int | None]:
+class _OfRequest(NamedTuple):
+    """What a request's plan means to the cache, for a prompt of this length; `held` as `held_from` gives it."""
+
+    length: int
+    keys: Any
+    hit: int | None
+    held: int | None
+
+
+def _known(request: Any) -> _OfRequest:
     # The prompt itself: vLLM hashes the blocks of streaming input before it counts them.
     length = len(request.prompt_token_ids) if request.prompt_token_ids is not None else request.num_prompt_tokens
-    known: tuple[int, Any, int | None] | None = getattr(request, "midstream_cache", None)
-    if known is None or known[0] != length:
-        keys, hit = _make(request, length)
-        if known is not None and (known[1] is not None or keys is not None):
-            keys = _Alone()  # streaming input: what was computed before has the edits for a shorter prompt
-        known = request.midstream_cache = (length, keys, hit)
-    return known[1:]
+    known: _OfRequest | None = getattr(request, "midstream_cache", None)
+    if known is None or known.length != length:
+        made = _make(request, length)
+        if known is not None and (known.keys is not None or made.keys is not None):
+            made = made._replace(
+                keys=_Alone(), held=None
+            )  # streaming input: before, it had the edits for a shorter prompt
+        known = request.midstream_cache = made
+    return known
 
 
-def _make(request: Any, length: int) -> tuple[Any, int | None]:
+def _make(request: Any, length: int) -> _OfRequest:
     try:
         carried = PlanRequest.of(request.sampling_params)
         if carried is None:
-            return None, None
+            return _OfRequest(length, None, None, None)
         known = _known_keys.get(
             (carried.wire, length, carried.num_layers),
             lambda: _keyed(carried, length),
@@ -76,20 +95,21 @@ def _make(request: Any, length: int) -> tuple[Any, int | None]:
         if not known.is_open:
             share(request.sampling_params, known.wire)
         if known.keys is None or known.keys.floor is None:
-            return None, known.hit
-        return known.keys if carried.checked or carried.wire in _accepted else _Unshared(known.keys), known.hit
+            return _OfRequest(length, None, known.hit, None)
+        is_sure = carried.wire in _taken and not known.may_be_gone
+        return _OfRequest(length, known.keys, known.hit, None if is_sure else known.keys.floor)
     except PlanError:  # the worker will refuse it; until then its blocks are nobody's
-        return _Alone(), 0
+        return _OfRequest(length, _Alone(), 0, None)
 
 
-def accept(sampling_params: Any) -> None:
+def take(sampling_params: Any) -> None:
     """The workers have begun a request, and had nothing against its plan."""
     try:
         carried = PlanRequest.of(sampling_params)
     except PlanError:  # the workers refuse it
         return
-    if carried is not None and not carried.checked:
-        _accepted.get(carried.wire, lambda: None, lambda _: len(carried.wire))
+    if carried is not None:
+        _taken.get(carried.wire, lambda: None, lambda _: len(carried.wire))
 
 
 class _Known(NamedTuple):
@@ -100,24 +120,26 @@ class _Known(NamedTuple):
         hit: how far requests with it take cache hits; None for as far as there are any.
         wire: the plan, packed, one object for all that have it.
         is_open: whether it names vectors that may be others the next time.
+        may_be_gone: whether it needs what may be deleted.
     """
 
     keys: PlanKeys | None
     hit: int | None
     wire: bytes
     is_open: bool
+    may_be_gone: bool
 
 
 _known_keys: Memory[_Known] = Memory()
-_accepted: Memory[None] = Memory()
+_taken: Memory[None] = Memory()  # plans that workers have taken
 
 
 def _keyed(carried: PlanRequest, length: int) -> _Known:
     plan = carried.plan
     if not plan:
-        return _Known(None, None, carried.wire, False)
+        return _Known(None, None, carried.wire, False, False)
     keys = PlanKeys(plan, length, carried.num_layers)
-    return _Known(keys, lowest_captured(plan, length), carried.wire, has_open_names(plan))
+    return _Known(keys, lowest_captured(plan, length), carried.wire, has_open_names(plan), may_be_gone(plan))
 
 
 class _Alone:
@@ -128,19 +150,6 @@ class _Alone:
 
     def at(self, end: int) -> str:
         return self._key
-
-
-class _Unshared:
-    """The keys of a plan that the workers may yet refuse: until they have, its KV is computed without its edits, and another plan may have
-    the same edits up there. Below the floor, where there are none, blocks are shared as ever."""
-
-    def __init__(self, keys: PlanKeys) -> None:
-        self._keys = keys
-        self._nonce = secrets.token_hex(16)
-
-    def at(self, end: int) -> str | None:
-        key = self._keys.at(end)
-        return f"{key} {self._nonce}" if key is not None else None
 
 
 class _Limited:
@@ -154,6 +163,31 @@ class _Limited:
 
     def find_longest_cache_hit(self, block_hashes: Any, longest: int, *args: Any, **kwargs: Any) -> Any:
         return self._coordinator.find_longest_cache_hit(block_hashes, min(longest, self._longest), *args, **kwargs)
+
+
+class _Holding:
+    """vLLM's KVCacheCoordinator, which caches the blocks of requests in `held` up to the position there."""
+
+    def __init__(self, coordinator: Any, held: Mapping[str, int]) -> None:
+        self._coordinator, self._held = coordinator, held
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._coordinator, name)
+
+    def cache_blocks(self, request: Any, tokens: int, *args: Any, **kwargs: Any) -> None:
+        tokens = min(tokens, self._held.get(request.request_id, tokens))
+        self._coordinator.cache_blocks(request, tokens, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def holding_back(manager: Any, held: Mapping[str, int]) -> Iterator[None]:
+    """Have vLLM's KVCacheManager hold back blocks: `held` is request id -> `held_from`."""
+    coordinator = manager.coordinator
+    manager.coordinator = _Holding(coordinator, held)
+    try:
+        yield
+    finally:
+        manager.coordinator = coordinator
 
 
 def heed_plans() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -10,6 +10,7 @@ import msgspec
 from midstream.engine.settings import NAME
 from midstream.errors import PlanError
 from midstream.plan.memory import Memory, plan_bytes
+from midstream.plan.runs import RecordedRun
 from midstream.plan.values import Clamp, Named, Plan, Steer, with_digests
 from midstream.plan.wire import from_json, from_wire, to_wire
 
@@ -114,12 +115,21 @@ def _pair(carried: Mapping[str, Any], name: str, first: type, second: type) -> A
 
 def has_open_names(plan: Plan) -> bool:
     """Whether it names vectors without saying which content was meant."""
-    values: list[Any] = []
+    return any(isinstance(value, Named) and value.digest is None for value in _values(plan))
+
+
+def may_be_gone(plan: Plan) -> bool:
+    """Whether it needs what can be deleted until its request begins: named vectors, recorded runs."""
+    return any(isinstance(value, (Named, RecordedRun)) for value in _values(plan))
+
+
+def _values(plan: Plan) -> Iterator[Any]:
+    """The vectors, runs and masks of its edits."""
     for edit in plan.edits:
         if isinstance(edit, Steer):
-            values.append(edit.vector)
+            yield edit.vector
         elif isinstance(edit, Clamp):
-            values.append(edit.direction)
+            yield edit.direction
         else:
-            values += [edit.source, edit.mask]
-    return any(isinstance(value, Named) and value.digest is None for value in values)
+            yield edit.source
+            yield edit.mask
