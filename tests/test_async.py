@@ -17,6 +17,7 @@ from conftest import start
 from oracle import Plain, close
 
 from midstream import Capture, Steer, open_captures
+from midstream.backends import async_
 from midstream.errors import EngineClosedError, InterventionError, InterventionErrorGroup, MidstreamError, TraceError
 
 if TYPE_CHECKING:
@@ -411,6 +412,33 @@ def test_d4_rows_of_streaming_input_come_over_its_re_adds(
 
 
 # The end. The last tests: they leave the engine closed.
+
+
+def test_d5_a_slow_function_holds_up_no_other_requests_rows(
+    model: VLLM, drive: Drive, plain: Plain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen failing with four threads for all sinks: the rows of the other had come, and were said to be missing."""
+    monkeypatch.setattr(async_, "RESULT_SECONDS", 0.7)
+
+    def slow(*_: Any) -> None:
+        time.sleep(0.05)
+
+    async def both() -> Any:
+        behind = [
+            asyncio.ensure_future(
+                model.generate(FRANCE, plan=Capture("resid_post", to=slow), max_tokens=1)._to_the_end()
+            )
+            for _ in range(12)
+        ]
+        await asyncio.sleep(0.3)
+        (output,) = await model.generate(EIFFEL, plan=Capture("resid_post", layers=3, to=tmp_path), max_tokens=1)
+        waiting = sum(not each.done() for each in behind)
+        await asyncio.gather(*behind)
+        return output, waiting
+
+    output, waiting = drive(both())
+    assert waiting > 4
+    close(open_captures(tmp_path)[output.request_id]["resid_post", 3], plain.run(EIFFEL).sites["resid_post", 3][-1:])
 
 
 def test_another_event_loop_is_refused(model: VLLM, drive: Drive) -> None:

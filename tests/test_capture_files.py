@@ -418,7 +418,7 @@ def test_a_full_disk_fails_what_it_hits_and_later_requests_are_written(tmp_path,
     if broken == "shard":  # its data, not its name or the index
         monkeypatch.setattr(shards_module.os, "fsync", failing(os.fsync))
     else:
-        monkeypatch.setattr(directory_module.DirectorySink, "_append", _half_a_line(full))
+        monkeypatch.setattr(directory_module, "_append", _half_a_line(full))
     with closing(Sinks()) as sinks:
         for name in ("before", "hit", "after"):
             full[0] = name == "hit"
@@ -468,9 +468,9 @@ def test_a_batch_that_was_not_listed_whole_is_not_listed(tmp_path, monkeypatch):
 
 def _half_a_line(full):
     """An append during which the disk fills up after a few bytes."""
-    append = DirectorySink._append
+    append = directory_module._append
 
-    def call(self, lines):
+    def call(index, lines):
         really = os.write
 
         def write_little(descriptor, data):
@@ -481,10 +481,45 @@ def _half_a_line(full):
         if full[0]:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(os, "write", write_little)
-                return append(self, lines)
-        return append(self, lines)
+                return append(index, lines)
+        return append(index, lines)
 
     return call
+
+
+@pytest.mark.parametrize("made_again", [True, False])
+def test_a_directory_that_was_removed_is_made_again(tmp_path, made_again):
+    """As a notebook clears its outputs. Seen lost: the rows were written, and listed in the index that was not there any more."""
+    directory = tmp_path / "rows"
+    with closing(Sinks()) as sinks:
+        for name in ("before", "after", "later"):
+            if name == "after":
+                shutil.rmtree(directory)
+                if made_again:
+                    directory.mkdir()
+            write(sinks, directory, segment(name, range(3), A), A)
+            sinks.result(name)
+    captures = open_captures(directory)
+    assert set(captures) == {"after", "later"} and captures["after"]["resid_post", 14].shape == (3, 4)
+
+
+def test_rows_that_were_in_a_removed_directory_fail_their_request(tmp_path):
+    directory = tmp_path / "rows"
+    sink = DirectorySink(directory, shard_bytes=1)  # each piece is written as it comes
+    for name in ("open", "ended", "begun"):
+        sink.begin(CaptureInfo(name))
+    for name in ("open", "ended"):
+        sink.rows(name, "resid_post", 0, [0], torch.ones(1, 4))
+    sink.end("ended", None)
+    shutil.rmtree(directory)
+    sink.rows("begun", "resid_post", 0, [0], torch.ones(1, 4))
+    with pytest.raises(CaptureError, match="was removed, with rows that were in it"):
+        sink.end("open", None)
+    sink.end("begun", None)
+    sink.flush()
+    sink.close()
+    captures = open_captures(directory)
+    assert set(captures) == {"begun"} and set(captures.failed) == {"open", "ended"}
 
 
 def test_rows_of_two_kinds_fail_their_own_request(tmp_path):

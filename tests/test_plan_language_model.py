@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from oracle import Plain, close, differs
 from test_plans import EIFFEL, FRANCE, GREEDY, HIDDEN, ITALY, LAYERS, everything, generated_with, tokens, vector
 from transformers import AutoModelForCausalLM
 
-from midstream import Capture, Clamp, LanguageModel, Patch, Plan, Span, Steer, demo_model
+from midstream import Capture, Clamp, LanguageModel, Patch, Plan, Span, Steer, demo_model, open_captures
 from midstream.errors import MidstreamError, PlanError, PromptError, UnknownSiteError
 
 # -------------------------------------------------------------------------------------------------------- architectures
@@ -400,3 +401,68 @@ def test_a_plan_may_come_in_any_form_that_plans_have(hf: LanguageModel, plain: P
     plan = Plan((steer,))
     for given in (steer, [steer], plan, to_wire(plan), to_json(plan), [[steer]], [plan], (steer,)):
         assert tokens(hf.generate(FRANCE, plan=given, max_tokens=4, **GREEDY)[0]) == expected
+
+
+@dataclass(frozen=True)
+class Equal:
+    """Two of them are equal and not the same."""
+
+    def __call__(self, request_id: str, *rows: Any) -> None:
+        SEEN.append((id(self), request_id))
+
+
+@dataclass
+class Collect:
+    """As users write a collector: it cannot be hashed."""
+
+    rows: list[torch.Tensor]
+
+    def __call__(self, request_id: str, site: str, layer: int, positions: list[int], tensor: torch.Tensor) -> None:
+        self.rows.append(tensor)
+
+
+SEEN: list[tuple[int, str]] = []
+
+
+def test_d5_functions_that_are_equal_get_each_its_own_rows(hf: LanguageModel) -> None:
+    """Seen failing: the plans were equal, so that one function got the rows of both."""
+    one, other = Equal(), Equal()
+    plans = [Capture("resid_post", layers=3, to=to) for to in (one, other)]
+    outputs = hf.generate([FRANCE, FRANCE], plan=[[plan] for plan in plans], max_tokens=1)
+    assert sorted(SEEN) == sorted((id(to), output.request_id) for to, output in zip((one, other), outputs, strict=True))
+
+
+def test_d5_a_function_that_cannot_be_hashed(hf: LanguageModel, plain: Plain) -> None:
+    collect = Collect([])
+    hf.generate(FRANCE, plan=Capture("resid_post", layers=3, to=collect), max_tokens=1)
+    close(collect.rows[0], plain.run(FRANCE).sites["resid_post", 3][-1:])
+
+
+def test_d5_what_a_function_does_to_its_rows_is_its_own_affair(hf: LanguageModel, plain: Plain, tmp_path: Path) -> None:
+    """Seen failing: the output's rows and those on the disk were zeros."""
+
+    def clear(request_id: str, site: str, layer: int, positions: list[int], tensor: torch.Tensor) -> None:
+        tensor.zero_()
+
+    (output,) = hf.generate(FRANCE, plan=Capture("resid_post", layers=3, to=(clear, tmp_path, None)), max_tokens=1)
+    expected = plain.run(FRANCE).sites["resid_post", 3][-1:]
+    close(output.captures["resid_post", 3], expected)
+    close(open_captures(tmp_path)[output.request_id]["resid_post", 3], expected)
+
+
+def test_d8_run_has_nowhere_to_put_captures(hf: LanguageModel, tmp_path: Path) -> None:
+    """Seen dropped in silence: `run` gives what its function returns."""
+    for plan in (Capture("resid_post"), Capture("resid_post", to=(tmp_path, None))):
+        with pytest.raises(PlanError, match=r"run gives back what its function returns, and no captures\. Allowed"):
+            hf.run(lambda model: 1, FRANCE, plan=plan)
+    assert hf.run(lambda model: 1, FRANCE, plan=Capture("resid_post", to=tmp_path)) == 1
+    assert len(open_captures(tmp_path)) == 1
+
+
+def test_prompts_may_come_from_a_generator(hf: LanguageModel) -> None:
+    """Seen failing: the first one was lost."""
+    prompts = [FRANCE, ITALY, EIFFEL]
+    outputs = hf.generate((prompt for prompt in prompts), max_tokens=1)
+    assert [output.prompt_token_ids for output in outputs] == [hf.tokenizer(prompt)["input_ids"] for prompt in prompts]
+    with pytest.raises(PromptError, match="generate needs a prompt, or several; 3 was given"):
+        hf.generate(3)

@@ -28,6 +28,8 @@ from midstream.trace.program import Outcome
 if TYPE_CHECKING:
     from midstream.backends.vllm import VLLM
 
+_MOST_WAITING = 1024  # requests that wait for their sinks at a time; a thread each
+
 _DROP_SECONDS = 10.0  # a worker may be held up by the trace that is being left
 _Item = tuple[int, Any, Ran | None] | BaseException
 
@@ -218,8 +220,8 @@ class _Request:
 
 @cache
 def _pool() -> ThreadPoolExecutor:
-    """Threads that wait for sinks, so that nobody's event loop has to."""
-    return ThreadPoolExecutor(4, "midstream-captures")
+    """Threads that wait for sinks, so that nobody's event loop has to. Made as needed: a request never waits for another's sink."""
+    return ThreadPoolExecutor(_MOST_WAITING, "midstream-captures")
 
 
 class _Saves:

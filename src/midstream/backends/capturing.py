@@ -83,6 +83,7 @@ class Capturing:
             except ChannelClosedError as error:
                 raise _gone(error) from error
             if self.has_sinks and elsewhere is not None:
+                self._taking = True  # also while it waits for a thread
                 await asyncio.get_running_loop().run_in_executor(elsewhere, self.take, message)
             else:
                 self.take(message)

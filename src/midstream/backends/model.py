@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import replace
 from types import FrameType, TracebackType
 from typing import Any, Protocol, Self
@@ -189,6 +189,11 @@ class TraceModel:
         if many and not prompts:
             raise PromptError("run needs at least one prompt.")
         program, plans = FunctionProgram(fn), plans_of(plan, len(prompts), not many)
+        if any(None in capture.sinks for each in plans for capture in each.captures):
+            raise PlanError(
+                "run gives back what its function returns, and no captures. Allowed: Capture.to as a directory, a callable or a Consumer; "
+                "or `with model.trace(prompt, plan=...) as tracer:`, whose tracer.outputs have captures."
+            )
         ran = self._start(
             [Invoke(p, program, sampling(params, 1), q) for p, q in zip(prompts, plans, strict=True)], False
         )
@@ -226,12 +231,11 @@ class TraceModel:
             if answers is not None:
                 raise TraceError("A trace has no answers=; read model.logits or model.next_token_probs in it.")
             return Tracer(self, prompts, sampling(params, 16), plan)  # type: ignore[arg-type]
-        if prompts is None:
-            raise PromptError("generate needs a prompt.")
-        single = (
-            isinstance(prompts, str) or hasattr(prompts, "keys") or all(isinstance(token, int) for token in prompts)
-        )
-        each: list[Any] = [prompts] if single else list(prompts)
+        if not isinstance(prompts, Iterable):
+            raise PromptError(f"generate needs a prompt, or several; {prompts!r} was given.")
+        given: Any = prompts if isinstance(prompts, (str, Sized)) else list(prompts)
+        single = isinstance(given, str) or hasattr(given, "keys") or all(isinstance(token, int) for token in given)
+        each: list[Any] = [given] if single else list(given)
         plans, params = plans_of(plan, len(each), single), sampling(params, 16)
         asked = self._answers(answers, len(each), params)
         return self._outputs([Invoke(p, None, params, q, a) for p, q, a in zip(each, plans, asked, strict=True)])

@@ -13,7 +13,7 @@ from midstream.backends.runs import Runs
 from midstream.backends.vectors import Vectors
 from midstream.captures.consumers import destination
 from midstream.captures.segment import Segment, without_rows
-from midstream.captures.wanted import Routes, routes
+from midstream.captures.wanted import Routes, identity, routes
 from midstream.errors import PlanError
 from midstream.plan.checks import ModelFacts, check
 from midstream.plan.memory import Memory, plan_bytes
@@ -80,10 +80,13 @@ class Planned:
     @property
     def bare(self) -> Plan:
         """The plan as the engine gets it: it hands all captured rows to the client, which knows where they go."""
-        if all(capture.to is None for capture in self.plan.captures):
-            return self.plan
-        items = self.plan.interventions
-        return Plan(tuple(replace(item, to=None) if isinstance(item, Capture) else item for item in items))
+        return _bare(self.plan)
+
+
+def _bare(plan: Plan) -> Plan:
+    if all(capture.to is None for capture in plan.captures):
+        return plan
+    return Plan(tuple(replace(item, to=None) if isinstance(item, Capture) else item for item in plan.interventions))
 
 
 class Planner:
@@ -105,8 +108,11 @@ class Planner:
         max_tokens = params.get("max_tokens")
         if has_spans(plan):
             return self._prepare(resolve_spans(plan, *offsets_of(prompt, ids, self._tokenizer())), ids, max_tokens)
+        ways = tuple(
+            identity(to) for capture in plan.captures for to in capture.sinks
+        )  # equal functions may not be the same
         known = (self._with_functions if _has_functions(plan) else self._known).get(
-            (plan, len(ids), max_tokens),
+            (_bare(plan), ways, len(ids), max_tokens),
             lambda: replace(self._prepare(plan, ids, max_tokens), prompt=[]),  # many prompts may have one plan
             lambda planned: plan_bytes(plan) + _bytes(planned),
         )

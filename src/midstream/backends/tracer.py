@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import sys
 import warnings
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
@@ -17,6 +18,7 @@ from midstream.errors import InterventionErrorGroup, MidstreamError, RequestErro
 from midstream.plan.values import Plan
 from midstream.trace.block import Block, capture, link, push, skip, skipped
 from midstream.trace.program import BlockProgram, Outcome, Program
+from midstream.trace.reached import CONTAINERS, is_callers_object
 from midstream.trace.tracer import Barrier, BodyTracer, steps_of
 from midstream.trace.unsaved import in_place_of, refuse
 
@@ -24,12 +26,12 @@ if TYPE_CHECKING:
     from midstream.backends.model import TraceModel
 
 _LEFT_THERE = (
-    "What this trace has put into {names} has stayed in the engine, which works on copies. Save it there: `{name}.append(x.save())`, or "
-    "`{name}.save()` in the trace."
+    "What this trace has put into {names} has stayed in the engine, which works on copies. Save what you put in: a list or dict comes back "
+    "with saved values in it, `found.append(x.save())`. Or save the whole, `{name}.save()` in the trace."
 )
 _NOTHING_SAVED = (
-    "Nothing that this trace saved has come back. A saved value comes back under a name, `h = model.layers_output[3].save()`, or in a list "
-    "or dict of yours that the trace puts it into."
+    "Nothing that this trace saved has come back. A saved value comes back under a name, `h = model.layers_output[3].save()`, in a list or "
+    "dict that the trace puts it into, or as an attribute of an object of yours; not in a module's variables."
 )
 
 _NOT_YET = (
@@ -249,16 +251,41 @@ def merged(outer: dict[str, Any], saved: Mapping[int, Any], invokes: list[Invoke
                 o for o in request.outcomes if o.failure is None or name in o.values
             ]  # an edit may have failed beside them
             each = [outcome.values.get(name) for outcome in samples]
-            value, there = each[0] if len(each) == 1 else each, _used_by(invoke, name, above)
-            if isinstance(there, list) and isinstance(value, list):
-                there[:] = value
+            there = _used_by(invoke, name, above)
+            if isinstance(there, CONTAINERS):  # which the samples share
+                value = max(samples, key=lambda outcome: outcome.order).values.get(name)
+            else:
+                value = each[0] if len(each) == 1 else each
+            if _fill(there, value):
                 value = there
-            elif isinstance(there, dict) and isinstance(value, dict):
-                there.update(value)
-                value = there
-            if not invoke.is_elsewhere and name.isidentifier():  # not what a function has filled
+            elif "." in name:
+                _set_attribute(invoke, name, value)
+            if not invoke.is_elsewhere and name.isidentifier():
                 values[name] = value
     return values
+
+
+def _fill(there: Any, value: Any) -> bool:
+    """Have a container of the caller's hold what its copy in the engine does; whether it is one."""
+    if isinstance(there, list) and isinstance(value, list):
+        there[:] = value
+    elif isinstance(there, dict) and isinstance(value, dict):
+        there.update(value)
+    elif isinstance(there, deque) and isinstance(value, deque):
+        items = list(value)
+        there.clear()
+        there.extend(items)
+    else:
+        return False
+    return True
+
+
+def _set_attribute(invoke: Invoke, name: str, value: Any) -> None:
+    """Set `owner.name` of an object of the caller's."""
+    owner, _, attribute = name.rpartition(".")
+    block = invoke.program.block if isinstance(invoke.program, BlockProgram) else None
+    if block is not None and is_callers_object(held := block.outside().get(owner)):
+        setattr(held, attribute, value)
 
 
 def _used_by(invoke: Invoke, name: str, above: Mapping[str, Any]) -> Any:

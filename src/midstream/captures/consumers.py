@@ -69,9 +69,8 @@ class Consumer(Protocol):
     def rows(self, request_id: str, site: str, layer: int, positions: list[int], tensor: torch.Tensor) -> None:
         """Rows `[n, width]` of one site, at these positions; a site's rows come in one piece or in many.
 
-        The tensor is on the CPU, in the model's dtype, and nobody else writes to it, but it may be a view of more: clone what
-        is kept for long. A site that had no row to give gets one call with none. With a further parameter `when` ("before"
-        or "after" the site's edits) a consumer can be given both.
+        The tensor is on the CPU, in the model's dtype, and the consumer's own. A site that had no row to give gets one call with
+        none. With a further parameter `when` ("before" or "after" the site's edits) a consumer can be given both.
         """
 
     def end(self, request_id: str, error: Exception | None) -> None:
@@ -148,6 +147,7 @@ class Destination(NamedTuple):
     name: str
     make: Callable[[], Consumer]
     idle: float | None = None  # seconds without requests after which it is closed; None: with the engine
+    may_write: bool = True  # to the tensors that it is given
 
 
 def destination(to: str | Path | values.Consumer | Callable[..., Any]) -> Destination:
@@ -157,7 +157,7 @@ def destination(to: str | Path | values.Consumer | Callable[..., Any]) -> Destin
         from midstream.captures.directory import DirectorySink  # which is a consumer itself
 
         path = Path(key[1])
-        return Destination(key, f"directory {path}", lambda: DirectorySink(path), idle=60.0)
+        return Destination(key, f"directory {path}", lambda: DirectorySink(path), idle=60.0, may_write=False)
     if isinstance(to, values.Consumer):
         factory, options = find_consumer(to.name), dict(to.options)
         return Destination(key, f"consumer {to.name!r}", lambda: factory(**options))

@@ -74,11 +74,34 @@ class DirectorySink:
         self._open: dict[str, _Entry] = {}
         self._ended: list[_Entry] = []
         self._size = self._shards = 0
+        self._index = self._new_index()
+
+    @property
+    def _path(self) -> Path:
+        return self._directory / f"index-{self.writer}.jsonl"
+
+    def _new_index(self) -> int:
         self._directory.mkdir(parents=True, exist_ok=True)
-        path = self._directory / f"index-{self.writer}.jsonl"
-        self._index = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o666)
-        self._append(json.dumps(FORMAT).encode() + b"\n")
+        index = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o666)
+        _append(index, json.dumps(FORMAT).encode() + b"\n")
         sync_directory(self._directory)
+        return index
+
+    def _find_directory(self, ended: Iterable[_Entry]) -> list[Exception]:
+        """Begin anew if the directory was removed. Requests of which rows were in it fail; the errors of those that have `ended`."""
+        try:
+            if os.path.samestat(os.stat(self._path), os.fstat(self._index)):
+                return []
+        except FileNotFoundError:
+            pass
+        os.close(self._index)
+        self._index = self._new_index()
+        for entry in [*ended, *self._open.values()]:
+            if entry.parts:
+                self._drop(entry)
+                entry.parts = []
+                entry.error = CaptureError(f"{self._directory} was removed, with rows that were in it already")
+        return [entry.error for entry in ended if entry.error is not None]
 
     def begin(self, info: CaptureInfo) -> None:
         self._open[info.request_id] = _Entry(info)
@@ -95,6 +118,7 @@ class DirectorySink:
         entry.size += tensor.nbytes + PIECE_BYTES
         self._size += tensor.nbytes + PIECE_BYTES
         if self._size >= self._shard_bytes:
+            self._find_directory(self._ended)
             self._write([*self._ended, *self._open.values()])
 
     def end(self, request_id: str, error: Exception | None) -> None:
@@ -103,13 +127,19 @@ class DirectorySink:
             self._drop(entry)
             entry.error = error
         self._ended.append(entry)
+        if entry.error is not error:
+            raise entry.error  # type: ignore[misc]
 
     def flush(self) -> None:
         """Everything that has ended is on the disk, and listed, when this returns."""
         ended, self._ended = self._ended, []
+        lost = self._find_directory(ended)
         try:
             self._write(ended)
-            self._append(b"".join(entry.line(self.writer) for entry in ended))
+            if ended:
+                _append(self._index, b"".join(entry.line(self.writer) for entry in ended))
+            if lost:
+                raise lost[0]
         finally:
             for entry in ended:
                 self._drop(entry)
@@ -144,19 +174,18 @@ class DirectorySink:
             entry.parts.append({"shard": shard, "bytes": size, **part})
             self._drop(entry)
 
-    def _append(self, lines: bytes) -> None:
-        """Append to the index, whole lines or nothing."""
-        if not lines:
-            return
-        before = os.fstat(self._index).st_size
-        try:
-            view = memoryview(lines)
-            while view:
-                view = view[os.write(self._index, view) :]
-            os.fsync(self._index)
-        except BaseException:
-            os.ftruncate(self._index, before)
-            raise
+
+def _append(index: int, lines: bytes) -> None:
+    """Append to a file, whole lines or nothing."""
+    before = os.fstat(index).st_size
+    try:
+        view = memoryview(lines)
+        while view:
+            view = view[os.write(index, view) :]
+        os.fsync(index)
+    except BaseException:
+        os.ftruncate(index, before)
+        raise
 
 
 def _place(entry: _Entry, key: Key, named: dict[str, list[torch.Tensor]], name: str) -> list[Any]:

@@ -47,7 +47,7 @@ class Lane:
 
     def __init__(self, destination: Destination, queue_bytes: int, timeout: float) -> None:
         self.name = destination.name
-        self._make, self._idle = destination.make, destination.idle
+        self._make, self._idle, self._may_write = destination.make, destination.idle, destination.may_write
         self._queue_bytes, self._timeout = queue_bytes, timeout
         self._consumer: Consumer | None = None
         self._takes_when = False
@@ -282,6 +282,7 @@ class Lane:
             if delivery.error is not None or self._consumer is None:
                 return
             named = {"when": when} if self._takes_when else {}
+            tensor = tensor.clone() if self._may_write else tensor  # others may have it, the output for one
             arguments = (delivery.info.request_id, site, layer, positions, tensor)
             self._try(delivery, f"rows() at {site}[{layer}]", self._consumer.rows, *arguments, **named)
 

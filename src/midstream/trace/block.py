@@ -30,8 +30,8 @@ from types import CellType, CodeType, FrameType, FunctionType
 from typing import Any
 
 from midstream.errors import TraceError
-from midstream.trace.closures import through_functions
 from midstream.trace.frames import Site, SkipBlock, locate, own_names, push, skip, skipped
+from midstream.trace.reached import reached
 from midstream.trace.rewrite import compile_site
 from midstream.trace.unsaved import Unsaved
 
@@ -129,8 +129,8 @@ class Block:
         return frozenset(name for name in self.code.co_freevars if not name.startswith("__"))
 
     def outside(self) -> dict[str, Any]:
-        """What it has of the caller's, by name: what it captured, and as `function.variable` what functions among that fill."""
-        return {**self.captured, **through_functions(self.captured)}
+        """What it has of the caller's, by name: what it captured, and what functions and objects among that have."""
+        return reached(self.captured)
 
     def set_of(self, names: Mapping[str, Any], but: Collection[str]) -> list[str]:
         """Of the `names` that `function` gave, those that the block bound with no look at what they were before; not those of `but`."""

@@ -20,6 +20,7 @@ from greenlet import GreenletExit, getcurrent, greenlet
 from midstream.errors import NeverReachedError, OutOfOrderError, TraceError
 from midstream.trace.journal import Journal
 from midstream.trace.modes import Away, Modes
+from midstream.trace.reached import CONTAINERS
 from midstream.trace.remote import Claim, Place, RemoteValue
 from midstream.trace.rows import private
 from midstream.trace.stack_end import at_stack_end
@@ -390,12 +391,12 @@ class Body:
         return self.snapshots or self.interleaver.is_live(value)
 
     def has_saved_in(self, value: Any) -> bool:
-        """Whether it is a list or dict with something in it, at any depth, that was saved."""
+        """Whether it is a container with something in it, at any depth, that was saved."""
         seen: set[int] = set()
         rest = [value] if self.saved else []
         while rest:
             here = rest.pop()
-            if not isinstance(here, (list, dict)) or id(here) in seen:
+            if not isinstance(here, (*CONTAINERS, tuple)) or id(here) in seen:
                 continue
             seen.add(id(here))
             inner = here.values() if isinstance(here, dict) else here

@@ -16,16 +16,19 @@ from types import CodeType, TracebackType
 from typing import Any
 
 import cloudpickle
+import numpy as np
 import torch
 
 from midstream.errors import InterventionError, MidstreamError, StageFailedError, TraceError, text_of
 from midstream.trace.block import Block, locals_at
 from midstream.trace.body import Body, StopTrace, current_body
 from midstream.trace.gradients import backward
+from midstream.trace.reached import CONTAINERS, attributes
 from midstream.trace.tracer import BodyTracer, save, steps_of
 from midstream.trace.tree import map_tensors
 
 RETURNED = "return"
+_HASHED_BYTES = 1 << 24
 
 
 class Program:
@@ -127,19 +130,22 @@ class BlockProgram(Program):
         return self._to_bring(body, frame.f_locals if frame is not None else {})
 
     def _to_bring(self, body: Body, names: Mapping[str, Any]) -> dict[str, Any]:
-        """What was saved, of the block's names and those from outside; and lists and dicts from outside that got saved values."""
+        """What was saved, of the block's names and of what it has from outside; and lists and dicts that have saved values in them."""
         outside = self._outside()
-        filled = {name: value for name, value in outside.items() if body.has_saved_in(value)}
-        return {**filled, **body.pick_saved({**outside, **names})}
+        every = {**outside, **names}
+        filled = {name: value for name, value in every.items() if body.has_saved_in(value)}
+        return {**filled, **body.pick_saved({**attributes(outside), **every})}
 
     def _outside(self) -> dict[str, Any]:
         return {name: value for name, value in self.block.outside().items() if name not in self.injected}
 
 
 def _state(value: Any) -> int | None:
-    """Something that is another number when things were put into a list or dict, or a tensor was written to."""
-    if isinstance(value, (list, dict)):
+    """Something that is another number when things were put into a container, or a tensor or an array was written to."""
+    if isinstance(value, (*CONTAINERS, set)):
         return len(value)
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject and value.nbytes <= _HASHED_BYTES:
+        return hash(value.tobytes())
     return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else None
 
 
