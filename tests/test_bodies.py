@@ -24,6 +24,8 @@ from midstream.errors import (
     PromptError,
     ShapeError,
     TraceError,
+    UnknownModuleError,
+    UnknownSiteError,
 )
 
 PARIS = "The capital of France is"
@@ -412,3 +414,18 @@ def test_b1_heads_are_counted(model):
     assert (model.num_heads, model.num_kv_heads, model.head_dim) == model.run(
         lambda m: (m.attn_z[0].shape[1], m.attn_z[0].shape[1] // 2, m.attn_z[0].shape[2]), PARIS, temperature=0.0
     )
+    # And in a trace as outside of one.
+    sizes = (model.num_heads, model.num_kv_heads, model.head_dim, model.vocab_size)
+    assert sizes == model.run(lambda m: (m.num_heads, m.num_kv_heads, m.head_dim, m.vocab_size), PARIS)
+
+
+@pytest.mark.parametrize("layer", [(3, -1), [2, 3], 3.0])
+def test_f3_what_is_no_layer_is_said(model, layer):
+    with pytest.raises(UnknownSiteError, match=r"a layer is one number, resid_post\[3\], or a slice"):
+        model.run(lambda m: m.layers_output[layer], PARIS)
+    assert model.run(lambda m: m.layers_output[torch.tensor(3)].shape[0], PARIS) == 5
+
+
+def test_f3_nearest_names_are_those_of_accessors_too(model):
+    with pytest.raises(UnknownModuleError, match="did you mean layers_output"):
+        model.layer_output

@@ -20,7 +20,7 @@ from test_plans import EIFFEL, FRANCE, GREEDY, HIDDEN, ITALY, LAYERS, everything
 from transformers import AutoModelForCausalLM
 
 from midstream import Capture, Clamp, LanguageModel, Patch, Plan, Span, Steer, demo_model, open_captures
-from midstream.errors import MidstreamError, PlanError, PromptError, UnknownSiteError
+from midstream.errors import MidstreamError, ParameterError, PlanError, PromptError, UnknownSiteError
 
 # -------------------------------------------------------------------------------------------------------- architectures
 
@@ -466,3 +466,21 @@ def test_prompts_may_come_from_a_generator(hf: LanguageModel) -> None:
     assert [output.prompt_token_ids for output in outputs] == [hf.tokenizer(prompt)["input_ids"] for prompt in prompts]
     with pytest.raises(PromptError, match="generate needs a prompt, or several; 3 was given"):
         hf.generate(3)
+
+
+def test_f3_what_vllm_refuses_is_refused_in_words(hf: LanguageModel) -> None:
+    for ids in ([5, 10**6], [5, -1]):
+        with pytest.raises(PromptError, match=rf"token id {ids[1]}; this model's are 0 to"):
+            hf.generate(ids, max_tokens=1)
+    with pytest.raises(ParameterError, match="max_tokens is 0; allowed: at least 1"):
+        hf.generate(FRANCE, max_tokens=0)
+
+
+def test_d1_a_captured_row_is_a_vector(hf: LanguageModel) -> None:
+    """`[1, hidden]`, as captures have it; and a number may be a tensor."""
+    (output,) = hf.generate(FRANCE, plan=Capture("resid_post", layers=3, positions="all_prompt"), max_tokens=1)
+    rows = output.captures["resid_post", 3]
+    scaled = Steer("resid_post", vector=rows[:1].float(), scale=torch.tensor(2.0))
+    assert scaled == Steer("resid_post", vector=rows[0].float(), scale=2.0)
+    with pytest.raises(PlanError, match=r"of shape \[5, 256\]; allowed: shape \[hidden\], such as one row of it"):
+        Steer("resid_post", vector=rows.float())

@@ -26,7 +26,7 @@ from midstream.backends.vectors import Vectors
 from midstream.captures.sinks import Sinks
 from midstream.engine.plans.store import RunStore, make_run
 from midstream.engine.settings import RECORD_BYTES
-from midstream.errors import MidstreamError
+from midstream.errors import MidstreamError, ParameterError, PromptError
 from midstream.plan.checks import ModelFacts
 from midstream.plan.runs import RecordedRun
 from midstream.plan.values import Plan
@@ -141,10 +141,6 @@ class LanguageModel(TraceModel):
     def _text_config(self) -> Any:
         return self.module.config.get_text_config()
 
-    @property
-    def vocab_size(self) -> int:
-        return self._text_config.vocab_size
-
     def close(self) -> None:
         """Let consumers and directories take what is theirs. As `VLLM.close`, so that a script runs on both."""
         self.sinks.close()
@@ -169,8 +165,16 @@ class LanguageModel(TraceModel):
         for invoke in invokes:
             refuse_multimodal(invoke.plan, invoke.prompt)
             ids = encode(invoke.prompt, lambda: self.tokenizer)
+            self._check(ids)
             planned.append(planner.prepare(invoke.plan, invoke.prompt, ids, invoke.params) if invoke.plan else None)
+            if (most := invoke.params.get("max_tokens")) is not None and most < 1:
+                raise ParameterError(f"max_tokens is {most}; allowed: at least 1.")
         return planned
+
+    def _check(self, ids: list[int]) -> None:
+        rows = self.module.get_input_embeddings().num_embeddings
+        if wrong := [token for token in ids if not 0 <= token < rows]:
+            raise PromptError(f"The prompt has the token id {wrong[0]}; this model's are 0 to {rows - 1}.")
 
     def _run(self, invokes: list[Invoke], planned: Sequence[Planned | None]) -> list[Ran]:
         """One batch, with its plans; those of several threads one after the other."""

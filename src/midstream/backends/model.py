@@ -8,6 +8,7 @@ from dataclasses import replace
 from types import FrameType, TracebackType
 from typing import Any, Protocol, Self
 
+from midstream.arch.sizes import Sizes
 from midstream.backends.answers import Answers, answers_of
 from midstream.backends.planned import plans_of
 from midstream.backends.prompts import Prompt
@@ -73,7 +74,7 @@ def _outside(name: str) -> None:
         raise inside(name)
 
 
-class TraceModel:
+class TraceModel(Sizes):
     """A model that traces and plans run on.
 
     Attributes:
@@ -87,32 +88,6 @@ class TraceModel:
     _plan: Plan = Plan()
     _deferred = False
     _ships = False  # whether traces run in another process, on copies of what they use
-
-    @property
-    def vocab_size(self) -> int:
-        """How many token ids there are."""
-        raise NotImplementedError
-
-    @property
-    def _text_config(self) -> Any:
-        """The language model's own configuration, as transformers has it."""
-        raise NotImplementedError
-
-    @property
-    def num_heads(self) -> int:
-        """Attention heads of a layer, those of `attn_z`."""
-        return self._text_config.num_attention_heads
-
-    @property
-    def num_kv_heads(self) -> int:
-        """Key and value heads of a layer."""
-        return getattr(self._text_config, "num_key_value_heads", None) or self.num_heads
-
-    @property
-    def head_dim(self) -> int:
-        """Of the heads of `attn_z`."""
-        given = getattr(self._text_config, "head_dim", None)
-        return given or self._text_config.hidden_size // self.num_heads
 
     def close(self) -> None:
         """Be done with the model; also at the end of `with model:`."""
@@ -167,7 +142,7 @@ class TraceModel:
             PlanError: the plan cannot be done on this model, or to this prompt.
         """
         _outside("trace")
-        return Tracer(self, prompt, sampling(params, 1), plan)
+        return Tracer(self, prompt, sampling(params, 1), plans_of(plan, 1, True)[0])
 
     def run(
         self, fn: Callable[..., Any], prompt: Prompt | list[str] | list[list[int]], *, plan: Any = None, **params: Any

@@ -34,6 +34,7 @@ _NOTHING_SAVED = (
     "dict that the trace puts it into, or as an attribute of an object of yours; not in a module's variables."
 )
 
+_NO_PROMPT = "A trace needs a prompt, `model.trace(prompt)`, or invokes: `with tracer.invoke(prompt):` in its block."
 _NOT_YET = (
     "{name} is set in an invoke, and invokes run once the trace's block is over. Use {name} in an invoke, or save it there and use it "
     "behind the trace."
@@ -220,12 +221,14 @@ class Tracer(_Context):
             if any(error.name in each.assigned for each in self._blocks()):
                 error.add_note(_NOT_YET.format(name=error.name))
             raise
+        except TraceError as error:
+            if not self.invokes:
+                raise TraceError(_NO_PROMPT) from error
+            raise
         finally:
             self._collecting = False
         if not self.invokes:
-            raise TraceError(
-                "A trace needs a prompt, `model.trace(prompt)`, or invokes: `with tracer.invoke(prompt):` in its block."
-            )
+            raise TraceError(_NO_PROMPT)
         return names
 
 

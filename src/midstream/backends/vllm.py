@@ -31,7 +31,7 @@ from midstream.errors import EngineClosedError, MidstreamError, TraceError, Unkn
 from midstream.plan.checks import ModelFacts
 from midstream.plan.runs import RecordedRun
 from midstream.plan.values import Plan
-from midstream.sites import ACCESSORS
+from midstream.sites import ACCESSORS, LAYER_SITES
 from midstream.trace.envoy import nearest
 from midstream.trace.show import show_tree
 
@@ -62,6 +62,7 @@ class ModuleHandle:
                     "model is the tree of its modules."
                 )
             siblings = [p.rpartition(".")[2] for p in self._paths if p.rpartition(".")[0] == self._path]
+            siblings += [] if self._path else [*ACCESSORS, *LAYER_SITES, *_IN_TRACES]
             raise UnknownModuleError(f"{self._path or 'the model'} has no module {name}{nearest(name, siblings)}")
         return ModuleHandle(path, self._paths)
 
@@ -269,11 +270,6 @@ class VLLM(TraceModel):
     @property
     def _text_config(self) -> Any:
         return self.config.model_config.hf_text_config
-
-    @property
-    def vocab_size(self) -> int:
-        """How many token ids there are."""
-        return self.config.model_config.get_vocab_size()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or "_engine" not in self.__dict__:

@@ -179,10 +179,13 @@ class _Checker:
 
     def _check_run(self, patch: Patch, run: RecordedRun) -> None:
         if self._runs is not None and run.id not in self._runs.values():
-            same = " (it has another of that name)" if run.name in self._runs else ""
-            raise PlanError(
-                f"Patch.source: the engine has no recorded run {run.name!r} any more{same}; {fields.nearest(run.name, self._runs)}"
-            )
+            if run.name in self._runs:
+                raise PlanError(
+                    f"Patch.source: the recorded run {run.name!r} is not there any more, but another of that name, recorded later: "
+                    "take the handle that `record` gave for that."
+                )
+            hint = fields.nearest(run.name, self._runs)
+            raise PlanError(f"Patch.source: the engine has no recorded run {run.name!r} any more; {hint}")
         site = patch.source_site or patch.site
         layer = patch.layer if patch.source_layer is None else patch.source_layer
         run.check_point("Patch.source", site, layer)

@@ -92,6 +92,8 @@ def number(field: str, value: Any, low: float = -math.inf, high: float = math.in
     """A real number in `[low, high]`; finite unless `unbounded`, never NaN."""
     allowed = f"a number from {low:g} to {high:g}" if math.isfinite(low) else "a finite number that float32 can hold"
     allowed = "a number, or infinity for no bound" if unbounded else allowed
+    if hasattr(value, "detach") and value.ndim == 0:
+        value = value.item()
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
         raise refuse(field, shown(value), allowed)
     try:
@@ -187,7 +189,7 @@ def plain(field: str, value: Any, depth: int = 8) -> Any:
 
 
 def finite_float32(field: str, value: Any, *, booleans: bool = False) -> np.ndarray:
-    """A tensor, an array or a list `[hidden]` as a read-only float32 copy.
+    """A tensor, an array or a list `[hidden]` or `[1, hidden]` as a read-only float32 copy `[hidden]`.
 
     Args:
         booleans: whether True and False count as 1 and 0, as masks have them.
@@ -196,8 +198,11 @@ def finite_float32(field: str, value: Any, *, booleans: bool = False) -> np.ndar
     array = _array(field, value, allowed)
     if array.dtype.kind not in ("fiub" if booleans else "fiu"):
         raise refuse(field, shown(value), allowed)
+    if array.ndim == 2 and array.shape[0] == 1:  # one captured row
+        array = array[0]
     if array.ndim != 1 or not array.size:
-        raise refuse(field, f"of shape {list(array.shape)}", "shape [hidden]")
+        hint = ", such as one row of it, [0], or the mean over rows, .mean(0)" if array.ndim == 2 else ""
+        raise refuse(field, f"of shape {list(array.shape)}", f"shape [hidden]{hint}")
     for what, wrong in (("NaN", np.isnan(array)), ("infinity", np.isinf(array))):
         if wrong.any():
             raise refuse(field, f"{what} at index {int(wrong.argmax())}", "finite numbers")

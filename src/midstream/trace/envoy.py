@@ -8,6 +8,7 @@ model.layers_output[3] += v                   # edits land in the running forwar
 from __future__ import annotations
 
 import difflib
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,8 @@ import torch
 from torch import nn
 
 from midstream.arch import Architecture
+from midstream.arch.names import text_config
+from midstream.arch.sizes import Sizes
 from midstream.errors import ShapeError, TraceError, UnknownModuleError, UnknownSiteError
 from midstream.sites import ACCESSORS, LAYER_SITES, Binding
 from midstream.trace.body import current_body
@@ -240,8 +243,19 @@ class SitePerLayer:
     def _at(self, layer: int) -> tuple[Binding, str]:
         if isinstance(layer, slice):
             raise TraceError(f"{self._site} is written at one layer at a time: {self._site}[3] = ..., not at a slice.")
+        layer = self._index(layer)
         layer = range(self._arch.num_layers)[layer] if -self._arch.num_layers <= layer < 0 else layer
         return self._arch.binding(self._site, layer), f"{self._site}[{layer}]"
+
+    def _index(self, layer: Any) -> int:
+        try:
+            return operator.index(layer)
+        except TypeError:
+            given = f"{self._site}[{layer!r}]"
+            raise UnknownSiteError(
+                f"{given}: a layer is one number, {self._site}[3], or a slice. What is inside of the value comes behind that: "
+                f"{self._site}[3][-1]."
+            ) from None
 
     def __getitem__(self, layer: int | slice) -> Any:
         if isinstance(layer, slice):
@@ -279,7 +293,7 @@ def inside(name: str) -> TraceError:
     )
 
 
-class ModelEnvoy(Envoy):
+class ModelEnvoy(Envoy, Sizes):
     """The model in a trace's body: the module tree, and the accessors that mean the same on every model and backend.
 
     Args:
@@ -315,6 +329,10 @@ class ModelEnvoy(Envoy):
 
     def _public(self) -> list[str]:
         return [*ACCESSORS, *LAYER_SITES, *super()._public()]
+
+    @property
+    def _text_config(self) -> Any:
+        return text_config(self._module)
 
     @property
     def num_layers(self) -> int:

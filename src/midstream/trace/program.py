@@ -9,7 +9,7 @@ import linecache
 import pickle
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import CodeType, TracebackType
@@ -315,8 +315,22 @@ def ship(programs: list[list[Program]]) -> bytes:
     try:
         _Pickler(buffer).dump((sys.version_info[:2], programs))
     except Exception as error:
-        raise TraceError(f"The trace uses a value that cannot be sent to the engine: {error}") from error
+        names = [name for each in programs for program in each for name in _unsendable(program)]
+        what = f", {names[0]}," if names else ""
+        raise TraceError(f"The trace uses a value{what} that cannot be sent to the engine: {error}") from error
     return buffer.getvalue()
+
+
+def _unsendable(program: Program) -> Iterator[str]:
+    """The names that it has such values under."""
+    if not isinstance(program, BlockProgram):
+        return
+    for name, value in program.block.captured.items():
+        if name not in program.injected:
+            try:
+                _Pickler(io.BytesIO()).dump(value)
+            except Exception:
+                yield name
 
 
 def unship(data: bytes, resolve: Callable[[Any], Any], device: torch.device | None = None) -> list[list[Program]]:
