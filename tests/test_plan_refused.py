@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -164,7 +165,7 @@ def test_e3_what_ends_before_its_plan_is_judged_leaves_nothing(scheduler: Any) -
 def test_e3_a_plan_that_was_taken_and_names_nothing_shares_at_once(scheduler: Any) -> None:
     edit = steer()
     assert cached(scheduler, "first", edit) == 0
-    assert scheduler.reset_prefix_cache() or scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+    scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
     assert scheduler.reset_prefix_cache()
     for name in ("second", "third"):
         scheduler.add_request(planned(name, edit, tokens=SHORT))
@@ -212,14 +213,29 @@ def test_d8_a_plan_as_text_comes_from_strangers() -> None:
     assert read.vector == Named("calm") and not carried(vouched).checked
 
 
-def test_d8_only_an_engine_that_takes_code_takes_a_client_at_its_word() -> None:
-    """midstream.VLLM has checked its plans; of anybody else, `checked` is a claim like any other."""
+def engine_config() -> Any:
     text = SimpleNamespace(num_hidden_layers=8)
-    config = SimpleNamespace(
+    return SimpleNamespace(
         parallel_config=SimpleNamespace(worker_cls=WORKER),
         kv_transfer_config=None,
         model_config=SimpleNamespace(hf_text_config=text, get_hidden_size=lambda: 256, dtype=torch.float32),
     )
+
+
+def test_d5_a_directory_is_the_front_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which may have gone to another one than the engine works in."""
+    monkeypatch.chdir(tmp_path)
+    plan = Plan.of(Capture("resid_post", to=("rows", tmp_path / "more", Consumer("log"))))
+    params = vllm.SamplingParams(extra_args={"midstream": plan})
+    request = SimpleNamespace(sampling_params=params, prompt_token_ids=[1, 2, 3], mm_features=None)
+    params.extra_args = {"midstream": admitted(engine_config(), Settings(), request)}
+    (capture,) = PlanRequest.of(params).plan.captures  # type: ignore[union-attr]
+    assert capture.sinks == (str(tmp_path / "rows"), str(tmp_path / "more"), Consumer("log"))
+
+
+def test_d8_only_an_engine_that_takes_code_takes_a_client_at_its_word() -> None:
+    """midstream.VLLM has checked its plans; of anybody else, `checked` is a claim like any other."""
+    config = engine_config()
     wrong = Plan.of(Steer("resid_post", layers=[99], vector=torch.ones(256)))
     params = vllm.SamplingParams(extra_args=PlanRequest(packed(wrong), 8, checked=True).to_extra_args())
     request = SimpleNamespace(sampling_params=params, prompt_token_ids=[1, 2, 3], mm_features=None)

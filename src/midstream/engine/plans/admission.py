@@ -6,7 +6,9 @@ What only the workers know (which sites this model has, named vectors, recorded 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +19,7 @@ from midstream.engine.settings import NAME, Settings
 from midstream.errors import PlanError
 from midstream.plan.checks import ModelFacts, check
 from midstream.plan.memory import Memory
-from midstream.plan.values import Plan
+from midstream.plan.values import Capture, Plan
 
 _RESIDUAL = ("resid_pre", "resid_mid", "resid_post", "attn_in", "attn_out", "mlp_in", "mlp_out")
 
@@ -69,14 +71,14 @@ def admitted(config: Any, settings: Settings, request: Any) -> Any:
     if vouched and carried is not None and carried.num_layers:  # from midstream.VLLM, which has done all that follows
         return given
     own = carried.plan if carried is not None else Plan.of(None)
-    plan = _everyone(everyone) + own if everyone is not None else own
+    plan = _with_paths(_everyone(everyone) + own if everyone is not None else own)
     if getattr(request, "prompt_embeds", None) is not None:
         raise PlanError(
             "A plan is about the positions of a prompt's tokens, and this prompt was given as prompt_embeds; give its token ids, and "
             "the embeddings as patches of resid_pre at layer 0."
         )
     layers = config.model_config.hf_text_config.num_hidden_layers
-    wire = carried.wire if carried is not None and everyone is None else packed(plan)
+    wire = carried.wire if carried is not None and plan is own else packed(plan)
     model = (layers, config.model_config.get_hidden_size(), str(config.model_config.dtype).removeprefix("torch."))
     case = (wire, model, len(request.prompt_token_ids or ()), params.max_tokens, bool(request.mm_features))
     _admitted.get(case, lambda: _check(*case), lambda _: len(wire))
@@ -106,6 +108,20 @@ def _check_engine(config: Any) -> None:
             "This engine has a KV connector (kv_transfer_config), which knows KV by its tokens alone: what a plan or a trace changes would "
             "be handed to other requests. Start the engine without one."
         )
+
+
+def _with_paths(plan: Plan) -> Plan:
+    """With directories as they are called from anywhere: the engine writes there, and may work in another one."""
+
+    def whole(to: Any) -> Any:
+        return os.path.abspath(os.path.expanduser(to)) if isinstance(to, str) else to
+
+    if not any(whole(to) != to for capture in plan.captures for to in capture.sinks):
+        return plan
+    items = plan.interventions
+    return Plan(
+        tuple(dataclasses.replace(i, to=tuple(map(whole, i.sinks))) if isinstance(i, Capture) else i for i in items)
+    )
 
 
 @functools.lru_cache(1)
