@@ -172,7 +172,7 @@ class LanguageModel(TraceModel):
         return planned
 
     def _check(self, ids: list[int]) -> None:
-        rows = self.module.get_input_embeddings().num_embeddings
+        rows = len(self.module.get_input_embeddings().weight)
         if wrong := [token for token in ids if not 0 <= token < rows]:
             raise PromptError(f"The prompt has the token id {wrong[0]}; this model's are 0 to {rows - 1}.")
 

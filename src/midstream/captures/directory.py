@@ -87,21 +87,21 @@ class DirectorySink:
         sync_directory(self._directory)
         return index
 
-    def _find_directory(self, ended: Iterable[_Entry]) -> list[Exception]:
-        """Begin anew if the directory was removed. Requests of which rows were in it fail; the errors of those that have `ended`."""
+    def _find_directory(self, ended: Iterable[_Entry]) -> Exception | None:
+        """Begin anew if the directory was removed. Requests of which rows were in it fail; the error, if any of them has `ended`."""
         try:
             if os.path.samestat(os.stat(self._path), os.fstat(self._index)):
-                return []
+                return None
         except FileNotFoundError:
             pass
-        os.close(self._index)
-        self._index = self._new_index()
+        old, self._index = self._index, self._new_index()
+        os.close(old)
+        gone = CaptureError(f"{self._directory} was removed, with rows that were in it already")
         for entry in [*ended, *self._open.values()]:
             if entry.parts:
                 self._drop(entry)
-                entry.parts = []
-                entry.error = CaptureError(f"{self._directory} was removed, with rows that were in it already")
-        return [entry.error for entry in ended if entry.error is not None]
+                entry.parts, entry.error = [], gone
+        return gone if any(entry.error is gone for entry in ended) else None
 
     def begin(self, info: CaptureInfo) -> None:
         self._open[info.request_id] = _Entry(info)
@@ -133,13 +133,13 @@ class DirectorySink:
     def flush(self) -> None:
         """Everything that has ended is on the disk, and listed, when this returns."""
         ended, self._ended = self._ended, []
-        lost = self._find_directory(ended)
         try:
+            lost = self._find_directory(ended)
             self._write(ended)
             if ended:
                 _append(self._index, b"".join(entry.line(self.writer) for entry in ended))
-            if lost:
-                raise lost[0]
+            if lost is not None:
+                raise lost
         finally:
             for entry in ended:
                 self._drop(entry)
