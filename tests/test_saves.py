@@ -322,6 +322,22 @@ def test_a1_a_list_made_in_the_trace_comes_back_with_what_is_saved_in_it(model, 
         len(others)
 
 
+def test_a1_a_number_that_a_trace_goes_on_from_is_told_of(model, plain):
+    """Seen going on in silence with the number of before. Saved, it adds up over traces."""
+    lost, total, text = 0, 0.0, ""
+    with pytest.warns(UserWarning, match="outside lost, text stays as it was") as told:
+        for prompt in (PARIS, EIFFEL):
+            with model.trace(prompt):
+                norm = model.layers_output[3][-1].norm().item()
+                lost += 1
+                text = text + "more"
+                total += norm
+                total.save()
+    assert len(told) == 2 and (lost, text) == (0, "")
+    expected = [plain.run(plain.ids(prompt)).sites["resid_post", 3][-1].norm().item() for prompt in (PARIS, EIFFEL)]
+    assert total == pytest.approx(sum(expected), rel=1e-3)
+
+
 @pytest.mark.engine
 def test_a1_samples_of_a_prompt_fill_one_list(engine):
     found = ["before"]

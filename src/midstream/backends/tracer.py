@@ -29,6 +29,10 @@ _LEFT_THERE = (
     "What this trace has put into {names} has stayed in the engine, which works on copies. Save what you put in: a list or dict comes back "
     "with saved values in it, `found.append(x.save())`. Or save the whole, `{name}.save()` in the trace."
 )
+_COUNTED = (
+    "A trace has variables of its own, so outside {names} stays as it was. To go on with what the trace has made of it, save it there: "
+    "`{name}.save()` behind the last change."
+)
 _NOTHING_SAVED = (
     "Nothing that this trace saved has come back. A saved value comes back under a name, `h = model.layers_output[3].save()`, in a list or "
     "dict that the trace puts it into, or as an attribute of an object of yours; not in a module's variables."
@@ -195,18 +199,20 @@ class Tracer(_Context):
         unsaved = [*block.set_of(outer, values), *_each(mine, "unsaved")]
         push(frame, {**in_place_of(unsaved, values, frame), **values})
         raise_failures(ran)
-        if self._model._ships:
-            outcomes = [outcome for request in ran for outcome in request.outcomes]
-            came = values or any(outcome.values for outcome in outcomes)
-            self._warn(frame, ran, not came and any(outcome.saved for outcome in outcomes))
-
-    @staticmethod
-    def _warn(frame: FrameType, ran: list[Ran], nothing_saved: bool) -> None:
-        """Of what has stayed in the engine, to where the trace stands."""
-        left = sorted({name.rpartition(".")[2] for name in _each(ran, "left")})
-        texts = [_LEFT_THERE.format(names=", ".join(left), name=left[0])] if left else []
-        for text in [*texts, *([_NOTHING_SAVED] if nothing_saved else [])]:
+        for text in self._to_tell(ran, bool(values)):
             warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno)
+
+    def _to_tell(self, ran: list[Ran], came: bool) -> Iterator[str]:
+        """Of what has stayed in the trace. `came`: whether anything has come back to the caller's own variables."""
+        if counted := sorted({*_each(ran, "counted")}):
+            yield _COUNTED.format(names=", ".join(counted), name=counted[0])
+        if not self._model._ships:
+            return
+        if left := sorted({name.rpartition(".")[2] for name in _each(ran, "left")}):
+            yield _LEFT_THERE.format(names=", ".join(left), name=left[0])
+        outcomes = [outcome for request in ran for outcome in request.outcomes]
+        if not (came or any(outcome.values for outcome in outcomes)) and any(outcome.saved for outcome in outcomes):
+            yield _NOTHING_SAVED
 
     def _blocks(self) -> list[Block]:
         return [invoke.program.block for invoke in self.invokes if isinstance(invoke.program, BlockProgram)]
@@ -233,7 +239,7 @@ class Tracer(_Context):
 
 
 def _each(ran: list[Ran], names: str) -> list[str]:
-    """Names that the requests' bodies tell of, `left` or `unsaved`."""
+    """Names that the requests' bodies tell of: `left`, `unsaved` or `counted`."""
     return [name for request in ran for outcome in request.outcomes[:1] for name in getattr(outcome, names)]
 
 

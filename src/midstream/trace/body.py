@@ -72,6 +72,7 @@ class Body:
         reads: how many values it has asked for, those of other pipeline stages counted.
         left: names of the user's own containers and tensors that it has changed, and not saved.
         unsaved: names that it has set, and not saved.
+        counted: names of numbers and texts of the user's that it has gone on from, and not saved.
         fetching: the value of another stage that it waits for.
         linked: the trace whose bodies may use each other's variables, and so run one after another at every point; None without such.
         settled: whether it waits with another body for a value that was there already, so that nobody need wait for it.
@@ -88,6 +89,7 @@ class Body:
         self.result: Any = None
         self.left: list[str] = []
         self.unsaved: list[str] = []
+        self.counted: list[str] = []
         self.saved: dict[int, tuple[Any, Any, int | None]] = {}  # by id: the value, what is kept, its version
         self.snapshots = snapshots
         self.journal = Journal() if journals else None

@@ -64,7 +64,7 @@ class Interleaver:
         self._hooks = Hooks(self.modules, self.fire)
         self._stepping = False
         self.reachable: frozenset[Key] | None = None  # the points that the step's forward passes; None for all
-        self._at_barrier: dict[object, list[Body]] = {}  # those who wait for others to come
+        self._at_barrier: dict[Any, list[Body]] = {}  # those who wait for others to come
         self._freed: list[Body] = []  # those who need not wait any longer, in the order of their barriers
         self._live_storages: set[int] = set()
 
@@ -82,6 +82,7 @@ class Interleaver:
         if body is None:
             return None
         body.ended = True
+        of = "".join(f" of {barrier.parties}" for barrier, waiting in self._at_barrier.items() if body in waiting)
         self._forget(body)
         while not body.done and body.failure is None:
             parked = body.parked
@@ -91,7 +92,9 @@ class Interleaver:
                 body.resume(False)
             elif parked[0] == BARRIER:
                 body.resume(
-                    error=BarrierError("The request ended while this invoke waited at a barrier for another one.")
+                    error=BarrierError(
+                        f"The request ended while this invoke waited at a barrier{of}: that many invokes have to come to it."
+                    )
                 )
             else:
                 body.resume(

@@ -117,7 +117,13 @@ class BlockProgram(Program):
         changed = [name for name, value in self._outside().items() if _state(value) != before.get(name)]
         body.left = [name for name in changed if name not in found]
         body.unsaved = self.block.set_of(names, found)
+        body.counted = [name for name, value in names.items() if name not in found and self._goes_on(name, value)]
         return found
+
+    def _goes_on(self, name: str, value: Any) -> bool:
+        """Whether the block has read a number or a text of the caller's, and bound another one to its name."""
+        before = self.block.captured.get(name)
+        return isinstance(before, (int, float, complex, str)) and value is not before
 
     def recover(self, error: BaseException, body: Body) -> dict[str, Any]:
         names = locals_at(error, self.block)
@@ -243,6 +249,7 @@ class Outcome:
         steps: how many the body was in.
         left: names of what it has changed of the user's, and not saved.
         unsaved: names that it has set, and not saved.
+        counted: names of numbers and texts of the user's that it has gone on from, and not saved.
         saved: whether it has saved anything, which may have come back under no name.
     """
 
@@ -254,6 +261,7 @@ class Outcome:
     steps: int = 0
     left: list[str] = field(default_factory=list)
     unsaved: list[str] = field(default_factory=list)
+    counted: list[str] = field(default_factory=list)
     saved: bool = False
 
 
@@ -272,7 +280,7 @@ def outcome(body: Body, program: Program) -> Outcome:
     failure = Failure.of(error) if error is not None and not stopped else None
     given = Outcome(values, failure, stopped, name=body.name, steps=body.now + 1)
     given.left = body.left if error is None else []
-    given.unsaved, given.saved = body.unsaved, bool(body.saved)
+    given.unsaved, given.counted, given.saved = body.unsaved, body.counted, bool(body.saved)
     return given
 
 
