@@ -221,7 +221,7 @@ class _Request:
 @cache
 def _pool() -> ThreadPoolExecutor:
     """Threads that wait for sinks, so that nobody's event loop has to. Made as needed: a request never waits for another's sink."""
-    return ThreadPoolExecutor(_MOST_WAITING, "midstream-captures")
+    return ThreadPoolExecutor(_MOST_WAITING, "midstream-waits")
 
 
 class _Saves:
