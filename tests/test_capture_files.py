@@ -503,6 +503,27 @@ def test_a_directory_that_was_removed_is_made_again(tmp_path, made_again):
     assert set(captures) == {"after", "later"} and captures["after"]["resid_post", 14].shape == (3, 4)
 
 
+def test_a_directory_that_was_put_in_the_place_of_another_is_written_to(tmp_path):
+    """Such as a copy of it, with the same names."""
+    directory = tmp_path / "rows"
+    with closing(Sinks()) as sinks:
+        write(sinks, directory, segment("before", range(3), A), A)
+        sinks.result("before")
+        shutil.copytree(directory, tmp_path / "copy")
+        shutil.rmtree(directory)
+        (tmp_path / "copy").rename(directory)
+        write(sinks, directory, segment("after", range(3), A), A)
+        sinks.result("after")
+    assert set(open_captures(directory)) == {"before", "after"}
+
+
+def test_closing_makes_no_directory_again(tmp_path):
+    sink = DirectorySink(tmp_path / "rows")
+    shutil.rmtree(tmp_path / "rows")
+    sink.close()
+    assert not (tmp_path / "rows").exists()
+
+
 def test_rows_that_were_in_a_removed_directory_fail_their_request(tmp_path):
     directory = tmp_path / "rows"
     sink = DirectorySink(directory, shard_bytes=1)  # each piece is written as it comes
@@ -516,7 +537,10 @@ def test_rows_that_were_in_a_removed_directory_fail_their_request(tmp_path):
     with pytest.raises(CaptureError, match="was removed, with rows that were in it"):
         sink.end("open", None)
     sink.end("begun", None)
-    sink.flush()
+    with pytest.raises(
+        CaptureError, match="was removed, with rows that were in it"
+    ):  # of "ended", which knew nothing of it at its end
+        sink.flush()
     sink.close()
     captures = open_captures(directory)
     assert set(captures) == {"begun"} and set(captures.failed) == {"open", "ended"}

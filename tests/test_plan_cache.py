@@ -14,7 +14,6 @@ from here import start_here, start_stock, submit, tokens, values
 from oracle import Plain, close
 
 from midstream import VLLM, Capture, Clamp, Patch, Steer
-from midstream.engine import scheduler
 from midstream.engine.plans import cache
 from midstream.errors import CaptureError
 from midstream.plan.values import Vector
@@ -247,7 +246,7 @@ def test_e3_a_refused_plan_leaves_those_beside_it_as_they_are(
     stock.collective_rpc("midstream_delete_vectors", args=(["gone"],))
     assert stock.reset_prefix_cache()
     if not holds:
-        monkeypatch.setattr(scheduler, "held_from", lambda request: None)
+        monkeypatch.setattr(cache.Taken, "held_from", lambda self, request: None)
     refused, beside = submit(stock, [prompt, prompt], [gone, [edit]])
     (later,) = submit(stock, [prompt], [[edit]])
     assert refused.outputs[0].finish_reason == "error"

@@ -432,6 +432,22 @@ def test_d5_functions_that_are_equal_get_each_its_own_rows(hf: LanguageModel) ->
     assert sorted(SEEN) == sorted((id(to), output.request_id) for to, output in zip((one, other), outputs, strict=True))
 
 
+def test_d5_each_function_gets_the_captures_that_name_it(hf: LanguageModel) -> None:
+    """Seen failing: plans that named the same functions in the same order, shared out otherwise, were taken for one."""
+    got: dict[str, list[tuple[str, int]]] = {name: [] for name in "abc"}
+
+    def into(name: str) -> Callable[..., None]:
+        return lambda request_id, site, layer, positions, tensor: got[name].append((request_id, layer))
+
+    a, b, c = (into(name) for name in "abc")
+    plans = [
+        [Capture("resid_post", layers=1, to=a), Capture("resid_post", layers=2, to=(b, c))],
+        [Capture("resid_post", layers=1, to=(a, b)), Capture("resid_post", layers=2, to=c)],
+    ]
+    one, other = (output.request_id for output in hf.generate([FRANCE, ITALY], plan=plans, max_tokens=1))
+    assert got == {"a": [(one, 1), (other, 1)], "b": [(one, 2), (other, 1)], "c": [(one, 2), (other, 2)]}
+
+
 def test_d5_a_function_that_cannot_be_hashed(hf: LanguageModel, plain: Plain) -> None:
     collect = Collect([])
     hf.generate(FRANCE, plan=Capture("resid_post", layers=3, to=collect), max_tokens=1)

@@ -23,6 +23,7 @@ from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
 from midstream import Capture, Consumer, Steer, demo_model  # noqa: E402
 from midstream.engine.launch import WORKER  # noqa: E402
 from midstream.engine.plans.admission import admitted  # noqa: E402
+from midstream.engine.plans.cache import Taken  # noqa: E402
 from midstream.engine.plans.request import PlanRequest, packed  # noqa: E402
 from midstream.engine.plugin import register  # noqa: E402
 from midstream.engine.request import TraceRequest  # noqa: E402
@@ -150,6 +151,30 @@ def test_e3_the_kv_of_a_plan_that_may_be_refused_is_nobodys_until_it_is_taken(sc
     assert output.request_id == "bad"
     assert cached(scheduler, "again", edit) == BLOCK  # the good one's
     assert cached(scheduler, "with the name", edit, GONE) == BLOCK
+
+
+def test_e3_what_is_sure_to_be_taken_is_so_for_this_engine_and_this_use(scheduler: Any) -> None:
+    """A plan may be one to capture by and none to record by; and another engine of this process may have taken it."""
+    edit = steer()
+    assert cached(scheduler, "first", edit) == 0
+    again = planned("again", edit)
+    assert scheduler._taken.held_from(again) is None and Taken().held_from(again) == 0
+    carried = PlanRequest.of(again.sampling_params)
+    assert carried is not None
+    for other in (carried._replace(record=("id", "run")), carried._replace(capture=("id", 0))):
+        request = planned("other", edit)
+        request.sampling_params.extra_args = other.to_extra_args()
+        assert scheduler._taken.held_from(request) == 0
+
+
+def test_e3_a_plan_that_is_refused_though_it_was_taken_before_leaves_nothing(scheduler: Any) -> None:
+    edit = steer()
+    assert cached(scheduler, "first", edit) == 0
+    scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+    assert scheduler.reset_prefix_cache()
+    scheduler.add_request(planned("bad", edit, tokens=SHORT))
+    finish(scheduler, scheduler.schedule(), Verdict(errors={"bad": REASON}))
+    assert cached(scheduler, "good", edit) == 0
 
 
 def test_e3_what_ends_before_its_plan_is_judged_leaves_nothing(scheduler: Any) -> None:

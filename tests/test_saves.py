@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import pickle
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -307,6 +309,75 @@ def test_a1_what_a_trace_saves_into_an_object_of_the_callers_comes_back(model, p
     for layer, hidden in {**probe.inner.by_layer, 3: found[0][1], 4: recent[1], 5: probe.last}.items():
         close(hidden, sites["resid_post", layer])
     assert sorted(probe.inner.by_layer) == [1, 2] and len(found) == 1 and len(recent) == 2
+
+
+class Odd:
+    """What a trace may be able to reach, and has no business with."""
+
+    __slots__ = ("held",)
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+class Uncounted(list):
+    def __len__(self) -> int:
+        raise RuntimeError("no length")
+
+
+@dataclass(frozen=True)
+class Frozen:
+    layer: int = 3
+    flag: bool = True
+
+
+def test_a1_what_a_trace_does_not_touch_of_the_callers_stays(model):
+    """Small numbers are one object wherever they are. Seen failing: they were taken for the saved ones, and set anew."""
+    gone = Probe(model)
+    weights = torch.nn.Linear(4, 4)
+    config, vocabulary = Frozen(), {str(i): i for i in range(50)}
+    owner = SimpleNamespace(
+        config=config,
+        odd=Odd(),
+        words=Uncounted(["a"]),
+        weights=weights,
+        vocabulary=vocabulary,
+        proxy=weakref.proxy(gone),
+    )
+    parameters = dict(weights.named_parameters())
+    if model.__class__.__name__ == "LanguageModel":
+        del gone  # what a dead proxy stands for cannot be sent
+    else:
+        del owner.proxy, owner.odd
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with model.trace(PARIS) as tracer:
+            hidden = model.layers_output[owner.config.layer].save()  # noqa: F841
+            number, flag = midstream.save(3), midstream.save(True)  # noqa: F841
+            bias = owner.weights.bias.save()  # noqa: F841
+    assert set(tracer.result.saves) == {"hidden", "number", "flag", "bias"}
+    assert owner.config is config and owner.vocabulary is vocabulary
+    assert all(owner.weights.get_parameter(name) is parameter for name, parameter in parameters.items())
+
+
+def test_a1_a_list_with_what_was_not_saved_stays_in_the_trace(model):
+    """Seen failing: one saved value in it brought all of it."""
+    with model.trace(PARIS) as tracer:
+        each = [model.layers_output[layer] for layer in range(LAYERS)]
+        last = each[-1].save()
+    assert set(tracer.result.saves) == {"last"} and last.shape == (5, 256)
+    with pytest.raises(UnsavedError):
+        len(each)
+
+
+def test_a1_what_the_trace_puts_in_the_place_of_an_object_of_the_callers_changes_no_other(model):
+    holder = SimpleNamespace(inner=SimpleNamespace(found=["mine"]))
+    inner, found = holder.inner, holder.inner.found
+    with model.trace(PARIS):
+        holder.inner = SimpleNamespace(found=[])
+        holder.inner.found.append(model.layers_output[3].save())
+        hidden = model.layers_output[4].save()  # noqa: F841
+    assert found == ["mine"] and inner.found is found
 
 
 def test_a1_a_list_made_in_the_trace_comes_back_with_what_is_saved_in_it(model, plain):

@@ -109,7 +109,7 @@ class Planner:
         if has_spans(plan):
             return self._prepare(resolve_spans(plan, *offsets_of(prompt, ids, self._tokenizer())), ids, max_tokens)
         # Functions may be equal and not the same.
-        ways = tuple(identity(to) for capture in plan.captures for to in capture.sinks)
+        ways = tuple(tuple(map(identity, capture.sinks)) for capture in plan.captures)
         known = (self._with_functions if _has_functions(plan) else self._known).get(
             (_bare(plan), ways, len(ids), max_tokens),
             lambda: replace(self._prepare(plan, ids, max_tokens), prompt=[]),  # many prompts may have one plan

@@ -18,7 +18,7 @@ from midstream.errors import InterventionErrorGroup, MidstreamError, RequestErro
 from midstream.plan.values import Plan
 from midstream.trace.block import Block, capture, link, push, skip, skipped
 from midstream.trace.program import BlockProgram, Outcome, Program
-from midstream.trace.reached import CONTAINERS, is_callers_object
+from midstream.trace.reached import CONTAINERS, attributes_of, is_callers_object
 from midstream.trace.tracer import Barrier, BodyTracer, steps_of
 from midstream.trace.unsaved import in_place_of, refuse
 
@@ -293,15 +293,18 @@ def _set_attribute(invoke: Invoke, name: str, value: Any) -> None:
     """Set `owner.name` of an object of the caller's."""
     owner, _, attribute = name.rpartition(".")
     block = invoke.program.block if isinstance(invoke.program, BlockProgram) else None
-    if block is not None and is_callers_object(held := block.outside().get(owner)):
-        setattr(held, attribute, value)
+    held = None if block is None else {**block.captured, **block.reached}.get(owner)
+    if is_callers_object(held) and (attributes := attributes_of(held)) is not None:
+        attributes[attribute] = value
 
 
 def _used_by(invoke: Invoke, name: str, above: Mapping[str, Any]) -> Any:
     """What the caller has under a name that an invoke uses, and does not bind; or what was saved under it above the invokes."""
     block = invoke.program.block if isinstance(invoke.program, BlockProgram) else None
-    if block is not None and name not in block.assigned and name in (outside := block.outside()):
-        return outside[name]
+    if block is not None and name not in block.assigned and name in block.captured:
+        return block.captured[name]
+    if block is not None and name in block.reached:
+        return block.reached[name]
     return above.get(name) if not invoke.is_elsewhere else None
 
 

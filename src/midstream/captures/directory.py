@@ -48,6 +48,7 @@ class _Entry:
     parts: list[dict[str, Any]] = field(default_factory=list)
     positions: dict[tuple[tuple[int, int], ...], int] = field(default_factory=dict)  # runs of positions, numbered
     error: Exception | None = None
+    lost: bool = False  # with the directory that its rows were in, and nobody has been told
 
     def line(self, writer: str) -> bytes:
         line = {
@@ -68,9 +69,7 @@ class DirectorySink:
 
     def __init__(self, directory: str | Path, shard_bytes: int = SHARD_BYTES) -> None:
         self._directory, self._shard_bytes = Path(directory), shard_bytes
-        host = re.sub(r"[^A-Za-z0-9]+", "_", socket.gethostname())
-        started = time.strftime("%Y%m%d-%H%M%S", time.gmtime())  # so that names sort by time
-        self.writer = f"{started}-{host}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self.writer = _new_name()
         self._open: dict[str, _Entry] = {}
         self._ended: list[_Entry] = []
         self._size = self._shards = 0
@@ -87,21 +86,21 @@ class DirectorySink:
         sync_directory(self._directory)
         return index
 
-    def _find_directory(self, ended: Iterable[_Entry]) -> Exception | None:
-        """Begin anew if the directory was removed. Requests of which rows were in it fail; the error, if any of them has `ended`."""
+    def _find_directory(self, ended: Iterable[_Entry]) -> None:
+        """Begin anew if the directory was removed. Of requests, open or `ended`, of which rows were in it, nothing is kept."""
         try:
             if os.path.samestat(os.stat(self._path), os.fstat(self._index)):
-                return None
+                return
         except FileNotFoundError:
             pass
+        self.writer = _new_name()
         old, self._index = self._index, self._new_index()
         os.close(old)
-        gone = CaptureError(f"{self._directory} was removed, with rows that were in it already")
         for entry in [*ended, *self._open.values()]:
             if entry.parts:
                 self._drop(entry)
-                entry.parts, entry.error = [], gone
-        return gone if any(entry.error is gone for entry in ended) else None
+                entry.parts, entry.lost = [], True
+                entry.error = CaptureError(f"{self._directory} was removed, with rows that were in it already")
 
     def begin(self, info: CaptureInfo) -> None:
         self._open[info.request_id] = _Entry(info)
@@ -127,19 +126,22 @@ class DirectorySink:
             self._drop(entry)
             entry.error = error
         self._ended.append(entry)
-        if entry.error is not error:
-            raise entry.error  # type: ignore[misc]
+        lost, entry.lost = entry.lost, False
+        if lost and error is None and entry.error is not None:
+            raise entry.error
 
     def flush(self) -> None:
         """Everything that has ended is on the disk, and listed, when this returns."""
         ended, self._ended = self._ended, []
+        if not ended:
+            return
         try:
-            lost = self._find_directory(ended)
+            self._find_directory(ended)
             self._write(ended)
-            if ended:
-                _append(self._index, b"".join(entry.line(self.writer) for entry in ended))
-            if lost is not None:
-                raise lost
+            _append(self._index, b"".join(entry.line(self.writer) for entry in ended))
+            for entry in ended:
+                if entry.lost and entry.error is not None:
+                    raise entry.error
         finally:
             for entry in ended:
                 self._drop(entry)
@@ -173,6 +175,13 @@ class DirectorySink:
         for entry, part in parts:
             entry.parts.append({"shard": shard, "bytes": size, **part})
             self._drop(entry)
+
+
+def _new_name() -> str:
+    """For one that writes to a directory, beside others."""
+    host = re.sub(r"[^A-Za-z0-9]+", "_", socket.gethostname())
+    started = time.strftime("%Y%m%d-%H%M%S", time.gmtime())  # so that names sort by time
+    return f"{started}-{host}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
 
 def _append(index: int, lines: bytes) -> None:

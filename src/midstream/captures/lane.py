@@ -282,9 +282,14 @@ class Lane:
             if delivery.error is not None or self._consumer is None:
                 return
             named = {"when": when} if self._takes_when else {}
-            tensor = tensor.clone() if self._may_write else tensor  # others may have it, the output for one
             arguments = (delivery.info.request_id, site, layer, positions, tensor)
-            self._try(delivery, f"rows() at {site}[{layer}]", self._consumer.rows, *arguments, **named)
+            self._try(delivery, f"rows() at {site}[{layer}]", self._hand_over, *arguments, **named)
+
+    def _hand_over(
+        self, request_id: str, site: str, layer: int, positions: list[int], tensor: torch.Tensor, **named: str
+    ) -> None:
+        own = tensor.clone() if self._may_write else tensor  # others have it, too: the output, for one
+        self._consumer.rows(request_id, site, layer, positions, own, **named)  # type: ignore[union-attr]
 
     def _end(self, delivery: Delivery, error: Exception | None) -> None:
         delivery.ended = True

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -16,7 +17,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.request import RequestStatus
 
 from midstream.engine.lifeline import tie_to_parent
-from midstream.engine.plans.cache import held_from, holding_back, rekey, remember, take
+from midstream.engine.plans.cache import Taken, holding_back, rekey, remember
 from midstream.engine.plugin import register
 from midstream.engine.request import TraceRequest
 from midstream.engine.settings import Settings, is_ours
@@ -45,14 +46,15 @@ class _Rules:
         self._takes_traces = Settings.of(self.vllm_config).allow_traces
         self._ours: set[str] = set()  # requests with a trace or a plan, from their coming to their end
         self._unstarted: set[str] = set()  # requests with a trace, until they are seen to have begun
-        self._held: dict[str, int] = {}  # request whose plan the workers may yet refuse -> `held_from`
+        self._taken = Taken()
+        self._held: dict[str, int] = {}  # request whose plan the workers may yet refuse -> `Taken.held_from`
 
     def add_request(self, request: Any) -> None:
         super().add_request(request)  # type: ignore[misc]
         if not is_ours(request) or request.request_id not in self.requests:  # a session ends by a request of its name
             return
         self._ours.add(request.request_id)
-        if (position := held_from(request)) is not None:
+        if (position := self._taken.held_from(request)) is not None:
             self._held[request.request_id] = position
         self.schedule, self.update_from_output = self._schedule, self._update
         if self._takes_traces and TraceRequest.of(request.sampling_params) is not None:
@@ -153,7 +155,7 @@ class _Rules:
             if (request := self.requests.get(name)) is not None:
                 request.max_tokens = request.num_output_tokens + 1  # the token of this step is its last
                 request.sampling_params.min_tokens = 0  # below which vLLM ends nothing
-        refused = self.finish_requests(verdict.errors, RequestStatus.FINISHED_ERROR) if verdict.errors else []
+        refused = self._take_refused(verdict.errors) if verdict.errors else []
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         for request in refused:
             reason = {"finish_reason": FinishReason.ERROR, "stop_reason": verdict.errors[request.request_id]}
@@ -163,10 +165,20 @@ class _Rules:
 
     def _take_plan(self, name: str, sampling_params: Any) -> None:
         """The workers have nothing against a request's plan: its blocks are what their keys say."""
-        take(sampling_params)
+        self._taken.add(sampling_params)
         if self._held.pop(name, None) is not None:
             request = self.requests[name]
             self.kv_cache_manager.cache_blocks(request, min(request.num_computed_tokens, request.num_tokens))
+
+    def _take_refused(self, names: Iterable[str]) -> list[Any]:
+        """Take requests off the engine, wherever they are in their prompt."""
+        manager = self.kv_cache_manager
+        for name in names:
+            if (
+                name not in self._held
+            ):  # its plan was sure to be taken, so its blocks are in the cache, without the plan's edits
+                manager.evict_blocks({i for ids in manager.get_block_ids(name) for i in ids})
+        return self.finish_requests(names, RequestStatus.FINISHED_ERROR)
 
 
 def _to_compute(request: Any) -> int:

@@ -97,6 +97,7 @@ class Block:
     module: dict[str, Any] = field(
         default_factory=dict
     )  # __name__ and __package__, for classes and imports in the body
+    reached: dict[str, Any] = field(default_factory=dict)  # what functions and objects among the captured have
     index: int = 0  # among the siblings given to `link`
     borrows: dict[str, int] = field(default_factory=dict)  # name -> index of the sibling that binds it
     lends: frozenset[str] = frozenset()
@@ -127,10 +128,6 @@ class Block:
     def assigned(self) -> frozenset[str]:
         """The names that the block binds at its own level."""
         return frozenset(name for name in self.code.co_freevars if not name.startswith("__"))
-
-    def outside(self) -> dict[str, Any]:
-        """What it has of the caller's, by name: what it captured, and what functions and objects among that have."""
-        return reached(self.captured)
 
     def set_of(self, names: Mapping[str, Any], but: Collection[str]) -> list[str]:
         """Of the `names` that `function` gave, those that the block bound with no look at what they were before; not those of `but`."""
@@ -233,7 +230,7 @@ def capture(frame: FrameType) -> Block:
     module: dict[str, Any] = {
         name: frame.f_globals[name] for name in ("__name__", "__package__") if name in frame.f_globals
     }
-    return Block(compiled, captured, module)
+    return Block(compiled, captured, module, reached(captured))
 
 
 def link(blocks: Sequence[Block]) -> bool:

@@ -20,7 +20,7 @@ from greenlet import GreenletExit, getcurrent, greenlet
 from midstream.errors import NeverReachedError, OutOfOrderError, TraceError
 from midstream.trace.journal import Journal
 from midstream.trace.modes import Away, Modes
-from midstream.trace.reached import CONTAINERS
+from midstream.trace.reached import backwards, is_container
 from midstream.trace.remote import Claim, Place, RemoteValue
 from midstream.trace.rows import private
 from midstream.trace.stack_end import at_stack_end
@@ -36,6 +36,8 @@ STEP_START: Key = ("", "step")
 BARRIER: Key = ("", "barrier")
 FETCH: Key = ("", "fetch")
 CALL = "call"
+_LOOKED_AT = 10_000
+_SHARED = (bool, int, str, bytes, type(None))
 
 
 def current_body() -> Body:
@@ -72,6 +74,7 @@ class Body:
         reads: how many values it has asked for, those of other pipeline stages counted.
         left: names of the user's own containers and tensors that it has changed, and not saved.
         unsaved: names that it has set, and not saved.
+        states, attributes: of what it has from outside, as they were at first.
         counted: names of numbers and texts of the user's that it has gone on from, and not saved.
         fetching: the value of another stage that it waits for.
         linked: the trace whose bodies may use each other's variables, and so run one after another at every point; None without such.
@@ -90,6 +93,8 @@ class Body:
         self.left: list[str] = []
         self.unsaved: list[str] = []
         self.counted: list[str] = []
+        self.states: dict[str, Any] = {}
+        self.attributes: dict[str, Any] = {}
         self.saved: dict[int, tuple[Any, Any, int | None]] = {}  # by id: the value, what is kept, its version
         self.snapshots = snapshots
         self.journal = Journal() if journals else None
@@ -392,20 +397,34 @@ class Body:
     def _needs_copy(self, value: torch.Tensor) -> bool:
         return self.snapshots or self.interleaver.is_live(value)
 
-    def has_saved_in(self, value: Any) -> bool:
-        """Whether it is a container with something in it, at any depth, that was saved."""
-        seen: set[int] = set()
-        rest = [value] if self.saved else []
+    def has_saved_in(self, value: Any, is_changed: bool) -> bool:
+        """Whether it is a container with something in it, at any depth, that was saved.
+
+        Small numbers and texts are the same objects wherever they are, so they count if the container `is_changed`.
+        """
+        kinds = () if is_changed else _SHARED
+        return any(id(each) in self.saved and type(each) not in kinds for each in self._inside(value))
+
+    def is_saved_throughout(self, value: Any) -> bool:
+        """Whether it is a container with something in it that was saved, and no tensor that was not."""
+        inside = [each for each in self._inside(value) if type(each) not in _SHARED]
+        tensors = [each for each in inside if isinstance(each, torch.Tensor)]
+        saved = [each for each in inside if id(each) in self.saved and _as_saved(*self.saved[id(each)]) is each]
+        return bool(saved) and len(tensors) == sum(isinstance(each, torch.Tensor) for each in saved)
+
+    def _inside(self, value: Any) -> Iterator[Any]:
+        """What is in a container, at any depth, the last first; up to 10,000 values."""
+        if not self.saved or not is_container(value):
+            return
+        seen, rest, left = {id(value)}, [value], _LOOKED_AT
         while rest:
-            here = rest.pop()
-            if not isinstance(here, (*CONTAINERS, tuple)) or id(here) in seen:
-                continue
-            seen.add(id(here))
-            inner = here.values() if isinstance(here, dict) else here
-            if any(id(each) in self.saved for each in inner):
-                return True
-            rest += inner
-        return False
+            for each in backwards(rest.pop()):
+                yield each
+                if (left := left - 1) == 0:
+                    return
+                if (is_container(each) or issubclass(type(each), tuple)) and id(each) not in seen:
+                    seen.add(id(each))
+                    rest.append(each)
 
     def pick_saved(self, names: dict[str, Any]) -> dict[str, Any]:
         """Of a body's variables, those that were saved."""

@@ -23,7 +23,7 @@ from midstream.errors import InterventionError, MidstreamError, StageFailedError
 from midstream.trace.block import Block, locals_at
 from midstream.trace.body import Body, StopTrace, current_body
 from midstream.trace.gradients import backward
-from midstream.trace.reached import CONTAINERS, attributes
+from midstream.trace.reached import CONTAINERS, attributes_of, is_callers_object
 from midstream.trace.tracer import BodyTracer, save, steps_of
 from midstream.trace.tree import map_tensors
 
@@ -107,15 +107,17 @@ class BlockProgram(Program):
         body = current_body()
         for name in self.saved:
             body.save(self.block.captured[name])
-        before = {name: _state(value) for name, value in self._outside().items()}
+        body.states = {name: _state(value) for name, value in self._outside().items()}
+        body.attributes = self._attributes()
         names = self.block.function()(
             {**self.injected, "__save__": save, "__backward__": backward, "__steps__": steps_of},
             shared,
             body.wait_for_sibling,
         )
         found = self._to_bring(body, names)
-        changed = [name for name, value in self._outside().items() if _state(value) != before.get(name)]
-        body.left = [name for name in changed if name not in found]
+        body.left = [
+            name for name, value in self._outside().items() if name not in found and self._is_changed(body, name, value)
+        ]
         body.unsaved = self.block.set_of(names, found)
         body.counted = [name for name, value in names.items() if name not in found and self._goes_on(name, value)]
         return found
@@ -136,23 +138,43 @@ class BlockProgram(Program):
         return self._to_bring(body, frame.f_locals if frame is not None else {})
 
     def _to_bring(self, body: Body, names: Mapping[str, Any]) -> dict[str, Any]:
-        """What was saved, of the block's names and of what it has from outside; and lists and dicts that have saved values in them."""
+        """What was saved: of the block's names, of what it has from outside, and of what it has bound to attributes there.
+
+        Lists and dicts from outside come with what was saved into them, those that the block made if all tensors in them were saved.
+        """
         outside = self._outside()
-        every = {**outside, **names}
-        filled = {name: value for name, value in every.items() if body.has_saved_in(value)}
-        return {**filled, **body.pick_saved({**attributes(outside), **every})}
+        found = {n: v for n, v in names.items() if v is not outside.get(n) and body.is_saved_throughout(v)}
+        found |= {n: v for n, v in outside.items() if body.has_saved_in(v, self._is_changed(body, n, v))}
+        bound = {n: v for n, v in self._attributes().items() if v is not body.attributes.get(n)}
+        return {**found, **body.pick_saved({**bound, **outside, **names})}
 
     def _outside(self) -> dict[str, Any]:
-        return {name: value for name, value in self.block.outside().items() if name not in self.injected}
+        """What it has of the caller's, by name: what it captured, and what functions and objects among that have."""
+        every = {**self.block.captured, **self.block.reached}
+        return {name: value for name, value in every.items() if name not in self.injected}
+
+    def _attributes(self) -> dict[str, Any]:
+        """The attributes of objects of the caller's, as `owner.name`."""
+        objects = {owner: value for owner, value in self._outside().items() if is_callers_object(value)}
+        return {
+            f"{owner}.{n}": held for owner, value in objects.items() for n, held in (attributes_of(value) or {}).items()
+        }
+
+    @staticmethod
+    def _is_changed(body: Body, name: str, value: Any) -> bool:
+        state = _state(value)
+        return state is not None and state != body.states.get(name)
 
 
 def _state(value: Any) -> int | None:
     """Something that is another number when things were put into a container, or a tensor or an array was written to."""
-    if isinstance(value, (*CONTAINERS, set)):
-        return len(value)
-    if isinstance(value, np.ndarray) and not value.dtype.hasobject and value.nbytes <= _HASHED_BYTES:
+    kind = type(value)  # what isinstance asks is the object's own code
+    for container in (*CONTAINERS, set):
+        if issubclass(kind, container):
+            return container.__len__(value)  # type: ignore[no-any-return]
+    if issubclass(kind, np.ndarray) and not value.dtype.hasobject and value.nbytes <= _HASHED_BYTES:
         return hash(value.tobytes())
-    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else None
+    return value._version if issubclass(kind, torch.Tensor) and not value.is_inference() else None
 
 
 @dataclass

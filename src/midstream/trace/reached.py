@@ -18,14 +18,17 @@ from collections.abc import Iterator, Mapping
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
+from torch import nn
+
 CONTAINERS = (list, dict, deque)
+_PICKLING = ("__reduce__", "__reduce_ex__", "__getstate__")
 _MOST = 1000  # functions and objects that are looked into
-_INSTALLED = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
+_INSTALLED = tuple(f"{sysconfig.get_paths()[name]}/" for name in ("stdlib", "purelib", "platlib"))
 
 
 def reached(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`values`, and the lists, dicts and objects of the caller's that functions and objects among them have, as `owner.name`."""
-    found = dict(values)
+    """The lists, dicts and objects of the caller's that functions and objects among `values` have, as `owner.name`."""
+    found: dict[str, Any] = {}
     seen = {id(value) for value in values.values()}
     rest = deque(values.items())
     for _ in range(_MOST):
@@ -37,33 +40,56 @@ def reached(values: Mapping[str, Any]) -> dict[str, Any]:
                 continue
             seen.add(id(used))
             rest.append((f"{owner}.{name}", used))
-            if isinstance(used, CONTAINERS) or is_callers_object(used):
+            if is_container(used) or is_callers_object(used):
                 found[f"{owner}.{name}"] = used
     return found
 
 
-def attributes(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The attributes of objects of the caller's among `values`, as `owner.name`."""
-    objects = {owner: value for owner, value in values.items() if is_callers_object(value)}
-    return {f"{owner}.{name}": held for owner, value in objects.items() for name, held in vars(value).items()}
+def is_container(value: Any) -> bool:
+    return issubclass(type(value), CONTAINERS)  # what isinstance asks is the object's own code
+
+
+def backwards(container: Any) -> Iterator[Any]:
+    """The values in a container or a tuple, the last first."""
+    kind = type(container)
+    if issubclass(kind, dict):
+        return reversed(list(dict.values(container)))
+    if issubclass(kind, deque):
+        return deque.__reversed__(container)
+    return list.__reversed__(container) if issubclass(kind, list) else reversed(list(tuple.__iter__(container)))
 
 
 def is_callers_object(value: Any) -> bool:
-    """Whether it is an instance of a class of the caller's own, and no library's."""
+    """Whether it is an instance of a class of the caller's own, and no library's; its attributes are in `attributes_of`."""
     kind = type(value)
     if kind is SimpleNamespace:
         return True
-    if not hasattr(value, "__dict__") or isinstance(value, type) or kind.__module__.startswith("midstream."):
+    module = kind.__module__
+    if not isinstance(module, str) or issubclass(kind, (type, nn.Module)) or module.startswith("midstream."):
         return False
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    return kind.__module__ == "__main__" or (file is not None and not file.startswith(_INSTALLED))
+    if any(getattr(kind, name) is not getattr(object, name) for name in _PICKLING):  # what travels is for it to say
+        return False
+    if module != "__main__":
+        file = getattr(sys.modules.get(module), "__file__", None)
+        if not isinstance(file, str) or file.startswith(_INSTALLED) or "/dist-packages/" in file:
+            return False
+    return attributes_of(value) is not None
+
+
+def attributes_of(value: Any) -> dict[str, Any] | None:
+    """An object's own attributes, with none of its code run; None if it has no dict of them."""
+    try:
+        found = object.__getattribute__(value, "__dict__")
+    except Exception:
+        return None
+    return found if type(found) is dict else None
 
 
 def _has(value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, FunctionType):
+    if type(value) is FunctionType:
         yield from () if _is_imported(value) else _variables(value)
     elif is_callers_object(value):
-        yield from list(vars(value).items())
+        yield from list((attributes_of(value) or {}).items())
 
 
 def _is_imported(function: FunctionType) -> bool:

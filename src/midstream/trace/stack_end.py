@@ -14,45 +14,49 @@ import ctypes
 import mmap
 import platform
 from collections.abc import Callable
-from typing import Any
 
-_Entry = ctypes.PYFUNCTYPE(None, ctypes.py_object)
 _CODE = {
     # push rbp; mov rbp, rsp; mov rax, rdi; mov rdi, rsi; call rax; pop rbp; ret
     "x86_64": bytes.fromhex("55 4889e5 4889f8 4889f7 ffd0 5d c3"),
 }
 
 
-@_Entry
-def _enter(run: Callable[[], None]) -> None:
-    run()
-
-
-def _make() -> Callable[[Any, Callable[[], None]], None] | None:
-    """f(entry, run) calls `entry(run)`; None where there is no such code, or the system lets nobody make any."""
+def _make() -> Callable[[Callable[[], None]], None] | None:
+    """f(run) calls `run`; None where there is no such code, or the system lets nobody make any."""
     code = _CODE.get(platform.machine())
     if code is None:
         return None
     try:
+        prototype = ctypes.PYFUNCTYPE(None, ctypes.py_object)
+        enter = prototype(lambda run: run())
         page = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         page.write(code)
         address = ctypes.addressof(ctypes.c_char.from_buffer(page))
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.mprotect(ctypes.c_void_p(address), mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_EXEC):
             return None
-    except OSError:
+    except (OSError, MemoryError):
         return None
-    call = ctypes.PYFUNCTYPE(None, _Entry, ctypes.py_object)(address)
+    call = ctypes.PYFUNCTYPE(None, prototype, ctypes.py_object)(address)
     call.page = page  # type: ignore[attr-defined]
-    return call
+    return lambda run: call(enter, run)
 
 
 _call = _make()
 
 
 def at_stack_end(run: Callable[[], None]) -> None:
-    """Call `run`, which must not raise, with nothing above it to walk up to."""
+    """Call `run` with nothing above it to walk up to."""
     if _call is None:
-        run()
-    else:
-        _call(_enter, run)
+        return run()
+    raised: list[BaseException] = []
+
+    def caught() -> None:
+        try:
+            run()
+        except BaseException as error:  # ctypes would print it
+            raised.append(error)
+
+    _call(caught)
+    if raised:
+        raise raised.pop()

@@ -34,11 +34,6 @@ def longest_hit(request: Any) -> int | None:
     return None if _is_plain(request) else _known(request).hit
 
 
-def held_from(request: Any) -> int | None:
-    """From which position on its blocks are held back until its plan is taken; None if the workers will take it, or nobody has its keys."""
-    return None if _is_plain(request) else _known(request).held
-
-
 def remember(request: Any) -> None:
     """To be called before the request, of streaming input, gets other sampling parameters: its blocks so far have these."""
     _known(request)
@@ -60,12 +55,12 @@ def _is_plain(request: Any) -> bool:
 
 
 class _OfRequest(NamedTuple):
-    """What a request's plan means to the cache, for a prompt of this length; `held` as `held_from` gives it."""
+    """What a request's plan means to the cache, for a prompt of this length."""
 
     length: int
     keys: Any
     hit: int | None
-    held: int | None
+    may_be_gone: bool = False
 
 
 def _known(request: Any) -> _OfRequest:
@@ -75,9 +70,7 @@ def _known(request: Any) -> _OfRequest:
     if known is None or known.length != length:
         made = _make(request, length)
         if known is not None and (known.keys is not None or made.keys is not None):
-            made = made._replace(
-                keys=_Alone(), held=None
-            )  # streaming input: before, it had the edits for a shorter prompt
+            made = made._replace(keys=_Alone())  # streaming input: before, it had the edits for a shorter prompt
         known = request.midstream_cache = made
     return known
 
@@ -86,7 +79,7 @@ def _make(request: Any, length: int) -> _OfRequest:
     try:
         carried = PlanRequest.of(request.sampling_params)
         if carried is None:
-            return _OfRequest(length, None, None, None)
+            return _OfRequest(length, None, None)
         known = _known_keys.get(
             (carried.wire, length, carried.num_layers),
             lambda: _keyed(carried, length),
@@ -95,21 +88,39 @@ def _make(request: Any, length: int) -> _OfRequest:
         if not known.is_open:
             share(request.sampling_params, known.wire)
         if known.keys is None or known.keys.floor is None:
-            return _OfRequest(length, None, known.hit, None)
-        is_sure = carried.wire in _taken and not known.may_be_gone
-        return _OfRequest(length, known.keys, known.hit, None if is_sure else known.keys.floor)
+            return _OfRequest(length, None, known.hit)
+        return _OfRequest(length, known.keys, known.hit, known.may_be_gone)
     except PlanError:  # the worker will refuse it; until then its blocks are nobody's
-        return _OfRequest(length, _Alone(), 0, None)
+        return _OfRequest(length, _Alone(), 0)
 
 
-def take(sampling_params: Any) -> None:
-    """The workers have begun a request, and had nothing against its plan."""
+class Taken:
+    """The plans that an engine's workers have taken."""
+
+    def __init__(self) -> None:
+        self._plans: Memory[None] = Memory()
+
+    def held_from(self, request: Any) -> int | None:
+        """From which position on a request's blocks are held back until its plan is taken; None if it will be, or nobody has its keys."""
+        known = None if _is_plain(request) else _known(request)
+        if known is None or not isinstance(known.keys, PlanKeys):
+            return None
+        is_sure = not known.may_be_gone and _case(request.sampling_params) in self._plans
+        return None if is_sure else known.keys.floor
+
+    def add(self, sampling_params: Any) -> None:
+        """The workers have begun a request, and had nothing against its plan."""
+        if (case := _case(sampling_params)) is not None:
+            self._plans.get(case, lambda: None, lambda _: len(case[0]))
+
+
+def _case(sampling_params: Any) -> tuple[bytes, bool, bool] | None:
+    """All that the workers judge a plan by; None if there is no plan, or none that can be read."""
     try:
         carried = PlanRequest.of(sampling_params)
-    except PlanError:  # the workers refuse it
-        return
-    if carried is not None:
-        _taken.get(carried.wire, lambda: None, lambda _: len(carried.wire))
+    except PlanError:
+        return None
+    return None if carried is None else (carried.wire, carried.capture is None, carried.record is None)
 
 
 class _Known(NamedTuple):
@@ -131,7 +142,6 @@ class _Known(NamedTuple):
 
 
 _known_keys: Memory[_Known] = Memory()
-_taken: Memory[None] = Memory()  # plans that workers have taken
 
 
 def _keyed(carried: PlanRequest, length: int) -> _Known:
@@ -181,7 +191,7 @@ class _Holding:
 
 @contextlib.contextmanager
 def holding_back(manager: Any, held: Mapping[str, int]) -> Iterator[None]:
-    """Have vLLM's KVCacheManager hold back blocks: `held` is request id -> `held_from`."""
+    """Have vLLM's KVCacheManager hold back blocks: `held` is request id -> `Taken.held_from`."""
     coordinator = manager.coordinator
     manager.coordinator = _Holding(coordinator, held)
     try:
