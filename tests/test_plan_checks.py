@@ -64,7 +64,7 @@ REFUSED = [
     (Capture("resid_post", positions=Span("x")), {}, r"^Capture\.positions is Span\(text='x', .*\), which needs the prompt's text"),
     (ALL_GENERATED, {"max_tokens": 0}, r"^Capture\.positions is 'all_generated' with max_tokens=0; allowed"),
     (patch(source=RUN), {"runs": {"lean": "b2"}}, r"^Patch\.source: .* no recorded run 'clean' any more; did you mean 'lean'\?$"),
-    (patch(source=RUN), {"runs": {"clean": "b2"}}, r"^Patch\.source: the recorded run 'clean' is not there any more, but another of that name"),
+    (patch(source=RUN), {"runs": {"clean": "b2"}}, r"^Patch\.source: the recorded run 'clean' is not there any more, but another"),
     (patch(source=RUN), {"runs": {}}, r"no recorded run 'clean' any more; there are none"),
     (patch(source=RUN, source_site="attn_out"), {}, r"^Patch\.source is 'attn_out', which .* 'clean' lacks; allowed: resid_post, mlp"),
     (patch(source=RUN, layer=1), {}, r"^Patch\.source asks for layer 1, which the run 'clean' lacks; allowed: 0, 2\.$"),
