@@ -18,7 +18,7 @@ from midstream.errors import InterventionErrorGroup, MidstreamError, RequestErro
 from midstream.plan.values import Plan
 from midstream.trace.block import Block, capture, link, push, skip, skipped
 from midstream.trace.program import BlockProgram, Outcome, Program
-from midstream.trace.reached import CONTAINERS, attributes_of, is_callers_object
+from midstream.trace.reached import CONTAINERS, attributes_of
 from midstream.trace.tracer import Barrier, BodyTracer, steps_of
 from midstream.trace.unsaved import in_place_of, refuse
 
@@ -59,6 +59,10 @@ class Invoke:
     plan: Plan = field(default_factory=Plan)
     answers: Answers = field(default_factory=dict)
     is_elsewhere: bool = False
+
+    @property
+    def block(self) -> Block | None:
+        return self.program.block if isinstance(self.program, BlockProgram) else None
 
 
 @dataclass
@@ -215,7 +219,7 @@ class Tracer(_Context):
             yield _NOTHING_SAVED
 
     def _blocks(self) -> list[Block]:
-        return [invoke.program.block for invoke in self.invokes if isinstance(invoke.program, BlockProgram)]
+        return [invoke.block for invoke in self.invokes if invoke.block is not None]
 
     def _collect(self, block: Block) -> dict[str, Any]:
         """Run the block around the invokes here; each invoke in it takes its own block."""
@@ -292,19 +296,16 @@ def _fill(there: Any, value: Any) -> bool:
 def _set_attribute(invoke: Invoke, name: str, value: Any) -> None:
     """Set `owner.name` of an object of the caller's."""
     owner, _, attribute = name.rpartition(".")
-    block = invoke.program.block if isinstance(invoke.program, BlockProgram) else None
-    held = None if block is None else {**block.captured, **block.reached}.get(owner)
-    if is_callers_object(held) and (attributes := attributes_of(held)) is not None:
-        attributes[attribute] = value
+    held = None if invoke.block is None else invoke.block.outside.get(owner)
+    if (own := attributes_of(held)) is not None:
+        own[attribute] = value
 
 
 def _used_by(invoke: Invoke, name: str, above: Mapping[str, Any]) -> Any:
     """What the caller has under a name that an invoke uses, and does not bind; or what was saved under it above the invokes."""
-    block = invoke.program.block if isinstance(invoke.program, BlockProgram) else None
-    if block is not None and name not in block.assigned and name in block.captured:
-        return block.captured[name]
-    if block is not None and name in block.reached:
-        return block.reached[name]
+    block = invoke.block
+    if block is not None and name not in block.assigned and name in (outside := block.outside):
+        return outside[name]
     return above.get(name) if not invoke.is_elsewhere else None
 
 

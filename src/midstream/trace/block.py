@@ -129,6 +129,11 @@ class Block:
         """The names that the block binds at its own level."""
         return frozenset(name for name in self.code.co_freevars if not name.startswith("__"))
 
+    @property
+    def outside(self) -> dict[str, Any]:
+        """What it has of the caller's, by name: what it captured, and what functions and objects among that have."""
+        return {**self.captured, **self.reached}
+
     def set_of(self, names: Mapping[str, Any], but: Collection[str]) -> list[str]:
         """Of the `names` that `function` gave, those that the block bound with no look at what they were before; not those of `but`."""
         return [name for name in names if name not in but and name not in self.captured]

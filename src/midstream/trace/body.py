@@ -20,7 +20,7 @@ from greenlet import GreenletExit, getcurrent, greenlet
 from midstream.errors import NeverReachedError, OutOfOrderError, TraceError
 from midstream.trace.journal import Journal
 from midstream.trace.modes import Away, Modes
-from midstream.trace.reached import backwards, is_container
+from midstream.trace.reached import contents
 from midstream.trace.remote import Claim, Place, RemoteValue
 from midstream.trace.rows import private
 from midstream.trace.stack_end import at_stack_end
@@ -36,7 +36,6 @@ STEP_START: Key = ("", "step")
 BARRIER: Key = ("", "barrier")
 FETCH: Key = ("", "fetch")
 CALL = "call"
-_LOOKED_AT = 10_000
 _SHARED = (bool, int, str, bytes, type(None))
 
 
@@ -403,28 +402,14 @@ class Body:
         Small numbers and texts are the same objects wherever they are, so they count if the container `is_changed`.
         """
         kinds = () if is_changed else _SHARED
-        return any(id(each) in self.saved and type(each) not in kinds for each in self._inside(value))
+        return bool(self.saved) and any(id(each) in self.saved and type(each) not in kinds for each in contents(value))
 
     def is_saved_throughout(self, value: Any) -> bool:
         """Whether it is a container with something in it that was saved, and no tensor that was not."""
-        inside = [each for each in self._inside(value) if type(each) not in _SHARED]
-        tensors = [each for each in inside if isinstance(each, torch.Tensor)]
-        saved = [each for each in inside if id(each) in self.saved and _as_saved(*self.saved[id(each)]) is each]
+        every = [each for each in contents(value) if type(each) not in _SHARED] if self.saved else []
+        tensors = [each for each in every if isinstance(each, torch.Tensor)]
+        saved = [each for each in every if id(each) in self.saved and _as_saved(*self.saved[id(each)]) is each]
         return bool(saved) and len(tensors) == sum(isinstance(each, torch.Tensor) for each in saved)
-
-    def _inside(self, value: Any) -> Iterator[Any]:
-        """What is in a container, at any depth, the last first; up to 10,000 values."""
-        if not self.saved or not is_container(value):
-            return
-        seen, rest, left = {id(value)}, [value], _LOOKED_AT
-        while rest:
-            for each in backwards(rest.pop()):
-                yield each
-                if (left := left - 1) == 0:
-                    return
-                if (is_container(each) or issubclass(type(each), tuple)) and id(each) not in seen:
-                    seen.add(id(each))
-                    rest.append(each)
 
     def pick_saved(self, names: dict[str, Any]) -> dict[str, Any]:
         """Of a body's variables, those that were saved."""

@@ -23,7 +23,7 @@ from midstream.errors import InterventionError, MidstreamError, StageFailedError
 from midstream.trace.block import Block, locals_at
 from midstream.trace.body import Body, StopTrace, current_body
 from midstream.trace.gradients import backward
-from midstream.trace.reached import CONTAINERS, attributes_of, is_callers_object
+from midstream.trace.reached import CONTAINERS, attributes_of, is_container
 from midstream.trace.tracer import BodyTracer, save, steps_of
 from midstream.trace.tree import map_tensors
 
@@ -144,21 +144,18 @@ class BlockProgram(Program):
         """
         outside = self._outside()
         found = {n: v for n, v in names.items() if v is not outside.get(n) and body.is_saved_throughout(v)}
-        found |= {n: v for n, v in outside.items() if body.has_saved_in(v, self._is_changed(body, n, v))}
+        containers = {n: v for n, v in outside.items() if is_container(v)}
+        found |= {n: v for n, v in containers.items() if body.has_saved_in(v, self._is_changed(body, n, v))}
         bound = {n: v for n, v in self._attributes().items() if v is not body.attributes.get(n)}
         return {**found, **body.pick_saved({**bound, **outside, **names})}
 
     def _outside(self) -> dict[str, Any]:
-        """What it has of the caller's, by name: what it captured, and what functions and objects among that have."""
-        every = {**self.block.captured, **self.block.reached}
-        return {name: value for name, value in every.items() if name not in self.injected}
+        return {name: value for name, value in self.block.outside.items() if name not in self.injected}
 
     def _attributes(self) -> dict[str, Any]:
         """The attributes of objects of the caller's, as `owner.name`."""
-        objects = {owner: value for owner, value in self._outside().items() if is_callers_object(value)}
-        return {
-            f"{owner}.{n}": held for owner, value in objects.items() for n, held in (attributes_of(value) or {}).items()
-        }
+        objects = {owner: attributes_of(value) or {} for owner, value in self._outside().items()}
+        return {f"{owner}.{name}": value for owner, own in objects.items() for name, value in own.items()}
 
     @staticmethod
     def _is_changed(body: Body, name: str, value: Any) -> bool:

@@ -22,6 +22,7 @@ from torch import nn
 
 CONTAINERS = (list, dict, deque)
 _PICKLING = ("__reduce__", "__reduce_ex__", "__getstate__")
+_LOOKED_AT = 10_000  # values in a container
 _MOST = 1000  # functions and objects that are looked into
 _INSTALLED = tuple(f"{sysconfig.get_paths()[name]}/" for name in ("stdlib", "purelib", "platlib"))
 
@@ -40,7 +41,7 @@ def reached(values: Mapping[str, Any]) -> dict[str, Any]:
                 continue
             seen.add(id(used))
             rest.append((f"{owner}.{name}", used))
-            if is_container(used) or is_callers_object(used):
+            if is_container(used) or attributes_of(used) is not None:
                 found[f"{owner}.{name}"] = used
     return found
 
@@ -49,7 +50,7 @@ def is_container(value: Any) -> bool:
     return issubclass(type(value), CONTAINERS)  # what isinstance asks is the object's own code
 
 
-def backwards(container: Any) -> Iterator[Any]:
+def _backwards(container: Any) -> Iterator[Any]:
     """The values in a container or a tuple, the last first."""
     kind = type(container)
     if issubclass(kind, dict):
@@ -59,25 +60,39 @@ def backwards(container: Any) -> Iterator[Any]:
     return list.__reversed__(container) if issubclass(kind, list) else reversed(list(tuple.__iter__(container)))
 
 
-def is_callers_object(value: Any) -> bool:
-    """Whether it is an instance of a class of the caller's own, and no library's; its attributes are in `attributes_of`."""
+def contents(container: Any) -> Iterator[Any]:
+    """What is in a container, at any depth, the last first; up to 10,000 values."""
+    if not is_container(container):
+        return
+    seen, rest, left = {id(container)}, [container], _LOOKED_AT
+    while rest:
+        for each in _backwards(rest.pop()):
+            yield each
+            if (left := left - 1) == 0:
+                return
+            if (is_container(each) or issubclass(type(each), tuple)) and id(each) not in seen:
+                seen.add(id(each))
+                rest.append(each)
+
+
+def attributes_of(value: Any) -> dict[str, Any] | None:
+    """The attributes of an instance of a class of the caller's own, and no library's, with none of its code run; None for all else."""
     kind = type(value)
-    if kind is SimpleNamespace:
-        return True
+    return _dict_of(value) if kind is SimpleNamespace or _is_callers(kind) else None
+
+
+def _is_callers(kind: type) -> bool:
     module = kind.__module__
     if not isinstance(module, str) or issubclass(kind, (type, nn.Module)) or module.startswith("midstream."):
         return False
     if any(getattr(kind, name) is not getattr(object, name) for name in _PICKLING):  # what travels is for it to say
         return False
-    if module != "__main__":
-        file = getattr(sys.modules.get(module), "__file__", None)
-        if not isinstance(file, str) or file.startswith(_INSTALLED) or "/dist-packages/" in file:
-            return False
-    return attributes_of(value) is not None
+    file = getattr(sys.modules.get(module), "__file__", None)
+    installed = not isinstance(file, str) or file.startswith(_INSTALLED) or "/dist-packages/" in file
+    return module == "__main__" or not installed
 
 
-def attributes_of(value: Any) -> dict[str, Any] | None:
-    """An object's own attributes, with none of its code run; None if it has no dict of them."""
+def _dict_of(value: Any) -> dict[str, Any] | None:
     try:
         found = object.__getattribute__(value, "__dict__")
     except Exception:
@@ -88,8 +103,8 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
 def _has(value: Any) -> Iterator[tuple[str, Any]]:
     if type(value) is FunctionType:
         yield from () if _is_imported(value) else _variables(value)
-    elif is_callers_object(value):
-        yield from list((attributes_of(value) or {}).items())
+    elif (own := attributes_of(value)) is not None:
+        yield from list(own.items())
 
 
 def _is_imported(function: FunctionType) -> bool:
