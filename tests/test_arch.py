@@ -307,7 +307,7 @@ def test_the_model_is_left_as_it_was() -> None:
 
 def test_unknown_sites() -> None:
     architecture = probe(Model(Parallel, by_position))
-    with pytest.raises(UnknownSiteError, match=r"no site 'resid_mid': it has resid_pre, resid_post, attn_in"):
+    with pytest.raises(UnknownSiteError, match=r"no site 'resid_mid': it has resid_pre, attn_in, attn_z"):
         architecture.binding("resid_mid", 0)
     with pytest.raises(UnknownSiteError, match="did you mean 'resid_post'"):
         architecture.binding("resid_pots", 0)

@@ -382,7 +382,7 @@ def test_c8_the_model_is_described_as_a_whole() -> None:
             f"model.layers.{i}.mlp" for i in range(4)
         ]
         assert whole["shapes"] == {f"model.layers.{i}": "[T, 64]" for i in range(4)}
-        assert whole["sites"] == ["resid_pre", "resid_post", "mlp_out", "embed", "logits"]
+        assert whole["sites"] == ["resid_pre", "mlp_out", "resid_post", "embed", "logits"]
         assert list(whole["widths"]) == [f"resid_post/{i}" for i in range(4)]
         assert whole["layers"] == [0, 1, 2, 3] and whole["num_layers"] == 4
 
@@ -392,5 +392,5 @@ def test_one_rank_describes_itself() -> None:
     alone = {key: value for key, value in described(0).items() if key not in ("stage", "tensor", "layers")}
     assert {key: merged_description([alone])[key] for key in alone} == {
         **alone,
-        "sites": ["resid_post", "mlp_out", "embed"],
+        "sites": ["mlp_out", "resid_post", "embed"],
     }

@@ -23,6 +23,7 @@ from midstream.engine.plans.store import make_run
 from midstream.engine.plans.tables import DeviceTables, Rows
 from midstream.engine.plans.twin import TwinTables
 from midstream.engine.step import StepView
+from midstream.engine.verdict import End
 from midstream.plan.checks import ModelFacts
 from midstream.plan.layout import Layout, Plane
 from midstream.sites import Binding
@@ -356,7 +357,7 @@ def test_d5_what_is_known_to_be_the_users_is_said_with_the_rows(steps, monkeypat
     steps.sent.clear()
     sampling = _sampling(Capture("resid_post", layers=0, positions="all"))
     sampling.stop = ["."]
-    steps.host.schedule({"b": (sampling, PROMPT)}, {"b": 3}, {"a": 8}, {"b": 0})
+    steps.host.schedule({"b": (sampling, PROMPT)}, {"b": 3}, {"a": End(8)}, {"b": 0})
     steps.host.begin_step(StepView(["b"], np.array([3]), np.array([0]), 3))
     steps.forward(3)
     steps.host.end_step()

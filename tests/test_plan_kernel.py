@@ -353,7 +353,7 @@ def test_an_early_launch_is_asked_for_where_it_is_worth_it(monkeypatch: pytest.M
     monkeypatch.setattr(kernel, "_launches_dependent", lambda device: True)
     rows, word = torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
     for early in (True, False):
-        kernel.edit_rows(torch.zeros(2, 16), None, rows, word, word, 0, 3, early=early)
+        kernel.edit_rows(torch.zeros(2, 16), None, rows, word, rows, word, 0, 3, early=early)
     assert asked == [True, False]
 
 
@@ -394,7 +394,7 @@ def test_a_compiled_kernel_serves_what_it_was_compiled_for(monkeypatch: pytest.M
         (at(aligned + 8, half), at(aligned + 512, half)),
         (at(aligned, half), None),
     ):
-        kernel.edit_rows(first, second, rows, word, word, 0, 3)
+        kernel.edit_rows(first, second, rows, word, rows, word, 0, 3)
     assert ran == ["new 1", "again 1", "new 2", "again 1", "new 3", "new 4", "new 5"]
 
 

@@ -116,7 +116,7 @@ def test_f2_plans_on_other_architectures(tiny: Any, name: str) -> None:
 
 def test_b6_a_site_that_the_architecture_lacks_is_named_with_those_it_has(tiny: Any) -> None:
     model, _ = tiny("gpt_neox")
-    with pytest.raises(PlanError, match=r"resid_mid.*resid_pre, resid_post, attn_in"):
+    with pytest.raises(PlanError, match=r"resid_mid.*resid_pre, attn_in, attn_z"):
         model.generate([IDS], plan=Steer("resid_mid", vector=vector(1, 4.0, WIDTH)), max_tokens=1)
     with pytest.raises(UnknownSiteError):
         model.run(lambda m: m.resid_mid[1], IDS)

@@ -43,7 +43,7 @@ def capture(**fields):
 
 # ------------------------------------------------------------------------------------------------ what is refused
 
-SITES = r"resid_pre, resid_mid, resid_post, attn_in, attn_out, attn_z, mlp_in, mlp_act, mlp_out"
+SITES = r"resid_pre, attn_in, attn_z, attn_out, resid_mid, mlp_in, mlp_act, mlp_out, resid_post"
 REFUSED = [
     # what, its fields, and the message: the field, what was given, what is allowed
     (steer, {"site": "resid"}, rf"^Steer\.site is 'resid'; allowed: {SITES}\.$"),

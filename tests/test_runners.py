@@ -20,7 +20,7 @@ from midstream.engine.scheduler import _Rules
 from midstream.engine.settings import NAME
 from midstream.engine.step import StepView
 from midstream.engine.traced import TracedGroup
-from midstream.engine.verdict import Verdict
+from midstream.engine.verdict import End, Verdict
 from midstream.errors import EngineClosedError, TraceError
 
 
@@ -129,10 +129,12 @@ def bare_worker(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[bool]]:
         monkeypatch.setattr(
             module.PlatformWorker, name, lambda self, *step: seen.append(graphs.entries is not first), raising=False
         )
-    worker.midstream = SimpleNamespace(is_idle=True)
+    worker.midstream = SimpleNamespace(is_idle=True, step_is_traced=False)
     worker.plans = SimpleNamespace(
         is_idle=True,
         tables=SimpleNamespace(edit=None),
+        edits=False,
+        step_is_planned=False,
         repeat=lambda step: not worker.plans.is_idle,
         end_step=lambda: None,
     )
@@ -159,7 +161,8 @@ def test_a_verdict_on_an_output_that_is_on_its_way() -> None:
     from midstream.engine.worker import _Judged
 
     verdict = Verdict(["stopped"], {})
-    judged = _Judged(SimpleNamespace(get_output=SimpleNamespace, get_kv_connector_output=lambda: "kv"), verdict)  # type: ignore[arg-type]
+    output: Any = SimpleNamespace(get_output=SimpleNamespace, get_kv_connector_output=lambda: "kv")
+    judged = _Judged(output, lambda: verdict)
     assert isinstance(judged, AsyncModelRunnerOutput)
     assert judged.get_output().midstream is verdict and judged.get_kv_connector_output() == "kv"
 
@@ -220,17 +223,21 @@ class Vllms:
 
     def __init__(self) -> None:
         self.vllm_config = SimpleNamespace(additional_config={})
+        self.kv_cache_manager = SimpleNamespace(block_pool=SimpleNamespace())
         self.requests: dict[str, Any] = {}
         self.new: list[Any] = []
         self.freed: set[str] = set()
 
     def add_request(self, request: Any) -> None:
         self.requests[request.request_id] = request
-        self.new.append(SimpleNamespace(req_id=request.request_id, sampling_params=request.sampling_params))
+        self.new.append(
+            SimpleNamespace(req_id=request.request_id, sampling_params=request.sampling_params, block_ids=([],))
+        )
 
     def schedule(self) -> Any:
         freed, self.freed, new, self.new = self.freed, set(), self.new, []
-        return SimpleNamespace(finished_req_ids=freed, scheduled_new_reqs=new)
+        cached = SimpleNamespace(req_ids=[], new_block_ids=[])
+        return SimpleNamespace(finished_req_ids=freed, scheduled_new_reqs=new, scheduled_cached_reqs=cached)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> None: ...
 
@@ -261,11 +268,11 @@ def test_c13_the_scheduler_is_vllms_own_while_nobody_has_a_trace_or_a_plan() -> 
     scheduler.add_request(other)
     assert vars(scheduler).keys() == bare | {"schedule", "update_from_output"}
     scheduler._free_request(planned)
-    assert scheduler.schedule().midstream_finished == {"planned": 7} and "schedule" in vars(scheduler)
+    assert scheduler.schedule().midstream_finished == {"planned": End(7)} and "schedule" in vars(scheduler)
     scheduler._free_request(other)
     scheduler._free_request(plain)
     assert "schedule" in vars(scheduler) and scheduler.has_ends_to_tell
-    assert scheduler.schedule().midstream_finished == {"other": 5}
+    assert scheduler.schedule().midstream_finished == {"other": End(5)}
     assert vars(scheduler).keys() == bare and not scheduler.has_ends_to_tell
 
 

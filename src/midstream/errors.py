@@ -83,6 +83,15 @@ class PlanError(MidstreamError, ValueError):
     """A plan, or a field of one, that cannot be carried out. The message names the field, what was given and what is allowed."""
 
 
+NOT_FINITE = (
+    "Not finite: "  # what a message of `NotFiniteError` begins with, by which it is known where only text arrives
+)
+
+
+class NotFiniteError(PlanError, TraceError):
+    """A plan or a trace made a request's activations infinite or NaN. The message names site, layer and position."""
+
+
 class CaptureError(MidstreamError):
     """Captured rows that did not come whole, or a consumer of them that failed."""
 

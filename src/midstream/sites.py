@@ -13,16 +13,17 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     import torch
 
+# In the order in which the forward pass comes by them.
 LAYER_SITES = (
     "resid_pre",
-    "resid_mid",
-    "resid_post",
     "attn_in",
-    "attn_out",
     "attn_z",
+    "attn_out",
+    "resid_mid",
     "mlp_in",
     "mlp_act",
     "mlp_out",
+    "resid_post",
 )
 MODEL_SITES = ("embed", "final_norm", "logits", "samples")
 

@@ -15,7 +15,7 @@ from midstream.backends.tracer import Ran
 from midstream.engine import launch
 from midstream.engine.request import TraceRequest
 from midstream.engine.results import ChannelClosedError, Mailbox, UnsendableError
-from midstream.errors import EngineClosedError, MidstreamError, PlanError, TraceError
+from midstream.errors import NOT_FINITE, EngineClosedError, MidstreamError, NotFiniteError, PlanError, TraceError
 from midstream.trace.program import Outcome
 from midstream.trace.tracer import Result
 from midstream.trace.tree import map_objects
@@ -132,8 +132,7 @@ def put_capture(ran: Ran, capturing: Capturing | None, planned: Planned | None, 
     """Likewise of one request, whose samples have `generated` tokens."""
     ran.output.captures = None
     try:
-        if planned is not None:
-            raise_if_refused(ran.output)
+        raise_if_refused(ran.output)
         ran.output.captures = (
             capturing.result(generated) if capturing is not None else nothing_captured(ran.output.request_id)
         )
@@ -142,10 +141,10 @@ def put_capture(ran: Ran, capturing: Capturing | None, planned: Planned | None, 
 
 
 def raise_if_refused(output: Any) -> None:
-    """Raise PlanError if the engine ended the request for its plan."""
+    """Raise PlanError or NotFiniteError if the engine ended the request for what its plan or trace asks for."""
     for sample in output.outputs:
         if sample.finish_reason == "error" and isinstance(sample.stop_reason, str):
-            raise PlanError(sample.stop_reason)
+            raise (NotFiniteError if sample.stop_reason.startswith(NOT_FINITE) else PlanError)(sample.stop_reason)
 
 
 def _collect(box: Mailbox | None, output: Any, stages: int) -> Ran:

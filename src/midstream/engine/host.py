@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from midstream.arch import Architecture
+from midstream.engine.finite import NotFinite, StepRows
 from midstream.engine.graph_sites import trace_keys, tree_at
 from midstream.engine.ranks.stages import Stages
 from midstream.engine.reports import Reports
@@ -15,15 +16,17 @@ from midstream.engine.request import TraceRequest
 from midstream.engine.step import Scheduled, StepView
 from midstream.engine.traced import TracedGroup, TracedRequest
 from midstream.errors import (
+    NOT_FINITE,
     MidstreamError,
     NeverReachedError,
+    NotFiniteError,
     ShapeError,
     StageFailedError,
     TraceError,
     TracesNotAllowedError,
 )
 from midstream.sites import Point
-from midstream.trace.body import is_in_body
+from midstream.trace.body import Body, is_in_body
 from midstream.trace.envoy import Envoy, ModelEnvoy
 from midstream.trace.interleaver import LAST_POINTS, Interleaver
 from midstream.trace.journal import Journal
@@ -31,7 +34,7 @@ from midstream.trace.program import Failure, Outcome, Program, make_body, outcom
 from midstream.trace.randomness import Randomness
 from midstream.trace.rows import FlatRows
 from midstream.trace.tracer import BodyTracer
-from midstream.trace.visit import Key
+from midstream.trace.visit import Key, point_name
 
 
 class TraceHost:
@@ -77,6 +80,7 @@ class TraceHost:
         self._in_step: list[tuple[Scheduled, TracedRequest]] = []
         self._expects_logits = False
         self._sent = 0
+        self.step_rows: StepRows | None = None  # of the step that is being sampled
 
     # From the worker.
 
@@ -363,6 +367,7 @@ class TraceHost:
         if samples is not before:
             samples = self._with_tokens(samples, before)
         tokens = samples.tolist() if any(request.may_stop for _, request in self._in_step) else None
+        self._fail_not_finite()
         for scheduled, request in self._in_step:
             self._after_step(scheduled.request_id, request, tokens[scheduled.place] if tokens is not None else None)
         self._in_step = []
@@ -370,6 +375,31 @@ class TraceHost:
         if self._stages is not None:
             self._stages.end_step(self.interleaver.bodies)
         return samples
+
+    def _fail_not_finite(self) -> None:
+        """End the traces whose requests have left the finite range in this step."""
+        broken = self.step_rows.not_finite() if self.step_rows is not None else {}
+        for name, at in broken.items():
+            if (request := self._requests.get(name)) is not None:
+                for body_name in request.open_bodies:
+                    body = self.interleaver.bodies[body_name]
+                    body.fail(NotFiniteError(f"{NOT_FINITE}{self._first_written(body) or at}. Write smaller values."))
+
+    def _first_written(self, body: Body) -> str | None:
+        """The first write of a body that is not finite."""
+        found = body.journal.first_not_finite() if body.journal is not None else None
+        if found is None:
+            return None
+        key, where, position = found
+        point = next((point for point, binding in self.arch.bindings.items() if binding == where), None)
+        place = f"{point[0]} of layer {point[1]} ({point_name(key)})" if point is not None else point_name(key)
+        return f"the trace wrote infinity or NaN to {place}, position {position}"
+
+    def refusal(self, name: str, at: NotFinite) -> str | None:
+        """Why a request has to end that has left the finite range, and whose trace is done. For any thread."""
+        if name not in self._settled:
+            return None
+        return f"{NOT_FINITE}{at}: a trace, or an edit left on the model, has written to it. Write smaller values."
 
     def _with_tokens(self, samples: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
         """What traces have written: a number that is no token would end the engine in its next step, and ends its own trace here."""

@@ -5,6 +5,7 @@ Each tells the host when a batch has been laid out, passes logits and samples by
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, Protocol
 
@@ -110,6 +111,17 @@ class Runner:
 
         return record_twice
 
+    def batch(self) -> tuple[Sequence[str], torch.Tensor | None]:
+        """The requests of the step that has just been queued, in the order of their rows, and the rows at the forward's end, `[T, H]`.
+
+        The rows are None where the forward ends on another rank.
+        """
+        raise NotImplementedError
+
+    def prepare_clearing(self) -> None:
+        """Have KV blocks cleared that the scheduler asks for; vLLM prepares that for models with Mamba layers alone."""
+        raise NotImplementedError
+
     def probe(self, tokens: int) -> None:
         """One forward over `tokens` dummy tokens, uncompiled and without attention."""
         planted: list[torch.Tensor] = []
@@ -137,11 +149,15 @@ class Runner:
     def _watch_logits(self, host: Host) -> None:
         compute: Any = self.model.compute_logits
 
-        def compute_logits(*args: Any, **kwargs: Any) -> Any:
-            logits = compute(*args, **kwargs)
-            return host.see_logits(logits) if host.step_is_traced and logits is not None else logits
+        def compute_logits(hidden_RH: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            # A request that has left the finite range ends behind this step. Its token is one all the same: some samplers take
+            # NaN for a token that is none, which the next step would look up.
+            hidden_RH = torch.nan_to_num(hidden_RH, 0.0, 0.0, 0.0)
+            logits = compute(hidden_RH, *args, **kwargs)
+            watches = self.watched is Watch.ALL and host.step_is_traced
+            return host.see_logits(logits) if watches and logits is not None else logits
 
-        self._see(self.model, "compute_logits", compute_logits)
+        self._see(self.model, "compute_logits", compute_logits, Watch.ROWS)
 
     @staticmethod
     def _with_samples(host: Host, sampler_output: Any) -> None:
@@ -156,6 +172,23 @@ class V1Runner(Runner):
 
     def _dummy_run(self, tokens: int) -> None:
         self.runner._dummy_run(tokens, is_profile=True)
+
+    def batch(self) -> tuple[Sequence[str], torch.Tensor | None]:
+        state = self.runner.execute_model_state
+        return list(self.runner.input_batch.req_ids), state.hidden_states if state is not None else None
+
+    def prepare_clearing(self) -> None:
+        if self.runner.device.type == "cpu":
+            self.runner._zero_block_ids = self._clear  # the CPU runner's own leaves sliding windows out
+        elif not hasattr(self.runner, "_kv_block_zeroer"):
+            self.runner._init_kv_zero_meta()
+
+    def _clear(self, block_ids: list[int]) -> None:
+        """Clear blocks of every layer's `[blocks, ...]`."""
+        ids = torch.tensor(block_ids)
+        for layer in self.runner.compilation_config.static_forward_context.values():
+            if isinstance(kv := getattr(layer, "kv_cache", None), torch.Tensor) and kv.numel():
+                kv.index_fill_(0, ids, 0)
 
     def connect(self, host: Host) -> None:
         runner = self.runner
@@ -205,6 +238,14 @@ class V2Runner(Runner):
 
     def _dummy_run(self, tokens: int) -> None:
         self.runner._dummy_run(tokens, skip_attn=True, is_profile=True)
+
+    def batch(self) -> tuple[Sequence[str], torch.Tensor | None]:
+        state = self.runner.execute_model_state
+        return (state.input_batch.req_ids, state.hidden_states) if state is not None else ((), None)
+
+    def prepare_clearing(self) -> None:
+        if self.runner.kv_block_zeroer is None:
+            self.runner._init_kv_zero_meta()
 
     def record_second_graphs(self, edit: Fire) -> None:
         manager = self.runner.cudagraph_manager

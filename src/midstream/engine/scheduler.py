@@ -1,4 +1,5 @@
-"""vLLM's scheduler with two more rules: a traced prompt is computed in one piece, and plans have their say in the prefix cache.
+"""vLLM's scheduler with three more rules: a traced prompt is computed in one piece, plans have their say in the prefix cache, and KV blocks
+that held what a plan or a trace changed are cleared before another request gets them.
 
 A traced request that would not fit whole into the coming step waits, with all that queue behind it, so it starves nobody
 and is starved by nobody. All else is vLLM's: chunked prefill, prefix caching and async scheduling stay on.
@@ -17,11 +18,12 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.request import RequestStatus
 
 from midstream.engine.lifeline import tie_to_parent
-from midstream.engine.plans.cache import Taken, holding_back, rekey, remember
+from midstream.engine.plans.cache import EditedBlocks, Taken, holding_back, rekey, remember
+from midstream.engine.plans.request import changes_kv
 from midstream.engine.plugin import register
 from midstream.engine.request import TraceRequest
 from midstream.engine.settings import Settings, is_ours
-from midstream.engine.verdict import Verdict
+from midstream.engine.verdict import End, Verdict
 
 
 class _Rules:
@@ -42,18 +44,22 @@ class _Rules:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._lengths: dict[str, int] = {}  # tokens of the requests that the workers are to be told the end of
+        self._ends: dict[str, End] = {}  # of the requests that the workers are to be told the end of
         self._takes_traces = Settings.of(self.vllm_config).allow_traces
         self._ours: set[str] = set()  # requests with a trace or a plan, from their coming to their end
         self._unstarted: set[str] = set()  # requests with a trace, until they are seen to have begun
         self._taken = Taken()
         self._held: dict[str, int] = {}  # request whose plan the workers may yet refuse -> `Taken.held_from`
+        self._changing: set[str] = set()  # requests that may write to KV what plain ones never would
+        self._edited = self.kv_cache_manager.block_pool.midstream = EditedBlocks()
 
     def add_request(self, request: Any) -> None:
         super().add_request(request)  # type: ignore[misc]
         if not is_ours(request) or request.request_id not in self.requests:  # a session ends by a request of its name
             return
         self._ours.add(request.request_id)
+        if changes_kv(request.sampling_params):
+            self._changing.add(request.request_id)
         if (position := self._taken.held_from(request)) is not None:
             self._held[request.request_id] = position
         self.schedule, self.update_from_output = self._schedule, self._update
@@ -66,11 +72,29 @@ class _Rules:
                 output = self._schedule_whole(*args, **kwargs)
             else:
                 output = super().schedule(*args, **kwargs)  # type: ignore[misc]
-        if self._lengths:
-            output.midstream_finished = {n: self._lengths.pop(n) for n in output.finished_req_ids if n in self._lengths}
-        if not (self._ours or self._lengths):
+        if self._changing:
+            self._note_written(output)
+        if self._ends:
+            output.midstream_finished = {n: self._ends.pop(n) for n in output.finished_req_ids if n in self._ends}
+        if not (self._ours or self._ends):
             del self.schedule, self.update_from_output
         return output
+
+    def _note_written(self, output: Any) -> None:
+        """The step writes to these blocks on behalf of requests with edits or traces."""
+        cached = output.scheduled_cached_reqs
+        for begun in output.scheduled_new_reqs:
+            if begun.req_id in self._changing:
+                self._edited.write(begun.block_ids)
+        for name, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if block_ids is not None and name in self._changing:
+                self._edited.write(block_ids)
+
+    def _get_new_block_ids_to_zero(self) -> list[int] | None:
+        """vLLM's list of blocks to clear before the step, for every step."""
+        before = super()._get_new_block_ids_to_zero()  # type: ignore[misc]
+        edited = self._edited.take()
+        return sorted({*edited, *(before or ())}) if edited else before
 
     def _may_begin_traces(self) -> bool:
         """Quick to tell, with queues of any length."""
@@ -83,12 +107,13 @@ class _Rules:
     @property
     def has_ends_to_tell(self) -> bool:
         """Whether a request with a trace or a plan has ended that the workers have not been told of."""
-        return bool(self._lengths)
+        return bool(self._ends)
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         if is_ours(request):
-            self._lengths[request.request_id] = request.num_tokens
+            self._ends[request.request_id] = End(request.num_tokens)
         self._ours.discard(request.request_id)
+        self._changing.discard(request.request_id)
         self._held.pop(request.request_id, None)
         return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
 
@@ -158,6 +183,8 @@ class _Rules:
         refused = self._take_refused(verdict.errors) if verdict.errors else []
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         for request in refused:
+            if request.request_id in self._ends:
+                self._ends[request.request_id] = End(request.num_tokens, verdict.errors[request.request_id])
             reason = {"finish_reason": FinishReason.ERROR, "stop_reason": verdict.errors[request.request_id]}
             output = EngineCoreOutput(request.request_id, [], **reason, events=request.take_events())
             outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(output)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +15,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 from midstream.arch import Architecture, detect
 from midstream.arch.shards import Finder
 from midstream.engine.eager_kernels import EagerKernels
+from midstream.engine.finite import StepRows
 from midstream.engine.graph_sites import SiteOp, build_in, buildable_points
 from midstream.engine.host import TraceHost
 from midstream.engine.lifeline import raise_if_ending, tie_to_parent
@@ -49,21 +50,22 @@ _PROBE_TOKENS = 3
 
 @AsyncModelRunnerOutput.register
 class _Judged:
-    """An output on its way from the device, with the requests that end with it."""
+    """An output on its way from the device, with what tells the requests that end with it."""
 
-    def __init__(self, output: AsyncModelRunnerOutput, verdict: Verdict) -> None:
+    def __init__(self, output: AsyncModelRunnerOutput, judge: Callable[[], Verdict | None]) -> None:
         self._output = output
-        self._verdict = verdict
+        self._judge = judge
 
     def get_output(self) -> Any:
-        return _judged(self._output.get_output(), self._verdict)
+        return _judged(self._output.get_output(), self._judge())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._output, name)  # what an output has differs from version to version of vLLM
 
 
-def _judged(output: Any, verdict: Verdict) -> Any:
-    output.midstream = verdict
+def _judged(output: Any, verdict: Verdict | None) -> Any:
+    if verdict is not None:
+        output.midstream = verdict
     return output
 
 
@@ -95,6 +97,7 @@ class Worker(PlatformWorker):
     """A worker that runs traces and plans."""
 
     _is_awake = False  # whether a request with a trace or a plan is alive
+    _rows: StepRows | None = None  # of the step that is being executed, if a request in it has edits or a trace
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         refuse_unsupported(self.vllm_config)
@@ -182,6 +185,7 @@ class Worker(PlatformWorker):
     def compile_or_warm_up_model(self) -> Any:
         if has_graphs(self.vllm_config) and self._has_built_in:
             self._runner.record_second_graphs(self.plans.tables.edit_recorded)
+        self._runner.prepare_clearing()
         return super().compile_or_warm_up_model()
 
     def _tokenizer(self) -> Any:
@@ -197,7 +201,7 @@ class Worker(PlatformWorker):
         traces, plans = self.midstream, self.plans
         if not begins and plans.repeat(scheduler_output):  # little more than this to one like the last
             planned = plans.step_is_planned
-            self._runner.prepare(Watch.ROWS if planned else Watch.NOTHING, planned)
+            self._runner.prepare(Watch.ROWS if planned or plans.edits else Watch.NOTHING, planned)
             return self._execute_planned(scheduler_output)
         self._is_awake = begins or not (traces.is_idle and plans.is_idle)
         if not self._is_awake:
@@ -224,14 +228,27 @@ class Worker(PlatformWorker):
     def _execute_planned(self, scheduler_output: Any) -> Any:
         """A step in which plans may act, for which the runner is prepared."""
         plans = self.plans
-        if not plans.step_is_planned:
-            return super().execute_model(scheduler_output)
-        SiteOp.edit = plans.tables.edit
+        if plans.step_is_planned:
+            SiteOp.edit = plans.tables.edit
         try:
-            return super().execute_model(scheduler_output)
+            output = super().execute_model(scheduler_output)
         finally:
-            SiteOp.edit = None
-            plans.end_step()
+            if plans.step_is_planned:
+                SiteOp.edit = None
+                plans.end_step()
+        if plans.edits or self.midstream.step_is_traced:
+            self._rows = self._rows_of(scheduler_output)
+        return output
+
+    @torch.inference_mode()
+    def _rows_of(self, scheduler_output: Any) -> StepRows | None:
+        """The rows of the step that has just been queued; None where the forward ends on another rank."""
+        names, hidden_TH = self._runner.batch()
+        if not isinstance(hidden_TH, torch.Tensor):
+            return None
+        tables = self.plans.tables
+        codes_T, ready = tables.take_overflow(hidden_TH[: scheduler_output.total_num_scheduled_tokens])
+        return StepRows(codes_T, ready, tables.points, names, scheduler_output)
 
     def execute_dummy_batch(self) -> None:
         self._runner.use_second_graphs(False)
@@ -247,8 +264,8 @@ class Worker(PlatformWorker):
         finished = set(scheduler_output.finished_req_ids)
         traced_begun = {name: (params, len(prompt)) for name, (params, prompt) in begun.items()}
         self.midstream.schedule(traced_begun, scheduled.keys(), finished, computed)
-        lengths = getattr(scheduler_output, "midstream_finished", {})
-        off_graph = self.plans.schedule(begun, scheduled, {name: lengths.get(name) for name in finished}, computed)
+        ends = getattr(scheduler_output, "midstream_finished", {})
+        off_graph = self.plans.schedule(begun, scheduled, {name: ends.get(name) for name in finished}, computed)
         self.plans.settle(scheduler_output, may_repeat=self.midstream.is_idle and not off_graph)
         return off_graph
 
@@ -259,16 +276,26 @@ class Worker(PlatformWorker):
         self.midstream.see_site(self.plans.tables.points[point], hidden, residual)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
+        rows, self._rows = self._rows, None
+        self.midstream.step_rows = rows
         output = super().sample_tokens(grammar_output)
-        if self._runner.watched is not Watch.ALL:
+        if self._runner.watched is Watch.ALL:
+            raise_if_ending()
+        stops, errors = self.midstream.take_stops(), self.plans.take_errors()
+        if output is None or not (stops or errors or rows):
             return output
-        raise_if_ending()
-        if not (self.midstream.stops or self.plans.errors):
-            return output
-        verdict = Verdict(self.midstream.take_stops(), self.plans.take_errors())
-        if output is None:
-            return output
-        return _Judged(output, verdict) if isinstance(output, AsyncModelRunnerOutput) else _judged(output, verdict)
+
+        def judge() -> Verdict | None:
+            ended = {**self._refusals(rows), **errors} if rows is not None else errors
+            return Verdict(stops, ended) if stops or ended else None
+
+        return _Judged(output, judge) if isinstance(output, AsyncModelRunnerOutput) else _judged(output, judge())
+
+    def _refusals(self, rows: StepRows) -> dict[str, str]:
+        """request id -> why it has to end, of those that have left the finite range."""
+        broken = rows.not_finite()
+        told = {name: self.plans.refusal(name, at) or self.midstream.refusal(name, at) for name, at in broken.items()}
+        return {name: text for name, text in told.items() if text is not None}
 
     # Called by the client through `collective_rpc`.
 

@@ -41,6 +41,15 @@ class Journal:
         if value.is_cuda:
             self.fresh.append(written)
 
+    def first_not_finite(self) -> tuple[Key, Binding | Ref, int] | None:
+        """The point, the place there and the position of the first write of an infinity or a NaN."""
+        for key, writes in self._written.items():
+            for written in writes.values():
+                bad = ~torch.isfinite(written.value).movedim(written.axis, 0).flatten(1).all(-1)
+                if bad.any():
+                    return key, written.where, written.first_position + int(bad.nonzero()[0])
+        return None
+
     def replay(self, event: Event, rows: FlatRows) -> None:
         """Put the edits of `rows`' positions back."""
         for written in self._written.get(event.key, {}).values():

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from midstream.engine.patches import replace
@@ -162,6 +162,35 @@ class _Alone:
         return self._key
 
 
+class EditedBlocks:
+    """The KV blocks that hold what plans and traces have changed, until they are cleared for their next request.
+
+    Masked rows of a block are still multiplied by zero in some attention kernels (vLLM's on the CPU), and zero times infinity is NaN. So a
+    request must never be given a block with numbers of another request's making in it.
+    """
+
+    def __init__(self) -> None:
+        self._written: set[int] = set()
+        self._to_clear: list[int] = []
+
+    def write(self, block_ids: Iterable[Iterable[int]]) -> None:
+        """A request with a plan's edits or a trace was given these blocks, in each group of layers."""
+        for group in block_ids:
+            self._written.update(group)
+
+    def allocate(self, blocks: Iterable[Any]) -> None:
+        """A request is given these blocks, of which it computes every row that it reads."""
+        if self._written:
+            old = [block.block_id for block in blocks if block.block_id in self._written]
+            self._written.difference_update(old)
+            self._to_clear += old
+
+    def take(self) -> list[int]:
+        """The blocks to clear before the coming step."""
+        blocks, self._to_clear = self._to_clear, []
+        return blocks
+
+
 class _Limited:
     """vLLM's KVCacheCoordinator, with cache hits up to `longest` tokens."""
 
@@ -208,6 +237,24 @@ def heed_plans() -> None:
     """
     _key_blocks()
     _limit_hits()
+    _note_allocations()
+
+
+def _note_allocations() -> None:
+    """Have an engine's `EditedBlocks` hear which blocks are handed out; `scheduler` puts it onto the block pool."""
+    from vllm.v1.core.block_pool import BlockPool
+
+    def make(original: Any) -> Any:
+        def get_new_blocks(self: Any, *args: Any, **kwargs: Any) -> Any:
+            blocks = original(self, *args, **kwargs)
+            edited: EditedBlocks | None = getattr(self, "midstream", None)
+            if edited is not None:
+                edited.allocate(blocks)
+            return blocks
+
+        return get_new_blocks
+
+    replace(BlockPool, "get_new_blocks", make)
 
 
 def _limit_hits() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from midstream.engine.finite import NotFinite
 from midstream.engine.plans.batches import Batch, Batches
 from midstream.engine.plans.images import Image, Images, RunRow
 from midstream.engine.plans.outlet import DUE_BYTES, Outlet, Piece
@@ -21,10 +23,11 @@ from midstream.engine.plans.sources import Sources
 from midstream.engine.plans.store import RunStore, VectorStore
 from midstream.engine.plans.tables import Rows, Tables
 from midstream.engine.step import StepView
-from midstream.errors import PlanError
+from midstream.engine.verdict import End
+from midstream.errors import NOT_FINITE, PlanError
 from midstream.plan.checks import ModelFacts, check
 from midstream.plan.compile import CompiledPlan, compile_plan
-from midstream.plan.values import Plan
+from midstream.plan.values import Plan, place_of
 from midstream.sites import Point
 
 if TYPE_CHECKING:
@@ -78,6 +81,7 @@ class PlanHost:
         self._batch: Batch | None = None  # of the coming step, if one like it may come
         self._standing: Batch | None = None  # the one that the tables still have all of
         self._capturing = 0  # requests with rows still to be captured
+        self._editing: set[str] = set()  # requests whose plan has edits
         self.step_is_planned = False  # whether a plan acts in the step that is being prepared or run
 
     # From the worker.
@@ -86,6 +90,23 @@ class PlanHost:
     def is_idle(self) -> bool:
         """Whether no request that this worker knows has a plan."""
         return not self._requests
+
+    @property
+    def edits(self) -> bool:
+        """Whether a request is alive whose activations a plan changes, in this step or an earlier one."""
+        return bool(self._editing)
+
+    def refusal(self, name: str, broken: NotFinite) -> str | None:
+        """Why a request has to end that has left the finite range; None if it is over, or has no edits. For any thread."""
+        request = self._requests.get(name) if name in self._editing else None
+        if request is None:
+            return None
+        if broken.point is not None:
+            hint = "its plan's edit there makes them so"
+        else:
+            places = dict.fromkeys(map(place_of, request.image.plan.edits))
+            hint = f"its plan edits {', '.join(islice(places, 8))}{', ...' if len(places) > 8 else ''}"
+        return f"{NOT_FINITE}{broken}: {hint}. Use smaller vectors or scales, or a dtype with a wider range than {self.facts.dtype}."
 
     @property
     def requests(self) -> list[str]:
@@ -132,7 +153,7 @@ class PlanHost:
         self,
         new: Mapping[str, tuple[Any, Sequence[int]]],
         scheduled: Mapping[str, int],
-        finished: Mapping[str, int | None],
+        finished: Mapping[str, End | None],
         computed: Mapping[str, int],
     ) -> bool:
         """What the scheduler has sent for the coming step; whether the step has to run uncompiled.
@@ -140,12 +161,12 @@ class PlanHost:
         Args:
             new: request id -> (sampling parameters, prompt) of requests that begin, or go on with a longer prompt.
             scheduled: request id -> its tokens in this step.
-            finished: request id -> how many tokens it had at its end, where that is known.
+            finished: request id -> its end, where that is known.
             computed: request id -> tokens computed before.
         """
-        for name, tokens in finished.items():
+        for name, end in finished.items():
             if name in self._requests:
-                self._end(name, tokens)
+                self._end(name, end.tokens if end is not None else None, end.error if end is not None else None)
         for name, (sampling, prompt) in new.items():
             self._begin_or_extend(name, sampling, prompt)
         self.outlet.flush()
@@ -271,6 +292,8 @@ class PlanHost:
         sources, image = self._take(name, carried, plan, len(prompt))
         done = not plan.captures
         self._requests[name] = Planned(carried, image, sources, complete=done, stops_at_text=stops_at_text)
+        if plan.edits:
+            self._editing.add(name)
         if plan.captures:
             self._capturing += 1
             self.outlet.begin(name, carried, plan, prompt)
@@ -331,11 +354,14 @@ class PlanHost:
             request.complete = False
             self._capturing += 1
 
-    def _end(self, name: str, tokens: int | None) -> None:
+    def _end(self, name: str, tokens: int | None, error: str | None = None) -> None:
         request = self._requests.pop(name)
+        self._editing.discard(name)
         try:
             unsent = not request.complete
             self._capturing -= unsent
+            if error is not None:
+                return self.outlet.fail(name, request.carried, error)
             if request.carried.record is not None:
                 self._keep(request)
             if unsent:

@@ -67,6 +67,7 @@ def _edit_rows(  # type: ignore[no-untyped-def]
     residual_TH,
     profile_T,
     capture_T,
+    overflow_T,
     table_address,
     point,
     points,
@@ -138,6 +139,11 @@ def _edit_rows(  # type: ignore[no-untyped-def]
         if edits > 0:
             edited = (h + added).to(stored.dtype)
             changed = edited != stored
+            # Lanes without an infinity or a NaN store nothing. The earliest point has the largest number, and stays.
+            size = tl.abs(edited.to(tl.float32))
+            tl.atomic_max(
+                overflow_T + row + columns * 0, points - point, mask=inside & ((size != size) | (size == float("inf")))
+            )
             # The rest is written back as it was: stores of single elements take several times as long.
             tl.store(hidden_at, tl.where(changed, edited, hidden), mask=inside)
             if DUAL:  # v + 0 is v in every dtype
@@ -161,6 +167,7 @@ def edit_rows(
     residual_TH: torch.Tensor | None,
     profile_T: torch.Tensor,
     capture_T: torch.Tensor,
+    overflow_T: torch.Tensor,
     table_address: torch.Tensor,
     point: int,
     points: int,
@@ -173,6 +180,7 @@ def edit_rows(
         residual_TH: the second stream of a dual-stream model; the value is then their sum, rounded to the dtype.
         profile_T: int32, each row's profile.
         capture_T: int64, the address of each row's captured row; 0 for a row of which nothing is kept.
+        overflow_T: int32, gets `points - point` where an edit leaves the finite range and no earlier one has; for `take_overflow`.
         table_address: int64 `[1]`, where the table `[profiles, points, tables.ENTRY_WORDS]` lies.
         early: whether a launch before the kernel in front has ended is worth it, where the device has such.
     """
@@ -180,7 +188,7 @@ def edit_rows(
     second = residual_TH if residual_TH is not None else hidden_TH
     few, dependent = rows <= _FEW_ROWS, early and _launches_dependent(hidden_TH.device)
     block = triton.next_power_of_2(hidden_size)
-    tensors = (hidden_TH, second, profile_T, capture_T, table_address)
+    tensors = (hidden_TH, second, profile_T, capture_T, overflow_T, table_address)
     shape = (hidden_size, hidden_TH.stride(0), second.stride(0), residual_TH is not None, few, dependent, block)
     low_bits = 0
     for tensor in tensors:
@@ -197,3 +205,30 @@ def edit_rows(
     compiled = _edit_rows[(rows,)](*tensors, point, points, *shape, num_warps=warps, **options)
     if compiled is not None and key is not None:  # Triton's interpreter has none
         _compiled[key] = compiled
+
+
+@triton.jit
+def _take_overflow(hidden_TH, overflow_T, codes_T, points, hidden_size, hidden_stride, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    value = tl.load(hidden_TH + row * hidden_stride + columns, mask=columns < hidden_size, other=0.0)
+    size = tl.abs(value.to(tl.float32))
+    elsewhere = tl.max(((size != size) | (size == float("inf"))).to(tl.int32))
+    seen = tl.load(overflow_T + row)
+    tl.store(overflow_T + row, 0)
+    tl.store(codes_T + row, tl.where(seen > 0, 1 + points - seen, -elsewhere))
+
+
+def take_overflow(hidden_TH: torch.Tensor, overflow_T: torch.Tensor, points: int) -> torch.Tensor:
+    """int32 `[T]`, as the codes of `finite.StepRows`, from what `edit_rows` has noted and the rows at the end of the forward; forgets it.
+
+    Args:
+        hidden_TH: `[T, H]`, the last axis dense.
+        overflow_T: int32, at least `T`.
+        points: how many there are.
+    """
+    rows, hidden_size = hidden_TH.shape
+    codes_T = torch.empty(rows, dtype=torch.int32, device=hidden_TH.device)
+    block = triton.next_power_of_2(hidden_size)
+    _take_overflow[(rows,)](hidden_TH, overflow_T, codes_T, points, hidden_size, hidden_TH.stride(0), BLOCK=block)
+    return codes_T

@@ -25,8 +25,8 @@ _log = logging.getLogger(__name__)
 
 
 def points_of(arch: Architecture) -> list[Point]:
-    """Every (site, layer) that plans may name on this worker."""
-    return [(site, layer) for site in LAYER_SITES for layer in arch.layers if (site, layer) in arch.bindings]
+    """Every (site, layer) that plans may name on this worker, in the order of the forward pass."""
+    return [(site, layer) for layer in arch.layers for site in LAYER_SITES if (site, layer) in arch.bindings]
 
 
 class PointHooks:

@@ -95,6 +95,18 @@ class PlanRequest(NamedTuple):
         )
 
 
+def changes_kv(sampling_params: Any) -> bool:
+    """Whether a request may write KV that the model alone would not: with a trace, edits, or what cannot be read."""
+    carried = (getattr(sampling_params, "extra_args", None) or {}).get(NAME)
+    if carried is None:
+        return False
+    try:
+        request = PlanRequest.of(sampling_params)
+        return request is None or "trace" in carried or bool(request.plan.edits)
+    except PlanError:
+        return True
+
+
 def share(sampling_params: Any, wire: bytes) -> None:
     """Have a request carry this object for its plan, an equal one: what all requests of a batch have is pickled for the workers once."""
     carried = sampling_params.extra_args[NAME]

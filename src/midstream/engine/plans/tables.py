@@ -131,6 +131,14 @@ class Tables:
         """As `edit`, for a CUDA graph that is being recorded, which will be replayed for other rows."""
         self.edit(point, hidden, residual)
 
+    def take_overflow(self, hidden_TH: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object]]:
+        """Which rows of the step have left the finite range: the codes of `finite.StepRows`, and what waits for them.
+
+        Args:
+            hidden_TH: `[T, H]`, the rows at the end of the forward.
+        """
+        raise NotImplementedError
+
     def _grow(self) -> None:
         self.growths += 1
 
@@ -159,6 +167,7 @@ class DeviceTables(Tables):
         self._device, self._early_launch = device, early_launch
         self._profile_T = torch.zeros(rows, dtype=torch.int32, device=device)
         self._capture_T = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._overflow_T = torch.zeros(rows, dtype=torch.int32, device=device)
         self._addressed = 0  # rows that may have a capture address
         self._host = np.zeros((self._size, len(self.points), ENTRY_WORDS), np.int64)
         self._table = torch.zeros(self._host.shape, dtype=torch.int64, device=device)
@@ -275,14 +284,25 @@ class DeviceTables(Tables):
 
     def edit_recorded(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         second = flat(residual) if residual is not None else None
-        place = (self._profile_T, self._capture_T, self._address, point, len(self.points))
-        self._edit_rows(flat(hidden), second, *place, early=self._early_launch)
+        place = (self._profile_T, self._capture_T, self._overflow_T, self._address, point, len(self.points))
+        self._kernel.edit_rows(flat(hidden), second, *place, early=self._early_launch)
+
+    @torch.inference_mode()
+    def take_overflow(self, hidden_TH: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object]]:
+        codes_T = self._kernel.take_overflow(hidden_TH, self._overflow_T, len(self.points))
+        host_T = torch.empty(codes_T.shape, dtype=codes_T.dtype, pin_memory=codes_T.is_cuda)
+        host_T.copy_(codes_T, non_blocking=True)
+        if not codes_T.is_cuda:
+            return host_T, lambda: None
+        copied = torch.cuda.Event()
+        copied.record()
+        return host_T, copied.synchronize
 
     @cached_property
-    def _edit_rows(self) -> Callable[..., None]:
-        from midstream.engine.plans.kernel import edit_rows  # with Triton, which not every machine has
+    def _kernel(self) -> Any:
+        from midstream.engine.plans import kernel  # with Triton, which not every machine has
 
-        return edit_rows
+        return kernel
 
 
 def _span(numbers: Sequence[int]) -> range:

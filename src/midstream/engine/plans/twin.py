@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ class TwinTables(Tables):
         self._banks: dict[int, list[torch.Tensor]] = {}
         self._groups: list[tuple[int, torch.Tensor | slice]] = []
         self._blocks: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._overflow: dict[int, int] = {}  # row -> the first point whose edit left the finite range
 
     def _place(self, loaded: Loaded) -> None:
         bank = [vector.to(self._device) for vector in loaded.compiled.bank]
@@ -52,7 +54,7 @@ class TwinTables(Tables):
         for number, rows, ops in self._groups_at(point):
             self._capture([op for op in ops if op.kind == "capture" and op is ops[0]], number, first, second)
             if any(op.kind != "capture" for op in ops):
-                self._apply(ops, number, rows, first, second)
+                self._apply(point, ops, number, rows, first, second)
             self._capture([op for op in ops[1:] if op.kind == "capture"], number, first, second)
 
     def edited(
@@ -65,7 +67,14 @@ class TwinTables(Tables):
         alike = hidden.ndim == 2 and rows == slice(0, len(hidden))
         if not alike or any(op.kind == "capture" for op in ops):
             return super().edited(point, hidden, residual)
-        return self._new(ops, number, hidden, residual)
+        return self._new(point, ops, number, rows, hidden, residual)
+
+    def take_overflow(self, hidden_TH: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object]]:
+        codes_T = -_not_finite(hidden_TH).to(torch.int32).cpu()
+        for row, point in self._overflow.items():
+            codes_T[row] = 1 + point
+        self._overflow.clear()
+        return codes_T, lambda: None
 
     def _groups_at(self, point: int) -> list[tuple[int, torch.Tensor | slice, tuple[Op, ...]]]:
         """The profiles that have ops there, with their rows and these ops."""
@@ -74,11 +83,21 @@ class TwinTables(Tables):
         return [(number, rows, ops) for number, rows, ops in groups if ops is not None]
 
     def _new(
-        self, ops: Sequence[Op], number: int, first: torch.Tensor, second: torch.Tensor | None
+        self,
+        point: int,
+        ops: Sequence[Op],
+        number: int,
+        rows: torch.Tensor | slice,
+        first: torch.Tensor,
+        second: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Both streams of rows that all have `number`, edited. Elements that come out as they were are bit-identical in both."""
         old = first if second is None else (first + second).to(first.dtype)
         new = arithmetic.edited(old, ops, self._banks[number])
+        if not math.isfinite(new.sum(dtype=torch.float32)):  # one pass; the sum of finite numbers may overflow as well
+            numbers = torch.arange(rows.stop)[rows] if isinstance(rows, slice) else rows.cpu()
+            for row in numbers[_not_finite(new).cpu()].tolist():
+                self._overflow.setdefault(row, point)
         differs = torch.ne(new, old, out=torch.empty_like(new))  # into bools it takes several times as long
         if int(torch.count_nonzero(differs)) == differs.numel():  # as a dense vector does it
             return new, torch.zeros_like(second) if second is not None else None
@@ -87,13 +106,14 @@ class TwinTables(Tables):
 
     def _apply(
         self,
+        point: int,
         ops: Sequence[Op],
         number: int,
         rows: torch.Tensor | slice,
         first: torch.Tensor,
         second: torch.Tensor | None,
     ) -> None:
-        new, left = self._new(ops, number, first[rows], second[rows] if second is not None else None)
+        new, left = self._new(point, ops, number, rows, first[rows], second[rows] if second is not None else None)
         first[rows] = new
         if second is not None and left is not None:
             second[rows] = left
@@ -105,6 +125,11 @@ class TwinTables(Tables):
         value = first[rows] if second is None else first[rows] + second[rows]
         for op in ops:
             block[:, op.offset : op.offset + value.shape[-1]] = value
+
+
+def _not_finite(x_TH: torch.Tensor) -> torch.Tensor:
+    """`[T]`, whether a row has an infinity or a NaN."""
+    return ~torch.isfinite(x_TH).all(-1)
 
 
 def _index_of(rows: np.ndarray, device: torch.device) -> torch.Tensor | slice:
