@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +33,7 @@ from midstream.engine.settings import Settings  # noqa: E402
 from midstream.engine.verdict import Verdict  # noqa: E402
 from midstream.errors import PlanError  # noqa: E402
 from midstream.plan.values import Named, Plan  # noqa: E402
-from midstream.plan.wire import to_json  # noqa: E402
+from midstream.plan.wire import to_json, to_wire  # noqa: E402
 
 BLOCK, BUDGET, PROMPT = 16, 32, 100
 REASON = "no such vector"
@@ -225,17 +226,65 @@ def test_d8_what_is_no_trace_is_refused_and_harms_no_engine(scheduler: Any, trac
 
 
 def test_d8_a_plan_as_text_comes_from_strangers() -> None:
-    """Whatever carries it: it may not say where the engine writes, nor vouch for a named vector's content or for itself."""
-
-    def carried(plan: Any) -> Any:
-        return PlanRequest.of(SimpleNamespace(extra_args={"midstream": to_json(Plan.of(plan))}))
-
+    """G8: whatever carries it, it may not say where the engine writes, nor vouch for a named vector's content or for itself."""
     for to in ("captures", Consumer("probe")):
-        with pytest.raises(PlanError, match="may not name where"):
-            carried(Capture("resid_post", to=to))
-    vouched = Steer("resid_post", vector=Named("calm", "0" * 32))
-    (read,) = carried(vouched).plan.interventions
-    assert read.vector == Named("calm") and not carried(vouched).checked
+        for form in every_form(Capture("resid_post", to=to)):
+            with pytest.raises(PlanError, match="may not name where"):
+                admit(form)
+    for form in every_form(Steer("resid_post", vector=Named("calm", "0" * 32))):
+        with pytest.raises(PlanError, match="may not say what the engine has"):
+            admit(form)
+    for form in every_form(steer()):
+        assert PlanRequest.of(SimpleNamespace(extra_args={"midstream": admit(form)})).plan.edits  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("capture", ["id", 0]),
+        ("record", ["id", "name"]),
+        ("checked", True),
+        ("num_layers", 8),
+        ("trace", {"trace": "id"}),
+        ("x", 1),
+    ],
+)
+def test_g8_a_dict_brings_a_plan_and_nothing_else(name: str, value: Any) -> None:
+    """What midstream's own clients say beside the plan is known by the type that holds it, which no JSON becomes."""
+    plan = to_wire(Plan.of(steer()))
+    for given in ({"plan": plan, name: value}, {"plan": packed(Plan.of(steer())), name: value}, {**plan, name: value}):
+        with pytest.raises(PlanError, match=name):
+            admit(given)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [to_json(Plan.of(Capture("resid_post", to="rows"))), to_wire(Plan.of(Capture("resid_post", to="rows"))), 7, [1]],
+)
+def test_g8_an_engine_takes_no_plan_that_has_not_come_by_admission(given: Any) -> None:
+    """As from a front end without the plugin."""
+    with pytest.raises(PlanError, match="past midstream's part of the front end"):
+        PlanRequest.of(SimpleNamespace(extra_args={"midstream": given}))
+
+
+@pytest.mark.parametrize("name", ["midstraem", "Midstream", "midstream_plan", "mid-stream", "midstrem"])
+def test_g3_a_misspelt_key_is_refused(name: str) -> None:
+    """vLLM passes over keys that nobody reads, so that the plan would be silently ignored."""
+    with pytest.raises(PlanError, match=f"{name}.*did you mean 'midstream'"):
+        admit("{}", name)
+    assert admit("{}", "kv_transfer_params") is None and admit("{}", "stream_interval") is None
+
+
+def every_form(*plan: Any) -> list[Any]:
+    """What a server makes of a plan in a request's JSON, and what is like it."""
+    text = to_json(Plan.of(plan))
+    return [text, json.loads(text), to_wire(Plan.of(plan)), {"plan": text}, {"plan": json.loads(text)}]
+
+
+def admit(given: Any, name: str = "midstream") -> Any:
+    params = vllm.SamplingParams(extra_args={name: given})
+    request = SimpleNamespace(sampling_params=params, prompt_token_ids=[1, 2, 3], mm_features=None)
+    return admitted(engine_config(), Settings(), request)
 
 
 def engine_config() -> Any:
@@ -264,7 +313,7 @@ def test_d8_only_an_engine_that_takes_code_takes_a_client_at_its_word() -> None:
     wrong = Plan.of(Steer("resid_post", layers=[99], vector=torch.ones(256)))
     params = vllm.SamplingParams(extra_args=PlanRequest(packed(wrong), 8, checked=True).to_extra_args())
     request = SimpleNamespace(sampling_params=params, prompt_token_ids=[1, 2, 3], mm_features=None)
-    assert admitted(config, Settings(allow_traces=True), request) is params.extra_args["midstream"]
+    assert admitted(config, Settings(allow_traces=True), request) == params.extra_args["midstream"]
     with pytest.raises(PlanError, match="99"):
         admitted(config, Settings(), request)
     with pytest.raises(PlanError, match="99"):

@@ -27,7 +27,7 @@ from midstream.errors import PlanError
 from midstream.plan import wire
 from midstream.plan.fields import nearest
 from midstream.plan.values import Named, Vector
-from midstream.plan.wire import from_json, from_wire, to_json, to_wire
+from midstream.plan.wire import MAX_STRANGERS_BYTES, from_json, from_wire, to_json, to_wire
 
 V = [1.0, 2.0, 0.5]
 FULL = Plan.of(
@@ -138,15 +138,47 @@ def test_code_does_not_travel(to):
 
 @pytest.mark.parametrize("to", ["captures", Consumer("probe"), (None, "captures")])
 def test_strangers_may_not_say_where_an_engine_writes(to):
-    """With `sinks=False`, for plans that come from outside."""
     plan = Plan.of([Capture("resid_mid"), Capture("resid_post", to=to)])
-    for read in (lambda: from_wire(to_wire(plan), sinks=False), lambda: from_json(to_json(plan), sinks=False)):
+    for read in (lambda: from_wire(to_wire(plan), trusted=False), lambda: from_json(to_json(plan), trusted=False)):
         with pytest.raises(
             PlanError, match=r"^interventions\[1\]\.to is .*; allowed: None; who sends this plan may not name where"
         ):
             read()
     plain = Plan.of(Capture("resid_post", to=None))
-    assert from_wire(to_wire(plain), sinks=False) == plain
+    assert from_wire(to_wire(plain), trusted=False) == plain
+
+
+def test_strangers_may_not_vouch_for_a_named_vector():
+    """G8: digests key the prefix cache."""
+    plan = Plan.of(Steer("resid_post", vector=Named("calm", "0" * 32)))
+    with pytest.raises(PlanError, match=r"^interventions\[0\]\.vector\.digest is .*; allowed: None"):
+        from_json(to_json(plan), trusted=False)
+    assert from_json(to_json(plan)) == plan
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "x" * (MAX_STRANGERS_BYTES + 1),
+        to_json(Plan.of(Steer("resid_post", vector=[1.0]))) + " " * MAX_STRANGERS_BYTES,
+    ],
+)
+def test_what_a_stranger_sends_is_refused_unread_beyond_a_size(given, monkeypatch):
+    """F6. Seen failing without the check: the text is parsed."""
+    monkeypatch.setattr(json, "loads", None)
+    with pytest.raises(PlanError, match=r"^the plan is over 4 MiB; allowed: up to 4 MiB"):
+        from_json(given, trusted=False)
+
+
+def test_a_strangers_dict_is_measured_before_it_is_read():
+    """F6: in the form that nested JSON has, also where it is wide or deep."""
+    deep = 1
+    for _ in range(100_000):
+        deep = [deep]
+    wide = {"interventions": [], "vectors": {str(i): "" for i in range(1 << 20)}}
+    for sent, message in (({"interventions": deep}, "nested more than 16 deep"), (wide, "over 4 MiB")):
+        with pytest.raises(PlanError, match=message):
+            from_wire(sent, trusted=False)
 
 
 def test_what_is_wrong_with_a_large_plan_is_told_soon():
@@ -213,7 +245,7 @@ REFUSED = [
     ({"interventions": [], "runs": {"y": {**RUN, "more": 1}}}, r"^runs\['y'\] has an unknown key 'more'"),
     ({"interventions": [], "runs": {"": RUN}}, r"^runs\[''\]: RecordedRun\.id is ''"),
     ({"interventions": [], "vectors": []}, r"^vectors is \[\]; allowed: a dict"),
-    ({"interventions": [], "vectors": {"a": "text"}}, r"^vectors\['a'\] is 'text'; allowed: float32 as bytes, 4 for each dimension"),
+    ({"interventions": [], "vectors": {"a": "text"}}, r"^vectors\['a'\] is 3 bytes; allowed: float32 as bytes or in base64, 4 bytes"),
     ({"interventions": [], "vectors": {"a": b""}}, r"^vectors\['a'\] is 0 bytes; allowed"),
     ({"interventions": [], "vectors": {"a": b"12345"}}, r"^vectors\['a'\] is 5 bytes; allowed"),
     ({"interventions": [], "vectors": {"a": np.array([np.nan], "<f4").tobytes()}}, r"^vectors\['a'\] is NaN at index 0"),
@@ -242,7 +274,7 @@ def test_what_is_refused_and_why(given, message):
         ("null", "^the plan is None; allowed: a dict"),
         (b"{}", "^the plan is b'{}'; allowed: JSON as a string"),
         ('{"interventions": [], "vectors": {"a": "%%%"}}', r"^vectors\['a'\] is '%%%'; allowed: float32 in base64"),
-        ('{"interventions": [], "vectors": {"a": 3}}', r"^vectors\['a'\] is 3; allowed: float32 in base64"),
+        ('{"interventions": [], "vectors": {"a": 3}}', r"^vectors\['a'\] is 3; allowed: float32 as bytes or in base64"),
         (json.dumps(steer(scale=math.nan)), r"Steer\.scale is nan"),
         (json.dumps(steer(vector=[math.inf])), r"Steer\.vector is infinity at index 0"),
     ],

@@ -16,7 +16,7 @@ from midstream.backends.tracer import Invoke
 from midstream.captures.wanted import Routes
 from midstream.engine import launch
 from midstream.engine.plans.request import PlanRequest, packed
-from midstream.engine.request import TraceRequest, requests_of
+from midstream.engine.request import Envelope, TraceRequest, requests_of
 from midstream.engine.settings import NAME
 from midstream.errors import ParameterError, PlanError, TraceError
 from midstream.plan.values import Plan
@@ -157,5 +157,5 @@ def _with_plan(params: Any, planned: Planned | None, rows: Capturing | None, rec
         key = rows.key if rows is not None else None
         carried = PlanRequest(packed(planned.bare), planned.facts.num_layers, capture=key, record=record, checked=True)
         extra = params.extra_args or {}
-        params.extra_args = {**extra, NAME: {**extra.get(NAME, {}), **carried.to_extra_args()[NAME]}}
+        params.extra_args = {**extra, NAME: Envelope({**extra.get(NAME, {}), **carried.to_extra_args()[NAME]})}
     return params

@@ -17,6 +17,10 @@ SMALL = 1 << 20
 _SUFFIX = re.compile("-[0-9a-f]{8}$")
 
 
+class Envelope(dict[str, Any]):
+    """What midstream's own clients put into `extra_args`. Its type is what it is known by: JSON becomes plain dicts."""
+
+
 def users_id(engine_id: str) -> str:
     """A request's id as its user knows it: vLLM puts a dash and eight random digits to its end. Samples are `0_ID`, `1_ID`, ..."""
     return _SUFFIX.sub("", engine_id)
@@ -47,7 +51,7 @@ class TraceRequest:
     stream: bool = False
 
     def to_extra_args(self) -> dict[str, Any]:
-        return {NAME: {"trace": asdict(self)}}
+        return {NAME: Envelope(trace=asdict(self))}
 
     @classmethod
     def of(cls, sampling_params: Any) -> TraceRequest | None:

@@ -30,6 +30,9 @@ VERSION = 1
 MAX_INTERVENTIONS = 1 << 16
 MAX_ITEMS = 1 << 20  # layers, positions, tokens or numbers in one list
 MAX_VECTOR_BYTES = 1 << 30  # of all vectors of a plan
+MAX_STRANGERS_BYTES = 4 << 20  # of a plan that came over HTTP
+_ITEM_BYTES = 8  # that a number, a list or a dict counts for
+_MAX_DEPTH = 16
 
 KINDS: dict[str, type[Intervention]] = {"steer": Steer, "patch": Patch, "clamp": Clamp, "capture": Capture}
 NAMES = {kind: name for name, kind in KINDS.items()}
@@ -102,28 +105,31 @@ def _written_run(run: RecordedRun) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------------ reading
 
 
-def from_json(text: str, *, sinks: bool = True) -> Plan:
-    """The plan that `to_json` wrote, or somebody by hand. Raises PlanError for anything else."""
+def from_json(text: str, *, trusted: bool = True) -> Plan:
+    """The plan that `to_json` wrote, or somebody by hand. `trusted` as for `from_wire`. Raises PlanError for anything else."""
     if not isinstance(text, str):
         raise fields.refuse("the plan", fields.shown(text), "JSON as a string")
+    if not trusted:
+        _check_size(text)
     try:
         wire = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise PlanError(f"The plan is not JSON: {error}.") from error
-    if isinstance(wire, dict) and isinstance(wire.get("vectors"), dict):
-        wire["vectors"] = {key: _decoded(key, data) for key, data in wire["vectors"].items()}
-    return from_wire(wire, sinks=sinks)
+    return from_wire(wire, trusted=trusted)
 
 
-def from_wire(wire: Mapping[str, Any], *, sinks: bool = True) -> Plan:
+def from_wire(wire: Mapping[str, Any], *, trusted: bool = True) -> Plan:
     """The plan that `to_wire` wrote.
 
     Args:
-        sinks: whether `Capture.to` may name directories and consumers of the machine that reads the plan. False for the plans of strangers.
+        trusted: False for the plan of a stranger, which may be `MAX_STRANGERS_BYTES` long at most, name no directories and consumers of
+            the machine that reads it, and not vouch for the content of named vectors.
 
     Raises:
         PlanError: it is no such thing, in any way whatever. The message names the place, what stands there and what is allowed.
     """
+    if not trusted:
+        _check_size(wire)
     wire = _dict("the plan", wire, ("interventions",), ("version", "vectors", "runs"))
     if wire.get("version", VERSION) != VERSION:
         raise fields.refuse(
@@ -131,7 +137,28 @@ def from_wire(wire: Mapping[str, Any], *, sinks: bool = True) -> Plan:
         )
     tables = _Tables(_vectors(_dict("vectors", wire.get("vectors", {}))), _runs(_dict("runs", wire.get("runs", {}))))
     items = _list("interventions", wire["interventions"], MAX_INTERVENTIONS)
-    return Plan(tuple(_intervention(f"interventions[{i}]", item, tables, sinks) for i, item in enumerate(items)))
+    return Plan(tuple(_intervention(f"interventions[{i}]", item, tables, trusted) for i, item in enumerate(items)))
+
+
+def _check_size(given: Any) -> None:
+    """Raise PlanError for more than a stranger may send, having looked at no more than that."""
+    size, depth, level = 0, 0, [given]
+    while level:
+        below: list[Any] = []
+        for value in level:
+            size += len(value) if isinstance(value, (str, bytes)) else _ITEM_BYTES
+            if isinstance(value, Mapping):
+                below += [*value.keys(), *value.values()]
+            elif isinstance(value, (list, tuple)):
+                below += value
+            if size + _ITEM_BYTES * len(below) > MAX_STRANGERS_BYTES:
+                given = f"over {MAX_STRANGERS_BYTES >> 20} MiB"
+                allowed = f"up to {MAX_STRANGERS_BYTES >> 20} MiB; vectors are shortest in base64, or as names"
+                raise fields.refuse("the plan", given, allowed)
+        depth += 1
+        if depth > _MAX_DEPTH:
+            raise fields.refuse("the plan", f"nested more than {_MAX_DEPTH} deep", f"up to {_MAX_DEPTH}")
+        level = below
 
 
 class _Tables(NamedTuple):
@@ -139,7 +166,7 @@ class _Tables(NamedTuple):
     runs: dict[str, RecordedRun]
 
 
-def _intervention(place: str, item: Any, tables: _Tables, sinks: bool) -> Intervention:
+def _intervention(place: str, item: Any, tables: _Tables, trusted: bool) -> Intervention:
     if not isinstance(item, dict):
         raise fields.refuse(place, fields.shown(item), "a dict")
     kind = fields.one_of(f"{place}.kind", item.get("kind"), KINDS)
@@ -148,12 +175,21 @@ def _intervention(place: str, item: Any, tables: _Tables, sinks: bool) -> Interv
     required = [name for name, needed in known.items() if needed]
     item = _dict(f"{place} ({kind})", item, ("kind", *required), tuple(known))
     read = {name: _value(f"{place}.{name}", name, value, tables) for name, value in item.items() if name != "kind"}
-    if not sinks and read.get("to") is not None:
-        raise fields.refuse(
-            f"{place}.to", fields.shown(read["to"]), "None; who sends this plan may not name where the engine writes"
-        )
+    if not trusted:
+        _refuse_rights(place, read)
     make: Callable[..., Intervention] = cls
     return _made(place, make, **read)
+
+
+def _refuse_rights(place: str, read: dict[str, Any]) -> None:
+    """Raise PlanError for a field that only the engine's own side may set."""
+    if read.get("to") is not None:
+        allowed = "None; who sends this plan may not name where the engine writes"
+        raise fields.refuse(f"{place}.to", fields.shown(read["to"]), allowed)
+    for name, value in read.items():
+        if isinstance(value, Named) and value.digest is not None:
+            allowed = "None; who sends this plan may not say what the engine has under a name"
+            raise fields.refuse(f"{place}.{name}.digest", fields.shown(value.digest), allowed)
 
 
 def _made(place: str, make: Callable[..., T], *args: Any, **attributes: Any) -> T:
@@ -220,9 +256,10 @@ def _vectors(table: dict[str, Any]) -> dict[str, Vector]:
     size, read = 0, {}
     for key, data in table.items():
         place = f"vectors[{fields.shown(key)}]"
+        data = _decoded(key, data) if isinstance(data, str) else data
         if not isinstance(data, bytes) or not data or len(data) % 4:
             given = f"{len(data)} bytes" if isinstance(data, bytes) else fields.shown(data)
-            raise fields.refuse(place, given, "float32 as bytes, 4 for each dimension")
+            raise fields.refuse(place, given, "float32 as bytes or in base64, 4 bytes for each dimension")
         size += len(data)
         if size > MAX_VECTOR_BYTES:
             raise fields.refuse("the plan's vectors", f"over {MAX_VECTOR_BYTES} bytes", f"up to {MAX_VECTOR_BYTES}")

@@ -6,47 +6,91 @@ What only the workers know (which sites this model has, named vectors, recorded 
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import dataclasses
+import difflib
 import functools
 import os
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from midstream.engine.patches import replace
-from midstream.engine.plans.request import PlanRequest, packed, unpacked
-from midstream.engine.request import TraceRequest
+from midstream.engine.plans.request import PlanRequest, given_plan, packed, unpacked
+from midstream.engine.request import Envelope
 from midstream.engine.settings import NAME, Settings
 from midstream.errors import PlanError
+from midstream.plan import fields
 from midstream.plan.checks import ModelFacts, check
 from midstream.plan.memory import Memory
 from midstream.plan.values import Capture, Plan
 
+_LIKE = 0.75  # how much of a key is as in "midstream", where 1 is all
 _RESIDUAL = ("resid_pre", "resid_mid", "resid_post", "attn_in", "attn_out", "mlp_in", "mlp_out")
 
 
 def check_requests() -> None:
-    """Have vLLM's input processor check plans. Once a process; seen on vLLM 0.26 and 0.32."""
+    """Have vLLM's front end read and check plans. Once a process; seen on vLLM 0.26 and 0.32."""
+    _read_apart()
+    _check_inputs()
+
+
+def _read_apart() -> None:
+    """Have strangers' plans read on a thread of their own: `AsyncLLM.add_request` runs on a server's event loop, which others wait for."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    def make(original: Any) -> Any:
+        async def add_request(self: Any, request_id: Any, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+            extra = getattr(params, "extra_args", None)
+            given = (extra or {}).get(NAME)
+            if isinstance(given, (str, Mapping)) and not isinstance(given, Envelope):
+                try:
+                    own = await asyncio.to_thread(_enveloped, given)
+                except PlanError as error:
+                    raise _refusal()(str(error)) from error
+                params = copy.copy(params)
+                params.extra_args = {**(extra or {}), NAME: own}
+            return await original(self, request_id, prompt, params, *args, **kwargs)
+
+        return add_request
+
+    replace(AsyncLLM, "add_request", make)
+
+
+def _check_inputs() -> None:
+    """Have vLLM's input processor check plans, whose place in the prompt is known there."""
     from vllm.v1.engine.input_processor import InputProcessor
 
     def make(original: Any) -> Any:
         def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
             request = original(self, *args, **kwargs)
             params, settings = request.sampling_params, Settings.of(self.vllm_config)
-            if params is None:
+            if params is None or (settings.plan is None and not params.extra_args):
                 return request
-            given = (params.extra_args or {}).get(NAME)
-            if settings.plan is not None or given is not None:
-                try:
-                    carried = admitted(self.vllm_config, settings, request)
-                except PlanError as error:
-                    raise _refusal()(str(error)) from error
-                if carried is not given:
-                    params.extra_args = {**(params.extra_args or {}), NAME: carried}
+            try:
+                carried = admitted(self.vllm_config, settings, request)
+            except PlanError as error:
+                raise _refusal()(str(error)) from error
+            if carried is not None:
+                params.extra_args = {**(params.extra_args or {}), NAME: carried}
             return request
 
         return process_inputs
 
     replace(InputProcessor, "process_inputs", make)
+
+
+def _enveloped(given: Any) -> Envelope:
+    """The plan that somebody has put into `extra_args`, as midstream's clients put theirs there. Raises PlanError."""
+    return Envelope(plan=packed(given_plan(given)))
+
+
+def _refuse_misspelt(extra: Mapping[str, Any]) -> None:
+    """Raise PlanError for a key that was meant to be midstream's: vLLM passes over keys that nobody reads."""
+    for key in extra:
+        if key != NAME and difflib.SequenceMatcher(None, str(key)[:32].lower(), NAME).ratio() > _LIKE:
+            raise PlanError(f"extra_args has the key {fields.shown(key)}, which nobody reads; did you mean {NAME!r}?")
 
 
 @functools.cache
@@ -57,19 +101,23 @@ def _refusal() -> type[PlanError]:
     return type("PlanError", (VLLMValidationError, PlanError), {"__module__": PlanError.__module__})
 
 
-def admitted(config: Any, settings: Settings, request: Any) -> Any:
-    """The request's plan (and trace) as it goes to the engine, behind the plan for every request. Raises PlanError."""
-    _check_engine(config)
+def admitted(config: Any, settings: Settings, request: Any) -> dict[str, Any] | None:
+    """The request's plan (and trace) as it goes to the engine, behind the plan for every request; None for neither. Raises PlanError."""
     params, everyone = request.sampling_params, settings.plan
-    given = (params.extra_args or {}).get(NAME)
-    if isinstance(given, Mapping) and "trace" in given and TraceRequest.of(params) is None:
-        raise PlanError(f"{NAME}.trace is not what midstream's clients send; traces are made by midstream.VLLM.")
-    carried = PlanRequest.of(params)
+    extra = params.extra_args or {}
+    given = extra.get(NAME)
+    if given is None:
+        _refuse_misspelt(extra)
+        if everyone is None:
+            return None
+    _check_engine(config)
+    envelope = given if type(given) is Envelope else _enveloped(given) if given is not None else Envelope()
+    carried = PlanRequest.of(SimpleNamespace(extra_args={NAME: envelope or None}))
     if carried is None and everyone is None:
-        return given
+        return dict(envelope)
     vouched = carried is not None and carried.checked and everyone is None and settings.allow_traces
     if vouched and carried is not None and carried.num_layers:  # from midstream.VLLM, which has done all that follows
-        return given
+        return dict(envelope)
     own = carried.plan if carried is not None else Plan.of(None)
     plan = _with_paths(_everyone(everyone) + own if everyone is not None else own)
     if getattr(request, "prompt_embeds", None) is not None:
@@ -90,7 +138,7 @@ def admitted(config: Any, settings: Settings, request: Any) -> Any:
             "Capture.to is None, and this request goes past midstream.VLLM, so nobody waits for its rows: name a directory or a "
             "Consumer that the engine gives them to."
         )
-    trace = {"trace": given["trace"]} if isinstance(given, Mapping) and "trace" in given else {}
+    trace = {"trace": envelope["trace"]} if "trace" in envelope else {}
     return {**trace, **carried.to_extra_args()[NAME]}
 
 

@@ -1,4 +1,9 @@
-"""What a planned request carries in `SamplingParams.extra_args`."""
+"""What a planned request carries in `SamplingParams.extra_args`, and who may put what there.
+
+Trust goes by origin. What Python made in the front end's own process, midstream's or the user's, is trusted: an `Envelope`, a `Plan`,
+interventions. Strings and dicts are what an HTTP request becomes, so they are a stranger's wherever they come from: a plan as data, and
+nothing else. `admission` reads them, and from there on every plan travels packed; the engine takes no other form.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +12,16 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from midstream.engine.request import Envelope
 from midstream.engine.settings import NAME
 from midstream.errors import PlanError
+from midstream.plan import fields
 from midstream.plan.memory import Memory, plan_bytes
 from midstream.plan.runs import RecordedRun
-from midstream.plan.values import Clamp, Named, Plan, Steer, with_digests
+from midstream.plan.values import Capture, Clamp, Named, Patch, Plan, Steer
 from midstream.plan.wire import from_json, from_wire, to_wire
 
-_ENVELOPE = {"trace", "plan", "capture", "record"}
+_RESERVED = {"trace", "num_layers", "capture", "record", "checked"}  # what an Envelope has beside the plan
 _written: Memory[bytes] = Memory()
 _read: Memory[Plan] = Memory()
 
@@ -36,6 +43,32 @@ def _unpacked(data: bytes) -> Plan:
         raise PlanError(f"{NAME}.plan is not msgpack: {error}") from error
 
 
+def given_plan(given: Any) -> Plan:
+    """The plan that somebody has put into `extra_args` without midstream's client. Raises PlanError."""
+    if isinstance(given, Mapping) and (reserved := _RESERVED & given.keys()):
+        raise PlanError(
+            f"{NAME}.{min(reserved)} is not for plans that come as data: midstream's own clients set it. Send the plan alone."
+        )
+    if isinstance(given, Mapping) and "plan" in given:
+        if unknown := [key for key in given if key != "plan"]:
+            raise PlanError(f"{NAME} has an unknown key {fields.shown(unknown[0])}; allowed: 'plan'.")
+        given = given["plan"]
+    if _is_python(given):
+        return Plan.of(given)
+    if isinstance(given, str):
+        return from_json(given, trusted=False)
+    if isinstance(given, Mapping):
+        return from_wire(given, trusted=False)
+    raise fields.refuse(NAME, fields.shown(given), "a Plan, interventions, or a plan as JSON or a dict")
+
+
+def _is_python(given: Any) -> bool:
+    """Whether it consists of plans and interventions, which nothing but Python makes."""
+    if isinstance(given, (list, tuple)):
+        return bool(given) and all(map(_is_python, given))
+    return isinstance(given, (Plan, Steer, Patch, Clamp, Capture))
+
+
 class PlanRequest(NamedTuple):
     """One planned request.
 
@@ -54,7 +87,7 @@ class PlanRequest(NamedTuple):
     checked: bool = False
 
     def to_extra_args(self) -> dict[str, Any]:
-        carried: dict[str, Any] = {"plan": self.wire, "num_layers": self.num_layers}
+        carried = Envelope(plan=self.wire, num_layers=self.num_layers)
         carried |= {"capture": list(self.capture)} if self.capture is not None else {}
         carried |= {"record": list(self.record)} if self.record is not None else {}
         carried |= {"checked": True} if self.checked else {}
@@ -67,31 +100,24 @@ class PlanRequest(NamedTuple):
 
     @classmethod
     def of(cls, sampling_params: Any) -> PlanRequest | None:
-        """The plan that a request carries, from whatever was put there. Raises PlanError."""
+        """The plan that a request carries behind admission, or in an `Envelope` before it. Raises PlanError for any other form."""
         carried = (getattr(sampling_params, "extra_args", None) or {}).get(NAME)
         if carried is None:
             return None
-        wire = carried.get("plan") if type(carried) is dict else None
-        if type(wire) is bytes:  # as this package's clients send it: quick, for each request comes here several times
-            return cls._of_envelope(carried, wire)
-        if isinstance(carried, str):
-            # As it comes over HTTP, from anybody: it may neither name files nor vouch for a vector's content.
-            return cls(packed(with_digests(from_json(carried, sinks=False), {})))
-        if not isinstance(carried, Mapping) or not _ENVELOPE & carried.keys():
-            return cls(packed(Plan.of(carried)))  # a user's own: a Plan, interventions or a wire form
-        if "plan" not in carried:
+        wire = carried.get("plan") if isinstance(carried, dict) else None
+        if type(wire) is bytes:
+            return cls(
+                wire,
+                carried.get("num_layers", 0),
+                _pair(carried, "capture", str, int) if "capture" in carried else None,
+                _pair(carried, "record", str, str) if "record" in carried else None,
+                carried.get("checked") is True,
+            )
+        if isinstance(carried, dict) and "trace" in carried and wire is None:
             return None
-        given = carried["plan"]
-        return cls._of_envelope(carried, given if isinstance(given, bytes) else packed(Plan.of(given)))
-
-    @classmethod
-    def _of_envelope(cls, carried: Mapping[str, Any], wire: bytes) -> PlanRequest:
-        return cls(
-            wire,
-            carried.get("num_layers", 0),
-            _pair(carried, "capture", str, int) if "capture" in carried else None,
-            _pair(carried, "record", str, str) if "record" in carried else None,
-            carried.get("checked") is True,
+        raise PlanError(
+            f"extra_args[{NAME!r}] has come to the engine past midstream's part of the front end, which reads and checks plans. Load the "
+            "plugin there: VLLM_PLUGINS, if it is set, has to name midstream, and the front end has to be vLLM's Python one."
         )
 
 
@@ -109,9 +135,7 @@ def changes_kv(sampling_params: Any) -> bool:
 
 def share(sampling_params: Any, wire: bytes) -> None:
     """Have a request carry this object for its plan, an equal one: what all requests of a batch have is pickled for the workers once."""
-    carried = sampling_params.extra_args[NAME]
-    if isinstance(carried, dict) and isinstance(carried.get("plan"), bytes):
-        carried["plan"] = wire
+    sampling_params.extra_args[NAME]["plan"] = wire
 
 
 def _pair(carried: Mapping[str, Any], name: str, first: type, second: type) -> Any:
