@@ -80,7 +80,7 @@ REFUSED = [
     (Steer("resid_post", vector=FOUR, positions=Span("x")), {}, r"^Steer\.positions is Span\(text='x', .*\), which needs the prompt"),
     (Clamp("resid_post", direction=FOUR, positions=1), {"multimodal": True}, r"^Clamp\.positions is \(1,\) in a multimodal prompt"),
     (Steer("resid_post", layers=[0], vector=FOUR, positions=range(65537)), {"length": None},
-     r"^the plan is 65537 steers and clamps at positions; allowed: up to 65536 of them"),
+     r"^the plan is 65537 edits at positions; allowed: up to 65536 of them"),
     (Plan((Steer("resid_post", vector=FOUR),) * 5462), {}, r"^the plan is 16386 steers and clamps; allowed: up to 16384 of them"),
 ]  # fmt: skip
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -96,6 +96,24 @@ class Binding:
             return [(self.hidden, value - second)]
         # v + 0 is v in every dtype; (v - residual) + residual is not.
         return [(self.hidden, value), (self.residual, value.new_zeros(()).expand_as(value))]
+
+
+class NotFinite(NamedTuple):
+    """Where a request's activations were first seen to be infinite or NaN.
+
+    Attributes:
+        position: the lowest such position in the step, counted from the prompt's begin.
+        point: the first (site, layer) at which a plan's edit made them so; None if they became so elsewhere.
+    """
+
+    position: int
+    point: Point | None
+
+    def __str__(self) -> str:
+        if self.point is None:
+            return f"Activations are infinite or NaN at position {self.position}, by the end of the forward pass"
+        site, layer = self.point
+        return f"Activations are infinite or NaN at {site} of layer {layer}, position {self.position}"
 
 
 def follow(tree: Any, ref: Ref) -> Any:

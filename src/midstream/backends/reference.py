@@ -19,11 +19,12 @@ from midstream.captures.consumers import CaptureInfo
 from midstream.captures.segment import Captured, Segment, gather
 from midstream.captures.sinks import Sinks
 from midstream.engine.plans.store import RunStore
-from midstream.errors import CaptureError
+from midstream.errors import CaptureError, NotFiniteError
 from midstream.plan.arithmetic import apply
+from midstream.plan.checks import not_finite
 from midstream.plan.compile import CompiledPlan, Op, compile_plan
 from midstream.plan.layout import Layout, Plane
-from midstream.sites import LAYER_SITES, Binding, Point
+from midstream.sites import LAYER_SITES, Binding, NotFinite, Point
 from midstream.trace.rows import BatchRows
 from midstream.trace.visit import Event
 
@@ -45,6 +46,7 @@ class PlannedRow:
         self._segments: list[Segment] = []
         self._first = 0
         self._groups: list[tuple[int, torch.Tensor]] = []
+        self._broken: NotFinite | None = None
         if planned.routes.sinks:
             sinks.begin(CaptureInfo(name, tuple(planned.prompt)), planned.routes.sinks)
             sinks.put(planned.empty_segment(name))
@@ -73,10 +75,16 @@ class PlannedRow:
             old = x_tH[rows.to(x_tH.device)]
             edited = apply(old, ops, self._compiled.bank)
             if edited is not old:
+                self._look_at(point, rows, edited)
                 new_tH = new_tH.index_put((rows.to(x_tH.device),), edited)
             for op, value in _captured(ops, old, edited):
                 self._keep(point, number, op, rows, value)
         return new_tH
+
+    def _look_at(self, point: Point, rows: torch.Tensor, edited_tH: torch.Tensor) -> None:
+        if self._broken is None and not torch.isfinite(edited_tH).all():
+            row = int((~torch.isfinite(edited_tH)).any(-1).nonzero()[0])
+            self._broken = NotFinite(self._first + int(rows[row]), point)
 
     def _keep(self, point: Point, number: int, op: Op, rows: torch.Tensor, value: torch.Tensor) -> None:
         layout = self._compiled.profiles[number].layout
@@ -97,7 +105,10 @@ class PlannedRow:
         return len(self.planned.prompt) + generated - 1
 
     def captured(self, generated: int) -> Captured:
-        """What goes on the output. Raises CaptureError."""
+        """What goes on the output. Raises CaptureError; NotFiniteError if an edit has made activations infinite or NaN."""
+        if self._broken is not None:
+            self.discard()
+            raise NotFiniteError(not_finite(self._broken, self.planned.plan, self.planned.facts.dtype))
         if self.planned.routes.sinks:
             self._sinks.result(self._name)
         segments = [*self._segments, self.planned.empty_segment(self._name)]

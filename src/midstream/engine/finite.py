@@ -6,30 +6,12 @@ That other requests never compute with such numbers does not depend on this chec
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
-from midstream.sites import Point
-
-
-class NotFinite(NamedTuple):
-    """Where a request's activations were first seen to be infinite or NaN.
-
-    Attributes:
-        position: the lowest such position in the step, counted from the prompt's begin.
-        point: the first (site, layer) at which a plan's edit made them so; None if they became so elsewhere.
-    """
-
-    position: int
-    point: Point | None
-
-    def __str__(self) -> str:
-        if self.point is None:
-            return f"Activations are infinite or NaN at position {self.position}, by the end of the forward pass"
-        site, layer = self.point
-        return f"Activations are infinite or NaN at {site} of layer {layer}, position {self.position}"
+from midstream.sites import NotFinite, Point
 
 
 class StepRows:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from midstream.arch import Architecture
-from midstream.engine.finite import NotFinite, StepRows
+from midstream.engine.finite import StepRows
 from midstream.engine.graph_sites import trace_keys, tree_at
 from midstream.engine.ranks.stages import Stages
 from midstream.engine.reports import Reports
@@ -25,7 +25,7 @@ from midstream.errors import (
     TraceError,
     TracesNotAllowedError,
 )
-from midstream.sites import Point
+from midstream.sites import NotFinite, Point
 from midstream.trace.body import Body, is_in_body
 from midstream.trace.envoy import Envoy, ModelEnvoy
 from midstream.trace.interleaver import LAST_POINTS, Interleaver

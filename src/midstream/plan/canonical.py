@@ -143,8 +143,9 @@ def _spread(edit: S, num_layers: int | None, prompt_length: int | None) -> Itera
         return
     if prompt_length is not None:
         places = resolved_positions(field, places, prompt_length).tolist()
-    for position in places:
-        yield from _per_layer(changed(edit, positions=(position,)), num_layers)
+    for one in _per_layer(edit, num_layers):
+        for position in places:
+            yield changed(one, positions=(position,))
 
 
 def _per_layer(item: T, num_layers: int | None) -> Iterator[T]:

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
-from midstream.errors import PlanError
+from midstream.errors import NOT_FINITE, PlanError
 from midstream.plan import fields
 from midstream.plan.canonical import resolved_positions, unresolved
 from midstream.plan.runs import RecordedRun
 from midstream.plan.spans import Span
-from midstream.plan.values import Capture, Clamp, Intervention, Named, Patch, Plan, Steer, Vector
-from midstream.sites import LAYER_SITES
+from midstream.plan.values import Capture, Clamp, Edit, Intervention, Named, Patch, Plan, Steer, Vector
+from midstream.sites import LAYER_SITES, NotFinite
 
 MAX_EDITS = 1 << 14
 MAX_PLACED_EDITS = 1 << 16
+MAX_STRANGERS_EDITS = 1 << 10  # a plan with so many keeps the engine from its other requests for less than 100 ms
 
 
 @dataclass(frozen=True)
@@ -72,19 +74,51 @@ def check(
 def _check_size(plan: Plan, num_layers: int) -> None:
     everywhere = placed = 0
     for edit in plan.edits:
-        if isinstance(edit, Patch):
-            continue
-        layers = num_layers if edit.layers == "all" else len(edit.layers)
-        if isinstance(edit.positions, tuple):
-            placed += layers * len(edit.positions)
+        if _place_of(edit)[1] is None:
+            everywhere += _count(edit, num_layers)
         else:
-            everywhere += layers
+            placed += _count(edit, num_layers)
     if everywhere > MAX_EDITS:  # each is one for every row
         allowed = f"up to {MAX_EDITS} of them, counted once for each layer"
         raise fields.refuse("the plan", f"{everywhere} steers and clamps", allowed)
     if placed > MAX_PLACED_EDITS:
         allowed = f"up to {MAX_PLACED_EDITS} of them, counted once for each layer and position"
-        raise fields.refuse("the plan", f"{placed} steers and clamps at positions", allowed)
+        raise fields.refuse("the plan", f"{placed} edits at positions", allowed)
+
+
+def not_finite(broken: NotFinite, plan: Plan, dtype: str) -> str:
+    """The message of a `NotFiniteError` for a request whose plan made its activations infinite or NaN."""
+    if broken.point is not None:
+        cause = "its plan's edit there makes them so"
+    else:
+        places = dict.fromkeys(map(_shown_place, plan.edits))
+        cause = f"its plan edits {', '.join(islice(places, 8))}{', ...' if len(places) > 8 else ''}"
+    return f"{NOT_FINITE}{broken}: {cause}. Use smaller vectors or scales, or a dtype with a wider range than {dtype}."
+
+
+def _shown_place(edit: Edit) -> str:
+    layers = (edit.layer,) if isinstance(edit, Patch) else edit.layers
+    if layers == "all":
+        return f"{edit.site} of all layers"
+    return f"{edit.site} of layer{'s' if len(layers) > 1 else ''} {_listed(layers)}"
+
+
+def check_strangers(plan: Plan, num_layers: int) -> None:
+    """Raise PlanError for a plan that costs the engine more than others should have to wait for."""
+    count = sum(_count(item, num_layers) for item in plan.interventions)
+    if count > MAX_STRANGERS_EDITS:
+        allowed = (
+            f"up to {MAX_STRANGERS_EDITS} edits and captures over HTTP, counted once for each layer and listed position"
+        )
+        raise fields.refuse("the plan", f"{count} edits and captures", allowed)
+
+
+def _count(item: Intervention, num_layers: int) -> int:
+    """An intervention, counted once for each layer and, of an edit, each listed position."""
+    place = _place_of(item)[1]
+    positions = len(place) if isinstance(place, tuple) and not isinstance(item, Capture) else 1
+    layers = 1 if isinstance(item, Patch) else num_layers if item.layers == "all" else len(item.layers)
+    return layers * positions
 
 
 def _place_of(item: Intervention) -> tuple[str, Any]:

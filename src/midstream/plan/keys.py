@@ -20,6 +20,7 @@ from midstream.plan.values import Clamp, Edit, Named, Patch, Plan, Steer
 from midstream.plan.vectors import digest
 
 FOREVER = 2**62
+_PLACES = {"position", "positions", "source_position"}
 _STRETCH_BYTES = 320  # two numbers and two hashes, in lists
 
 
@@ -50,8 +51,9 @@ class PlanKeys:
 
     def __init__(self, plan: Plan, prompt_length: int, num_layers: int) -> None:
         nonces: dict[str, str] = {}
+        texts: dict[Any, str] = {}
         edits = [
-            (*_range(edit, prompt_length), _order(edit), _written(edit, nonces))
+            (*_range(edit, prompt_length), _order(edit), _text(edit, nonces, texts))
             for edit in normal(plan, num_layers, prompt_length).edits
             if changes_kv(edit.site, edit.layer if isinstance(edit, Patch) else edit.layers[0], num_layers)
         ]
@@ -106,6 +108,16 @@ def _order(edit: Edit) -> tuple[int, int, int]:
     """Edits of different points, or of different kinds at one point, are in no order of their own."""
     layer = edit.layer if isinstance(edit, Patch) else edit.layers[0]
     return SITE_ORDER[edit.site], layer, (Patch, Steer, Clamp).index(type(edit))
+
+
+def _text(edit: Edit, nonces: dict[str, str], texts: dict[Any, str]) -> str:
+    """What an edit does to a row, in short; `texts` remembers, for a plan may have the same edit at many positions."""
+    # The parts that an edit is cut into, one for each position, share its other fields' very objects.
+    source = edit.source_position if isinstance(edit, Patch) else None
+    key = tuple(id(value) for field, value in vars(edit).items() if field not in _PLACES)
+    if key not in texts:
+        texts[key] = digest(_written(edit if source is None else changed(edit, source_position=None), nonces).encode())
+    return texts[key] if source is None else f"{texts[key]} {source[0]}"
 
 
 def _written(edit: Edit, nonces: dict[str, str]) -> str:

@@ -390,14 +390,6 @@ class Plan:
         return bool(self.interventions)
 
 
-def place_of(edit: Edit) -> str:
-    """Where an edit acts, for messages: "resid_post of layers 3, 7"."""
-    layers = (edit.layer,) if isinstance(edit, Patch) else edit.layers
-    if layers == "all":
-        return f"{edit.site} of all layers"
-    return f"{edit.site} of layer{'s' if len(layers) > 1 else ''} {fields.shown(list(layers)).strip('[]')}"
-
-
 def _flattened(given: Iterable[Any]) -> Iterator[Any]:
     for item in given:
         yield from item.interventions if isinstance(item, Plan) else (item,)

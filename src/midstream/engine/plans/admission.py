@@ -22,7 +22,7 @@ from midstream.engine.request import Envelope
 from midstream.engine.settings import NAME, Settings
 from midstream.errors import PlanError
 from midstream.plan import fields
-from midstream.plan.checks import ModelFacts, check
+from midstream.plan.checks import ModelFacts, check, check_strangers
 from midstream.plan.memory import Memory
 from midstream.plan.values import Capture, Plan
 
@@ -46,7 +46,7 @@ def _read_apart() -> None:
             given = (extra or {}).get(NAME)
             if isinstance(given, (str, Mapping)) and not isinstance(given, Envelope):
                 try:
-                    own = await asyncio.to_thread(_enveloped, given)
+                    own = await asyncio.to_thread(_enveloped, self.vllm_config, given)
                 except PlanError as error:
                     raise _refusal()(str(error)) from error
                 params = copy.copy(params)
@@ -81,9 +81,12 @@ def _check_inputs() -> None:
     replace(InputProcessor, "process_inputs", make)
 
 
-def _enveloped(given: Any) -> Envelope:
+def _enveloped(config: Any, given: Any) -> Envelope:
     """The plan that somebody has put into `extra_args`, as midstream's clients put theirs there. Raises PlanError."""
-    return Envelope(plan=packed(given_plan(given)))
+    plan, is_strangers = given_plan(given)
+    if is_strangers:
+        check_strangers(plan, config.model_config.hf_text_config.num_hidden_layers)
+    return Envelope(plan=packed(plan))
 
 
 def _refuse_misspelt(extra: Mapping[str, Any]) -> None:
@@ -111,7 +114,7 @@ def admitted(config: Any, settings: Settings, request: Any) -> dict[str, Any] | 
         if everyone is None:
             return None
     _check_engine(config)
-    envelope = given if type(given) is Envelope else _enveloped(given) if given is not None else Envelope()
+    envelope = given if type(given) is Envelope else _enveloped(config, given) if given is not None else Envelope()
     carried = PlanRequest.of(SimpleNamespace(extra_args={NAME: envelope or None}))
     if carried is None and everyone is None:
         return dict(envelope)

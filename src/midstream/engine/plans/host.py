@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from midstream.engine.finite import NotFinite
 from midstream.engine.plans.batches import Batch, Batches
 from midstream.engine.plans.images import Image, Images, RunRow
 from midstream.engine.plans.outlet import DUE_BYTES, Outlet, Piece
@@ -24,11 +22,11 @@ from midstream.engine.plans.store import RunStore, VectorStore
 from midstream.engine.plans.tables import Rows, Tables
 from midstream.engine.step import StepView
 from midstream.engine.verdict import End
-from midstream.errors import NOT_FINITE, PlanError
-from midstream.plan.checks import ModelFacts, check
+from midstream.errors import PlanError
+from midstream.plan.checks import ModelFacts, check, not_finite
 from midstream.plan.compile import CompiledPlan, compile_plan
-from midstream.plan.values import Plan, place_of
-from midstream.sites import Point
+from midstream.plan.values import Plan
+from midstream.sites import NotFinite, Point
 
 if TYPE_CHECKING:
     from midstream.engine.ranks.link import Link
@@ -101,12 +99,7 @@ class PlanHost:
         request = self._requests.get(name) if name in self._editing else None
         if request is None:
             return None
-        if broken.point is not None:
-            hint = "its plan's edit there makes them so"
-        else:
-            places = dict.fromkeys(map(place_of, request.image.plan.edits))
-            hint = f"its plan edits {', '.join(islice(places, 8))}{', ...' if len(places) > 8 else ''}"
-        return f"{NOT_FINITE}{broken}: {hint}. Use smaller vectors or scales, or a dtype with a wider range than {self.facts.dtype}."
+        return not_finite(broken, request.image.plan, self.facts.dtype)
 
     @property
     def requests(self) -> list[str]:

@@ -43,8 +43,8 @@ def _unpacked(data: bytes) -> Plan:
         raise PlanError(f"{NAME}.plan is not msgpack: {error}") from error
 
 
-def given_plan(given: Any) -> Plan:
-    """The plan that somebody has put into `extra_args` without midstream's client. Raises PlanError."""
+def given_plan(given: Any) -> tuple[Plan, bool]:
+    """The plan that somebody has put into `extra_args` without midstream's client, and whether it is a stranger's. Raises PlanError."""
     if isinstance(given, Mapping) and (reserved := _RESERVED & given.keys()):
         raise PlanError(
             f"{NAME}.{min(reserved)} is not for plans that come as data: midstream's own clients set it. Send the plan alone."
@@ -54,11 +54,11 @@ def given_plan(given: Any) -> Plan:
             raise PlanError(f"{NAME} has an unknown key {fields.shown(unknown[0])}; allowed: 'plan'.")
         given = given["plan"]
     if _is_python(given):
-        return Plan.of(given)
+        return Plan.of(given), False
     if isinstance(given, str):
-        return from_json(given, trusted=False)
+        return from_json(given, trusted=False), True
     if isinstance(given, Mapping):
-        return from_wire(given, trusted=False)
+        return from_wire(given, trusted=False), True
     raise fields.refuse(NAME, fields.shown(given), "a Plan, interventions, or a plan as JSON or a dict")
 
 
