@@ -49,7 +49,7 @@ PLANS = [
     # Finite where it is written, and no longer behind that: attention's keys, another layer's sum.
     (Steer("attn_in", layers=3, vector=HUGE / 3), r"position 0, by the end of the forward pass: its plan edits attn_in of layer 3"),
     ([Patch("resid_post", layer=1, position=3, source=HUGE * 3), Steer("mlp_out", layers=2, vector=HUGE * 3)], "position"),
-    (Clamp("resid_post", layers=4, direction=HUGE, low=3e38, high=3.2e38), "position 0"),
+    (Clamp("mlp_in", layers=4, direction=[1.0] + [0.0] * 255, low=3e38, high=3.2e38), "its plan edits mlp_in of layer 4"),
 ]  # fmt: skip
 
 
@@ -179,7 +179,7 @@ def test_f5_large_is_not_infinite(model: VLLM | LanguageModel) -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_f5_aborted_and_preempted_requests_leave_nothing(dtype: str) -> None:
-    """Float16 overflows at 65,504. The cache has room for three requests, so that others are preempted, and blocks are handed on at once."""
+    """Float16 overflows at 65,504. The cache has room for three requests: others are preempted, and blocks change hands at once."""
     asyncio.run(_abort_and_preempt(dtype))
 
 

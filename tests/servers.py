@@ -1,0 +1,106 @@
+"""Stock vLLM's OpenAI server on the bundled model, with midstream's worker and scheduler in it, in a process of its own, on 127.0.0.1."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from midstream import demo_model
+from midstream.engine.launch import engine_arguments
+
+
+class Server:
+    """`post` gives (status, body); the body is JSON where it can be read as such."""
+
+    def __init__(self, port: int, process: subprocess.Popen[bytes], log: Path) -> None:
+        self.url, self.process, self.log = f"http://127.0.0.1:{port}", process, log
+
+    def post(self, path: str, body: Any, timeout: float = 120.0) -> tuple[int, Any]:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=timeout) as response:
+                return response.status, _read(response.read())
+        except urllib.error.HTTPError as error:
+            return error.code, _read(error.read())
+
+    def is_healthy(self, timeout: float = 5.0) -> bool:
+        try:
+            with urllib.request.urlopen(self.url + "/health", timeout=timeout) as response:
+                return response.status == 200
+        except OSError:
+            return False
+
+    def complete(self, prompt: Any, **more: Any) -> tuple[int, Any]:
+        common = {"model": "demo", "prompt": prompt, "temperature": 0.0, "ignore_eos": True, "max_tokens": 4}
+        return self.post("/v1/completions", {**common, **more})
+
+    def generate(self, token_ids: list[int], **sampling: Any) -> tuple[int, Any]:
+        """By the route that takes sampling parameters as they are."""
+        params = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 2, **sampling}
+        return self.post("/inference/v1/generate", {"model": "demo", "token_ids": token_ids, "sampling_params": params})
+
+    def rpc(self, method: str) -> Any:
+        """What a worker's method returns, by vLLM's route for development."""
+        return self.post("/collective_rpc", {"method": method})[1]["results"]
+
+    def memory(self) -> int:
+        """Bytes that the server's processes have for themselves."""
+        total = 0
+        for status in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError, ValueError):
+                if int(status.read_text().rpartition(")")[2].split()[3]) == self.process.pid:
+                    lines = (status.parent / "smaps_rollup").read_text().splitlines()
+                    total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Private"))
+        return total
+
+
+def _read(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except ValueError:
+        return body.decode(errors="replace")
+
+
+@contextlib.contextmanager
+def serving(directory: Path, *flags: str) -> Iterator[Server]:
+    """A server that is up. Its log lies in the directory."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    own = engine_arguments()
+    command = [
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(demo_model())),
+        *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", "demo", "--dtype", "float32"),
+        *("--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "16", "--gpu-memory-utilization", "0.2"),
+        *("--worker-cls", own["worker_cls"], "--scheduler-cls", own["scheduler_cls"]),
+        *("--additional-config", json.dumps(own["additional_config"]), *flags),
+    ]
+    log = directory / "server.log"
+    environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True, env=environment)
+    server = Server(port, process, log)
+    try:
+        deadline = time.monotonic() + 240
+        while not server.is_healthy():
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-4000:]
+            time.sleep(0.5)
+        yield server
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()

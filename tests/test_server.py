@@ -1,0 +1,321 @@
+"""Stock `vllm serve` with midstream in it, and strangers at its door (F5, F6, G3, G8).
+
+`MIDSTREAM_FUZZ=5000` has more plans mutated than a run of all tests does.
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+import json
+import os
+import random
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from servers import Server, serving
+
+from midstream import Capture, Consumer, Patch, Plan, RecordedRun, Steer
+from midstream.plan.checks import MAX_STRANGERS_EDITS
+from midstream.plan.vectors import Named, digest
+from midstream.plan.wire import to_json
+
+pytestmark = pytest.mark.engine
+
+FUZZED = int(os.environ.get("MIDSTREAM_FUZZ", "300"))
+FRANCE = "The capital of France is"
+IDS = [20, 30, 40]
+HIDDEN = 256
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("server"), "--enable-scale-out") as server:
+        yield server
+
+
+def plain(server: Server) -> Any:
+    """What anybody's plain request gets, with its log-probabilities."""
+    status, body = server.complete([FRANCE, "The Eiffel Tower is in the city of", "The"], logprobs=3, max_tokens=6)
+    assert status == 200, body
+    return [(choice["text"], choice["logprobs"]) for choice in body["choices"]]
+
+
+def in_every_form(plan: Any) -> list[Any]:
+    """A plan as JSON in a string, as an object, and both in an envelope."""
+    text = plan if isinstance(plan, str) else to_json(Plan.of(plan))
+    return [text, json.loads(text), {"plan": text}, {"plan": json.loads(text)}]
+
+
+def attempts(server: Server, given: Any) -> Iterator[tuple[int, Any]]:
+    """Both routes: `vllm_xargs` takes strings, numbers and lists of them, `extra_args` anything."""
+    if isinstance(given, (str, int, list)):
+        yield server.complete(FRANCE, vllm_xargs={"midstream": given})
+    yield server.generate(IDS, extra_args={"midstream": given})
+
+
+def test_a_strangers_plan_acts_on_every_route(server: Server) -> None:
+    """Else the refusals below would prove nothing."""
+    plan = Steer("resid_post", layers=3, vector=np.random.default_rng(0).normal(size=HIDDEN) * 20)
+    before = server.complete(FRANCE)[1]["choices"][0]["text"], server.generate(IDS)[1]["choices"][0]["token_ids"]
+    for form in in_every_form(plan):
+        for status, body in attempts(server, form):
+            assert status == 200, body
+            choice = body["choices"][0]
+            assert choice.get("text", before[0]) != before[0] or choice.get("token_ids", before[1]) != before[1]
+
+
+def test_g8_what_only_the_engines_own_side_may_say_is_refused_on_every_route(server: Server, tmp_path: Path) -> None:
+    """Paths, consumers, digests. Nothing appears on the disk, whichever form they come in."""
+    target = tmp_path / "written-by-a-stranger"
+    forbidden = [
+        Capture("resid_post", to=str(target)),
+        Capture("resid_post", to=(str(target), Consumer("log"))),
+        Capture("resid_post", to=Consumer("log")),
+        Steer("resid_post", vector=Named("calm", digest(b"")), layers=3),
+    ]
+    for plan in forbidden:
+        for form in in_every_form(plan):
+            for status, body in attempts(server, form):
+                assert status == 400 and "who sends this plan may not" in json.dumps(body), (form, body)
+    assert not target.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("record", ["anybodys-id", "name"]),
+        ("capture", ["id", 0]),
+        ("checked", True),
+        ("num_layers", 8),
+        ("trace", {"trace": "a", "index": 0, "size": 1, "bodies": 1, "together": False, "graph_sites": False, "programs": None}),
+        ("trace", {"programs": base64.b64encode(b"cos\nsystem\n(S'true'\ntR.").decode()}),
+        ("anything", 1),
+    ],
+)  # fmt: skip
+def test_g8_an_envelope_holds_a_plan_and_nothing_else(server: Server, name: str, value: Any) -> None:
+    text = to_json(Plan.of(Capture("resid_post")))
+    for envelope in ({name: value}, {"plan": text, name: value}, {"plan": json.loads(text), name: value}):
+        status, body = server.generate(IDS, extra_args={"midstream": envelope})
+        assert status == 400, (envelope, body)
+    status, body = server.complete(
+        FRANCE, vllm_xargs={"midstream": json.dumps({"plan": json.loads(text), name: value})}
+    )
+    assert status == 400, body
+    assert server.rpc("midstream_list_runs") == [[]]
+
+
+def test_g3_a_misspelt_key_is_an_error(server: Server) -> None:
+    text = to_json(Plan.of(Steer("resid_post", layers=3, vector=[1.0] * HIDDEN)))
+    status, body = server.complete(FRANCE, vllm_xargs={"midstraem": text})
+    assert status == 400 and "did you mean 'midstream'" in json.dumps(body)
+
+
+def test_f5_an_overflow_harms_no_other_client(server: Server) -> None:
+    before = plain(server)
+    plan = Steer("resid_post", layers=2, vector=np.full(HIDDEN, 1e38), scale=1e38)
+    for _ in range(4):
+        status, _ = server.complete([FRANCE] * 4, vllm_xargs={"midstream": to_json(Plan.of(plan))})
+        assert status >= 400
+        assert plain(server) == before
+
+
+# -------------------------------------------------------------------------------------------------------------- size
+
+
+def too_large() -> dict[str, Any]:
+    one = {"kind": "patch", "site": "resid_post", "layer": 0, "position": 0, "source": {"zeros": True}}
+    vector = [0.5] * HIDDEN
+    return {
+        "patches": {"interventions": [{**one, "position": [i % 4], "alpha": 0.5} for i in range(60_000)]},
+        "positions": {"interventions": [{**one, "position": list(range(1_000_000))}]},
+        "steers": {"interventions": [{"kind": "steer", "site": "resid_post", "vector": vector}] * 2000},
+        "captures": {
+            "interventions": [{"kind": "capture", "site": "mlp_out", "layers": [i % 8]} for i in range(60_000)]
+        },
+        "numbers": {"interventions": [{"kind": "steer", "site": "resid_post", "vector": [0.1] * 5_000_000}]},
+        "one long string": "x" * 24_000_000,
+        "deep": None,
+    }
+
+
+@pytest.mark.parametrize("name", list(too_large()))
+def test_f6_a_plan_that_is_too_large_is_refused_before_it_costs_anybody_anything(server: Server, name: str) -> None:
+    """Seen before: 91 s for its neighbours, and 14 s in which `/health` did not answer."""
+    plan = too_large()[name]
+    text = "[" * 200_000 if name == "deep" else plan if isinstance(plan, str) else json.dumps(plan)
+    with watching(server) as waits:
+        status, body = server.complete(FRANCE, vllm_xargs={"midstream": text})
+    assert status == 400, body
+    assert max(waits) < 2.0, (
+        waits
+    )  # of which 24 MB of JSON are vLLM's own to parse, and this machine has two cores for all
+
+
+def test_f6_a_plan_at_the_bound_hardly_delays_a_neighbour(server: Server) -> None:
+    """The dearest one that a stranger may send: an edit of its own at every place."""
+    length, layers = 300, 8
+    ids = [1 + i % 300 for i in range(length)]
+
+    def plan(seed: int, count: int) -> str:
+        items = [
+            {"kind": "patch", "site": "resid_post", "layer": i % layers, "position": i // layers, "alpha": 0.5 + seed / 100,
+             "source": {"zeros": True}}
+            for i in range(count)
+        ]  # fmt: skip
+        return json.dumps({"interventions": items})
+
+    def longest_wait(seed: int, count: int) -> float:
+        """A neighbour's, while a request with so many edits runs."""
+        more = {"vllm_xargs": {"midstream": plan(seed, count)}, "max_tokens": 1}
+        attack = threading.Thread(target=lambda: server.complete([20 + seed, *ids[1:]], **more))
+        waits = []
+        attack.start()
+        while attack.is_alive():
+            waits.append(timed(server))
+        return max(waits)
+
+    pairs = [(longest_wait(2 * n, MAX_STRANGERS_EDITS), longest_wait(2 * n + 1, 1)) for n in range(8)]
+    extra = statistics.median(at_bound - with_one for at_bound, with_one in pairs)
+    print(f"a neighbour waits {extra * 1000:.0f} ms longer beside {MAX_STRANGERS_EDITS} edits than beside one")
+    assert extra < 0.3  # 0.1 on a machine that has nothing else to do: benchmarks/results has the measurement
+
+
+def timed(server: Server) -> float:
+    started = time.monotonic()
+    assert server.complete("The", max_tokens=1)[0] == 200
+    return time.monotonic() - started
+
+
+class watching:
+    """How long `/health` takes while the block runs, in seconds."""
+
+    def __init__(self, server: Server) -> None:
+        self._server, self._over, self.waits = server, threading.Event(), list[float]()
+        self._thread = threading.Thread(target=self._watch)
+
+    def __enter__(self) -> list[float]:
+        self._thread.start()
+        return self.waits
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._over.is_set() or not self.waits:
+            started = time.monotonic()
+            assert self._server.is_healthy(60)
+            self.waits.append(time.monotonic() - started)
+            time.sleep(0.02)
+
+
+# -------------------------------------------------------------------------------------------------------------- fuzz
+
+
+def good_plans() -> list[dict[str, Any]]:
+    rng = np.random.default_rng(1)
+    vector = rng.normal(size=HIDDEN)
+    run = RecordedRun("clean", "f" * 32, (1, 2, 3), ("resid_post",), (0, 1), (0, 1, 2))
+    plans = [
+        Plan.of(Steer("resid_post", layers=[1, 2], vector=vector, scale=2.0, phase="decode")),
+        Plan.of([Steer("mlp_out", vector=vector, norm_match=True), Capture("resid_post", positions="all")]),
+        Plan.of(Patch("attn_out", layer=2, position=[0, -1], source=vector, alpha=0.5, mask=np.ones(HIDDEN))),
+        Plan.of(Patch("resid_post", layer=1, position=1, source=run)),
+        Plan.of([Steer("resid_post", layers=3, vector="calm"), Capture("mlp_in", layers=[0], positions=[0, 1])]),
+        Plan.of(Steer("resid_post", layers=2, vector=np.full(HIDDEN, 1e38), scale=1e38)),
+    ]
+    written = [json.loads(to_json(plan)) for plan in plans]
+    clamp = {
+        "kind": "clamp",
+        "site": "attn_in",
+        "layers": [0, 7],
+        "direction": vector.tolist(),
+        "low": None,
+        "high": 0.5,
+    }
+    return [*written, {"version": 1, "interventions": [clamp]}]
+
+
+ODD: list[Any] = [
+    None, True, False, 0, -1, 1, 2**31, 2**63, 2**70, -(2**31) - 1, 1e308, -1e308, 1e39, 0.1, "", "x", "all", "resid_post", "zeros",
+    "\ud800", [], [0], [[]], {}, {"vector": "x"}, {"named": "calm"}, {"run": "f" * 32}, {"zeros": True}, {"span": "The"}, "a" * 9_999,
+    [0] * 3000, list(range(500)), {"consumer": "log"}, "/tmp/x", ["../x"], float("inf"), float("nan"),
+]  # fmt: skip
+
+
+def mutated(rng: random.Random, plan: Any) -> Any:
+    """A copy with one or two places changed."""
+    plan = copy.deepcopy(plan)
+    for _ in range(rng.randint(1, 2)):
+        places = list(_places(plan))
+        if not places:
+            return rng.choice(ODD)
+        holder, key = rng.choice(places)
+        match rng.randrange(6):
+            case 0 | 1:
+                holder[key] = copy.deepcopy(rng.choice(ODD))
+            case 2 if isinstance(holder, dict):
+                holder[
+                    rng.choice(["to", "kind", "site", "layer", "position", "extra", "source_layer", "version", "runs"])
+                ] = holder[key]
+            case 3 if isinstance(holder, dict):
+                del holder[key]
+            case 4 if isinstance(holder, list):
+                holder[:] = holder * rng.randint(0, 3)
+            case _ if isinstance(holder[key], (int, float)):
+                holder[key] = holder[key] * rng.choice([-1, 0, 1e6, 1e30])
+    return plan
+
+
+def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Every (container, key) in it; of long lists of numbers the first alone."""
+    items = value.items() if isinstance(value, dict) else enumerate(value[:4]) if isinstance(value, list) else ()
+    for key, item in items:
+        yield value, key
+        yield from _places(item)
+
+
+def send(server: Server, seed: int) -> int:
+    rng = random.Random(seed)
+    plan = mutated(rng, rng.choice(good_plans()))
+    text = json.dumps(plan)
+    if rng.random() < 0.1:  # and not even JSON
+        at = rng.randrange(len(text))
+        text = text[:at] + rng.choice('{}[]",:\\x0') + text[at + rng.randint(0, 3) :]
+    if rng.random() < 0.5:
+        return server.complete(rng.choice([FRANCE, "The"]), vllm_xargs={"midstream": text})[0]
+    return server.generate(IDS, extra_args={"midstream": rng.choice([plan, {"plan": plan}, text])})[0]
+
+
+def test_f5_mutated_plans_leave_nothing_behind(server: Server) -> None:
+    """After each batch of them every plain answer is the one before; at the end the gauges are at zero and memory is flat."""
+    before, statuses, memory = plain(server), [], 0
+    with ThreadPoolExecutor(8) as pool:
+        for start in range(0, FUZZED, 50):
+            statuses += pool.map(lambda seed: send(server, seed), range(start, min(start + 50, FUZZED)))
+            assert plain(server) == before, f"seeds {start} to {start + 49}"
+            if memory == 0 and start >= FUZZED // 3:
+                memory = server.memory()
+    assert {200, 400} <= set(statuses) and statuses.count(200) > len(statuses) // 20
+    deadline = time.monotonic() + 10
+    while any(left := alive(server)) and time.monotonic() < deadline:
+        plain(server)
+    assert not left, left
+    assert server.memory() - memory < 96 << 20, (memory, server.memory())
+    print(
+        {status: statuses.count(status) for status in set(statuses)},
+        f"{(server.memory() - memory) / 2**20:.0f} MiB grown",
+    )
+
+
+def alive(server: Server) -> dict[str, int]:
+    (gauges,) = server.rpc("midstream_gauges")
+    return {name: n for name, n in gauges.items() if n and not name.endswith(("_steps", "_growths", "_failures"))}
