@@ -118,13 +118,20 @@ def changed(item: T, **attributes: Any) -> T:
 
 def resolved_positions(field: str, positions: Iterable[int], length: int, of: str = "the prompt") -> np.ndarray:
     """int64 positions counted from the begin, in the order given. Raises PlanError if one lies outside."""
-    given = np.array(tuple(positions), np.int64)
+    given = np.fromiter(positions, np.int64)
     outside = (given < -length) | (given >= length)
     if outside.any():
         raise fields.refuse(
             field, str(given[outside][0]), f"from {-length} to {length - 1}, since {of} has {length} tokens"
         )
     return np.where(given < 0, given + length, given)
+
+
+def resolved_list(field: str, positions: tuple[int, ...], length: int, of: str = "the prompt") -> list[int]:
+    """The same as a list; quick for a single position, of which a plan may have thousands."""
+    if len(positions) == 1 and -length <= positions[0] < length:
+        return [positions[0] % length]
+    return resolved_positions(field, positions, length, of).tolist()
 
 
 def position_of(edit: Edit) -> int | None:
@@ -142,7 +149,7 @@ def _spread(edit: S, num_layers: int | None, prompt_length: int | None) -> Itera
         yield from _per_layer(edit, num_layers)
         return
     if prompt_length is not None:
-        places = resolved_positions(field, places, prompt_length).tolist()
+        places = resolved_list(field, places, prompt_length)
     for one in _per_layer(edit, num_layers):
         for position in places:
             yield changed(one, positions=(position,))
@@ -177,10 +184,10 @@ def _patches(patch: Patch, num_layers: int | None, prompt_length: int | None) ->
         return
     positions, sources = patch.position, patch.source_position or patch.position
     if prompt_length is not None:
-        positions = resolved_positions("Patch.position", positions, prompt_length).tolist()
+        positions = resolved_list("Patch.position", positions, prompt_length)
         if run is not None:
             length, of = len(run.prompt_token_ids), f"the run {run.name!r}"
-            sources = resolved_positions("Patch.source_position", sources, length, of).tolist()
+            sources = resolved_list("Patch.source_position", sources, length, of)
     for i, position in enumerate(positions):
         source = sources[i] if len(sources) > 1 else sources[0]
         yield changed(patch, position=(position,), source_position=None if run is None else (source,))
@@ -202,7 +209,7 @@ def _placed(capture: Capture, prompt_length: int | None) -> Capture:
         return capture
     positions = capture.positions
     if prompt_length is not None:
-        positions = resolved_positions("Capture.positions", positions, prompt_length).tolist()
+        positions = resolved_list("Capture.positions", positions, prompt_length)
     return changed(capture, positions=tuple(sorted(set(positions))))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from midstream.errors import NOT_FINITE, PlanError
 from midstream.plan import fields
-from midstream.plan.canonical import resolved_positions, unresolved
+from midstream.plan.canonical import resolved_list, unresolved
 from midstream.plan.runs import RecordedRun
 from midstream.plan.spans import Span
 from midstream.plan.values import Capture, Clamp, Edit, Intervention, Named, Patch, Plan, Steer, Vector
@@ -185,7 +185,7 @@ class _Checker:
         if isinstance(place, Span):
             raise unresolved(field, place)
         assert isinstance(place, tuple)
-        positions = resolved_positions(field, place, self._length).tolist()
+        positions = resolved_list(field, place, self._length)
         if len(set(positions)) < len(positions):
             raise fields.refuse(
                 field, f"{fields.shown(place)}, which has one twice in a prompt of {self._length} tokens", "each once"
@@ -236,7 +236,7 @@ class _Checker:
         field = "Patch.source_position" if patch.source_position else "Patch.position (and so Patch.source_position)"
         length = len(run.prompt_token_ids)
         recorded = set(run.positions)
-        for position in resolved_positions(field, written, length, f"the run {run.name!r}").tolist():
+        for position in resolved_list(field, written, length, f"the run {run.name!r}"):
             if position not in recorded:
                 given = f"{position}, which the run {run.name!r} did not record"
                 raise fields.refuse(field, given, _listed(run.positions))

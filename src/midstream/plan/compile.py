@@ -228,6 +228,7 @@ class _Bank:
         self.tensors: list[torch.Tensor] = []
         self._width, self._vector, self._run, self._on_host = width, vector, run, on_host
         self._index: dict[Any, int] = {}
+        self._patches: dict[Any, Op] = {}
 
     def look_at(self, item: Intervention) -> None:
         """Raise PlanError for a named vector that another stage, whose edit this is, refuses: the request ends on all or on none."""
@@ -248,6 +249,15 @@ class _Bank:
         return self.steer(edit) if isinstance(edit, Steer) else self.clamp(edit)
 
     def patch(self, patch: Patch) -> Op:
+        """The op of a patch; a plan may have the same one at many positions."""
+        if isinstance(patch.source, RecordedRun):
+            return self._patch(patch)
+        key = (patch.source, patch.mask, patch.site, patch.layer, patch.alpha)
+        if key not in self._patches:
+            self._patches[key] = self._patch(patch)
+        return self._patches[key]
+
+    def _patch(self, patch: Patch) -> Op:
         point = _point(patch)
         if isinstance(patch.source, RecordedRun):
             index = self._row(patch, point)
@@ -362,6 +372,8 @@ class _Profiles:
 
 def _in_order(ops: Collection[tuple[int, Op]]) -> tuple[Op, ...]:
     """By their places in the normal form: patches, steers, clamps."""
+    if len(ops) == 1:
+        return tuple(op for _, op in ops)
     return tuple(op for _, op in sorted(ops, key=itemgetter(0)))
 
 

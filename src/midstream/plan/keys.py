@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from midstream.plan.canonical import SITE_ORDER, changed, encoded, normal, position_of
 from midstream.plan.positions import captured_positions
-from midstream.plan.values import Clamp, Edit, Named, Patch, Plan, Steer
+from midstream.plan.values import Clamp, Edit, Named, Patch, Plan, RecordedRun, Steer
 from midstream.plan.vectors import digest
 
 FOREVER = 2**62
@@ -112,12 +112,15 @@ def _order(edit: Edit) -> tuple[int, int, int]:
 
 def _text(edit: Edit, nonces: dict[str, str], texts: dict[Any, str]) -> str:
     """What an edit does to a row, in short; `texts` remembers, for a plan may have the same edit at many positions."""
-    # The parts that an edit is cut into, one for each position, share its other fields' very objects.
     source = edit.source_position if isinstance(edit, Patch) else None
-    key = tuple(id(value) for field, value in vars(edit).items() if field not in _PLACES)
+    key = (type(edit), *(_short(value) for field, value in vars(edit).items() if field not in _PLACES))
     if key not in texts:
         texts[key] = digest(_written(edit if source is None else changed(edit, source_position=None), nonces).encode())
     return texts[key] if source is None else f"{texts[key]} {source[0]}"
+
+
+def _short(value: Any) -> Any:
+    return value.id if isinstance(value, RecordedRun) else value  # which is long to hash
 
 
 def _written(edit: Edit, nonces: dict[str, str]) -> str:
