@@ -174,6 +174,29 @@ USES = [
 ]
 
 
+def test_a1_a_tensor_of_any_kind_is_saved(model, plain):
+    column, mask = torch.arange(12.0).reshape(1, 12)[:, 7], torch.eye(3).bool().to_sparse()
+    with model.trace(EIFFEL):
+        logits = model.logits
+        one = logits[:, 7].save()
+        half = logits.to(torch.bfloat16)[:, 7].save()
+        number = logits[0, 7].save()
+        none = logits[:0].save()
+        odd = torch.complex(logits, -logits)[:, 7].conj().save()
+        least = (logits[:, :4] == logits[:, :4].amin()).to_sparse().save()
+        coarse = torch.quantize_per_tensor(logits[:, :4].float().cpu(), 0.5, 0, torch.qint8).save()
+        ragged = torch.nested.as_nested_tensor([logits[0, :2].cpu(), logits[0, :3].cpu()]).save()
+        sent, sent_mask = (column + 0).save(), mask.to_dense().save()
+    want = plain.run(EIFFEL).logits[-1:]
+    close(one, want[:, 7])
+    assert torch.equal(half, one.bfloat16()) and torch.equal(number, one[0]) and none.shape == (0, want.shape[-1])
+    assert torch.equal(odd.resolve_conj(), torch.complex(one, one))
+    assert least.is_sparse and least.to_dense().sum() == 1
+    close(coarse.dequantize(), want[:, :4], 0.3)
+    assert [len(each) for each in ragged.unbind()] == [2, 3]
+    assert sent.tolist() == [7.0] and torch.equal(sent_mask, torch.eye(3).bool())
+
+
 def test_f3_what_was_not_saved_says_so_when_it_is_used(model, plain):
     """Python would say that there is no such name; or, seen failing, go on with what an earlier trace had left there.
 

@@ -25,7 +25,7 @@ from midstream.trace.body import Body, StopTrace, current_body
 from midstream.trace.gradients import backward
 from midstream.trace.reached import CONTAINERS, attributes_of, is_container
 from midstream.trace.tracer import BodyTracer, save, steps_of
-from midstream.trace.tree import map_tensors
+from midstream.trace.tree import as_bytes, is_raw, map_tensors, movable
 
 RETURNED = "return"
 _HASHED_BYTES = 1 << 24
@@ -312,9 +312,10 @@ class _Pickler(cloudpickle.Pickler):
         return stands_for(obj) if stands_for is not None else None
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, torch.Tensor):
-            raw = obj.detach().cpu().contiguous()
-            return _tensor_here, (bytes(raw.reshape(-1).view(torch.uint8).numpy()), raw.dtype, tuple(raw.shape))
+        if is_raw(obj):
+            return _tensor_here, (bytes(as_bytes(obj).cpu().numpy()), obj.dtype, tuple(obj.shape))
+        if isinstance(obj, torch.Tensor) and (there := movable(obj)) is not obj:
+            return there.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         return super().reducer_override(obj)
 
 
@@ -323,8 +324,8 @@ _DEVICE: ContextVar[torch.device | None] = ContextVar("midstream_device", defaul
 
 def _tensor_here(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     """A shipped tensor where the model is, so that `model.layers_output[3] += v` works with a `v` made on the client."""
-    flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
-    return flat.reshape(shape).to(_DEVICE.get())
+    flat = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return flat.view(dtype).reshape(shape).to(_DEVICE.get())
 
 
 class _Unpickler(pickle.Unpickler):
