@@ -13,11 +13,12 @@ import pickle
 import re
 import signal
 import socket
+import struct
 import threading
 import time
 from collections import namedtuple
 from concurrent.futures import Future
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from multiprocessing.connection import Connection
@@ -27,7 +28,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from midstream.engine import staging, wire
+from midstream.engine import results, staging, wire
 from midstream.engine.results import ChannelClosedError, Receiver, Sender, UnsendableError
 from midstream.errors import ChannelError
 
@@ -525,6 +526,41 @@ def test_a_wrong_key_is_refused_and_the_channel_goes_on(receiver, path):
     with receiver.expect(KEY) as box, linked(receiver, path) as sender:
         sender.send({"key": KEY}, 1)
         assert box.get(WAIT)[1] == 1
+
+
+@pytest.mark.parametrize("path", ["unix", "tcp"])
+def test_many_strangers_have_few_threads_and_keep_no_worker_out(receiver, path):
+    def connection():
+        if path == "tcp":
+            return socket.create_connection(receiver.address["tcp"])
+        sock = socket.socket(socket.AF_UNIX)
+        sock.connect(f"\0{receiver.address['unix']}")
+        return sock
+
+    with ExitStack() as stack, linked(receiver, path) as early:
+        before = most = len(midstream_threads())
+        for _ in range(400):
+            stack.enter_context(connection())
+            most = max(most, len(midstream_threads()))
+        with receiver.expect(KEY) as box, linked(receiver, path, name="late") as late:
+            for sender in (early, late):
+                sender.send({"key": KEY}, 1)
+                assert box.get(WAIT)[1] == 1
+        assert most - before <= 64 and not receiver.lost
+
+
+def test_another_user_is_not_heard():
+    class Connection:
+        family = socket.AF_UNIX
+
+        def __init__(self, user):
+            self.user = user
+
+        def getsockopt(self, level, name, size):
+            assert (level, name) == (socket.SOL_SOCKET, socket.SO_PEERCRED)
+            return struct.pack("3i", 1, self.user, 0)
+
+    assert [results._is_welcome(Connection(user)) for user in (0, os.geteuid(), 12345)] == [True, True, False]
 
 
 def test_a_stranger_who_talks_nonsense_reaches_nothing(receiver):

@@ -125,9 +125,9 @@ def from_wire(wire: Mapping[str, Any], *, sinks: bool = True) -> Plan:
         PlanError: it is no such thing, in any way whatever. The message names the place, what stands there and what is allowed.
     """
     wire = _dict("the plan", wire, ("interventions",), ("version", "vectors", "runs"))
-    if wire.get("version", VERSION) != VERSION:
+    if type(version := wire.get("version", VERSION)) is not int or version != VERSION:
         raise fields.refuse(
-            "the plan's version", fields.shown(wire["version"]), f"{VERSION}, which is all that this midstream reads"
+            "the plan's version", fields.shown(version), f"{VERSION}, which is all that this midstream reads"
         )
     tables = _Tables(_vectors(_dict("vectors", wire.get("vectors", {}))), _runs(_dict("runs", wire.get("runs", {}))))
     items = _list("interventions", wire["interventions"], MAX_INTERVENTIONS)
