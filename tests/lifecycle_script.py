@@ -253,4 +253,6 @@ def preempt(directory: Path) -> None:
 if __name__ == "__main__":
     RANKS.update(ranks.SIZES[sys.argv[3]] if len(sys.argv) > 3 else {})
     with forked(server=False) if RANKS else contextlib.nullcontext():
-        {"kill": kill, "drop": drop, "interrupt": interrupt, "preempt": preempt, "lose": lose}[sys.argv[1]](Path(sys.argv[2]))
+        {"kill": kill, "drop": drop, "interrupt": interrupt, "preempt": preempt, "lose": lose}[sys.argv[1]](
+            Path(sys.argv[2])
+        )

@@ -44,7 +44,7 @@ def test_ctrl_c_leaves_the_engine_usable_and_then_nothing_behind(client: Callabl
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=["SIGKILL", "SIGTERM"])
 def test_a_killed_client_takes_its_workers_with_it(client: Callable[..., Client], how: signal.Signals) -> None:
     script = client("kill")
     script.wait_for("first")

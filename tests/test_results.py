@@ -1096,6 +1096,8 @@ def test_cuda_tensors_are_sent_as_they_were_when_sent(receiver, path):
                 kinds,
                 torch.arange(5),
                 filled(torch.uint8, (50 << 20,)).cuda(),
+                sums[:1, 5],
+                torch.eye(3).cuda().to_sparse(),
             ]
             sender.send({"key": KEY}, value, stream="s")
             del value, kinds, sums
@@ -1107,6 +1109,8 @@ def test_cuda_tensors_are_sent_as_they_were_when_sent(receiver, path):
                 assert_same(got[4][str(dtype)], filled(dtype, (64, 64)))
             assert_same(got[5], torch.arange(5))
             assert_same(got[6], filled(torch.uint8, (50 << 20,)))
+            assert_same(got[7], want[:1, 5].clone(memory_format=torch.contiguous_format))
+            assert not got[8].is_cuda and torch.equal(got[8].to_dense(), torch.eye(3))
 
 
 # --------------------------------------------------------------------------------------- any structure, any history

@@ -107,7 +107,7 @@ def _loaded(load: Callable[[], Any]) -> Any:
 
 
 def _start(start: Callable[[], Any]) -> Any:
-    """An engine with a directory of its own for its sockets: vLLM leaves their files behind. Its processes know it, should the client die."""
+    """An engine with a directory of its own for its sockets: vLLM leaves their files behind. Its processes remove it if the client dies."""
     before = {name: os.environ.get(name) for name in (_BASE, SOCKETS)}
     directory = tempfile.mkdtemp(prefix=PREFIX, dir=before[_BASE])
     os.environ[SOCKETS] = os.path.abspath(directory)

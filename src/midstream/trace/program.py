@@ -6,6 +6,7 @@ import functools
 import inspect
 import io
 import linecache
+import operator
 import pickle
 import sys
 import traceback
@@ -23,7 +24,7 @@ from midstream.errors import InterventionError, MidstreamError, StageFailedError
 from midstream.trace.block import Block, locals_at
 from midstream.trace.body import Body, StopTrace, current_body
 from midstream.trace.gradients import backward
-from midstream.trace.reached import CONTAINERS, attributes_of, is_container
+from midstream.trace.reached import attributes_of, contents, is_container
 from midstream.trace.tracer import BodyTracer, save, steps_of
 from midstream.trace.tree import as_bytes, is_raw, map_tensors, movable
 
@@ -144,7 +145,7 @@ class BlockProgram(Program):
         """
         outside = self._outside()
         found = {n: v for n, v in names.items() if v is not outside.get(n) and body.is_saved_throughout(v)}
-        containers = {n: v for n, v in outside.items() if is_container(v)}
+        containers = {n: v for n, v in outside.items() if is_container(v)} if body.saved else {}
         found |= {n: v for n, v in containers.items() if body.has_saved_in(v, self._is_changed(body, n, v))}
         bound = {n: v for n, v in self._attributes().items() if v is not body.attributes.get(n)}
         return {**found, **body.pick_saved({**bound, **outside, **names})}
@@ -159,16 +160,19 @@ class BlockProgram(Program):
 
     @staticmethod
     def _is_changed(body: Body, name: str, value: Any) -> bool:
-        state = _state(value)
-        return state is not None and state != body.states.get(name)
+        now, before = _state(value), body.states.get(name)
+        if isinstance(now, list) and isinstance(before, list):
+            return len(now) != len(before) or not all(map(operator.is_, now, before))
+        return now is not None and now != before
 
 
-def _state(value: Any) -> int | None:
-    """Something that is another number when things were put into a container, or a tensor or an array was written to."""
+def _state(value: Any) -> list[Any] | int | None:
+    """What is in a container, at any depth; of a set, a tensor or an array a number that is another one when it was written to."""
     kind = type(value)  # what isinstance asks is the object's own code
-    for container in (*CONTAINERS, set):
-        if issubclass(kind, container):
-            return container.__len__(value)  # type: ignore[no-any-return]
+    if is_container(value):
+        return list(contents(value))
+    if issubclass(kind, set):
+        return set.__len__(value)
     if issubclass(kind, np.ndarray) and not value.dtype.hasobject and value.nbytes <= _HASHED_BYTES:
         return hash(value.tobytes())
     return value._version if issubclass(kind, torch.Tensor) and not value.is_inference() else None
