@@ -1,6 +1,7 @@
 """Run by test_lifecycle.py in a process of its own:
 
     python lifecycle_script.py interrupt|kill DIRECTORY    a client that is interrupted or killed in the middle of a trace
+    python lifecycle_script.py drop DIRECTORY              a client that forgets its engine without closing it
     python lifecycle_script.py preempt DIRECTORY           traces on an engine whose KV cache is too small for them
     python lifecycle_script.py lose DIRECTORY RANKS sync|async running|waiting
                                                            a client one of whose workers is killed: while a trace runs, or when its
@@ -15,10 +16,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import sys
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +59,24 @@ async def to_the_end(stream: Any) -> None:
 def kill(directory: Path) -> None:
     model = start(mode="async", enforce_eager=True)
     asyncio.run(to_the_end(long_trace(model, str(directory / "first"))))
+
+
+def drop(directory: Path) -> None:
+    """As in a notebook's cell, the engine is a variable of the frame that asked for it, and vLLM the first time loaded there."""
+    sys.modules["torchcodec"] = None  # type: ignore[assignment]  # vLLM keeps the error of its import
+
+    def begin() -> weakref.ref[Any]:
+        model = start(enforce_eager=True)
+        with model.trace(PROMPTS[0]):
+            model.layers_output[3].save()
+        return weakref.ref(model)
+
+    model = begin()
+    (directory / "begun").touch()
+    gc.collect()
+    print("freed" if model() is None else "kept", flush=True)
+    (directory / "dropped").touch()
+    time.sleep(600)
 
 
 def interrupt(directory: Path) -> None:
@@ -232,4 +253,6 @@ def preempt(directory: Path) -> None:
 if __name__ == "__main__":
     RANKS.update(ranks.SIZES[sys.argv[3]] if len(sys.argv) > 3 else {})
     with forked(server=False) if RANKS else contextlib.nullcontext():
-        {"kill": kill, "interrupt": interrupt, "preempt": preempt, "lose": lose}[sys.argv[1]](Path(sys.argv[2]))
+        {"kill": kill, "drop": drop, "interrupt": interrupt, "preempt": preempt, "lose": lose}[sys.argv[1]](
+            Path(sys.argv[2])
+        )

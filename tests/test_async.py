@@ -255,6 +255,16 @@ def test_a3_several_errors_come_as_a_group(model: VLLM, drive: Drive, plain: Pla
     drive(main())
 
 
+def test_what_is_not_saved_of_the_callers_containers_is_told_of(model: VLLM, drive: Drive) -> None:
+    """At the end of the outputs, with the line of the trace. Seen empty in silence."""
+    found: list[Any] = []
+    with model.trace(FRANCE, temperature=0.0) as tracer:
+        found.append(model.layers_output[3])
+    with pytest.warns(UserWarning, match="put into found was not saved") as told:
+        drive(tracer.backend)
+    assert found == [] and told[0].filename == __file__
+
+
 def test_outputs_come_by_once(model: VLLM, drive: Drive) -> None:
     async def main() -> None:
         stream = counting(model, FRANCE, 2)

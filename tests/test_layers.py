@@ -6,6 +6,7 @@ new at the top of the package has to be entered below, as a leaf or as an entry 
 """
 
 import ast
+import os
 import subprocess
 import sys
 import textwrap
@@ -203,3 +204,44 @@ def test_importing_midstream_leaves_the_gpu_alone() -> None:
         print("imported", len({names}))
     """)
     assert output.split() == ["imported", str(len(names))]
+
+
+ALONE = """
+    import importlib.util
+
+    from midstream import Capture, LanguageModel, Steer, demo_model
+
+    model = LanguageModel(demo_model())
+    plan = [Steer("resid_post", layers=3, vector=[1.0] * model.hidden_size), Capture("resid_post", layers=3)]
+    (output,) = model.generate("The capital of France is", plan=plan, max_tokens=2)
+    with model.trace("The capital of France is"):
+        hidden = model.layers_output[3].save()
+    assert importlib.util.find_spec("vllm") is None
+    print(*hidden.shape, len(output.captures), len(output.outputs[0].token_ids))
+"""
+
+
+@pytest.mark.slow
+def test_the_package_alone_runs_plans_and_traces_on_transformers(tmp_path: Path) -> None:
+    """The wheel of this tree, with no extras, where there is no vLLM. Seen failing for what vLLM alone brought."""
+    root, venv = SRC.parent, tmp_path / "venv"
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    torch_build = (
+        [] if (links := os.environ.get("PIP_FIND_LINKS")) else ["--torch-backend=cpu"]
+    )  # as in scripts/setup.sh
+    environment |= {"UV_FIND_LINKS": links.replace(" ", ",")} if links else {}
+
+    def run(*command: Path | str) -> str:
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    uv, python = Path(sys.executable).with_name("uv"), venv / "bin" / "python"
+    run(uv, "build", "--wheel", "--out-dir", tmp_path, root)
+    run(uv, "venv", "--python", sys.executable, venv)
+    (wheel,) = tmp_path.glob("*.whl")
+    constraints = root / "requirements" / "cpu-constraints.txt"
+    run(uv, "pip", "install", "--python", python, *torch_build, "-c", constraints, wheel)
+    script = tmp_path / "script.py"  # a trace is run from its source
+    script.write_text(textwrap.dedent(ALONE))
+    assert run(python, script).split() == ["5", "256", "1", "2"]

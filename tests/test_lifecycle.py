@@ -44,15 +44,27 @@ def test_ctrl_c_leaves_the_engine_usable_and_then_nothing_behind(client: Callabl
 
 
 @pytest.mark.engine
-def test_a_killed_client_takes_its_workers_with_it(client: Callable[..., Client]) -> None:
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=["SIGKILL", "SIGTERM"])
+def test_a_killed_client_takes_its_workers_with_it(client: Callable[..., Client], how: signal.Signals) -> None:
     script = client("kill")
     script.wait_for("first")
-    segments = script.shared_memory()
+    segments, (made,) = script.shared_memory(), script.directory.glob("midstream-*")
     assert segments and len(script.processes()) > 1
-    script.process.kill()
+    assert made.stat().st_mode & 0o777 == 0o700
+    script.process.send_signal(how)
     script.process.wait()
     assert script.all_ended()
     assert not segments & set(os.listdir("/dev/shm"))
+    assert not script.sockets() and not made.exists()
+
+
+@pytest.mark.engine
+def test_an_engine_that_is_forgotten_ends_and_is_freed(client: Callable[..., Client]) -> None:
+    script = client("drop")
+    script.wait_for("dropped")
+    assert script.output.read_text().split() == ["freed"]
+    assert script.all_but_the_client_ended()
+    assert not script.sockets() and not list(script.directory.glob("midstream-*"))
 
 
 @pytest.mark.engine

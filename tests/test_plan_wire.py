@@ -213,6 +213,7 @@ REFUSED = [
     ([], r"^the plan is \[\]; allowed: a dict\.$"),
     ({}, r"^the plan has no 'interventions'; it has \[\]\.$"),
     ({"interventions": [], "version": 2}, r"^the plan's version is 2; allowed: 1, which is all that this midstream reads\.$"),
+    ({"interventions": [], "version": True}, r"^the plan's version is True; allowed: 1, which is all that this midstream reads\.$"),
     ({"interventions": [], "vector": {}}, r"^the plan has an unknown key 'vector': did you mean 'vectors'\?"),
     ({"interventions": [], 3: {}}, r"^a key of the plan is 3; allowed: a string"),
     ({"interventions": {}}, r"^interventions is \{\}; allowed: a list\.$"),

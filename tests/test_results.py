@@ -13,11 +13,12 @@ import pickle
 import re
 import signal
 import socket
+import struct
 import threading
 import time
 from collections import namedtuple
 from concurrent.futures import Future
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from multiprocessing.connection import Connection
@@ -27,7 +28,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from midstream.engine import staging, wire
+from midstream.engine import results, staging, wire
 from midstream.engine.results import ChannelClosedError, Receiver, Sender, UnsendableError
 from midstream.errors import ChannelError
 
@@ -174,6 +175,12 @@ SHAPES = {
     "with_grad": lambda: torch.arange(6.0, requires_grad=True).reshape(2, 3),
     "parameter": lambda: torch.nn.Parameter(torch.arange(6.0)),
     "made_in_inference_mode": lambda: in_inference_mode(),
+    "one_of_a_row": lambda: filled(torch.float32, (1, 12))[:, 7],
+    "one_with_odd_strides": lambda: filled(torch.bfloat16, (40,)).as_strided((1, 1, 1), (3, 7, 5)),
+    "one_conjugated": lambda: filled(torch.complex128, (1, 12)).conj()[:, 7],
+    "a_column": lambda: filled(torch.complex64, (1, 50, 3))[..., 1],
+    "bits_transposed": lambda: filled(torch.bits16, (40, 30)).T,
+    "float8_strided": lambda: filled(torch.float8_e4m3fn, (1, 40))[:, ::3],
     "large_transposed": lambda: filled(torch.float32, (2000, 1500)).T,
     "large": lambda: filled(torch.uint8, (2 * staging.SLOT_BYTES + 12345,)),
 }
@@ -278,6 +285,43 @@ def test_a_bare_tensor(receiver, worker, name):
         _, got = box.get(WAIT)
     want = SHAPES[name]().detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
     assert_same(got, want)
+
+
+BY_PICKLE = {
+    "coo": lambda: torch.eye(3).to_sparse(),
+    "csr": lambda: torch.eye(3).to_sparse_csr(),
+    "bsr": lambda: torch.eye(4).to_sparse_bsr((2, 2)),
+    "quantized": lambda: torch.quantize_per_tensor(torch.arange(6.0).reshape(2, 3), 0.1, 3, torch.quint8),
+    "quantized_by_channel": lambda: torch.quantize_per_channel(
+        torch.arange(6.0).reshape(2, 3), torch.tensor([0.1, 0.2]), torch.tensor([0, 3]), 0, torch.qint8
+    ),
+    "nested": lambda: torch.nested.nested_tensor([torch.arange(2.0), torch.arange(3.0)]),
+    "jagged": lambda: torch.nested.nested_tensor([torch.arange(2.0), torch.arange(3.0)], layout=torch.jagged),
+    "mkldnn": lambda: torch.arange(6.0).reshape(2, 3).to_mkldnn(),
+}
+
+
+def one_of_each_by_pickle():
+    return {name: make() for name, make in BY_PICKLE.items()}
+
+
+def numbers(tensor):
+    """All that it holds, as lists."""
+    if tensor.is_nested:
+        return [each.tolist() for each in tensor.unbind()]
+    if tensor.is_quantized:
+        return tensor.int_repr().tolist(), tensor.qscheme(), tensor.dequantize().tolist()
+    return tensor.to_dense().tolist()
+
+
+def test_sparse_quantized_and_nested_tensors_arrive(receiver, worker):
+    with receiver.expect(KEY) as box:
+        worker.call(send, one_of_each_by_pickle)
+        _, got = box.get(WAIT)
+    for name, make in BY_PICKLE.items():
+        want = make()
+        assert got[name].dtype == want.dtype and numbers(got[name]) == numbers(want), name
+        assert name == "mkldnn" or got[name].layout == want.layout, name
 
 
 def test_nested_containers_and_objects(receiver, worker):
@@ -482,6 +526,41 @@ def test_a_wrong_key_is_refused_and_the_channel_goes_on(receiver, path):
     with receiver.expect(KEY) as box, linked(receiver, path) as sender:
         sender.send({"key": KEY}, 1)
         assert box.get(WAIT)[1] == 1
+
+
+@pytest.mark.parametrize("path", ["unix", "tcp"])
+def test_many_strangers_have_few_threads_and_keep_no_worker_out(receiver, path):
+    def connection():
+        if path == "tcp":
+            return socket.create_connection(receiver.address["tcp"])
+        sock = socket.socket(socket.AF_UNIX)
+        sock.connect(f"\0{receiver.address['unix']}")
+        return sock
+
+    with ExitStack() as stack, linked(receiver, path) as early:
+        before = most = len(midstream_threads())
+        for _ in range(400):
+            stack.enter_context(connection())
+            most = max(most, len(midstream_threads()))
+        with receiver.expect(KEY) as box, linked(receiver, path, name="late") as late:
+            for sender in (early, late):
+                sender.send({"key": KEY}, 1)
+                assert box.get(WAIT)[1] == 1
+        assert most - before <= 64 and not receiver.lost
+
+
+def test_another_user_is_not_heard():
+    class Connection:
+        family = socket.AF_UNIX
+
+        def __init__(self, user):
+            self.user = user
+
+        def getsockopt(self, level, name, size):
+            assert (level, name) == (socket.SOL_SOCKET, socket.SO_PEERCRED)
+            return struct.pack("3i", 1, self.user, 0)
+
+    assert [results._is_welcome(Connection(user)) for user in (0, os.geteuid(), 12345)] == [True, True, False]
 
 
 def test_a_stranger_who_talks_nonsense_reaches_nothing(receiver):
@@ -936,10 +1015,10 @@ def stand_in(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
     made, empty = [], torch.empty
 
-    def slot(size, *, dtype, pin_memory=False):
+    def slot(*size, pin_memory=False, **options):
         if pin_memory:
             made.append(size)
-        return empty(size, dtype=dtype)
+        return empty(*size, **options)
 
     monkeypatch.setattr(torch, "empty", slot)
     return made
@@ -958,6 +1037,20 @@ def test_windows_of_pinned_memory_add_up_to_the_payload(stand_in):
     assert payload[:192].count_nonzero() == 0
     for offset, tensor in zip(offsets, tensors, strict=True):
         assert torch.equal(payload[192 + offset : 192 + offset + tensor.numel()], tensor)
+
+
+def test_every_shape_and_layout_passes_through_pinned_memory(stand_in):
+    tensors = [make().detach() for make in SHAPES.values()]
+    offsets, total = wire.lay_out(tensors)
+    payload, tasks, copier = torch.zeros(total, dtype=torch.uint8), [], staging.Copier(threads=3)
+    placed = [(offset, tensor) for offset, tensor in zip(offsets, tensors, strict=True) if tensor.numel()]
+    copier._from_device(payload, placed, torch.device("cuda:0"), "ready", tasks)
+    for task in tasks:
+        task.result(WAIT)
+    copier.close()
+    for offset, tensor in placed:
+        want = bits(tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format))
+        assert payload[offset : offset + len(want)].numpy().tobytes() == want
 
 
 def test_a_slot_that_is_free_is_taken_before_another_one_is_pinned(stand_in):
@@ -1003,6 +1096,8 @@ def test_cuda_tensors_are_sent_as_they_were_when_sent(receiver, path):
                 kinds,
                 torch.arange(5),
                 filled(torch.uint8, (50 << 20,)).cuda(),
+                sums[:1, 5],
+                torch.eye(3).cuda().to_sparse(),
             ]
             sender.send({"key": KEY}, value, stream="s")
             del value, kinds, sums
@@ -1014,6 +1109,8 @@ def test_cuda_tensors_are_sent_as_they_were_when_sent(receiver, path):
                 assert_same(got[4][str(dtype)], filled(dtype, (64, 64)))
             assert_same(got[5], torch.arange(5))
             assert_same(got[6], filled(torch.uint8, (50 << 20,)))
+            assert_same(got[7], want[:1, 5].clone(memory_format=torch.contiguous_format))
+            assert not got[8].is_cuda and torch.equal(got[8].to_dense(), torch.eye(3))
 
 
 # --------------------------------------------------------------------------------------- any structure, any history

@@ -113,13 +113,12 @@ def test_a1_on_transformers_a_save_copies_an_activation_that_changes(hf, plain, 
 
 
 def test_a1_on_transformers_a_save_of_an_ordinary_tensor_makes_no_copy(hf):
-    pointers: list[int] = []
     with torch.no_grad():
         with hf.trace(EIFFEL, temperature=0.0):
             doubled = hf.layers_output[3] * 2
-            pointers.append(doubled.data_ptr())
+            pointer = doubled.data_ptr().save()
             kept = doubled.save()
-    assert pointers and kept.data_ptr() == pointers[0]
+    assert kept.data_ptr() == pointer
 
 
 def test_a1_on_transformers_an_activation_that_stays_as_it_is_comes_back_itself(hf):
@@ -172,6 +171,29 @@ USES = [
     lambda h: setattr(h, "requires_grad", True),
     lambda h: pickle.loads(pickle.dumps(h)).mean(),
 ]
+
+
+def test_a1_a_tensor_of_any_kind_is_saved(model, plain):
+    column, mask = torch.arange(12.0).reshape(1, 12)[:, 7], torch.eye(3).bool().to_sparse()
+    with model.trace(EIFFEL):
+        logits = model.logits
+        one = logits[:, 7].save()
+        half = logits.to(torch.bfloat16)[:, 7].save()
+        number = logits[0, 7].save()
+        none = logits[:0].save()
+        odd = torch.complex(logits, -logits)[:, 7].conj().save()
+        least = (logits[:, :4] == logits[:, :4].amin()).to_sparse().save()
+        coarse = torch.quantize_per_tensor(logits[:, :4].float().cpu(), 0.5, 0, torch.qint8).save()
+        ragged = torch.nested.as_nested_tensor([logits[0, :2].cpu(), logits[0, :3].cpu()]).save()
+        sent, sent_mask = (column + 0).save(), mask.to_dense().save()
+    want = plain.run(EIFFEL).logits[-1:]
+    close(one, want[:, 7])
+    assert torch.equal(half, one.bfloat16()) and torch.equal(number, one[0]) and none.shape == (0, want.shape[-1])
+    assert torch.equal(odd.resolve_conj(), torch.complex(one, one))
+    assert least.is_sparse and least.to_dense().sum() == 1
+    close(coarse.dequantize(), want[:, :4], 0.3)
+    assert [len(each) for each in ragged.unbind()] == [2, 3]
+    assert sent.tolist() == [7.0] and torch.equal(sent_mask, torch.eye(3).bool())
 
 
 def test_f3_what_was_not_saved_says_so_when_it_is_used(model, plain):
@@ -417,10 +439,31 @@ def test_a1_samples_of_a_prompt_fill_one_list(engine):
     assert found[0] == "before" and len(found) == 4 and all(isinstance(sample, torch.Tensor) for sample in found[1:])
 
 
+def test_a1_what_is_put_into_a_container_and_not_saved_is_told_of(model):
+    """On the engine it does not come back. Seen filled on transformers in silence, and on the engine left as it was in a nested one."""
+    acts, by_layer, seen, row, nested = [], {}, set(), [None] * 2, [[]]
+    with pytest.warns(UserWarning) as told:
+        with model.trace(PARIS):
+            acts.append(model.layers_output[2])
+            by_layer[3] = model.layers_output[3]
+            seen.add(3)
+            row[1] = model.layers_output[4]
+            nested[0].append(model.layers_output[5])
+    assert len(told) == 1 and told[0].filename == __file__
+    assert "put into acts, by_layer, nested, row, seen was not saved" in str(told[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with model.trace(PARIS):
+            row[0] = model.layers_output[2].save()
+            nested[0].append(model.layers_output[3].save())
+            len(acts), by_layer, seen
+    assert row[0].shape == nested[0][-1].shape == (5, 256)
+
+
 @pytest.mark.engine
 def test_a1_what_a_trace_leaves_in_an_array_or_a_set_is_told_of(engine):
     array, seen = np.zeros(4), {0}
-    with pytest.warns(UserWarning, match="put into array, seen has stayed in the engine"):
+    with pytest.warns(UserWarning, match="put into array, seen was not saved"):
         with engine.trace(PARIS):
             array[2] = engine.layers_output[3].norm().item()
             seen.add(3)
@@ -439,7 +482,7 @@ def test_a1_what_a_function_leaves_in_the_engine_is_told_of(engine):
     def hold(hidden: torch.Tensor) -> None:
         here = midstream.save(hidden)  # noqa: F841
 
-    with pytest.warns(UserWarning, match=r"What this trace has put into counted has stayed") as told:
+    with pytest.warns(UserWarning, match=r"What this trace has put into counted was not saved") as told:
         with engine.trace(PARIS):
             count()
             hidden = engine.layers_output[3].save()  # noqa: F841

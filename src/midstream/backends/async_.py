@@ -45,11 +45,13 @@ class Stream(Awaitable[list[Any]]):
 
     Attributes:
         outputs: the final outputs in the order of the invokes, once all have finished.
+        when_over: called then with all that they gave.
     """
 
     def __init__(self, model: VLLM, prepare: Callable[[], Requests]) -> None:
         self.outputs: list[Any] = []
         self.ran: list[Ran] = []
+        self.when_over: Callable[[list[Ran]], None] = lambda _: None
         self._model = model
         self._prepare = prepare
         self.requests: Requests | None = None
@@ -101,6 +103,7 @@ class Stream(Awaitable[list[Any]]):
         self.ran = [done[index] for index in range(len(tasks))]
         self.outputs[:] = [result.output for result in self.ran]
         raise_failures(self.ran)
+        self.when_over(self.ran)
 
     def _submit(
         self, requests: Requests, items: asyncio.Queue[_Item], stack: AsyncExitStack

@@ -6,7 +6,7 @@ import dis
 import sys
 import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from types import FrameType, TracebackType
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from midstream.backends.model import TraceModel
 
 _LEFT_THERE = (
-    "What this trace has put into {names} has stayed in the engine, which works on copies. Save what you put in: a list or dict comes back "
-    "with saved values in it, `found.append(x.save())`. Or save the whole, `{name}.save()` in the trace."
+    "What this trace has put into {names} was not saved, so on VLLM it stays in the engine, which works on copies. Save what you put in, "
+    "`x.save()`: a list or dict comes back with the saved values in it. Or save the whole, `{name}.save()` in the trace."
 )
 _COUNTED = (
     "A trace has variables of its own, so outside {names} stays as it was. To go on with what the trace has made of it, save it there: "
@@ -132,6 +132,7 @@ class Tracer(_Context):
         self._saved: dict[int, Any] = {}
         self._collecting = False
         self._has_barrier = False
+        self._outer: frozenset[str] = frozenset()  # the names that the block around the invokes has bound
         self.invokes: list[Invoke] = []
         self.outputs: list[Any] = []
         self.backend: Any = None
@@ -186,6 +187,7 @@ class Tracer(_Context):
             self.invokes.append(Invoke(self._prompt, self.program_of(block), self._params, self._plan))
         else:
             outer = self._collect(block)
+            self._outer = frozenset(outer)
         together = link(self._blocks())
         if together and any(invoke.params.get("n", 1) > 1 for invoke in self.invokes):
             raise TraceError(
@@ -193,8 +195,10 @@ class Tracer(_Context):
                 "sample."
             )
         self.backend = self._model._start(self.invokes, together or self._has_barrier)
+        place = frame.f_code.co_filename, frame.f_lineno
         if self._model._deferred:
             self.outputs = self.backend.outputs
+            self.backend.when_over = lambda ran: _warn(place, self._left(ran))
             return
         ran = self.backend.wait()
         self.outputs = [r.output for r in ran]
@@ -203,20 +207,31 @@ class Tracer(_Context):
         unsaved = [*block.set_of(outer, values), *_each(mine, "unsaved")]
         push(frame, {**in_place_of(unsaved, values, frame), **values})
         raise_failures(ran)
-        for text in self._to_tell(ran, bool(values)):
-            warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno)
+        _warn(place, self._to_tell(ran, bool(values)))
 
     def _to_tell(self, ran: list[Ran], came: bool) -> Iterator[str]:
         """Of what has stayed in the trace. `came`: whether anything has come back to the caller's own variables."""
         if counted := sorted({*_each(ran, "counted")}):
             yield _COUNTED.format(names=", ".join(counted), name=counted[0])
+        yield from self._left(ran)
         if not self._model._ships:
             return
-        if left := sorted({name.rpartition(".")[2] for name in _each(ran, "left")}):
-            yield _LEFT_THERE.format(names=", ".join(left), name=left[0])
         outcomes = [outcome for request in ran for outcome in request.outcomes]
         if not (came or any(outcome.values for outcome in outcomes)) and any(outcome.saved for outcome in outcomes):
             yield _NOTHING_SAVED
+
+    def _left(self, ran: list[Ran]) -> Iterator[str]:
+        """Where the trace runs in this process, an array or a tensor that it wrote to is the caller's own. What the block around the
+        invokes made is for these to share."""
+        left = set()
+        for invoke, request in zip(self.invokes, ran, strict=True):
+            outside = invoke.block.outside if invoke.block is not None else {}
+            for name in _each([request], "left"):
+                is_filled = issubclass(type(outside.get(name)), (*CONTAINERS, set))
+                if (self._model._ships or is_filled) and name.partition(".")[0] not in self._outer:
+                    left.add(name.rpartition(".")[2])
+        if left:
+            yield _LEFT_THERE.format(names=", ".join(sorted(left)), name=min(left))
 
     def _blocks(self) -> list[Block]:
         return [invoke.block for invoke in self.invokes if invoke.block is not None]
@@ -240,6 +255,11 @@ class Tracer(_Context):
         if not self.invokes:
             raise TraceError(_NO_PROMPT)
         return names
+
+
+def _warn(place: tuple[str, int], texts: Iterable[str]) -> None:
+    for text in texts:
+        warnings.warn_explicit(text, UserWarning, *place)
 
 
 def _each(ran: list[Ran], names: str) -> list[str]:

@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from midstream.errors import CaptureError
+from midstream.trace.tree import as_bytes
 
 FORMAT = {"format": "midstream captures", "version": "1"}
 DTYPES = {
@@ -57,7 +58,7 @@ def write_shard(path: Path, tensors: Mapping[str, Sequence[torch.Tensor]]) -> in
             file.write(struct.pack("<Q", len(text)) + text)
             for name in names:
                 for piece in tensors[name]:
-                    file.write(piece.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+                    file.write(as_bytes(piece).numpy().data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

@@ -10,9 +10,10 @@ import tempfile
 import time
 import traceback
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import InvalidStateError
+from concurrent.futures import InvalidStateError, ThreadPoolExecutor
 from typing import Any
 
+from midstream.engine.lifeline import PREFIX, SOCKETS
 from midstream.engine.plugin import register
 from midstream.engine.request import TraceRequest
 from midstream.engine.settings import RECORD_BYTES, Settings
@@ -25,7 +26,7 @@ SCHEDULER = "midstream.engine.scheduler.make_scheduler"
 DIED = "The engine died, or lost its results channel; its log says why. Start a new one."
 _SHUTDOWN_SECONDS = 15.0
 _NOTICE_SECONDS = 10.0
-_SOCKETS = "VLLM_RPC_BASE_PATH"
+_BASE = "VLLM_RPC_BASE_PATH"
 _LONGEST_DIRECTORY = 107 - 37  # what a socket's path may have, less a UUID
 
 
@@ -50,7 +51,7 @@ def engine_arguments(
         PlanError: `plan` is no plan, or has what cannot be sent to an engine.
         UnknownSiteError: `graph_sites` has a site that cannot be built in.
     """
-    register()  # vLLM does so by the package's entry points, which a source tree on the path has not
+    _loaded(register)  # vLLM does so by the package's entry points, which a source tree on the path has not
     text = to_json(Plan.of(plan)) if plan is not None else None  # vLLM hashes the settings as JSON
     settings = Settings(False, dict(rename or {}), tuple(graph_sites), record_bytes, text)
     return {"worker_cls": WORKER, "scheduler_cls": SCHEDULER, "additional_config": settings.to_config()}
@@ -74,35 +75,56 @@ def llm_arguments(model: str, settings: Settings, given: Mapping[str, Any]) -> d
 
 def start_llm(arguments: dict[str, Any]) -> Any:
     """A `vllm.LLM`."""
-    register()
-    from vllm import LLM
 
-    return _start(lambda: LLM(**arguments))
+    def load() -> Any:
+        register()
+        from vllm import LLM
+
+        return LLM
+
+    make = _loaded(load)
+    return _start(lambda: make(**arguments))
 
 
 def start_async_llm(arguments: dict[str, Any]) -> Any:
     """A `vllm.v1.engine.async_llm.AsyncLLM`."""
-    register()
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
 
-    return _start(lambda: AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments)))
+    def load() -> Any:
+        register()
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        return lambda: AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+
+    return _start(_loaded(load))
+
+
+def _loaded(load: Callable[[], Any]) -> Any:
+    """What `load` returns, which imports vLLM. On a thread of its own, for vLLM keeps errors of imports, and so all frames that led there:
+    here those of the caller, with the engine in them. Seen on 0.32 without torchcodec."""
+    with ThreadPoolExecutor(1, "midstream-import") as pool:
+        return pool.submit(load).result()
 
 
 def _start(start: Callable[[], Any]) -> Any:
-    """An engine with a directory of its own for its sockets: vLLM leaves their files behind."""
-    before = os.environ.get(_SOCKETS)
-    directory = tempfile.mkdtemp(prefix="midstream-", dir=before)
+    """An engine with a directory of its own for its sockets: vLLM leaves their files behind. Its processes remove it if the client dies."""
+    before = {name: os.environ.get(name) for name in (_BASE, SOCKETS)}
+    directory = tempfile.mkdtemp(prefix=PREFIX, dir=before[_BASE])
+    os.environ[SOCKETS] = os.path.abspath(directory)
     if len(directory) <= _LONGEST_DIRECTORY:
-        os.environ[_SOCKETS] = directory
+        os.environ[_BASE] = directory
     try:
         engine = start()
     except BaseException:
         shutil.rmtree(directory, ignore_errors=True)
         raise
     finally:
-        os.environ.pop(_SOCKETS, None)
-        os.environ.update({_SOCKETS: before} if before is not None else {})
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            os.environ.update({name: value} if value is not None else {})
+    if is_in_process(engine):  # with no sockets, if it is one process, and nobody to remove it if that is killed
+        with contextlib.suppress(OSError):
+            os.rmdir(directory)
     engine.midstream_sockets = directory
     return engine
 

@@ -1,19 +1,23 @@
 """An engine's processes live as long as their client, and Ctrl-C is the client's to answer.
 
 vLLM's engine process ends itself on the SIGINT that a terminal or a notebook sends to all processes of a group, in the
-middle of the request that was to be interrupted; and it goes on for ever after a client that was killed. A worker's way
-out, SystemExit from a signal handler, is lost if it is raised in a trace's body. Seen on vLLM 0.32.
+middle of the request that was to be interrupted; and it goes on for ever after a client that was killed, whose sockets stay.
+A worker's way out, SystemExit from a signal handler, is lost if it is raised in a trace's body. Seen on vLLM 0.32.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 import time
+from pathlib import Path
 from types import FrameType
 
+SOCKETS = "MIDSTREAM_SOCKETS"  # the environment variable with the directory of the engine's sockets
+PREFIX = "midstream-"  # of its name
 _POLL_SECONDS = 0.5
 _GRACE_SECONDS = 5.0
 
@@ -57,6 +61,14 @@ def _note_termination() -> None:
 def _watch(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(_POLL_SECONDS)
+    _remove_sockets()
     os.kill(os.getpid(), signal.SIGTERM)  # vLLM's own way out, which frees its shared memory
     time.sleep(_GRACE_SECONDS)
     os._exit(1)
+
+
+def _remove_sockets() -> None:
+    """What the client would have removed. Each process of the engine may come here, and find less than another has found."""
+    directory = Path(os.environ.get(SOCKETS, ""))
+    if directory.name.startswith(PREFIX) and directory.is_absolute():
+        shutil.rmtree(directory, ignore_errors=True)

@@ -23,6 +23,7 @@ import os
 import pickle
 import secrets
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Sequence
@@ -40,6 +41,9 @@ __all__ = ["ChannelClosedError", "Mailbox", "Receiver", "Sender", "UnsendableErr
 
 _log = logging.getLogger(__name__)
 _HANDSHAKE_SECONDS = 10.0  # a stranger who says nothing holds a thread for this long
+_STRANGERS = 64  # connections that have not proved the key, with a thread each; one more drops the oldest. More than an engine's ranks
+
+_PEER = struct.Struct("3i")  # of the process at the other end: its id, user and group
 
 
 class Receiver:
@@ -63,7 +67,7 @@ class Receiver:
         self._mailboxes: dict[Hashable, Mailbox] = {}
         self._gone: set[str] = set()  # workers that were here, by name
         self._connections: dict[socket.socket, str | None] = {}
-        self._threads: set[threading.Thread] = set()
+        self._threads: dict[socket.socket, threading.Thread] = {}
         self.lost: list[str] = []
         self.when_gone: Callable[[], None] | None = None  # called on a thread of its own when a worker has gone
         self.dropped = 0
@@ -71,7 +75,7 @@ class Receiver:
         self._listeners = [_listen_unix(name)]
         if host is not None:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            self._listeners.append(socket.create_server((host, port), family=family))
+            self._listeners.append(socket.create_server((host, port), family=family, backlog=1024))
         tcp = [host, self._listeners[1].getsockname()[1]] if host is not None else None
         self.address: dict[str, Any] = {"unix": name, "tcp": tcp, "key": self._key.hex(), "host": wire.machine()}
         for listener in self._listeners:
@@ -115,7 +119,7 @@ class Receiver:
         """Disconnect the workers, wake every mailbox with ChannelClosedError, end the threads. Idempotent."""
         with self._lock:
             self._closed = True
-            sockets, threads = [*self._listeners, *self._connections], list(self._threads)
+            sockets, threads = [*self._listeners, *self._connections], list(self._threads.values())
             mailboxes = list(dict.fromkeys(self._mailboxes.values()))
             self._mailboxes.clear()
         self._pace.end()
@@ -157,10 +161,10 @@ class Receiver:
             finally:
                 sock.close()
                 with self._lock:
-                    self._threads.discard(threading.current_thread())
+                    self._threads.pop(sock, None)
 
         thread = threading.Thread(target=run, name="midstream-receive", daemon=True)
-        self._threads.add(thread)
+        self._threads[sock] = thread
         thread.start()
 
     def _accept(self, listener: socket.socket) -> None:
@@ -172,11 +176,26 @@ class Receiver:
                     _log.warning("the results channel could not take a connection: %s", error)
                     time.sleep(0.1)
                 continue
+            if not _is_welcome(sock):
+                sock.close()
+                continue
+            self._make_room()
             with self._lock:
                 if self._closed:
                     return sock.close()
                 self._connections[sock] = None
                 self._start(self._converse, sock)
+
+    def _make_room(self) -> None:
+        """Drop the oldest stranger if there are many, so that none of them keeps a worker out."""
+        with self._lock:
+            strangers = [sock for sock, name in self._connections.items() if name is None]
+            if len(strangers) < _STRANGERS:
+                return
+            thread = self._threads[strangers[0]]
+            del self._connections[strangers[0]]
+            _hang_up(strangers[0])
+        thread.join()
 
     def _converse(self, sock: socket.socket) -> None:
         """One worker, from the handshake to its end."""
@@ -186,6 +205,8 @@ class Receiver:
             sock.settimeout(_HANDSHAKE_SECONDS)
             name, answer = wire.welcome(sock, self._key)
             with self._lock:
+                if sock not in self._connections:
+                    raise ChannelError(f"{name!r} was dropped: {_STRANGERS} newer connections had not shown the key")
                 self._connections[sock] = name
                 self._gone.discard(name)
             sock.sendall(answer)
@@ -262,8 +283,16 @@ class Receiver:
 def _listen_unix(name: str) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(f"\0{name}")  # the leading NUL keeps it off the filesystem
-    listener.listen()
+    listener.listen(1024)  # a full queue would refuse a worker at once
     return listener
+
+
+def _is_welcome(sock: socket.socket) -> bool:
+    """Not so other users of this machine, whom an abstract socket does not keep out."""
+    if sock.family != socket.AF_UNIX:
+        return True
+    _, user, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    return user in (0, os.geteuid())
 
 
 def _hang_up(sock: socket.socket) -> None:

@@ -17,7 +17,7 @@ from operator import itemgetter
 
 import torch
 
-from midstream.engine.wire import as_bytes
+from midstream.trace.tree import as_bits, as_bytes
 
 SLOT_BYTES = 8 << 20  # one pinned slot, and the most that one thread copies at a time
 SLOTS = 16  # 128 MiB pinned in all, from the first CUDA tensor on
@@ -95,12 +95,13 @@ class Copier:
     ) -> None:
         for offset, tensor in placed:
             size = tensor.numel() * tensor.element_size()
-            if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-                payload[offset : offset + size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            bits = as_bits(tensor)
+            if bits.device.type != "cpu" or not bits.is_contiguous():
+                payload[offset : offset + size].view(bits.dtype).view(bits.shape).copy_(bits)
             elif size <= _ALONE_BYTES:
-                _move(payload, offset, as_bytes(tensor))
+                _move(payload, offset, as_bytes(bits))
             else:
-                pieces = enumerate(as_bytes(tensor).split(SLOT_BYTES))
+                pieces = enumerate(as_bytes(bits).split(SLOT_BYTES))
                 tasks += [self._pool.submit(_move, payload, offset + i * SLOT_BYTES, piece) for i, piece in pieces]
 
     def _from_device(

@@ -33,6 +33,7 @@ import numpy as np
 import torch
 
 from midstream.errors import ChannelError
+from midstream.trace.tree import is_raw, movable
 
 ALIGNMENT = 64  # bytes; a cache line, and more than any dtype needs
 INLINE_LIMIT = 64 * 1024  # bytes; a smaller payload is cheaper in the frame than in a memfd of its own
@@ -77,18 +78,6 @@ class Entry(NamedTuple):
     dtype: str | None = None  # "bfloat16"
     shape: tuple[int, ...] = ()
     offset: int = 0  # bytes from the payload's start
-
-
-def is_raw(value: object) -> bool:
-    """True for tensors that travel as bytes. Sparse, quantized, meta and wrapper tensors are left to pickle."""
-    if type(value) is not torch.Tensor and not isinstance(value, torch.nn.Parameter):
-        return False
-    return value.layout is torch.strided and not value.is_quantized and not value.is_meta
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's elements as a flat uint8 tensor, row-major; a copy only if they do not lie that way already."""
-    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def lay_out(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
@@ -167,6 +156,8 @@ class _Pickler(cloudpickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:  # unlike persistent_id not asked about each number and string
         if not is_raw(obj):
+            if isinstance(obj, torch.Tensor) and (there := movable(obj)) is not obj:
+                return there.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
             return super().reducer_override(obj)
         self.tensors.append(obj)  # each comes here once: pickle remembers what it has seen
         return _tensor, (len(self.tensors) - 1,)

@@ -131,9 +131,9 @@ def from_wire(wire: Mapping[str, Any], *, trusted: bool = True) -> Plan:
     if not trusted:
         _check_size(wire)
     wire = _dict("the plan", wire, ("interventions",), ("version", "vectors", "runs"))
-    if wire.get("version", VERSION) != VERSION:
+    if type(version := wire.get("version", VERSION)) is not int or version != VERSION:
         raise fields.refuse(
-            "the plan's version", fields.shown(wire["version"]), f"{VERSION}, which is all that this midstream reads"
+            "the plan's version", fields.shown(version), f"{VERSION}, which is all that this midstream reads"
         )
     tables = _Tables(_vectors(_dict("vectors", wire.get("vectors", {}))), _runs(_dict("runs", wire.get("runs", {}))))
     items = _list("interventions", wire["interventions"], MAX_INTERVENTIONS)

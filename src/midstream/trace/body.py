@@ -24,7 +24,7 @@ from midstream.trace.reached import contents
 from midstream.trace.remote import Claim, Place, RemoteValue
 from midstream.trace.rows import private
 from midstream.trace.stack_end import at_stack_end
-from midstream.trace.tree import leaves
+from midstream.trace.tree import leaves, memory_of
 from midstream.trace.visit import Key, Visit, point_name
 
 if TYPE_CHECKING:
@@ -107,7 +107,9 @@ class Body:
         self.random: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self._asked: Key | None = None  # the last point of its step
         self._reached = -1  # and how far in the forward that is, whichever stage has it
-        self._fetched: set[int] = set()  # where the values of other stages lie that came from the point that it is at
+        self._fetched: set[int | None] = (
+            set()
+        )  # where the values of other stages lie that came from the point that it is at
         # Saved copies of those, with their versions and the values.
         self._copied: list[tuple[torch.Tensor, int, torch.Tensor]] = []
         self._run = run
@@ -275,7 +277,7 @@ class Body:
             body._wait_for(fetch, comes)
         found = stages.received(fetch)
         if body._asked is not None and place.name == point_name(body._asked) and place.step == body.step:
-            body._fetched |= {tensor.untyped_storage().data_ptr() for _, tensor in leaves(found)}
+            body._fetched |= {memory_of(tensor) for _, tensor in leaves(found)}
         return found
 
     def wait_for_sibling(self) -> bool:
@@ -375,7 +377,7 @@ class Body:
         return kept
 
     def _copy(self, value: torch.Tensor) -> torch.Tensor:
-        if value.layout == torch.strided and value.untyped_storage().data_ptr() in self._fetched:
+        if memory_of(value) in self._fetched:
             kept = private(value)
             self._copied.append((kept, kept._version, value))
             return kept

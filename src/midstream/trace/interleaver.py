@@ -20,7 +20,7 @@ from midstream.trace.journal import Journal, spill
 from midstream.trace.rows import FlatRows, Rows
 from midstream.trace.shared import Span
 from midstream.trace.source import SourceHooks
-from midstream.trace.tree import leaves
+from midstream.trace.tree import leaves, memory_of
 from midstream.trace.visit import Event, Key, Visit, point_name
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Interleaver:
         self.reachable: frozenset[Key] | None = None  # the points that the step's forward passes; None for all
         self._at_barrier: dict[Any, list[Body]] = {}  # those who wait for others to come
         self._freed: list[Body] = []  # those who need not wait any longer, in the order of their barriers
-        self._live_storages: set[int] = set()
+        self._live_storages: set[int | None] = set()
 
     # Requests.
 
@@ -280,7 +280,7 @@ class Interleaver:
     def _visit(self, body: Body, event: Event) -> Visit:
         rows = (self.last_rows if event.key in LAST_POINTS else self.rows)[body.name]
         if rows.aliases:
-            self._live_storages.update(t.untyped_storage().data_ptr() for _, t in leaves(event.tree))
+            self._live_storages.update(memory_of(t) for _, t in leaves(event.tree))
         journal = body.journal if event.key not in LAST_POINTS else None  # behind these, nothing is computed again
         return Visit(event, rows, body.now, journal, self._span if event.key not in LAST_POINTS else None, body.name)
 
@@ -397,7 +397,7 @@ class Interleaver:
 
     def is_live(self, value: torch.Tensor) -> bool:
         """Whether `value` shares memory with an activation of this step."""
-        return value.layout == torch.strided and value.untyped_storage().data_ptr() in self._live_storages
+        return memory_of(value) in self._live_storages
 
     def has(self, key: Key) -> bool:
         """Whether this process has the point; another pipeline stage may."""

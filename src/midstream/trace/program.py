@@ -6,6 +6,7 @@ import functools
 import inspect
 import io
 import linecache
+import operator
 import pickle
 import sys
 import traceback
@@ -23,9 +24,9 @@ from midstream.errors import InterventionError, MidstreamError, StageFailedError
 from midstream.trace.block import Block, locals_at
 from midstream.trace.body import Body, StopTrace, current_body
 from midstream.trace.gradients import backward
-from midstream.trace.reached import CONTAINERS, attributes_of, is_container
+from midstream.trace.reached import attributes_of, contents, is_container
 from midstream.trace.tracer import BodyTracer, save, steps_of
-from midstream.trace.tree import map_tensors
+from midstream.trace.tree import as_bytes, is_raw, map_tensors, movable
 
 RETURNED = "return"
 _HASHED_BYTES = 1 << 24
@@ -144,7 +145,7 @@ class BlockProgram(Program):
         """
         outside = self._outside()
         found = {n: v for n, v in names.items() if v is not outside.get(n) and body.is_saved_throughout(v)}
-        containers = {n: v for n, v in outside.items() if is_container(v)}
+        containers = {n: v for n, v in outside.items() if is_container(v)} if body.saved else {}
         found |= {n: v for n, v in containers.items() if body.has_saved_in(v, self._is_changed(body, n, v))}
         bound = {n: v for n, v in self._attributes().items() if v is not body.attributes.get(n)}
         return {**found, **body.pick_saved({**bound, **outside, **names})}
@@ -159,16 +160,19 @@ class BlockProgram(Program):
 
     @staticmethod
     def _is_changed(body: Body, name: str, value: Any) -> bool:
-        state = _state(value)
-        return state is not None and state != body.states.get(name)
+        now, before = _state(value), body.states.get(name)
+        if isinstance(now, list) and isinstance(before, list):
+            return len(now) != len(before) or not all(map(operator.is_, now, before))
+        return now is not None and now != before
 
 
-def _state(value: Any) -> int | None:
-    """Something that is another number when things were put into a container, or a tensor or an array was written to."""
+def _state(value: Any) -> list[Any] | int | None:
+    """What is in a container, at any depth; of a set, a tensor or an array a number that is another one when it was written to."""
     kind = type(value)  # what isinstance asks is the object's own code
-    for container in (*CONTAINERS, set):
-        if issubclass(kind, container):
-            return container.__len__(value)  # type: ignore[no-any-return]
+    if is_container(value):
+        return list(contents(value))
+    if issubclass(kind, set):
+        return set.__len__(value)
     if issubclass(kind, np.ndarray) and not value.dtype.hasobject and value.nbytes <= _HASHED_BYTES:
         return hash(value.tobytes())
     return value._version if issubclass(kind, torch.Tensor) and not value.is_inference() else None
@@ -312,9 +316,10 @@ class _Pickler(cloudpickle.Pickler):
         return stands_for(obj) if stands_for is not None else None
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, torch.Tensor):
-            raw = obj.detach().cpu().contiguous()
-            return _tensor_here, (bytes(raw.reshape(-1).view(torch.uint8).numpy()), raw.dtype, tuple(raw.shape))
+        if is_raw(obj):
+            return _tensor_here, (bytes(as_bytes(obj).cpu().numpy()), obj.dtype, tuple(obj.shape))
+        if isinstance(obj, torch.Tensor) and (there := movable(obj)) is not obj:
+            return there.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         return super().reducer_override(obj)
 
 
@@ -323,8 +328,8 @@ _DEVICE: ContextVar[torch.device | None] = ContextVar("midstream_device", defaul
 
 def _tensor_here(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     """A shipped tensor where the model is, so that `model.layers_output[3] += v` works with a `v` made on the client."""
-    flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
-    return flat.reshape(shape).to(_DEVICE.get())
+    flat = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return flat.view(dtype).reshape(shape).to(_DEVICE.get())
 
 
 class _Unpickler(pickle.Unpickler):

@@ -1,4 +1,4 @@
-"""Tensors inside what modules take and return: tuples, lists, named tuples, dicts and transformers' ModelOutput."""
+"""Tensors inside what modules take and return: tuples, lists, named tuples, dicts and transformers' ModelOutput; and their bytes."""
 
 from __future__ import annotations
 
@@ -68,3 +68,42 @@ def map_objects(tree: Any, kind: type, change: Callable[[Any], Any]) -> Any:
     if type(tree) in (list, tuple):
         return type(tree)(map_objects(item, kind, change) for item in tree)
     return tree
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}  # by size in bytes
+
+
+def is_raw(value: object) -> bool:
+    """True for tensors that travel as bytes. Sparse, quantized, nested, meta and wrapper tensors are left to pickle."""
+    if type(value) is not torch.Tensor and not isinstance(value, torch.nn.Parameter):
+        return False
+    return value.layout is torch.strided and not (value.is_quantized or value.is_meta or value.is_nested)
+
+
+def as_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A raw tensor's elements, in its shape and strides, as a dtype of their size that torch can copy; a view unless it is a lazy
+    conjugate or negative."""
+    return tensor.detach().resolve_conj().resolve_neg().view(_BITS[tensor.element_size()])
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A raw tensor's elements as flat uint8, row-major; a copy only if they do not lie that way already."""
+    bits = as_bits(tensor).contiguous()
+    return bits.as_strided((bits.numel(),), (1,)).view(torch.uint8)  # reshape keeps the odd stride of a single element
+
+
+def movable(tensor: torch.Tensor) -> torch.Tensor:
+    """What to pickle of a tensor that is not raw: on the CPU, in a layout that pickle knows."""
+    if tensor.is_mkldnn:
+        return tensor.to_dense()
+    return tensor if tensor.is_cpu or tensor.is_meta else tensor.cpu()
+
+
+def memory_of(tensor: torch.Tensor) -> int | None:
+    """Where its storage lies; None if it has none of its own, as sparse tensors and wrappers."""
+    if tensor.layout is not torch.strided:
+        return None
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return None

@@ -16,7 +16,7 @@ from midstream.errors import ShapeError
 from midstream.sites import Binding, Ref, follow, replaced
 from midstream.trace.rows import FlatRows, Rows, private
 from midstream.trace.shared import SharedSite, Span
-from midstream.trace.tree import leaves, map_tensors, shape_text
+from midstream.trace.tree import leaves, map_tensors, memory_of, shape_text
 
 if TYPE_CHECKING:
     from midstream.trace.journal import Journal
@@ -191,11 +191,9 @@ class Visit:
 
     def holds(self, value: torch.Tensor) -> bool:
         """Whether an edit of `value` would be one of what this visit is about."""
-        if value.layout != torch.strided:
-            return False
-        storage = value.untyped_storage().data_ptr()
+        memory = memory_of(value)
         here = [handed.value for handed in self._handed] or [leaf for _, leaf in leaves(self.event.tree)]
-        return any(tensor.untyped_storage().data_ptr() == storage for tensor in here)
+        return memory is not None and any(memory_of(tensor) == memory for tensor in here)
 
     def follow(self, copy: torch.Tensor, written: Callable[[], None]) -> None:
         """Call `written` when `copy`, of something that this visit holds, has been edited, before the visit's own edits count."""

@@ -11,10 +11,9 @@ import torch
 
 from midstream.engine.mailbox import Message
 from midstream.engine.staging import mark_ready
-from midstream.engine.wire import is_raw
 from midstream.errors import MidstreamError, StageFailedError
 from midstream.sites import Ref
-from midstream.trace.tree import leaves, map_tensors
+from midstream.trace.tree import is_raw, leaves, map_tensors
 
 HABIT = 2  # fetches in a row, after which a place is sent ahead
 _HOST = torch.device("cpu")
