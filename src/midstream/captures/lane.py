@@ -100,15 +100,18 @@ class Lane:
             if not delivery.done:
                 self._put(_Job(delivery, partial(self._end, delivery, error)))
 
-    def wait(self, delivery: Delivery) -> CaptureError | None:
-        """Wait until the consumer has taken all of an ended request, for good. What went wrong, if anything did."""
+    def wait(self, delivery: Delivery, patient: bool = False) -> CaptureError | None:
+        """Wait until the consumer has taken all of an ended request, for good. What went wrong, if anything did.
+
+        `patient`: let it linger for others.
+        """
         with self._changed:
-            self._waiters += 1
+            self._waiters += not patient
             self._changed.notify_all()
             try:
                 self._wait_until(lambda: delivery.done)
             finally:
-                self._waiters -= 1
+                self._waiters -= not patient
         return delivery.error
 
     def close(self) -> None:
