@@ -77,10 +77,10 @@ def _outside(name: str) -> None:
         raise inside(name)
 
 
-def _each(prompts: Any) -> tuple[list[Any], bool]:
-    """The prompts one by one; whether it was a single one."""
+def _each(prompts: Any, what: str) -> tuple[list[Any], bool]:
+    """The prompts that `what` was called with, one by one; whether it was a single one."""
     if not isinstance(prompts, Iterable):
-        raise PromptError(f"A prompt is needed, or several; {prompts!r} was given.")
+        raise PromptError(f"{what} needs a prompt, or several; {prompts!r} was given.")
     given: Any = prompts if isinstance(prompts, (str, Sized)) else list(prompts)
     single = isinstance(given, str) or hasattr(given, "keys") or all(isinstance(token, int) for token in given)
     return ([given] if single else list(given)), single
@@ -235,7 +235,7 @@ class TraceModel(Sizes):
             if answers is not None:
                 raise TraceError("A trace has no answers=; read model.logits or model.next_token_probs in it.")
             return Tracer(self, prompts, sampling(params, 16), plan)  # type: ignore[arg-type]
-        each, single = _each(prompts)
+        each, single = _each(prompts, "generate")
         plans, params = plans_of(plan, len(each), single), sampling(params, 16)
         asked = self._answers(answers, len(each), params)
         return self._outputs([Invoke(p, None, params, q, a) for p, q, a in zip(each, plans, asked, strict=True)])
@@ -271,7 +271,7 @@ class TraceModel(Sizes):
             PlanError, PromptError, ParameterError: the plan, a prompt, the ids or a parameter cannot be taken. Nothing has been run.
         """
         _outside("collect")
-        collection = Collection(self, _each(prompts)[0], plan, to, ids, sampling(params, 1))
+        collection = Collection(self, _each(prompts, "collect")[0], plan, to, ids, sampling(params, 1))
         return collection.run_later() if self._deferred else collection.run()
 
     def _answers(self, given: Any, prompts: int, params: dict[str, Any]) -> list[Answers]:
