@@ -400,7 +400,7 @@ def test_requests_end_with_the_tokens_that_the_client_has_seen(engine: VLLM, tmp
     outputs = engine.generate(given, plan=kept, max_tokens=24, n=2, stop=["o", "u"], **random)
     counts = [len(sample.token_ids) for output in outputs for sample in output.outputs]
     store = open_captures(tmp_path)
-    assert len(store) == 16 and len(set(counts)) > 2
+    assert len(store) == 16 and len(set(counts)) > 1
     for output in outputs:
         for index, (sample, captured) in enumerate(zip(output.outputs, output.captures, strict=True)):
             positions = list(range(len(output.prompt_token_ids) + len(sample.token_ids) - 1))

@@ -2,7 +2,7 @@
 
 Jobs wait in a queue that is bounded in bytes; the thread takes them in turn. A single call that takes longer than `timeout`
 means that the consumer has stalled: every request that it has open fails, its queue is dropped, and what is new fails at
-once, until the call returns. Nothing watches the clock but who waits: for room, for a request's end, for the lane's end.
+once, until the call returns. Only callers watch the clock: those that wait for room, a request's end or the lane's end, or ask after one.
 """
 
 from __future__ import annotations
@@ -113,6 +113,12 @@ class Lane:
             finally:
                 self._waiters -= not patient
         return delivery.error
+
+    def is_done(self, delivery: Delivery) -> bool:
+        """Whether `wait` would return at once."""
+        with self._changed:
+            self._find_stall()
+            return delivery.done
 
     def close(self) -> None:
         """Let the consumer take what is queued, and end it; call `join` then."""

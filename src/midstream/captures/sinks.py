@@ -123,7 +123,7 @@ class Sinks:
 
     def is_taken(self, request_id: str) -> bool:
         """Whether `result` of an ended request needs no waiting."""
-        return all(way.delivery.done for way in self._requests[request_id].ways)
+        return all(way.lane.is_done(way.delivery) for way in self._requests[request_id].ways)
 
     def result(self, request_id: str, patient: bool = False) -> None:
         """Wait until all consumers have taken all of an ended request, files included, and forget it.
