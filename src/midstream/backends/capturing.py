@@ -160,12 +160,15 @@ class Capturing:
         """The request is over, with so many tokens in each sample; all rows are here. Again, it does nothing."""
         if self._ended:
             return
-        self._ended = True
-        for sample, stop in zip(self._samples, self._stops(generated), strict=True):
-            if sample.error is not None:
-                self._give_up(sample, sample.error)
-            elif sample.begun:
-                self._sinks.end(sample.name, stop)
+        self._ended = self._taking = True
+        try:
+            for sample, stop in zip(self._samples, self._stops(generated), strict=True):
+                if sample.error is not None:
+                    self._give_up(sample, sample.error)
+                elif sample.begun:
+                    self._sinks.end(sample.name, stop)
+        finally:
+            self._taking = False
 
     def _stops(self, generated: Sequence[int]) -> list[int]:
         return [len(self._planned.prompt) + count - 1 for count in generated]
