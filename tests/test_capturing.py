@@ -1,8 +1,9 @@
-"""Captured rows from the channel to what is on the output, without an engine: rows D4, D7 and F3."""
+"""Captured rows from the channel to what is on the output, without an engine: rows D4, D7, F3 and F7."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ import torch
 from capture_tools import capture_threads, wait_until
 
 from midstream.backends import capturing
-from midstream.backends.capturing import Capturing, Taking
+from midstream.backends.capturing import Capturing, Following, Taking
 from midstream.backends.planned import Planned
 from midstream.captures.sinks import Sinks
+from midstream.captures.store import open_captures
 from midstream.captures.wanted import routes
 from midstream.engine.results import Mailbox, Receiver
 from midstream.engine.sender import Sender
@@ -149,3 +151,29 @@ def test_f3_rows_that_do_not_come_are_not_waited_for_forever(channel: Any, monke
         taking.wait()
     here.box.close()  # as whoever gives up does
     wait_until(lambda: not capture_threads())
+
+
+def test_f7_a_request_is_listed_once_it_has_ended_while_others_run(tmp_path: Path) -> None:
+    """Seen lost: all of them, where the process was killed before the last had ended."""
+    plan = Plan((Capture("resid_post", positions="all", to=str(tmp_path)),))
+    found, sinks = routes(plan.captures, LENGTH, range(LAYERS)), Sinks()
+    both = [Capturing(Planned(plan, [7] * LENGTH, found, FACTS), 1, sinks) for _ in range(2)]
+    receiver = Receiver()
+    sender = Sender(receiver.address, "0")
+    following = Following([(each, receiver.expect(each.key, ["0"])) for each in both])
+    try:
+        layout = Layout.of(((("resid_post", layer, "before")) for layer in range(LAYERS)), lambda *_: WIDTH)
+        for each, name, final in ((both[0], "first", True), (both[1], "second", False)):
+            segment = (0, layout, torch.ones(LENGTH + 3, LAYERS * WIDTH), 0, LENGTH + 3)
+            header = {"key": each.key, "request": name, "final": final, "stage": 0, "sure": 0}
+            sender.send(header, {"segments": [segment], "error": None})
+        following.end("first", [2])
+        wait_until(lambda: any(tmp_path.glob("index-*.jsonl")) and "first" in open_captures(tmp_path))
+        store = open_captures(tmp_path)
+        assert list(store) == ["first"]
+        assert store["first"].positions["resid_post", 2] == list(range(LENGTH + 1))  # not what was run past the end
+    finally:
+        following.close()
+        sender.close()
+        receiver.close()
+        sinks.close()

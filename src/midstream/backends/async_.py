@@ -213,7 +213,7 @@ class _Request:
 
         def end() -> None:
             capturing.end(self._generated)
-            put_capture(done, capturing, self._planned, self._generated)
+            put_capture(done, capturing, self._planned, self._generated, patient=capturing.collected is not None)
 
         if capturing.has_sinks:
             await asyncio.get_running_loop().run_in_executor(_pool(), end)

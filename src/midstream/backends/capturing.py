@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import secrets
 import threading
+from collections import defaultdict
 from collections.abc import Sequence
 from concurrent import futures
 from concurrent.futures import Executor
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from midstream.backends.planned import Planned
-from midstream.captures.consumers import CaptureInfo
+from midstream.captures.consumers import CaptureInfo, Collected
 from midstream.captures.segment import Captured, Segment, gather
 from midstream.captures.sinks import Sinks
 from midstream.engine.request import users_id
@@ -55,17 +56,27 @@ class Capturing:
         planned: its plan.
         samples: vLLM's `n`.
         senders: how many workers send the rows of a sample, each what it has.
+        collected: what the request is of a collection.
     """
 
-    def __init__(self, planned: Planned, samples: int, sinks: Sinks, senders: int = 1) -> None:
+    def __init__(
+        self, planned: Planned, samples: int, sinks: Sinks, senders: int = 1, collected: Collected | None = None
+    ) -> None:
         self.key = (secrets.token_hex(8), 0)
         self.stop: int | None = None  # positions below this are known to be the user's
         self._planned = planned
         self._sinks = sinks
         self._senders = senders
+        self.collected = collected
         self._samples = [_Sample() for _ in range(samples)]
         self._taken, self._seen, self._taking = 0, -1, False
-        self._discarded = False
+        self._discarded = self._ended = False
+
+    @property
+    def request_id(self) -> str:
+        """As its output has it; empty if none of its rows could be read."""
+        name = self._samples[0].name
+        return name.partition("_")[2] if len(self._samples) > 1 else name
 
     @property
     def has_sinks(self) -> bool:
@@ -129,7 +140,8 @@ class Capturing:
             return
         try:
             if not sample.begun:
-                self._sinks.begin(CaptureInfo(sample.name, tuple(self._planned.prompt)), self._planned.routes.sinks)
+                info = CaptureInfo(sample.name, tuple(self._planned.prompt), collected=self.collected)
+                self._sinks.begin(info, self._planned.routes.sinks)
                 sample.begun = True
                 self._sinks.put(self._planned.empty_segment(sample.name))
             for segment in segments:
@@ -145,25 +157,34 @@ class Capturing:
             sample.begun = False
 
     def end(self, generated: Sequence[int]) -> None:
-        """The request is over, with so many tokens in each sample; all rows are here."""
-        for sample, stop in zip(self._samples, self._stops(generated), strict=True):
-            if sample.error is not None:
-                self._give_up(sample, sample.error)
-            elif sample.begun:
-                self._sinks.end(sample.name, stop)
+        """The request is over, with so many tokens in each sample; all rows are here. Again, it does nothing."""
+        if self._ended:
+            return
+        self._ended = self._taking = True
+        try:
+            for sample, stop in zip(self._samples, self._stops(generated), strict=True):
+                if sample.error is not None:
+                    self._give_up(sample, sample.error)
+                elif sample.begun:
+                    self._sinks.end(sample.name, stop)
+        finally:
+            self._taking = False
 
     def _stops(self, generated: Sequence[int]) -> list[int]:
         return [len(self._planned.prompt) + count - 1 for count in generated]
 
-    def result(self, generated: Sequence[int]) -> Captured | list[Captured]:
-        """What goes on the output, once the sinks have taken theirs. Raises CaptureError, or PlanError if the engine refused the plan."""
+    def result(self, generated: Sequence[int], patient: bool = False) -> Captured | list[Captured]:
+        """What goes on the output, once the sinks have taken theirs; `patient` is as of `Sinks.result`.
+
+        Raises CaptureError, or PlanError if the engine refused the plan.
+        """
         captured = []
         for sample, stop in zip(self._samples, self._stops(generated), strict=True):
             if sample.error is not None:
                 raise sample.error
             if sample.begun:
                 sample.begun = False
-                self._sinks.result(sample.name)
+                self._sinks.result(sample.name, patient)
             captured.append(self._gathered(sample, stop) if sample.captured is None else sample.captured)
         return captured[0] if len(captured) == 1 else captured
 
@@ -240,13 +261,28 @@ def _gone(error: ChannelClosedError) -> MidstreamError:
 
 
 class Following:
-    """A thread that hands rows to sinks while the caller's own thread runs the engine."""
+    """A thread that hands rows to sinks, request by request to its end, while the caller's own thread runs the engine."""
 
     def __init__(self, followed: Sequence[tuple[Capturing, Mailbox]]) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="midstream-captures", daemon=True)
         self._thread.start()
-        self._futures = [(c, asyncio.run_coroutine_threadsafe(c.follow(box), self._loop)) for c, box in followed]
+        self._generated: defaultdict[str, asyncio.Future[Sequence[int]]] = defaultdict(self._loop.create_future)
+        self._futures = [(c, asyncio.run_coroutine_threadsafe(self._follow(c, box), self._loop)) for c, box in followed]
+
+    def end(self, request_id: str, generated: Sequence[int]) -> None:
+        """A request has ended for the user, with so many tokens in each sample. Its last rows may come later."""
+
+        def tell() -> None:
+            if not (future := self._generated[request_id]).done():
+                future.set_result(generated)
+
+        self._loop.call_soon_threadsafe(tell)
+
+    async def _follow(self, capturing: Capturing, box: Mailbox) -> None:
+        await capturing.follow(box)
+        if capturing.request_id:
+            capturing.end(await self._generated[capturing.request_id])
 
     def wait(self) -> None:
         """Until all rows are here, after the engine is through with the requests."""

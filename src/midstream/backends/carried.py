@@ -65,7 +65,11 @@ def make_requests(
     stages = model.config.parallel_config.pipeline_parallel_size
     capturing = [
         Capturing(
-            p if record is None else replace(p, routes=Routes({}, ())), invoke.params.get("n", 1), model.sinks, stages
+            p if record is None else replace(p, routes=Routes({}, ())),
+            invoke.params.get("n", 1),
+            model.sinks,
+            stages,
+            invoke.collected,
         )
         if p is not None and p.plan.captures
         else None

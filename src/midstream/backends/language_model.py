@@ -35,6 +35,8 @@ from midstream.trace.envoy import ModelEnvoy
 from midstream.trace.interleaver import Interleaver
 from midstream.trace.show import show_tree
 
+_Row = tuple[Ran, PlannedRow | None]
+
 
 @dataclass
 class _Done:
@@ -79,6 +81,7 @@ class LanguageModel(TraceModel):
 
         module: Any = AutoModelForCausalLM.from_pretrained(model, **kwargs) if isinstance(model, str) else model
         module = (module.to(device) if device is not None else module).eval()
+        self.model_name: str = model if isinstance(model, str) else module.config.name_or_path
         name = tokenizer if isinstance(tokenizer, str) else model if isinstance(model, str) else None
         self.module: Any = module
         self.tokenizer = (
@@ -153,14 +156,18 @@ class LanguageModel(TraceModel):
         }
         return ModelFacts(self.arch.num_layers, widths, str(self.module.dtype).removeprefix("torch."))
 
+    @property
+    def planner(self) -> Planner:
+        return Planner(self.facts, lambda: self.tokenizer, self.vectors, self.runs)
+
     def _start(self, invokes: list[Invoke], together: bool) -> _Done:
         invokes = self._with_plan(invokes)
-        planned = self._planned(invokes)
-        return _Done(self._run(invokes, planned))
+        with ExitStack() as stack:
+            return _Done(self._put_captures(self._run(invokes, self._planned(invokes), stack)))
 
     def _planned(self, invokes: Sequence[Invoke]) -> list[Planned | None]:
         """The plan of each invoke, checked."""
-        planner = Planner(self.facts, lambda: self.tokenizer, self.vectors, self.runs)
+        planner = self.planner
         planned: list[Planned | None] = []
         for invoke in invokes:
             refuse_multimodal(invoke.plan, invoke.prompt)
@@ -176,8 +183,11 @@ class LanguageModel(TraceModel):
         if wrong := [token for token in ids if not 0 <= token < rows]:
             raise PromptError(f"The prompt has the token id {wrong[0]}; this model's are 0 to {rows - 1}.")
 
-    def _run(self, invokes: list[Invoke], planned: Sequence[Planned | None]) -> list[Ran]:
-        """One batch, with its plans; those of several threads one after the other."""
+    def _run(self, invokes: list[Invoke], planned: Sequence[Planned | None], until: ExitStack) -> list[_Row]:
+        """One batch, with its plans, to the end of its requests; those of several threads one after the other.
+
+        What the sinks then have of them is given up at the end of `until`, unless `_put_captures` was called before.
+        """
         with ExitStack() as stack:
             stack.enter_context(self._lock)
             if runs := runs_of(planned):
@@ -188,33 +198,43 @@ class LanguageModel(TraceModel):
             for index, each in enumerate(planned):
                 if each is not None:
                     rows[index] = planned_row(
-                        each, self.arch, names[index], vectors=self.vectors, runs=self._run_store, sinks=self.sinks
+                        each,
+                        self.arch,
+                        names[index],
+                        vectors=self.vectors,
+                        runs=self._run_store,
+                        sinks=self.sinks,
+                        collected=invokes[index].collected,
                     )
-                    stack.callback(rows[index].discard)
+                    until.callback(rows[index].discard)
             hooks = PlanHooks(self.module, self.arch, rows, lambda: self._interleaver.muted)
             with hooks.on():
                 done = Batch(self, invokes, hooks, names).run()
             for index, row in rows.items():
                 row.end(len(done[index].output.token_ids))
-            for index, row in rows.items():
-                self._put_captures(done[index], row)
-        return done
+        return [(ran, rows.get(index)) for index, ran in enumerate(done)]
 
     @staticmethod
-    def _put_captures(done: Ran, row: PlannedRow) -> None:
-        done.output.captures = None
-        try:
-            done.output.captures = row.captured(len(done.output.token_ids))
-        except MidstreamError as error:
-            done.error = error
+    def _put_captures(rows: Sequence[_Row]) -> list[Ran]:
+        """Put captures on the outputs, once the sinks have taken theirs. A request that failed has its error in its place."""
+        for ran, row in rows:
+            if row is not None:
+                ran.output.captures = None
+                try:
+                    ran.output.captures = row.captured(len(ran.output.token_ids))
+                except MidstreamError as error:
+                    ran.error = error
+        return [ran for ran, _ in rows]
 
     def _outputs(self, invokes: list[Invoke]) -> list[Generated]:
         invokes = self._with_plan(invokes)
         planned = self._planned(invokes)
-        if any(planned):
-            done = [ran for i, plan in zip(invokes, planned, strict=True) for ran in self._run([i], [plan])]
-        else:
-            done = self._run(invokes, planned)
+        with ExitStack() as stack:
+            if any(planned):
+                rows = [row for i, plan in zip(invokes, planned, strict=True) for row in self._run([i], [plan], stack)]
+            else:
+                rows = self._run(invokes, planned, stack)
+            done = self._put_captures(rows)
         raise_failures(done)
         return [ran.output for ran in done]
 
@@ -223,7 +243,8 @@ class LanguageModel(TraceModel):
     def _record(self, prompt: Prompt, plan: Plan, name: str) -> RecordedRun:
         invoke = Invoke(prompt, None, {"max_tokens": 1, "temperature": 0.0}, plan)
         (planned,) = self._planned([invoke])
-        (ran,) = self._run([invoke], [planned])
+        with ExitStack() as stack:
+            (ran,) = self._put_captures(self._run([invoke], [planned], stack))
         raise_failures([ran])
         run = recorded_run(planned, name, uuid.uuid4().hex)
         device = self.module.device

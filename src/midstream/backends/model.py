@@ -5,18 +5,21 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Protocol, Self
 
 from midstream.arch.sizes import Sizes
 from midstream.backends.answers import Answers, answers_of
-from midstream.backends.planned import plans_of
+from midstream.backends.collecting import Collection
+from midstream.backends.planned import Planner, plans_of
 from midstream.backends.prompts import Prompt
 from midstream.backends.runs import Runs
 from midstream.backends.tracer import Invoke, Ran, Tracer, _Context, in_with_header, raise_failures
 from midstream.backends.vectors import Vectors
 from midstream.engine.results import UnsendableError
 from midstream.errors import PlanError, PromptError, TraceError
+from midstream.plan.checks import ModelFacts
 from midstream.plan.runs import RecordedRun
 from midstream.plan.values import Capture, Plan
 from midstream.trace.block import Block
@@ -74,15 +77,26 @@ def _outside(name: str) -> None:
         raise inside(name)
 
 
+def _each(prompts: Any, what: str) -> tuple[list[Any], bool]:
+    """The prompts that `what` was called with, one by one; whether it was a single one."""
+    if not isinstance(prompts, Iterable):
+        raise PromptError(f"{what} needs a prompt, or several; {prompts!r} was given.")
+    given: Any = prompts if isinstance(prompts, (str, Sized)) else list(prompts)
+    single = isinstance(given, str) or hasattr(given, "keys") or all(isinstance(token, int) for token in given)
+    return ([given] if single else list(given)), single
+
+
 class TraceModel(Sizes):
     """A model that traces and plans run on.
 
     Attributes:
+        model_name: as it was given.
         vectors: the named vectors that plans may use: `model.vectors["truth"] = tensor`.
         runs: the recorded runs that there are.
     """
 
     edits: dict[str, Edit]
+    model_name: str
     vectors: Vectors
     runs: Runs
     _plan: Plan = Plan()
@@ -109,6 +123,21 @@ class TraceModel(Sizes):
     def _record(self, prompt: Prompt, plan: Plan, name: str) -> Any:
         """Run `plan`, which captures, and keep its rows as the run `name`."""
         raise NotImplementedError
+
+    @property
+    def planner(self) -> Planner:
+        """Makes plans ready for this model, with the vectors and runs that there are now."""
+        raise NotImplementedError
+
+    @property
+    def facts(self) -> ModelFacts:
+        """What plans are checked against."""
+        raise NotImplementedError
+
+    @property
+    def longest_prompt(self) -> int | None:
+        """In tokens; None if nothing bounds it."""
+        return None
 
     @property
     def plan(self) -> Plan:
@@ -206,14 +235,44 @@ class TraceModel(Sizes):
             if answers is not None:
                 raise TraceError("A trace has no answers=; read model.logits or model.next_token_probs in it.")
             return Tracer(self, prompts, sampling(params, 16), plan)  # type: ignore[arg-type]
-        if not isinstance(prompts, Iterable):
-            raise PromptError(f"generate needs a prompt, or several; {prompts!r} was given.")
-        given: Any = prompts if isinstance(prompts, (str, Sized)) else list(prompts)
-        single = isinstance(given, str) or hasattr(given, "keys") or all(isinstance(token, int) for token in given)
-        each: list[Any] = [given] if single else list(given)
+        each, single = _each(prompts, "generate")
         plans, params = plans_of(plan, len(each), single), sampling(params, 16)
         asked = self._answers(answers, len(each), params)
         return self._outputs([Invoke(p, None, params, q, a) for p, q, a in zip(each, plans, asked, strict=True)])
+
+    def collect(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        *,
+        plan: Any,
+        to: str | Path,
+        ids: Iterable[Any] | None = None,
+        **params: Any,
+    ) -> Any:
+        """Run the prompts whose captures a directory lacks, and keep what the plan captures of them there.
+
+        Each request is listed there within about a second of its end, while others run. Killed and called again, it goes on where it
+        stopped, and logs how many prompts are there already.
+
+        Args:
+            prompts: one prompt or several.
+            plan: interventions for all prompts, at least one `Capture` among them, without `to`.
+            to: a directory, for this model, this plan and nothing else. With captures of generated rows, also for these parameters.
+            ids: a name for each prompt, text or a number, by which `store[id]` has it and a later call knows it. None makes them of
+                the tokens: equal prompts count one by one.
+            params: sampling parameters; `max_tokens` is 1 if not given.
+
+        Returns:
+            What `open_captures(to)` gives. To be awaited with `mode="async"`.
+
+        Raises:
+            CaptureError: the directory holds captures of another model, plan or prompt, and nothing has been run; or captured rows
+                did not all arrive there.
+            PlanError, PromptError, ParameterError: the plan, a prompt, the ids or a parameter cannot be taken. Nothing has been run.
+        """
+        _outside("collect")
+        collection = Collection(self, _each(prompts, "collect")[0], plan, to, ids, sampling(params, 1))
+        return collection.run_later() if self._deferred else collection.run()
 
     def _answers(self, given: Any, prompts: int, params: dict[str, Any]) -> list[Answers]:
         if given is None:

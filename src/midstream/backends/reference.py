@@ -15,7 +15,7 @@ from torch import nn
 
 from midstream.arch import Architecture
 from midstream.backends.planned import Planned
-from midstream.captures.consumers import CaptureInfo
+from midstream.captures.consumers import CaptureInfo, Collected
 from midstream.captures.segment import Captured, Segment, gather
 from midstream.captures.sinks import Sinks
 from midstream.engine.plans.store import RunStore
@@ -34,9 +34,12 @@ class PlannedRow:
 
     Args:
         name: the request's id, for the sinks.
+        collected: what the request is of a collection.
     """
 
-    def __init__(self, planned: Planned, compiled: CompiledPlan, name: str, sinks: Sinks) -> None:
+    def __init__(
+        self, planned: Planned, compiled: CompiledPlan, name: str, sinks: Sinks, collected: Collected | None = None
+    ) -> None:
         self.planned = planned
         self.points = {point for profile in compiled.profiles for point in profile.ops}
         self.is_over = False
@@ -48,7 +51,7 @@ class PlannedRow:
         self._groups: list[tuple[int, torch.Tensor]] = []
         self._broken: NotFinite | None = None
         if planned.routes.sinks:
-            sinks.begin(CaptureInfo(name, tuple(planned.prompt)), planned.routes.sinks)
+            sinks.begin(CaptureInfo(name, tuple(planned.prompt), collected=collected), planned.routes.sinks)
             sinks.put(planned.empty_segment(name))
 
     def begin_step(self, first: int, count: int) -> None:
@@ -91,7 +94,8 @@ class PlannedRow:
         when = next(plane.when for plane in layout if plane[:2] == point and plane.offset == op.offset)
         plane = Plane(*point, when, 0, value.shape[-1])
         segment = Segment(self._name, rows.numpy() + self._first, Layout((plane,)), value.detach().cpu().clone())
-        self._segments.append(segment)
+        if self.planned.routes.output:
+            self._segments.append(segment)
         if self.planned.routes.sinks:
             self._sinks.put(segment)
 
@@ -128,7 +132,14 @@ def _captured(ops: Sequence[Op], old: torch.Tensor, edited: torch.Tensor) -> Ite
 
 
 def planned_row(
-    planned: Planned, arch: Architecture, name: str, *, vectors: Mapping[str, Any], runs: RunStore, sinks: Sinks
+    planned: Planned,
+    arch: Architecture,
+    name: str,
+    *,
+    vectors: Mapping[str, Any],
+    runs: RunStore,
+    sinks: Sinks,
+    collected: Collected | None = None,
 ) -> PlannedRow:
     """The plan of one request, ready to run. Raises PlanError if a recorded run is gone."""
     compiled = compile_plan(
@@ -139,7 +150,7 @@ def planned_row(
         vector=lambda named: vectors[named.name].data,
         run=runs.row,
     )
-    return PlannedRow(planned, compiled, name, sinks)
+    return PlannedRow(planned, compiled, name, sinks, collected)
 
 
 class PlanHooks:

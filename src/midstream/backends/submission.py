@@ -79,9 +79,11 @@ class Submission:
         rows = _Rows(requests.capturing, captured, stack)
         try:
             progress = self._model.progress and len(requests.prompts) > 1
-            outputs = launch.generate(engine, requests.prompts, requests.params, progress)
+            outputs = launch.generate(engine, requests.prompts, requests.params, progress, rows.end)
             if launch.is_in_process(engine) and (any(traced) or any(requests.planned)):
                 launch.ask(engine, "midstream_finish")
+            for output in outputs:
+                rows.end(output)
             rows.wait()
             done = [_collect(box, output, self._model.stages) for box, output in zip(traced, outputs, strict=True)]
         except BaseException as error:
@@ -108,6 +110,11 @@ class _Rows:
         if self._following is not None:
             stack.callback(self._following.close)
 
+    def end(self, output: Any) -> None:
+        """A request has ended, with this output."""
+        if self._following is not None:
+            self._following.end(output.request_id, counts_of(output))
+
     def wait(self) -> None:
         if self._following is not None:
             self._following.wait()  # first: what a slow sink holds up, it holds up for all that come by the same connection
@@ -115,10 +122,15 @@ class _Rows:
             self._taking.wait()
 
 
+def counts_of(output: Any) -> list[int]:
+    """How many tokens each sample of a request has."""
+    return [len(sample.token_ids) for sample in output.outputs]
+
+
 def put_captures(done: Sequence[Ran], requests: Requests) -> None:
     """Put captures on the outputs. A request that failed has its error in its place."""
     counts = [
-        [len(sample.token_ids) for sample in ran.output.outputs] if capturing is not None else []
+        counts_of(ran.output) if capturing is not None else []
         for ran, capturing in zip(done, requests.capturing, strict=True)
     ]
     for capturing, count in zip(requests.capturing, counts, strict=True):
@@ -128,13 +140,15 @@ def put_captures(done: Sequence[Ran], requests: Requests) -> None:
         put_capture(ran, capturing, planned, count)
 
 
-def put_capture(ran: Ran, capturing: Capturing | None, planned: Planned | None, generated: Sequence[int]) -> None:
-    """Likewise of one request, whose samples have `generated` tokens."""
+def put_capture(
+    ran: Ran, capturing: Capturing | None, planned: Planned | None, generated: Sequence[int], patient: bool = False
+) -> None:
+    """Likewise of one request, whose samples have `generated` tokens; `patient` is as of `Sinks.result`."""
     ran.output.captures = None
     try:
         raise_if_refused(ran.output)
         ran.output.captures = (
-            capturing.result(generated) if capturing is not None else nothing_captured(ran.output.request_id)
+            capturing.result(generated, patient) if capturing is not None else nothing_captured(ran.output.request_id)
         )
     except MidstreamError as error:
         ran.error = error

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from midstream.backends.answers import Answers
 from midstream.backends.prompts import Prompt
+from midstream.captures.consumers import Collected
 from midstream.errors import InterventionErrorGroup, MidstreamError, RequestErrorGroup, TraceError
 from midstream.plan.values import Plan
 from midstream.trace.block import Block, capture, link, push, skip, skipped
@@ -51,6 +52,7 @@ class Invoke:
 
     Attributes:
         is_elsewhere: whether its block stands in another function than the trace, whose names are not the caller's.
+        collected: what it is of a collection.
     """
 
     prompt: Prompt
@@ -59,6 +61,7 @@ class Invoke:
     plan: Plan = field(default_factory=Plan)
     answers: Answers = field(default_factory=dict)
     is_elsewhere: bool = False
+    collected: Collected | None = None
 
     @property
     def block(self) -> Block | None:

@@ -125,7 +125,7 @@ class VLLM(TraceModel):
         )
         arguments = launch.llm_arguments(model, settings, engine)
         self.edits = {}
-        self.mode = mode
+        self.mode, self.model_name = mode, model
         self.progress = progress
         self.has_died = False  # for all that has been heard: a call to the workers of a dead engine may wait for ever
         self.interrupted: list[str] = []  # traces whose requests were taken off the engine
@@ -256,6 +256,10 @@ class VLLM(TraceModel):
         if self._planner is None or self._planner[0] != known:
             self._planner = known, Planner(self.facts, lambda: self.tokenizer, self.vectors, self.runs)
         return self._planner[1]
+
+    @property
+    def longest_prompt(self) -> int:
+        return self.config.model_config.max_model_len - 1
 
     @property
     def num_layers(self) -> int:

@@ -32,6 +32,21 @@ GROUP = "midstream.consumers"
 
 
 @dataclass(frozen=True)
+class Collected:
+    """What a request of `model.collect` belongs to, as the index of its directory has it.
+
+    Attributes:
+        id: the prompt's, by which it is not run again.
+        model: its name and dtype.
+        plan: a digest of the plan, and of the sampling parameters where generated rows are captured.
+    """
+
+    id: str
+    model: str
+    plan: str
+
+
+@dataclass(frozen=True)
 class CaptureInfo:
     """What a consumer learns about a request before its rows.
 
@@ -42,6 +57,7 @@ class CaptureInfo:
         engine: tells engines apart that write to one place; the same on all ranks of one.
         stage: which pipeline stage's layers these are, of how many; (0, 1) when one place has them all.
         planes: (site, layer, when) of all rows that will come.
+        collected: of a request of `model.collect`.
     """
 
     request_id: str
@@ -50,6 +66,7 @@ class CaptureInfo:
     engine: str = ""
     stage: tuple[int, int] = (0, 1)
     planes: tuple[Key, ...] = ()
+    collected: Collected | None = None
 
     def __post_init__(self) -> None:
         if self.prompt_length < 0:

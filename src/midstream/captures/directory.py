@@ -8,11 +8,13 @@ Rows wait in memory until there are `shard_bytes` of them, or until their reques
 that end together share a shard. `flush` writes and fsyncs a shard under another name, renames it, fsyncs the directory, then
 appends the requests' lines to the index and fsyncs that. So a request that the index lists survives a crash of process and
 machine; one that it does not list yet leaves at most rows that nothing refers to, or a last line without its end, and
-readers pass over both.
+readers pass over both. `remove_orphans` removes such rows. A writer holds a lock on its index for as long as it lives.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import re
@@ -20,7 +22,7 @@ import socket
 import time
 import uuid
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,7 @@ class _Entry:
             "stage": self.info.stage,
             "prompt_token_ids": self.info.prompt_token_ids,
             "prompt_length": self.info.prompt_length,
+            "collected": None if self.info.collected is None else asdict(self.info.collected),
             "error": None if self.error is None else f"{type(self.error).__name__}: {self.error}",
             "positions": list(self.positions),
             "parts": [] if self.error else self.parts,
@@ -82,6 +85,8 @@ class DirectorySink:
     def _new_index(self) -> int:
         self._directory.mkdir(parents=True, exist_ok=True)
         index = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o666)
+        with contextlib.suppress(OSError):  # not every file system has locks; orphans stay there
+            fcntl.flock(index, fcntl.LOCK_EX)
         _append(index, json.dumps(FORMAT).encode() + b"\n")
         sync_directory(self._directory)
         return index
@@ -177,11 +182,42 @@ class DirectorySink:
             self._drop(entry)
 
 
+def _host() -> str:
+    return re.sub(r"[^A-Za-z0-9]+", "_", socket.gethostname())
+
+
 def _new_name() -> str:
     """For one that writes to a directory, beside others."""
-    host = re.sub(r"[^A-Za-z0-9]+", "_", socket.gethostname())
     started = time.strftime("%Y%m%d-%H%M%S", time.gmtime())  # so that names sort by time
-    return f"{started}-{host}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    return f"{started}-{_host()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+
+
+def remove_orphans(directory: Path) -> None:
+    """Remove the shards of dead writers that no line refers to, and those that are half written.
+
+    Writers of other hosts are left alone: not every shared file system has locks that hold across hosts.
+    """
+    for path in directory.glob(f"index-*-{_host()}-*.jsonl"):
+        with contextlib.suppress(OSError):  # its writer lives, or it is somebody else's
+            index = os.open(path, os.O_RDWR)
+            try:
+                fcntl.flock(index, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _remove_unlisted(path)
+            finally:
+                os.close(index)
+
+
+def _remove_unlisted(path: Path) -> None:
+    writer = path.stem.removeprefix("index-")
+    whole = path.read_bytes().rpartition(b"\n")[0]
+    try:
+        lines = [json.loads(line) for line in whole.splitlines()]
+        listed = {part["shard"] for line in lines for part in line.get("parts", ())}
+    except (ValueError, AttributeError, TypeError, KeyError):  # what cannot be read may refer to any of them
+        return
+    for shard in path.parent.glob(f"{writer}-*"):
+        if shard.suffix == ".tmp" or (shard.suffix == ".safetensors" and shard.name not in listed):
+            shard.unlink(missing_ok=True)
 
 
 def _append(index: int, lines: bytes) -> None:

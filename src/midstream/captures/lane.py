@@ -2,7 +2,7 @@
 
 Jobs wait in a queue that is bounded in bytes; the thread takes them in turn. A single call that takes longer than `timeout`
 means that the consumer has stalled: every request that it has open fails, its queue is dropped, and what is new fails at
-once, until the call returns. Nothing watches the clock but who waits: for room, for a request's end, for the lane's end.
+once, until the call returns. Only callers watch the clock: those that wait for room, a request's end or the lane's end, or ask after one.
 """
 
 from __future__ import annotations
@@ -100,16 +100,25 @@ class Lane:
             if not delivery.done:
                 self._put(_Job(delivery, partial(self._end, delivery, error)))
 
-    def wait(self, delivery: Delivery) -> CaptureError | None:
-        """Wait until the consumer has taken all of an ended request, for good. What went wrong, if anything did."""
+    def wait(self, delivery: Delivery, patient: bool = False) -> CaptureError | None:
+        """Wait until the consumer has taken all of an ended request, for good. What went wrong, if anything did.
+
+        `patient`: let it linger for others.
+        """
         with self._changed:
-            self._waiters += 1
+            self._waiters += not patient
             self._changed.notify_all()
             try:
                 self._wait_until(lambda: delivery.done)
             finally:
-                self._waiters -= 1
+                self._waiters -= not patient
         return delivery.error
+
+    def is_done(self, delivery: Delivery) -> bool:
+        """Whether `wait` would return at once."""
+        with self._changed:
+            self._find_stall()
+            return delivery.done
 
     def close(self) -> None:
         """Let the consumer take what is queued, and end it; call `join` then."""

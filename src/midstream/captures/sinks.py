@@ -115,20 +115,27 @@ class Sinks:
             self._release(request, stop)
             error = request.error = _found_wrong(request_id, request, stop)
         request.held.clear()
+        request.parts.clear()
         for way in request.ways:
             if error is None and (empty := way.empty.keys() - way.seen):
                 way.lane.give(way.delivery, [(key, [], way.empty[key]) for key in way.wanted if key in empty], 0)
             way.lane.end(way.delivery, error)
 
-    def result(self, request_id: str) -> None:
+    def is_taken(self, request_id: str) -> bool:
+        """Whether `result` of an ended request needs no waiting."""
+        return all(way.lane.is_done(way.delivery) for way in self._requests[request_id].ways)
+
+    def result(self, request_id: str, patient: bool = False) -> None:
         """Wait until all consumers have taken all of an ended request, files included, and forget it.
+
+        `patient`: others will end soon, which files are to be shared with.
 
         Raises CaptureError, with what the consumer raised as its cause, if one of them failed it.
         """
         request = self._requests.get(request_id)
         if request is None or not request.ended:
             raise CaptureError(f"request {request_id!r} has no capture that has ended")
-        waited = [way.lane.wait(way.delivery) for way in request.ways]
+        waited = [way.lane.wait(way.delivery, patient) for way in request.ways]
         self._requests.pop(request_id, None)
         errors = [error for error in (request.error, *waited) if error is not None]
         if errors:

@@ -4,7 +4,7 @@
     len(captures); list(captures)                      # the requests that are complete
     captures["0"]["resid_post", 14]                    # tensor [positions, hidden], memory-mapped
     captures["0"].positions["resid_post", 14]
-    captures["0"].prompt_token_ids
+    captures["0"].prompt_token_ids, captures["0"].id
     captures.failed                                    # {request: why}
 
 Files of several writers are merged: pipeline stages each wrote their own layers of a request. `directory` says what lies where.
@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from midstream.captures.consumers import Collected
 from midstream.captures.segment import Arranged, ByPlane, NotCapturedError, Positions, arrange, describe
 from midstream.captures.shards import FORMAT, Shards
 from midstream.errors import CaptureError
@@ -50,6 +51,12 @@ class _Record:
     lines: dict[int, dict[str, Any]] = field(default_factory=dict)  # by stage
 
     @property
+    def collected(self) -> Collected | None:
+        """What it is of a collection, if it is of one."""
+        given = next(iter(self.lines.values())).get("collected")
+        return None if given is None else Collected(**given)
+
+    @property
     def error(self) -> str | None:
         return next((line["error"] for line in self.lines.values() if line["error"]), None)
 
@@ -75,6 +82,7 @@ class StoredCapture(ByPlane[torch.Tensor]):
 
     Attributes:
         request_id, engine: who it was.
+        id: the prompt's, if `model.collect` ran it; else None.
         prompt_token_ids, prompt_length: its prompt.
     """
 
@@ -87,6 +95,7 @@ class StoredCapture(ByPlane[torch.Tensor]):
         self._arranged: dict[Key, Arranged] = {}
         line = next(iter(record.lines.values()))
         self.request_id, self.engine = record.request, record.engine
+        self.id = record.collected.id if record.collected is not None else None
         self.prompt_token_ids: list[int] = line["prompt_token_ids"]
         self.prompt_length: int = line["prompt_length"]
 
@@ -128,7 +137,8 @@ class Store(Mapping[str, StoredCapture]):
     """The requests in a directory of captures, by request id: a mapping of those that are complete.
 
     It lists what was there when it was opened, or at the last `refresh`; asking for a request that is not listed looks again.
-    Where several engines used one request id, the requests are named `id@engine`; where one engine used it again, `id#2`.
+    What `model.collect` ran is there by the prompt's id. Where several engines used one request id, the requests are named
+    `id@engine`; where one engine used it again, `id#2`.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -147,6 +157,16 @@ class Store(Mapping[str, StoredCapture]):
         """Requests whose capture failed, and why."""
         return {name: record.error for name, record in self._names.items() if record.error}
 
+    def entries(self) -> list[tuple[Collected | None, list[int]]]:
+        """What was collected, and its prompt, of each complete request whose shards are on the disk."""
+        there = {path.name: path.stat().st_size for path in self._directory.glob("*.safetensors")}
+        found = []
+        for record in filter(_readable, self._records.values()):
+            parts = [part for line in record.lines.values() for part in line["parts"]]
+            if all(there.get(part["shard"]) == part["bytes"] for part in parts):
+                found.append((record.collected, next(iter(record.lines.values()))["prompt_token_ids"]))
+        return found
+
     def refresh(self) -> None:
         """Look again for what was written meanwhile."""
         for path in sorted(self._directory.glob("index-*.jsonl")):
@@ -160,7 +180,8 @@ class Store(Mapping[str, StoredCapture]):
             self._read[path.name] = known + len(whole)
         self._name()
 
-    def __getitem__(self, request_id: str) -> StoredCapture:
+    def __getitem__(self, request_id: str | int) -> StoredCapture:
+        request_id = str(request_id)
         record = self._names.get(request_id)
         if record is None or not _readable(record):
             self.refresh()
@@ -176,7 +197,8 @@ class Store(Mapping[str, StoredCapture]):
         return StoredCapture(request_id, record, self._shards)
 
     def __contains__(self, request_id: object) -> bool:
-        return request_id in self._names and _readable(self._names[str(request_id)])
+        record = self._names.get(str(request_id))
+        return record is not None and _readable(record)
 
     def __iter__(self) -> Iterator[str]:
         return (name for name, record in self._names.items() if _readable(record))
@@ -191,6 +213,8 @@ class Store(Mapping[str, StoredCapture]):
         try:
             line = json.loads(text)
         except ValueError:
+            line = None
+        if not isinstance(line, dict):
             return _log.warning("%s: a line that cannot be read is passed over: %r", path, text[:80])
         if "format" in line:
             if line != FORMAT:
@@ -204,11 +228,17 @@ class Store(Mapping[str, StoredCapture]):
         return None
 
     def _name(self) -> None:
-        engines: dict[str, set[str]] = {}
-        for engine, request, _ in self._records:
-            engines.setdefault(request, set()).add(engine)
         self._names = {}
+        others: list[_Record] = []
         for record in self._records.values():
+            if (collected := record.collected) is None:
+                others.append(record)
+            elif _readable(record) or not _readable(self._names.get(collected.id)):  # it was run again
+                self._names[collected.id] = record
+        engines: dict[str, set[str]] = {}
+        for record in others:
+            engines.setdefault(record.request, set()).add(record.engine)
+        for record in others:
             name = record.request if len(engines[record.request]) == 1 else f"{record.request}@{record.engine}"
             name = name if record.number == 0 else f"{name}#{record.number + 1}"
             while name in self._names:  # somebody's own id looks like this
@@ -216,11 +246,13 @@ class Store(Mapping[str, StoredCapture]):
             self._names[name] = record
 
     def _near(self, request_id: str) -> str:
-        several = sorted(name for name, record in self._names.items() if record.request == request_id)
+        several = sorted(
+            name for name, record in self._names.items() if record.request == request_id and not record.collected
+        )
         if several:
             return f"several engines wrote one, so ask for {' or '.join(map(repr, several))}"
         return nearest(str(request_id), islice(self._names, 20_000))  # comparing takes time
 
 
-def _readable(record: _Record) -> bool:
-    return not record.error and not record.missing
+def _readable(record: _Record | None) -> bool:
+    return record is not None and not record.error and not record.missing

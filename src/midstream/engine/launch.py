@@ -237,9 +237,14 @@ def let_go(llm: Any) -> None:
             answer.set_exception(EngineDeadError())
 
 
-def generate(llm: Any, prompts: list[dict[str, Any]], params: list[Any], progress: bool) -> list[Any]:
-    """Run requests on a `vllm.LLM` to their end. Interrupted, it takes them off the engine."""
-    with _told():
+def generate(
+    llm: Any, prompts: list[dict[str, Any]], params: list[Any], progress: bool, finished: Callable[[Any], None]
+) -> list[Any]:
+    """Run requests on a `vllm.LLM` to their end. Interrupted, it takes them off the engine.
+
+    `finished` is called with each request's output as soon as it has ended, between two steps.
+    """
+    with _told(), _telling(llm.llm_engine, finished):
         try:
             return llm.generate(prompts, params, use_tqdm=progress)
         except BaseException:
@@ -247,6 +252,27 @@ def generate(llm: Any, prompts: list[dict[str, Any]], params: list[Any], progres
             with contextlib.suppress(Exception):
                 _abort_all(llm)
             raise
+
+
+@contextlib.contextmanager
+def _telling(engine: Any, finished: Callable[[Any], None]) -> Iterator[None]:
+    """`vllm.LLM.generate` hands out no output before the last request has ended. The steps that it runs have each of them before."""
+    step, is_wrapped = engine.step, "step" in vars(engine)
+
+    def told() -> list[Any]:
+        outputs = step()
+        for output in outputs:
+            if output.finished:
+                finished(output)
+        return outputs
+
+    engine.step = told
+    try:
+        yield
+    finally:
+        del engine.step
+        if is_wrapped:
+            engine.step = step
 
 
 def _abort_all(llm: Any) -> None:

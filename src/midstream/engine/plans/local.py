@@ -29,6 +29,7 @@ from midstream.plan.values import Plan
 _log = logging.getLogger(__name__)
 QUEUE_BYTES = 256 << 20
 _MOST_ENDED = 256
+_LOOK_SECONDS = 0.1
 Rows = Sequence[tuple[np.ndarray, Layout, torch.Tensor]]  # (positions, layout, [rows, row_width])
 
 
@@ -144,15 +145,16 @@ class LocalSinks:
 
     def _run(self) -> None:
         while True:
-            with self._changed:
-                waiting = bool(self._jobs) or self._closed
-            if self._ended and (not waiting or len(self._ended) >= _MOST_ENDED):
-                self._try(lambda: self._sinks.result(self._ended.pop(0)))  # requests that end together share a file
+            if self._ended and (len(self._ended) >= _MOST_ENDED or self._sinks.is_taken(self._ended[0])):
+                self._try(lambda: self._sinks.result(self._ended.pop(0)))
                 continue
             with self._changed:
-                self._changed.wait_for(lambda: self._jobs or self._closed)
+                # Nobody waits for what has ended: it lingers, so that requests that end one by one share a file.
+                self._changed.wait_for(lambda: self._jobs or self._closed, _LOOK_SECONDS if self._ended else None)
                 if not self._jobs:
-                    break
+                    if self._closed:
+                        break
+                    continue
                 job, size = self._jobs.popleft()
             job()
             with self._changed:
