@@ -131,7 +131,7 @@ def cleared(scheduler: Any, *requests: Request) -> tuple[set[int], set[int]]:
 
 def plain(name: str) -> Request:
     hasher = get_request_block_hasher(BLOCK, sha256)
-    ids = [ord(name[0]) + len(name), *range(PROMPT - 1)]
+    ids = [100 * ord(name[0]) + len(name), *range(PROMPT - 1)]
     return Request(name, ids, vllm.SamplingParams(max_tokens=4), None, block_hasher=hasher)
 
 
