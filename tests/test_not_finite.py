@@ -186,6 +186,7 @@ async def _abort_and_preempt(dtype: str) -> None:
         dtype=dtype,
         enforce_eager=True,
         max_num_batched_tokens=32,
+        block_size=32,
         num_gpu_blocks_override=10,
         max_num_seqs=8,
     )
