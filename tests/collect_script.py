@@ -74,6 +74,8 @@ def main(mode: str, directory: Path) -> None:
 
 
 async def collected_async(model: Any, rows: Path) -> None:
+    store = await model.collect(prompts()[:5], plan=plan(), to=rows, **PARAMS)
+    assert len(store) == 5
     await model.collect(prompts(), plan=plan(), to=rows, **PARAMS)
 
 

@@ -381,6 +381,10 @@ def test_a_killed_collection_on_transformers_goes_on(
 def test_what_had_ended_is_left_of_other_engines(mode: str, plain: Plain, tmp_path: Path) -> None:
     """An async one, and one that writes itself."""
     check_what_is_left(tmp_path, killed(mode, tmp_path), plain)
+    said = (
+        f"5 of {collect_script.COUNT} prompts are in {tmp_path / 'rows'} already" in (tmp_path / "errors").read_text()
+    )
+    assert said == (mode == "async")  # which was called twice
 
 
 @pytest.mark.engine
