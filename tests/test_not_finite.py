@@ -187,6 +187,7 @@ async def _abort_and_preempt(dtype: str) -> None:
         enforce_eager=True,
         max_num_batched_tokens=32,
         block_size=32,
+        max_model_len=256,
         num_gpu_blocks_override=10,
         max_num_seqs=8,
     )
