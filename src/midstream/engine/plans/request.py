@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from midstream.engine.request import Envelope
+from midstream.engine.request import Envelope, TraceRequest
 from midstream.engine.settings import NAME
 from midstream.errors import PlanError
 from midstream.plan import fields
@@ -113,10 +113,10 @@ class PlanRequest(NamedTuple):
                 _pair(carried, "record", str, str) if "record" in carried else None,
                 carried.get("checked") is True,
             )
-        if isinstance(carried, dict) and "trace" in carried and wire is None:
+        if wire is None and TraceRequest.of(sampling_params) is not None:
             return None
         raise PlanError(
-            f"extra_args[{NAME!r}] has come to the engine past midstream's part of the front end, which reads and checks plans. Load the "
+            f"extra_args[{NAME!r}] has come to the engine past midstream's part of the front end, which reads and checks it. Load the "
             "plugin there: VLLM_PLUGINS, if it is set, has to name midstream, and the front end has to be vLLM's Python one."
         )
 
