@@ -10,6 +10,8 @@ import pytest
 import torch
 
 pytest.importorskip("vllm")
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
 from midstream.engine import launch
 from midstream.engine.host import TraceHost
 from midstream.engine.lifeline import Lifeline
@@ -115,6 +117,29 @@ def test_a_method_of_the_objects_own_comes_back() -> None:
     assert model.compute_logits is not own and model.compute_logits(torch.zeros(1)).item() == 1
     runner.watch(Watch.NOTHING)
     assert model.compute_logits is own
+
+
+@pytest.mark.parametrize(
+    "shape", [(2, 6, 4), (6, 4), (12, 4)], ids=["pairs first", "blocks first", "two of the kernel's each"]
+)
+def test_f5_layers_that_vllm_leaves_out_are_cleared_as_well(shape: tuple[int, ...]) -> None:
+    """Sliding windows: vLLM clears blocks of full attention. Whatever lies in front of the blocks, and however the kernel cuts them."""
+    full = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=1, dtype=torch.float32)
+    window = SlidingWindowSpec(block_size=16, num_kv_heads=1, head_size=1, dtype=torch.float32, sliding_window=8)
+    caches = {name: SimpleNamespace(kv_cache=torch.ones(shape)) for name in ("full", "window")}
+    vllms = ModelRunner(Model())
+    cleared: list[list[int]] = []
+    vllms.device, vllms._zero_block_ids = torch.device("cpu"), cleared.append  # type: ignore[attr-defined]
+    groups = [
+        SimpleNamespace(kv_cache_spec=spec, layer_names=[name]) for name, spec in (("full", full), ("window", window))
+    ]
+    vllms.kv_cache_config = SimpleNamespace(num_blocks=6, kv_cache_groups=groups)  # type: ignore[attr-defined]
+    vllms.compilation_config = SimpleNamespace(static_forward_context=caches)  # type: ignore[attr-defined]
+    V1Runner(vllms).prepare_clearing()
+    vllms._zero_block_ids([1, 4])  # type: ignore[attr-defined]
+    assert cleared == [[1, 4]] and caches["full"].kv_cache.all()
+    blocks = caches["window"].kv_cache.reshape(*((2,) if shape[0] == 2 else ()), 6, -1)
+    assert [bool(blocks[..., i, :].any()) for i in range(6)] == [i not in (1, 4) for i in range(6)]
 
 
 def bare_worker(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[bool]]:

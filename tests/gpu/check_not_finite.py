@@ -1,8 +1,8 @@
 """Overflow on a GPU, on one model runner: run as a script (see tests/gpu/test_gpu.py), prints one line a check and exits 1 on a failure.
 
 What plain requests get is compared with what they got before anybody overflowed. `--unprotected` leaves out the clearing of KV blocks, to
-see what that protects from on this attention backend: `masked rows` fails where the backend multiplies stale rows by zero. `--moe` takes a
-mixture of experts, whose router sees the rows of all requests.
+see what that protects from on this attention backend. `--model` takes one of `tiny_models`: `qwen3_moe`, whose router sees the rows of all
+requests, or `gemma3`, with sliding windows.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class Checks:
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--unprotected", action="store_true", help="without the clearing of KV blocks")
-    parser.add_argument("--moe", action="store_true", help="on a mixture of experts")
+    parser.add_argument("--model", help="one of tiny_models instead of the bundled model")
     arguments = parsed(parser)
     from midstream import VLLM, demo_model
     from midstream.engine.plans.cache import EditedBlocks
@@ -143,15 +143,15 @@ def main() -> None:
     if arguments.unprotected:
         EditedBlocks.take = lambda self: []  # type: ignore[method-assign]
     path = demo_model()
-    if arguments.moe:
+    if arguments.model:
         from tiny_models import build
 
-        path = str(build("qwen3_moe", Path(tempfile.gettempdir()) / "midstream-tiny-models"))
+        path = str(build(arguments.model, Path(tempfile.gettempdir()) / "midstream-tiny-models"))
     engine = {**engine_arguments(arguments), "num_gpu_blocks_override": 64}
-    engine |= {"max_model_len": 256} if arguments.moe else {}
+    engine |= {"max_model_len": 256} if arguments.model else {}
     model = VLLM(path, **engine)
     label = f"{arguments.runner}{' eager' if arguments.eager else ''}{' float32' if arguments.float32 else ''}"
-    label += f"{' moe' if arguments.moe else ''}{' unprotected' if arguments.unprotected else ''}"
+    label += f"{f' {arguments.model}' if arguments.model else ''}{' unprotected' if arguments.unprotected else ''}"
     failed = run_checks(Checks(model, 1e38), label)
     model.close()
     sys.exit(bool(failed))

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config import CUDAGraphMode
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from midstream.arch.ends import planted_embedding
 from midstream.engine.graph_sites import Fire
@@ -119,7 +120,31 @@ class Runner:
         raise NotImplementedError
 
     def prepare_clearing(self) -> None:
-        """Have KV blocks cleared that the scheduler asks for; vLLM prepares that for models with Mamba layers alone."""
+        """Have KV blocks cleared that the scheduler asks for; vLLM prepares that for models with Mamba layers alone.
+
+        And in all layers: vLLM leaves those with sliding windows out, on GPUs up to 0.26 at least, on the CPU in 0.32 as well.
+        """
+        config, context = self.runner.kv_cache_config, self.runner.compilation_config.static_forward_context
+        left_out = [
+            context[name].kv_cache
+            for group in config.kv_cache_groups
+            if not isinstance(group.kv_cache_spec, FullAttentionSpec)
+            for name in group.layer_names
+        ]
+        tensors = [kv for kv in left_out if isinstance(kv, torch.Tensor) and kv.numel()]
+        owner, name = self._vllms_clearing()
+        clear = getattr(owner, name)
+
+        def clear_all(block_ids: list[int]) -> None:
+            clear(block_ids)
+            for kv in tensors:
+                _clear(kv, block_ids, config.num_blocks)
+
+        if tensors:
+            setattr(owner, name, clear_all)
+
+    def _vllms_clearing(self) -> tuple[Any, str]:
+        """vLLM's method that clears blocks, ready to be called: whose it is, and its name."""
         raise NotImplementedError
 
     def probe(self, tokens: int) -> None:
@@ -177,18 +202,10 @@ class V1Runner(Runner):
         state = self.runner.execute_model_state
         return list(self.runner.input_batch.req_ids), state.hidden_states if state is not None else None
 
-    def prepare_clearing(self) -> None:
-        if self.runner.device.type == "cpu":
-            self.runner._zero_block_ids = self._clear  # the CPU runner's own leaves sliding windows out
-        elif not hasattr(self.runner, "_kv_block_zeroer"):
+    def _vllms_clearing(self) -> tuple[Any, str]:
+        if self.runner.device.type != "cpu" and not hasattr(self.runner, "_kv_block_zeroer"):
             self.runner._init_kv_zero_meta()
-
-    def _clear(self, block_ids: list[int]) -> None:
-        """Clear blocks of every layer's `[blocks, ...]`."""
-        ids = torch.tensor(block_ids)
-        for layer in self.runner.compilation_config.static_forward_context.values():
-            if isinstance(kv := getattr(layer, "kv_cache", None), torch.Tensor) and kv.numel():
-                kv.index_fill_(0, ids, 0)
+        return self.runner, "_zero_block_ids"
 
     def connect(self, host: Host) -> None:
         runner = self.runner
@@ -243,9 +260,10 @@ class V2Runner(Runner):
         state = self.runner.execute_model_state
         return (state.input_batch.req_ids, state.hidden_states) if state is not None else ((), None)
 
-    def prepare_clearing(self) -> None:
+    def _vllms_clearing(self) -> tuple[Any, str]:
         if self.runner.kv_block_zeroer is None:
             self.runner._init_kv_zero_meta()
+        return self.runner.kv_block_zeroer, "zero_block_ids"
 
     def record_second_graphs(self, edit: Fire) -> None:
         manager = self.runner.cudagraph_manager
@@ -273,6 +291,13 @@ class V2Runner(Runner):
         self._see(runner, "prepare_inputs", prepare_inputs, Watch.ROWS)
         self._see(runner, "sample", sample_tokens)
         self._watch_logits(host)
+
+
+def _clear(kv: torch.Tensor, block_ids: list[int], num_blocks: int) -> None:
+    """Clear blocks of one layer's cache. Its blocks are the kernel's, of which several may make one of the scheduler's."""
+    axis = next(axis for axis, size in enumerate(kv.shape) if size % num_blocks == 0)
+    ids = torch.tensor(block_ids, device=kv.device)
+    kv.unflatten(axis, (num_blocks, -1)).index_fill_(axis, ids, 0)
 
 
 def adapt(runner: Any) -> Runner:
