@@ -387,6 +387,8 @@ class TraceHost:
 
     def _first_written(self, body: Body) -> str | None:
         """The first write of a body that is not finite."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream().synchronize()  # the step's writes are on their way to host memory
         found = body.journal.first_not_finite() if body.journal is not None else None
         if found is None:
             return None
