@@ -129,6 +129,31 @@ def test_f5_a_trace_in_later_steps_keeps_what_it_saved(engine: VLLM) -> None:
     assert answers(engine) == before
 
 
+def test_f5_a_trace_that_also_writes_positions_ends_by_itself(engine: VLLM) -> None:
+    """They have one axis alone. The engine goes on."""
+
+    def body(model: Any) -> None:
+        model.model.layers[1].input[:] += 0
+        model.layers_output[2][:] = float("inf")
+
+    before = answers(engine)
+    assert isinstance(failure(lambda: engine.run(body, FRANCE, max_tokens=2, **GREEDY)), NotFiniteError)
+    assert answers(engine) == before
+
+
+def test_f5_a_request_whose_trace_is_done_is_still_looked_at(engine: VLLM) -> None:
+    """A trace poisons keys alone, so that the prompt's rows stay finite, and is over. What is generated from them is not."""
+
+    def body(model: Any) -> None:
+        model.attentions_input[3][:2] = float("inf")
+        after = model.layers_output[3]
+        after[:] = torch.zeros_like(after)
+
+    before = answers(engine)
+    assert isinstance(failure(lambda: engine.run(body, EIFFEL, max_tokens=4, **GREEDY)), NotFiniteError)
+    assert answers(engine) == before
+
+
 def test_f5_infinite_logits_are_a_traces_own_business(engine: VLLM) -> None:
     """Masking a token is what they are written for."""
 

@@ -44,7 +44,7 @@ GOOD = [
 
 # what, how the check differs from the good ones, and the message
 REFUSED = [
-    (Steer("resid_mid", vector=FOUR), {}, r"^The model has no site 'resid_mid' \(Steer\.site\); has resid_pre, .*, mlp_act, resid_post\.$"),
+    (Steer("resid_mid", vector=FOUR), {}, r"^The model has no site 'resid_mid' \(Steer\.site\); it has resid_pre, .*, resid_post\.$"),
     (Capture("mlp_act"), {}, r"^The model has no site 'mlp_act' at layer 1 \(Capture\.layers\); it has it at 0, 2\.$"),
     (Steer("resid_post", layers=[1, 3], vector=FOUR), {}, r"^Steer\.layers is 3; allowed: 0 to 2, since the model has 3 layers\.$"),
     (patch(layer=3), {}, r"^Patch\.layer is 3; allowed: 0 to 2"),

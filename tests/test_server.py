@@ -25,9 +25,8 @@ import torch
 from servers import Server, serving
 
 from midstream import Capture, Consumer, Patch, Plan, RecordedRun, Steer
-from midstream.plan.checks import MAX_STRANGERS_EDITS
 from midstream.plan.vectors import Named, digest
-from midstream.plan.wire import to_json
+from midstream.plan.wire import MAX_STRANGERS_EDITS, to_json
 
 pytestmark = pytest.mark.engine
 

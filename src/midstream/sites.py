@@ -102,7 +102,7 @@ class NotFinite(NamedTuple):
     """Where a request's activations were first seen to be infinite or NaN.
 
     Attributes:
-        position: the lowest such position in the step, counted from the prompt's begin.
+        position: the lowest one where that was seen, counted from the prompt's begin.
         point: the first (site, layer) at which a plan's edit made them so; None if they became so elsewhere.
     """
 

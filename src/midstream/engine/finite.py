@@ -48,11 +48,9 @@ class StepRows:
         computed |= {begun.req_id: begun.num_computed_tokens for begun in self._scheduled.scheduled_new_reqs}
         found: dict[str, NotFinite] = {}
         for name, start, count in zip(self._names, starts.tolist(), counts, strict=False):
-            rows = codes[start : start + count]
-            if rows.any():
-                first = int(rows.nonzero()[0][0])
-                edited = [code for code in rows.tolist() if code > 0]
-                point = self._points[min(edited) - 1] if edited else None
-                row = rows.tolist().index(min(edited)) if edited else first
-                found[name] = NotFinite(computed[name] + row, point)
+            rows = codes[start : start + count].tolist()
+            if any(rows):
+                first = min((code for code in rows if code > 0), default=-1)
+                point = self._points[first - 1] if first > 0 else None
+                found[name] = NotFinite(computed[name] + rows.index(first), point)
         return found

@@ -16,13 +16,11 @@ from typing import Any
 from midstream.engine.lifeline import PREFIX, SOCKETS
 from midstream.engine.plugin import register
 from midstream.engine.request import TraceRequest
-from midstream.engine.settings import RECORD_BYTES, Settings
+from midstream.engine.settings import RECORD_BYTES, SCHEDULER, WORKER, Settings
 from midstream.errors import EngineClosedError, MidstreamError, ParameterError, PromptError
 from midstream.plan.values import Plan
 from midstream.plan.wire import to_json
 
-WORKER = "midstream.engine.worker.Worker"
-SCHEDULER = "midstream.engine.scheduler.make_scheduler"
 DIED = "The engine died, or lost its results channel; its log says why. Start a new one."
 _SHUTDOWN_SECONDS = 15.0
 _NOTICE_SECONDS = 10.0
@@ -122,7 +120,7 @@ def _start(start: Callable[[], Any]) -> Any:
         for name, value in before.items():
             os.environ.pop(name, None)
             os.environ.update({name: value} if value is not None else {})
-    if is_in_process(engine):  # with no sockets, if it is one process, and nobody to remove it if that is killed
+    if is_in_process(engine):  # it has no sockets, and nobody would remove the directory if it is killed
         with contextlib.suppress(OSError):
             os.rmdir(directory)
     engine.midstream_sockets = directory

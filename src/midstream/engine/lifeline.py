@@ -68,7 +68,7 @@ def _watch(parent: int) -> None:
 
 
 def _remove_sockets() -> None:
-    """What the client would have removed. Each process of the engine may come here, and find less than another has found."""
+    """What the client would have removed. Several processes may run this at once; missing files are ignored."""
     directory = Path(os.environ.get(SOCKETS, ""))
     if directory.name.startswith(PREFIX) and directory.is_absolute():
         shutil.rmtree(directory, ignore_errors=True)

@@ -288,7 +288,7 @@ def _listen_unix(name: str) -> socket.socket:
 
 
 def _is_welcome(sock: socket.socket) -> bool:
-    """Not so other users of this machine, whom an abstract socket does not keep out."""
+    """False for other users of this machine: anyone may connect to an abstract socket."""
     if sock.family != socket.AF_UNIX:
         return True
     _, user, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))

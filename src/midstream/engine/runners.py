@@ -5,8 +5,9 @@ Each tells the host when a batch has been laid out, passes logits and samples by
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -125,15 +126,17 @@ class Runner:
         And in all layers: vLLM leaves those with sliding windows out, on GPUs up to 0.26 at least, on the CPU in 0.32 as well.
         """
         config, context = self.runner.kv_cache_config, self.runner.compilation_config.static_forward_context
+        try:
+            clear, cleared = self._vllms_clearing(), FullAttentionSpec
+        except AssertionError:  # pages of several sizes, for one
+            clear, cleared = lambda block_ids: None, ()
         left_out = [
             context[name].kv_cache
             for group in config.kv_cache_groups
-            if not isinstance(group.kv_cache_spec, FullAttentionSpec)
+            if not isinstance(group.kv_cache_spec, cleared)
             for name in group.layer_names
         ]
         tensors = [kv for kv in left_out if isinstance(kv, torch.Tensor) and kv.numel()]
-        owner, name = self._vllms_clearing()
-        clear = getattr(owner, name)
 
         def clear_all(block_ids: list[int]) -> None:
             clear(block_ids)
@@ -141,10 +144,14 @@ class Runner:
                 _clear(kv, block_ids, config.num_blocks)
 
         if tensors:
-            setattr(owner, name, clear_all)
+            self._clear_by(clear_all)
 
-    def _vllms_clearing(self) -> tuple[Any, str]:
-        """vLLM's method that clears blocks, ready to be called: whose it is, and its name."""
+    def _vllms_clearing(self) -> Callable[[list[int]], None]:
+        """vLLM's own function that clears blocks, ready to be called. Raises AssertionError for a cache that it cannot clear."""
+        raise NotImplementedError
+
+    def _clear_by(self, clear: Callable[[list[int]], None]) -> None:
+        """Have the runner call another function in its place."""
         raise NotImplementedError
 
     def probe(self, tokens: int) -> None:
@@ -175,8 +182,8 @@ class Runner:
         compute: Any = self.model.compute_logits
 
         def compute_logits(hidden_RH: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            # A request that has left the finite range ends behind this step. Its token is one all the same: some samplers take
-            # NaN for a token that is none, which the next step would look up.
+            # A request that has left the finite range ends after this step. Some samplers return an invalid token id for NaN logits,
+            # and the next step would look it up.
             hidden_RH = torch.nan_to_num(hidden_RH, 0.0, 0.0, 0.0)
             logits = compute(hidden_RH, *args, **kwargs)
             watches = self.watched is Watch.ALL and host.step_is_traced
@@ -202,10 +209,13 @@ class V1Runner(Runner):
         state = self.runner.execute_model_state
         return list(self.runner.input_batch.req_ids), state.hidden_states if state is not None else None
 
-    def _vllms_clearing(self) -> tuple[Any, str]:
+    def _vllms_clearing(self) -> Callable[[list[int]], None]:
         if self.runner.device.type != "cpu" and not hasattr(self.runner, "_kv_block_zeroer"):
             self.runner._init_kv_zero_meta()
-        return self.runner, "_zero_block_ids"
+        return self.runner._zero_block_ids  # type: ignore[no-any-return]
+
+    def _clear_by(self, clear: Callable[[list[int]], None]) -> None:
+        self.runner._zero_block_ids = clear
 
     def connect(self, host: Host) -> None:
         runner = self.runner
@@ -260,10 +270,13 @@ class V2Runner(Runner):
         state = self.runner.execute_model_state
         return (state.input_batch.req_ids, state.hidden_states) if state is not None else ((), None)
 
-    def _vllms_clearing(self) -> tuple[Any, str]:
+    def _vllms_clearing(self) -> Callable[[list[int]], None]:
         if self.runner.kv_block_zeroer is None:
             self.runner._init_kv_zero_meta()
-        return self.runner.kv_block_zeroer, "zero_block_ids"
+        return self.runner.kv_block_zeroer.zero_block_ids  # type: ignore[no-any-return]
+
+    def _clear_by(self, clear: Callable[[list[int]], None]) -> None:
+        self.runner.kv_block_zeroer = SimpleNamespace(zero_block_ids=clear)
 
     def record_second_graphs(self, edit: Fire) -> None:
         manager = self.runner.cudagraph_manager

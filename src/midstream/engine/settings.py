@@ -12,6 +12,8 @@ from typing import Any
 from midstream.errors import UnknownSiteError
 
 NAME = "midstream"
+WORKER = "midstream.engine.worker.Worker"
+SCHEDULER = "midstream.engine.scheduler.make_scheduler"
 RECORD_BYTES = 1 << 30
 # Where a write in place reaches what comes after the site and nothing else.
 BUILDABLE = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")

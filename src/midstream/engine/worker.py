@@ -236,7 +236,7 @@ class Worker(PlatformWorker):
             if plans.step_is_planned:
                 SiteOp.edit = None
                 plans.end_step()
-        if plans.edits or self.midstream.step_is_traced:
+        if plans.edits or not self.midstream.is_idle:
             self._rows = self._rows_of(scheduler_output)
         return output
 
@@ -276,6 +276,8 @@ class Worker(PlatformWorker):
         self.midstream.see_site(self.plans.tables.points[point], hidden, residual)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
+        if self._rows is None and self._runner.watched is not Watch.ALL:
+            return super().sample_tokens(grammar_output)
         rows, self._rows = self._rows, None
         self.midstream.step_rows = rows
         output = super().sample_tokens(grammar_output)

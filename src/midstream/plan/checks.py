@@ -16,11 +16,11 @@ from midstream.plan.canonical import resolved_list, unresolved
 from midstream.plan.runs import RecordedRun
 from midstream.plan.spans import Span
 from midstream.plan.values import Capture, Clamp, Edit, Intervention, Named, Patch, Plan, Steer, Vector
+from midstream.plan.wire import MAX_STRANGERS_EDITS
 from midstream.sites import LAYER_SITES, NotFinite
 
 MAX_EDITS = 1 << 14
 MAX_PLACED_EDITS = 1 << 16
-MAX_STRANGERS_EDITS = 1 << 10  # a plan with so many keeps the engine from its other requests for less than 100 ms
 
 
 @dataclass(frozen=True)
@@ -114,9 +114,9 @@ def check_strangers(plan: Plan, num_layers: int) -> None:
 
 
 def _count(item: Intervention, num_layers: int) -> int:
-    """An intervention, counted once for each layer and, of an edit, each listed position."""
+    """An intervention, counted once for each layer and listed position."""
     place = _place_of(item)[1]
-    positions = len(place) if isinstance(place, tuple) and not isinstance(item, Capture) else 1
+    positions = len(place) if isinstance(place, tuple) else 1
     layers = 1 if isinstance(item, Patch) else num_layers if item.layers == "all" else len(item.layers)
     return layers * positions
 

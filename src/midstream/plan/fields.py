@@ -36,7 +36,7 @@ def shown(value: Any) -> str:
     if isinstance(value, (list, tuple)) and len(value) > 8:
         return f"a {type(value).__name__} of {len(value)} items"
     try:
-        text = repr(value)
+        text = repr(value[:100] if isinstance(value, (str, bytes)) else value)
     except Exception:  # a user's own object may do anything
         text = f"a {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -34,6 +34,9 @@ class Journal:
         """The points that were written to."""
         return iter(self._written)
 
+    def __bool__(self) -> bool:
+        return bool(self._written)
+
     def add(self, key: Key, where: Binding | Ref, first_position: int, value: torch.Tensor, axis: int = 0) -> None:
         """Note an edit; `value` is the journal's own from now on."""
         written = Written(where, axis, first_position, value)
@@ -45,7 +48,8 @@ class Journal:
         """The point, the place there and the position of the first write of an infinity or a NaN."""
         for key, writes in self._written.items():
             for written in writes.values():
-                bad = ~torch.isfinite(written.value).movedim(written.axis, 0).flatten(1).all(-1)
+                rows = torch.isfinite(written.value).movedim(written.axis, 0)
+                bad = ~rows.reshape(len(rows), -1).all(-1)
                 if bad.any():
                     return key, written.where, written.first_position + int(bad.nonzero()[0])
         return None

@@ -12,21 +12,25 @@ import dataclasses
 import difflib
 import functools
 import os
+import re
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
 from midstream.engine.patches import replace
 from midstream.engine.plans.request import PlanRequest, given_plan, packed, unpacked
 from midstream.engine.request import Envelope
-from midstream.engine.settings import NAME, Settings
+from midstream.engine.settings import NAME, WORKER, Settings
 from midstream.errors import PlanError
 from midstream.plan import fields
 from midstream.plan.checks import ModelFacts, check, check_strangers
 from midstream.plan.memory import Memory
 from midstream.plan.values import Capture, Plan
 
-_LIKE = 0.75  # how much of a key is as in "midstream", where 1 is all
+_LIKE, _MOST_KEYS = 0.88, 64  # how much of a key is as in "midstream", where 1 is all; how many keys are compared
+_reader = ThreadPoolExecutor(1, "midstream-plans")
 _RESIDUAL = ("resid_pre", "resid_mid", "resid_post", "attn_in", "attn_out", "mlp_in", "mlp_out")
 
 
@@ -38,15 +42,20 @@ def check_requests() -> None:
 
 def _read_apart() -> None:
     """Have strangers' plans read on a thread of their own: `AsyncLLM.add_request` runs on a server's event loop, which others wait for."""
+    from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.engine.async_llm import AsyncLLM
 
     def make(original: Any) -> Any:
         async def add_request(self: Any, request_id: Any, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
             extra = getattr(params, "extra_args", None)
             given = (extra or {}).get(NAME)
-            if isinstance(given, (str, Mapping)) and not isinstance(given, Envelope):
+            if (
+                isinstance(given, (str, Mapping))
+                and not isinstance(given, Envelope)
+                and not isinstance(prompt, EngineCoreRequest)
+            ):
                 try:
-                    own = await asyncio.to_thread(_enveloped, self.vllm_config, given)
+                    own = await asyncio.get_running_loop().run_in_executor(_reader, _enveloped, self.vllm_config, given)
                 except PlanError as error:
                     raise _refusal()(str(error)) from error
                 params = copy.copy(params)
@@ -90,9 +99,11 @@ def _enveloped(config: Any, given: Any) -> Envelope:
 
 
 def _refuse_misspelt(extra: Mapping[str, Any]) -> None:
-    """Raise PlanError for a key that was meant to be midstream's: vLLM passes over keys that nobody reads."""
-    for key in extra:
-        if key != NAME and difflib.SequenceMatcher(None, str(key)[:32].lower(), NAME).ratio() > _LIKE:
+    """Raise PlanError for a key that was meant to be midstream's: vLLM ignores keys that nobody reads."""
+    for key in islice(extra, _MOST_KEYS):  # a stranger chooses how many there are, and how long
+        name = re.sub(r"[^a-z]", "", str(key)[:32].lower())
+        near = abs(len(name) - len(NAME)) <= 2 and difflib.SequenceMatcher(None, name, NAME).ratio() > _LIKE
+        if key != NAME and (near or name.startswith(NAME)):
             raise PlanError(f"extra_args has the key {fields.shown(key)}, which nobody reads; did you mean {NAME!r}?")
 
 
@@ -110,7 +121,8 @@ def admitted(config: Any, settings: Settings, request: Any) -> dict[str, Any] | 
     extra = params.extra_args or {}
     given = extra.get(NAME)
     if given is None:
-        _refuse_misspelt(extra)
+        if config.parallel_config.worker_cls == WORKER:
+            _refuse_misspelt(extra)
         if everyone is None:
             return None
     _check_engine(config)
@@ -138,8 +150,8 @@ def admitted(config: Any, settings: Settings, request: Any) -> dict[str, Any] | 
     )
     if carried.capture is None and carried.record is None and any(None in capture.sinks for capture in plan.captures):
         raise PlanError(
-            "Capture.to is None, and this request goes past midstream.VLLM, so nobody waits for its rows: name a directory or a "
-            "Consumer that the engine gives them to."
+            "Capture.to is None, and nobody waits for the rows of a request that does not come from midstream.VLLM. Python in the engine's "
+            "front end may name a directory or a Consumer; over HTTP there are no captures yet."
         )
     trace = {"trace": envelope["trace"]} if "trace" in envelope else {}
     return {**trace, **carried.to_extra_args()[NAME]}
@@ -147,8 +159,6 @@ def admitted(config: Any, settings: Settings, request: Any) -> dict[str, Any] | 
 
 def _check_engine(config: Any) -> None:
     """Raise PlanError for an engine that would not do what plans and traces say."""
-    from midstream.engine.launch import WORKER
-
     if config.parallel_config.worker_cls != WORKER:
         raise PlanError(
             "This engine was not started with midstream, so it would silently ignore the plan. Start it by midstream.VLLM(...), "

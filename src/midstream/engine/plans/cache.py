@@ -165,8 +165,8 @@ class _Alone:
 class EditedBlocks:
     """The KV blocks that hold what plans and traces have changed, until they are cleared for their next request.
 
-    Masked rows of a block are still multiplied by zero in some attention kernels (vLLM's on the CPU), and zero times infinity is NaN. So a
-    request must never be given a block with numbers of another request's making in it.
+    Some attention kernels (vLLM's on the CPU) multiply the masked rows of a block by zero, and zero times infinity is NaN. So no request
+    may be given a block that still holds what another request's edits wrote.
     """
 
     def __init__(self) -> None:
@@ -179,7 +179,7 @@ class EditedBlocks:
             self._written.update(group)
 
     def allocate(self, blocks: Iterable[Any]) -> None:
-        """A request is given these blocks, of which it computes every row that it reads."""
+        """These blocks go to a request that computes all of their rows itself."""
         if self._written:
             old = [block.block_id for block in blocks if block.block_id in self._written]
             self._written.difference_update(old)

@@ -64,9 +64,10 @@ def given_plan(given: Any) -> tuple[Plan, bool]:
 
 def _is_python(given: Any) -> bool:
     """Whether it consists of plans and interventions, which nothing but Python makes."""
+    made = (Plan, Steer, Patch, Clamp, Capture)
     if isinstance(given, (list, tuple)):
-        return bool(given) and all(map(_is_python, given))
-    return isinstance(given, (Plan, Steer, Patch, Clamp, Capture))
+        return bool(given) and all(isinstance(item, made) for item in given)
+    return isinstance(given, made)
 
 
 class PlanRequest(NamedTuple):

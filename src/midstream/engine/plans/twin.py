@@ -44,6 +44,10 @@ class TwinTables(Tables):
             ]
         self._groups = rows.prepared
 
+    def begin_step(self, rows: Rows, blocks: Mapping[int, tuple[np.ndarray, torch.Tensor]]) -> None:
+        super().begin_step(rows, blocks)
+        self._overflow.clear()  # of an earlier step, on a stage that does not end the forward
+
     def _set_blocks(self, blocks: Mapping[int, tuple[np.ndarray, torch.Tensor]], count: int) -> None:
         self._blocks = {
             n: (torch.from_numpy(rows.astype(np.int64)).to(self._device), block) for n, (rows, block) in blocks.items()
