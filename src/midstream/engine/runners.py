@@ -21,6 +21,7 @@ from midstream.engine.graph_sites import Fire
 from midstream.engine.patches import StepMode
 from midstream.engine.pieces import Pieces, TwoSets
 from midstream.engine.step import StepView
+from midstream.errors import ArchitectureError
 
 
 class Watch(IntEnum):
@@ -130,20 +131,22 @@ class Runner:
             clear, cleared = self._vllms_clearing(), FullAttentionSpec
         except AssertionError:  # pages of several sizes, for one
             clear, cleared = lambda block_ids: None, ()
-        left_out = [
-            context[name].kv_cache
+        left_out = {
+            name: context[name].kv_cache
             for group in config.kv_cache_groups
             if not isinstance(group.kv_cache_spec, cleared)
             for name in group.layer_names
+        }
+        blocks = [
+            _blocks_of(name, kv, config.num_blocks) for name, kv in left_out.items() if isinstance(kv, torch.Tensor)
         ]
-        tensors = [kv for kv in left_out if isinstance(kv, torch.Tensor) and kv.numel()]
 
         def clear_all(block_ids: list[int]) -> None:
             clear(block_ids)
-            for kv in tensors:
-                _clear(kv, block_ids, config.num_blocks)
+            for kv, axis in blocks:
+                kv.index_fill_(axis, torch.tensor(block_ids, device=kv.device), 0)
 
-        if tensors:
+        if blocks:
             self._clear_by(clear_all)
 
     def _vllms_clearing(self) -> Callable[[list[int]], None]:
@@ -306,11 +309,18 @@ class V2Runner(Runner):
         self._watch_logits(host)
 
 
-def _clear(kv: torch.Tensor, block_ids: list[int], num_blocks: int) -> None:
-    """Clear blocks of one layer's cache. Its blocks are the kernel's, of which several may make one of the scheduler's."""
-    axis = next(axis for axis, size in enumerate(kv.shape) if size % num_blocks == 0)
-    ids = torch.tensor(block_ids, device=kv.device)
-    kv.unflatten(axis, (num_blocks, -1)).index_fill_(axis, ids, 0)
+def _blocks_of(name: str, kv: torch.Tensor, num_blocks: int) -> tuple[torch.Tensor, int]:
+    """One layer's cache, with the axis that counts the scheduler's blocks, each of which may be several of the kernel's.
+
+    Raises ArchitectureError if there is none.
+    """
+    for axis, size in enumerate(kv.shape):
+        if size and size % num_blocks == 0:
+            return kv.unflatten(axis, (num_blocks, -1)), axis
+    raise ArchitectureError(
+        f"The KV cache of {name} has the shape {list(kv.shape)}, in which midstream does not find its {num_blocks} blocks; it has to clear "
+        "those that plans and traces wrote to. Please report the model and the attention backend."
+    )
 
 
 def adapt(runner: Any) -> Runner:
