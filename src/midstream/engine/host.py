@@ -378,11 +378,9 @@ class TraceHost:
 
     def _fail_not_finite(self) -> None:
         """End the traces whose requests have left the finite range in this step."""
-        wrote = any(journal for _, request in self._in_step for journal in request.journals)
-        broken = (
-            self.step_rows.not_finite() if self.step_rows is not None and wrote else {}
-        )  # which waits for the device
-        for name, at in broken.items():
+        if self.step_rows is None or not any(journal for _, request in self._in_step for journal in request.journals):
+            return  # a trace that writes nothing need not wait for the device
+        for name, at in self.step_rows.not_finite().items():
             if (request := self._requests.get(name)) is not None:
                 for body_name in request.open_bodies:
                     body = self.interleaver.bodies[body_name]

@@ -159,7 +159,7 @@ class PlanHost:
         """
         for name, end in finished.items():
             if name in self._requests:
-                self._end(name, end.tokens if end is not None else None, end.error if end is not None else None)
+                self._end(name, *(end or ()))
         for name, (sampling, prompt) in new.items():
             self._begin_or_extend(name, sampling, prompt)
         self.outlet.flush()
@@ -347,7 +347,7 @@ class PlanHost:
             request.complete = False
             self._capturing += 1
 
-    def _end(self, name: str, tokens: int | None, error: str | None = None) -> None:
+    def _end(self, name: str, tokens: int | None = None, error: str | None = None) -> None:
         request = self._requests.pop(name)
         self._editing.discard(name)
         try:
