@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from midstream.backends import merge
 from midstream.backends.merge import Absent, merged_description, merged_outcomes, merged_values
 from midstream.errors import NeverReachedError, StageFailedError, StageMismatchWarning
 from midstream.trace.program import Failure, Outcome
@@ -243,6 +244,25 @@ def test_c9_rounding_is_no_difference(dtype: torch.dtype) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         merged_values(each)
+
+
+KINDS = {
+    "sparse": lambda x: x.to_sparse(),
+    "sparse_bool": lambda x: (x > 1).to_sparse(),
+    "csr": lambda x: x.reshape(1, -1).to_sparse_csr(),
+    "quantized": lambda x: torch.quantize_per_tensor(x, 0.5, 0, torch.qint8),
+    "nested": lambda x: torch.nested.as_nested_tensor([x, x[:1]]),
+    "conj": lambda x: torch.complex(x, x).conj(),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.filterwarnings("ignore:.*prototype stage", "ignore:.*quantize", "ignore:.*beta state")
+def test_tensors_of_any_layout_are_compared_by_their_values(kind: str) -> None:
+    first, last = KINDS[kind](torch.tensor([1.0, 2.0])), KINDS[kind](torch.tensor([5.0, 0.0]))
+    assert merge._same(first, KINDS[kind](torch.tensor([1.0, 2.0])))
+    assert not merge._same(first, last)
+    assert not merge._same(first, KINDS[kind](torch.tensor([1.0, 2.0, 3.0])))
 
 
 def test_c9_equal_specials_are_equal() -> None:
