@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from midstream.engine.ranks.link import Link
+from midstream.ranks.link import Link
 
 
 def connect(rank: int, pipe: Connection) -> Link:
@@ -28,7 +28,7 @@ def connect(rank: int, pipe: Connection) -> Link:
         other = pipe.recv()
         return [item, other] if rank == 0 else [other, item]
 
-    return Link(rank, exchange, "benchmark")
+    return Link(rank, exchange, "benchmark", "127.0.0.1")
 
 
 def finish(link: Link, pipe: Connection) -> None:

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from midstream.captures.consumers import CaptureInfo
-from midstream.captures.segment import Segment
-from midstream.captures.sinks import Sinks
-from midstream.captures.wanted import routes
+from midstream.capture.consumers import CaptureInfo
+from midstream.capture.segment import Segment
+from midstream.capture.selection import routes
+from midstream.capture.sinks import Sinks
 from midstream.plan.layout import Layout
 from midstream.plan.values import Capture
 

@@ -83,7 +83,7 @@ def on_transformers(rows: Path, log: Any) -> None:
     import torch
 
     from midstream import LanguageModel, demo_model
-    from midstream.backends.batch import Batch
+    from midstream.client.batch import Batch
 
     really = Batch.run
 

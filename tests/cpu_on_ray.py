@@ -28,7 +28,7 @@ def platform() -> str:
 
 
 def _call_nodes_hosts() -> None:
-    from midstream.engine import wire
+    from midstream.transport import codec as wire
 
     def machine() -> str:
         import ray

@@ -17,7 +17,7 @@ from conftest import start
 from oracle import Plain, close
 
 from midstream import Capture, Steer, open_captures
-from midstream.backends import async_
+from midstream.client import async_
 from midstream.errors import EngineClosedError, InterventionError, InterventionErrorGroup, MidstreamError, TraceError
 
 if TYPE_CHECKING:

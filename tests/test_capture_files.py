@@ -25,13 +25,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from midstream.captures import directory as directory_module
-from midstream.captures import shards as shards_module
-from midstream.captures.consumers import CaptureInfo
-from midstream.captures.directory import DirectorySink
-from midstream.captures.segment import NotCapturedError, Segment
-from midstream.captures.sinks import Sinks
-from midstream.captures.store import open_captures
+from midstream.capture import directory as directory_module
+from midstream.capture import shards as shards_module
+from midstream.capture.consumers import CaptureInfo
+from midstream.capture.directory import DirectorySink
+from midstream.capture.segment import NotCapturedError, Segment
+from midstream.capture.sinks import Sinks
+from midstream.capture.store import open_captures
 from midstream.errors import CaptureError
 from midstream.plan.values import Capture
 

@@ -34,10 +34,10 @@ from capture_tools import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from midstream.captures.consumers import CaptureInfo
-from midstream.captures.segment import NotCapturedError, Segment, gather, without_rows
-from midstream.captures.sinks import Sinks
-from midstream.captures.wanted import routes
+from midstream.capture.consumers import CaptureInfo
+from midstream.capture.segment import NotCapturedError, Segment, gather, without_rows
+from midstream.capture.selection import routes
+from midstream.capture.sinks import Sinks
 from midstream.errors import CaptureError, MidstreamError, PlanError
 from midstream.plan.values import Capture, Consumer, Span
 
@@ -299,7 +299,7 @@ def given_and_received(data, sinks, one, two, prompt, generated, overshoot):
 
 def through(monkeypatch, **makers):
     """Consumers of these names, made by these factories."""
-    monkeypatch.setattr("midstream.captures.consumers.find_consumer", lambda name: makers[name])
+    monkeypatch.setattr("midstream.capture.consumers.find_consumer", lambda name: makers[name])
 
 
 def test_the_calls_of_a_request_come_in_order(monkeypatch):
@@ -474,7 +474,7 @@ def test_a_full_queue_is_waited_for_last():
 
 @pytest.mark.parametrize(("limit", "calls"), [(16 << 20, 1), (10 * 8 * 4, 10), (1, 100)])
 def test_rows_that_were_held_go_on_together(monkeypatch, limit, calls):
-    monkeypatch.setattr("midstream.captures.sinks.JOINED_BYTES", limit)
+    monkeypatch.setattr("midstream.capture.sinks.JOINED_BYTES", limit)
     recorder, sinks = Recorder(), Sinks()
     begin(sinks, "a", Capture("mlp_out", layers=2, positions="all_generated", to=recorder.rows), prompt=[1])
     whole = segment("a", range(1, 101), A, C)

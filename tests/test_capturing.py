@@ -10,18 +10,18 @@ import pytest
 import torch
 from capture_tools import capture_threads, wait_until
 
-from midstream.backends import capturing
-from midstream.backends.capturing import Capturing, Following, Taking
-from midstream.backends.planned import Planned
-from midstream.captures.sinks import Sinks
-from midstream.captures.store import open_captures
-from midstream.captures.wanted import routes
-from midstream.engine.results import Mailbox, Receiver
-from midstream.engine.sender import Sender
+from midstream.capture.selection import routes
+from midstream.capture.sinks import Sinks
+from midstream.capture.store import open_captures
+from midstream.client import capturing
+from midstream.client.capturing import Capturing, Following, Taking
+from midstream.client.planned import Planned
 from midstream.errors import CaptureError, EngineClosedError
 from midstream.plan.checks import ModelFacts
 from midstream.plan.layout import Layout
 from midstream.plan.values import Capture, Plan
+from midstream.transport.results import Mailbox, Receiver
+from midstream.transport.sender import Sender
 
 LAYERS, WIDTH, LENGTH = 4, 3, 5
 FACTS = ModelFacts(LAYERS, {("resid_post", layer): WIDTH for layer in range(LAYERS)}, "float32")

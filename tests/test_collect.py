@@ -24,11 +24,11 @@ from oracle import Plain, close
 from test_capture_files import stored
 
 from midstream import Capture, LanguageModel, Span, Steer, demo_model, open_captures
-from midstream.backends import collecting
-from midstream.backends.reference import PlannedRow
-from midstream.captures.consumers import CaptureInfo
-from midstream.captures.directory import DirectorySink, remove_orphans
-from midstream.captures.store import Store
+from midstream.capture.consumers import CaptureInfo
+from midstream.capture.directory import DirectorySink, remove_orphans
+from midstream.capture.store import Store
+from midstream.client import collecting
+from midstream.client.reference import PlannedRow
 from midstream.errors import CaptureError, ParameterError, PlanError, PromptError
 
 if TYPE_CHECKING:
@@ -192,8 +192,8 @@ def left_by_the_dead(directory: Path) -> Iterator[dict[str, Path]]:
 import os, sys
 sys.path[:0] = [{str(Path(__file__).parent)!r}]
 import torch
-from midstream.captures.consumers import CaptureInfo, Collected
-from midstream.captures.directory import DirectorySink
+from midstream.capture.consumers import CaptureInfo, Collected
+from midstream.capture.directory import DirectorySink
 sink = DirectorySink({str(directory)!r})
 for name in ("listed", "unlisted"):
     sink.begin(CaptureInfo(name, (1, 2)))

@@ -201,7 +201,7 @@ def test_f1_autocast_of_one_part_of_the_forward_stays_there(steps: Steps) -> Non
 def test_d7_requests_that_end_together_end_in_one_order_on_all_ranks() -> None:
     """Their bodies' last words may be collective, and two processes need not list a set of strings alike."""
     pytest.importorskip("vllm")
-    from midstream.engine.host import TraceHost
+    from midstream.runtime.trace_host import TraceHost
 
     names = [f"request-{number}" for number in range(12)]
     host = TraceHost.__new__(TraceHost)

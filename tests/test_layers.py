@@ -1,5 +1,5 @@
-"""Which module may import which (style.md): `sites < arch < plan, trace < captures < engine < backends`,
-and `serve, studies` above them.
+"""Which module may import which (style.md): `sites < arch < plan, trace < capture, transport < ranks <
+runtime < engine < client < serve, studies`.
 
 Read off the source, so that an import inside a function or under TYPE_CHECKING counts like any other. A module that is
 new at the top of the package has to be entered below, as a leaf or as an entry point.
@@ -23,16 +23,19 @@ LAYERS = {
     "arch": 1,
     "plan": 2,
     "trace": 2,
-    "captures": 3,
-    "engine": 4,
-    "backends": 5,
-    "serve": 6,
-    "studies": 6,
+    "capture": 3,
+    "transport": 3,
+    "ranks": 4,
+    "runtime": 5,
+    "engine": 6,
+    "client": 7,
+    "serve": 8,
+    "studies": 8,
 }
 LEAVES = {"errors", "settings", "bundled", "plots"}  # import nothing of midstream but each other; all may import them
 ENTRY_POINTS = {"", "__main__", "cli", "demo", "compare"}  # may import everything; "" is midstream/__init__.py
 MAY_IMPORT_VLLM = {"engine", "serve"}
-WITHOUT_VLLM = {"sites", "arch", "plan", "trace", "captures"} | LEAVES
+WITHOUT_VLLM = {"sites", "arch", "plan", "trace", "capture", "transport", "ranks", "runtime"} | LEAVES
 
 
 def modules() -> dict[str, Path]:
@@ -93,21 +96,21 @@ def test_imports_point_down(module: str) -> None:
 @pytest.mark.parametrize(
     ("module", "source", "reason"),
     [
-        ("midstream.sites.layouts", "from midstream.engine import step", "not lie below sites"),
+        ("midstream.sites.layouts", "from midstream.engine import worker", "not lie below sites"),
         ("midstream.sites.layouts", "from ..arch import find", "not lie below sites"),
         ("midstream.plan.steer", "from .. import trace", "not lie below plan"),
-        ("midstream.plan.steer", "def f():\n    import midstream.backends.vllm", "plan.steer:2"),
-        ("midstream.plan.values", "from midstream.captures import segment", "not lie below plan"),
-        ("midstream.captures.store", "from midstream.engine import results", "not lie below captures"),
-        ("midstream.captures.store", "import vllm", "imports vllm;"),
+        ("midstream.plan.steer", "def f():\n    import midstream.client.vllm", "plan.steer:2"),
+        ("midstream.plan.values", "from midstream.capture import segment", "not lie below plan"),
+        ("midstream.capture.store", "from midstream.client import results", "not lie below capture"),
+        ("midstream.capture.store", "import vllm", "imports vllm;"),
         ("midstream.engine.worker", "from midstream import VLLM", "not lie below engine"),
         ("midstream.engine.worker", "if TYPE_CHECKING:\n    from midstream.serve import app", "not lie below engine"),
         ("midstream.engine.worker", "import midstream", "not lie below engine"),
         ("midstream.engine.worker", "from midstream.demo import main", "not lie below engine"),
         ("midstream.serve.app", "from midstream.studies import sweep", "not lie below serve"),
         ("midstream.errors", "from midstream.sites import Site", "not lie below errors"),
-        ("midstream.backends.vllm", "def f():\n    import vllm", "imports vllm;"),
-        ("midstream.backends.vllm", "from vllm.v1.engine import core", "imports vllm.v1.engine.core;"),
+        ("midstream.client.vllm", "def f():\n    import vllm", "imports vllm;"),
+        ("midstream.client.vllm", "from vllm.v1.engine import core", "imports vllm.v1.engine.core;"),
         ("midstream.trace.body", "importlib.import_module('vllm.config')", "imports vllm.config;"),
         ("midstream.cli", "import vllm", "imports vllm;"),
         ("midstream.gadgets", "", "midstream/gadgets is new"),
@@ -132,11 +135,11 @@ def test_checker_finds_a_violation(module: str, source: str, reason: str) -> Non
         ),
         ("midstream.engine", "from .worker import Worker\nfrom ..sites import Site", True),
         (
-            "midstream.backends.vllm",
+            "midstream.client.vllm",
             "from . import vllm\nfrom .vllm import VLLM\nfrom midstream.engine import plugin",
             False,
         ),
-        ("midstream.serve.app", "import vllm\nfrom midstream.backends import vllm", False),
+        ("midstream.serve.app", "import vllm\nfrom midstream.client import vllm", False),
     ],
 )
 def test_checker_allows_what_points_down(module: str, source: str, is_package: bool) -> None:

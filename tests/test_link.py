@@ -17,9 +17,9 @@ from contextlib import contextmanager, suppress
 import pytest
 import torch
 
-from midstream.engine import wire
-from midstream.engine.ranks.link import Link
 from midstream.errors import EngineClosedError, MidstreamError, NeverReachedError, StageFailedError, TraceError
+from midstream.ranks.link import Link
+from midstream.transport import codec as wire
 
 torch.set_num_threads(1)
 
@@ -49,11 +49,11 @@ class Exchange:
 
 
 @contextmanager
-def linked(size, **kwargs):
+def linked(size):
     """The links of `size` ranks, each a thread for the time of its making."""
     exchange = Exchange(size)
     with ThreadPoolExecutor(size) as pool:
-        links = list(pool.map(lambda rank: Link(rank, exchange.of(rank), "pipeline", **kwargs), range(size)))
+        links = list(pool.map(lambda rank: Link(rank, exchange.of(rank), "pipeline", "127.0.0.1"), range(size)))
     try:
         yield links
     finally:
@@ -85,7 +85,7 @@ def exchange_over(pipes, rank):
 def _run_rank(rank, size, pipe, function, machines):
     if machines:
         wire.machine = lambda: f"machine {rank}"
-    link = Link(rank, exchange_over([pipe] * size, rank), "pipeline", host="127.0.0.1" if machines else None)
+    link = Link(rank, exchange_over([pipe] * size, rank), "pipeline", "127.0.0.1")
     try:
         pipe.send(("result", function(link)))
         assert pipe.recv() == "close"
@@ -112,7 +112,7 @@ def processes(function, size=2, machines=False):
         wire.machine = lambda: "machine 0"
     try:
         pipes = [end[0] for end in ends]
-        link = Link(0, exchange_over(pipes, 0), "pipeline", host="127.0.0.1" if machines else None)
+        link = Link(0, exchange_over(pipes, 0), "pipeline", "127.0.0.1")
     finally:
         wire.machine = before
 

@@ -16,9 +16,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from midstream.backends import merge
-from midstream.backends.merge import Absent, merged_description, merged_outcomes, merged_values
 from midstream.errors import NeverReachedError, StageFailedError, StageMismatchWarning
+from midstream.ranks import merge
+from midstream.ranks.merge import Absent, merged_description, merged_outcomes, merged_values
 from midstream.trace.program import Failure, Outcome
 from midstream.trace.tracer import Cache, CacheEntry
 

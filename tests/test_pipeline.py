@@ -21,7 +21,6 @@ from forked import start_ranks
 from oracle import Plain, close, differs
 
 from midstream import VLLM, Capture, Steer, save
-from midstream.engine.request import SMALL
 from midstream.errors import (
     MidstreamError,
     NeverReachedError,
@@ -30,6 +29,7 @@ from midstream.errors import (
     TraceError,
     UnknownModuleError,
 )
+from midstream.runtime.trace_request import SMALL
 from midstream.trace.body import current_body
 
 pytestmark = pytest.mark.engine

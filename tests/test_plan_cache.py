@@ -14,7 +14,7 @@ from here import start_here, start_stock, submit, tokens, values
 from oracle import Plain, close
 
 from midstream import VLLM, Capture, Clamp, Patch, Steer
-from midstream.engine.plans import cache
+from midstream.engine import prefix_cache as cache
 from midstream.errors import CaptureError
 from midstream.plan.values import Vector
 

@@ -73,8 +73,8 @@ def test_d1_extra_args_carry_a_plan_as_well(engine: VLLM, plain: Plain) -> None:
 
 
 def test_d1_other_extra_args_stay(engine: VLLM) -> None:
-    from midstream.backends.carried import make_requests
-    from midstream.backends.tracer import Invoke
+    from midstream.client.carried import make_requests
+    from midstream.client.tracer import Invoke
 
     plan = Plan.of(Steer("resid_post", vector=vector()))
     requests = make_requests(engine, [Invoke(FRANCE, None, {"extra_args": {"mine": 1}}, plan)], [[1, 2, 3]], False)
@@ -254,7 +254,7 @@ def test_d5_rows_reach_a_sink_while_the_engine_runs(engine: VLLM) -> None:
 def test_d5_a_stalled_sink_fails_its_request_and_the_engine_goes_on(
     engine: VLLM, plain: Plain, monkeypatch: Any
 ) -> None:
-    from midstream.captures.sinks import Sinks
+    from midstream.capture.sinks import Sinks
 
     free = threading.Event()
     monkeypatch.setattr(engine, "sinks", Sinks(timeout=1.0))
@@ -277,7 +277,7 @@ def test_d5_a_stalled_sink_fails_its_request_and_the_engine_goes_on(
 
 def test_d5_a_slow_sink_slows_the_engine_down_and_memory_stays_bounded(engine: VLLM, monkeypatch: Any) -> None:
     """Seen failing with `paced=False` in `VLLM.expect`: 56 of the 98 MB wait in the client."""
-    from midstream.captures.sinks import Sinks
+    from midstream.capture.sinks import Sinks
 
     monkeypatch.setattr(engine, "sinks", Sinks(queue_bytes=1 << 20))
     monkeypatch.setattr(engine._receiver._pace, "limit", 1 << 20)

@@ -15,7 +15,7 @@ from here import start_here, tokens, values
 from oracle import Plain, close
 
 from midstream import VLLM, Capture, Clamp, Patch, Span, Steer
-from midstream.engine.plans.host import PlanHost
+from midstream.runtime.plan_host import PlanHost
 
 pytestmark = pytest.mark.engine
 

@@ -12,20 +12,21 @@ import torch
 from torch import nn
 
 from midstream import Capture, Consumer, Patch, Plan, RecordedRun, Steer
-from midstream.engine.plans import host, images, tables
-from midstream.engine.plans.host import PlanHost
-from midstream.engine.plans.local import LocalSinks
-from midstream.engine.plans.outlet import Outlet, Piece
-from midstream.engine.plans.pipeline import Pipeline
-from midstream.engine.plans.points import PointHooks, points_of
-from midstream.engine.plans.request import PlanRequest, packed
-from midstream.engine.plans.store import make_run
-from midstream.engine.plans.tables import DeviceTables, Rows
-from midstream.engine.plans.twin import TwinTables
-from midstream.engine.step import StepView
-from midstream.engine.verdict import End
 from midstream.plan.checks import ModelFacts
 from midstream.plan.layout import Layout, Plane
+from midstream.runtime import images, tables
+from midstream.runtime import plan_host as host
+from midstream.runtime.cpu_tables import TwinTables
+from midstream.runtime.local import LocalSinks
+from midstream.runtime.outlet import Outlet, Piece
+from midstream.runtime.pipeline import Pipeline
+from midstream.runtime.plan_host import PlanHost
+from midstream.runtime.plan_request import PlanRequest, packed
+from midstream.runtime.points import PointHooks, points_of
+from midstream.runtime.step import StepView
+from midstream.runtime.store import make_run
+from midstream.runtime.tables import DeviceTables, Rows
+from midstream.runtime.verdict import End
 from midstream.sites import Binding
 
 LAYERS, WIDTH, PROMPT = 2, 4, [1, 2, 3]

@@ -15,10 +15,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from midstream.engine.plans.tables import DeviceTables, Rows, Tables
-from midstream.engine.plans.twin import TwinTables
 from midstream.plan.compile import CompiledPlan, Op, Profile
 from midstream.plan.layout import Layout, Plane
+from midstream.runtime.cpu_tables import TwinTables
+from midstream.runtime.tables import DeviceTables, Rows, Tables
 
 pytest.importorskip("triton")
 
@@ -344,7 +344,7 @@ def test_wide_rows_and_many_of_them(hidden: int, rows: int) -> None:
 
 
 def test_an_early_launch_is_asked_for_where_it_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from midstream.engine.plans import kernel
+    from midstream.runtime import kernel
 
     asked: list[bool] = []
     launch = {(2,): lambda *arguments, **options: asked.append("launch_pdl" in options)}
@@ -359,7 +359,7 @@ def test_an_early_launch_is_asked_for_where_it_is_worth_it(monkeypatch: pytest.M
 
 def test_a_compiled_kernel_serves_what_it_was_compiled_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton compiles anew for another dtype of either stream, and for addresses that are no multiples of 16. Seen failing without them."""
-    from midstream.engine.plans import kernel
+    from midstream.runtime import kernel
 
     ran: list[str] = []
 

@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from midstream.backends.async_ import Stream
-from midstream.backends.runs import Runs
-from midstream.backends.submission import Requests
-from midstream.backends.vllm import VLLM
+from midstream.client.async_ import Stream
+from midstream.client.runs import Runs
+from midstream.client.submission import Requests
+from midstream.client.vllm import VLLM
 
 
 class Model:

@@ -22,18 +22,18 @@ from vllm.v1.request import Request, RequestStatus  # noqa: E402
 from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
 
 from midstream import Capture, Consumer, Steer, demo_model  # noqa: E402
+from midstream.engine.admission import admitted  # noqa: E402
 from midstream.engine.launch import WORKER  # noqa: E402
-from midstream.engine.plans.admission import admitted  # noqa: E402
-from midstream.engine.plans.cache import Taken  # noqa: E402
-from midstream.engine.plans.request import PlanRequest, packed  # noqa: E402
 from midstream.engine.plugin import register  # noqa: E402
-from midstream.engine.request import TraceRequest  # noqa: E402
+from midstream.engine.prefix_cache import Taken  # noqa: E402
 from midstream.engine.scheduler import make_scheduler  # noqa: E402
-from midstream.engine.settings import Settings  # noqa: E402
-from midstream.engine.verdict import Verdict  # noqa: E402
 from midstream.errors import PlanError  # noqa: E402
 from midstream.plan.values import Named, Plan  # noqa: E402
 from midstream.plan.wire import to_json, to_wire  # noqa: E402
+from midstream.runtime.plan_request import PlanRequest, packed  # noqa: E402
+from midstream.runtime.trace_request import TraceRequest  # noqa: E402
+from midstream.runtime.verdict import Verdict  # noqa: E402
+from midstream.settings import Settings  # noqa: E402
 
 BLOCK, BUDGET, PROMPT = 16, 32, 100
 REASON = "no such vector"

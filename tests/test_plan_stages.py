@@ -18,11 +18,7 @@ import torch
 from test_link import linked
 
 from midstream import Capture, Clamp, Patch, Plan, Steer, open_captures
-from midstream.backends.runs import Runs
-from midstream.engine.plans.local import LocalSinks
-from midstream.engine.plans.pipeline import Pipeline
-from midstream.engine.plans.sources import Sources
-from midstream.engine.plans.store import Run, RunStore
+from midstream.client.runs import Runs
 from midstream.errors import CaptureError, PlanError
 from midstream.plan.compile import CompiledPlan, compile_plan
 from midstream.plan.keys import PlanKeys
@@ -30,6 +26,10 @@ from midstream.plan.layout import Layout
 from midstream.plan.memory import Memory, plan_bytes
 from midstream.plan.runs import RecordedRun
 from midstream.plan.values import Named
+from midstream.runtime.local import LocalSinks
+from midstream.runtime.pipeline import Pipeline
+from midstream.runtime.sources import Sources
+from midstream.runtime.store import Run, RunStore
 
 WIDTH, LAYERS, LENGTH = 4, 6, 5
 POINTS = [(site, layer) for site in ("resid_post", "mlp_out") for layer in range(LAYERS)]
@@ -360,9 +360,9 @@ def test_the_sizes_of_plans_and_keys_are_about_what_they_take() -> None:
 @pytest.mark.parametrize("carried", [{"plan": Plan.of(Steer("resid_post", vector=[1.0]))}, {"trace": {}}])
 def test_d8_an_engine_that_hands_kv_on_takes_neither_plans_nor_traces(carried: dict[str, Any]) -> None:
     pytest.importorskip("vllm")
+    from midstream.engine.admission import admitted
     from midstream.engine.launch import WORKER
-    from midstream.engine.plans.admission import admitted
-    from midstream.engine.settings import Settings
+    from midstream.settings import Settings
 
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(worker_cls=WORKER),

@@ -23,12 +23,12 @@ from here import settle, start_stock, submit, tokens, values
 from oracle import Plain, close
 
 from midstream import Capture, Clamp, Consumer, Patch, Plan, RecordedRun, Span, Steer, open_captures
-from midstream.captures.store import Store, StoredCapture
-from midstream.engine.plans import admission
-from midstream.engine.settings import Settings
+from midstream.capture.store import Store, StoredCapture
+from midstream.engine import admission
 from midstream.errors import CaptureError, PlanError
 from midstream.plan.values import Vector
 from midstream.plan.wire import to_json, to_wire
+from midstream.settings import Settings
 
 pytestmark = pytest.mark.engine
 
@@ -291,7 +291,7 @@ def test_d5_a_consumer_found_by_its_entry_point_works_beside_the_engine(
 
 def test_d5_the_log_consumer(stock: Any, caplog: pytest.LogCaptureFixture) -> None:
     plan = Capture("resid_post", layers=[0, 7], positions="all_prompt", to=Consumer("log", level="warning"))
-    with caplog.at_level(logging.WARNING, "midstream.captures"):
+    with caplog.at_level(logging.WARNING, "midstream.capture"):
         submit(stock, [EIFFEL], [plan], max_tokens=2)
         settle(stock)
         until(lambda: "captured" in caplog.text)

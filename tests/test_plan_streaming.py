@@ -12,9 +12,9 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, StreamingUpdate
 
 from midstream import Capture, Plan, Steer
-from midstream.engine.plans.cache import heed_plans
-from midstream.engine.plans.request import PlanRequest, packed
+from midstream.engine.prefix_cache import heed_plans
 from midstream.engine.scheduler import MidstreamScheduler
+from midstream.runtime.plan_request import PlanRequest, packed
 
 BLOCK, LAYERS = 4, 3
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from plan_strategies import RUNS, plans
 
 from midstream import Capture, Clamp, Consumer, Patch, Plan, Span, Steer
-from midstream.engine.plans.cache import block_key
+from midstream.engine.prefix_cache import block_key
 from midstream.errors import PlanError
 from midstream.plan import wire
 from midstream.plan.fields import nearest

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from midstream.backends.prompts import encode
+from midstream.client.prompts import encode
 from midstream.errors import PromptError
 
 

@@ -28,9 +28,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from midstream.engine import results, staging, wire
-from midstream.engine.results import ChannelClosedError, Receiver, Sender, UnsendableError
 from midstream.errors import ChannelError
+from midstream.transport import codec as wire
+from midstream.transport import results, staging
+from midstream.transport.results import ChannelClosedError, Receiver, Sender, UnsendableError
 
 torch.set_num_threads(1)
 

@@ -13,17 +13,17 @@ pytest.importorskip("vllm")
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from midstream.engine import launch
-from midstream.engine.host import TraceHost
 from midstream.engine.lifeline import Lifeline
 from midstream.engine.pieces import TwoSets
-from midstream.engine.request import TraceRequest
 from midstream.engine.runners import V1Runner, Watch
 from midstream.engine.scheduler import _Rules
-from midstream.engine.settings import NAME
-from midstream.engine.step import StepView
-from midstream.engine.traced import TracedGroup
-from midstream.engine.verdict import End, Verdict
 from midstream.errors import EngineClosedError, TraceError
+from midstream.runtime.step import StepView
+from midstream.runtime.trace_host import TraceHost
+from midstream.runtime.trace_request import TraceRequest
+from midstream.runtime.traced import TracedGroup
+from midstream.runtime.verdict import End, Verdict
+from midstream.settings import NAME
 
 
 class Model:

@@ -6,9 +6,9 @@ from functools import partial
 
 import pytest
 
-from midstream.engine.settings import Settings
 from midstream.engine.versions import check_vllm_version
 from midstream.errors import MidstreamError, UnknownSiteError, UnsupportedVersionError
+from midstream.settings import Settings
 
 
 def test_settings_survive_vllms_config():

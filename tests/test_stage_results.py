@@ -11,19 +11,19 @@ import numpy as np
 import pytest
 import torch
 
-from midstream.backends.async_ import _Saves
-from midstream.backends.merge import Absent
-from midstream.backends.submission import _collect
-from midstream.backends.tracer import raise_failures
-from midstream.captures.store import open_captures
-from midstream.engine.plans.local import LocalSinks
-from midstream.engine.request import users_id
-from midstream.engine.results import Mailbox, Receiver, Sender
+from midstream.capture.store import open_captures
+from midstream.client.async_ import _Saves
+from midstream.client.submission import _collect
+from midstream.client.tracer import raise_failures
 from midstream.errors import EngineClosedError, InterventionError, StageFailedError
 from midstream.plan.layout import Layout, Plane
 from midstream.plan.values import Capture, Plan
+from midstream.ranks.merge import Absent
+from midstream.runtime.local import LocalSinks
+from midstream.runtime.trace_request import users_id
 from midstream.trace.program import Failure, Outcome
 from midstream.trace.tracer import Result
+from midstream.transport.results import Mailbox, Receiver, Sender
 
 KEY = ("trace", 0)
 

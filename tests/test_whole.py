@@ -295,7 +295,7 @@ def test_what_ranks_do_not_find_alike_is_left_alone() -> None:
 
 
 class Board:
-    """What `engine.ranks.link.Link` does, between threads."""
+    """What `ranks.link.Link` does, between threads."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()

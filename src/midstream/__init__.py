@@ -6,10 +6,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from midstream.backends.language_model import LanguageModel
-    from midstream.backends.vllm import VLLM
     from midstream.bundled import demo_model
-    from midstream.captures.store import open_captures
+    from midstream.capture.store import open_captures
+    from midstream.client.language_model import LanguageModel
+    from midstream.client.vllm import VLLM
     from midstream.engine.launch import engine_arguments
     from midstream.plan.runs import RecordedRun
     from midstream.plan.values import Capture, Clamp, Consumer, Patch, Plan, Span, Steer
@@ -39,17 +39,17 @@ _HOMES = {
     "Capture": "midstream.plan.values",
     "Clamp": "midstream.plan.values",
     "Consumer": "midstream.plan.values",
-    "LanguageModel": "midstream.backends.language_model",
+    "LanguageModel": "midstream.client.language_model",
     "Patch": "midstream.plan.values",
     "Plan": "midstream.plan.values",
     "RecordedRun": "midstream.plan.runs",
     "Span": "midstream.plan.values",
     "Steer": "midstream.plan.values",
-    "VLLM": "midstream.backends.vllm",
+    "VLLM": "midstream.client.vllm",
     "backward": "midstream.trace.gradients",
     "demo_model": "midstream.bundled",
     "engine_arguments": "midstream.engine.launch",
-    "open_captures": "midstream.captures.store",
+    "open_captures": "midstream.capture.store",
     "save": "midstream.trace.tracer",
 }
 

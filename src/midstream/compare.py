@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from midstream.backends.model import TraceModel
 from midstream.bundled import demo_model
+from midstream.client.model import TraceModel
 from midstream.errors import InterventionErrorGroup, MidstreamError, UnknownSiteError
 from midstream.sites import ACCESSORS, LAYER_SITES
 from midstream.trace.tracer import save
@@ -310,8 +310,8 @@ def compare(
         layers: those to read; all if None.
         engine: arguments of the vLLM engine.
     """
-    from midstream.backends.language_model import LanguageModel
-    from midstream.backends.vllm import VLLM
+    from midstream.client.language_model import LanguageModel
+    from midstream.client.vllm import VLLM
 
     device = "cuda" if torch.cuda.is_available() else None
     hf = LanguageModel(model, rename=rename, device=device, dtype=getattr(torch, dtype), attn_implementation="eager")

@@ -138,7 +138,7 @@ def main() -> None:
     parser.add_argument("--model", help="one of tiny_models instead of the bundled model")
     arguments = parsed(parser)
     from midstream import VLLM, demo_model
-    from midstream.engine.plans.cache import EditedBlocks
+    from midstream.engine.prefix_cache import EditedBlocks
 
     if arguments.unprotected:
         EditedBlocks.take = lambda self: []  # type: ignore[method-assign]

@@ -1,1 +1,1 @@
-"""What runs beside and inside vLLM: the worker, its runners' adapters, and the channel that carries results out."""
+"""The only folder that imports vLLM: its launch, its patches, and midstream's worker and scheduler inside of it."""

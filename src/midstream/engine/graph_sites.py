@@ -20,7 +20,6 @@ from vllm.utils.torch_utils import LayerName
 from midstream.arch import Architecture
 from midstream.sites import Binding, Point, follow
 from midstream.trace.body import is_in_body
-from midstream.trace.visit import Key
 
 Fire = Callable[[int, torch.Tensor, torch.Tensor | None], None]
 _library: torch.library.Library | None = None
@@ -86,12 +85,6 @@ def _is_plain(binding: Binding, site: str) -> bool:
     return binding.scale == 1.0 and not beside_a_bias
 
 
-def trace_keys(arch: Architecture, points: Sequence[Point]) -> dict[Point, Key]:
-    """The points at which traces can read and write the `resid_post` of a compiled forward."""
-    residual = {point: arch.bindings[point] for point in points if point[0] == "resid_post"}
-    return {point: (b.path, b.kind) for point, b in residual.items() if b.kind == "output"}
-
-
 def build_in(model: nn.Module, arch: Architecture, points: Sequence[Point], index: Callable[[Point], int]) -> None:
     """Put the op at each of `points`, called with its index. To be called before the model is compiled."""
     _register()
@@ -122,15 +115,3 @@ def _pre_hook(point: Point, arch: Architecture, index: int) -> Callable[..., Non
         _call((args, kwargs), point, arch, index)
 
     return hook
-
-
-def tree_at(arch: Architecture, point: Point, hidden: torch.Tensor, residual: torch.Tensor | None) -> Any:
-    """What the layer returned, as far as its `resid_post` is concerned."""
-    binding = arch.bindings[point]
-    if not binding.hidden:
-        return hidden
-    leaves: list[torch.Tensor | None] = [None, None]
-    leaves[int(binding.hidden[0])] = hidden
-    if binding.residual is not None:
-        leaves[int(binding.residual[0])] = residual
-    return tuple(leaves)

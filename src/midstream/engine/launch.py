@@ -15,11 +15,11 @@ from typing import Any
 
 from midstream.engine.lifeline import PREFIX, SOCKETS
 from midstream.engine.plugin import register
-from midstream.engine.request import TraceRequest
-from midstream.engine.settings import RECORD_BYTES, SCHEDULER, WORKER, Settings
 from midstream.errors import EngineClosedError, MidstreamError, ParameterError, PromptError
 from midstream.plan.values import Plan
 from midstream.plan.wire import to_json
+from midstream.runtime.trace_request import TraceRequest
+from midstream.settings import RECORD_BYTES, SCHEDULER, WORKER, Settings
 
 DIED = "The engine died, or lost its results channel; its log says why. Start a new one."
 _SHUTDOWN_SECONDS = 15.0

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 def register() -> None:
     """Check the vLLM version and prepare this process. An engine that was not started by midstream is left as it is."""
+    from midstream.engine.admission import check_requests
     from midstream.engine.patches import apply
-    from midstream.engine.plans.admission import check_requests
-    from midstream.engine.plans.cache import heed_plans
+    from midstream.engine.prefix_cache import heed_plans
     from midstream.engine.versions import check_vllm_version
 
     check_vllm_version()

@@ -20,8 +20,8 @@ from midstream.arch.ends import planted_embedding
 from midstream.engine.graph_sites import Fire
 from midstream.engine.patches import StepMode
 from midstream.engine.pieces import Pieces, TwoSets
-from midstream.engine.step import StepView
 from midstream.errors import ArchitectureError
+from midstream.runtime.step import StepView
 
 
 class Watch(IntEnum):

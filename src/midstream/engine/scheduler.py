@@ -18,12 +18,12 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.request import RequestStatus
 
 from midstream.engine.lifeline import tie_to_parent
-from midstream.engine.plans.cache import EditedBlocks, Taken, holding_back, rekey, remember
-from midstream.engine.plans.request import changes_kv
 from midstream.engine.plugin import register
-from midstream.engine.request import TraceRequest
-from midstream.engine.settings import Settings, is_ours
-from midstream.engine.verdict import End, Verdict
+from midstream.engine.prefix_cache import EditedBlocks, Taken, holding_back, rekey, remember
+from midstream.runtime.plan_request import changes_kv
+from midstream.runtime.trace_request import TraceRequest
+from midstream.runtime.verdict import End, Verdict
+from midstream.settings import Settings, is_ours
 
 
 class _Rules:

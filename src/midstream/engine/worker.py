@@ -10,33 +10,34 @@ from vllm.config import CompilationMode
 from vllm.distributed import get_pp_group, get_tp_group
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.utils.network_utils import get_ip
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from midstream.arch import Architecture, detect
 from midstream.arch.shards import Finder
+from midstream.engine.attach import make_plan_host
 from midstream.engine.eager_kernels import EagerKernels
-from midstream.engine.finite import StepRows
 from midstream.engine.graph_sites import SiteOp, build_in, buildable_points
-from midstream.engine.host import TraceHost
 from midstream.engine.lifeline import raise_if_ending, tie_to_parent
 from midstream.engine.patches import StepMode
-from midstream.engine.plans.attach import make_plan_host
-from midstream.engine.plans.host import PlanHost
 from midstream.engine.plugin import register
-from midstream.engine.ranks.group import exchange_in
-from midstream.engine.ranks.link import Link
-from midstream.engine.ranks.stages import StageParts, Stages
-from midstream.engine.reports import Reports
 from midstream.engine.runners import Watch, adapt
-from midstream.engine.sender import Sender
-from midstream.engine.settings import Settings, is_ours
-from midstream.engine.step import StepView
 from midstream.engine.unsupported import has_graphs, refuse_unsupported
-from midstream.engine.verdict import Verdict
+from midstream.ranks.group import exchange_in
+from midstream.ranks.link import Link
+from midstream.ranks.stages import StageParts, Stages
+from midstream.runtime.finite import StepRows
+from midstream.runtime.plan_host import PlanHost
+from midstream.runtime.reports import Reports
+from midstream.runtime.step import StepView
+from midstream.runtime.trace_host import TraceHost
+from midstream.runtime.verdict import Verdict
+from midstream.settings import Settings, is_ours
 from midstream.trace.agreement import Agreement
 from midstream.trace.envoy import ModelEnvoy
 from midstream.trace.interleaver import Interleaver
 from midstream.trace.whole import Whole
+from midstream.transport.sender import Sender
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
@@ -147,7 +148,7 @@ class Worker(PlatformWorker):
         if pipeline.world_size == 1:
             return None
         exchange = exchange_in(pipeline)
-        link = Link(pipeline.rank_in_group, exchange, "pipeline")
+        link = Link(pipeline.rank_in_group, exchange, "pipeline", get_ip())
         return Stages(exchange(StageParts.of(model, arch)), link, self.device)
 
     @staticmethod
@@ -155,7 +156,7 @@ class Worker(PlatformWorker):
         """The ranks that share each layer with this worker, if there are others."""
         if group.world_size == 1:
             return None
-        agreement = Agreement(Link(group.rank_in_group, exchange_in(group), "tensor"))
+        agreement = Agreement(Link(group.rank_in_group, exchange_in(group), "tensor", get_ip()))
 
         def gather(part: torch.Tensor) -> torch.Tensor:
             return group.all_gather(part.unsqueeze(0), 0)

@@ -24,7 +24,7 @@ class Answer(Protocol):
 
 
 class Link(Protocol):
-    """What is needed of `engine.ranks.link.Link`."""
+    """What is needed of `ranks.link.Link`."""
 
     rank: int
     size: int

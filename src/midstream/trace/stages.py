@@ -21,7 +21,7 @@ class Fetch(Protocol):
 
 
 class Stages(Protocol):
-    """This stage among the others; see `engine.ranks.stages`."""
+    """This stage among the others; see `ranks.stages`."""
 
     @property
     def index(self) -> int: ...

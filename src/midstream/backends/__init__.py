@@ -1,1 +1,0 @@
-"""Where traces run: transformers in this process, or a vLLM engine."""

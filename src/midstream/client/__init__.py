@@ -1,0 +1,1 @@
+"""What users hold: `VLLM`, `LanguageModel` and what they share."""

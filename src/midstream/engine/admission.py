@@ -1,0 +1,204 @@
+"""Plans at the front end of any vLLM engine: read, checked and put into their wire form before the request is sent.
+
+What only the workers know (which sites this model has, named vectors, recorded runs) is checked there, and ends the request with
+`finish_reason="error"` and the message as its `stop_reason`. `midstream.VLLM` checks all of it before it sends anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import dataclasses
+import difflib
+import functools
+import os
+import re
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from types import SimpleNamespace
+from typing import Any
+
+from midstream.engine.patches import replace
+from midstream.errors import PlanError
+from midstream.plan import fields
+from midstream.plan.checks import ModelFacts, check, check_strangers
+from midstream.plan.memory import Memory
+from midstream.plan.values import Capture, Plan
+from midstream.runtime.plan_request import PlanRequest, given_plan, packed, unpacked
+from midstream.runtime.trace_request import Envelope
+from midstream.settings import NAME, WORKER, Settings
+
+_LIKE, _MOST_KEYS = 0.88, 64  # how much of a key is as in "midstream", where 1 is all; how many keys are compared
+_reader = ThreadPoolExecutor(1, "midstream-plans")
+_RESIDUAL = ("resid_pre", "resid_mid", "resid_post", "attn_in", "attn_out", "mlp_in", "mlp_out")
+
+
+def check_requests() -> None:
+    """Have vLLM's front end read and check plans. Once a process; seen on vLLM 0.26 and 0.32."""
+    _read_apart()
+    _check_inputs()
+
+
+def _read_apart() -> None:
+    """Have strangers' plans read on a thread of their own: `AsyncLLM.add_request` runs on a server's event loop, which others wait for."""
+    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    def make(original: Any) -> Any:
+        async def add_request(self: Any, request_id: Any, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+            extra = getattr(params, "extra_args", None)
+            given = (extra or {}).get(NAME)
+            if (
+                isinstance(given, (str, Mapping))
+                and not isinstance(given, Envelope)
+                and not isinstance(prompt, EngineCoreRequest)
+            ):
+                try:
+                    own = await asyncio.get_running_loop().run_in_executor(_reader, _enveloped, self.vllm_config, given)
+                except PlanError as error:
+                    raise _refusal()(str(error)) from error
+                params = copy.copy(params)
+                params.extra_args = {**(extra or {}), NAME: own}
+            return await original(self, request_id, prompt, params, *args, **kwargs)
+
+        return add_request
+
+    replace(AsyncLLM, "add_request", make)
+
+
+def _check_inputs() -> None:
+    """Have vLLM's input processor check plans, whose place in the prompt is known there."""
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    def make(original: Any) -> Any:
+        def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
+            request = original(self, *args, **kwargs)
+            params, settings = request.sampling_params, Settings.of(self.vllm_config)
+            if params is None or (settings.plan is None and not params.extra_args):
+                return request
+            try:
+                carried = admitted(self.vllm_config, settings, request)
+            except PlanError as error:
+                raise _refusal()(str(error)) from error
+            if carried is not None:
+                params.extra_args = {**(params.extra_args or {}), NAME: carried}
+            return request
+
+        return process_inputs
+
+    replace(InputProcessor, "process_inputs", make)
+
+
+def _enveloped(config: Any, given: Any) -> Envelope:
+    """The plan that somebody has put into `extra_args`, as midstream's clients put theirs there. Raises PlanError."""
+    plan, is_strangers = given_plan(given)
+    if is_strangers:
+        check_strangers(plan, config.model_config.hf_text_config.num_hidden_layers)
+    return Envelope(plan=packed(plan))
+
+
+def _refuse_misspelt(extra: Mapping[str, Any]) -> None:
+    """Raise PlanError for a key that was meant to be midstream's: vLLM ignores keys that nobody reads."""
+    for key in islice(extra, _MOST_KEYS):  # a stranger chooses how many there are, and how long
+        name = re.sub(r"[^a-z]", "", str(key)[:32].lower())
+        near = abs(len(name) - len(NAME)) <= 2 and difflib.SequenceMatcher(None, name, NAME).ratio() > _LIKE
+        if key != NAME and (near or name.startswith(NAME)):
+            raise PlanError(f"extra_args has the key {fields.shown(key)}, which nobody reads; did you mean {NAME!r}?")
+
+
+@functools.cache
+def _refusal() -> type[PlanError]:
+    """A PlanError that vLLM takes for what it is, the request's fault: `AsyncLLM` raises it as it is, servers answer 400."""
+    from vllm.exceptions import VLLMValidationError
+
+    return type("PlanError", (VLLMValidationError, PlanError), {"__module__": PlanError.__module__})
+
+
+def admitted(config: Any, settings: Settings, request: Any) -> dict[str, Any] | None:
+    """The request's plan (and trace) as it goes to the engine, behind the plan for every request; None for neither. Raises PlanError."""
+    params, everyone = request.sampling_params, settings.plan
+    extra = params.extra_args or {}
+    given = extra.get(NAME)
+    if given is None:
+        if config.parallel_config.worker_cls == WORKER:
+            _refuse_misspelt(extra)
+        if everyone is None:
+            return None
+    _check_engine(config)
+    envelope = given if type(given) is Envelope else _enveloped(config, given) if given is not None else Envelope()
+    carried = PlanRequest.of(SimpleNamespace(extra_args={NAME: envelope or None}))
+    if carried is None and everyone is None:
+        return dict(envelope)
+    vouched = carried is not None and carried.checked and everyone is None and settings.allow_traces
+    if vouched and carried is not None and carried.num_layers:  # from midstream.VLLM, which has done all that follows
+        return dict(envelope)
+    own = carried.plan if carried is not None else Plan.of(None)
+    plan = _with_paths(_everyone(everyone) + own if everyone is not None else own)
+    if getattr(request, "prompt_embeds", None) is not None:
+        raise PlanError(
+            "A plan is about the positions of a prompt's tokens, and this prompt was given as prompt_embeds; give its token ids, and "
+            "the embeddings as patches of resid_pre at layer 0."
+        )
+    layers = config.model_config.hf_text_config.num_hidden_layers
+    wire = carried.wire if carried is not None and plan is own else packed(plan)
+    model = (layers, config.model_config.get_hidden_size(), str(config.model_config.dtype).removeprefix("torch."))
+    case = (wire, model, len(request.prompt_token_ids or ()), params.max_tokens, bool(request.mm_features))
+    _admitted.get(case, lambda: _check(*case), lambda _: len(wire))
+    carried = PlanRequest(
+        wire, layers, carried.capture if carried else None, carried.record if carried else None, checked=vouched
+    )
+    if carried.capture is None and carried.record is None and any(None in capture.sinks for capture in plan.captures):
+        raise PlanError(
+            "Capture.to is None, and nobody waits for the rows of a request that does not come from midstream.VLLM. Python in the engine's "
+            "front end may name a directory or a Consumer; over HTTP there are no captures yet."
+        )
+    trace = {"trace": envelope["trace"]} if "trace" in envelope else {}
+    return {**trace, **carried.to_extra_args()[NAME]}
+
+
+def _check_engine(config: Any) -> None:
+    """Raise PlanError for an engine that would not do what plans and traces say."""
+    if config.parallel_config.worker_cls != WORKER:
+        raise PlanError(
+            "This engine was not started with midstream, so it would silently ignore the plan. Start it by midstream.VLLM(...), "
+            "or with vllm.LLM(model, **midstream.engine_arguments())."
+        )
+    if config.kv_transfer_config is not None:
+        raise PlanError(
+            "This engine has a KV connector (kv_transfer_config), which knows KV by its tokens alone: what a plan or a trace changes would "
+            "be handed to other requests. Start the engine without one."
+        )
+
+
+def _with_paths(plan: Plan) -> Plan:
+    """With directories as they are called from anywhere: the engine writes there, and may work in another one."""
+
+    def whole(to: Any) -> Any:
+        return os.path.abspath(os.path.expanduser(to)) if isinstance(to, str) else to
+
+    if not any(whole(to) != to for capture in plan.captures for to in capture.sinks):
+        return plan
+    items = plan.interventions
+    return Plan(
+        tuple(dataclasses.replace(i, to=tuple(map(whole, i.sinks))) if isinstance(i, Capture) else i for i in items)
+    )
+
+
+@functools.lru_cache(1)
+def _everyone(plan: str) -> Plan:
+    return Plan.of(plan)
+
+
+_admitted: Memory[None] = Memory()
+
+
+def _check(wire: bytes, model: tuple[int, int, str], prompt: int, max_tokens: int | None, multimodal: bool) -> None:
+    """Raises PlanError for what can be told here: of the residual stream its width, of other sites nothing."""
+    plan = unpacked(wire)
+    layers, hidden, dtype = model
+    widths = {(site, layer): hidden for site in _RESIDUAL for layer in range(layers)}
+    residual = Plan(tuple(item for item in plan.interventions if item.site in _RESIDUAL))
+    others = Plan(tuple(item for item in plan.interventions if item.site not in _RESIDUAL))
+    for part, facts in ((residual, ModelFacts(layers, widths, dtype)), (others, ModelFacts(layers, {}, dtype))):
+        check(part, facts, prompt, max_tokens, vectors=None, runs=None, multimodal=multimodal)

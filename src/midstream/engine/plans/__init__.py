@@ -1,1 +1,0 @@
-"""Plans in the engine: kernels, device tables, and what follows each planned request."""

@@ -1,0 +1,222 @@
+"""The pipeline that a model is one stage of: what each stage really built, and the values that they have for each other."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from midstream.arch import Architecture
+from midstream.errors import SourceUnavailableError, StageFailedError, text_of
+from midstream.ranks.link import Fetch, Link
+from midstream.trace.body import CALL, Body, StopTrace
+from midstream.trace.interleaver import LAST_POINTS
+from midstream.trace.remote import Place
+from midstream.trace.tree import Opaque, map_tensors
+from midstream.trace.visit import Key
+
+_STAGE_MOMENTS = 1 << 40  # more than one stage's forward has inputs and outputs
+
+
+@dataclass(frozen=True)
+class StageParts:
+    """What one stage tells the others.
+
+    Attributes:
+        arch: its part of the architecture.
+        built: path -> class of the modules that it really built, as `package.module:Class`.
+    """
+
+    arch: Architecture
+    built: dict[str, str]
+
+    @classmethod
+    def of(cls, model: nn.Module, arch: Architecture) -> StageParts:
+        modules = dict(model.named_modules())
+        built = {path: _name_of(type(m)) for path, m in modules.items() if not _is_absent(path, modules)}
+        # Transformers' own forwards call what stands for the layers of other stages, too.
+        order = {(path, kind): moments for (path, kind), moments in arch.order.items() if path in built}
+        shapes = {path: shape for path, shape in arch.shapes.items() if path in built}
+        shards = {(path, kind): leaves for (path, kind), leaves in arch.shards.items() if path in built}
+        return cls(replace(arch, order=order, shapes=shapes, shards=shards), built)
+
+
+def _name_of(kind: type) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def _is_absent(path: str, modules: Mapping[str, nn.Module]) -> bool:
+    """Whether the module stands for one of another stage. An Identity elsewhere than among vLLM's stands for itself."""
+    return any(cls.__name__ == "PPMissingLayer" for cls in type(modules[path]).__mro__)
+
+
+def whole_architecture(parts: Sequence[Architecture]) -> Architecture:
+    """The model's architecture from those of its stages, in their order; moments of the forward are the whole model's.
+
+    What lies in several stages, like the modules around the layers, begins in the first of them and ends in the last.
+    """
+    order: dict[tuple[str, str], tuple[int, int]] = {}
+    for number, part in enumerate(parts):
+        for key, (first, last) in part.order.items():
+            if key in order and key[1] == "input":
+                continue
+            order[key] = (first + number * _STAGE_MOMENTS, last + number * _STAGE_MOMENTS)
+    return replace(
+        parts[-1],
+        layers=tuple(sorted({layer for part in parts for layer in part.layers})),
+        bindings={point: binding for part in parts for point, binding in part.bindings.items()},
+        parts={role: path for part in reversed(parts) for role, path in part.parts.items()},
+        order=order,
+        shapes={path: shape for part in parts for path, shape in part.shapes.items()},
+        widths={point: width for part in parts for point, width in part.widths.items()},
+        shards={place: leaves for part in parts for place, leaves in part.shards.items()},
+    )
+
+
+class Reference(Opaque):
+    """A parameter that another stage may ask for. It stays where it is, and is a tensor again where it arrives."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def __reduce__(self) -> Any:
+        return torch.Tensor.detach, (self._tensor.detach(),)
+
+
+class Stages:
+    """This stage among the others.
+
+    Args:
+        parts: of every stage, in their order.
+        link: to the other stages' ranks that hold the same share of each layer.
+        device: where the forward computes.
+
+    Attributes:
+        index: of this stage.
+        arch: of the whole model.
+        modules: path -> name of the class of every module that some stage built.
+    """
+
+    def __init__(self, parts: Sequence[StageParts], link: Link, device: torch.device) -> None:
+        self.index, self.size = link.rank, len(parts)
+        self.link = link
+        self.arch = whole_architecture([part.arch for part in parts])
+        self._built = {path: name for part in parts for path, name in part.built.items()}
+        self.modules = {path: name.rpartition(":")[2] for path, name in self._built.items()}
+        self._device = device
+        self._waived: deque[tuple[int, str, int]] = deque()
+        self._owner = {key: moments[0] // _STAGE_MOMENTS for key, moments in self.arch.order.items()}
+        self._builder = {path: number for number, part in enumerate(parts) for path in part.built}
+        self._children: dict[str, list[str]] = {}
+        for path in filter(None, self.modules):
+            parent, _, name = path.rpartition(".")
+            self._children.setdefault(parent, []).append(name)
+
+    def of(self, key: Key) -> int:
+        """The stage that has a point; of a module that the forward does not call, the last one that built it."""
+        if key in LAST_POINTS:
+            return self.size - 1
+        if key[-1] == CALL:
+            return self._builder.get(key[0], self.index)
+        kind = key[1] if len(key) == 2 else "output"
+        return self._owner.get((key[0], kind), self._builder.get(key[0], self.index))
+
+    def begin_of(self, stage: int) -> int:
+        """The moment of the whole model's forward at which a stage begins."""
+        return stage * _STAGE_MOMENTS
+
+    def has(self, key: Key) -> bool:
+        """Whether this stage has it."""
+        return self.of(key) == self.index
+
+    def children_of(self, path: str) -> list[str]:
+        """The names below `path`, whichever stages have them."""
+        return self._children.get(path, [])
+
+    def class_of(self, path: str) -> type[nn.Module]:
+        """Of a module, whichever stage has it. Raises SourceUnavailableError if it was made at run time."""
+        try:
+            return pkgutil.resolve_name(self._built[path])
+        except (ImportError, AttributeError, ValueError):
+            raise SourceUnavailableError(
+                f"{path} is on another pipeline stage, and its class {self._built[path]} cannot be imported on this one."
+            ) from None
+
+    def width_of(self, key: Key) -> int | None:
+        """Of how many values the tuple at `key` is one; None if it is no tuple, or not known to be one."""
+        if len(key) != 2 or key[1] != "output":
+            return None
+        shape = self.arch.shapes.get(key[0], "")
+        return _parts_in(shape) if shape.startswith("(") else None
+
+    # Values.
+
+    def publish(self, body: Body, number: int, key: Key, value: Any) -> None:
+        """Have a value that this stage has ready for the others, as it is now."""
+        with torch.inference_mode(False):
+            kept = map_tensors(value, lambda _, t: Reference(t) if isinstance(t, nn.Parameter) else t.clone())
+        self.link.publish(body.name, number, kept, place=key)
+
+    def refuse(self, body: Body, number: int, error: Exception) -> None:
+        """Reading that value has failed on this stage, and the body may go on without it."""
+        text = f"The value cannot be read on pipeline stage {self.index}: {type(error).__name__}: {text_of(error)}"
+        self.link.refuse(body.name, number, StageFailedError(text))
+
+    def silence(self, body: Body) -> None:
+        """The body's code is over. The others are told at once: one of them may wait for a value that it would have published, and this
+        stage, by another body, for that one.
+        """
+        self.link.silence(body.name, *self._why_over(body))
+
+    def end(self, body: Body) -> None:
+        """Nothing more is done for the body, and what was published for it is forgotten."""
+        self.link.end(body.name, *self._why_over(body))
+
+    def _why_over(self, body: Body) -> tuple[str, bool]:
+        """What those are told who ask for more, and whether it is a failure."""
+        failure = body.failure if not isinstance(body.failure, StopTrace) else None
+        if failure is None:
+            return "The value was never reached: the trace ended without it.", False
+        return f"The trace failed on pipeline stage {self.index}: {type(failure).__name__}: {text_of(failure)}", True
+
+    def waive(self, stage: int, body: str, number: int) -> None:
+        """This stage will not ask for that value any more; `end_step` says so."""
+        self._waived.append((stage, body, number))
+
+    def end_step(self, bodies: Collection[str]) -> None:
+        """Have the others forget what `bodies` do not want any more, and the device what the others have not fetched yet."""
+        waived: defaultdict[int, defaultdict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+        while self._waived:
+            stage, body, number = self._waived.popleft()
+            if body in bodies:  # else it is over, maybe long ago
+                waived[stage][body].append(number)
+        for stage, numbers in waived.items():
+            self.link.waive(stage, numbers)
+        self.link.spill()
+
+    def fetch(self, place: Place) -> Fetch:
+        """Ask for another stage's value. Returns at once."""
+        return self.link.fetch(place.stage, place.body.name, place.number, place.ref)
+
+    def received(self, fetch: Fetch) -> Any:
+        """What came, where the forward computes. Raises what the other stage says in its place."""
+        with torch.inference_mode(False):
+            return map_tensors(fetch.wait(), lambda _, tensor: tensor.to(self._device, copy=True))
+
+    def wait_any(self, fetches: Iterable[Fetch]) -> None:
+        """Wait until one of them is answered."""
+        self.link.wait_any(list(fetches))
+
+
+def _parts_in(shape: str) -> int:
+    """How many values a written shape such as `([T, 64], [T, 64])` has."""
+    depth, count = 0, 0
+    for sign in shape[1:-1].rstrip(","):
+        depth += (sign in "([{") - (sign in ")]}")
+        count += sign == "," and not depth
+    return count + 1 if shape.strip("()") else 0

@@ -1,0 +1,197 @@
+"""Plans as the tables have them, one image for all requests with the same plan and prompt length.
+
+An image stays for a while after its last request: the next one with that plan costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from midstream.plan.compile import CompiledPlan, Profile, Reach
+from midstream.plan.runs import RecordedRun
+from midstream.plan.values import Plan
+from midstream.runtime.plan_request import PlanRequest, has_open_names
+from midstream.runtime.tables import Loaded, Tables
+from midstream.sites import Point
+
+RunRow = Callable[[RecordedRun, str, int, int], torch.Tensor]  # (run, site, layer, position) -> [width]
+_IDLE = 128  # images without a request that are kept
+_KEPT, _FEW = 256, 4  # parts of prompts of which an image remembers what is captured, and stretches of one
+_IDLE_BYTES = 64 << 20  # of the device's memory that they may hold
+
+
+@dataclass(eq=False)
+class Image:
+    """A plan for prompts of one length, in the tables.
+
+    Attributes:
+        prompt: int32 `[prompt_length]`, the profile of each prompt position, by the tables' numbers.
+        generated: the profile of every later position.
+        hooked: where it acts on this rank by hooks, outside of the graphs.
+        last: the position behind the last one that is captured; None if generated ones are.
+        off_graph: sites, not in the graphs, that its prompt and its generated positions have ops at.
+        runs: the recorded runs that it reads.
+        reach: where it acts in the whole model, the same on all ranks.
+        users: requests that have it.
+    """
+
+    plan: Plan
+    loaded: Loaded
+    prompt: np.ndarray
+    generated: int
+    hooked: list[Point]
+    last: int | None
+    off_graph: tuple[frozenset[str], frozenset[str]]
+    runs: list[str]
+    reach: Reach
+    users: int = 0
+    key: Any = None
+    _kept: dict[tuple[int, int], list[tuple[int, int, int]]] = field(default_factory=dict)
+
+    def profiles(self, start: int, stop: int) -> np.ndarray:
+        """int32, of the positions `start` to `stop`."""
+        length = len(self.prompt)
+        if start >= length:
+            return np.full(stop - start, self.generated, np.int32)
+        if stop <= length:
+            return self.prompt[start:stop]
+        return np.concatenate([self.prompt[start:], np.full(stop - length, self.generated, np.int32)])
+
+    def kept(self, start: int, stop: int) -> list[tuple[int, int, int]]:
+        """(profile, first position, number) of the stretches of positions from `start` to `stop` that are captured."""
+        found = self._kept.get((start, stop))
+        if found is None:
+            found = [
+                (number, start + at, count)
+                for number, at, count in stretches(self.profiles(start, stop))
+                if number in self._capturing
+            ]
+            if (
+                stop <= len(self.prompt) and len(found) <= _FEW and len(self._kept) < _KEPT
+            ):  # the next request may have the same
+                self._kept[start, stop] = found
+        return found
+
+    @cached_property
+    def _capturing(self) -> set[int]:
+        """The profiles that keep rows."""
+        pairs = zip(self.loaded.ids.tolist(), self.loaded.compiled.profiles, strict=True)
+        return {number for number, profile in pairs if profile.row_width}
+
+    @cached_property
+    def _acting(self) -> np.ndarray:
+        """`[prompt_length + 1]`, how many positions before each, of the prompt, it acts at."""
+        return np.concatenate([[0], np.cumsum(self.reach.prompt)])
+
+    def acts(self, start: int, stop: int) -> tuple[bool, bool]:
+        """Whether it does anything at the prompt's positions among `start` to `stop`, and whether at the others."""
+        length = len(self.prompt)
+        in_prompt = start < length and bool(self._acting[start] < self._acting[min(stop, length)])
+        return in_prompt, stop > length and self.reach.generated
+
+    @cached_property
+    def profile_count(self) -> int:
+        """How many profiles of the tables are its own."""
+        return int((self.loaded.ids > 0).sum())
+
+    @cached_property
+    def size(self) -> int:
+        """Bytes that it holds on the device, where its profiles have entries for all points."""
+        return sum(tensor.nbytes for tensor in self.loaded.kept) + self.profile_count * self.loaded.profile_bytes
+
+
+class Images:
+    """The images of one worker.
+
+    Args:
+        compiled: compiles a plan for a prompt length. Raises PlanError.
+        hooked: at which of these points it takes a hook to act, on this rank.
+        off_graph: the sites of these points that are not in the graphs, on any rank.
+    """
+
+    def __init__(
+        self,
+        tables: Tables,
+        compiled: Callable[[Plan, int, RunRow], CompiledPlan],
+        hooked: Callable[[Collection[Point]], list[Point]],
+        off_graph: Callable[[Collection[Point]], frozenset[str]],
+    ) -> None:
+        self._tables = tables
+        self._compiled = compiled
+        self._hooked = hooked
+        self._off_graph = off_graph
+        self._images: dict[Any, Image] = {}
+        self._idle: OrderedDict[Any, Image] = OrderedDict()  # those without a request
+        self._idle_bytes = 0
+
+    def take(self, carried: PlanRequest, length: int, row: RunRow) -> Image:
+        """The image for one more request; `row` gives rows of recorded runs. Raises PlanError, as the compiler does."""
+        key = (carried.wire, length)
+        image = self._images.get(key)
+        if image is None:
+            image = self._make(carried.plan, length, row)
+            if not has_open_names(image.plan):  # what such a name stands for may be another vector the next time
+                image.key = key
+                self._images[key] = image
+        elif not image.users:
+            del self._idle[key]
+            self._idle_bytes -= image.size
+        image.users += 1
+        return image
+
+    def give_back(self, image: Image) -> None:
+        """One request less."""
+        image.users -= 1
+        if image.users:
+            return
+        if image.key is None or image.runs:  # a run's memory goes when nobody uses it
+            return self._drop(image)
+        self._idle[image.key] = image
+        self._idle_bytes += image.size
+        while len(self._idle) > _IDLE or self._idle_bytes > _IDLE_BYTES:
+            _, oldest = self._idle.popitem(last=False)
+            self._idle_bytes -= oldest.size
+            self._drop(oldest)
+
+    def _drop(self, image: Image) -> None:
+        self._images.pop(image.key, None)
+        self._tables.unload(image.loaded)
+
+    def _make(self, plan: Plan, length: int, row: RunRow) -> Image:
+        compiled = self._compiled(plan, length, row)
+        loaded = self._tables.load(compiled)
+        widths = np.array([profile.row_width for profile in compiled.profiles])
+        captured = np.nonzero(widths[compiled.prompt])[0]
+        last = None if widths[compiled.generated] else int(captured[-1]) + 1 if len(captured) else 0
+        reach = compiled.reach
+        return Image(
+            plan,
+            loaded,
+            loaded.ids[compiled.prompt],
+            int(loaded.ids[compiled.generated]),
+            self._hooked(_points(compiled.profiles)),
+            last,
+            (self._off_graph(reach.prompt_points), self._off_graph(reach.generated_points)),
+            [run.id for run in plan.runs],
+            reach,
+        )
+
+
+def _points(profiles: Collection[Profile]) -> list[Point]:
+    return sorted({point for profile in profiles for point in profile.ops})
+
+
+def stretches(profiles: np.ndarray) -> list[tuple[int, int, int]]:
+    """(profile, first index, length) of each stretch of equal profiles."""
+    if len(profiles) == 1:
+        return [(int(profiles[0]), 0, 1)]
+    edges = np.flatnonzero(np.diff(profiles)) + 1
+    starts = [0, *edges.tolist()]
+    return [(int(profiles[at]), at, end - at) for at, end in zip(starts, [*starts[1:], len(profiles)], strict=True)]

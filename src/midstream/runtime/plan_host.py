@@ -1,0 +1,387 @@
+"""The plans of one worker: from the requests of a step to the rows of the forward, and captured rows to where they go."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from midstream.errors import PlanError
+from midstream.plan.checks import ModelFacts, check, not_finite
+from midstream.plan.compile import CompiledPlan, compile_plan
+from midstream.plan.values import Plan
+from midstream.runtime.batches import Batch, Batches
+from midstream.runtime.images import Image, Images, RunRow
+from midstream.runtime.outlet import DUE_BYTES, Outlet, Piece
+from midstream.runtime.pipeline import Pipeline
+from midstream.runtime.plan_request import PlanRequest
+from midstream.runtime.planned import Planned
+from midstream.runtime.points import PointHooks
+from midstream.runtime.recording import check_recorded, recorded
+from midstream.runtime.sources import Sources
+from midstream.runtime.step import StepView
+from midstream.runtime.store import RunStore, VectorStore
+from midstream.runtime.tables import Rows, Tables
+from midstream.runtime.verdict import End
+from midstream.sites import NotFinite, Point
+
+if TYPE_CHECKING:
+    from midstream.ranks.link import Link
+
+_log = logging.getLogger(__name__)
+
+
+class PlanHost:
+    """Runs the plans of a worker's requests.
+
+    Args:
+        tables: what the site op reads.
+        facts: of the whole model, to check what only the engine can.
+        pipeline: which stage has what of it.
+        link: to the other stages, if there are any.
+        compiles: whether the forward is compiled or in graphs, so that sites outside of these have to leave it.
+        dtype: the model's.
+        speculative: whether the engine drafts tokens, whose rows may be rejected.
+    """
+
+    def __init__(
+        self,
+        tables: Tables,
+        hooks: PointHooks,
+        facts: ModelFacts,
+        pipeline: Pipeline,
+        *,
+        link: Link | None,
+        compiles: bool,
+        device: torch.device,
+        dtype: torch.dtype,
+        record_bytes: int,
+        outlet: Outlet,
+        speculative: bool = False,
+    ) -> None:
+        self.tables = tables
+        self.hooks = hooks
+        self.outlet = outlet
+        self.facts = facts
+        self.vectors = VectorStore(device)
+        self.runs = RunStore(record_bytes)
+        self.planned_steps = self.off_graph_steps = 0
+        self.errors: dict[str, str] = {}
+        self._device, self._dtype = device, dtype
+        self._pipeline, self._link, self._compiles = pipeline, link, compiles
+        self._speculative = speculative
+        self._requests: dict[str, Planned] = {}
+        self._images = Images(tables, self._compile, hooks.among, self._off_graph)
+        self._batches = Batches()
+        self._batch: Batch | None = None  # of the coming step, if one like it may come
+        self._standing: Batch | None = None  # the one that the tables still have all of
+        self._capturing = 0  # requests with rows still to be captured
+        self._editing: set[str] = set()  # requests whose plan has edits
+        self.step_is_planned = False  # whether a plan acts in the step that is being prepared or run
+
+    # From the worker.
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request that this worker knows has a plan."""
+        return not self._requests
+
+    @property
+    def edits(self) -> bool:
+        """Whether a request is alive whose activations a plan changes, in this step or an earlier one."""
+        return bool(self._editing)
+
+    def refusal(self, name: str, broken: NotFinite) -> str | None:
+        """Why a request has to end that has left the finite range; None if it is over, or has no edits. For any thread."""
+        request = self._requests.get(name) if name in self._editing else None
+        if request is None:
+            return None
+        return not_finite(broken, request.image.plan, self.facts.dtype)
+
+    @property
+    def requests(self) -> list[str]:
+        """The planned requests that are alive."""
+        return list(self._requests)
+
+    def repeat(self, scheduler_output: Any) -> bool:
+        """Decide as before if the coming step is an earlier one again, a token further; whether it is."""
+        batch = self._batches.again(scheduler_output)
+        if batch is None:
+            return False
+        self._batch, self.step_is_planned = batch, batch.active
+        if batch.active:
+            self.hooks.on = batch.hooked
+            self.planned_steps += 1
+        return True
+
+    def settle(self, scheduler_output: Any, may_repeat: bool) -> None:
+        """The step is decided: remember it if one like it may come.
+
+        Args:
+            may_repeat: whether nothing but plans in the graphs has a part in it, so that `repeat` may decide the next one.
+        """
+        cached = scheduler_output.scheduled_cached_reqs
+        total = scheduler_output.total_num_scheduled_tokens
+        self._batch = self._standing = None
+        if not total:  # as between the batches of a pipeline: nothing begins and nothing is computed anew
+            return
+        alone = not scheduler_output.scheduled_new_reqs and total == len(cached.req_ids)
+        if alone and may_repeat and self._all_generated(cached):
+            self._batch = self._batches.remember(cached.req_ids, self.step_is_planned, self.hooks.on)
+        else:  # such as prompts, begun or computed anew: they have to be seen to their end
+            self._batches.forget()
+
+    def _all_generated(self, cached: Any) -> bool:
+        known = (self._requests.get(name) for name in cached.req_ids)
+        return all(
+            request is None or before >= len(request.image.prompt)
+            for request, before in zip(known, cached.num_computed_tokens, strict=True)
+        )
+
+    @torch.inference_mode()
+    def schedule(
+        self,
+        new: Mapping[str, tuple[Any, Sequence[int]]],
+        scheduled: Mapping[str, int],
+        finished: Mapping[str, End | None],
+        computed: Mapping[str, int],
+    ) -> bool:
+        """What the scheduler has sent for the coming step; whether the step has to run uncompiled.
+
+        Args:
+            new: request id -> (sampling parameters, prompt) of requests that begin, or go on with a longer prompt.
+            scheduled: request id -> its tokens in this step.
+            finished: request id -> its end, where that is known.
+            computed: request id -> tokens computed before.
+        """
+        for name, end in finished.items():
+            if name in self._requests:
+                self._end(name, *(end or ()))
+        for name, (sampling, prompt) in new.items():
+            self._begin_or_extend(name, sampling, prompt)
+        self.outlet.flush()
+        off_graph: set[str] = set()
+        for name, request in self._requests.items():
+            count = scheduled.get(name)
+            if count is None:
+                continue
+            image, stop = request.image, computed[name] + count
+            in_prompt, in_generated = image.acts(stop - count, stop)
+            request.computed = max(request.computed, stop)
+            self.step_is_planned = self.step_is_planned or in_prompt or in_generated
+            if in_prompt and image.off_graph[0]:
+                off_graph |= image.off_graph[0]
+            if in_generated and image.off_graph[1]:
+                off_graph |= image.off_graph[1]
+        for site in off_graph:
+            self.hooks.tell(site)
+        self.hooks.on = bool(off_graph) or (self.step_is_planned and len(self.hooks) > 0)
+        self.planned_steps += self.step_is_planned
+        self.off_graph_steps += bool(off_graph)
+        return bool(off_graph)
+
+    def stands(self, request_ids: Sequence[str], total: int) -> bool:
+        """Whether the tables have all of the coming step, laid out in these `total` rows: then it needs no `begin_step`."""
+        batch = self._standing
+        return batch is not None and batch.is_laid_out(request_ids, total)
+
+    def begin_step(self, view: StepView) -> None:
+        """The batch is laid out; the forward comes next."""
+        batch = self._batch
+        if batch is not None and not batch.is_laid_out(view.request_ids, view.total):
+            batch.laid_out, batch.rows = list(view.request_ids), Rows(self._lay_out(view), again=True)
+        rows = batch.rows if batch is not None else Rows(self._lay_out(view))
+        assert rows is not None
+        self.tables.begin_step(rows, self._blocks(view) if self._capturing else {})
+        self._standing = batch if not self._capturing else None  # each step's captured rows go elsewhere
+
+    def _lay_out(self, view: StepView) -> np.ndarray:
+        """int32 `[view.total]`, the profile of each row."""
+        profile = np.zeros(view.total, np.int32)
+        for scheduled in view.requests:
+            if (request := self._requests.get(scheduled.request_id)) is not None:
+                start, stop = scheduled.computed, scheduled.computed + scheduled.stop - scheduled.start
+                profile[scheduled.start : scheduled.stop] = request.image.profiles(start, stop)
+        return profile
+
+    def _blocks(self, view: StepView) -> dict[int, tuple[np.ndarray, torch.Tensor]]:
+        """Memory for the rows that this step captures, for each profile; and each request's part of it."""
+        wanted: dict[int, list[tuple[Planned, int, int, int]]] = {}  # profile -> (request, first row, rows, position)
+        for scheduled in view.requests:
+            request = self._requests.get(scheduled.request_id)
+            if request is None or request.has_all:
+                continue
+            start, stop = scheduled.computed, scheduled.computed + scheduled.stop - scheduled.start
+            fresh = max(start, request.captured)
+            request.captured = max(stop, request.captured)
+            for number, first, count in request.image.kept(fresh, stop) if fresh < stop else ():
+                wanted.setdefault(number, []).append((request, scheduled.start + first - start, count, first))
+        blocks: dict[int, tuple[np.ndarray, torch.Tensor]] = {}
+        for number, parts in wanted.items():
+            profile = self.tables.profiles[number]
+            rows = np.concatenate([np.arange(row, row + count) for _, row, count, _ in parts])
+            block = torch.empty(len(rows), profile.row_width, dtype=self._dtype, device=self._device)
+            blocks[number] = (rows, block)
+            at = 0
+            for request, _, count, position in parts:
+                request.add(Piece(position, profile.layout, block, at, count))
+                at += count
+        return blocks
+
+    def end_step(self) -> None:
+        """The forward is queued: send what is complete."""
+        self.step_is_planned = self.hooks.on = False
+        if self._capturing:
+            self._send_complete()
+
+    @torch.inference_mode()
+    def _send_complete(self) -> None:
+        for name, request in self._requests.items():
+            if request.complete or not (request.pieces or request.has_all) or request.carried.record is not None:
+                continue
+            request.complete = request.has_all
+            self._capturing -= request.complete
+            if request.complete or request.size >= DUE_BYTES:
+                # A token ends its request so many steps later at most; a string, which the client looks for, at any time.
+                sure = 0 if request.stops_at_text else request.captured - (self._pipeline.size + 2)
+                self.outlet.send(name, request.carried, request.take_pieces(), request.complete, sure)
+        self.outlet.flush()
+
+    def take_errors(self) -> dict[str, str]:
+        """request id -> what was wrong with its plan, of requests that have to end."""
+        errors, self.errors = self.errors, {}
+        return errors
+
+    # Requests.
+
+    def _begin_or_extend(self, name: str, sampling: Any, prompt: Sequence[int]) -> None:
+        known = self._requests.get(name)
+        carried = known.carried if known is not None else None
+        try:
+            given = PlanRequest.of(sampling)
+            if known is not None:
+                if given is None or given.wire != known.carried.wire:
+                    raise PlanError(
+                        "A session of streaming input keeps its plan; send each of its parts with the same one."
+                    )
+                return self._extend(name, known, len(prompt))
+            carried = given
+            if carried is not None and (plan := carried.plan):
+                self._begin(name, carried, plan, prompt, bool(getattr(sampling, "stop", None)))
+        except PlanError as error:
+            self.errors[name] = str(error)
+            if carried is not None:
+                self.outlet.fail(name, carried, str(error))
+
+    def _begin(self, name: str, carried: PlanRequest, plan: Plan, prompt: Sequence[int], stops_at_text: bool) -> None:
+        if self._speculative and any(capture.positions in ("all_generated", "all") for capture in plan.captures):
+            raise PlanError("A capture of generated positions is not supported with speculative decoding.")
+        if carried.record is not None:
+            check_recorded(plan)
+        self.outlet.check(carried, plan)
+        sources, image = self._take(name, carried, plan, len(prompt))
+        done = not plan.captures
+        self._requests[name] = Planned(carried, image, sources, complete=done, stops_at_text=stops_at_text)
+        if plan.edits:
+            self._editing.add(name)
+        if plan.captures:
+            self._capturing += 1
+            self.outlet.begin(name, carried, plan, prompt)
+
+    def _take(self, name: str, carried: PlanRequest, plan: Plan, length: int) -> tuple[Sources, Image]:
+        """The image for one more request, with the sources and the hooks that it needs."""
+        layers = self.facts.num_layers
+        sources = Sources(name, plan, length, layers, runs=self.runs, pipeline=self._pipeline, link=self._link)
+        try:
+            image = self._images.take(carried, length, sources.row)
+        except BaseException:
+            sources.close()
+            raise
+        if image.users == 1:
+            self.hooks.need(image.hooked)
+        return sources, image
+
+    def _give_back(self, image: Image) -> None:
+        self._images.give_back(image)
+        if not image.users:
+            self.hooks.release(image.hooked)
+
+    def _compile(self, plan: Plan, length: int, row: RunRow) -> CompiledPlan:
+        vectors = {name: width for name, (width, _) in self.vectors.list().items()}
+        runs = {run["name"]: run["id"] for run in self.runs.list()}
+        check(plan, self.facts, length, None, vectors=vectors, runs=runs)
+        return compile_plan(
+            plan,
+            length,
+            self.facts.num_layers,
+            width=lambda site, layer: self.facts.widths[site, layer],
+            vector=self.vectors.get,
+            on_host=self.vectors.on_host,
+            run=row,
+            points=self.tables.index.keys(),
+        )
+
+    def _off_graph(self, points: Collection[Point]) -> frozenset[str]:
+        """Of all stages, since a step runs uncompiled on all of them or on none."""
+        if not self._compiles:
+            return frozenset()
+        return frozenset(site for site, _ in set(points) - self._pipeline.built_in)
+
+    def _extend(self, name: str, request: Planned, length: int) -> None:
+        """Streaming input has made the prompt longer; or the request goes on after a preemption, where V2 has it begin anew."""
+        old = request.image
+        if length == len(old.prompt):
+            return
+        if any(capture.positions != "all" for capture in old.plan.captures):
+            raise PlanError(
+                "A session of streaming input captures positions='all'; what else there is counts by one prompt's length."
+            )
+        sources, image = self._take(name, request.carried, old.plan, length)
+        request.sources.close()
+        request.sources, request.image = sources, image
+        self._give_back(old)
+        if request.complete and not request.has_all:
+            request.complete = False
+            self._capturing += 1
+
+    def _end(self, name: str, tokens: int | None = None, error: str | None = None) -> None:
+        request = self._requests.pop(name)
+        self._editing.discard(name)
+        try:
+            unsent = not request.complete
+            self._capturing -= unsent
+            if error is not None:
+                return self.outlet.fail(name, request.carried, error)
+            if request.carried.record is not None:
+                self._keep(request)
+            if unsent:
+                self.outlet.end(name, request.carried, request.pieces, tokens)
+            else:
+                self.outlet.settle(name, tokens)
+        except PlanError as error:
+            self.outlet.fail(name, request.carried, str(error))
+        finally:
+            request.sources.close()
+            self._give_back(request.image)
+
+    def _keep(self, request: Planned) -> None:
+        """Keep a recorded run's rows here, unless its prompt was not computed to the end."""
+        assert request.carried.record is not None
+        pieces = request.take_pieces()
+        plan, length = request.image.plan, len(request.image.prompt)
+        if request.computed >= length:
+            layers, size = self.facts.num_layers, self._dtype.itemsize
+            self.runs.add(recorded(request.carried.record, plan, length, layers, pieces, self._pipeline, size))
+
+    def gauges(self) -> dict[str, int]:
+        """What is alive; all but `runs` and `vectors` zero when no planned request is."""
+        return {
+            "plans": len(self._requests),
+            "profiles": sum(image.profile_count for image in {r.image for r in self._requests.values()}),
+            "plan_hooks": len(self.hooks),
+            "leases": self.runs.leases,
+            "capture_bytes": sum(request.size for request in self._requests.values()),
+        }

@@ -1,0 +1,167 @@
+"""Where plans act in the running model: sites that are built into the compiled forward, and hooks for the others.
+
+A built-in site calls the site op, which the graphs hold. Any other site gets a forward hook while a plan that names it is alive, and
+the steps in which such a plan is active run uncompiled.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import Counter
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from midstream.arch import Architecture
+from midstream.runtime.tables import Tables
+from midstream.sites import LAYER_SITES, Binding, Point, follow, replaced
+from midstream.trace.body import is_in_body
+from midstream.trace.visit import Key
+from midstream.trace.whole import Whole
+
+_log = logging.getLogger(__name__)
+
+
+def points_of(arch: Architecture) -> list[Point]:
+    """Every (site, layer) that plans may name on this worker, in the order of the forward pass."""
+    return [(site, layer) for layer in arch.layers for site in LAYER_SITES if (site, layer) in arch.bindings]
+
+
+def trace_keys(arch: Architecture, points: Sequence[Point]) -> dict[Point, Key]:
+    """The points at which traces can read and write the `resid_post` of a compiled forward."""
+    residual = {point: arch.bindings[point] for point in points if point[0] == "resid_post"}
+    return {point: (b.path, b.kind) for point, b in residual.items() if b.kind == "output"}
+
+
+def tree_at(arch: Architecture, point: Point, hidden: torch.Tensor, residual: torch.Tensor | None) -> Any:
+    """What the layer returned, as far as its `resid_post` is concerned."""
+    binding = arch.bindings[point]
+    if not binding.hidden:
+        return hidden
+    leaves: list[torch.Tensor | None] = [None, None]
+    leaves[int(binding.hidden[0])] = hidden
+    if binding.residual is not None:
+        leaves[int(binding.residual[0])] = residual
+    return tuple(leaves)
+
+
+class PointHooks:
+    """Hooks at sites that are not in the graphs, there while somebody needs them.
+
+    Args:
+        built_in: the points that the site op serves.
+        tables: what the edits are made with.
+        whole: the tensor-parallel ranks; a hook gathers what they have parts of, for plans are about whole values.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        arch: Architecture,
+        built_in: Collection[Point],
+        tables: Tables,
+        whole: Whole | None = None,
+    ) -> None:
+        self._model = model
+        self._whole = whole
+        self._arch = arch
+        self._tables = tables
+        self._index = {point: i for i, point in enumerate(points_of(arch))}
+        self._built_in = frozenset(built_in)
+        self._needed: Counter[Point] = Counter()
+        self._handles: dict[Point, Any] = {}
+        self.on = False  # whether the coming forward has rows for them
+        self._told: set[str] = set()
+
+    def among(self, points: Collection[Point]) -> list[Point]:
+        """Those of the points that take a hook, and are on this rank."""
+        return [point for point in points if point in self._index and point not in self._built_in]
+
+    def need(self, points: Collection[Point]) -> None:
+        """There is a plan with ops at `points`, all of which take hooks, that requests have."""
+        for point in points:
+            self._needed[point] += 1
+            if point not in self._handles:
+                self._handles[point] = self._hook(point)
+
+    def release(self, points: Collection[Point]) -> None:
+        """No request has that plan any more."""
+        for point in points:
+            self._needed[point] -= 1
+            if not self._needed[point]:
+                del self._needed[point]
+                self._handles.pop(point).remove()
+
+    def tell(self, site: str) -> None:
+        """Say once that this site costs the compiled forward."""
+        if site not in self._told:
+            self._told.add(site)
+            _log.warning(
+                "Plans at %s run their steps uncompiled; start the engine with graph_sites=[..., %r] to have that site in the graphs.",
+                site,
+                site,
+            )
+
+    def __len__(self) -> int:
+        return len(self._handles)
+
+    def _hook(self, point: Point) -> Any:
+        binding, index = self._arch.bindings[point], self._index[point]
+        module = self._model.get_submodule(binding.path)
+        edited = self._edited if self._arch.part_of(binding) is None else self._edited_in_parts
+        if binding.kind == "input":
+
+            def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+                return edited(index, binding, (args, kwargs)) if self._acts() else None
+
+            return module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+
+        def after(module: nn.Module, args: Any, output: Any) -> Any:
+            return edited(index, binding, output) if self._acts() else None
+
+        return module.register_forward_hook(after, prepend=True)
+
+    def _acts(self) -> bool:
+        """Whether it is the forward that comes by; a trace's code calls modules on values of its own."""
+        return self.on and not is_in_body()
+
+    def _edited(self, index: int, binding: Binding, tree: Any) -> Any:
+        """`tree` with the plans' edits. The engine's own tensors are left alone unless a write has to land in them."""
+        hidden = follow(tree, binding.hidden)
+        residual = follow(tree, binding.residual) if binding.residual is not None else None
+        if binding.scale != 1.0 or (residual is not None and residual.ndim == 1):
+            return self._edited_as_value(index, binding, tree)
+        if binding.in_place and hidden.is_contiguous():
+            self._tables.edit(index, hidden, residual)
+            return tree
+        hidden, residual = self._tables.edited(index, hidden, residual)
+        tree = replaced(tree, binding.hidden, hidden)
+        return replaced(tree, binding.residual, residual) if residual is not None else tree  # type: ignore[arg-type]
+
+    def _edited_in_parts(self, index: int, binding: Binding, tree: Any) -> Any:
+        """The same of a value that is spread over the ranks; all of them have this plan, and so this hook."""
+        assert self._whole is not None
+        layout = self._whole.of((binding.path, binding.kind))[binding.hidden]
+        part = follow(tree, binding.hidden)
+        value = self._whole.join(layout, part, part.ndim - 1)
+        edited = follow(self._edited(index, binding, replaced(tree, binding.hidden, value)), binding.hidden)
+        return replaced(tree, binding.hidden, self._whole.cut(layout, edited, part.ndim - 1))
+
+    def _edited_as_value(self, index: int, binding: Binding, tree: Any) -> Any:
+        """The same where the value is more than a leaf, or two leaves' sum; elements that nothing changed keep their leaf's bits."""
+        old = binding.read(functools.partial(follow, tree))
+        shape = old.shape
+        old = old.flatten(-2) if binding.heads is not None else old
+        new, _ = self._tables.edited(index, old, None)
+        changed = new != old
+        for ref, leaf in binding.leaves(new.view(shape), functools.partial(follow, tree)):
+            before = follow(tree, ref)
+            after = torch.where(changed, leaf, before)
+            if binding.in_place:
+                before.copy_(after)
+            else:
+                tree = replaced(tree, ref, after)
+        return tree

@@ -1,0 +1,320 @@
+"""What the site kernel reads: each row's profile, where its captured row goes, and the ops of every profile.
+
+The buffers that a recorded CUDA graph holds on to have fixed addresses: the profile and the capture address of each row, and one
+word with the table's address. The table and the ops lie behind that word, so they may grow and move: there is no limit on how many
+plans, vectors, sites or positions a batch has. Uploads are ordered by the stream that the forward runs on and never waited for.
+
+`midstream.runtime.cpu_tables` is the same in plain PyTorch, the path on the CPU.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from midstream.plan.compile import CompiledPlan, Op, Profile
+from midstream.sites import Point
+
+_FIRST_PROFILES = 64
+# As of `kernel`, which is imported where Triton is.
+OP_WORDS, ENTRY_WORDS = 6, 8
+KINDS = {"capture": 0, "patch": 1, "steer": 2, "norm_steer": 3, "clamp": 4}
+
+
+@dataclass
+class Loaded:
+    """A compiled plan that the tables hold.
+
+    Attributes:
+        ids: the numbers of its profiles in the tables; 0 for the empty one.
+        profile_bytes: what each of these takes in the tables.
+    """
+
+    compiled: CompiledPlan
+    ids: np.ndarray
+    profile_bytes: int
+    kept: list[torch.Tensor] = field(default_factory=list)  # the device memory that its ops point to
+
+
+@dataclass(eq=False)
+class Rows:
+    """The rows of a batch.
+
+    Attributes:
+        profile_T: int32 `[T]`, the profile of each, padding included; nobody writes to it afterwards.
+        again: whether the batch may come again.
+        prepared: what the tables have made of it for that.
+    """
+
+    profile_T: np.ndarray
+    again: bool = False
+    prepared: Any = None
+
+
+class Tables:
+    """Profiles by number, and the rows of the step.
+
+    Args:
+        points: every (site, layer) at which plans may act, in the order of the op's `point` argument.
+    """
+
+    def __init__(self, points: Sequence[Point]) -> None:
+        self.points = list(points)
+        self.index = {point: i for i, point in enumerate(self.points)}
+        self.profiles: dict[int, Profile] = {}
+        self.growths = 0
+        self._free: list[int] = list(range(_FIRST_PROFILES - 1, 0, -1))
+        self._size = _FIRST_PROFILES
+        self._rows: Rows | None = None  # of the last step
+
+    def load(self, compiled: CompiledPlan) -> Loaded:
+        """Hold `compiled` until `unload`."""
+        while len(self._free) < len(compiled.profiles):
+            self._free += range(2 * self._size - 1, self._size - 1, -1)
+            self._size *= 2
+            self._grow()
+        numbers = [0 if not profile.ops else self._free.pop() for profile in compiled.profiles]
+        loaded = Loaded(compiled, np.array(numbers, np.int32), len(self.points) * ENTRY_WORDS * 8)
+        for number, profile in zip(numbers, compiled.profiles, strict=True):
+            if number:
+                self.profiles[number] = profile
+        self._rows = None  # the numbers of the last step may mean others now
+        self._place(loaded)
+        return loaded
+
+    def unload(self, loaded: Loaded) -> None:
+        """Forget a plan that no request has any more."""
+        for number in loaded.ids[loaded.ids > 0].tolist():
+            del self.profiles[number]
+            self._free.append(number)
+        loaded.kept.clear()
+
+    def begin_step(self, rows: Rows, blocks: Mapping[int, tuple[np.ndarray, torch.Tensor]]) -> None:
+        """The coming forward's rows.
+
+        Args:
+            blocks: profile -> (its rows that are kept, `[rows, row_width]` to write them to).
+        """
+        before, self._rows = self._rows, rows
+        if rows is not before and (before is None or not np.array_equal(rows.profile_T, before.profile_T)):
+            self._set_rows(rows)
+        self._set_blocks(blocks, len(rows.profile_T))
+
+    def _set_rows(self, rows: Rows) -> None:
+        """They are not those of the step before."""
+        raise NotImplementedError
+
+    def _set_blocks(self, blocks: Mapping[int, tuple[np.ndarray, torch.Tensor]], count: int) -> None:
+        """In every step, after the rows, of which there are `count`."""
+        raise NotImplementedError
+
+    def edit(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        """Apply the rows' ops at `point` in place; `hidden` and `residual` are `[T, H]` or `[1, T, H]`."""
+        raise NotImplementedError
+
+    def edited(
+        self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What `edit` would make of both streams, which are left as they are; or they themselves, where nothing acts."""
+        hidden = hidden.clone(memory_format=torch.contiguous_format)
+        residual = residual.clone(memory_format=torch.contiguous_format) if residual is not None else None
+        self.edit(point, hidden, residual)
+        return hidden, residual
+
+    def edit_recorded(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        """As `edit`, for a CUDA graph that is being recorded, which will be replayed for other rows."""
+        self.edit(point, hidden, residual)
+
+    def take_overflow(self, hidden_TH: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object]]:
+        """Which rows of the step have left the finite range: the codes of `finite.StepRows`, and what waits for them.
+
+        Args:
+            hidden_TH: `[T, H]`, the rows at the end of the forward.
+        """
+        raise NotImplementedError
+
+    def _grow(self) -> None:
+        self.growths += 1
+
+    def _place(self, loaded: Loaded) -> None:
+        raise NotImplementedError
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """`[T, H]` of a tensor that may have a leading batch axis of 1, as a view."""
+    return tensor[0] if tensor.ndim == 3 else tensor
+
+
+class DeviceTables(Tables):
+    """For the Triton kernel.
+
+    It reads profiles, address, table and each row's first vector without waiting for the kernel in front of it. They may be written by
+    copies alone, on the forward's stream, which no kernel overtakes.
+
+    Args:
+        rows: the most rows that a batch has.
+        early_launch: as `early` of `kernel.edit_rows`.
+    """
+
+    def __init__(self, points: Sequence[Point], rows: int, device: torch.device, *, early_launch: bool = True) -> None:
+        super().__init__(points)
+        self._device, self._early_launch = device, early_launch
+        self._profile_T = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._capture_T = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._overflow_T = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._addressed = 0  # rows that may have a capture address
+        self._host = np.zeros((self._size, len(self.points), ENTRY_WORDS), np.int64)
+        self._table = torch.zeros(self._host.shape, dtype=torch.int64, device=device)
+        self._address = torch.tensor([self._table.data_ptr()], dtype=torch.int64, device=device)
+        self._stale = range(0)  # profiles whose entries on the device are old
+        self._acting: set[int] | None = None  # the points at which a row of the step has ops, if anybody has asked
+
+    @torch.inference_mode()
+    def _upload(self, values: np.ndarray, to: torch.Tensor) -> None:
+        host = torch.from_numpy(values)
+        # PyTorch hands a pinned block out again only when the copy from it is done.
+        to.copy_(host.pin_memory() if to.is_cuda else host, non_blocking=True)
+
+    def _grow(self) -> None:
+        super()._grow()
+        grown = np.zeros((self._size, len(self.points), ENTRY_WORDS), np.int64)
+        grown[: len(self._host)] = self._host
+        self._host = grown
+        self._table = torch.zeros(grown.shape, dtype=torch.int64, device=self._device)  # profile 0, at least, is read
+        self._upload(np.array([self._table.data_ptr()], np.int64), self._address)
+        self._stale = range(self._size)
+
+    def _place(self, loaded: Loaded) -> None:
+        compiled = loaded.compiled
+        bank = self._bank(compiled.bank, loaded.kept)
+        words: list[bytes] = []
+        entries: list[tuple[int, int, int, int]] = []  # (profile, point, first op, ops)
+        for number, profile in zip(loaded.ids.tolist(), compiled.profiles, strict=True):
+            for point, ops in profile.ops.items() if number else ():
+                if point in self.index:
+                    entries.append((number, self.index[point], len(words), len(ops)))
+                    words += [_words(op, bank) for op in ops]
+        # Also without words: on the device the numbers may still have another plan's.
+        self._stale = _span([*loaded.ids[loaded.ids > 0].tolist(), *self._stale[:1], *self._stale[-1:]])
+        if not words:
+            return
+        ops_OW = np.frombuffer(b"".join(words), np.int64).reshape(-1, OP_WORDS)
+        there = torch.empty(ops_OW.size, dtype=torch.int64, device=self._device)
+        self._upload(ops_OW.reshape(-1).copy(), there)
+        loaded.kept.append(there)
+        profiles, points, first, counts = np.array(entries, np.int64).T
+        self._host[profiles, points, 0] = counts
+        self._host[profiles, points, 1] = there.data_ptr() + first * OP_WORDS * 8
+        self._host[profiles, points, 2:] = ops_OW[first]
+
+    def _bank(self, bank: Sequence[torch.Tensor], kept: list[torch.Tensor]) -> list[int]:
+        """The addresses of the vectors, those from the host in one upload."""
+        here = [vector for vector in bank if not vector.is_cuda]
+        addresses: list[int] = []
+        whole = torch.empty(sum(_padded(v.numel()) for v in here), dtype=torch.float32, device=self._device)
+        kept.append(whole)
+        host = np.zeros(whole.numel(), np.float32)
+        at = 0
+        for vector in bank:
+            if vector.is_cuda:
+                vector = vector if vector.data_ptr() % 16 == 0 else vector.clone()  # as a row of a recorded run may lie
+                kept.append(vector)
+                addresses.append(vector.data_ptr())
+                continue
+            host[at : at + vector.numel()] = vector.numpy()
+            addresses.append(whole.data_ptr() + 4 * at)
+            at += _padded(vector.numel())
+        if at:
+            self._upload(host, whole)
+        return addresses
+
+    def unload(self, loaded: Loaded) -> None:
+        self._host[loaded.ids[loaded.ids > 0]] = (
+            0  # no row has these profiles any more: the device may keep the old entries
+        )
+        super().unload(loaded)
+
+    def begin_step(self, rows: Rows, blocks: Mapping[int, tuple[np.ndarray, torch.Tensor]]) -> None:
+        if self._stale:
+            old = slice(self._stale.start, self._stale.stop)
+            self._upload(self._host[old], self._table[old])
+            self._stale = range(0)
+        super().begin_step(rows, blocks)
+
+    def _set_rows(self, rows: Rows) -> None:
+        self._acting = None
+        profile_T = self._profile_T[: len(rows.profile_T)]
+        if rows.prepared is not None:
+            profile_T.copy_(rows.prepared)
+            return
+        self._upload(rows.profile_T, profile_T)
+        if rows.again:  # the batches of a pipeline take turns: from now on it is a copy on the device
+            rows.prepared = profile_T.clone()
+
+    def _set_blocks(self, blocks: Mapping[int, tuple[np.ndarray, torch.Tensor]], count: int) -> None:
+        if not (blocks or self._addressed):
+            return
+        capture_T = np.zeros(max(count, self._addressed), np.int64)  # no address outlives its block
+        for rows, block in blocks.values():
+            capture_T[rows] = block.data_ptr() + np.arange(len(rows)) * block.stride(0) * block.element_size()
+        self._upload(capture_T, self._capture_T[: len(capture_T)])
+        self._addressed = count if blocks else 0
+
+    def edit(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        if self._acts_at(point):
+            self.edit_recorded(point, hidden, residual)
+
+    def edited(
+        self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return super().edited(point, hidden, residual) if self._acts_at(point) else (hidden, residual)
+
+    def _acts_at(self, point: int) -> bool:
+        if self._acting is None:
+            numbers = np.unique(self._rows.profile_T).tolist() if self._rows is not None else []
+            here = [self.profiles[number] for number in numbers if number]
+            self._acting = {self.index[point] for profile in here for point in profile.ops if point in self.index}
+        return point in self._acting
+
+    def edit_recorded(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        second = flat(residual) if residual is not None else None
+        place = (self._profile_T, self._capture_T, self._overflow_T, self._address, point, len(self.points))
+        self._kernel.edit_rows(flat(hidden), second, *place, early=self._early_launch)
+
+    @torch.inference_mode()
+    def take_overflow(self, hidden_TH: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object]]:
+        codes_T = self._kernel.take_overflow(hidden_TH, self._overflow_T, len(self.points))
+        host_T = torch.empty(codes_T.shape, dtype=codes_T.dtype, pin_memory=codes_T.is_cuda)
+        host_T.copy_(codes_T, non_blocking=True)
+        if not codes_T.is_cuda:
+            return host_T, lambda: None
+        copied = torch.cuda.Event()
+        copied.record()
+        return host_T, copied.synchronize
+
+    @cached_property
+    def _kernel(self) -> Any:
+        from midstream.runtime import kernel  # with Triton, which not every machine has
+
+        return kernel
+
+
+def _span(numbers: Sequence[int]) -> range:
+    """From the lowest to the highest."""
+    return range(min(numbers), max(numbers) + 1) if numbers else range(0)
+
+
+def _padded(width: int) -> int:
+    return -(-width // 4) * 4  # 16 bytes, so that the kernel may load four at a time
+
+
+def _words(op: Op, bank: Sequence[int]) -> bytes:
+    vector = bank[op.vector] if op.vector >= 0 else 0
+    mask = bank[op.mask] if op.mask >= 0 else 0
+    return struct.pack("<qqqqffff", vector, mask, KINDS[op.kind], op.offset, op.a, op.b, op.c, 0.0)

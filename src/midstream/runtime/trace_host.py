@@ -1,0 +1,449 @@
+"""The traces of one worker: from the requests of a step to bodies in the forward pass, and their results to the client."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from midstream.arch import Architecture
+from midstream.errors import (
+    NOT_FINITE,
+    MidstreamError,
+    NeverReachedError,
+    NotFiniteError,
+    ShapeError,
+    StageFailedError,
+    TraceError,
+    TracesNotAllowedError,
+)
+from midstream.ranks.stages import Stages
+from midstream.runtime.finite import StepRows
+from midstream.runtime.points import trace_keys, tree_at
+from midstream.runtime.reports import Reports
+from midstream.runtime.step import Scheduled, StepView
+from midstream.runtime.trace_request import TraceRequest
+from midstream.runtime.traced import TracedGroup, TracedRequest
+from midstream.sites import NotFinite, Point
+from midstream.trace.body import Body, is_in_body
+from midstream.trace.envoy import Envoy, ModelEnvoy
+from midstream.trace.interleaver import LAST_POINTS, Interleaver
+from midstream.trace.journal import Journal
+from midstream.trace.program import Failure, Outcome, Program, make_body, outcome, unship
+from midstream.trace.randomness import Randomness
+from midstream.trace.rows import FlatRows
+from midstream.trace.tracer import BodyTracer
+from midstream.trace.visit import Key, point_name
+
+
+class TraceHost:
+    """Runs the traces of a worker's requests.
+
+    Args:
+        envoy: what bodies see of the model.
+        allow_traces: whether requests may carry code at all.
+        max_model_len: where the engine cuts every request off.
+        vocab_size: all token ids lie below.
+        reports: takes what the traces gave.
+        stages: the pipeline that the worker is a stage of.
+    """
+
+    def __init__(
+        self,
+        envoy: ModelEnvoy,
+        interleaver: Interleaver,
+        arch: Architecture,
+        allow_traces: bool,
+        max_model_len: int,
+        vocab_size: int,
+        reports: Reports,
+        stages: Stages | None = None,
+    ) -> None:
+        self.envoy = envoy
+        self.arch = arch
+        self.interleaver = interleaver
+        self._stages = stages
+        self.reports = reports
+        self._device = next(envoy._module.parameters()).device
+        self.stops: list[str] = []
+        self.traced_steps = self.uncompiled_steps = 0
+        self._allow_traces = allow_traces
+        self._max_model_len = max_model_len
+        self._vocab_size = vocab_size
+        self._requests: dict[str, TracedRequest] = {}
+        self._settled: dict[str, TracedRequest] = {}  # bodies are done; after a preemption their edits are made again
+        self._groups: dict[str, TracedGroup] = {}
+        self._traced = False
+        self._uncompiled = False
+        self._graph_keys: dict[Point, Key] = {}
+        self._in_step: list[tuple[Scheduled, TracedRequest]] = []
+        self._expects_logits = False
+        self._sent = 0
+        self.step_rows: StepRows | None = None  # of the step that is being sampled
+
+    # From the worker.
+
+    @property
+    def step_is_traced(self) -> bool:
+        """Whether a trace shares the step that is being prepared or run."""
+        return self._traced
+
+    @property
+    def step_is_uncompiled(self) -> bool:
+        """Whether that step needs more than the compiled forward passes by."""
+        return self._uncompiled
+
+    def watch_graph_sites(self, points: Sequence[Point]) -> None:
+        """These points are built into the compiled forward."""
+        self._graph_keys = trace_keys(self.arch, points)
+
+    def schedule(
+        self,
+        new: Mapping[str, tuple[Any, int]],
+        scheduled: Collection[str],
+        finished: set[str],
+        computed: Mapping[str, int] | None = None,
+    ) -> None:
+        """What the scheduler has sent for the coming step.
+
+        Args:
+            new: request id -> (sampling parameters, prompt length) of requests that begin.
+            scheduled: the requests in this step.
+            finished: requests that have ended, also by an abort.
+            computed: request id -> tokens computed before, where that is known; less than before after a preemption.
+        """
+        for name in [name for name in self._requests if name in finished]:  # in the same order on all ranks
+            self._end(name)
+        for name in finished:
+            self._settled.pop(name, None)
+        self._end_what_is_over(scheduled)
+        for name, (sampling, length) in new.items():
+            trace = TraceRequest.of(sampling)
+            if trace is not None and name not in self._requests and name not in self._settled:
+                self._begin(name, trace, sampling, length)
+        traced = [request for name, request in self._requests.items() if name in scheduled]
+        for name, tokens in (computed or {}).items():
+            if name in self._settled and tokens < self._settled[name].seen:
+                traced.append(self._settled[name])
+        self._traced = bool(traced)
+        self._uncompiled = self._traced and not (self._graph_keys and all(r.trace.graph_sites for r in traced))
+        self.traced_steps += self._traced
+        self.uncompiled_steps += self._uncompiled
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request that this worker knows is or was traced: a plain step then is vLLM's own."""
+        return not (self._requests or self._settled)
+
+    @property
+    def requests(self) -> list[str]:
+        """The traced requests that are alive."""
+        return [*self._requests, *self._settled]
+
+    def take_stops(self) -> list[str]:
+        """The requests that this step is the last of."""
+        stops, self.stops = self.stops, []
+        return stops
+
+    # Requests.
+
+    def _begin(self, name: str, trace: TraceRequest, sampling: Any, length: int) -> None:
+        request = TracedRequest(trace, {}, f"{name}/{trace.index}", length, sampling)
+        try:
+            programs = self._programs(name, trace)
+        except MidstreamError as error:
+            self._fail(name, request, error)
+            return
+        group = self._groups[trace.trace]
+        self._requests[name] = request
+        for body_name, program in zip(request.bodies, programs, strict=True):
+            request.programs[body_name] = program
+            body = make_body(body_name, program, self.envoy, group.shared, snapshots=True, journals=True)
+            body.linked = group if trace.together else None
+            body.random = Randomness(body_name, self._device)
+            assert body.journal is not None
+            request.journals.append(body.journal)
+            self.interleaver.add(body)
+
+    def _programs(self, name: str, trace: TraceRequest) -> list[Program]:
+        if not self._allow_traces:
+            raise TracesNotAllowedError(
+                "This engine takes no traces: they are code. Start it with traces allowed (midstream.VLLM does)."
+            )
+        group = self._groups.get(trace.trace)
+        if group is None:
+            if trace.programs is None:
+                raise TraceError(
+                    "The trace's code came with a request that the engine has not begun; send its requests in order."
+                )
+            group = self._groups[trace.trace] = self._load(trace.programs)
+        group.running.add(name)
+        try:
+            return group.programs_of(trace.index)
+        except MidstreamError:
+            self._leave(name, trace)
+            raise
+
+    def _load(self, programs: bytes) -> TracedGroup:
+        try:
+            return TracedGroup(unship(programs, self._resolve, self._device))
+        except MidstreamError as error:
+            return TracedGroup([], failure=error)
+        except Exception as error:
+            failure = TraceError(f"The trace cannot be loaded in the engine: {type(error).__name__}: {error}")
+            return TracedGroup([], failure=failure)
+
+    def _leave(self, name: str, trace: TraceRequest) -> None:
+        """The request is over; with the last one of its trace, so is the trace."""
+        group = self._groups[trace.trace]
+        group.running.discard(name)
+        group.ended += 1
+        if not group.running and group.ended == trace.size:
+            del self._groups[trace.trace]
+
+    def _resolve(self, reference: tuple[Any, ...]) -> Any:
+        """What a reference in a shipped trace stands for here."""
+        kind, *rest = reference
+        if kind == "model":
+            return self.envoy
+        if kind == "tracer":
+            return BodyTracer()
+        (path,) = rest
+        modules = self.interleaver.modules
+        if path not in (modules if self._stages is None else self._stages.modules):
+            raise TraceError(f"The model has no module {path!r}.")
+        return Envoy(modules.get(path), path, self.interleaver)
+
+    # Pipeline stages.
+
+    @property
+    def _is_last(self) -> bool:
+        """Whether tokens are sampled on this stage."""
+        stages = self._stages
+        return stages is None or stages.index == stages.size - 1
+
+    def end_stage(self) -> None:
+        """This stage's part of the step is on its way to the next one: close the step here, where no tokens are seen."""
+        if not self._traced or self._is_last:
+            return
+        stages = self._stages
+        assert stages is not None
+        self.interleaver.end_step()
+        for scheduled, request in self._in_step:
+            request.generated += 1
+            self._gather_done(request)
+            if request.has_failed or not request.open_bodies:
+                self._end(scheduled.request_id, goes_on=True)
+                continue
+            if request.trace.stream:
+                self._send_snapshot(scheduled.request_id, request)
+            request.goes_on = stages.link.fetch(stages.size - 1, request.steps, request.generated)
+        self._in_step = []
+        self._traced = False
+        stages.end_step(self.interleaver.bodies)
+
+    def _end_what_is_over(self, scheduled: Collection[str]) -> None:
+        """End what the last stage has ended, before it is asked for a step too many: async scheduling runs ahead of the tokens."""
+        for name in scheduled:
+            request = self._requests.get(name)
+            if request is None or request.goes_on is None:
+                continue
+            try:
+                request.goes_on.wait()
+            except NeverReachedError:
+                self._end(name, goes_on=True)
+
+    def _failed_elsewhere(self, body_name: str) -> StageFailedError | None:
+        stages = self._stages
+        return stages.link.failure_of(body_name) if stages is not None else None
+
+    def _fail(self, name: str, request: TracedRequest, error: MidstreamError) -> None:
+        """The request cannot begin."""
+        if (stages := self._stages) is not None:
+            for published in (*request.bodies, request.steps):
+                stages.link.end(
+                    published, f"The trace cannot begin on pipeline stage {stages.index}: {error}", failed=True
+                )
+        self.reports.send(name, request.trace, [Outcome({}, Failure.of(error), name=request.main)])
+        self.stops.append(name)
+
+    def _end(self, name: str, goes_on: bool = False) -> None:
+        """The request is over for its bodies: gather what they gave and send it. `goes_on`: not so for the engine."""
+        request = self._requests.pop(name)
+        stages = self._stages
+        if stages is not None:
+            stages.link.end(request.steps, "the trace has no further step")
+        for body_name in request.open_bodies:
+            self._gather(request, body_name)
+        failed = [o for body_name, o in request.outcomes.items() if body_name != request.main and o.failure is not None]
+        self.reports.send(name, request.trace, [request.outcomes[request.main], *failed])
+        if goes_on:
+            self._settled[name] = request
+        self._leave(name, request.trace)
+
+    def drop(self, traces: Collection[str]) -> None:
+        """Forget traces whose requests the client has taken off the engine; nobody waits for their results."""
+        for name, request in list(self._requests.items()):
+            if request.trace.trace in traces:
+                del self._requests[name]
+                for body_name in request.programs:
+                    self.interleaver.discard(body_name)
+                if (stages := self._stages) is not None:
+                    stages.link.drop([*request.programs, request.steps])
+                self.reports.end(name)
+        self._settled = {name: request for name, request in self._settled.items() if request.trace.trace not in traces}
+        for trace in traces:
+            self._groups.pop(trace, None)
+
+    def _gather(self, request: TracedRequest, body_name: str) -> None:
+        body = self.interleaver.finish(body_name, self._failed_elsewhere(body_name))
+        assert body is not None
+        if (stages := self._stages) is not None:
+            stages.end(body)
+        self._sent += 1
+        request.outcomes[body_name] = outcome(body, request.programs[body_name])
+        request.outcomes[body_name].order = self._sent
+
+    def _send_snapshot(self, name: str, request: TracedRequest) -> None:
+        """What the request has saved so far."""
+        if (done := request.outcomes.get(request.main)) is not None:
+            values, steps = done.values, done.steps
+        else:
+            body = self.interleaver.bodies[request.main]
+            values, steps = request.programs[request.main].snapshot(body), body.now + 1
+        self.reports.send(name, request.trace, [Outcome(values, name=request.main, steps=steps)], final=False)
+
+    # Steps, called by the runner's adapter.
+
+    def begin_step(self, view: StepView) -> None:
+        """The batch is laid out; the forward comes next."""
+        rows: dict[str, FlatRows] = {}
+        replays: list[tuple[Journal, FlatRows]] = []
+        last: dict[str, FlatRows] = {}
+        self._in_step = []
+        self._expects_logits = True
+        self.interleaver.reachable = None if self._uncompiled else frozenset((*self._graph_keys.values(), *LAST_POINTS))
+        for scheduled in view.requests:
+            name = scheduled.request_id
+            request = self._requests.get(name) or self._settled.get(name)
+            if request is None:
+                continue
+            end = scheduled.computed + scheduled.stop - scheduled.start
+            fresh = scheduled.start + max(request.seen - scheduled.computed, 0)
+            if scheduled.computed < request.seen:
+                again = FlatRows(scheduled.start, min(fresh, scheduled.stop), view.total, scheduled.computed)
+                replays += [(journal, again) for journal in request.journals]
+            if end <= request.seen or name in self._settled:
+                continue
+            for body_name in request.open_bodies:
+                rows[body_name] = FlatRows(fresh, scheduled.stop, view.total, max(request.seen, scheduled.computed))
+                last[body_name] = FlatRows(scheduled.place, scheduled.place + 1, len(view.requests))
+            request.seen = end
+            self._in_step.append((scheduled, request))
+        self.interleaver.begin_step(rows, replays, last)
+
+    def expects(self, point: Point) -> bool:
+        """Whether something is to be done when compiled code is at `point`."""
+        key = self._graph_keys.get(point)
+        return key is not None and self.interleaver.expects(key)
+
+    def see_site(self, point: Point, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        """Compiled code is at `point`; edits land in its tensors."""
+        if (key := self._graph_keys.get(point)) is not None:
+            self.interleaver.fire(key, tree_at(self.arch, point, hidden, residual), direct=True)
+
+    def see_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """`[requests, vocab]`; prompt logprobs compute further logits, which are not a step's."""
+        if not self._expects_logits or is_in_body():
+            return logits
+        self._expects_logits = False
+        return self.interleaver.fire(("", "logits"), logits)
+
+    def see_samples(self, samples: torch.Tensor) -> torch.Tensor:
+        """`[requests]`, the sampled token ids. Closes the step."""
+        before, samples = samples, self.interleaver.fire(("", "samples"), samples)
+        self.interleaver.end_step()
+        if samples is not before:
+            samples = self._with_tokens(samples, before)
+        tokens = samples.tolist() if any(request.may_stop for _, request in self._in_step) else None
+        self._fail_not_finite()
+        for scheduled, request in self._in_step:
+            self._after_step(scheduled.request_id, request, tokens[scheduled.place] if tokens is not None else None)
+        self._in_step = []
+        self._traced = False
+        if self._stages is not None:
+            self._stages.end_step(self.interleaver.bodies)
+        return samples
+
+    def _fail_not_finite(self) -> None:
+        """End the traces whose requests have left the finite range in this step."""
+        if self.step_rows is None or not any(journal for _, request in self._in_step for journal in request.journals):
+            return  # a trace that writes nothing need not wait for the device
+        for name, at in self.step_rows.not_finite().items():
+            if (request := self._requests.get(name)) is not None:
+                for body_name in request.open_bodies:
+                    body = self.interleaver.bodies[body_name]
+                    body.fail(NotFiniteError(f"{NOT_FINITE}{self._first_written(body) or at}. Write smaller values."))
+
+    def _first_written(self, body: Body) -> str | None:
+        """The first write of a body that is not finite."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream().synchronize()  # the step's writes are on their way to host memory
+        found = body.journal.first_not_finite() if body.journal is not None else None
+        if found is None:
+            return None
+        key, where, position = found
+        point = next((point for point, binding in self.arch.bindings.items() if binding == where), None)
+        place = f"{point[0]} of layer {point[1]} ({point_name(key)})" if point is not None else point_name(key)
+        return f"the trace wrote infinity or NaN to {place}, position {position}"
+
+    def refusal(self, name: str, at: NotFinite) -> str | None:
+        """Why a request has to end that has left the finite range, and whose trace is done. For any thread."""
+        if name not in self._settled:
+            return None
+        return f"{NOT_FINITE}{at}: a trace, or an edit left on the model, has written to it. Write smaller values."
+
+    def _with_tokens(self, samples: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        """What traces have written: a number that is no token would end the engine in its next step, and ends its own trace here."""
+        bad = (samples < 0) | (samples >= self._vocab_size)
+        for place in bad.nonzero().flatten().tolist():
+            text = f"model.samples was set to {int(samples[place])}; token ids are 0 to {self._vocab_size - 1}."
+            for name in [n for s, request in self._in_step if s.place == place for n in request.open_bodies]:
+                self.interleaver.bodies[name].fail(ShapeError(text))
+        return torch.where(bad, before, samples)
+
+    def _after_step(self, name: str, request: TracedRequest, token: int | None) -> None:
+        request.generated += 1
+        failed = any(self._failed_elsewhere(body_name) is not None for body_name in request.programs)
+        self._gather_done(request)
+        asked = failed or request.has_failed or any(o.stopped for o in request.outcomes.values())
+        if asked:
+            self.stops.append(name)
+        over = asked or request.is_over(token, self._max_model_len)
+        if over or not request.open_bodies:
+            self._end(name, goes_on=not over)
+            return
+        if request.trace.stream:
+            self._send_snapshot(name, request)
+        if (stages := self._stages) is not None:
+            stages.link.publish(request.steps, request.generated, None, readers=stages.size - 1)
+
+    def _gather_done(self, request: TracedRequest) -> None:
+        for body_name in request.open_bodies:
+            body = self.interleaver.bodies[body_name]
+            over = body.done and not self.interleaver.is_watched_by(body)
+            if over or self._failed_elsewhere(body_name) is not None:
+                self._gather(request, body_name)
+
+    # For tests and health.
+
+    def gauges(self) -> dict[str, int]:
+        """What is alive; all zero when no traced request is."""
+        return {
+            "requests": len(self._requests) + len(self._settled),
+            "groups": len(self._groups),
+            "bodies": len(self.interleaver.bodies),
+            "hooks": self.interleaver.hook_count,
+            "queued_bytes": self.reports.queued_bytes,
+        }
