@@ -3,7 +3,7 @@
     python scripts/supported_models.py                # all of them, on one rank and on several: a quarter of an hour
     python scripts/supported_models.py llama gpt2     # print the tables of these
 
-The models are those of tests/tiny_models.py: random weights, four layers.
+The models are those of tests/support/tiny_models.py: random weights, four layers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 import tiny_models  # noqa: E402
 from forked import forked  # noqa: E402

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import ranks
-
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+from engines import ENGINE, RANKS, alive, start
 
 # Without a GPU the kernels' tests use Triton's interpreter, which has to be chosen before anybody imports Triton. The engines that the
 # tests start do not inherit the choice.
@@ -33,9 +27,6 @@ if TYPE_CHECKING:
     from oracle import Plain
 
     from midstream import VLLM, LanguageModel
-
-ENGINE: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 16, "gpu_memory_utilization": 0.2}
-RANKS: dict[str, int] = {}  # what `--ranks` makes of every engine
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -56,16 +47,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if (why := ranks.why_not(item.nodeid)) is not None:
                 item.add_marker(pytest.mark.skip(reason=why))
-
-
-def start(**arguments: Any) -> VLLM:
-    """An engine on the bundled model."""
-    from forked import forked
-
-    from midstream import VLLM, demo_model
-
-    with forked() if RANKS else contextlib.nullcontext():
-        return VLLM(demo_model(), **{**ENGINE, **RANKS, **arguments})
 
 
 @pytest.fixture(scope="session")
@@ -133,21 +114,3 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
         if name in request.fixturenames:
             left = alive(request.getfixturevalue(name))
             assert not left, left
-
-
-def alive(model: VLLM, seconds: float = 5.0) -> list[dict[str, int]]:
-    """What is left on the workers.
-
-    The client has its results a moment before the sender counts them as gone, and outputs a step before the workers hear of the end of
-    requests that nobody waits for rows of. Of several ranks, the last to hear of an end may be behind the client.
-    """
-    passing = {"queued_bytes", "plans", "profiles", "plan_hooks", "leases", "consumer_bytes"}
-    deadline = time.monotonic() + seconds
-    while True:
-        gauges = [
-            {g: n for g, n in worker.items() if n and not g.endswith(("_steps", "_growths", "_failures"))}
-            for worker in model.gauges()
-        ]
-        if not any(gauges) or (len(gauges) == 1 and set(gauges[0]) - passing) or time.monotonic() > deadline:
-            return [g for g in gauges if g]
-        time.sleep(0.01)

@@ -24,7 +24,7 @@ os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
 
 def main() -> int:
     parser = parser_of(__doc__, ranks=True)
-    parser.add_argument("names", nargs="+", metavar="NAME", help="of tests/tiny_models.py")
+    parser.add_argument("names", nargs="+", metavar="NAME", help="of tests/support/tiny_models.py")
     parser.set_defaults(float32=True)
     arguments = parsed(parser)
     import tiny_models

@@ -3,7 +3,7 @@
     python tests/gpu/check_ranks.py --runner v2 --pp 2 --tp 2
     python tests/gpu/check_ranks.py --cpu --pp 2 --eager
 
-Oracles: transformers with plain torch hooks on the same weights (tests/oracle.py, float32 on the CPU), and an engine of one rank.
+Oracles: transformers with plain torch hooks on the same weights (tests/support/oracle.py, float32 on the CPU), and an engine of one rank.
 """
 
 from __future__ import annotations

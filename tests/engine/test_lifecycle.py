@@ -1,0 +1,265 @@
+"""Lifecycle: closing, Ctrl-C, a killed client, aborts, preemption, n > 1, stops, 500 traces."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from clients import Client, check_preempted
+from engines import alive
+from oracle import Plain, close
+
+from midstream import LanguageModel
+
+if TYPE_CHECKING:
+    from midstream import VLLM
+
+FRANCE, EIFFEL = "The capital of France is", "The Eiffel Tower is in the city of"
+GREEDY = {"temperature": 0.0, "ignore_eos": True}
+
+
+@pytest.mark.engine
+def test_ctrl_c_leaves_the_engine_usable_and_then_nothing_behind(client: Callable[..., Client]) -> None:
+    """Terminals and notebooks send SIGINT to the whole group. The first is caught by the script, the second ends it."""
+    script = client("interrupt")
+    script.wait_for("first")
+    os.killpg(script.process.pid, signal.SIGINT)
+    script.wait_for("second", 60)
+    assert script.output.read_text().splitlines() == ["interrupted", "clean Paris False"]
+    segments = script.shared_memory()
+    assert segments and script.sockets() and len(script.processes()) > 1  # what is looked for below is seen here
+    os.killpg(script.process.pid, signal.SIGINT)
+    assert script.process.wait(40) != 0
+    assert "KeyboardInterrupt" in (script.directory / "errors").read_text()
+    assert script.all_ended()
+    assert not segments & set(os.listdir("/dev/shm"))
+    assert not script.sockets()
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=["SIGKILL", "SIGTERM"])
+def test_a_killed_client_takes_its_workers_with_it(client: Callable[..., Client], how: signal.Signals) -> None:
+    script = client("kill")
+    script.wait_for("first")
+    segments, (made,) = script.shared_memory(), script.directory.glob("midstream-*")
+    assert segments and len(script.processes()) > 1
+    assert made.stat().st_mode & 0o777 == 0o700
+    script.process.send_signal(how)
+    script.process.wait()
+    assert script.all_ended()
+    assert not segments & set(os.listdir("/dev/shm"))
+    assert not script.sockets() and not made.exists()
+
+
+@pytest.mark.engine
+def test_an_engine_that_is_forgotten_ends_and_is_freed(client: Callable[..., Client]) -> None:
+    script = client("drop")
+    script.wait_for("dropped")
+    assert script.output.read_text().split() == ["freed"]
+    assert script.all_but_the_client_ended()
+    assert not script.sockets() and not list(script.directory.glob("midstream-*"))
+
+
+@pytest.mark.engine
+def test_preempted_requests_are_as_if_they_had_run_alone(client: Callable[..., Client]) -> None:
+    """Recomputed positions carry the edits that were made to them, also those of a body that is done."""
+    check_preempted(client("preempt"), "steer_every_step", "steer_the_prompt", "choose_tokens", "steered_by_two")
+
+
+# On the shared engine.
+
+
+def interrupt_when(mark: Path) -> threading.Thread:
+    """Sends this process SIGINT as soon as the file is there."""
+
+    def wait() -> None:
+        while not mark.exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    return thread
+
+
+@pytest.mark.engine
+def test_an_interrupted_trace_is_taken_off_the_engine(engine: VLLM, plain: Plain, tmp_path: Path) -> None:
+    mark, before = tmp_path / "begun", engine.gauges()[0]["traced_steps"]
+    thread = interrupt_when(mark)
+    with pytest.raises(KeyboardInterrupt):
+        with engine.trace(max_tokens=400, **GREEDY) as tracer:
+            for _ in range(20):  # more than run at once
+                with tracer.invoke(FRANCE):
+                    for step in tracer.iter[:]:
+                        engine.layers_output[3] += 0.0
+                        if step == 3:
+                            mark.touch()
+    thread.join()
+    assert not alive(engine)
+    assert engine.gauges()[0]["traced_steps"] - before < 390
+    with engine.trace(FRANCE, temperature=0.0):
+        hidden = engine.layers_output[3].save()
+    close(hidden, plain.run(FRANCE).sites["resid_post", 3])
+
+
+def test_ctrl_c_in_a_body_is_the_callers(hf: LanguageModel, plain: Plain) -> None:
+    """In process, the body runs on the thread that a KeyboardInterrupt comes to: it is no error of the body's."""
+    with pytest.raises(KeyboardInterrupt) as caught:
+        with hf.trace(FRANCE):
+            signal.raise_signal(signal.SIGINT)
+    assert type(caught.value) is KeyboardInterrupt
+    with hf.trace(FRANCE):
+        hidden = hf.layers_output[3].save()
+    close(hidden, plain.run(FRANCE).sites["resid_post", 3])
+
+
+@pytest.mark.engine
+def test_each_of_n_samples_has_a_body_of_its_own(engine: VLLM, plain: Plain) -> None:
+    with engine.trace(FRANCE, max_tokens=8, n=3, seed=1, temperature=1.5, ignore_eos=True) as tracer:
+        hidden = engine.layers_output[3].save()
+        ids = list().save()
+        for _ in tracer.iter[:]:
+            ids.append(engine.samples.item())
+    samples = [list(sample.token_ids) for sample in tracer.result.outputs]
+    assert ids == samples and len(set(map(tuple, samples))) == 3
+    assert len(hidden) == 3
+    for one in hidden:
+        close(one, plain.run(FRANCE).sites["resid_post", 3])
+
+
+@pytest.mark.engine
+def test_samples_and_invokes_count_together_at_a_barrier(engine: VLLM, plain: Plain) -> None:
+    """A trace that must be in one step waits for as many requests as it has, every sample counted."""
+    with engine.trace(max_tokens=2, n=2, temperature=1.0) as tracer:
+        barrier = tracer.barrier(4)
+        with tracer.invoke(FRANCE):
+            barrier()
+            one = engine.layers_output[3].save()
+        with tracer.invoke(EIFFEL):
+            barrier()
+            other = engine.layers_output[3].save()
+    for hidden, prompt in ((one, FRANCE), (other, EIFFEL)):
+        assert len(hidden) == 2
+        close(hidden[1], plain.run(prompt).sites["resid_post", 3])
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("stop", ["eos", "token", "length"])
+def test_the_body_sees_no_step_past_the_end(engine: VLLM, stop: str) -> None:
+    eos = engine.tokenizer.eos_token_id
+    last = eos if stop == "eos" else 700
+    params: dict[str, Any] = {"stop_token_ids": [700], "ignore_eos": True} if stop == "token" else {}
+    params |= {"max_tokens": 5 if stop == "length" else 50}
+    with engine.trace(FRANCE, temperature=0.0, **params) as tracer:
+        ids = list().save()
+        for step in tracer.iter[:]:
+            if step == 4:
+                engine.logits[0, last] += 1000.0
+            ids.append(engine.samples.item())
+    (sample,) = tracer.result.outputs
+    assert ids == list(sample.token_ids) and len(ids) == 5
+    assert (ids[-1] == last) and sample.finish_reason == ("length" if stop == "length" else "stop")
+
+
+@pytest.mark.engine
+def test_an_edit_left_on_the_model_comes_before_the_trace(engine: VLLM, plain: Plain) -> None:
+    """Also where the trace has waited for that place from the start, and the edit comes to it from an earlier one."""
+    with engine.edit("double"):
+        engine.layers_output[1]
+        engine.layers_output[3] = engine.layers_output[3] * 2
+    try:
+        with engine.trace(FRANCE):
+            hidden = engine.layers_output[3].save()
+    finally:
+        engine.clear_edits()
+    close(hidden, 2 * plain.run(FRANCE).sites["resid_post", 3])
+
+
+@pytest.mark.engine
+def test_stop_ends_the_request_with_its_step(engine: VLLM) -> None:
+    with engine.trace(FRANCE, max_tokens=50, **GREEDY) as tracer:
+        seen = list().save()
+        for step in tracer.iter[:]:
+            seen.append(step)
+            if step == 3:
+                tracer.stop()
+    assert seen == [0, 1, 2, 3] and len(tracer.result.outputs[0].token_ids) == 4
+
+
+def resident_megabytes() -> float:
+    """Of this process and all that it has started."""
+    import psutil
+
+    own = psutil.Process()
+    total = 0
+    for process in [own, *own.children(recursive=True)]:
+        memory = process.memory_info()
+        total += memory.rss - memory.shared
+    return total / 1e6
+
+
+@pytest.mark.engine
+def test_500_traces_leave_memory_flat(engine: VLLM) -> None:
+    def traces(count: int) -> None:
+        for _ in range(count):
+            with engine.trace(max_tokens=2, **GREEDY) as tracer:
+                for prompt in (FRANCE, EIFFEL, FRANCE, EIFFEL, FRANCE):
+                    with tracer.invoke(prompt):
+                        every = [engine.layers_output[i].save() for i in range(engine.num_layers)].save()
+                        engine.layers_output[7] += 0.1
+            assert len(every) == engine.num_layers
+
+    traces(20)
+    traces(20)  # once more: the allocators have what they keep
+    after_100 = resident_megabytes()
+    traces(80)
+    assert resident_megabytes() - after_100 < 10  # the saves of the 400 requests between are 27 MB
+    assert not alive(engine)
+    receiver = engine._receiver
+    assert receiver is not None and receiver.open_mailboxes == 0 and receiver.dropped == 0
+
+
+@pytest.mark.engine
+def test_only_steps_with_a_trace_are_traced(engine: VLLM) -> None:
+    before = engine.gauges()[0]["traced_steps"]
+    engine.generate([FRANCE, EIFFEL], max_tokens=6, **GREEDY)
+    assert engine.gauges()[0]["traced_steps"] == before
+    with engine.trace(FRANCE, max_tokens=6, **GREEDY) as tracer:
+        for _ in tracer.iter[:3]:
+            engine.layers_output[3] += 0.0
+    assert engine.gauges()[0]["traced_steps"] - before in (3, 4)  # a slice ends when its next step begins
+    assert len(tracer.result.outputs[0].token_ids) == 6
+
+
+@pytest.mark.engine
+def test_a_compiled_engine_is_itself_again_after_traces(compiled: VLLM, plain: Plain) -> None:
+    def outputs() -> list[Any]:
+        made = compiled.generate([FRANCE, EIFFEL], max_tokens=24, logprobs=3, **GREEDY)
+        return [
+            (o.outputs[0].token_ids, [{t: p.logprob for t, p in step.items()} for step in o.outputs[0].logprobs])
+            for o in made
+        ]
+
+    def counts() -> tuple[int, int]:
+        gauges = compiled.gauges()[0]
+        return gauges["traced_steps"], gauges["uncompiled_steps"]
+
+    baseline, (traced, uncompiled) = outputs(), counts()
+    assert counts() == (traced, uncompiled)
+    with compiled.trace(FRANCE, max_tokens=4, **GREEDY) as tracer:
+        down = compiled.model.layers[3].mlp.output.save()  # not a site that is built in
+        for _ in tracer.iter[:]:
+            compiled.mlps_output[3] = torch.zeros_like(compiled.mlps_output[3])
+    edits = {("mlp_out", 3): torch.zeros_like}
+    assert list(tracer.result.outputs[0].token_ids) == plain.generate(FRANCE, 4, edits)
+    close(down, plain.run(FRANCE).sites["mlp_out", 3])
+    assert counts() == (traced + 4, uncompiled + 4)
+    assert outputs() == baseline
+    assert counts() == (traced + 4, uncompiled + 4)

@@ -1,0 +1,421 @@
+"""Row F7: a collection to a directory is listed request by request; killed at any moment, what is listed can be read; run again, it
+goes on where it stopped.
+
+Values are compared with plain transformers (`oracle`). Collections that are killed run in `collect_script.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import collect_script
+import pytest
+import torch
+from capture_tools import stored
+from collect_script import GENERATED, PARAMS, plan, prompts
+from oracle import Plain, close
+
+from midstream import Capture, LanguageModel, Span, Steer, demo_model, open_captures
+from midstream.capture.consumers import CaptureInfo
+from midstream.capture.directory import DirectorySink, remove_orphans
+from midstream.capture.store import Store
+from midstream.client import collecting
+from midstream.client.reference import PlannedRow
+from midstream.errors import CaptureError, ParameterError, PlanError, PromptError
+
+if TYPE_CHECKING:
+    from midstream import VLLM
+
+IDS = [[1, 5, 17], [1, 33, 60, 91], [1, 120], [1, 44, 45, 46, 47]]
+LAST = Capture("resid_post", layers=3)
+
+
+def names(store: Store) -> list[list[int]]:
+    """The prompts in a store, sorted."""
+    return sorted(capture.prompt_token_ids for capture in store.values())
+
+
+# ---------------------------------------------------------------------------------------------- what is run, what is not
+
+
+def test_what_is_there_is_not_run_again(hf: LanguageModel, plain: Plain, tmp_path: Path, caplog: Any) -> None:
+    store = hf.collect(IDS[:2], plan=LAST, to=tmp_path)
+    assert names(store) == sorted(IDS[:2]) and "already" not in caplog.text
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.safetensors")}
+    store = hf.collect(iter(IDS), plan=[LAST], to=str(tmp_path))
+    assert f"2 of 4 prompts are in {tmp_path} already; 2 to go" in caplog.text
+    assert names(store) == sorted(IDS) and {path: path.stat().st_mtime_ns for path in before} == before
+    for capture in store.values():
+        close(capture["resid_post", 3], plain.run(capture.prompt_token_ids).sites["resid_post", 3][-1:])
+    shards = len(list(tmp_path.glob("*.safetensors")))
+    assert len(hf.collect(IDS, plan=LAST, to=tmp_path)) == 4 and "4 of 4" in caplog.text
+    assert len(list(tmp_path.glob("*.safetensors"))) == shards
+
+
+def test_ids_name_the_captures(hf: LanguageModel, plain: Plain, tmp_path: Path, caplog: Any) -> None:
+    hf.collect(IDS[:2], plan=LAST, to=tmp_path, ids=["a", 7])
+    store = hf.collect([IDS[2], IDS[1], IDS[0]], plan=LAST, to=tmp_path, ids=["b", 7, "a"])
+    assert "2 of 3" in caplog.text and sorted(store) == ["7", "a", "b"]
+    for name, ids in [("a", IDS[0]), (7, IDS[1]), ("b", IDS[2])]:
+        assert store[name].prompt_token_ids == ids and store[name].id == str(name) and name in store
+        close(store[name]["resid_post", 3], plain.run(ids).sites["resid_post", 3][-1:])
+    assert store["a"].request_id != "a"
+    with pytest.raises(CaptureError, match="has the id 'a' with another prompt"):
+        hf.collect([IDS[3]], plan=LAST, to=tmp_path, ids=["a"])
+
+
+def test_of_equal_prompts_each_counts_once(hf: LanguageModel, tmp_path: Path, caplog: Any) -> None:
+    one, other = IDS[:2]
+    assert len(hf.collect([one, one, other], plan=LAST, to=tmp_path)) == 3
+    store = hf.collect([other, one, one, one], plan=LAST, to=tmp_path)
+    assert "3 of 4" in caplog.text and names(store) == sorted([one, one, one, other])
+    assert len(hf.collect([one], plan=LAST, to=tmp_path)) == 4
+
+
+def test_a_text_and_its_tokens_are_one_prompt(hf: LanguageModel, tmp_path: Path, caplog: Any) -> None:
+    text = "The capital of France is"
+    spanned = Capture("resid_post", layers=3, positions=Span("France"))
+    hf.collect(text, plan=spanned, to=tmp_path)
+    (capture,) = hf.collect([hf.tokenizer(text)["input_ids"]], plan=spanned, to=tmp_path).values()
+    assert "1 of 1" in caplog.text and capture.positions["resid_post", 3] == [3]
+
+
+def test_prompts_are_submitted_in_parts(hf: LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is held for each prompt of a part goes before the next part: memory does not grow with the collection."""
+    parts: list[int] = []
+    really = LanguageModel._outputs
+    monkeypatch.setattr(collecting, "PART", 3)
+    monkeypatch.setattr(
+        LanguageModel, "_outputs", lambda self, invokes: parts.append(len(invokes)) or really(self, invokes)
+    )
+    store = hf.collect([[1, i] for i in range(8)], plan=LAST, to=tmp_path)
+    assert parts == [3, 3, 2] and len(store) == 8
+    assert next(iter(store.values())).prompt_token_ids == [1, 0]
+    assert hf.sinks.stats["requests"] == hf.sinks.stats["held_bytes"] == 0
+
+
+def test_rows_for_a_directory_are_not_kept_in_memory(
+    hf: LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen held: all rows of a call, until its end."""
+    held: list[int] = []
+    really = PlannedRow.captured
+    monkeypatch.setattr(
+        PlannedRow, "captured", lambda self, *given: held.append(len(self._segments)) or really(self, *given)
+    )
+    hf.collect(IDS, plan=LAST, to=tmp_path)
+    assert held == [0] * len(IDS)
+
+
+# ------------------------------------------------------------------------------------------------------ what is refused
+
+
+def test_a_directory_is_for_one_plan(hf: LanguageModel, tmp_path: Path) -> None:
+    hf.collect(IDS[:1], plan=[LAST, Capture("resid_post", layers=5)], to=tmp_path)
+    hf.collect(
+        IDS[:2], plan=Capture("resid_post", layers=[5, 3]), to=tmp_path, temperature=0.0
+    )  # the same, otherwise said
+    steer = Steer("resid_post", layers=1, vector=torch.ones(256))
+    for other in (LAST, Capture("resid_post", layers=[3, 5], positions="all_prompt"), [steer, LAST]):
+        with pytest.raises(CaptureError, match=r"captures of another plan.*another directory"):
+            hf.collect(IDS, plan=other, to=tmp_path)
+    hf.plan = steer
+    try:
+        with pytest.raises(CaptureError, match="captures of another plan"):
+            hf.collect(IDS, plan=Capture("resid_post", layers=[3, 5]), to=tmp_path)
+    finally:
+        hf.plan = None
+    assert len(open_captures(tmp_path)) == 2
+
+
+def test_sampling_parameters_count_where_generated_rows_are_captured(hf: LanguageModel, tmp_path: Path) -> None:
+    everything = Capture("resid_post", layers=3, positions="all")
+    hf.collect(IDS[:1], plan=everything, to=tmp_path, max_tokens=3, temperature=0.0)
+    with pytest.raises(CaptureError, match="other sampling parameters"):
+        hf.collect(IDS[:1], plan=everything, to=tmp_path, max_tokens=4, temperature=0.0)
+    with pytest.raises(ParameterError, match="max_tokens is 1, and the last generated token has no row"):
+        hf.collect(IDS[:1], plan=everything, to=tmp_path)
+    with pytest.raises(ParameterError, match="takes n=1"):
+        hf.collect(IDS[:1], plan=LAST, to=tmp_path, n=2)
+
+
+def test_a_directory_is_for_one_model(hf: LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hf.collect(IDS[:1], plan=LAST, to=tmp_path)
+    monkeypatch.chdir(Path(demo_model()).parent)
+    monkeypatch.setattr(hf, "model_name", Path(demo_model()).name)  # the same, from here
+    hf.collect(IDS[:1], plan=LAST, to=tmp_path)
+    monkeypatch.setattr(hf, "model_name", "somebody/else")
+    with pytest.raises(CaptureError, match=r"demo_model \(float32\), and this is somebody/else \(float32\)\. Give"):
+        hf.collect(IDS, plan=LAST, to=tmp_path)
+
+
+def test_a_directory_that_generate_writes_to_is_no_collections(hf: LanguageModel, tmp_path: Path) -> None:
+    hf.generate(IDS[:1], plan=Capture("resid_post", to=tmp_path), max_tokens=1)
+    with pytest.raises(CaptureError, match="that collect has not written"):
+        hf.collect(IDS, plan=LAST, to=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"plan": Steer("resid_post", vector=torch.ones(256))}, PlanError, "plan has no Capture"),
+        ({"plan": Capture("resid_post", to="elsewhere")}, PlanError, "Leave it out"),
+        ({"ids": ["a"]}, PromptError, "ids has 1 for 2 prompts"),
+        ({"ids": ["a", "a"]}, PromptError, "'a' more than once"),
+        ({"plan": Capture("resid_post", positions=2)}, PlanError, "Capture.positions is 2"),
+        ({"plan": Capture("resid_post", layers=99)}, PlanError, "layers"),
+    ],
+)
+def test_what_is_wrong_is_told_before_anything_runs(
+    hf: LanguageModel, tmp_path: Path, given: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        hf.collect([[1, 2, 3], [1, 2]], **{"plan": LAST, "to": tmp_path / "rows", **given})
+    assert not (tmp_path / "rows").exists()
+
+
+# --------------------------------------------------------------------------------- what writers leave when they are killed
+
+
+@contextmanager
+def left_by_the_dead(directory: Path) -> Iterator[dict[str, Path]]:
+    """A directory with a dead writer's request, a shard of it that no line refers to, and one half written; and a live writer's."""
+    code = f"""
+import os, sys
+import torch
+from midstream.capture.consumers import CaptureInfo, Collected
+from midstream.capture.directory import DirectorySink
+sink = DirectorySink({str(directory)!r})
+for name in ("listed", "unlisted"):
+    sink.begin(CaptureInfo(name, (1, 2)))
+    sink.rows(name, "resid_post", 0, [0, 1], torch.ones(2, 4))
+    sink.end(name, None)
+    if name == "listed":
+        sink.flush()
+sink._write(sink._ended)
+(sink._directory / f"{{sink.writer}}-00002.tmp").write_bytes(b"half")
+os.write(sink._index, b'{{"request": "torn", "eng')
+print(sink.writer, flush=True)
+os.kill(os.getpid(), 9)
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
+    assert done.returncode == -signal.SIGKILL
+    dead = done.stdout.strip()
+    with closing(DirectorySink(directory)) as live:
+        live.begin(CaptureInfo("live", (1,)))
+        live.rows("live", "resid_post", 0, [0], torch.ones(1, 4))
+        live._write(live._open.values())
+        (directory / f"{live.writer}-00001.tmp").write_bytes(b"being written")
+        yield {
+            "listed": directory / f"{dead}-00000.safetensors",
+            "orphan": directory / f"{dead}-00001.safetensors",
+            "half": directory / f"{dead}-00002.tmp",
+            "live": directory / f"{live.writer}-00000.safetensors",
+            "live half": directory / f"{live.writer}-00001.tmp",
+        }
+        live.end("live", None)
+
+
+def test_orphans_of_the_dead_are_removed_and_nothing_of_the_living(tmp_path: Path) -> None:
+    with left_by_the_dead(tmp_path) as files:
+        assert all(path.exists() for path in files.values())
+        assert list(open_captures(tmp_path)) == ["listed"]  # readers pass over the rest
+        remove_orphans(tmp_path)
+        assert [name for name, path in files.items() if path.exists()] == ["listed", "live", "live half"]
+        assert open_captures(tmp_path)["listed"]["resid_post", 0].shape == (2, 4)
+    assert set(open_captures(tmp_path)) == {"listed", "live"}
+    remove_orphans(tmp_path)  # the live one has ended, with a file that it did not mean to leave
+    assert [name for name, path in files.items() if path.exists()] == ["listed", "live"]
+    assert open_captures(tmp_path)["live"]["resid_post", 0].shape == (1, 4)
+
+
+def test_orphans_stay_where_the_dead_cannot_be_told_from_the_living(tmp_path: Path) -> None:
+    """Of another host, and where a line cannot be read."""
+    stored(tmp_path, "a")
+    (index,) = tmp_path.glob("index-*")
+    writer = index.stem.removeprefix("index-")
+    orphan = tmp_path / f"{writer}-00007.safetensors"
+    orphan.write_bytes(b"")
+    text = index.read_bytes()
+    index.write_bytes(text + b'{"reque\n')
+    remove_orphans(tmp_path)
+    assert orphan.exists()
+    date, clock, _, *rest = writer.split("-")
+    elsewhere = "-".join([date, clock, "elsewhere", *rest])
+    index.write_bytes(text)
+    index.rename(tmp_path / f"index-{elsewhere}.jsonl")
+    orphan = orphan.rename(tmp_path / f"{elsewhere}-00007.safetensors")
+    remove_orphans(tmp_path)
+    assert orphan.exists()
+
+
+def test_a_repeated_collection_removes_orphans(hf: LanguageModel, tmp_path: Path) -> None:
+    hf.collect(IDS[:1], plan=LAST, to=tmp_path)
+    with closing(DirectorySink(tmp_path)) as sink:
+        orphan = tmp_path / f"{sink.writer}-00000.safetensors"
+        orphan.write_bytes(b"")
+    hf.collect(IDS[:2], plan=LAST, to=tmp_path)
+    assert not orphan.exists() and len(open_captures(tmp_path)) == 2
+
+
+def test_a_prompt_whose_shard_is_gone_is_run_again(hf: LanguageModel, tmp_path: Path, caplog: Any) -> None:
+    hf.collect(IDS[:1], plan=LAST, to=tmp_path, ids=["a"])
+    (gone,) = tmp_path.glob("*.safetensors")
+    hf.collect(IDS[1:2], plan=LAST, to=tmp_path, ids=["b"])
+    gone.unlink()
+    store = hf.collect(IDS[:2], plan=LAST, to=tmp_path, ids=["a", "b"])
+    assert "1 of 2" in caplog.text and sorted(store) == ["a", "b"]
+    assert store["a"]["resid_post", 3].shape == store["b"]["resid_post", 3].shape
+
+
+def test_a_prompt_that_failed_is_run_again(hf: LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    really = DirectorySink.rows
+
+    def rows(self: Any, request_id: str, *rest: Any, **named: Any) -> None:
+        if self._open[request_id].info.prompt_token_ids == tuple(IDS[1]):
+            raise OSError("no room")
+        really(self, request_id, *rest, **named)
+
+    monkeypatch.setattr(DirectorySink, "rows", rows)
+    with pytest.raises(CaptureError, match="no room"):
+        hf.collect(IDS, plan=LAST, to=tmp_path, ids=list("abcd"))
+    there = open_captures(tmp_path)
+    assert list(there) == ["a", "c", "d"] and list(there.failed) == ["b"]
+    monkeypatch.setattr(DirectorySink, "rows", really)
+    store = hf.collect(IDS, plan=LAST, to=tmp_path, ids=list("abcd"))
+    assert sorted(store) == list("abcd") and store.failed == {}
+
+
+def test_a_line_that_is_no_object_is_passed_over(tmp_path: Path, caplog: Any) -> None:
+    stored(tmp_path, "a")
+    (index,) = tmp_path.glob("index-*")
+    index.write_bytes(index.read_bytes() + b"17\n[]\n")
+    assert list(open_captures(tmp_path)) == ["a"] and caplog.text.count("passed over") == 2
+
+
+# ------------------------------------------------------------------------------------------------------ what is killed
+
+
+LONG_AGO = 2.0  # seconds: more than ended requests wait for each other, and a flush takes
+
+
+def killed(mode: str, directory: Path) -> list[str]:
+    """Run a collection, and kill it with all its processes; which of its requests had ended long before."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    with (directory / "errors").open("w") as errors:
+        process = subprocess.Popen(
+            [sys.executable, collect_script.__file__, mode, str(directory)],
+            start_new_session=True,
+            stdout=errors,
+            stderr=errors,
+            env=environment,
+        )
+    try:
+        deadline = time.monotonic() + 300
+        while len(ended_before(directory, time.time() - LONG_AGO)) < 40:
+            assert process.poll() is None and time.monotonic() < deadline, (directory / "errors").read_text()[-3000:]
+            time.sleep(0.02)
+    finally:
+        killed_at = time.time()
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return ended_before(directory, killed_at - LONG_AGO)
+
+
+def ended_before(directory: Path, when: float) -> list[str]:
+    if not (directory / "ended").exists():
+        return []
+    lines = [line.split() for line in (directory / "ended").read_text().splitlines()]
+    return [name for ended, name in lines if float(ended) < when]
+
+
+def check_what_is_left(directory: Path, long_ended: list[str], plain: Plain) -> Store:
+    """All that had ended long before is there, as transformers has it."""
+    store = open_captures(directory / "rows")
+    there = {capture.request_id for capture in store.values()}
+    assert len(set(long_ended) - there) <= 2, (len(long_ended), len(there))
+    check_values(list(store.values())[:: max(1, len(store) // 4)], plain)
+    return store
+
+
+def check_values(captures: Any, plain: Plain) -> None:
+    for capture in captures:
+        prompt = capture.prompt_token_ids
+        tokens = [*prompt, *plain.generate(prompt, GENERATED)]
+        sites = plain.run(tokens[:-1]).sites
+        for layer in (2, 5):
+            close(capture["resid_post", layer], sites["resid_post", layer])
+            assert capture.positions["resid_post", layer] == list(range(len(prompt) + GENERATED - 1))
+
+
+def check_the_rest(model: Any, directory: Path, there: int, plain: Plain, caplog: Any) -> None:
+    """Run again, it says how many it skips, and then each prompt is there once."""
+    assert there < collect_script.COUNT
+    store = model.collect(prompts(), plan=plan(), to=directory / "rows", **PARAMS)
+    assert f"{there} of {collect_script.COUNT} prompts" in caplog.text
+    assert names(store) == sorted(prompts())
+    assert not list((directory / "rows").glob("*.tmp"))
+    check_values(list(store.values())[there::50], plain)
+
+
+@pytest.mark.slow
+def test_a_killed_collection_on_transformers_goes_on(
+    hf: LanguageModel, plain: Plain, tmp_path: Path, caplog: Any
+) -> None:
+    there = len(check_what_is_left(tmp_path, killed("hf", tmp_path), plain))
+    check_the_rest(hf, tmp_path, there, plain, caplog)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("mode", ["async", "stock"])
+def test_what_had_ended_is_left_of_other_engines(mode: str, plain: Plain, tmp_path: Path) -> None:
+    """An async one, and one that writes itself."""
+    check_what_is_left(tmp_path, killed(mode, tmp_path), plain)
+    said = (
+        f"5 of {collect_script.COUNT} prompts are in {tmp_path / 'rows'} already" in (tmp_path / "errors").read_text()
+    )
+    assert said == (mode == "async")  # which was called twice
+
+
+@pytest.mark.engine
+def test_a_killed_collection_on_vllm_goes_on(
+    request: pytest.FixtureRequest, plain: Plain, tmp_path: Path, caplog: Any
+) -> None:
+    there = len(check_what_is_left(tmp_path, killed("collect", tmp_path), plain))
+    check_the_rest(request.getfixturevalue("engine"), tmp_path, there, plain, caplog)
+
+
+@pytest.mark.engine
+def test_requests_end_with_the_tokens_that_the_client_has_seen(engine: VLLM, tmp_path: Path) -> None:
+    """Stop strings, which the client finds, and samples that end at different tokens."""
+    kept = Capture("resid_post", layers=2, positions="all", to=(None, tmp_path))
+    random = {"temperature": 2.0, "seed": 2, "ignore_eos": True}
+    given = ["The capital of France is", "The Eiffel Tower is in the city of"] * 4
+    outputs = engine.generate(given, plan=kept, max_tokens=24, n=2, stop=["o", "u"], **random)
+    counts = [len(sample.token_ids) for output in outputs for sample in output.outputs]
+    store = open_captures(tmp_path)
+    assert len(store) == 16 and len(set(counts)) > 1
+    for output in outputs:
+        for index, (sample, captured) in enumerate(zip(output.outputs, output.captures, strict=True)):
+            positions = list(range(len(output.prompt_token_ids) + len(sample.token_ids) - 1))
+            written = store[f"{index}_{output.request_id}"]
+            assert written.positions["resid_post", 2] == captured.positions["resid_post", 2] == positions
+            assert torch.equal(written["resid_post", 2], captured["resid_post", 2])
+
+
+@pytest.mark.engine
+def test_a_prompt_that_is_too_long_is_told_by_its_id(engine: VLLM, tmp_path: Path) -> None:
+    with pytest.raises(
+        PromptError, match="The prompt 'b' has 600 tokens; the engine's max_model_len leaves room for 511"
+    ):
+        engine.collect([[1, 2], [1] * 600], plan=LAST, to=tmp_path / "rows", ids=["a", "b"])
+    assert not (tmp_path / "rows").exists()

@@ -1,0 +1,31 @@
+"""The suites of traces and plans, written for one rank, pass unchanged on several (rows C1, C12, D7, E10, E12)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import ranks
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("sizes", list(ranks.SIZES))
+def test_c1_d7_suites_of_one_rank_pass_on_several(sizes: str, request: pytest.FixtureRequest) -> None:
+    if request.config.getoption("--ranks") is not None:
+        pytest.skip("it is what --ranks does")
+    options = ["-q", "-x", "--ranks", sizes, "-k", "not hf", "-p", "no:cacheprovider", "--timeout=300"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *ranks.SUITES],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=800,
+    )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

@@ -1,0 +1,47 @@
+"""Engines on the bundled model, and what is left alive on their workers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+if TYPE_CHECKING:
+    from midstream import VLLM
+
+ENGINE: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 16, "gpu_memory_utilization": 0.2}
+RANKS: dict[str, int] = {}  # what `--ranks` makes of every engine
+
+
+def start(**arguments: Any) -> VLLM:
+    """An engine on the bundled model."""
+    from forked import forked
+
+    from midstream import VLLM, demo_model
+
+    with forked() if RANKS else contextlib.nullcontext():
+        return VLLM(demo_model(), **{**ENGINE, **RANKS, **arguments})
+
+
+def alive(model: VLLM, seconds: float = 5.0) -> list[dict[str, int]]:
+    """What is left on the workers.
+
+    The client has its results a moment before the sender counts them as gone, and outputs a step before the workers hear of the end of
+    requests that nobody waits for rows of. Of several ranks, the last to hear of an end may be behind the client.
+    """
+    passing = {"queued_bytes", "plans", "profiles", "plan_hooks", "leases", "consumer_bytes"}
+    deadline = time.monotonic() + seconds
+    while True:
+        gauges = [
+            {g: n for g, n in worker.items() if n and not g.endswith(("_steps", "_growths", "_failures"))}
+            for worker in model.gauges()
+        ]
+        if not any(gauges) or (len(gauges) == 1 and set(gauges[0]) - passing) or time.monotonic() > deadline:
+            return [g for g in gauges if g]
+        time.sleep(0.01)

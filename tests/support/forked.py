@@ -1,0 +1,91 @@
+"""Engines of several ranks whose processes are forked: they start in seconds, where spawned ones import everything anew.
+
+The process of the tests has threads (OpenMP's, other engines'), and a fork of it may wait forever for one that the child does not have. So
+its engines are forked from a server that has imported what they need and done nothing else; the workers, from the engine. A script of which
+an engine is all can do without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterator
+from multiprocessing import context, forkserver
+from typing import Any
+from unittest import mock
+
+IMPORTS = [
+    "vllm.entrypoints.llm",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.executor.multiproc_executor",
+    "midstream.engine.worker",
+]
+
+
+class _Engine(context.ForkServerProcess):
+    """A process with the environment of the one that starts it; the server has what it had when it began."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._environment = dict(os.environ)
+
+    def run(self) -> None:
+        import torch
+
+        os.environ.update(self._environment)
+        torch.set_num_threads(1)  # its workers', too: they share the cores
+        with _contexts(multiprocessing.get_context("fork")):
+            super().run()
+
+
+class _FromServer(context.ForkServerContext):
+    Process = _Engine
+
+
+@contextlib.contextmanager
+def _contexts(chosen: context.BaseContext) -> Iterator[None]:
+    """Within the block vLLM makes its processes so."""
+    import vllm.utils.system_utils as system
+    import vllm.v1.engine.utils as engines
+    import vllm.v1.executor.multiproc_executor as executor
+
+    with contextlib.ExitStack() as stack:
+        for place in (system, engines, executor):
+            if hasattr(place, "get_mp_context"):
+                stack.enter_context(mock.patch.object(place, "get_mp_context", lambda: chosen))
+        yield
+
+
+_inside = False
+
+
+@contextlib.contextmanager
+def forked(server: bool = True) -> Iterator[None]:
+    """Within the block vLLM forks its processes. `server`: not from this one, but from a server; the outermost block decides."""
+    global _inside
+    if _inside:
+        yield
+        return
+    _inside = True
+    try:
+        with _contexts(_from_server() if server else multiprocessing.get_context("fork")):
+            yield
+    finally:
+        _inside = False
+
+
+def _from_server() -> context.BaseContext:
+    forkserver.set_forkserver_preload(IMPORTS)
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path))):
+        forkserver.ensure_running()
+    return _FromServer()
+
+
+def start_ranks(**arguments: Any) -> Any:
+    """A forked engine on the bundled model; `pipeline_parallel_size` and `tensor_parallel_size` as for vLLM."""
+    from engines import start
+
+    with forked():
+        return start(**{"enforce_eager": True, "gpu_memory_utilization": 0.1, **arguments})
