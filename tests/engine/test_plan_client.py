@@ -267,7 +267,7 @@ def test_d5_a_stalled_sink_fails_its_request_and_the_engine_goes_on(
         [Capture("resid_post", layers=2, to=(None, stall))],
         [Capture("resid_post", layers=2, to=(None, lambda *a: rows.append(1)))],
     ]
-    with pytest.raises(CaptureError, match="has not come back") as caught:
+    with pytest.raises(CaptureError, match="has not returned") as caught:
         engine.generate([FRANCE, EIFFEL], plan=plans, max_tokens=2, **GREEDY)
     free.set()
     assert rows == [1]

@@ -19,7 +19,7 @@ import torch
 
 from midstream.errors import EngineClosedError, MidstreamError, NeverReachedError, StageFailedError, TraceError
 from midstream.ranks.link import Link
-from midstream.transport import codec as wire
+from midstream.transport import wire
 
 torch.set_num_threads(1)
 

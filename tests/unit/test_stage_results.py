@@ -23,7 +23,9 @@ from midstream.runtime.local import LocalSinks
 from midstream.runtime.trace_request import users_id
 from midstream.trace.program import Failure, Outcome
 from midstream.trace.tracer import Result
-from midstream.transport.results import Mailbox, Receiver, Sender
+from midstream.transport.mailbox import Mailbox
+from midstream.transport.receiver import Receiver
+from midstream.transport.sender import Sender
 
 KEY = ("trace", 0)
 

@@ -7,9 +7,8 @@ import threading
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from midstream.errors import MidstreamError, TraceError
+from midstream.errors import MidstreamError, TraceError, UnsendableError
 from midstream.sites import Ref
-from midstream.transport.codec import UnsendableError
 from midstream.transport.mailbox import Message
 
 

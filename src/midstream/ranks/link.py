@@ -22,14 +22,20 @@ import weakref
 from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any
 
-from midstream.errors import EngineClosedError, MidstreamError, NeverReachedError, StageFailedError, TraceError
+from midstream.errors import (
+    ChannelClosedError,
+    EngineClosedError,
+    MidstreamError,
+    NeverReachedError,
+    StageFailedError,
+    TraceError,
+)
 from midstream.ranks.fetch import Fetch
 from midstream.ranks.published import Held, KnownBody, Published, Request, hold, move_to_host
 from midstream.sites import Ref, follow
-from midstream.transport import codec as wire
-from midstream.transport.codec import ChannelClosedError
+from midstream.transport import wire
 from midstream.transport.mailbox import Message
-from midstream.transport.results import Receiver
+from midstream.transport.receiver import Receiver
 from midstream.transport.sender import Sender
 
 __all__ = ["Fetch", "Link"]

@@ -11,12 +11,11 @@ import numpy as np
 import torch
 
 from midstream.capture.consumers import find_consumer
-from midstream.errors import CaptureError, PlanError
+from midstream.errors import CaptureError, ChannelClosedError, PlanError
 from midstream.plan.layout import Layout
 from midstream.plan.values import Consumer, Plan
 from midstream.runtime.local import LocalSinks
 from midstream.runtime.plan_request import PlanRequest
-from midstream.transport.codec import ChannelClosedError
 from midstream.transport.sender import Sender
 
 _log = logging.getLogger(__name__)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 
+from midstream.errors import ChannelClosedError
 from midstream.runtime.trace_request import TraceRequest
 from midstream.trace.program import Outcome
-from midstream.transport.codec import ChannelClosedError
 from midstream.transport.sender import Sender
 
 _log = logging.getLogger(__name__)
