@@ -1,4 +1,4 @@
-"""What the scheduler does with a request whose plan the worker refuses (D8). No engine: vLLM's own scheduler is given the verdicts."""
+"""What the scheduler does with a request whose plan the worker refuses (D8). No engine: vLLM's own scheduler is told which requests end."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from midstream.errors import PlanError  # noqa: E402
 from midstream.plan.values import Named, Plan  # noqa: E402
 from midstream.plan.wire import to_json, to_wire  # noqa: E402
 from midstream.runtime.plan_request import PlanRequest, packed  # noqa: E402
+from midstream.runtime.step import StepEnds  # noqa: E402
 from midstream.runtime.trace_request import TraceRequest  # noqa: E402
-from midstream.runtime.verdict import Verdict  # noqa: E402
 from midstream.settings import Settings  # noqa: E402
 
 BLOCK, BUDGET, PROMPT = 16, 32, 100
@@ -82,7 +82,7 @@ def planned(name: str, *edits: Steer, tokens: int = PROMPT, **params: Any) -> Re
     return Request(name, list(range(10, 10 + tokens)), sampling, None, block_hasher=hasher)
 
 
-def finish(scheduler: Any, step: Any, verdict: Verdict | None = None) -> list[Any]:
+def finish(scheduler: Any, step: Any, ends: StepEnds | None = None) -> list[Any]:
     """The outputs of a step in which no prompt came to its end."""
     names = list(step.num_scheduled_tokens)
     output = ModelRunnerOutput(
@@ -93,15 +93,15 @@ def finish(scheduler: Any, step: Any, verdict: Verdict | None = None) -> list[An
         prompt_logprobs_dict={},
         pooler_output=[],
     )
-    if verdict is not None:
-        output.midstream = verdict  # type: ignore[attr-defined]
+    if ends is not None:
+        output.midstream = ends  # type: ignore[attr-defined]
     return [each for client in scheduler.update_from_output(step, output).values() for each in client.outputs]
 
 
 def refuse(scheduler: Any) -> list[Any]:
     scheduler.add_request(planned("bad", min_tokens=3))
     first, second = scheduler.schedule(), scheduler.schedule()  # the second is in flight when the first comes back
-    outputs = finish(scheduler, first, Verdict(errors={"bad": REASON}))
+    outputs = finish(scheduler, first, StepEnds(errors={"bad": REASON}))
     assert finish(scheduler, second) == []
     return outputs
 
@@ -198,7 +198,7 @@ def test_e3_the_kv_of_a_plan_that_may_be_refused_is_nobodys_until_it_is_taken(sc
     step = scheduler.schedule()
     assert planned("a", edit, GONE).block_hashes == planned("b", edit).block_hashes
     assert [begun.num_computed_tokens for begun in step.scheduled_new_reqs] == [0, 0]
-    (output,) = finish(scheduler, step, Verdict(errors={"bad": REASON}))
+    (output,) = finish(scheduler, step, StepEnds(errors={"bad": REASON}))
     assert output.request_id == "bad"
     assert cached(scheduler, "again", edit) == BLOCK  # the good one's
     assert cached(scheduler, "with the name", edit, GONE) == BLOCK
@@ -224,7 +224,7 @@ def test_e3_a_plan_that_is_refused_though_it_was_taken_before_leaves_nothing(sch
     scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
     assert scheduler.reset_prefix_cache()
     scheduler.add_request(planned("bad", edit, tokens=SHORT))
-    finish(scheduler, scheduler.schedule(), Verdict(errors={"bad": REASON}))
+    finish(scheduler, scheduler.schedule(), StepEnds(errors={"bad": REASON}))
     assert cached(scheduler, "good", edit) == 0
 
 
@@ -233,7 +233,7 @@ def test_e3_what_ends_before_its_plan_is_judged_leaves_nothing(scheduler: Any) -
     scheduler.add_request(planned("bad", edit, GONE, tokens=SHORT))
     step = scheduler.schedule()
     scheduler.finish_requests("bad", RequestStatus.FINISHED_ABORTED)
-    assert finish(scheduler, step, Verdict(errors={"bad": REASON})) == []
+    assert finish(scheduler, step, StepEnds(errors={"bad": REASON})) == []
     assert cached(scheduler, "good", edit) == 0
     assert cached(scheduler, "again", edit) == BLOCK and not scheduler._held
 

@@ -19,7 +19,7 @@ from midstream.errors import EngineClosedError, InterventionError, StageFailedEr
 from midstream.plan.layout import Layout, Plane
 from midstream.plan.values import Capture, Plan
 from midstream.ranks.merge import Absent
-from midstream.runtime.local import LocalSinks
+from midstream.runtime.captures import LocalSinks
 from midstream.runtime.trace_request import users_id
 from midstream.trace.program import Failure, Outcome
 from midstream.trace.tracer import Result

@@ -13,7 +13,8 @@ from torch import nn
 
 from midstream.arch import Architecture
 from midstream.errors import SourceUnavailableError, StageFailedError, text_of
-from midstream.ranks.link import Fetch, Link
+from midstream.ranks.link import Link
+from midstream.ranks.published import Fetch
 from midstream.trace.body import CALL, Body, StopTrace
 from midstream.trace.interleaver import LAST_POINTS
 from midstream.trace.remote import Place
@@ -197,7 +198,7 @@ class Stages:
                 waived[stage][body].append(number)
         for stage, numbers in waived.items():
             self.link.waive(stage, numbers)
-        self.link.spill()
+        self.link.end_step()
 
     def fetch(self, place: Place) -> Fetch:
         """Ask for another stage's value. Returns at once."""

@@ -19,12 +19,10 @@ from midstream.errors import (
     TracesNotAllowedError,
 )
 from midstream.ranks.stages import Stages
-from midstream.runtime.finite import StepRows
 from midstream.runtime.points import trace_keys, tree_at
-from midstream.runtime.reports import Reports
-from midstream.runtime.step import Scheduled, StepView
+from midstream.runtime.step import FiniteCheck, Scheduled, StepView
 from midstream.runtime.trace_request import TraceRequest
-from midstream.runtime.traced import TracedGroup, TracedRequest
+from midstream.runtime.trace_state import Reports, TracedGroup, TracedRequest
 from midstream.sites import NotFinite, Point
 from midstream.trace.body import Body, is_in_body
 from midstream.trace.envoy import Envoy, ModelEnvoy
@@ -80,7 +78,7 @@ class TraceHost:
         self._in_step: list[tuple[Scheduled, TracedRequest]] = []
         self._expects_logits = False
         self._sent = 0
-        self.step_rows: StepRows | None = None  # of the step that is being sampled
+        self.finite_check: FiniteCheck | None = None  # of the step that is being sampled
 
     # From the worker.
 
@@ -378,9 +376,11 @@ class TraceHost:
 
     def _fail_not_finite(self) -> None:
         """End the traces whose requests have left the finite range in this step."""
-        if self.step_rows is None or not any(journal for _, request in self._in_step for journal in request.journals):
+        if self.finite_check is None or not any(
+            journal for _, request in self._in_step for journal in request.journals
+        ):
             return  # a trace that writes nothing need not wait for the device
-        for name, at in self.step_rows.not_finite().items():
+        for name, at in self.finite_check.not_finite().items():
             if (request := self._requests.get(name)) is not None:
                 for body_name in request.open_bodies:
                     body = self.interleaver.bodies[body_name]

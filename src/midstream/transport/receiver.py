@@ -293,7 +293,12 @@ def _apart(message: Message, keys: Sequence[Hashable]) -> list[Message]:
     values = message.load()
     if isinstance(values, UnsendableError):
         values = [({"key": key}, values) for key in keys]
-    return [Message(header, message.size // len(keys), lambda value=value: value) for header, value in values]
+    size = message.size // len(keys)
+    return [Message(header, size, _already(value)) for header, value in values]
+
+
+def _already(value: Any) -> Callable[[], Any]:
+    return lambda: value
 
 
 def _listen_unix(name: str) -> socket.socket:
