@@ -439,3 +439,27 @@ def test_a_request_that_a_consumer_cannot_begin_is_said_to_fail_once(caplog):
     assert captures.gauges() == {"capture_failures": 1, "consumer_bytes": 0, "consumer_blocked_ms": 0}
     assert [record.levelname for record in caplog.records] == ["ERROR"] and "nobody-has-this" in caplog.text
     assert taken == [("good", [0]), ("good", [1]), ("good", [2])]
+
+
+@pytest.mark.parametrize("speaks", [True, False])
+@pytest.mark.parametrize("mailbox", [("key", 0), None], ids=["client", "consumers here"])
+def test_d7_one_tensor_parallel_rank_of_a_stage_sends_the_rows(speaks, mailbox):
+    """The other ranks have the same rows and send none, to nobody."""
+    taken, sent = [], []
+    sinks = LocalSinks("engine", LAYERS, range(LAYERS))
+    sender = SimpleNamespace(send_together=sent.extend)
+    captures = CaptureSender(lambda: sender, lambda: sinks, 0, speaks)
+    plan = Plan.of(Capture("resid_post", layers=0, positions="all_prompt", to=lambda *row: taken.append(row[3])))
+    layout = Layout([Plane("resid_post", 0, "before", 0, WIDTH)])
+    carried = PlanRequest(b"", capture=mailbox)
+    pieces = [Piece(0, layout, torch.zeros(len(PROMPT), WIDTH), 0, len(PROMPT))]
+    for name in ("ends", "fails"):
+        captures.begin(name, carried, plan, PROMPT)
+    captures.end("ends", carried, 4, pieces)
+    captures.fail("fails", carried, "no more")
+    captures.flush()
+    captures.close()
+    sinks.close()
+    assert taken == ([[0, 1, 2]] if speaks and mailbox is None else [])
+    told = [(header["request"], header["final"], value["error"]) for header, value in sent]
+    assert told == ([("ends", True, None), ("fails", True, "no more")] if speaks and mailbox is not None else [])
