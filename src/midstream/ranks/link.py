@@ -169,7 +169,7 @@ class Link:
                 identity = next(self._ids)
                 self._open[identity] = fetch
         if not fetch.done:
-            self._post(peer, {"kind": "want", "id": identity, "body": body, "number": number, "ref": ref})
+            self._post(peer, {"kind": "fetch", "id": identity, "body": body, "number": number, "ref": ref})
         return fetch
 
     def waive(self, peer: int, numbers: Mapping[str, Collection[int]]) -> None:
@@ -250,7 +250,7 @@ class Link:
             self._open.clear()
             self._bodies.clear()
         for fetch in fetches:
-            fetch.fail(EngineClosedError(f"the engine was closed before rank {fetch.wanted[0]} had sent a value."))
+            fetch.fail(EngineClosedError(f"the engine was closed before rank {fetch.address[0]} had sent a value."))
         for sender in self._senders.values():
             sender.close(timeout=_CLOSE_SECONDS)
         self._receiver.close()
@@ -263,7 +263,7 @@ class Link:
 
         self._receiver.serve(peer, self._sender_name(peer), handle, lambda: self._lose(peer))
 
-    def _on_want(self, peer: int, header: dict[str, Any], _: Message) -> None:
+    def _on_fetch(self, peer: int, header: dict[str, Any], _: Message) -> None:
         request, body, number = Request(peer, header["ref"], header["id"]), header["body"], header["number"]
         with self._lock:
             known = self._known(body)
@@ -292,7 +292,7 @@ class Link:
             known = self._under_way(body)
             if known is None:
                 return
-            waiting = [id for id, fetch in self._open.items() if fetch.wanted == (peer, body, number, ref)]
+            waiting = [id for id, fetch in self._open.items() if fetch.address == (peer, body, number, ref)]
             fetches = [self._open.pop(id) for id in waiting]
             if not fetches:
                 known.keep_ahead(peer, number, ref, place, message)
@@ -334,7 +334,7 @@ class Link:
         """The peer is gone."""
         with self._lock:
             self._gone.add(peer)
-            lost = [id for id, fetch in self._open.items() if fetch.wanted[0] == peer]
+            lost = [id for id, fetch in self._open.items() if fetch.address[0] == peer]
             fetches = [self._open.pop(id) for id in lost]
             for body, known in list(self._bodies.items()):
                 known.forget_requests(peer)
@@ -384,7 +384,7 @@ class Link:
                     self._forget(body, reason)
                 else:
                     self._forget_if_over(body, known)
-            mine = [id for id, fetch in self._open.items() if fetch.wanted[1] in bodies]
+            mine = [id for id, fetch in self._open.items() if fetch.address[1] in bodies]
             fetches = [self._open.pop(id) for id in mine]
         for fetch in fetches:
             fetch.fail(reason)

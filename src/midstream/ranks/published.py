@@ -169,12 +169,12 @@ class Fetch:
     """A value that was requested from another rank. Made by `Link.fetch`.
 
     Attributes:
-        wanted: rank, body, number and part of the value.
+        address: rank, body, number and part of the value.
         done: whether `wait` returns at once: the value is here, or an error.
     """
 
     def __init__(self, peer: int, body: str, number: int, ref: Ref, answered: threading.Condition) -> None:
-        self.wanted = (peer, body, number, ref)
+        self.address = (peer, body, number, ref)
         self.done = False
         self._answered = answered
         self._message: Message | None = None
@@ -217,7 +217,7 @@ class Fetch:
         unsendable = _unsendable(self._value)
         if unsendable is not None:
             self._error = TraceError(
-                f"a value of type {unsendable.type_name} lies on rank {self.wanted[0]} and cannot be brought here, where the "
+                f"a value of type {unsendable.type_name} lies on rank {self.address[0]} and cannot be brought here, where the "
                 f"trace uses it ({unsendable.reason}); use what it holds, such as its tensors, instead."
             )
         elif header.get("failed"):

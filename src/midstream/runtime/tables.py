@@ -132,7 +132,7 @@ class Tables:
         self.edit(point, hidden, residual)
 
     def take_overflow(self, hidden_TH: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object]]:
-        """Which rows of the step have left the finite range: the codes of `finite.StepRows`, and what waits for them.
+        """Which rows of the step have left the finite range: the codes of `step.FiniteCheck`, and what waits for them.
 
         Args:
             hidden_TH: `[T, H]`, the rows at the end of the forward.
