@@ -15,8 +15,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from midstream.plan.compile import CompiledPlan, Op, Profile
+from midstream.plan.compile import CompiledPlan, Profile
 from midstream.plan.layout import Layout, Plane
+from midstream.plan.ops.edit import Op
 from midstream.runtime.cpu_tables import TwinTables
 from midstream.runtime.tables import DeviceTables, Rows, Tables
 
@@ -56,6 +57,8 @@ def compiled(ops_of_profiles: list[dict[Any, list[Op]]], bank: list[torch.Tensor
 
 
 def op(kind: str, vector: int = -1, mask: int = -1, a: float = 0.0, b: float = 0.0, c: float = 0.0) -> Op:
+    if kind == "norm_steer":
+        kind, b = "steer", 1.0
     return Op(kind, vector, mask, a, b, c, 0)
 
 
@@ -68,9 +71,9 @@ def exact(x: torch.Tensor, ops: list[Op], bank: list[torch.Tensor]) -> torch.Ten
             h = (1 - weight) * h + weight * bank[o.vector].double()
     base = h.clone()
     for o in ops:
-        if o.kind == "steer":
+        if o.kind == "steer" and not o.b:
             h = h + o.a * bank[o.vector].double()
-        if o.kind == "norm_steer":
+        if o.kind == "steer" and o.b:
             h = h + o.a * base.norm() * bank[o.vector].double()
     for o in ops:
         if o.kind == "clamp":

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from midstream.errors import PlanError
-from midstream.plan.canonical import normal
 from midstream.plan.positions import captured_positions
 from midstream.plan.values import Plan
 from midstream.runtime.outlet import Piece
@@ -38,7 +37,7 @@ def recorded(
         pieces: all rows that were captured here.
         size: bytes of an element.
     """
-    captures = normal(plan, num_layers, length).captures
+    captures = plan.normal(num_layers, length).captures
     positions = captured_positions(captures[0].positions, length).prompt.tolist()
     points = frozenset((capture.site, capture.layers[0]) for capture in captures)
     sizes = (len(positions) * size * sum(widths.get(point, 0) for point in points) for widths in pipeline.each)
