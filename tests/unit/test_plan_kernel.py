@@ -168,6 +168,29 @@ def run(tables: Tables, plan: CompiledPlan, case: dict[str, Any]) -> tuple[dict[
     return results, kept
 
 
+def test_an_edit_from_outside_the_package_runs_in_the_kernel() -> None:
+    """K1: `toy_op.Scale` after a steer and before a capture: `h = factor * (h + v)`, in both streams' sum."""
+    generator = torch.Generator().manual_seed(3)
+    x, residual, v = (torch.randn(4, 40, generator=generator) for _ in range(3))
+    mask = (torch.arange(40) % 3 == 0).float()
+    ops = [op("steer", 0, a=1.0), op("scale", a=-1.5), op("scale", 1, a=3.0, b=1.0), op("capture")]
+    plan = compiled([{POINTS[0]: ops}], [v[0], mask], 40)
+    case = {
+        "profiles": [1],
+        "rows": [0, 1, 1, 0],
+        "x": x,
+        "residual": residual,
+        "dtype": torch.float32,
+        "batch_axis": False,
+    }
+    wanted = -1.5 * (x + residual + v[0]) * (1 + 2 * mask)
+    for tables in (DeviceTables(POINTS, 64, DEVICE), TwinTables(POINTS, DEVICE)):
+        results, _ = run(tables, plan, case)
+        hidden, second = (t.cpu() for t in results[POINTS[0]])
+        assert torch.equal(hidden[0], x[0]) and torch.equal(second[3], residual[3])
+        assert torch.allclose((hidden + second)[1:3], wanted[1:3], rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.slow
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(batches())

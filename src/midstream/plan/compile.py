@@ -218,10 +218,7 @@ class _Bank:
 
     def op(self, edit: Edit) -> Op:
         """The op of an edit in normal form; a plan may have the same one at many positions."""
-        place = edit.place_fields
-        key = (edit.kind, *(_short(value) for name, value in vars(edit).items() if name not in place))
-        if any(isinstance(value, RecordedRun) for _, value in edit.values()):
-            key = (*key, edit.run_row())
+        key = (*edit.what(), edit.run_row()) if edit.reads_run else edit.what()
         if key not in self._ops:
             given = dict(edit.values())
             first, second = (
@@ -270,10 +267,6 @@ class _Bank:
                 field, f"of shape {shape}", f"[{self._width(site, layer)}], the width of {site} at layer {layer}"
             )
         return index
-
-
-def _short(value: Any) -> Any:
-    return value.id if isinstance(value, RecordedRun) else value  # which is long to hash
 
 
 class _Profiles:

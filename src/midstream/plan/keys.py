@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 from midstream.plan.normal import SITE_ORDER, encoded
 from midstream.plan.ops.edit import Edit, changed, point_of, position_of
 from midstream.plan.positions import captured_positions
-from midstream.plan.runs import RecordedRun
 from midstream.plan.values import Plan
 from midstream.plan.vectors import Named, digest
 
@@ -112,15 +111,10 @@ def _order(edit: Edit) -> tuple[int, int, int, str]:
 
 def _text(edit: Edit, nonces: dict[str, str], texts: dict[Any, str]) -> str:
     """What an edit does to a row, in short; `texts` remembers, for a plan may have the same edit at many positions."""
-    key = (edit.kind, *(_short(value) for field, value in vars(edit).items() if field not in edit.place_fields))
+    key = edit.what()
     if key not in texts:
         texts[key] = digest(_written(edit, nonces).encode())
-    reads_run = any(isinstance(value, RecordedRun) for _, value in edit.values())
-    return f"{texts[key]} {edit.run_row()[2]}" if reads_run else texts[key]
-
-
-def _short(value: Any) -> Any:
-    return value.id if isinstance(value, RecordedRun) else value  # which is long to hash
+    return f"{texts[key]} {edit.run_row()[2]}" if edit.reads_run else texts[key]
 
 
 def _written(edit: Edit, nonces: dict[str, str]) -> str:

@@ -6,6 +6,7 @@ matter are sorted, so that their float32 sum is always taken in the same order; 
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
@@ -58,14 +59,19 @@ def plan_hash(interventions: Sequence[Intervention]) -> str:
 
 def encoded(item: Intervention) -> str:
     """All fields of an intervention as text, for comparing and hashing."""
-    values = [_encoded(field.name, getattr(item, field.name)) for field in fields_of(item) if field.init]
+    values = [_encoded(name, getattr(item, name)) for name in _names(type(item))]
     return json.dumps([item.kind, *values], sort_keys=True)
 
 
+@functools.cache
+def _names(cls: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in fields_of(cls))
+
+
 def _encoded(field: str, value: Any) -> Any:
+    if value is None or type(value) in (bool, int, float, str):  # thousands of these come at once
+        return value
     match value:
-        case None | bool() | int() | float() | str():
-            return value
         case Vector():
             return ["vector", value.digest]
         case Named():  # a vector and its name are the same, once the name's digest is known

@@ -180,6 +180,19 @@ class Edit:
             raise fields.refuse(field, given, "one of them: positions are of the prompt")
         return as_positions(field, self.positions)
 
+    @property
+    def reads_run(self) -> bool:
+        """Whether an operand is a recorded run."""
+        return any([isinstance(getattr(self, field), RecordedRun) for field in self.run_operands])
+
+    def what(self) -> tuple[Any, ...]:
+        """What it does, without where, as a key: runs by their ids, which hash quicker than runs."""
+        values = vars(self)
+        found = [values[name] for name in _what_fields(type(self))]
+        if self.reads_run:
+            found = [value.id if isinstance(value, RecordedRun) else value for value in found]
+        return (self.kind, *found)
+
     def values(self) -> Iterator[tuple[str, Any]]:
         """The operands that are given: (field, vector, name, run or zeros)."""
         for field in self.operands:
@@ -210,6 +223,11 @@ class Edit:
 
 
 Item = TypeVar("Item")
+
+
+@functools.cache
+def _what_fields(cls: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in fields_of(cls) if field.init and field.name not in cls.place_fields)
 
 
 def fields_of(intervention: Any) -> tuple[dataclasses.Field[Any], ...]:
