@@ -59,7 +59,7 @@ def plan_hash(interventions: Sequence[Intervention]) -> str:
 
 def encoded(item: Intervention) -> str:
     """All fields of an intervention as text, for comparing and hashing."""
-    values = [_encoded(name, getattr(item, name)) for name in _names(type(item))]
+    values = [_encoded(name, getattr(item, name)) for name in _names(type(item))]  # type: ignore[arg-type]
     return json.dumps([item.kind, *values], sort_keys=True)
 
 

@@ -188,7 +188,7 @@ class Edit:
     def what(self) -> tuple[Any, ...]:
         """What it does, without where, as a key: runs by their ids, which hash quicker than runs."""
         values = vars(self)
-        found = [values[name] for name in _what_fields(type(self))]
+        found = [values[name] for name in _what_fields(type(self))]  # type: ignore[arg-type]
         if self.reads_run:
             found = [value.id if isinstance(value, RecordedRun) else value for value in found]
         return (self.kind, *found)
