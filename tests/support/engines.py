@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,7 @@ def start(**arguments: Any) -> VLLM:
 
     from midstream import VLLM, demo_model
 
-    with forked() if RANKS else contextlib.nullcontext():
+    with forked():
         return VLLM(demo_model(), **{**ENGINE, **RANKS, **arguments})
 
 
