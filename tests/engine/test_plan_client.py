@@ -59,12 +59,11 @@ def ids_of(output: Any) -> list[int]:
 
 def test_d1_extra_args_carry_a_plan_as_well(engine: VLLM, plain: Plain) -> None:
     """As they do on a plain `vllm.LLM`; here what is captured comes back on the output."""
-    from midstream.plan.wire import to_json
 
     v = toward_rome(plain)
     plan = Plan((Steer("resid_post", layers=5, vector=v), Capture("resid_post", layers=6, positions="all")))
     expected = generated_with(plain, {("resid_post", 5): lambda h: h + v}, 4)
-    for carried in (plan, list(plan.interventions), to_json(plan), {"plan": plan}):
+    for carried in (plan, list(plan.interventions), plan.to_json(), {"plan": plan}):
         (output,) = engine.generate(FRANCE, max_tokens=4, extra_args={"midstream": carried}, **GREEDY)
         assert ids_of(output) == expected[0]
         close(output.captures["resid_post", 6], expected[1].sites["resid_post", 6])

@@ -29,7 +29,6 @@ from midstream.engine.prefix_cache import Taken  # noqa: E402
 from midstream.engine.scheduler import make_scheduler  # noqa: E402
 from midstream.errors import PlanError  # noqa: E402
 from midstream.plan.values import Named, Plan  # noqa: E402
-from midstream.plan.wire import to_json, to_wire  # noqa: E402
 from midstream.runtime.plan_request import PlanRequest, packed  # noqa: E402
 from midstream.runtime.step import StepEnds  # noqa: E402
 from midstream.runtime.trace_request import TraceRequest  # noqa: E402
@@ -301,7 +300,7 @@ def test_d8_a_plan_as_text_comes_from_strangers() -> None:
 )
 def test_g8_a_dict_brings_a_plan_and_nothing_else(name: str, value: Any) -> None:
     """What midstream's own clients say beside the plan is known by the type that holds it, which no JSON becomes."""
-    plan = to_wire(Plan.of(steer()))
+    plan = Plan.of(steer()).to_wire()
     for given in ({"plan": plan, name: value}, {"plan": packed(Plan.of(steer())), name: value}, {**plan, name: value}):
         with pytest.raises(PlanError, match=name):
             admit(given)
@@ -309,7 +308,7 @@ def test_g8_a_dict_brings_a_plan_and_nothing_else(name: str, value: Any) -> None
 
 @pytest.mark.parametrize(
     "given",
-    [to_json(Plan.of(Capture("resid_post", to="rows"))), to_wire(Plan.of(Capture("resid_post", to="rows"))), 7, [1]],
+    [Plan.of(Capture("resid_post", to="rows")).to_json(), Plan.of(Capture("resid_post", to="rows")).to_wire(), 7, [1]],
 )
 def test_g8_an_engine_takes_no_plan_that_has_not_come_by_admission(given: Any) -> None:
     """As from a front end without the plugin."""
@@ -328,8 +327,8 @@ def test_g3_a_misspelt_key_is_refused(name: str) -> None:
 
 def every_form(*plan: Any) -> list[Any]:
     """What a server makes of a plan in a request's JSON, and what is like it."""
-    text = to_json(Plan.of(plan))
-    return [text, json.loads(text), to_wire(Plan.of(plan)), {"plan": text}, {"plan": json.loads(text)}]
+    text = Plan.of(plan).to_json()
+    return [text, json.loads(text), Plan.of(plan).to_wire(), {"plan": text}, {"plan": json.loads(text)}]
 
 
 def admit(given: Any, name: str = "midstream") -> Any:
@@ -368,4 +367,4 @@ def test_d8_only_an_engine_that_takes_code_takes_a_client_at_its_word() -> None:
     with pytest.raises(PlanError, match="99"):
         admitted(config, Settings(), request)
     with pytest.raises(PlanError, match="99"):
-        admitted(config, Settings(allow_traces=True, plan=to_json(Plan.of(steer()))), request)
+        admitted(config, Settings(allow_traces=True, plan=Plan.of(steer()).to_json()), request)

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 
 from midstream.errors import NeverReachedError, PlanError
-from midstream.plan.canonical import normal
+from midstream.plan.ops.edit import point_of
 from midstream.plan.runs import RecordedRun
-from midstream.plan.values import Patch, Plan
+from midstream.plan.values import Plan
 from midstream.ranks.link import Link
 from midstream.runtime.store import RunStore
 from midstream.sites import Point
@@ -165,14 +165,14 @@ class Sources:
 
 def _crossing(plan: Plan, length: int, num_layers: int, runs: RunStore, pipeline: Pipeline) -> _Crossing:
     """Which rows each stage needs from which other stage. All stages compute the same."""
-    patches = [edit for edit in plan.edits if isinstance(edit, Patch) and isinstance(edit.source, RecordedRun)]
+    reading = [edit for edit in plan.edits if any(isinstance(value, RecordedRun) for _, value in edit.values())]
     owners, found = pipeline.owners, _Crossing()
-    for patch in normal(Plan(tuple(patches)), num_layers, length).edits:
-        assert isinstance(patch, Patch) and isinstance(patch.source, RecordedRun)
-        assert patch.source_site is not None and patch.source_layer is not None  # always set in a normal form
-        plane, position = _Plane(patch.source, patch.source_site, patch.source_layer), patch.source_position[0]
+    for edit in Plan(tuple(reading)).normal(num_layers, length).edits:
+        (run,) = (value for _, value in edit.values() if isinstance(value, RecordedRun))
+        site, layer, position = edit.run_row()
+        plane = _Plane(run, site, layer)
         runs.check(*plane, position)
-        owner, reader = owners.get(plane[1:]), owners.get((patch.site, patch.layer))
+        owner, reader = owners.get((site, layer)), owners.get(point_of(edit))
         if owner is not None and reader is not None and owner != reader:
             positions = found.setdefault((owner, reader), {}).setdefault(plane, [])
             if position not in positions:

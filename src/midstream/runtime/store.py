@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from midstream.errors import PlanError
-from midstream.plan.canonical import normal
 from midstream.plan.positions import captured_positions
 from midstream.plan.runs import RecordedRun
 from midstream.plan.values import Named, Plan
@@ -197,7 +196,7 @@ def recorded_run(
         stage_widths: for each stage, (site, layer) -> width.
         element_size: bytes.
     """
-    captures = normal(plan, num_layers, length).captures
+    captures = plan.normal(num_layers, length).captures
     positions = captured_positions(captures[0].positions, length).prompt.tolist()
     points = frozenset((capture.site, capture.layers[0]) for capture in captures)
     sizes = [len(positions) * element_size * sum(widths.get(point, 0) for point in points) for widths in stage_widths]
