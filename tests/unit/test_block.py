@@ -26,8 +26,8 @@ import pytest
 
 from midstream.errors import SourceUnavailableError, TraceError, UnsavedError
 from midstream.trace.block import Block, SkipBlock, capture, link, locals_at, push, skip, skipped
+from midstream.trace.saves import Unsaved
 from midstream.trace.tracer import steps_of
-from midstream.trace.unsaved import Unsaved
 
 SRC = Path(__file__).resolve().parents[2] / "src"
 

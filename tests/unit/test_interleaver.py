@@ -15,9 +15,8 @@ from midstream.errors import OutOfOrderError
 from midstream.trace.body import Body
 from midstream.trace.envoy import Envoy
 from midstream.trace.interleaver import Interleaver
-from midstream.trace.modes import Modes
+from midstream.trace.modes import Modes, Randomness
 from midstream.trace.program import FunctionProgram, make_body
-from midstream.trace.randomness import Randomness
 from midstream.trace.rows import FlatRows
 from midstream.trace.tracer import Barrier
 

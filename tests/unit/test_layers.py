@@ -32,7 +32,13 @@ LAYERS = {
     "serve": 8,
     "studies": 8,
 }
-LEAVES = {"errors", "settings", "bundled", "plots"}  # import nothing of midstream but each other; all may import them
+LEAVES = {
+    "errors",
+    "settings",
+    "bundled",
+    "hooks",
+    "plots",
+}  # import nothing of midstream but each other; all may import them
 ENTRY_POINTS = {"", "__main__", "cli", "demo", "compare"}  # may import everything; "" is midstream/__init__.py
 MAY_IMPORT_VLLM = {"engine", "serve"}
 WITHOUT_VLLM = {"sites", "arch", "plan", "trace", "capture", "transport", "ranks", "runtime"} | LEAVES

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Protocol, Self
 
-from midstream.arch.sizes import Sizes
+from midstream.arch.names import Sizes
 from midstream.client.answers import Answers, answers_of
 from midstream.client.collecting import Collection
 from midstream.client.planned import Planner, plans_of

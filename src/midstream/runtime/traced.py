@@ -8,8 +8,8 @@ from typing import Any
 from midstream.errors import MidstreamError, TraceError
 from midstream.ranks.fetch import Fetch
 from midstream.runtime.trace_request import TraceRequest
-from midstream.trace.journal import Journal
 from midstream.trace.program import Outcome, Program
+from midstream.trace.visit import Journal
 
 
 @dataclass

@@ -31,9 +31,8 @@ from typing import Any
 
 from midstream.errors import TraceError
 from midstream.trace.frames import Site, SkipBlock, locate, own_names, push, skip, skipped
-from midstream.trace.reached import reached
 from midstream.trace.rewrite import compile_site
-from midstream.trace.unsaved import Unsaved
+from midstream.trace.saves import Unsaved, reached
 
 __all__ = ["Block", "SkipBlock", "capture", "link", "locals_at", "push", "skip", "skipped"]
 
