@@ -51,30 +51,35 @@ def skips_hooks(module: nn.Module) -> bool:
 
 def around(module: nn.Module, see_input: Before | None, see_output: After) -> Handle:
     """Like `before` and `after`, but wraps the instance's `forward`: for modules that skip hooks."""
-    forward = module.forward
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if see_input is not None:
             args, kwargs = see_input(args, kwargs) or (args, kwargs)
-        output = forward(*args, **kwargs)
+        output = wrapped.__dict__["forward"](*args, **kwargs)
         seen = see_output(output)
         return output if seen is None else seen
 
-    return replace_forward(module, wrapped)
+    wrapped.__dict__["forward"] = module.forward
+    return _Replaced(module.__dict__, wrapped)
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Handle:
-    """Have `forward` called in place of the module's own. Remove handles in the reverse order of their making."""
-    return _Replaced(module, forward)
+    """Have `forward` called in place of the module's own. What `around` has put there stays around it."""
+    owner = module.__dict__
+    while "forward" in getattr(owner.get("forward"), "__dict__", {}):
+        owner = owner["forward"].__dict__
+    return _Replaced(owner, forward)
 
 
 class _Replaced:
-    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        self._module = module
-        self._former = module.__dict__.get("forward")  # a wrapper that somebody else has put there
-        module.__dict__["forward"] = forward
+    """A replaced `forward`, of a module or inside of a wrapper. Remove those of one module in the reverse order of their making."""
+
+    def __init__(self, owner: dict[str, Any], forward: Callable[..., Any]) -> None:
+        self._owner = owner
+        self._former = owner.get("forward")
+        owner["forward"] = forward
 
     def remove(self) -> None:
-        self._module.__dict__.pop("forward", None)
+        self._owner.pop("forward", None)
         if self._former is not None:
-            self._module.__dict__["forward"] = self._former
+            self._owner["forward"] = self._former

@@ -59,18 +59,6 @@ class Trace:
             push(sys._getframe(1), self.result)
         return True
 
-    async def __aenter__(self) -> Trace:
-        frame = sys._getframe(1)
-        self.block = capture(frame)
-        skip(frame)
-        return self
-
-    async def __aexit__(self, kind: Any, exc: BaseException | None, tb: Any) -> bool:
-        skipped(exc)
-        self.result = self.block.function()({"__save__": self.save})
-        push(sys._getframe(1), self.result)
-        return True
-
 
 class Outer(Trace):
     """A trace without a prompt: its body runs on the client at once, and its invokes are captured from there."""
@@ -926,18 +914,6 @@ def test_the_body_does_not_run_in_place() -> None:
         with Trace():
             ran.append(7)
     assert ran == []
-
-
-def test_an_async_with() -> None:
-    async def f() -> tuple[int, Any]:
-        a = 1
-        async with Trace() as t:
-            b = a + 1
-        return b, t.saved
-
-    with pytest.raises(StopIteration) as info:
-        f().send(None)
-    assert info.value.value == (2, [])
 
 
 def test_in_a_generator_with_the_with_in_a_try() -> None:

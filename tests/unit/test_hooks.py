@@ -89,6 +89,17 @@ def test_a_replaced_forward_is_put_back() -> None:
     assert "forward" not in vars(module)
 
 
+def test_a_forward_is_replaced_inside_of_what_is_around_it() -> None:
+    module, seen = OwnCall(4, 4), []
+    around = hooks.around(module, None, seen.append)
+    inner = hooks.replace_forward(module, lambda x: x + 2)
+    assert torch.equal(module(X), X + 2) and torch.equal(seen[0], X + 2)
+    inner.remove()
+    assert torch.equal(module(X), nn.functional.linear(X, module.weight, module.bias)) and len(seen) == 2
+    around.remove()
+    assert "forward" not in vars(module)
+
+
 def test_the_first_hook_runs_ahead_of_those_that_are_there() -> None:
     module, order = nn.Linear(4, 4), []
     hooks.after(module, lambda _: order.append("second"))
