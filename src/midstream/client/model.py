@@ -22,10 +22,10 @@ from midstream.plan.checks import ModelFacts
 from midstream.plan.runs import RecordedRun
 from midstream.plan.values import Capture, Plan
 from midstream.trace.block import Block
-from midstream.trace.body import current_body, is_in_body, steps
+from midstream.trace.body import current_body, is_in_body
 from midstream.trace.envoy import inside
 from midstream.trace.program import RETURNED, BlockProgram, FunctionProgram, Program
-from midstream.trace.tracer import BodyTracer
+from midstream.trace.tracer import BodyTracer, steps
 from midstream.transport.results import UnsendableError
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from types import CodeType, FrameType
 from typing import Any
@@ -394,22 +394,3 @@ class Body:
 
         self.visit.follow(kept, written)
         return kept
-
-
-def steps(body: Body, wanted: slice | int | list[int]) -> Iterator[int]:
-    """The steps of a generation. Each is yielded when the forward begins it.
-
-    A slice ends with the request. Steps asked for by number raise NeverReachedError if the request ends before them.
-    """
-    if isinstance(wanted, slice):
-        index, stride = wanted.start or 0, wanted.step or 1
-        if index < 0 or stride < 0 or (wanted.stop is not None and wanted.stop < 0):
-            raise TraceError("Steps count from 0 upwards: how many there will be is not known in advance.")
-        while (wanted.stop is None or index < wanted.stop) and body.wait_for_step(index):
-            yield index
-            index += stride
-        return
-    for index in [wanted] if isinstance(wanted, int) else wanted:
-        if not body.wait_for_step(index):
-            raise NeverReachedError(f"step {index} was never reached: the request ended after step {body.now}.")
-        yield index

@@ -32,45 +32,15 @@ def nearest(name: str, known: list[str]) -> str:
     return f"; did you mean {', '.join(close)}?" if close else "."
 
 
-class Point:
-    """The value at one point of the forward, as the body reads and writes it."""
-
-    def __init__(self, key: Key) -> None:
-        self.key = key
-
-    def get(self) -> Any:
-        """Read it."""
-        body = current_body()
-        return body.read(self.key, lambda visit: visit.raw(), body.forward.stage.width_of(self.key))
-
-    def get_first(self) -> Any:
-        """Read the first argument of a call."""
-        return current_body().read(self.key, lambda visit: first_tensor_argument(*visit.raw()))
-
-    def set(self, value: Any) -> None:
-        """Replace it."""
-        current_body().write(self.key, lambda visit: visit.set_raw(real(value)))
-
-    def set_first(self, value: Any) -> None:
-        """Replace the first argument of a call."""
-
-        def change(visit: Visit) -> None:
-            args, kwargs = visit.raw()
-            visit.set_raw(with_first_argument(args, kwargs, real(value)))
-
-        current_body().write(self.key, change)
+def read_point(key: Key) -> Any:
+    """The value at a point of the forward, this request's rows of it."""
+    body = current_body()
+    return body.read(key, lambda visit: visit.raw(), body.forward.stage.width_of(key))
 
 
-def first_tensor_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What `.input` means, as in nnsight."""
-    return args[0] if args else next(iter(kwargs.values()))
-
-
-def with_first_argument(args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> Any:
-    """The arguments with another first one."""
-    if args:
-        return (value, *args[1:]), kwargs
-    return args, {**kwargs, next(iter(kwargs)): value}
+def write_point(key: Key, value: Any) -> None:
+    """Replace the value at a point."""
+    current_body().write(key, lambda visit: visit.set_raw(real(value)))
 
 
 class CallPoints:
@@ -81,29 +51,41 @@ class CallPoints:
     @property
     def output(self) -> Any:
         """What the call returns, with this request's rows only."""
-        return Point((*self._key, "output")).get()
+        return read_point((*self._key, "output"))
 
     @output.setter
     def output(self, value: Any) -> None:
-        Point((*self._key, "output")).set(value)
+        write_point((*self._key, "output"), value)
 
     @property
     def inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The call's arguments, `(args, kwargs)`."""
-        return Point((*self._key, "input")).get()
+        return read_point((*self._key, "input"))
 
     @inputs.setter
     def inputs(self, value: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
-        Point((*self._key, "input")).set(value)
+        write_point((*self._key, "input"), value)
 
     @property
     def input(self) -> Any:
         """The call's first argument."""
-        return Point((*self._key, "input")).get_first()
+
+        def first(visit: Visit) -> Any:
+            args, kwargs = visit.raw()
+            return args[0] if args else next(iter(kwargs.values()))
+
+        return current_body().read((*self._key, "input"), first)
 
     @input.setter
     def input(self, value: Any) -> None:
-        Point((*self._key, "input")).set_first(value)
+        def change(visit: Visit) -> None:
+            args, kwargs = visit.raw()
+            if args:
+                visit.set_raw(((real(value), *args[1:]), kwargs))
+            else:
+                visit.set_raw((args, {**kwargs, next(iter(kwargs)): real(value)}))
+
+        current_body().write((*self._key, "input"), change)
 
 
 class SourceCall(CallPoints):
@@ -350,20 +332,20 @@ class ModelEnvoy(Envoy, Sizes):
     @property
     def logits(self) -> torch.Tensor:
         """The next token's logits, `[1, vocab]`."""
-        return Point(("", "logits")).get()
+        return read_point(("", "logits"))
 
     @logits.setter
     def logits(self, value: torch.Tensor) -> None:
-        Point(("", "logits")).set(value)
+        write_point(("", "logits"), value)
 
     @property
     def samples(self) -> torch.Tensor:
         """The token sampled in this step, `[1]`, integer. The request goes on with the token that is written here."""
-        return Point(("", "samples")).get()
+        return read_point(("", "samples"))
 
     @samples.setter
     def samples(self, value: torch.Tensor) -> None:
-        Point(("", "samples")).set(value)
+        write_point(("", "samples"), value)
 
     @property
     def next_token_probs(self) -> torch.Tensor:

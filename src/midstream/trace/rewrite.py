@@ -26,6 +26,15 @@ _GLOBAL_OPS = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "STORE_G
 
 # Statements that a body may not have.
 
+_ESCAPES: dict[type[ast.AST], str] = {
+    ast.Return: "return",
+    ast.Yield: "yield",
+    ast.YieldFrom: "yield",
+    ast.Await: "await",
+    ast.AsyncFor: "async for",
+    ast.AsyncWith: "async with",
+}
+
 
 class _Escapes(ast.NodeVisitor):
     """Raises TraceError for statements that would leave the block, which is run as a function."""
@@ -40,20 +49,10 @@ class _Escapes(ast.NodeVisitor):
             f"{self.filename}:{line}: `{word}` cannot leave or suspend a trace, whose block is run as a function"
         )
 
-    def visit_Return(self, node: ast.Return) -> None:
-        self.refuse(node, "return")
-
-    def visit_Yield(self, node: ast.Yield | ast.YieldFrom) -> None:
-        self.refuse(node, "yield")
-
-    def visit_Await(self, node: ast.Await) -> None:
-        self.refuse(node, "await")
-
-    def visit_AsyncFor(self, node: ast.AsyncFor) -> None:
-        self.refuse(node, "async for")
-
-    def visit_AsyncWith(self, node: ast.AsyncWith) -> None:
-        self.refuse(node, "async with")
+    def visit(self, node: ast.AST) -> None:
+        if type(node) in _ESCAPES:
+            self.refuse(node, _ESCAPES[type(node)])
+        super().visit(node)
 
     def visit_comprehension(self, node: ast.comprehension) -> None:
         if node.is_async:
@@ -87,7 +86,7 @@ class _Escapes(ast.NodeVisitor):
     def visit_Lambda(self, node: ast.AST) -> None:
         """A nested function or class. Nothing in it leaves the block."""
 
-    visit_YieldFrom, visit_Continue, visit_While = visit_Yield, visit_Break, visit_For
+    visit_Continue, visit_While = visit_Break, visit_For
     visit_FunctionDef = visit_AsyncFunctionDef = visit_ClassDef = visit_Lambda
 
 

@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from midstream.errors import TraceError, UnknownModuleError
-from midstream.trace.body import StopTrace, current_body, steps
+from midstream.errors import NeverReachedError, TraceError, UnknownModuleError
+from midstream.trace.body import Body, StopTrace, current_body
 from midstream.trace.saves import refuse
 from midstream.trace.tree import Opaque, map_tensors
 from midstream.trace.visit import Visit
@@ -85,6 +85,25 @@ class Barrier:
 @dataclass(frozen=True)
 class Result:
     """Stands for the request's final output, which does not exist yet while the body runs."""
+
+
+def steps(body: Body, chosen: slice | int | list[int]) -> Iterator[int]:
+    """The steps of a generation. Each is yielded when the forward begins it.
+
+    A slice ends with the request. Steps asked for by number raise NeverReachedError if the request ends before them.
+    """
+    if isinstance(chosen, slice):
+        index, stride = chosen.start or 0, chosen.step or 1
+        if index < 0 or stride < 0 or (chosen.stop is not None and chosen.stop < 0):
+            raise TraceError("Steps count from 0 upwards: how many there will be is not known in advance.")
+        while (chosen.stop is None or index < chosen.stop) and body.wait_for_step(index):
+            yield index
+            index += stride
+        return
+    for index in [chosen] if isinstance(chosen, int) else chosen:
+        if not body.wait_for_step(index):
+            raise NeverReachedError(f"step {index} was never reached: the request ended after step {body.now}.")
+        yield index
 
 
 class Loop(Iterator[int]):
