@@ -24,7 +24,7 @@ from midstream.plan.values import Capture, Plan
 from midstream.trace.block import Block
 from midstream.trace.body import current_body, is_in_body
 from midstream.trace.envoy import inside
-from midstream.trace.program import RETURNED, BlockProgram, FunctionProgram, Program
+from midstream.trace.program import RETURNED, BlockProgram, Found, FunctionProgram, Program
 from midstream.trace.tracer import BodyTracer, steps
 from midstream.transport.results import UnsendableError
 
@@ -41,13 +41,13 @@ class Edit(Program):
     def __init__(self, program: Program) -> None:
         self.program = program
 
-    def run(self, model: Any, shared: dict[str, Any]) -> dict[str, Any]:
+    def run(self, model: Any, shared: dict[str, Any]) -> Found:
         for _ in steps(current_body(), slice(None)):
             self.program.run(model, {})
-        return {}
+        return Found()
 
-    def recover(self, error: BaseException, body: Any) -> dict[str, Any]:
-        return {}
+    def recover(self, error: BaseException, body: Any) -> Found:
+        return Found()
 
 
 class EditContext(_Context):

@@ -75,10 +75,7 @@ class Body:
         settled: whether it waits with another body for a value that was there already.
         random: a context manager around its code.
         saves: what it has saved.
-        states, attributes: the values that it got from the caller, as they were at the start (see `program`).
-        left: names of the caller's containers and tensors that it has changed and not saved.
-        unsaved: names that it has set and not saved.
-        counted: names of the caller's numbers and texts that it has bound anew and not saved.
+        entry: what its program noted at the start.
     """
 
     forward: Forward
@@ -93,11 +90,7 @@ class Body:
         self.stopped = self.interrupted = False
         self.failure: BaseException | None = None
         self.result: Any = None
-        self.left: list[str] = []
-        self.unsaved: list[str] = []
-        self.counted: list[str] = []
-        self.states: dict[str, Any] = {}
-        self.attributes: dict[str, Any] = {}
+        self.entry: Any = None
         self.saves = Saves()
         self.snapshots = snapshots
         self.journal = Journal() if journals else None

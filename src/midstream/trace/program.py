@@ -32,15 +32,31 @@ RETURNED = "return"
 _HASHED_BYTES = 1 << 24  # of the largest array that is looked at for changes
 
 
+@dataclass
+class Found:
+    """What comes back of a trace, by name, and the names of what does not.
+
+    Attributes:
+        left: the caller's containers and tensors that the trace has changed and not saved.
+        unsaved: names that it has set and not saved.
+        counted: the caller's numbers and texts whose names it has bound anew and not saved.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)
+    unsaved: list[str] = field(default_factory=list)
+    counted: list[str] = field(default_factory=list)
+
+
 class Program:
     """One invoke's code."""
 
-    def run(self, model: Any, shared: dict[str, Any]) -> dict[str, Any]:
-        """Run in the current body. Returns the values to bring back, by name."""
+    def run(self, model: Any, shared: dict[str, Any]) -> Found:
+        """Run in the current body."""
         raise NotImplementedError
 
-    def recover(self, error: BaseException, body: Body) -> dict[str, Any]:
-        """The values saved before `run` raised."""
+    def recover(self, error: BaseException, body: Body) -> Found:
+        """What was saved before `run` raised."""
         raise NotImplementedError
 
     def snapshot(self, body: Body) -> dict[str, Any]:
@@ -54,14 +70,14 @@ class FunctionProgram(Program):
 
     fn: Callable[..., Any]
 
-    def run(self, model: Any, shared: dict[str, Any]) -> dict[str, Any]:
+    def run(self, model: Any, shared: dict[str, Any]) -> Found:
         body = current_body()
         arguments = (model, BodyTracer()) if _takes_tracer(self.fn) else (model,)
         returned = self.fn(*arguments)
-        return {RETURNED: map_tensors(returned, lambda _, t: body.save(t))}
+        return Found({RETURNED: map_tensors(returned, lambda _, t: body.save(t))})
 
-    def recover(self, error: BaseException, body: Body) -> dict[str, Any]:
-        return body.saves.pick(_locals_of(error.__traceback__, _code_of(self.fn)))
+    def recover(self, error: BaseException, body: Body) -> Found:
+        return Found(body.saves.pick(_locals_of(error.__traceback__, _code_of(self.fn))))
 
 
 def _takes_tracer(fn: Callable[..., Any]) -> bool:
@@ -92,6 +108,14 @@ def _locals_of(tb: TracebackType | None, code: Any) -> dict[str, Any]:
 
 
 @dataclass
+class _Entry:
+    """The values that a block got from the caller, as they were when it began, by name."""
+
+    states: dict[str, Any] = field(default_factory=dict)
+    attributes: dict[str, Any] = field(default_factory=dict)  # of objects, by `owner.name`
+
+
+@dataclass
 class BlockProgram(Program):
     """A with-block. Those of its variables that were saved come back.
 
@@ -104,35 +128,31 @@ class BlockProgram(Program):
     injected: dict[str, Any]
     saved: list[str] = field(default_factory=list)
 
-    def run(self, model: Any, shared: dict[str, Any]) -> dict[str, Any]:
+    def run(self, model: Any, shared: dict[str, Any]) -> Found:
         body = current_body()
         for name in self.saved:
             body.save(self.block.captured[name])
-        body.states = {name: _state(value) for name, value in self._outside().items()}
-        body.attributes = self._attributes()
+        states = {name: _state(value) for name, value in self._outside().items()}
+        body.entry = entry = _Entry(states, self._attributes())
         names = self.block.function()(
             {**self.injected, "__save__": save, "__backward__": backward, "__steps__": steps_of},
             shared,
             body.wait_for_sibling,
         )
-        found = self._saved(body, names)
-        body.left = [
-            name for name, value in self._outside().items() if name not in found and self._is_changed(body, name, value)
-        ]
-        body.unsaved = self.block.set_of(names, found)
-        body.counted = [name for name, value in names.items() if name not in found and self._goes_on(name, value)]
-        return found
+        saved = self._saved(body, names)
+        left = [name for name, v in self._outside().items() if name not in saved and _is_changed(entry, name, v)]
+        counted = [name for name, v in names.items() if name not in saved and self._goes_on(name, v)]
+        return Found(saved, left, self.block.set_of(names, saved), counted)
 
     def _goes_on(self, name: str, value: Any) -> bool:
         """Whether the block has read a number or text of the caller's and bound its name anew."""
         before = self.block.captured.get(name)
         return isinstance(before, (int, float, complex, str)) and value is not before
 
-    def recover(self, error: BaseException, body: Body) -> dict[str, Any]:
+    def recover(self, error: BaseException, body: Body) -> Found:
         names = locals_at(error, self.block)
-        found = self._saved(body, names)
-        body.unsaved = self.block.set_of(names, found)
-        return found
+        saved = self._saved(body, names)
+        return Found(saved, unsaved=self.block.set_of(names, saved))
 
     def snapshot(self, body: Body) -> dict[str, Any]:
         frame = body.frame_of(self.block.code)
@@ -143,11 +163,11 @@ class BlockProgram(Program):
 
         A container from outside comes back if it holds a saved value, and one that the block made if all tensors in it were saved.
         """
-        outside = self._outside()
+        outside, entry = self._outside(), body.entry or _Entry()
         found = {n: v for n, v in names.items() if v is not outside.get(n) and body.saves.has_all_tensors_of(v)}
         containers = {n: v for n, v in outside.items() if is_container(v)} if body.saves else {}
-        found |= {n: v for n, v in containers.items() if body.saves.has_some_of(v, self._is_changed(body, n, v))}
-        bound = {n: v for n, v in self._attributes().items() if v is not body.attributes.get(n)}
+        found |= {n: v for n, v in containers.items() if body.saves.has_some_of(v, _is_changed(entry, n, v))}
+        bound = {n: v for n, v in self._attributes().items() if v is not entry.attributes.get(n)}
         return {**found, **body.saves.pick({**bound, **outside, **names})}
 
     def _outside(self) -> dict[str, Any]:
@@ -158,12 +178,13 @@ class BlockProgram(Program):
         objects = {owner: attributes_of(value) or {} for owner, value in self._outside().items()}
         return {f"{owner}.{name}": value for owner, own in objects.items() for name, value in own.items()}
 
-    @staticmethod
-    def _is_changed(body: Body, name: str, value: Any) -> bool:
-        now, before = _state(value), body.states.get(name)
-        if isinstance(now, list) and isinstance(before, list):
-            return len(now) != len(before) or not all(map(operator.is_, now, before))
-        return now is not None and now != before
+
+def _is_changed(entry: _Entry, name: str, value: Any) -> bool:
+    """Whether a value of the caller's has been changed since the block began."""
+    now, before = _state(value), entry.states.get(name)
+    if isinstance(now, list) and isinstance(before, list):
+        return len(now) != len(before) or not all(map(operator.is_, now, before))
+    return now is not None and now != before
 
 
 def _state(value: Any) -> list[Any] | int | None:
@@ -272,7 +293,7 @@ class Outcome:
         order: counts the outcomes of an engine, so that the last of several is known.
         name: of the body.
         steps: how many steps the body took part in.
-        left, unsaved, counted: names of values that did not come back (see `Body`).
+        left, unsaved, counted: names of values that did not come back (see `Found`).
         saved: whether it has saved anything; what it saved may have no name to come back under.
     """
 
@@ -298,13 +319,19 @@ def make_body(
 def outcome(body: Body, program: Program) -> Outcome:
     """The result of `body`, which is done."""
     error = body.failure
-    values = (body.result or {}) if error is None else program.recover(error, body)
-    stopped = isinstance(error, StopTrace)
-    failure = Failure.of(error) if error is not None and not stopped else None
-    result = Outcome(values, failure, stopped, name=body.name, steps=body.now + 1)
-    result.left = body.left if error is None else []
-    result.unsaved, result.counted, result.saved = body.unsaved, body.counted, bool(body.saves)
-    return result
+    found = (body.result or Found()) if error is None else program.recover(error, body)
+    failure = Failure.of(body.error) if body.error is not None else None
+    return Outcome(
+        found.values,
+        failure,
+        stopped=isinstance(error, StopTrace),
+        name=body.name,
+        steps=body.now + 1,
+        left=found.left,
+        unsaved=found.unsaved,
+        counted=found.counted,
+        saved=bool(body.saves),
+    )
 
 
 # Sending. Everything goes by value, except the model's own objects, which the worker replaces by its own.
