@@ -363,7 +363,7 @@ def test_f3_what_stays_in_the_engine_is_named(engine):
 @pytest.mark.parametrize("call", ["trace", "generate", "run"])
 def test_f3_a_trace_inside_of_a_trace_is_refused(model, plain, call):
     arguments = (lambda m: 1, PARIS) if call == "run" else (PARIS,)
-    with pytest.raises(TraceError, match=rf"model\.{call} is not for the inside of a trace"):
+    with pytest.raises(TraceError, match=rf"model\.{call} cannot be called inside of a trace"):
         model.run(lambda m: getattr(m, call)(*arguments), PARIS, temperature=0.0)
     check_clean_trace(model, plain)
 

@@ -310,6 +310,17 @@ def test_f2_a_model_of_ones_own(plain):
     assert not any(m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__ for m in plain.model.modules())
 
 
+def test_f1_source_of_a_decoder_layer_leaves_its_own_points_alone(hf: LanguageModel) -> None:
+    """Transformers' layers have a `__call__` of their own, so traces wrap their `forward`, which `.source` replaces."""
+    with hf.trace("The capital of France is"):
+        inner = hf.model.layers[3].source.self_mlp_0.output.save()
+        out = hf.model.layers[3].output.save()
+    with hf.trace("The capital of France is"):
+        mlp = hf.model.layers[3].mlp.output.save()
+        layer = hf.model.layers[3].output.save()
+    assert torch.equal(inner, mlp) and torch.equal(out, layer)
+
+
 def test_f2_nothing_is_left_on_the_model_after_a_trace(hf):
     with hf.trace(PARIS, max_tokens=2, temperature=0.0) as tracer:
         tracer.cache()

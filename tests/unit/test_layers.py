@@ -36,6 +36,7 @@ LEAVES = {
     "errors",
     "settings",
     "bundled",
+    "hooks",
     "plots",
     "queues",
 }  # import nothing of midstream but each other; all may import them
@@ -99,6 +100,39 @@ def may_import(here: str, there: str) -> bool:
 def test_imports_point_down(module: str) -> None:
     path = modules()[module]
     assert violations(path.read_text(), module, path.name == "__init__.py") == []
+
+
+WITHOUT_CIRCLES = {"sites", "arch", "trace"} | LEAVES
+
+
+def circle(graph: dict[str, set[str]]) -> list[str] | None:
+    """Modules that import each other in a circle, or None."""
+    rest = dict(graph)
+    while leaves := [module for module, imported in rest.items() if not imported & rest.keys()]:
+        for module in leaves:
+            del rest[module]
+    path = [min(rest)] if rest else []
+    while path and path[-1] not in path[:-1]:
+        path.append(min(graph[path[-1]] & rest.keys()))
+    return path[path.index(path[-1]) :] if path else None
+
+
+def test_files_do_not_import_each_other_in_circles() -> None:
+    paths = {module: path for module, path in modules().items() if area(module) in WITHOUT_CIRCLES}
+    graph = {
+        module: {
+            next((name for name in (found, found.rpartition(".")[0]) if name in paths), "")
+            for _, found in imports(path.read_text(), module, path.name == "__init__.py")
+        }
+        - {"", module}
+        for module, path in paths.items()
+    }
+    assert len(graph) > 20 and circle(graph) is None
+
+
+def test_checker_finds_a_circle() -> None:
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["b", "c", "b"]
+    assert circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) is None
 
 
 @pytest.mark.parametrize(

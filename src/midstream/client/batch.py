@@ -10,8 +10,8 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
+from midstream import hooks
 from midstream.capture.segment import Captured
 from midstream.client.answers import Answer, graded_logits
 from midstream.client.capturing import nothing_captured
@@ -163,11 +163,11 @@ class Batch:
 
     @contextmanager
     def _step_hook(self) -> Iterator[None]:
-        def begin(_: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
+        def begin(_: Any, kwargs: dict[str, Any]) -> None:
             if not self.interleaver.muted:
                 self._begin_step(kwargs["input_ids"].shape[1])
 
-        handle = self.model.module.register_forward_pre_hook(begin, with_kwargs=True, prepend=True)
+        handle = hooks.before(self.model.module, begin, first=True)
         try:
             yield
         finally:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from midstream.arch import detect
+from midstream.arch.describe import show_tree
 from midstream.capture.sinks import Sinks
 from midstream.client.batch import Batch, Generated
 from midstream.client.model import TraceModel
@@ -33,7 +34,6 @@ from midstream.settings import RECORD_BYTES
 from midstream.sites import ACCESSORS, LAYER_SITES
 from midstream.trace.envoy import ModelEnvoy
 from midstream.trace.interleaver import Interleaver
-from midstream.trace.show import show_tree
 
 _Row = tuple[Ran, PlannedRow | None]
 

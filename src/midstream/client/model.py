@@ -9,7 +9,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Protocol, Self
 
-from midstream.arch.sizes import Sizes
+from midstream.arch.names import Sizes
 from midstream.client.answers import Answers, answers_of
 from midstream.client.collecting import Collection
 from midstream.client.planned import Planner, plans_of
@@ -22,10 +22,10 @@ from midstream.plan.checks import ModelFacts
 from midstream.plan.runs import RecordedRun
 from midstream.plan.values import Capture, Plan
 from midstream.trace.block import Block
-from midstream.trace.body import current_body, is_in_body, steps
+from midstream.trace.body import current_body, is_in_body
 from midstream.trace.envoy import inside
-from midstream.trace.program import RETURNED, BlockProgram, FunctionProgram, Program
-from midstream.trace.tracer import BodyTracer
+from midstream.trace.program import RETURNED, BlockProgram, Found, FunctionProgram, Program
+from midstream.trace.tracer import BodyTracer, steps
 
 
 class Running(Protocol):
@@ -40,13 +40,13 @@ class Edit(Program):
     def __init__(self, program: Program) -> None:
         self.program = program
 
-    def run(self, model: Any, shared: dict[str, Any]) -> dict[str, Any]:
+    def run(self, model: Any, shared: dict[str, Any]) -> Found:
         for _ in steps(current_body(), slice(None)):
             self.program.run(model, {})
-        return {}
+        return Found()
 
-    def recover(self, error: BaseException, body: Any) -> dict[str, Any]:
-        return {}
+    def recover(self, error: BaseException, body: Any) -> Found:
+        return Found()
 
 
 class EditContext(_Context):

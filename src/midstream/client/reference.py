@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from midstream import hooks
 from midstream.arch import Architecture
 from midstream.capture.consumers import CaptureInfo, Collected
 from midstream.capture.segment import Captured, Segment, gather
@@ -26,8 +27,7 @@ from midstream.plan.layout import Layout, Plane
 from midstream.plan.ops.edit import Op
 from midstream.runtime.store import RunStore
 from midstream.sites import LAYER_SITES, Binding, NotFinite, Point
-from midstream.trace.rows import BatchRows
-from midstream.trace.visit import Event
+from midstream.trace.rows import BatchRows, Event
 
 
 class PlannedRow:
@@ -195,20 +195,14 @@ class PlanHooks:
     def _hook(self, path: str, kind: str) -> Any:
         module = self._model.get_submodule(path)
         if kind == "input":
+            return hooks.before(module, lambda args, kwargs: self._edited((path, kind), (args, kwargs)))
 
-            def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
-                return self._edited((path, kind), (args, kwargs))
-
-            return module.register_forward_pre_hook(before, with_kwargs=True)
-
-        def after(_: nn.Module, __: Any, output: Any) -> Any:
+        def after(output: Any) -> Any:
             return self._edited((path, kind), output)
 
-        if (
-            type(module).__call__ is not nn.Module.__call__
-        ):  # a trace wraps its `forward`, which a hook would come after
-            return _Wrapped(module, lambda output: after(module, (), output))
-        return module.register_forward_hook(after)
+        if hooks.skips_hooks(module):  # a trace wraps its `forward`, and would read the output before a hook edits it
+            return hooks.around(module, None, after)
+        return hooks.after(module, after)
 
     def _edited(self, key: tuple[str, str], tree: Any) -> Any:
         if self._is_muted():
@@ -232,15 +226,3 @@ class PlanHooks:
             return
         for ref, part in binding.leaves(new_tH.view(value.shape), leaf):
             event.write(ref, part, rows, tokens=True, in_place=binding.in_place)
-
-
-class _Wrapped:
-    """A module whose `forward` has its output changed."""
-
-    def __init__(self, module: nn.Module, change: Callable[[Any], Any]) -> None:
-        self._module = module
-        forward = module.forward
-        module.__dict__["forward"] = lambda *args, **kwargs: change(forward(*args, **kwargs))
-
-    def remove(self) -> None:
-        del self._module.__dict__["forward"]

@@ -19,9 +19,8 @@ from midstream.errors import InterventionErrorGroup, MidstreamError, RequestErro
 from midstream.plan.values import Plan
 from midstream.trace.block import Block, capture, link, push, skip, skipped
 from midstream.trace.program import BlockProgram, Outcome, Program
-from midstream.trace.reached import CONTAINERS, attributes_of
+from midstream.trace.saves import CONTAINERS, attributes_of, in_place_of, refuse
 from midstream.trace.tracer import Barrier, BodyTracer, steps_of
-from midstream.trace.unsaved import in_place_of, refuse
 
 if TYPE_CHECKING:
     from midstream.client.model import TraceModel

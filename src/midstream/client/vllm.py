@@ -12,6 +12,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
 
+from midstream.arch.describe import show_tree
 from midstream.capture.sinks import Sinks
 from midstream.client.async_ import Stream
 from midstream.client.capturing import Capturing
@@ -32,7 +33,6 @@ from midstream.ranks.merge import merged_description
 from midstream.settings import RECORD_BYTES, Settings
 from midstream.sites import ACCESSORS, LAYER_SITES
 from midstream.trace.envoy import nearest
-from midstream.trace.show import show_tree
 from midstream.transport.mailbox import Mailbox
 from midstream.transport.receiver import Receiver
 

@@ -14,6 +14,7 @@ from midstream.arch import Architecture
 from midstream.engine.unsupported import has_graphs
 from midstream.plan.checks import ModelFacts
 from midstream.ranks.link import Link, exchange_in
+from midstream.ranks.tensor import TensorParallel
 from midstream.runtime.captures import CaptureSender, LocalSinks
 from midstream.runtime.cpu_tables import TwinTables
 from midstream.runtime.pipeline import Pipeline
@@ -22,7 +23,7 @@ from midstream.runtime.points import PointHooks, points_of
 from midstream.runtime.tables import DeviceTables, Tables
 from midstream.settings import Settings
 from midstream.sites import Point
-from midstream.trace.whole import Whole
+from midstream.trace.remote import ALONE
 from midstream.transport.sender import Sender
 
 
@@ -33,14 +34,14 @@ def make_plan_host(
     built_in: Collection[Point],
     sender: Callable[[], Sender | None],
     link: Link | None = None,
-    whole: Whole | None = None,
+    tensor: TensorParallel | None = None,
 ) -> PlanHost:
     """The plan host of a vLLM worker whose model is loaded. All ranks of a pipeline make theirs together.
 
     Args:
         arch: of this rank's part of the model.
         link: to the other stages, if there are any.
-        whole: the tensor-parallel ranks, if there are several.
+        tensor: the tensor-parallel ranks, if there are several.
     """
     config = worker.vllm_config
     model: nn.Module = worker.model_runner.get_model()
@@ -51,7 +52,7 @@ def make_plan_host(
     facts = ModelFacts(arch.num_layers, pipeline.widths, str(config.model_config.dtype).removeprefix("torch."))
     tables: Tables
     if worker.device.type == "cuda":
-        behind_all_reduce = whole is not None
+        behind_all_reduce = tensor is not None
         tables = DeviceTables(points, _most_rows(config), worker.device, early_launch=not behind_all_reduce)
     else:
         tables = TwinTables(points, worker.device)
@@ -59,7 +60,7 @@ def make_plan_host(
     local = partial(LocalSinks, config.instance_id, arch.num_layers, pipeline.layers, place)
     return PlanHost(
         tables,
-        PointHooks(model, arch, built_in, tables, whole),
+        PointHooks(model, arch, built_in, tables, tensor or ALONE),
         facts,
         pipeline,
         link=link,

@@ -17,6 +17,7 @@ from torch import nn
 from torch._library.opaque_object import get_opaque_type_name
 from vllm.utils.torch_utils import LayerName
 
+from midstream import hooks
 from midstream.arch import Architecture
 from midstream.sites import Binding, Point, follow
 from midstream.trace.body import is_in_body
@@ -75,8 +76,8 @@ def _register() -> None:
 def buildable_points(arch: Architecture, sites: Sequence[str]) -> list[Point]:
     """The (site, layer) of `sites` that can be built in."""
     found = [(site, layer) for site in sites for layer in arch.layers if (site, layer) in arch.bindings]
-    whole = [point for point in found if arch.part_of(arch.bindings[point]) is None]
-    return [point for point in whole if _is_plain(arch.bindings[point], point[0])]
+    full = [point for point in found if arch.shard_of(arch.bindings[point]) is None]
+    return [point for point in full if _is_plain(arch.bindings[point], point[0])]
 
 
 def _is_plain(binding: Binding, site: str) -> bool:
@@ -92,9 +93,9 @@ def build_in(model: nn.Module, arch: Architecture, points: Sequence[Point], inde
         binding = arch.bindings[point]
         module = model.get_submodule(binding.path)
         if binding.kind == "input":
-            module.register_forward_pre_hook(_pre_hook(point, arch, index(point)), with_kwargs=True)
+            hooks.before(module, _on_input(point, arch, index(point)))
         else:
-            module.register_forward_hook(_hook(point, arch, index(point)))
+            hooks.after(module, _on_output(point, arch, index(point)))
 
 
 def _call(tree: Any, point: Point, arch: Architecture, index: int) -> None:
@@ -103,15 +104,9 @@ def _call(tree: Any, point: Point, arch: Architecture, index: int) -> None:
     torch.ops.midstream.site(follow(tree, binding.hidden), second, LayerName(str(index)))
 
 
-def _hook(point: Point, arch: Architecture, index: int) -> Callable[..., None]:
-    def hook(module: nn.Module, args: Any, output: Any) -> None:
-        _call(output, point, arch, index)
-
-    return hook
+def _on_output(point: Point, arch: Architecture, index: int) -> Callable[[Any], None]:
+    return lambda output: _call(output, point, arch, index)
 
 
-def _pre_hook(point: Point, arch: Architecture, index: int) -> Callable[..., None]:
-    def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-        _call((args, kwargs), point, arch, index)
-
-    return hook
+def _on_input(point: Point, arch: Architecture, index: int) -> Callable[[Any, Any], None]:
+    return lambda args, kwargs: _call((args, kwargs), point, arch, index)

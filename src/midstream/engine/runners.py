@@ -16,7 +16,8 @@ from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config import CUDAGraphMode
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from midstream.arch.ends import planted_embedding
+from midstream import hooks
+from midstream.arch.streams import planted_embedding
 from midstream.engine.graph_sites import Fire
 from midstream.engine.patches import StepMode
 from midstream.engine.pieces import Pieces, TwoSets
@@ -161,14 +162,14 @@ class Runner:
         """One forward over `tokens` dummy tokens, uncompiled and without attention."""
         planted: list[torch.Tensor] = []
 
-        def plant(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def plant(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             """A later pipeline stage is handed zeros, of which its layers make zeros: on them, nothing can be told apart."""
             handed = kwargs.get("intermediate_tensors")
             planted.extend(tensor for _, tensor in (handed.items() if handed is not None else ()))
             for number, tensor in enumerate(planted, start=1):
                 tensor.copy_(planted_embedding(tensor) * number)
 
-        hook = self.model.register_forward_pre_hook(plant, with_kwargs=True)
+        hook = hooks.before(self.model, plant)
         StepMode.set(no_full_graph=True, no_graphs=True, uncompiled=True)
         try:
             self._dummy_run(tokens)

@@ -14,7 +14,6 @@ from vllm.utils.network_utils import get_ip
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from midstream.arch import Architecture, detect
-from midstream.arch.shards import Finder
 from midstream.engine.attach import make_plan_host
 from midstream.engine.eager_kernels import EagerKernels
 from midstream.engine.graph_sites import SiteOp, build_in, buildable_points
@@ -24,16 +23,17 @@ from midstream.engine.plugin import register
 from midstream.engine.runners import Watch, adapt
 from midstream.engine.unsupported import has_graphs, refuse_unsupported
 from midstream.ranks.link import Link, exchange_in
+from midstream.ranks.shards import Finder
 from midstream.ranks.stages import StageParts, Stages
+from midstream.ranks.tensor import TensorParallel
 from midstream.runtime.plan_host import PlanHost
 from midstream.runtime.step import FiniteCheck, StepEnds, StepView
 from midstream.runtime.trace_host import TraceHost
 from midstream.runtime.trace_state import Reports
 from midstream.settings import Settings, is_ours
-from midstream.trace.agreement import Agreement
 from midstream.trace.envoy import ModelEnvoy
 from midstream.trace.interleaver import Interleaver
-from midstream.trace.whole import Whole
+from midstream.trace.remote import ALONE
 from midstream.transport.sender import Sender
 
 if TYPE_CHECKING:
@@ -117,20 +117,20 @@ class Worker(PlatformWorker):
             num_heads=config.model_config.get_num_attention_heads(config.parallel_config),
             head_dim=config.model_config.get_head_size(),
             rename=settings.rename,
-            find_parts=Finder(tensor.world_size, exchange_in(tensor)) if tensor.world_size > 1 else None,
+            shards=Finder(tensor.world_size, exchange_in(tensor)) if tensor.world_size > 1 else None,
         )
-        self._whole = self._make_whole(arch, tensor)
+        self._tensor = self._make_tensor_parallel(arch, tensor)
         self._stages = self._make_stages(model, arch)
         records = has_graphs(config) or config.compilation_config.mode != CompilationMode.NONE
         built_in = buildable_points(arch, settings.graph_sites) if records else []
         self.midstream = self._make_trace_host(arch, settings)
         link = self._stages.link if self._stages is not None else None
         self.plans = make_plan_host(
-            self, arch, settings, built_in, lambda: self.midstream.reports.sender, link, self._whole
+            self, arch, settings, built_in, lambda: self.midstream.reports.sender, link, self._tensor
         )
         self._has_built_in = bool(built_in)
         # In a graph vLLM's all-reduce reads other buffers of the other ranks than outside, so none may stop where another replays.
-        self._stops_alone = self._whole is None and config.parallel_config.data_parallel_size == 1
+        self._stops_alone = self._tensor is None and config.parallel_config.data_parallel_size == 1
         self.midstream.watch_graph_sites(built_in)
         build_in(model, arch, built_in, self.plans.tables.index.__getitem__)
         runner.connect(StepHost(self.midstream, self.plans))
@@ -149,23 +149,23 @@ class Worker(PlatformWorker):
         return Stages(exchange(StageParts.of(model, arch)), link, self.device)
 
     @staticmethod
-    def _make_whole(arch: Architecture, group: Any) -> Whole | None:
+    def _make_tensor_parallel(arch: Architecture, group: Any) -> TensorParallel | None:
         """The ranks that share each layer with this worker, if there are others."""
         if group.world_size == 1:
             return None
-        agreement = Agreement(Link(group.rank_in_group, exchange_in(group), "tensor", get_ip()))
+        link = Link(group.rank_in_group, exchange_in(group), "tensor", get_ip())
 
         def gather(part: torch.Tensor) -> torch.Tensor:
             return group.all_gather(part.unsqueeze(0), 0)
 
         layouts: Any = arch.shards
-        return Whole(layouts, group.rank_in_group, gather, agreement)
+        return TensorParallel(layouts, gather, link)
 
     def _make_trace_host(self, arch: Architecture, settings: Settings) -> TraceHost:
         model, config = self._runner.model, self.vllm_config
         stages = self._stages
-        whole = stages.arch if stages is not None else arch
-        interleaver = Interleaver(model, whole.order, stages, self._whole)
+        model_arch = stages.arch if stages is not None else arch
+        interleaver = Interleaver(model, model_arch.order, stages, self._tensor or ALONE)
         compute_logits: Any = model.compute_logits
         norm = model.get_submodule(arch.parts["final_norm"]) if "final_norm" in arch.parts else None
 
@@ -175,7 +175,7 @@ class Worker(PlatformWorker):
             normed = norm(hidden)
             return compute_logits(normed[0] if isinstance(normed, tuple) else normed)  # Command-R's norm returns a pair
 
-        envoy = ModelEnvoy(model, whole, interleaver, unembed, self._tokenizer)
+        envoy = ModelEnvoy(model, model_arch, interleaver, unembed, self._tokenizer)
         reports = Reports(get_pp_group().rank_in_group, speaks=get_tp_group().rank_in_group == 0)
         limits = config.model_config.max_model_len, config.model_config.get_vocab_size()
         return TraceHost(envoy, interleaver, arch, settings.allow_traces, *limits, reports, stages)
@@ -337,7 +337,7 @@ class Worker(PlatformWorker):
             "traced_steps": self.midstream.traced_steps,
             "uncompiled_steps": self.midstream.uncompiled_steps,
             **(self._stages.link.gauges() if self._stages is not None else {}),
-            **(self._whole.agreement.gauges() if self._whole is not None else {}),
+            **(self._tensor.gauges() if self._tensor is not None else {}),
         }
 
     def midstream_finish(self) -> None:
@@ -376,8 +376,8 @@ class Worker(PlatformWorker):
             host.reports.sender.close(flush=False)
         if (stages := getattr(self, "_stages", None)) is not None:
             stages.link.close()
-        if (whole := getattr(self, "_whole", None)) is not None:
-            whole.agreement.close()
+        if (tensor := getattr(self, "_tensor", None)) is not None:
+            tensor.close()
         try:
             if (plans := getattr(self, "plans", None)) is not None:
                 plans.captures.close()  # raises what a consumer raised

@@ -1,6 +1,6 @@
-"""Whole values under tensor parallelism, without an engine (requirements C10, C12).
+"""Full tensors under tensor parallelism, without an engine (requirements C10, C12).
 
-Layouts in closed form, the ranks' agreement, random numbers.
+Layouts in closed form, the agreement of the ranks, random numbers.
 """
 
 from __future__ import annotations
@@ -13,18 +13,15 @@ import pytest
 import torch
 from torch import nn
 
-from midstream.arch.layouts import Layout, Segment, Shards, Summands
 from midstream.arch.probe import Plant, Probe, record
-from midstream.arch.shards import Finder, Layouts
 from midstream.errors import DivergedError, NeverReachedError
+from midstream.ranks.shards import Finder, Layout, Layouts, Segment, Shards, Summands
+from midstream.ranks.tensor import TensorParallel
 from midstream.sites import Binding, replaced
-from midstream.trace.agreement import Agreement
-from midstream.trace.journal import Journal
-from midstream.trace.randomness import Randomness
-from midstream.trace.rows import FlatRows
+from midstream.trace.modes import Randomness
+from midstream.trace.rows import Event, FlatRows
 from midstream.trace.source import SourceHooks
-from midstream.trace.visit import Event, Visit
-from midstream.trace.whole import Whole
+from midstream.trace.visit import Journal, Visit
 
 T, D = 3, 2  # tokens, and elements of a head
 
@@ -177,7 +174,7 @@ def layouts_in(
     outer.forward = lambda x: block(x)  # type: ignore[method-assign]
     finder, modules = Finder(2, exchange), dict(outer.named_modules())
     watch, plants = finder.watch(modules), finder.plants(modules) | dict(plant or {})
-    return finder(record(outer, lambda: outer(torch.randn(T, width)), watch=watch, plant=plants, probe=Probe()))
+    return finder.find(record(outer, lambda: outer(torch.randn(T, width)), watch=watch, plant=plants, probe=Probe()))
 
 
 @pytest.fixture(scope="module")
@@ -341,13 +338,14 @@ class _Wanted:
             raise NeverReachedError("over")
 
 
-def on_ranks(size: int, act: Callable[[int, Agreement], Any]) -> list[Any]:
+def on_ranks(size: int, act: Callable[[int, TensorParallel], Any]) -> list[Any]:
     """What `act` returned on every rank, or raised."""
     board, results = Board(), [None] * size
 
     def run(rank: int) -> None:
+        link: Any = ThreadLink(board, rank, size)
         try:
-            results[rank] = act(rank, Agreement(ThreadLink(board, rank, size)))
+            results[rank] = act(rank, TensorParallel({}, torch.clone, link))
         except Exception as error:
             results[rank] = error
 
@@ -364,18 +362,18 @@ def on_ranks(size: int, act: Callable[[int, Agreement], Any]) -> list[Any]:
 def test_bodies_that_do_the_same_gather(size: int) -> None:
     """C12: several bodies, several steps, notes between the gathers; nobody is told off."""
 
-    def act(rank: int, agreement: Agreement) -> list[Any]:
+    def act(rank: int, tensor: TensorParallel) -> list[Any]:
         told = []
         for step in range(3):
-            agreement.begin_step()
+            tensor.begin_step()
             for body in "ab":
-                agreement.note(body, "x", step)
-            agreement.show()
+                tensor.note(body, "x", step)
+            tensor.show()
             for body in "ab":
-                agreement.agree(body, "y", step)
-                agreement.note(body, "z")
-            agreement.show()
-            told.append(agreement.end_step("ab"))
+                tensor.agree(body, "y", step)
+                tensor.note(body, "z")
+            tensor.show()
+            told.append(tensor.end_step("ab"))
         return told
 
     assert on_ranks(size, act) == [[{}, {}, {}]] * size
@@ -385,20 +383,20 @@ def test_bodies_that_do_the_same_gather(size: int) -> None:
 def test_a_gather_that_a_peer_does_not_come_to_is_an_error_on_all_ranks(size: int) -> None:
     """C12: the last rank's body waits elsewhere, its neighbour's gathers go on, and the step's end tells every rank."""
 
-    def act(rank: int, agreement: Agreement) -> Any:
-        agreement.begin_step()
+    def act(rank: int, tensor: TensorParallel) -> Any:
+        tensor.begin_step()
         odd = rank == size - 1
         raised = False
         for body in "ab":
-            agreement.note(body, "waits for layer", 9 if odd and body == "a" else 1)
-        agreement.show()
+            tensor.note(body, "waits for layer", 9 if odd and body == "a" else 1)
+        tensor.show()
         for body in "b" if odd else "ab":
             try:
-                agreement.agree(body, "layer 1")
+                tensor.agree(body, "layer 1")
             except DivergedError:
                 raised = True
-        agreement.show()
-        return raised, list(agreement.end_step("ab")), agreement.end_step is None
+        tensor.show()
+        return raised, list(tensor.end_step("ab")), tensor.end_step is None
 
     results = on_ranks(size, act)
     assert [told for _, told, _ in results] == [["a"]] * size
@@ -408,13 +406,13 @@ def test_a_gather_that_a_peer_does_not_come_to_is_an_error_on_all_ranks(size: in
 def test_a_peer_whose_step_is_over_does_not_come() -> None:
     """C12: a rank that waits for notes is answered by the end of the other's step."""
 
-    def act(rank: int, agreement: Agreement) -> Any:
-        agreement.begin_step()
+    def act(rank: int, tensor: TensorParallel) -> Any:
+        tensor.begin_step()
         if rank == 1:
-            agreement.rest()
+            tensor.rest()
             return None
         with pytest.raises(DivergedError, match="rank 0 it came to layer 1"):
-            agreement.agree("a", "layer 1")
+            tensor.agree("a", "layer 1")
         return "told"
 
     assert on_ranks(2, act) == ["told", None]
@@ -426,15 +424,21 @@ KEY = ("proj", "input")
 QKV = LAYOUTS["two key heads on four ranks"]
 
 
+class InAgreement(TensorParallel):
+    """A rank whose peers always do the same."""
+
+    def agree(self, body: str, *what: Any) -> None: ...
+
+
 class Rank:
     """One of four ranks whose leaf `(0, 0)` is laid out like `QKV`; the others' parts are in closed form."""
 
     def __init__(self, rank: int) -> None:
         self.gathers = 0
         self.tree: Any = ((named(*QKV[1][rank]),), {})
-        agreement = Agreement(ThreadLink(Board(), 0, 1))
         layouts: Layouts = {("proj", "input"): {(0, 0): QKV[0]}}
-        self.whole = Whole(layouts, rank, self._gather, agreement)
+        link: Any = ThreadLink(Board(), rank, 4)
+        self.peers = InAgreement(layouts, self._gather, link)
 
     def _gather(self, part: torch.Tensor) -> torch.Tensor:
         self.gathers += 1
@@ -444,7 +448,7 @@ class Rank:
         return named(*text)[1:]
 
     def event(self) -> Event:
-        return Event(KEY, self.tree, whole=self.whole)
+        return Event(KEY, self.tree, peers=self.peers)
 
 
 @pytest.mark.parametrize("rank", range(4))

@@ -1,55 +1,140 @@
-"""Finds which leaves of which modules' inputs and outputs are one tensor-parallel rank's part of something.
+"""Which tensors of a model are one tensor-parallel rank's part of a larger one, and how the parts make up the full tensor.
 
-The classes of vLLM's parallel layers say it of their own inputs and outputs. A leaf of any other module is laid out like the known
-one in whose memory it lies (queries, keys and values are columns of the fused projection's output), or, where a module without
-children returns what has the shape of one of its inputs (activations, norms over heads, rotary embeddings), like that input. What
-none of this tells is left as the rank's own: what a model computes between modules and hands to one that is no parallel layer.
+`Finder` reads it off the probe. The classes of vLLM's parallel layers determine the layout of their own inputs and outputs. A leaf of any
+other module has the layout of the known leaf in whose memory it lies (queries, keys and values are columns of the fused projection's
+output). If a module without children returns a tensor shaped like one of its inputs (activations, norms over heads, rotary embeddings), the
+output has the layout of that input. All other leaves count as full tensors, for example what a model computes between its modules.
+
+Legend of shape suffixes: R ranks, t tokens, w the width on one rank, W the full width, in elements of one token. A width may span several
+axes, such as heads and head_dim; then the ranks divide the first of them.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from midstream.arch.layouts import Layout, Segment, Shards, Summands
-from midstream.arch.names import is_linear
+from midstream.arch.detect import ShardFinder
+from midstream.arch.names import is_a, is_linear
 from midstream.arch.probe import Call, Leaf, Plant, Probe
 from midstream.sites import Kind, Ref
 
+
+@dataclass(frozen=True)
+class Segment:
+    """One of the values that lie side by side in a tensor: queries, keys, values, gate, up.
+
+    Attributes:
+        width: on one rank.
+        replicas: how many neighbouring ranks have the same part, for example if there are fewer key-value heads than ranks.
+    """
+
+    width: int
+    replicas: int = 1
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Each rank has a part of every segment. The full tensor has the full segments side by side."""
+
+    segments: tuple[Segment, ...]
+    ranks: int
+
+    @property
+    def width(self) -> int:
+        """The full width."""
+        return sum(self._widths)
+
+    @property
+    def part(self) -> int:
+        """The width on one rank."""
+        return sum(segment.width for segment in self.segments)
+
+    @property
+    def _widths(self) -> list[int]:
+        return [segment.width * (self.ranks // segment.replicas) for segment in self.segments]
+
+    def join(self, parts_Rtw: torch.Tensor, lead: int) -> torch.Tensor:
+        """The full tensor from all ranks' parts. `lead` axes after R come before those of the width."""
+        flat_Rtw = parts_Rtw.flatten(1 + lead)
+        full = []
+        for segment, part_Rtw in zip(
+            self.segments, flat_Rtw.split([s.width for s in self.segments], dim=-1), strict=True
+        ):
+            full += part_Rtw[:: segment.replicas].unbind()
+        return torch.cat(full, dim=-1).unflatten(-1, (-1, *parts_Rtw.shape[2 + lead :]))
+
+    def cut(self, full_tW: torch.Tensor, rank: int, lead: int) -> torch.Tensor:
+        """The part that `rank` has."""
+        values = full_tW.flatten(lead).split(self._widths, dim=-1)
+        parts = [
+            one.narrow(-1, rank // segment.replicas * segment.width, segment.width)
+            for segment, one in zip(self.segments, values, strict=True)
+        ]
+        return torch.cat(parts, dim=-1).unflatten(-1, (-1, *full_tW.shape[1 + lead :]))
+
+    def columns(self, first: int, width: int) -> Shards | None:
+        """The layout of `width` columns from `first` on; None unless they are complete segments."""
+        at, inside = 0, []
+        for segment in self.segments:
+            if first <= at and at + segment.width <= first + width:
+                inside.append(segment)
+            at += segment.width
+        found = Shards(tuple(inside), self.ranks)
+        return found if inside and found.part == width and self._starts_at(first) else None
+
+    def _starts_at(self, first: int) -> bool:
+        starts, at = set(), 0
+        for segment in self.segments:
+            starts.add(at)
+            at += segment.width
+        return first in starts
+
+
+@dataclass(frozen=True)
+class Summands:
+    """The full tensor is the sum of the ranks' parts. A write goes to the first rank, and the others get zeros."""
+
+    ranks: int
+
+    width = None
+    part = None
+
+    def join(self, parts_Rtw: torch.Tensor, lead: int) -> torch.Tensor:
+        return parts_Rtw.sum(0)
+
+    def cut(self, full_tW: torch.Tensor, rank: int, lead: int) -> torch.Tensor:
+        return full_tW if rank == 0 else torch.zeros_like(full_tW)
+
+
+Layout = Shards | Summands
 Layouts = dict[tuple[str, Kind], dict[Ref, Layout]]
-_EXPERTS = ("FusedMoE", "MoERunner")
+_EXPERTS = ("FusedMoE", "MoERunner")  # vLLM's classes for a mixture of experts
 
 
-def is_a(module: nn.Module, *names: str) -> bool:
-    """Whether a class of vLLM's with one of these names is among the module's."""
-    return any(cls.__name__ in names for cls in type(module).__mro__)
-
-
-class Finder:
-    """Finds the layouts on one rank of `size`; `exchange` (collective) tells what each rank found."""
+class Finder(ShardFinder):
+    """Finds the layouts on one rank of `size`. `exchange(x)` is collective and returns what every rank passed."""
 
     def __init__(self, size: int, exchange: Callable[[Any], list[Any]]) -> None:
         self.size = size
         self._exchange = exchange
 
     def watch(self, modules: Mapping[str, nn.Module]) -> set[str]:
-        """Modules whose tensors have to be snapshotted: all, where some may return summands, which an all-reduce or a norm may overwrite.
-
-        What lies in the same memory then counts as the same value only if its bits are, too, for the sites as well.
-        """
+        """All modules if some of them may return summands, since an all-reduce or a norm may overwrite summands in place."""
         partial = any(_returns_summands(module) or is_a(module, *_EXPERTS) for module in modules.values())
         return set(modules) if partial else set()
 
     def plants(self, modules: Mapping[str, nn.Module]) -> dict[str, Plant]:
-        """Attention computes zeros, or nothing, in a dummy run; of zeros the sum over ranks cannot be told from the summands."""
+        """Give attention an output that is not zero, as it is in a dummy run: a sum of zeros over ranks looks like its summands."""
         return {path: _ramp for path, module in modules.items() if is_a(module, "Attention", "MLAAttention")}
 
-    def __call__(self, probe: Probe) -> Layouts:
-        """The layouts that all ranks found alike."""
+    def find(self, probe: Probe) -> Layouts:
+        """The layouts on which all ranks agree."""
         found = _Search(probe, self.size).run()
         ranks = self._exchange((found.layouts, found.digests))
         agreed: Layouts = {}
@@ -66,7 +151,7 @@ def _ramp(value: torch.Tensor) -> torch.Tensor:
 
 
 def _is_reduced(digests: list[bytes | None]) -> bool:
-    """Whether what may be a summand is the same on every rank: then it is the sum."""
+    """Whether a possible summand is the same on every rank: then it is the sum already."""
     return None not in digests and len(set(digests)) == 1
 
 
@@ -81,7 +166,7 @@ class _Search:
         self.layouts: Layouts = {}
         self.digests: dict[tuple[str, Kind, Ref], bytes] = {}
         self._known: list[tuple[Leaf, Layout]] = []
-        self._doubtful: set[bytes] = set()  # of what experts returned
+        self._doubtful: set[bytes] = set()  # digests of what experts returned
         self._modules = {call.path: call.module for call in probe.calls}
         linear = next((c for c in probe.calls if is_a(c.module, "LinearBase") and _floating(c.inputs)), probe.calls[0])
         self._tokens = next((leaf.shape[-2] for leaf in _floating(linear.inputs) if len(leaf.shape) > 1), 0)
@@ -114,7 +199,7 @@ class _Search:
                     )
 
     def _note_doubt(self, leaf: Leaf, where: tuple[str, Kind, Ref], from_experts: bool) -> None:
-        """Experts may have reduced what they return; so may be what has its bits. Ranks with equal weights, as dummy ones, cannot tell."""
+        """Note the digest of experts' output and its copies: experts may have reduced it already. (Equal weights on all ranks hide it.)"""
         if leaf.snapshot is None:
             return
         digest = hashlib.blake2b(leaf.snapshot.cpu().numpy().tobytes()).digest()
@@ -131,7 +216,7 @@ class _Search:
         return not isinstance(layout, Shards) or layout.part == self._width(leaf)
 
     def _by_class(self, kind: Kind, call: Call) -> dict[Ref, Layout | None]:
-        """What the module's class says; None for a leaf that is whole."""
+        """The layouts that follow from the module's class; None for a full tensor."""
         module, leaves = call.module, _floating(call.inputs if kind == "input" else call.returned)
         if is_a(module, "Attention"):
             return self._attention(kind, call, leaves)
@@ -150,7 +235,7 @@ class _Search:
         return int(getattr(module, "tp_size", 1)) == self.size
 
     def _shards(self, *widths: Any, replicas: int = 1) -> Shards:
-        """The first segment in as many parts as there are ranks, the others (keys, values) perhaps in fewer."""
+        """The first segment is divided by all ranks; `replicas` ranks share a part of each other one (keys, values)."""
         later = [Segment(int(width), replicas) for width in widths[1:]]
         return Shards((Segment(int(widths[0])), *later), self.size)
 
@@ -167,7 +252,7 @@ class _Search:
         return self._shards(*widths, replicas=getattr(module, "num_kv_head_replicas", 1))
 
     def _attention(self, kind: Kind, call: Call, leaves: list[Leaf]) -> dict[Ref, Layout | None]:
-        """Queries, keys and values by their heads."""
+        """The layouts of queries, keys and values."""
         module: Any = call.module
         beside = [m for path, m in self._modules.items() if path.rpartition(".")[0] == call.path.rpartition(".")[0]]
         linears = [m for m in beside if is_a(m, "ColumnParallelLinear", "RowParallelLinear")]
@@ -188,7 +273,7 @@ class _Search:
         }
 
     def _by_memory(self, leaf: Leaf) -> Layout | None:
-        """The layout of a known leaf that this one is, or whose columns it is."""
+        """The layout of the known leaf that this one equals or is a part of the columns of."""
         for known, layout in reversed(self._known):
             if isinstance(layout, Summands):
                 found: Layout | None = layout if leaf.same(known) else None
@@ -212,9 +297,9 @@ class _Search:
         return leaf.tensor.stride(axis)
 
     def _by_shape(self, call: Call, leaf: Leaf, found: Mapping[Ref, Layout]) -> Layout | None:
-        """The shards of the input that a module without children changed element by element, or halved as gated activations do.
+        """The layout of an input, for a module without children that returns its shape, or half of it as gated activations do.
 
-        Of summands, what it makes of them is none.
+        Only for shards: the function may be nonlinear, so summands cannot be passed through it.
         """
         if is_linear(call.module) or next(call.module.children(), None) is not None or not leaf.floating:
             return None
