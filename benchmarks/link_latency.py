@@ -40,16 +40,17 @@ def finish(link: Link, pipe: Connection) -> None:
     link.close()
 
 
-def own(pipe: Connection, arguments: argparse.Namespace, sends_ahead: bool) -> None:
-    """The owner: publishes a value for each step when told to, and spills it as the engine does."""
+def own(pipe: Connection, arguments: argparse.Namespace, place: str | None) -> None:
+    """The owner: publishes a value for each step when told to, as the engine does. Values without a place are not sent ahead."""
     torch.set_num_threads(1)
     link = connect(0, pipe)
-    link._sends_ahead = sends_ahead
     device = "cuda" if arguments.cuda and torch.cuda.is_available() else "cpu"
     small = torch.ones(64, device=device)
     while (number := pipe.recv()) is not None:
-        link.publish("body", number, torch.full((32, 4096), number % 7, dtype=torch.bfloat16, device=device), place="p")
-        link.spill()
+        link.publish(
+            "body", number, torch.full((32, 4096), number % 7, dtype=torch.bfloat16, device=device), place=place
+        )
+        link.end_step()
         pipe.send(None)
         until = time.perf_counter() + (0.02 if arguments.busy else 0.0)
         while time.perf_counter() < until:
@@ -57,11 +58,11 @@ def own(pipe: Connection, arguments: argparse.Namespace, sends_ahead: bool) -> N
     finish(link, pipe)
 
 
-def measure(arguments: argparse.Namespace, sends_ahead: bool) -> list[float]:
+def measure(arguments: argparse.Namespace, place: str | None) -> list[float]:
     """Seconds from each request to its value."""
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
-    owner = context.Process(target=own, args=(theirs, arguments, sends_ahead), daemon=True)
+    owner = context.Process(target=own, args=(theirs, arguments, place), daemon=True)
     owner.start()
     link = connect(1, pipe)
     seconds = []
@@ -72,6 +73,7 @@ def measure(arguments: argparse.Namespace, sends_ahead: bool) -> list[float]:
         start = time.perf_counter()
         value = link.fetch(0, "body", number).wait()
         seconds.append(time.perf_counter() - start)
+        link.end_step()
         assert value[31, 4095] == number % 7
     pipe.send(None)
     finish(link, pipe)
@@ -86,8 +88,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    for name, sends_ahead in (("asked for", False), ("sent ahead", True)):
-        milliseconds = [1e3 * one for one in measure(arguments, sends_ahead)]
+    for name, place in (("asked for", None), ("sent ahead", "p")):
+        milliseconds = [1e3 * one for one in measure(arguments, place)]
         p95 = statistics.quantiles(milliseconds, n=20)[-1]
         print(f"{name:12s} median {statistics.median(milliseconds):7.3f} ms   95% {p95:7.3f} ms", flush=True)
     assert threading.active_count() == 1, threading.enumerate()

@@ -104,6 +104,22 @@ class ChannelError(MidstreamError):
     """The results channel between the workers and the client failed."""
 
 
+class ChannelClosedError(ChannelError):
+    """Nothing more can be sent or received: one end of the channel was closed, or died."""
+
+
+class UnsendableError(ChannelError):
+    """Stands in a result in place of a value that could not be sent or rebuilt. The channel does not raise it."""
+
+    def __init__(self, type_name: str, reason: str) -> None:
+        super().__init__(type_name, reason)
+        self.type_name = type_name
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"a value of type {self.type_name} could not be sent to the client ({self.reason}); save data instead"
+
+
 class TracesNotAllowedError(MidstreamError):
     """The engine was started without traces allowed: it takes plans only."""
 

@@ -87,8 +87,8 @@ def ran(runs: dict[str, Any], name: str) -> Iterator[dict[str, Any]]:
 
 
 def marked(names: list[str]) -> list[Any]:
-    """Four seconds each: those that the requirements name run always, the others in the full run of the tests."""
-    return [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in names]
+    """Four seconds each: those that the requirements name run always, the others with `./test all`."""
+    return [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.matrix) for name in names]
 
 
 each = pytest.mark.parametrize("name", marked(NAMES))

@@ -59,12 +59,11 @@ def ids_of(output: Any) -> list[int]:
 
 def test_d1_extra_args_carry_a_plan_as_well(engine: VLLM, plain: Plain) -> None:
     """As they do on a plain `vllm.LLM`; here what is captured comes back on the output."""
-    from midstream.plan.wire import to_json
 
     v = toward_rome(plain)
     plan = Plan((Steer("resid_post", layers=5, vector=v), Capture("resid_post", layers=6, positions="all")))
     expected = generated_with(plain, {("resid_post", 5): lambda h: h + v}, 4)
-    for carried in (plan, list(plan.interventions), to_json(plan), {"plan": plan}):
+    for carried in (plan, list(plan.interventions), plan.to_json(), {"plan": plan}):
         (output,) = engine.generate(FRANCE, max_tokens=4, extra_args={"midstream": carried}, **GREEDY)
         assert ids_of(output) == expected[0]
         close(output.captures["resid_post", 6], expected[1].sites["resid_post", 6])
@@ -267,7 +266,7 @@ def test_d5_a_stalled_sink_fails_its_request_and_the_engine_goes_on(
         [Capture("resid_post", layers=2, to=(None, stall))],
         [Capture("resid_post", layers=2, to=(None, lambda *a: rows.append(1)))],
     ]
-    with pytest.raises(CaptureError, match="has not come back") as caught:
+    with pytest.raises(CaptureError, match="has not returned") as caught:
         engine.generate([FRANCE, EIFFEL], plan=plans, max_tokens=2, **GREEDY)
     free.set()
     assert rows == [1]

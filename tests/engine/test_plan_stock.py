@@ -27,7 +27,6 @@ from midstream.capture.store import Store, StoredCapture
 from midstream.engine import admission
 from midstream.errors import CaptureError, PlanError
 from midstream.plan.values import Vector
-from midstream.plan.wire import to_json, to_wire
 from midstream.settings import Settings
 
 pytestmark = pytest.mark.engine
@@ -105,9 +104,9 @@ def of_prompt(found: Store, ids: list[int]) -> StoredCapture:
         lambda plan: Plan(tuple(plan)),
         lambda plan: plan,
         lambda plan: tuple(plan),
-        lambda plan: to_wire(Plan.of(plan)),
-        lambda plan: to_json(Plan.of(plan)),
-        lambda plan: {"plan": to_json(Plan.of(plan))},
+        lambda plan: Plan.of(plan).to_wire(),
+        lambda plan: Plan.of(plan).to_json(),
+        lambda plan: {"plan": Plan.of(plan).to_json()},
     ],
     ids=["plan", "list", "tuple", "wire", "json", "enveloped"],
 )
@@ -464,7 +463,7 @@ def test_d8_what_is_wrong_by_itself_is_refused_when_it_is_made_and_in_wire_form(
 ) -> None:
     with pytest.raises(PlanError, match=message):
         make()
-    good = to_wire(Plan.of(Steer("resid_post", layers=1, vector=vector(), norm_match=True)))
+    good = Plan.of(Steer("resid_post", layers=1, vector=vector(), norm_match=True)).to_wire()
     (key,) = good["vectors"]
     bad = {**good, "vectors": {key: torch.full((HIDDEN,), float("nan")).numpy().tobytes()}}
     with pytest.raises(PlanError):

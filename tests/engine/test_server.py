@@ -26,7 +26,7 @@ from servers import Server, serving
 
 from midstream import Capture, Consumer, Patch, Plan, RecordedRun, Steer
 from midstream.plan.vectors import Named, digest
-from midstream.plan.wire import MAX_STRANGERS_EDITS, to_json
+from midstream.plan.wire import MAX_STRANGERS_EDITS
 
 pytestmark = pytest.mark.engine
 
@@ -53,7 +53,7 @@ def plain(server: Server) -> Any:
 
 def in_every_form(plan: Any) -> list[Any]:
     """A plan as JSON in a string, as an object, and both in an envelope."""
-    text = plan if isinstance(plan, str) else to_json(Plan.of(plan))
+    text = plan if isinstance(plan, str) else Plan.of(plan).to_json()
     return [text, json.loads(text), {"plan": text}, {"plan": json.loads(text)}]
 
 
@@ -104,7 +104,7 @@ def test_g8_what_only_the_engines_own_side_may_say_is_refused_on_every_route(ser
     ],
 )  # fmt: skip
 def test_g8_an_envelope_holds_a_plan_and_nothing_else(server: Server, name: str, value: Any) -> None:
-    text = to_json(Plan.of(Capture("resid_post")))
+    text = Plan.of(Capture("resid_post")).to_json()
     for envelope in ({name: value}, {"plan": text, name: value}, {"plan": json.loads(text), name: value}):
         status, body = server.generate(IDS, extra_args={"midstream": envelope})
         assert status == 400, (envelope, body)
@@ -116,7 +116,7 @@ def test_g8_an_envelope_holds_a_plan_and_nothing_else(server: Server, name: str,
 
 
 def test_g3_a_misspelt_key_is_an_error(server: Server) -> None:
-    text = to_json(Plan.of(Steer("resid_post", layers=3, vector=[1.0] * HIDDEN)))
+    text = Plan.of(Steer("resid_post", layers=3, vector=[1.0] * HIDDEN)).to_json()
     status, body = server.complete(FRANCE, vllm_xargs={"midstraem": text})
     assert status == 400 and "did you mean 'midstream'" in json.dumps(body)
 
@@ -125,7 +125,7 @@ def test_f5_an_overflow_harms_no_other_client(server: Server) -> None:
     before = plain(server)
     plan = Steer("resid_post", layers=2, vector=np.full(HIDDEN, 1e38), scale=1e38)
     for _ in range(4):
-        status, _ = server.complete([FRANCE] * 4, vllm_xargs={"midstream": to_json(Plan.of(plan))})
+        status, _ = server.complete([FRANCE] * 4, vllm_xargs={"midstream": Plan.of(plan).to_json()})
         assert status >= 400
         assert plain(server) == before
 
@@ -235,7 +235,7 @@ def good_plans() -> list[dict[str, Any]]:
         Plan.of([Steer("resid_post", layers=3, vector="calm"), Capture("mlp_in", layers=[0], positions=[0, 1])]),
         Plan.of(Steer("resid_post", layers=2, vector=np.full(HIDDEN, 1e38), scale=1e38)),
     ]
-    written = [json.loads(to_json(plan)) for plan in plans]
+    written = [json.loads(plan.to_json()) for plan in plans]
     clamp = {
         "kind": "clamp",
         "site": "attn_in",

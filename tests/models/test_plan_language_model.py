@@ -394,12 +394,11 @@ def test_spans_in_prompts_of_token_ids(hf: LanguageModel, plain: Plain) -> None:
 
 
 def test_a_plan_may_come_in_any_form_that_plans_have(hf: LanguageModel, plain: Plain) -> None:
-    from midstream.plan.wire import to_json, to_wire
 
     steer = Steer("resid_post", layers=5, vector=vector(1, 300.0))
     expected = plain.generate(FRANCE, 4, {("resid_post", 5): lambda h: h + vector(1, 300.0)})
     plan = Plan((steer,))
-    for given in (steer, [steer], plan, to_wire(plan), to_json(plan), [[steer]], [plan], (steer,)):
+    for given in (steer, [steer], plan, plan.to_wire(), plan.to_json(), [[steer]], [plan], (steer,)):
         assert tokens(hf.generate(FRANCE, plan=given, max_tokens=4, **GREEDY)[0]) == expected
 
 

@@ -21,7 +21,6 @@ from plan_cases import EIFFEL, FRANCE, GREEDY, ITALY, LAYERS, after_rows, everyt
 from midstream import VLLM, Capture, Clamp, Patch, Plan, Span, Steer, open_captures
 from midstream.capture.store import StoredCapture
 from midstream.errors import PlanError
-from midstream.plan.wire import to_json
 
 pytestmark = pytest.mark.engine
 
@@ -285,7 +284,7 @@ def test_d7_a_plan_for_every_request_writes_to_a_directory(
         Capture("resid_post", layers=[2, 6], positions="all", to=tmp_path / "all"),
         Capture("resid_post", layers=[5], positions="last_prompt", to=tmp_path / "late"),
     ])  # fmt: skip
-    monkeypatch.setitem(model.config.additional_config["midstream"], "plan", to_json(watch))
+    monkeypatch.setitem(model.config.additional_config["midstream"], "plan", watch.to_json())
     v = toward_rome(plain)
     steer = Steer("resid_post", layers=5, vector=v)
     outputs = submit(model, [FRANCE, EIFFEL, FRANCE], [None, None, Plan.of(steer)], max_tokens=4)

@@ -15,7 +15,10 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("sizes", list(ranks.SIZES))
+# Two stages of two ranks have all that either has alone.
+@pytest.mark.parametrize(
+    "sizes", [pytest.param(size, marks=[] if size == "pp2tp2" else pytest.mark.matrix) for size in ranks.SIZES]
+)
 def test_c1_d7_suites_of_one_rank_pass_on_several(sizes: str, request: pytest.FixtureRequest) -> None:
     if request.config.getoption("--ranks") is not None:
         pytest.skip("it is what --ranks does")

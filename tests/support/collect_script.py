@@ -54,7 +54,7 @@ def main(mode: str, directory: Path) -> None:
     rows, log = directory / "rows", (directory / "ended").open("w")
     if mode == "hf":
         return on_transformers(rows, log)
-    from engines import start
+    from engines import start_spawned as start
 
     note_ends(log)
     if mode == "stock":

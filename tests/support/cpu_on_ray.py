@@ -28,7 +28,7 @@ def platform() -> str:
 
 
 def _call_nodes_hosts() -> None:
-    from midstream.transport import codec as wire
+    from midstream.transport import wire
 
     def machine() -> str:
         import ray

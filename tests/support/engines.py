@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from typing import TYPE_CHECKING, Any
@@ -20,13 +19,18 @@ RANKS: dict[str, int] = {}  # what `--ranks` makes of every engine
 
 
 def start(**arguments: Any) -> VLLM:
-    """An engine on the bundled model."""
+    """An engine on the bundled model, whose processes are forked from a server that has imported vLLM: it is there in seconds."""
     from forked import forked
 
+    with forked():
+        return start_spawned(**arguments)
+
+
+def start_spawned(**arguments: Any) -> VLLM:
+    """The same with processes as users have them, for tests of how engines begin and end."""
     from midstream import VLLM, demo_model
 
-    with forked() if RANKS else contextlib.nullcontext():
-        return VLLM(demo_model(), **{**ENGINE, **RANKS, **arguments})
+    return VLLM(demo_model(), **{**ENGINE, **RANKS, **arguments})
 
 
 def alive(model: VLLM, seconds: float = 5.0) -> list[dict[str, int]]:

@@ -27,7 +27,8 @@ from typing import Any
 
 import ranks
 import torch
-from engines import RANKS, start
+from engines import RANKS
+from engines import start_spawned as start
 from forked import forked
 
 from midstream import Capture, Steer

@@ -618,7 +618,7 @@ def test_a_stalled_consumer_fails_its_requests_and_holds_up_nobody(monkeypatch, 
         sinks.end(name, 8)
     sinks.result("beside")
     for name in ("first", "second"):
-        reason = rf"consumer 'stuck'.* request '{name}'.*not come back from {where}\(\).*'first'.*allowed: 1 s"
+        reason = rf"consumer 'stuck'.* request '{name}'.*not returned from {where}\(\).*'first'.*allowed: 1 s"
         with pytest.raises(CaptureError, match=reason):
             sinks.result(name)
     assert time.monotonic() - start < 20
@@ -628,7 +628,7 @@ def test_a_stalled_consumer_fails_its_requests_and_holds_up_nobody(monkeypatch, 
     sinks.put(segment("new", [0], A))
     sinks.end("new", 1)
     start = time.monotonic()
-    with pytest.raises(CaptureError, match=r"'stuck'.*'new'.*not come back"):
+    with pytest.raises(CaptureError, match=r"'stuck'.*'new'.*not returned"):
         sinks.result("new")
     sinks.close()
     assert time.monotonic() - start < 20
@@ -650,12 +650,12 @@ def test_a_consumer_that_comes_back_serves_later_requests(monkeypatch):
         begin(sinks, name, capture, prompt=[1])
         sinks.put(segment(name, [0], A))
     sinks.end("a", 1)
-    with pytest.raises(CaptureError, match="not come back"):
+    with pytest.raises(CaptureError, match="not returned"):
         sinks.result("a")
     go.set()
     wait_until(lambda: ("end", "a") in {call[:2] for call in recorder.calls})
     sinks.end("b", 1)  # failed as well: what it had queued was dropped
-    with pytest.raises(CaptureError, match="not come back"):
+    with pytest.raises(CaptureError, match="not returned"):
         sinks.result("b")
     begin(sinks, "c", capture, prompt=[1])
     sinks.put(segment("c", [0], A))

@@ -38,6 +38,7 @@ LEAVES = {
     "bundled",
     "hooks",
     "plots",
+    "queues",
 }  # import nothing of midstream but each other; all may import them
 ENTRY_POINTS = {"", "__main__", "cli", "demo", "compare"}  # may import everything; "" is midstream/__init__.py
 MAY_IMPORT_VLLM = {"engine", "serve"}

@@ -227,7 +227,7 @@ def test_c9_classes_that_the_trace_defines_are_another_one_on_every_stage() -> N
 def test_c9_real_values_that_differ_warn_by_name(first: Any, last: Any, where: Any) -> None:
     """C9: the last stage's is taken, and the warning says which name and which stages."""
     each = [{"fine": 1, "odd": where(first)}, {"fine": 1, "odd": where(absent())}, {"fine": 1, "odd": where(last)}]
-    with pytest.warns(StageMismatchWarning, match=r"'odd' .* stages 0, 2; that of stage 2") as caught:
+    with pytest.warns(StageMismatchWarning, match=r"'odd' .* stages 0, 2; the value of stage 2") as caught:
         merged = merged_values(each)
     assert len(caught) == 1
     assert same(merged["odd"], where(last))

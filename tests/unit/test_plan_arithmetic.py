@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from midstream.plan.arithmetic import apply
-from midstream.plan.compile import Op
+from midstream.plan.ops.edit import Op
 
 torch.set_num_threads(1)
 
@@ -25,8 +25,8 @@ def closed_form(x_TH: torch.Tensor, ops, bank) -> np.ndarray:
         weight = op.a * (vectors[op.mask] if op.mask >= 0 else np.ones(h.shape[1]))
         h = np.where(weight == 1, vectors[op.vector], (1 - weight) * h + weight * vectors[op.vector])
     norms = np.sqrt((h**2).sum(1, keepdims=True))
-    h = h + sum(op.a * vectors[op.vector] for op in ops if op.kind == "steer")
-    h = h + sum(op.a * norms * vectors[op.vector] for op in ops if op.kind == "norm_steer")
+    h = h + sum(op.a * vectors[op.vector] for op in ops if op.kind == "steer" and not op.b)
+    h = h + sum(op.a * norms * vectors[op.vector] for op in ops if op.kind == "steer" and op.b)
     for op in (op for op in ops if op.kind == "clamp"):
         along = h @ vectors[op.vector]
         h = h + op.c * (np.clip(along, op.a, op.b) - along)[:, None] * vectors[op.vector]
@@ -64,9 +64,10 @@ def cases(draw):
         scale = draw(st.floats(-4, 4, width=32))
         ops.append(
             Op(
-                "norm_steer" if matched else "steer",
+                "steer",
                 add(vector / np.linalg.norm(vector) if matched else vector),
                 a=scale,
+                b=float(matched),
             )
         )
     for _ in range(draw(st.integers(0, 2))):
@@ -160,7 +161,7 @@ def test_patches_then_steers_then_clamps():
     x_TH = torch.tensor([[100.0, 7.0]])
     bank = [torch.tensor([3.0, 4.0]), torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0]), torch.tensor([1.0, 0.0])]
     patch, clamp = Op("patch", 0, a=1.0), Op("clamp", 3, a=0.0, b=10.0, c=1.0)
-    norm, steer = Op("norm_steer", 1, a=2.0), Op("steer", 2, a=6.0)
+    norm, steer = Op("steer", 1, a=2.0, b=1.0), Op("steer", 2, a=6.0)
     for steers in ([norm, steer], [steer, norm]):  # ||(3, 4)|| = 5 either way: the norm is taken before any steer
         assert apply(x_TH, [patch, *steers, clamp], bank).tolist() == [[10.0, 10.0]]
         assert apply(x_TH, [patch, *steers], bank).tolist() == [[13.0, 10.0]]

@@ -44,7 +44,7 @@ def done(plan: CompiledPlan, number: int):
     found = {}
     for point, ops in plan.profiles[number].ops.items():
         kinds = [op.kind for op in ops]
-        ranks = {"patch": 1, "steer": 2, "norm_steer": 2, "clamp": 3}
+        ranks = {"patch": 1, "steer": 2, "clamp": 3}
         inner = [op for op in ops if op.kind != "capture"]
         assert [ranks[op.kind] for op in inner] == sorted(ranks[op.kind] for op in inner), "order at a site"
         before = kinds[: next((i for i, kind in enumerate(kinds) if kind != "capture"), len(kinds))]
@@ -53,7 +53,7 @@ def done(plan: CompiledPlan, number: int):
         ]
         found[point] = (
             tuple((vector, op.a, mask) for op, vector, mask in values if op.kind == "patch"),
-            tuple(sorted((vector, op.a, op.kind) for op, vector, _ in values if "steer" in op.kind)),
+            tuple(sorted((vector, op.a, op.b) for op, vector, _ in values if op.kind == "steer")),
             tuple((vector, op.a, op.b, op.c) for op, vector, _ in values if op.kind == "clamp"),
             (len(before), kinds.count("capture") - len(before)) if inner else kinds.count("capture"),
         )
@@ -83,8 +83,7 @@ def wanted(plan: Plan, position: int):
             ),
             tuple(
                 sorted(
-                    (rounded(unit(value(v)) if norm else value(v)), scale, "norm_steer" if norm else "steer")
-                    for v, scale, norm in steered
+                    (rounded(unit(value(v)) if norm else value(v)), scale, float(norm)) for v, scale, norm in steered
                 )
             ),
             tuple((rounded(unit(value(d))), low, high, strength) for d, low, high, strength in clamped),
@@ -182,10 +181,7 @@ def test_all_kinds_at_one_site_in_their_order():
     ]
     found = compiled(plan)
     ops = found.profiles[found.prompt[3]].ops["resid_post", 2]
-    assert [op.kind for op in ops] in (
-        ["capture", "patch", "steer", "norm_steer", "clamp", "capture"],
-        ["capture", "patch", "norm_steer", "steer", "clamp", "capture"],
-    )
+    assert [op.kind for op in ops] == ["capture", "patch", "steer", "steer", "clamp", "capture"]
     patch, clamp = ops[1], ops[4]
     assert (patch.a, found.bank[patch.vector].tolist(), found.bank[patch.mask].tolist()) == (
         0.25,
@@ -193,7 +189,7 @@ def test_all_kinds_at_one_site_in_their_order():
         [1, 0, 1, 0],
     )
     assert (clamp.a, clamp.b, clamp.c, found.bank[clamp.vector].tolist()) == (-1, 1, 0.5, [0, 1, 0, 0])
-    norm = next(op for op in ops if op.kind == "norm_steer")
+    norm = next(op for op in ops if op.kind == "steer" and op.b)
     assert (norm.a, found.bank[norm.vector].tolist()) == (0.5, [0, 0, 0, 1])
 
 

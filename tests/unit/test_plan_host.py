@@ -16,17 +16,15 @@ from midstream.plan.checks import ModelFacts
 from midstream.plan.layout import Layout, Plane
 from midstream.runtime import images, tables
 from midstream.runtime import plan_host as host
+from midstream.runtime.captures import CaptureSender, LocalSinks, Piece
 from midstream.runtime.cpu_tables import TwinTables
-from midstream.runtime.local import LocalSinks
-from midstream.runtime.outlet import Outlet, Piece
 from midstream.runtime.pipeline import Pipeline
 from midstream.runtime.plan_host import PlanHost
 from midstream.runtime.plan_request import PlanRequest, packed
 from midstream.runtime.points import PointHooks, points_of
-from midstream.runtime.step import StepView
+from midstream.runtime.step import RequestEnd, StepView
 from midstream.runtime.store import make_run
 from midstream.runtime.tables import DeviceTables, Rows
-from midstream.runtime.verdict import End
 from midstream.sites import Binding
 
 LAYERS, WIDTH, PROMPT = 2, 4, [1, 2, 3]
@@ -63,7 +61,7 @@ class Steps:
             device=torch.device("cpu"),
             dtype=torch.float32,
             record_bytes=1 << 20,
-            outlet=Outlet(lambda: sender, None, 0),
+            captures=CaptureSender(lambda: sender, None, 0),
             speculative=speculative,
         )
         self.computed: dict[str, int] = {}
@@ -358,7 +356,7 @@ def test_d5_what_is_known_to_be_the_users_is_said_with_the_rows(steps, monkeypat
     steps.sent.clear()
     sampling = _sampling(Capture("resid_post", layers=0, positions="all"))
     sampling.stop = ["."]
-    steps.host.schedule({"b": (sampling, PROMPT)}, {"b": 3}, {"a": End(8)}, {"b": 0})
+    steps.host.schedule({"b": (sampling, PROMPT)}, {"b": 3}, {"a": RequestEnd(8)}, {"b": 0})
     steps.host.begin_step(StepView(["b"], np.array([3]), np.array([0]), 3))
     steps.forward(3)
     steps.host.end_step()
@@ -423,7 +421,7 @@ def test_a_request_that_a_consumer_cannot_begin_is_said_to_fail_once(caplog):
         taken.append((request_id, positions))
 
     sinks = LocalSinks("engine", LAYERS, range(LAYERS))
-    outlet = Outlet(lambda: None, lambda: sinks, 0)
+    captures = CaptureSender(lambda: None, lambda: sinks, 0)
     plans = {"bad": Consumer("nobody-has-this"), "good": take}
     plans = {
         name: Plan.of(Capture("resid_post", layers=0, positions="all_prompt", to=to)) for name, to in plans.items()
@@ -431,13 +429,37 @@ def test_a_request_that_a_consumer_cannot_begin_is_said_to_fail_once(caplog):
     layout = Layout([Plane("resid_post", 0, "before", 0, WIDTH)])
     carried = PlanRequest(b"")
     for name, plan in plans.items():
-        outlet.begin(name, carried, plan, PROMPT)
+        captures.begin(name, carried, plan, PROMPT)
     for position in range(len(PROMPT)):
         for name in plans:
-            outlet.send(name, carried, [Piece(position, layout, torch.zeros(1, WIDTH), 0, 1)], False)
+            captures.send(name, carried, [Piece(position, layout, torch.zeros(1, WIDTH), 0, 1)], False)
     for name in plans:
-        outlet.settle(name, 4)
-    outlet.close()
-    assert outlet.gauges() == {"capture_failures": 1, "consumer_bytes": 0, "consumer_blocked_ms": 0}
+        captures.end(name, carried, 4, None)
+    captures.close()
+    assert captures.gauges() == {"capture_failures": 1, "consumer_bytes": 0, "consumer_blocked_ms": 0}
     assert [record.levelname for record in caplog.records] == ["ERROR"] and "nobody-has-this" in caplog.text
     assert taken == [("good", [0]), ("good", [1]), ("good", [2])]
+
+
+@pytest.mark.parametrize("speaks", [True, False])
+@pytest.mark.parametrize("mailbox", [("key", 0), None], ids=["client", "consumers here"])
+def test_d7_one_tensor_parallel_rank_of_a_stage_sends_the_rows(speaks, mailbox):
+    """The other ranks have the same rows and send none, to nobody."""
+    taken, sent = [], []
+    sinks = LocalSinks("engine", LAYERS, range(LAYERS))
+    sender = SimpleNamespace(send_together=sent.extend)
+    captures = CaptureSender(lambda: sender, lambda: sinks, 0, speaks)
+    plan = Plan.of(Capture("resid_post", layers=0, positions="all_prompt", to=lambda *row: taken.append(row[3])))
+    layout = Layout([Plane("resid_post", 0, "before", 0, WIDTH)])
+    carried = PlanRequest(b"", capture=mailbox)
+    pieces = [Piece(0, layout, torch.zeros(len(PROMPT), WIDTH), 0, len(PROMPT))]
+    for name in ("ends", "fails"):
+        captures.begin(name, carried, plan, PROMPT)
+    captures.end("ends", carried, 4, pieces)
+    captures.fail("fails", carried, "no more")
+    captures.flush()
+    captures.close()
+    sinks.close()
+    assert taken == ([[0, 1, 2]] if speaks and mailbox is None else [])
+    told = [(header["request"], header["final"], value["error"]) for header, value in sent]
+    assert told == ([("ends", True, None), ("fails", True, "no more")] if speaks and mailbox is not None else [])

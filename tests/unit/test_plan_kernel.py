@@ -15,8 +15,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from midstream.plan.compile import CompiledPlan, Op, Profile
+from midstream.plan.compile import CompiledPlan, Profile
 from midstream.plan.layout import Layout, Plane
+from midstream.plan.ops.edit import Op
 from midstream.runtime.cpu_tables import TwinTables
 from midstream.runtime.tables import DeviceTables, Rows, Tables
 
@@ -56,6 +57,8 @@ def compiled(ops_of_profiles: list[dict[Any, list[Op]]], bank: list[torch.Tensor
 
 
 def op(kind: str, vector: int = -1, mask: int = -1, a: float = 0.0, b: float = 0.0, c: float = 0.0) -> Op:
+    if kind == "norm_steer":
+        kind, b = "steer", 1.0
     return Op(kind, vector, mask, a, b, c, 0)
 
 
@@ -68,9 +71,9 @@ def exact(x: torch.Tensor, ops: list[Op], bank: list[torch.Tensor]) -> torch.Ten
             h = (1 - weight) * h + weight * bank[o.vector].double()
     base = h.clone()
     for o in ops:
-        if o.kind == "steer":
+        if o.kind == "steer" and not o.b:
             h = h + o.a * bank[o.vector].double()
-        if o.kind == "norm_steer":
+        if o.kind == "steer" and o.b:
             h = h + o.a * base.norm() * bank[o.vector].double()
     for o in ops:
         if o.kind == "clamp":
@@ -163,6 +166,29 @@ def run(tables: Tables, plan: CompiledPlan, case: dict[str, Any]) -> tuple[dict[
     kept = {int(np.flatnonzero(loaded.ids == number)[0]): block for number, (_, block) in blocks.items()}
     tables.unload(loaded)
     return results, kept
+
+
+def test_an_edit_from_outside_the_package_runs_in_the_kernel() -> None:
+    """K1: `toy_op.Scale` after a steer and before a capture: `h = factor * (h + v)`, in both streams' sum."""
+    generator = torch.Generator().manual_seed(3)
+    x, residual, v = (torch.randn(4, 40, generator=generator) for _ in range(3))
+    mask = (torch.arange(40) % 3 == 0).float()
+    ops = [op("steer", 0, a=1.0), op("scale", a=-1.5), op("scale", 1, a=3.0, b=1.0), op("capture")]
+    plan = compiled([{POINTS[0]: ops}], [v[0], mask], 40)
+    case = {
+        "profiles": [1],
+        "rows": [0, 1, 1, 0],
+        "x": x,
+        "residual": residual,
+        "dtype": torch.float32,
+        "batch_axis": False,
+    }
+    wanted = -1.5 * (x + residual + v[0]) * (1 + 2 * mask)
+    for tables in (DeviceTables(POINTS, 64, DEVICE), TwinTables(POINTS, DEVICE)):
+        results, _ = run(tables, plan, case)
+        hidden, second = (t.cpu() for t in results[POINTS[0]])
+        assert torch.equal(hidden[0], x[0]) and torch.equal(second[3], residual[3])
+        assert torch.allclose((hidden + second)[1:3], wanted[1:3], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow

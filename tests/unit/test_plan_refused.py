@@ -1,4 +1,4 @@
-"""What the scheduler does with a request whose plan the worker refuses (D8). No engine: vLLM's own scheduler is given the verdicts."""
+"""What the scheduler does with a request whose plan the worker refuses (D8). No engine: vLLM's own scheduler is told which requests end."""
 
 from __future__ import annotations
 
@@ -29,10 +29,9 @@ from midstream.engine.prefix_cache import Taken  # noqa: E402
 from midstream.engine.scheduler import make_scheduler  # noqa: E402
 from midstream.errors import PlanError  # noqa: E402
 from midstream.plan.values import Named, Plan  # noqa: E402
-from midstream.plan.wire import to_json, to_wire  # noqa: E402
 from midstream.runtime.plan_request import PlanRequest, packed  # noqa: E402
+from midstream.runtime.step import StepEnds  # noqa: E402
 from midstream.runtime.trace_request import TraceRequest  # noqa: E402
-from midstream.runtime.verdict import Verdict  # noqa: E402
 from midstream.settings import Settings  # noqa: E402
 
 BLOCK, BUDGET, PROMPT = 16, 32, 100
@@ -82,7 +81,7 @@ def planned(name: str, *edits: Steer, tokens: int = PROMPT, **params: Any) -> Re
     return Request(name, list(range(10, 10 + tokens)), sampling, None, block_hasher=hasher)
 
 
-def finish(scheduler: Any, step: Any, verdict: Verdict | None = None) -> list[Any]:
+def finish(scheduler: Any, step: Any, ends: StepEnds | None = None) -> list[Any]:
     """The outputs of a step in which no prompt came to its end."""
     names = list(step.num_scheduled_tokens)
     output = ModelRunnerOutput(
@@ -93,15 +92,15 @@ def finish(scheduler: Any, step: Any, verdict: Verdict | None = None) -> list[An
         prompt_logprobs_dict={},
         pooler_output=[],
     )
-    if verdict is not None:
-        output.midstream = verdict  # type: ignore[attr-defined]
+    if ends is not None:
+        output.midstream = ends  # type: ignore[attr-defined]
     return [each for client in scheduler.update_from_output(step, output).values() for each in client.outputs]
 
 
 def refuse(scheduler: Any) -> list[Any]:
     scheduler.add_request(planned("bad", min_tokens=3))
     first, second = scheduler.schedule(), scheduler.schedule()  # the second is in flight when the first comes back
-    outputs = finish(scheduler, first, Verdict(errors={"bad": REASON}))
+    outputs = finish(scheduler, first, StepEnds(errors={"bad": REASON}))
     assert finish(scheduler, second) == []
     return outputs
 
@@ -198,7 +197,7 @@ def test_e3_the_kv_of_a_plan_that_may_be_refused_is_nobodys_until_it_is_taken(sc
     step = scheduler.schedule()
     assert planned("a", edit, GONE).block_hashes == planned("b", edit).block_hashes
     assert [begun.num_computed_tokens for begun in step.scheduled_new_reqs] == [0, 0]
-    (output,) = finish(scheduler, step, Verdict(errors={"bad": REASON}))
+    (output,) = finish(scheduler, step, StepEnds(errors={"bad": REASON}))
     assert output.request_id == "bad"
     assert cached(scheduler, "again", edit) == BLOCK  # the good one's
     assert cached(scheduler, "with the name", edit, GONE) == BLOCK
@@ -224,7 +223,7 @@ def test_e3_a_plan_that_is_refused_though_it_was_taken_before_leaves_nothing(sch
     scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
     assert scheduler.reset_prefix_cache()
     scheduler.add_request(planned("bad", edit, tokens=SHORT))
-    finish(scheduler, scheduler.schedule(), Verdict(errors={"bad": REASON}))
+    finish(scheduler, scheduler.schedule(), StepEnds(errors={"bad": REASON}))
     assert cached(scheduler, "good", edit) == 0
 
 
@@ -233,7 +232,7 @@ def test_e3_what_ends_before_its_plan_is_judged_leaves_nothing(scheduler: Any) -
     scheduler.add_request(planned("bad", edit, GONE, tokens=SHORT))
     step = scheduler.schedule()
     scheduler.finish_requests("bad", RequestStatus.FINISHED_ABORTED)
-    assert finish(scheduler, step, Verdict(errors={"bad": REASON})) == []
+    assert finish(scheduler, step, StepEnds(errors={"bad": REASON})) == []
     assert cached(scheduler, "good", edit) == 0
     assert cached(scheduler, "again", edit) == BLOCK and not scheduler._held
 
@@ -301,7 +300,7 @@ def test_d8_a_plan_as_text_comes_from_strangers() -> None:
 )
 def test_g8_a_dict_brings_a_plan_and_nothing_else(name: str, value: Any) -> None:
     """What midstream's own clients say beside the plan is known by the type that holds it, which no JSON becomes."""
-    plan = to_wire(Plan.of(steer()))
+    plan = Plan.of(steer()).to_wire()
     for given in ({"plan": plan, name: value}, {"plan": packed(Plan.of(steer())), name: value}, {**plan, name: value}):
         with pytest.raises(PlanError, match=name):
             admit(given)
@@ -309,7 +308,7 @@ def test_g8_a_dict_brings_a_plan_and_nothing_else(name: str, value: Any) -> None
 
 @pytest.mark.parametrize(
     "given",
-    [to_json(Plan.of(Capture("resid_post", to="rows"))), to_wire(Plan.of(Capture("resid_post", to="rows"))), 7, [1]],
+    [Plan.of(Capture("resid_post", to="rows")).to_json(), Plan.of(Capture("resid_post", to="rows")).to_wire(), 7, [1]],
 )
 def test_g8_an_engine_takes_no_plan_that_has_not_come_by_admission(given: Any) -> None:
     """As from a front end without the plugin."""
@@ -328,8 +327,8 @@ def test_g3_a_misspelt_key_is_refused(name: str) -> None:
 
 def every_form(*plan: Any) -> list[Any]:
     """What a server makes of a plan in a request's JSON, and what is like it."""
-    text = to_json(Plan.of(plan))
-    return [text, json.loads(text), to_wire(Plan.of(plan)), {"plan": text}, {"plan": json.loads(text)}]
+    text = Plan.of(plan).to_json()
+    return [text, json.loads(text), Plan.of(plan).to_wire(), {"plan": text}, {"plan": json.loads(text)}]
 
 
 def admit(given: Any, name: str = "midstream") -> Any:
@@ -368,4 +367,4 @@ def test_d8_only_an_engine_that_takes_code_takes_a_client_at_its_word() -> None:
     with pytest.raises(PlanError, match="99"):
         admitted(config, Settings(), request)
     with pytest.raises(PlanError, match="99"):
-        admitted(config, Settings(allow_traces=True, plan=to_json(Plan.of(steer()))), request)
+        admitted(config, Settings(allow_traces=True, plan=Plan.of(steer()).to_json()), request)

@@ -26,9 +26,8 @@ from midstream.plan.layout import Layout
 from midstream.plan.memory import Memory, plan_bytes
 from midstream.plan.runs import RecordedRun
 from midstream.plan.values import Named
-from midstream.runtime.local import LocalSinks
-from midstream.runtime.pipeline import Pipeline
-from midstream.runtime.sources import Sources
+from midstream.runtime.captures import LocalSinks
+from midstream.runtime.pipeline import Pipeline, Sources
 from midstream.runtime.store import Run, RunStore
 
 WIDTH, LAYERS, LENGTH = 4, 6, 5

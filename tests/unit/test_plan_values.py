@@ -17,8 +17,7 @@ from plan_strategies import VECTORS, edits, meaning, plans
 import midstream
 from midstream import Capture, Clamp, Consumer, Patch, Plan, RecordedRun, Span, Steer
 from midstream.errors import CaptureError, MidstreamError, PlanError
-from midstream.plan.spans import has_spans
-from midstream.plan.values import Named, Vector, Zeros, resolve_spans
+from midstream.plan.values import Named, Vector, Zeros, has_spans, resolve_spans
 from midstream.plan.vectors import load_vectors, save_vectors
 
 V = [1.0, 2.0, 2.0]

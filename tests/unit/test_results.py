@@ -28,10 +28,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from midstream.errors import ChannelError
-from midstream.transport import codec as wire
-from midstream.transport import results, staging
-from midstream.transport.results import ChannelClosedError, Receiver, Sender, UnsendableError
+from midstream.errors import ChannelClosedError, ChannelError, UnsendableError
+from midstream.transport import codec, staging, wire
+from midstream.transport import receiver as receiving
+from midstream.transport.receiver import Receiver
+from midstream.transport.sender import Sender
 
 torch.set_num_threads(1)
 
@@ -561,7 +562,7 @@ def test_another_user_is_not_heard():
             assert (level, name) == (socket.SOL_SOCKET, socket.SO_PEERCRED)
             return struct.pack("3i", 1, self.user, 0)
 
-    assert [results._is_welcome(Connection(user)) for user in (0, os.geteuid(), 12345)] == [True, True, False]
+    assert [receiving._is_welcome(Connection(user)) for user in (0, os.geteuid(), 12345)] == [True, True, False]
 
 
 def test_a_stranger_who_talks_nonsense_reaches_nothing(receiver):
@@ -668,7 +669,7 @@ def test_a_message_that_is_copied_does_not_wait_for_the_next_one(receiver, monke
 
     monkeypatch.setattr(staging.Copier, "begin", held)
     with receiver.expect(KEY) as box, linked(receiver) as sender:
-        with sender._changed:  # both are there when the thread looks
+        with sender._queue.changed:  # both are there when the thread looks
             sender.send({"key": KEY}, torch.ones(1 << 20, dtype=torch.uint8))
             sender.send({"key": KEY}, torch.ones(3 << 20, dtype=torch.uint8))
         assert box.get(5)[1].numel() == 1 << 20
@@ -683,12 +684,12 @@ def test_a_failed_channel_holds_nothing(receiver, monkeypatch):
     def broken(*_):
         raise OSError("broken")
 
-    monkeypatch.setattr(wire, "write_memfd", broken)
+    monkeypatch.setattr(wire, "write", broken)
     size = (1 << 20) + 12_345  # that no other tensor here has
-    with sender._changed:
+    with sender._queue.changed:
         for _ in range(3):
             sender.send({"key": KEY}, torch.ones(size, dtype=torch.uint8))
-    sender._thread.join(WAIT)
+    sender._queue.join(WAIT)
     gc.collect()
     assert sender.queued_bytes == 0
     assert not [each for each in gc.get_objects() if type(each) is torch.Tensor and each.numel() == size]
@@ -841,14 +842,15 @@ def test_several_workers_share_a_mailbox(receiver):
 def begin_a_frame(kept, part):
     """Write a message's beginning and stop there, behind what the sender's thread has to write."""
     drained(kept["sender"])
-    sock, meta = kept["sender"]._sock, pickle.dumps(("header", None, []))
-    prefix = wire.PREFIX.pack(wire.Kind.MEMFD if part == "descriptor" else wire.Kind.INLINE, len(meta), 10, 1 << 30)
+    sock, body = kept["sender"]._sock, b"0123456789"
+    head = wire._encode(wire.MessageFrame(pickle.dumps({"key": KEY}), None, [], len(body), 1 << 30))
+    frame = struct.pack("<I", len(head)) + head + body
     if part == "descriptor":
         descriptor = os.memfd_create("midstream-results")
-        socket.send_fds(sock, [prefix[:5]], [descriptor])
+        socket.send_fds(sock, [frame[:3]], [descriptor])
         os.close(descriptor)
     elif part == "payload":
-        sock.sendall(prefix + meta + b"0123456789" + b"\0" * 100_000)
+        sock.sendall(frame + b"\0" * 100_000)
 
 
 def send_forever(kept):
@@ -1028,7 +1030,7 @@ def stand_in(monkeypatch):
 def test_windows_of_pinned_memory_add_up_to_the_payload(stand_in):
     sizes = [1, 64, 999, 1000, 1001, 5000, 3, 0, 12_345, 64]
     tensors = [filled(torch.uint8, (size,), salt=i) for i, size in enumerate(sizes)]
-    offsets, total = wire.lay_out(tensors)
+    offsets, total = codec.lay_out(tensors)
     payload, tasks, copier = torch.zeros(192 + total, dtype=torch.uint8), [], staging.Copier(threads=3)
     placed = [(192 + offset, tensor) for offset, tensor in zip(offsets, tensors, strict=True) if tensor.numel()]
     copier._from_device(payload, placed, torch.device("cuda:0"), "ready", tasks)
@@ -1042,7 +1044,7 @@ def test_windows_of_pinned_memory_add_up_to_the_payload(stand_in):
 
 def test_every_shape_and_layout_passes_through_pinned_memory(stand_in):
     tensors = [make().detach() for make in SHAPES.values()]
-    offsets, total = wire.lay_out(tensors)
+    offsets, total = codec.lay_out(tensors)
     payload, tasks, copier = torch.zeros(total, dtype=torch.uint8), [], staging.Copier(threads=3)
     placed = [(offset, tensor) for offset, tensor in zip(offsets, tensors, strict=True) if tensor.numel()]
     copier._from_device(payload, placed, torch.device("cuda:0"), "ready", tasks)
@@ -1071,7 +1073,7 @@ def test_a_slot_that_is_free_is_taken_before_another_one_is_pinned(stand_in):
 def test_the_layout_is_aligned_apart_and_groups_devices():
     tensors = [torch.empty(3), torch.empty(5, device="meta"), torch.empty(0), torch.empty(7, dtype=torch.int8)]
     tensors += [torch.empty(100, 3, device="meta", dtype=torch.bfloat16), torch.tensor(1.0)]
-    offsets, total = wire.lay_out(tensors)
+    offsets, total = codec.lay_out(tensors)
     ends = [offset + t.numel() * t.element_size() for offset, t in zip(offsets, tensors, strict=True)]
     assert all(offset % 64 == 0 for offset in offsets) and max(ends) <= total
     ranges = sorted((offset, end, t.device.type) for offset, end, t in zip(offsets, ends, tensors, strict=True))

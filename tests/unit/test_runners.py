@@ -18,11 +18,10 @@ from midstream.engine.pieces import TwoSets
 from midstream.engine.runners import V1Runner, Watch
 from midstream.engine.scheduler import _Rules
 from midstream.errors import EngineClosedError, TraceError
-from midstream.runtime.step import StepView
+from midstream.runtime.step import RequestEnd, StepEnds, StepView
 from midstream.runtime.trace_host import TraceHost
 from midstream.runtime.trace_request import TraceRequest
-from midstream.runtime.traced import TracedGroup
-from midstream.runtime.verdict import End, Verdict
+from midstream.runtime.trace_state import TracedGroup
 from midstream.settings import NAME
 
 
@@ -179,17 +178,17 @@ def test_an_ending_that_a_body_has_swallowed_is_raised_before_the_worker_rests(
     assert not seen
 
 
-def test_a_verdict_on_an_output_that_is_on_its_way() -> None:
+def test_an_output_on_its_way_carries_the_requests_that_end_with_it() -> None:
     """It comes with the output, of which vLLM 0.33 asks more than 0.32 did. A subclass would lack that, and could not be made."""
     from vllm.v1.outputs import AsyncModelRunnerOutput
 
     from midstream.engine.worker import _Judged
 
-    verdict = Verdict(["stopped"], {})
+    ends = StepEnds(["stopped"], {})
     output: Any = SimpleNamespace(get_output=SimpleNamespace, get_kv_connector_output=lambda: "kv")
-    judged = _Judged(output, lambda: verdict)
+    judged = _Judged(output, lambda: ends)
     assert isinstance(judged, AsyncModelRunnerOutput)
-    assert judged.get_output().midstream is verdict and judged.get_kv_connector_output() == "kv"
+    assert judged.get_output().midstream is ends and judged.get_kv_connector_output() == "kv"
 
 
 def test_a_request_that_its_traces_code_is_not_for_is_refused() -> None:
@@ -293,11 +292,11 @@ def test_c13_the_scheduler_is_vllms_own_while_nobody_has_a_trace_or_a_plan() -> 
     scheduler.add_request(other)
     assert vars(scheduler).keys() == bare | {"schedule", "update_from_output"}
     scheduler._free_request(planned)
-    assert scheduler.schedule().midstream_finished == {"planned": End(7)} and "schedule" in vars(scheduler)
+    assert scheduler.schedule().midstream_finished == {"planned": RequestEnd(7)} and "schedule" in vars(scheduler)
     scheduler._free_request(other)
     scheduler._free_request(plain)
     assert "schedule" in vars(scheduler) and scheduler.has_ends_to_tell
-    assert scheduler.schedule().midstream_finished == {"other": End(5)}
+    assert scheduler.schedule().midstream_finished == {"other": RequestEnd(5)}
     assert vars(scheduler).keys() == bare and not scheduler.has_ends_to_tell
 
 

@@ -19,11 +19,13 @@ from midstream.errors import EngineClosedError, InterventionError, StageFailedEr
 from midstream.plan.layout import Layout, Plane
 from midstream.plan.values import Capture, Plan
 from midstream.ranks.merge import Absent
-from midstream.runtime.local import LocalSinks
+from midstream.runtime.captures import LocalSinks
 from midstream.runtime.trace_request import users_id
 from midstream.trace.program import Failure, Outcome
 from midstream.trace.tracer import Result
-from midstream.transport.results import Mailbox, Receiver, Sender
+from midstream.transport.mailbox import Mailbox
+from midstream.transport.receiver import Receiver
+from midstream.transport.sender import Sender
 
 KEY = ("trace", 0)
 

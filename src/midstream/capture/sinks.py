@@ -26,8 +26,8 @@ from itertools import groupby
 import numpy as np
 import torch
 
+from midstream.capture.consumer_thread import ConsumerThread, Delivery, Piece
 from midstream.capture.consumers import CaptureInfo, Destination, destination
-from midstream.capture.lane import Delivery, Lane, Piece
 from midstream.capture.segment import Part, Segment, check, column, find_rows, selection
 from midstream.capture.selection import Route, Wanted
 from midstream.errors import CaptureError
@@ -40,7 +40,7 @@ JOINED_BYTES = 16 << 20  # rows that were held go on in pieces up to this size
 class _Way:
     """A request's way to one consumer."""
 
-    lane: Lane
+    thread: ConsumerThread
     delivery: Delivery
     wanted: dict[Key, Wanted]
     seen: set[Key] = field(default_factory=set)  # planes of which rows have come
@@ -67,7 +67,7 @@ class Sinks:
 
     def __init__(self, *, queue_bytes: int = 256 << 20, timeout: float = 30.0) -> None:
         self._queue_bytes, self._timeout = queue_bytes, timeout
-        self._lanes: dict[tuple[object, ...], Lane] = {}
+        self._threads: dict[tuple[object, ...], ConsumerThread] = {}
         self._requests: dict[str, _Request] = {}
         self._lock = threading.Lock()
         self._blocked_before = 0.0  # seconds, by consumers that are no more
@@ -84,9 +84,9 @@ class Sinks:
             ways = []
             for target, wanted in targets:
                 told = replace(info, planes=tuple(wanted))
-                while (delivery := self._lane(target).open(told)) is None:
+                while (delivery := self._thread(target).open(told)) is None:
                     pass  # it ended just now, for want of requests
-                ways.append(_Way(self._lanes[target.key], delivery, wanted))
+                ways.append(_Way(self._threads[target.key], delivery, wanted))
             self._requests[info.request_id] = _Request(ways, info.prompt_length)
 
     def put(self, segment: Segment) -> None:
@@ -118,12 +118,12 @@ class Sinks:
         request.parts.clear()
         for way in request.ways:
             if error is None and (empty := way.empty.keys() - way.seen):
-                way.lane.give(way.delivery, [(key, [], way.empty[key]) for key in way.wanted if key in empty], 0)
-            way.lane.end(way.delivery, error)
+                way.thread.give(way.delivery, [(key, [], way.empty[key]) for key in way.wanted if key in empty], 0)
+            way.thread.end(way.delivery, error)
 
     def is_taken(self, request_id: str) -> bool:
         """Whether `result` of an ended request needs no waiting."""
-        return all(way.lane.is_done(way.delivery) for way in self._requests[request_id].ways)
+        return all(way.thread.is_done(way.delivery) for way in self._requests[request_id].ways)
 
     def result(self, request_id: str, patient: bool = False) -> None:
         """Wait until all consumers have taken all of an ended request, files included, and forget it.
@@ -135,7 +135,7 @@ class Sinks:
         request = self._requests.get(request_id)
         if request is None or not request.ended:
             raise CaptureError(f"request {request_id!r} has no capture that has ended")
-        waited = [way.lane.wait(way.delivery, patient) for way in request.ways]
+        waited = [way.thread.wait(way.delivery, patient) for way in request.ways]
         self._requests.pop(request_id, None)
         errors = [error for error in (request.error, *waited) if error is not None]
         if errors:
@@ -158,13 +158,13 @@ class Sinks:
         with self._lock:
             self._closed = True
             open_requests = [name for name, request in self._requests.items() if not request.ended]
-            lanes, self._lanes = list(self._lanes.values()), {}
+            threads, self._threads = list(self._threads.values()), {}
         for name in open_requests:
             self.end(name, error=CaptureError(f"the engine was closed before request {name!r} ended"))
-        for lane in lanes:
-            lane.close()
-        raised = [(lane.name, error) for lane in lanes if (error := lane.join()) is not None]
-        self._blocked_before += sum(lane.blocked_seconds for lane in lanes)
+        for thread in threads:
+            thread.close()
+        raised = [(thread.name, error) for thread in threads if (error := thread.join()) is not None]
+        self._blocked_before += sum(thread.blocked_seconds for thread in threads)
         if raised:
             text = "; ".join(f"{name} raised {error!r} in close()" for name, error in raised)
             raise CaptureError(text) from raised[0][1]
@@ -173,21 +173,21 @@ class Sinks:
     def stats(self) -> dict[str, float]:
         """Now: `queued_bytes`, `held_bytes` (rows not confirmed), `requests`, `consumers`. Since the start: `blocked_seconds`."""
         with self._lock:
-            lanes, requests = list(self._lanes.values()), list(self._requests.values())
+            threads, requests = list(self._threads.values()), list(self._requests.values())
         return {
-            "queued_bytes": sum(lane.queued_bytes for lane in lanes),
+            "queued_bytes": sum(thread.queued_bytes for thread in threads),
             "held_bytes": sum(segment.rows.nbytes for request in requests for segment in list(request.held)),
-            "blocked_seconds": self._blocked_before + sum(lane.blocked_seconds for lane in lanes),
+            "blocked_seconds": self._blocked_before + sum(thread.blocked_seconds for thread in threads),
             "requests": len(requests),
-            "consumers": sum(not lane.retired for lane in lanes),
+            "consumers": sum(not thread.closed for thread in threads),
         }
 
-    def _lane(self, target: Destination) -> Lane:
-        for key in [key for key, lane in self._lanes.items() if lane.retired]:
-            self._blocked_before += self._lanes.pop(key).blocked_seconds
-        if target.key not in self._lanes:
-            self._lanes[target.key] = Lane(target, self._queue_bytes, self._timeout)
-        return self._lanes[target.key]
+    def _thread(self, target: Destination) -> ConsumerThread:
+        for key in [key for key, thread in self._threads.items() if thread.closed]:
+            self._blocked_before += self._threads.pop(key).blocked_seconds
+        if target.key not in self._threads:
+            self._threads[target.key] = ConsumerThread(target, self._queue_bytes, self._timeout)
+        return self._threads[target.key]
 
     def _running(self, request_id: str) -> _Request:
         request = self._requests.get(request_id)
@@ -208,11 +208,11 @@ class Sinks:
             self._deliver(request, segment)
 
     def _deliver(self, request: _Request, segment: Segment) -> None:
-        for way in sorted(request.ways, key=lambda way: way.lane.full):  # those that need no waiting first
+        for way in sorted(request.ways, key=lambda way: way.thread.full):  # those that need no waiting first
             if way.delivery.error is None:
                 pieces = _pieces(segment, way)
                 if pieces:
-                    way.lane.give(way.delivery, pieces, sum(tensor.nbytes for _, _, tensor in pieces))
+                    way.thread.give(way.delivery, pieces, sum(tensor.nbytes for _, _, tensor in pieces))
 
 
 def _rows(segment: Segment, chosen: slice | np.ndarray) -> Segment:

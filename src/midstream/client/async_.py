@@ -21,9 +21,9 @@ from midstream.client.capturing import RESULT_SECONDS, Capturing, sample_index
 from midstream.client.submission import Message, Requests, merged, put_capture, ran, results_lost, saves_of
 from midstream.client.tracer import Ran, raise_failures
 from midstream.engine import launch
-from midstream.errors import EngineClosedError, TraceError
+from midstream.errors import ChannelClosedError, EngineClosedError, TraceError
 from midstream.trace.program import Outcome
-from midstream.transport.results import ChannelClosedError, Mailbox
+from midstream.transport.mailbox import Mailbox
 
 if TYPE_CHECKING:
     from midstream.client.vllm import VLLM

@@ -19,9 +19,16 @@ from midstream.capture.consumers import CaptureInfo, Collected
 from midstream.capture.segment import Captured, Segment, gather
 from midstream.capture.sinks import Sinks
 from midstream.client.planned import Planned
-from midstream.errors import CaptureError, EngineClosedError, MidstreamError, PlanError
+from midstream.errors import (
+    CaptureError,
+    ChannelClosedError,
+    EngineClosedError,
+    MidstreamError,
+    PlanError,
+    UnsendableError,
+)
 from midstream.runtime.trace_request import users_id
-from midstream.transport.results import ChannelClosedError, Mailbox, UnsendableError
+from midstream.transport.mailbox import Mailbox
 
 RESULT_SECONDS = 120.0
 Message = tuple[dict[str, Any], dict[str, Any]]

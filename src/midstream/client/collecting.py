@@ -22,8 +22,7 @@ from midstream.capture.store import Store, open_captures
 from midstream.client.prompts import Prompt, encode
 from midstream.client.tracer import Invoke
 from midstream.errors import CaptureError, ParameterError, PlanError, PromptError
-from midstream.plan.spans import has_spans
-from midstream.plan.values import Capture, Plan, with_digests
+from midstream.plan.values import Capture, Plan, has_spans, with_digests
 from midstream.plan.vectors import digest
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from midstream.client.prompts import Prompt
 from midstream.client.runs import Runs
 from midstream.client.tracer import Invoke, Ran, Tracer, _Context, in_with_header, raise_failures
 from midstream.client.vectors import Vectors
-from midstream.errors import PlanError, PromptError, TraceError
+from midstream.errors import PlanError, PromptError, TraceError, UnsendableError
 from midstream.plan.checks import ModelFacts
 from midstream.plan.runs import RecordedRun
 from midstream.plan.values import Capture, Plan
@@ -26,7 +26,6 @@ from midstream.trace.body import current_body, is_in_body
 from midstream.trace.envoy import inside
 from midstream.trace.program import RETURNED, BlockProgram, Found, FunctionProgram, Program
 from midstream.trace.tracer import BodyTracer, steps
-from midstream.transport.results import UnsendableError
 
 
 class Running(Protocol):

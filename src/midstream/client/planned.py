@@ -17,12 +17,12 @@ from midstream.client.vectors import Vectors
 from midstream.errors import PlanError
 from midstream.plan.checks import ModelFacts, check
 from midstream.plan.memory import Memory, plan_bytes
+from midstream.plan.ops.edit import changed
 from midstream.plan.runs import RecordedRun
-from midstream.plan.spans import has_spans, resolve_spans
-from midstream.plan.values import Capture, Clamp, Patch, Plan, Steer, with_digests
+from midstream.plan.values import Capture, Edit, Plan, has_spans, resolve_spans, with_digests
 
 _PLANE_BYTES = 256
-_INTERVENTIONS = (Steer, Patch, Clamp, Capture)
+_INTERVENTIONS = (Edit, Capture)
 
 
 def plans_of(given: Any, prompts: int, single: bool = False) -> list[Plan]:
@@ -142,9 +142,7 @@ class Planner:
             return plan
         return Plan(
             tuple(
-                replace(item, layers=there[item.site])
-                if not isinstance(item, Patch) and item.layers == "all" and item.site in partial
-                else item
+                changed(item, layers=there[item.site]) if item.at_layers == "all" and item.site in partial else item
                 for item in plan.interventions
             )
         )

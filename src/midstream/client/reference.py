@@ -22,8 +22,9 @@ from midstream.client.planned import Planned
 from midstream.errors import CaptureError, NotFiniteError
 from midstream.plan.arithmetic import apply
 from midstream.plan.checks import not_finite
-from midstream.plan.compile import CompiledPlan, Op, compile_plan
+from midstream.plan.compile import CompiledPlan, compile_plan
 from midstream.plan.layout import Layout, Plane
+from midstream.plan.ops.edit import Op
 from midstream.runtime.store import RunStore
 from midstream.sites import LAYER_SITES, Binding, NotFinite, Point
 from midstream.trace.rows import BatchRows, Event

@@ -12,13 +12,22 @@ from midstream.client.capturing import RESULT_SECONDS, Capturing, Following, Tak
 from midstream.client.planned import Planned
 from midstream.client.tracer import Ran
 from midstream.engine import launch
-from midstream.errors import NOT_FINITE, EngineClosedError, MidstreamError, NotFiniteError, PlanError, TraceError
+from midstream.errors import (
+    NOT_FINITE,
+    ChannelClosedError,
+    EngineClosedError,
+    MidstreamError,
+    NotFiniteError,
+    PlanError,
+    TraceError,
+    UnsendableError,
+)
 from midstream.ranks.merge import merged_outcomes
 from midstream.runtime.trace_request import TraceRequest
 from midstream.trace.program import Outcome
 from midstream.trace.tracer import Result
 from midstream.trace.tree import map_objects
-from midstream.transport.results import ChannelClosedError, Mailbox, UnsendableError
+from midstream.transport.mailbox import Mailbox
 
 if TYPE_CHECKING:
     from midstream.client.vllm import VLLM

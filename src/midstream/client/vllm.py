@@ -33,7 +33,8 @@ from midstream.ranks.merge import merged_description
 from midstream.settings import RECORD_BYTES, Settings
 from midstream.sites import ACCESSORS, LAYER_SITES
 from midstream.trace.envoy import nearest
-from midstream.transport.results import Mailbox, Receiver
+from midstream.transport.mailbox import Mailbox
+from midstream.transport.receiver import Receiver
 
 _IN_TRACES = ("logits", "samples", "next_token_probs", "project_on_vocab", "steer", "skip_layers")
 _HELD = ("weight", "bias", "parameters", "state_dict", "forward")

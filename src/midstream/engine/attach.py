@@ -13,12 +13,10 @@ from vllm.distributed import get_pp_group, get_tp_group
 from midstream.arch import Architecture
 from midstream.engine.unsupported import has_graphs
 from midstream.plan.checks import ModelFacts
-from midstream.ranks.group import exchange_in
-from midstream.ranks.link import Link
+from midstream.ranks.link import Link, exchange_in
 from midstream.ranks.tensor import TensorParallel
+from midstream.runtime.captures import CaptureSender, LocalSinks
 from midstream.runtime.cpu_tables import TwinTables
-from midstream.runtime.local import LocalSinks
-from midstream.runtime.outlet import Outlet, SilentOutlet
 from midstream.runtime.pipeline import Pipeline
 from midstream.runtime.plan_host import PlanHost
 from midstream.runtime.points import PointHooks, points_of
@@ -70,7 +68,7 @@ def make_plan_host(
         device=worker.device,
         dtype=config.model_config.dtype,
         record_bytes=settings.record_bytes,
-        outlet=(Outlet if first_of_stage else SilentOutlet)(sender, local, stage),
+        captures=CaptureSender(sender, local, stage, speaks=first_of_stage),
         speculative=config.speculative_config is not None,
     )
 

@@ -17,7 +17,6 @@ from midstream.engine.lifeline import PREFIX, SOCKETS
 from midstream.engine.plugin import register
 from midstream.errors import EngineClosedError, MidstreamError, ParameterError, PromptError
 from midstream.plan.values import Plan
-from midstream.plan.wire import to_json
 from midstream.runtime.trace_request import TraceRequest
 from midstream.settings import RECORD_BYTES, SCHEDULER, WORKER, Settings
 
@@ -50,7 +49,7 @@ def engine_arguments(
         UnknownSiteError: `graph_sites` has a site that cannot be built in.
     """
     _loaded(register)  # vLLM does so by the package's entry points, which a source tree on the path has not
-    text = to_json(Plan.of(plan)) if plan is not None else None  # vLLM hashes the settings as JSON
+    text = Plan.of(plan).to_json() if plan is not None else None  # vLLM hashes the settings as JSON
     settings = Settings(False, dict(rename or {}), tuple(graph_sites), record_bytes, text)
     return {"worker_cls": WORKER, "scheduler_cls": SCHEDULER, "additional_config": settings.to_config()}
 

@@ -21,8 +21,8 @@ from midstream.engine.lifeline import tie_to_parent
 from midstream.engine.plugin import register
 from midstream.engine.prefix_cache import EditedBlocks, Taken, holding_back, rekey, remember
 from midstream.runtime.plan_request import changes_kv
+from midstream.runtime.step import RequestEnd, StepEnds
 from midstream.runtime.trace_request import TraceRequest
-from midstream.runtime.verdict import End, Verdict
 from midstream.settings import Settings, is_ours
 
 
@@ -44,7 +44,7 @@ class _Rules:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._ends: dict[str, End] = {}  # of the requests that the workers are to be told the end of
+        self._ends: dict[str, RequestEnd] = {}  # of the requests that the workers are to be told the end of
         self._takes_traces = Settings.of(self.vllm_config).allow_traces
         self._ours: set[str] = set()  # requests with a trace or a plan, from their coming to their end
         self._unstarted: set[str] = set()  # requests with a trace, until they are seen to have begun
@@ -111,7 +111,7 @@ class _Rules:
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         if is_ours(request):
-            self._ends[request.request_id] = End(request.num_tokens)
+            self._ends[request.request_id] = RequestEnd(request.num_tokens)
         self._ours.discard(request.request_id)
         self._changing.discard(request.request_id)
         self._held.pop(request.request_id, None)
@@ -170,22 +170,22 @@ class _Rules:
         return requests
 
     def _update(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        verdict: Verdict | None = getattr(model_runner_output, "midstream", None)
+        step_ends: StepEnds | None = getattr(model_runner_output, "midstream", None)
         for begun in scheduler_output.scheduled_new_reqs:
-            if begun.req_id in self._ours and (verdict is None or begun.req_id not in verdict.errors):
+            if begun.req_id in self._ours and (step_ends is None or begun.req_id not in step_ends.errors):
                 self._take_plan(begun.req_id, begun.sampling_params)
-        if verdict is None:
+        if step_ends is None:
             return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
-        for name in verdict.stops:
+        for name in step_ends.stops:
             if (request := self.requests.get(name)) is not None:
                 request.max_tokens = request.num_output_tokens + 1  # the token of this step is its last
                 request.sampling_params.min_tokens = 0  # below which vLLM ends nothing
-        refused = self._take_refused(verdict.errors) if verdict.errors else []
+        refused = self._take_refused(step_ends.errors) if step_ends.errors else []
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         for request in refused:
             if request.request_id in self._ends:
-                self._ends[request.request_id] = End(request.num_tokens, verdict.errors[request.request_id])
-            reason = {"finish_reason": FinishReason.ERROR, "stop_reason": verdict.errors[request.request_id]}
+                self._ends[request.request_id] = RequestEnd(request.num_tokens, step_ends.errors[request.request_id])
+            reason = {"finish_reason": FinishReason.ERROR, "stop_reason": step_ends.errors[request.request_id]}
             output = EngineCoreOutput(request.request_id, [], **reason, events=request.take_events())
             outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(output)
         return outputs

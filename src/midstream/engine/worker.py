@@ -22,17 +22,14 @@ from midstream.engine.patches import StepMode
 from midstream.engine.plugin import register
 from midstream.engine.runners import Watch, adapt
 from midstream.engine.unsupported import has_graphs, refuse_unsupported
-from midstream.ranks.group import exchange_in
-from midstream.ranks.link import Link
+from midstream.ranks.link import Link, exchange_in
 from midstream.ranks.shards import Finder
 from midstream.ranks.stages import StageParts, Stages
 from midstream.ranks.tensor import TensorParallel
-from midstream.runtime.finite import StepRows
 from midstream.runtime.plan_host import PlanHost
-from midstream.runtime.reports import Reports
-from midstream.runtime.step import StepView
+from midstream.runtime.step import FiniteCheck, StepEnds, StepView
 from midstream.runtime.trace_host import TraceHost
-from midstream.runtime.verdict import Verdict
+from midstream.runtime.trace_state import Reports
 from midstream.settings import Settings, is_ours
 from midstream.trace.envoy import ModelEnvoy
 from midstream.trace.interleaver import Interleaver
@@ -53,7 +50,7 @@ _PROBE_TOKENS = 3
 class _Judged:
     """An output on its way from the device, with what tells the requests that end with it."""
 
-    def __init__(self, output: AsyncModelRunnerOutput, judge: Callable[[], Verdict | None]) -> None:
+    def __init__(self, output: AsyncModelRunnerOutput, judge: Callable[[], StepEnds | None]) -> None:
         self._output = output
         self._judge = judge
 
@@ -64,9 +61,9 @@ class _Judged:
         return getattr(self._output, name)  # what an output has differs from version to version of vLLM
 
 
-def _judged(output: Any, verdict: Verdict | None) -> Any:
-    if verdict is not None:
-        output.midstream = verdict
+def _judged(output: Any, ends: StepEnds | None) -> Any:
+    if ends is not None:
+        output.midstream = ends
     return output
 
 
@@ -98,7 +95,7 @@ class Worker(PlatformWorker):
     """A worker that runs traces and plans."""
 
     _is_awake = False  # whether a request with a trace or a plan is alive
-    _rows: StepRows | None = None  # of the step that is being executed, if a request in it has edits or a trace
+    _rows: FiniteCheck | None = None  # of the step that is being executed, if a request in it has edits or a trace
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         refuse_unsupported(self.vllm_config)
@@ -242,14 +239,14 @@ class Worker(PlatformWorker):
         return output
 
     @torch.inference_mode()
-    def _rows_of(self, scheduler_output: Any) -> StepRows | None:
+    def _rows_of(self, scheduler_output: Any) -> FiniteCheck | None:
         """The rows of the step that has just been queued; None where the forward ends on another rank."""
         names, hidden_TH = self._runner.batch()
         if not isinstance(hidden_TH, torch.Tensor):
             return None
         tables = self.plans.tables
         codes_T, ready = tables.take_overflow(hidden_TH[: scheduler_output.total_num_scheduled_tokens])
-        return StepRows(codes_T, ready, tables.points, names, scheduler_output)
+        return FiniteCheck(codes_T, ready, tables.points, names, scheduler_output)
 
     def execute_dummy_batch(self) -> None:
         self._runner.use_second_graphs(False)
@@ -280,7 +277,7 @@ class Worker(PlatformWorker):
         if self._rows is None and self._runner.watched is not Watch.ALL:
             return super().sample_tokens(grammar_output)
         rows, self._rows = self._rows, None
-        self.midstream.step_rows = rows
+        self.midstream.finite_check = rows
         output = super().sample_tokens(grammar_output)
         if self._runner.watched is Watch.ALL:
             raise_if_ending()
@@ -288,13 +285,13 @@ class Worker(PlatformWorker):
         if output is None or not (stops or errors or rows):
             return output
 
-        def judge() -> Verdict | None:
+        def judge() -> StepEnds | None:
             ended = {**self._refusals(rows), **errors} if rows is not None else errors
-            return Verdict(stops, ended) if stops or ended else None
+            return StepEnds(stops, ended) if stops or ended else None
 
         return _Judged(output, judge) if isinstance(output, AsyncModelRunnerOutput) else _judged(output, judge())
 
-    def _refusals(self, rows: StepRows) -> dict[str, str]:
+    def _refusals(self, rows: FiniteCheck) -> dict[str, str]:
         """request id -> why it has to end, of those that have left the finite range."""
         broken = rows.not_finite()
         told = {name: self.plans.refusal(name, at) or self.midstream.refusal(name, at) for name, at in broken.items()}
@@ -333,7 +330,7 @@ class Worker(PlatformWorker):
         return {
             **self.midstream.gauges(),
             **self.plans.gauges(),
-            **self.plans.outlet.gauges(),
+            **self.plans.captures.gauges(),
             "planned_steps": self.plans.planned_steps,
             "off_graph_steps": self.plans.off_graph_steps,
             "table_growths": self.plans.tables.growths,
@@ -383,6 +380,6 @@ class Worker(PlatformWorker):
             tensor.close()
         try:
             if (plans := getattr(self, "plans", None)) is not None:
-                plans.outlet.close()  # raises what a consumer raised
+                plans.captures.close()  # raises what a consumer raised
         finally:
             super().shutdown()

@@ -8,14 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
 
 from midstream.errors import NOT_FINITE, PlanError
 from midstream.plan import fields
-from midstream.plan.canonical import resolved_list, unresolved
+from midstream.plan.captures import Capture
+from midstream.plan.normal import Intervention
+from midstream.plan.ops.edit import Edit
+from midstream.plan.positions import check_resolved, resolved_list
 from midstream.plan.runs import RecordedRun
-from midstream.plan.spans import Span
-from midstream.plan.values import Capture, Clamp, Edit, Intervention, Named, Patch, Plan, Steer, Vector
+from midstream.plan.values import Plan
+from midstream.plan.vectors import Named, Vector
 from midstream.plan.wire import MAX_STRANGERS_EDITS
 from midstream.sites import LAYER_SITES, NotFinite
 
@@ -74,7 +76,7 @@ def check(
 def _check_size(plan: Plan, num_layers: int) -> None:
     everywhere = placed = 0
     for edit in plan.edits:
-        if _place_of(edit)[1] is None:
+        if edit.place is None:
             everywhere += _count(edit, num_layers)
         else:
             placed += _count(edit, num_layers)
@@ -97,10 +99,10 @@ def not_finite(broken: NotFinite, plan: Plan, dtype: str) -> str:
 
 
 def _shown_place(edit: Edit) -> str:
-    layers = (edit.layer,) if isinstance(edit, Patch) else edit.layers
+    layers = edit.at_layers
     if layers == "all":
         return f"{edit.site} of all layers"
-    return f"{edit.site} of layer{'s' if len(layers) > 1 else ''} {_listed(layers)}"
+    return f"{edit.site} of layer{'s' if len(layers) > 1 else ''} {fields.ranges(layers)}"
 
 
 def check_strangers(plan: Plan, num_layers: int) -> None:
@@ -115,23 +117,19 @@ def check_strangers(plan: Plan, num_layers: int) -> None:
 
 def _count(item: Intervention, num_layers: int) -> int:
     """An intervention, counted once for each layer and listed position."""
-    place = _place_of(item)[1]
-    positions = len(place) if isinstance(place, tuple) else 1
-    layers = 1 if isinstance(item, Patch) else num_layers if item.layers == "all" else len(item.layers)
+    positions = len(item.place) if isinstance(item.place, tuple) else 1
+    layers = num_layers if item.at_layers == "all" else len(item.at_layers)
     return layers * positions
 
 
-def _place_of(item: Intervention) -> tuple[str, Any]:
-    """The field that says where an intervention acts, and what it says."""
-    field = "position" if isinstance(item, Patch) else "positions"
-    return f"{type(item).__name__}.{field}", getattr(item, field)
-
-
 def _check_text(item: Intervention) -> None:
-    field, place = _place_of(item)
-    if place is not None and not isinstance(place, str):
-        given = f"{fields.shown(place)} in a multimodal prompt, whose positions are not those of its text"
-        raise fields.refuse(field, given, "such positions in prompts of text only")
+    if item.place is not None and not isinstance(item.place, str):
+        given = f"{fields.shown(item.place)} in a multimodal prompt, whose positions are not those of its text"
+        raise fields.refuse(_position_field(item), given, "such positions in prompts of text only")
+
+
+def _position_field(item: Intervention) -> str:
+    return f"{type(item).__name__}.{item.position_field}"
 
 
 class _Checker:
@@ -145,21 +143,13 @@ class _Checker:
         self._facts, self._length, self._vectors, self._runs = facts, prompt_length, vectors, runs
 
     def check(self, item: Intervention) -> None:
-        self._check_place(*_place_of(item))
-        if isinstance(item, Patch):
-            self._check_layers("Patch.layer", item.site, (item.layer,))
-            self._check_source("Patch.source", item.source, item.site, (item.layer,))
-            self._check_source("Patch.mask", item.mask, item.site, (item.layer,))
-            if isinstance(item.source, RecordedRun):
-                self._check_run(item, item.source)
-            return
+        self._check_place(_position_field(item), item.place)
         name = type(item).__name__
-        listed = range(self._facts.num_layers) if item.layers == "all" else item.layers
-        self._check_layers(f"{name}.layers", item.site, listed)
-        if isinstance(item, Steer):
-            self._check_source("Steer.vector", item.vector, item.site, listed)
-        elif isinstance(item, Clamp):
-            self._check_source("Clamp.direction", item.direction, item.site, listed)
+        listed = range(self._facts.num_layers) if item.at_layers == "all" else item.at_layers
+        self._check_layers(f"{name}.{item.layer_field}", item.site, listed)
+        if isinstance(item, Edit):
+            for field, value in item.values():
+                self._check_operand(item, f"{name}.{field}", value, listed)
 
     def _check_layers(self, field: str, site: str, layers: Iterable[int]) -> None:
         count, widths = self._facts.num_layers, self._facts.widths
@@ -174,7 +164,7 @@ class _Checker:
         have = [layer for other, layer in widths if other == site]
         if have:
             return PlanError(
-                f"The model has no site {site!r} at layer {layer} ({field}); it has it at {_listed(have)}."
+                f"The model has no site {site!r} at layer {layer} ({field}); it has it at {fields.ranges(have)}."
             )
         sites = [other for other in LAYER_SITES if any(other == site for site, _ in widths)]
         return PlanError(f"The model has no site {site!r} ({field.split('.')[0]}.site); it has {', '.join(sites)}.")
@@ -182,8 +172,7 @@ class _Checker:
     def _check_place(self, field: str, place: object) -> None:
         if self._length is None or place is None or isinstance(place, str):
             return
-        if isinstance(place, Span):
-            raise unresolved(field, place)
+        check_resolved(field, place, self._length)
         assert isinstance(place, tuple)
         positions = resolved_list(field, place, self._length)
         if len(set(positions)) < len(positions):
@@ -191,61 +180,36 @@ class _Checker:
                 field, f"{fields.shown(place)}, which has one twice in a prompt of {self._length} tokens", "each once"
             )
 
-    def _check_source(self, field: str, source: object, site: str, layers: Iterable[int]) -> None:
-        if isinstance(source, Named):
+    def _check_operand(self, edit: Edit, field: str, value: object, layers: Iterable[int]) -> None:
+        if isinstance(value, RecordedRun):
+            self._check_is_there(field, value)
+            edit.check_run(field, value, self._facts.widths)
+        if isinstance(value, Named):
             if self._vectors is None:
                 return
-            if source.name not in self._vectors:
-                hint = fields.nearest(source.name, self._vectors)
-                if self._runs and source.name in self._runs and field == "Patch.source":
-                    hint = f"a recorded run is given itself: source=model.runs[{source.name!r}], or what model.record returned"
-                raise PlanError(f"{field}: the engine has no vector {source.name!r}; {hint}")
-            width = self._vectors[source.name]
-        elif isinstance(source, Vector):
-            width = source.width
+            if value.name not in self._vectors:
+                hint = fields.nearest(value.name, self._vectors)
+                if self._runs and value.name in self._runs and field.split(".")[1] in edit.run_operands:
+                    hint = f"a recorded run is given itself: source=model.runs[{value.name!r}], or what model.record returned"
+                raise PlanError(f"{field}: the engine has no vector {value.name!r}; {hint}")
+            width = self._vectors[value.name]
+        elif isinstance(value, Vector):
+            width = value.width
         else:
             return
         for layer in layers:
-            expected = self._facts.widths.get((site, layer), width)
+            expected = self._facts.widths.get((edit.site, layer), width)
             if width != expected:
-                given = f"{source.name!r}, of width {width}" if isinstance(source, Named) else f"of width {width}"
-                raise fields.refuse(field, given, f"{expected}, the width of {site} at layer {layer}")
+                given = f"{value.name!r}, of width {width}" if isinstance(value, Named) else f"of width {width}"
+                raise fields.refuse(field, given, f"{expected}, the width of {edit.site} at layer {layer}")
 
-    def _check_run(self, patch: Patch, run: RecordedRun) -> None:
-        if self._runs is not None and run.id not in self._runs.values():
-            if run.name in self._runs:
-                raise PlanError(
-                    f"Patch.source: the recorded run {run.name!r} is not there any more, but another of that name, recorded later: "
-                    "take the handle that `record` gave for that."
-                )
-            hint = fields.nearest(run.name, self._runs)
-            raise PlanError(f"Patch.source: the engine has no recorded run {run.name!r} any more; {hint}")
-        site = patch.source_site or patch.site
-        layer = patch.layer if patch.source_layer is None else patch.source_layer
-        run.check_point("Patch.source", site, layer)
-        width, expected = (self._facts.widths.get(point) for point in ((site, layer), (patch.site, patch.layer)))
-        if width is not None and expected is not None and width != expected:
-            given = f"a run's {site} at layer {layer}, of width {width}"
-            raise fields.refuse("Patch.source", given, f"{expected}, the width of {patch.site} at layer {patch.layer}")
-        self._check_run_positions(patch, run)
-
-    def _check_run_positions(self, patch: Patch, run: RecordedRun) -> None:
-        written = patch.source_position or patch.position
-        if isinstance(written, Span):
+    def _check_is_there(self, field: str, run: RecordedRun) -> None:
+        if self._runs is None or run.id in self._runs.values():
             return
-        field = "Patch.source_position" if patch.source_position else "Patch.position (and so Patch.source_position)"
-        length = len(run.prompt_token_ids)
-        recorded = set(run.positions)
-        for position in resolved_list(field, written, length, f"the run {run.name!r}"):
-            if position not in recorded:
-                given = f"{position}, which the run {run.name!r} did not record"
-                raise fields.refuse(field, given, _listed(run.positions))
-
-
-def _listed(numbers: Iterable[int]) -> str:
-    """As ranges: "0 to 3, 7"."""
-    ordered = sorted(set(numbers))
-    starts = [n for i, n in enumerate(ordered) if i == 0 or ordered[i - 1] != n - 1]
-    stops = [n for i, n in enumerate(ordered) if i == len(ordered) - 1 or ordered[i + 1] != n + 1]
-    ranges = [str(a) if a == b else f"{a} to {b}" for a, b in zip(starts, stops, strict=True)]
-    return ", ".join(ranges[:20]) + (", ..." if len(ranges) > 20 else "") if ranges else "none"
+        if run.name in self._runs:
+            raise PlanError(
+                f"{field}: the recorded run {run.name!r} is not there any more, but another of that name, recorded later: "
+                "take the handle that `record` gave for that."
+            )
+        hint = fields.nearest(run.name, self._runs)
+        raise PlanError(f"{field}: the engine has no recorded run {run.name!r} any more; {hint}")

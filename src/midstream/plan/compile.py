@@ -15,35 +15,15 @@ import numpy as np
 import torch
 
 from midstream.plan import fields
-from midstream.plan.canonical import SITE_ORDER, normal, position_of
+from midstream.plan.captures import Capture
 from midstream.plan.layout import EMPTY, Key, Layout
+from midstream.plan.normal import SITE_ORDER, Intervention
+from midstream.plan.ops.edit import Edit, Op, Shape, position_of
 from midstream.plan.positions import captured_positions
 from midstream.plan.runs import RecordedRun
-from midstream.plan.values import Capture, Clamp, Edit, Intervention, Named, Patch, Plan, Steer, Vector
+from midstream.plan.values import Plan
+from midstream.plan.vectors import Named, Vector
 from midstream.sites import Point
-
-
-class Op(NamedTuple):
-    """One thing to do to a row at a site.
-
-    Attributes:
-        kind: capture, patch, steer, norm_steer or clamp.
-        vector: index in the bank of what is written, added (of length 1 for norm_steer) or projected on; -1 for none.
-        mask: index in the bank; -1 for none.
-        a: alpha of a patch, scale of a steer, low of a clamp.
-        b: high of a clamp.
-        c: strength of a clamp.
-        offset: of a capture, in elements, where the row's value goes in the captured row.
-    """
-
-    kind: str
-    vector: int = -1
-    mask: int = -1
-    a: float = 0.0
-    b: float = 0.0
-    c: float = 0.0
-    offset: int = 0
-
 
 _Ranked: TypeAlias = dict[Point, list[tuple[int, Op]]]  # ops with their places in the normal form
 
@@ -53,7 +33,7 @@ class Profile:
     """What a row gets.
 
     Attributes:
-        ops: (site, layer) -> capture before, patches, steers, clamps, capture after; sites with none are not there.
+        ops: (site, layer) -> capture before, edits in the order of their kinds, capture after; sites with none are not there.
         layout: what a captured row holds.
     """
 
@@ -125,13 +105,13 @@ def compile_plan(
         on_host: gives a named vector that has to be put into shape, where `vector` gives one that the host would have to wait for.
 
     Raises:
-        PlanError: what `canonical.normal` finds, a vector of another width, or what `vector` and `run` raise.
+        PlanError: what `Plan.normal` finds, a vector of another width, or what `vector` and `run` raise.
     """
     bank, others = (_Bank(width, vector, run, on_host or vector) for _ in range(2))
     edits: dict[str, _Ranked] = {"prefill": {}, "decode": {}}
     placed: dict[int, _Ranked] = {}
     captures: list[Capture] = []
-    items = normal(plan, num_layers, prompt_length).interventions
+    items = plan.normal(num_layers, prompt_length).interventions
     for rank, item in enumerate(items):
         point = _point(item)
         if points is not None and point not in points:
@@ -144,7 +124,6 @@ def compile_plan(
         if (position := position_of(item)) is not None:
             placed.setdefault(position, {}).setdefault(point, []).append(op)
             continue
-        assert not isinstance(item, Patch)
         for phase in edits if item.phase == "both" else (item.phase,):
             edits[phase].setdefault(point, []).append(op)
     profiles = _Profiles(edits, width)
@@ -162,7 +141,7 @@ def compile_plan(
 
 def _point(item: Intervention) -> Point:
     """Of an intervention in normal form."""
-    return item.site, item.layer if isinstance(item, Patch) else item.layers[0]
+    return item.site, item.at_layers[0]
 
 
 def _reach(items: Collection[Intervention], prompt_length: int) -> Reach:
@@ -176,7 +155,7 @@ def _reach(items: Collection[Intervention], prompt_length: int) -> Reach:
         elif (position := position_of(item)) is not None:
             prompt[position] = True
             first.add(_point(item))
-        elif not isinstance(item, Patch):
+        else:
             if item.phase != "decode":
                 prompt[:] = True
                 first.add(_point(item))
@@ -228,70 +207,44 @@ class _Bank:
         self.tensors: list[torch.Tensor] = []
         self._width, self._vector, self._run, self._on_host = width, vector, run, on_host
         self._index: dict[Any, int] = {}
-        self._patches: dict[Any, Op] = {}
+        self._ops: dict[Any, Op] = {}
 
     def look_at(self, item: Intervention) -> None:
         """Raise PlanError for a named vector that another stage, whose edit this is, refuses: the request ends on all or on none."""
-        point = _point(item)
-        if isinstance(item, Steer) and isinstance(item.vector, Named):
-            self.steer(item)
-        elif isinstance(item, Clamp) and isinstance(item.direction, Named):
-            self.clamp(item)
-        elif isinstance(item, Patch):
-            if isinstance(item.source, Named):
-                self._value(item.source, point, "Patch.source")
-            if isinstance(item.mask, Named):
-                self._value(item.mask, point, "Patch.mask", _as_mask)
+        if isinstance(item, Edit):
+            for field, value in item.values():
+                if isinstance(value, Named):
+                    self._operand(item, field, value)
 
     def op(self, edit: Edit) -> Op:
-        if isinstance(edit, Patch):
-            return self.patch(edit)
-        return self.steer(edit) if isinstance(edit, Steer) else self.clamp(edit)
+        """The op of an edit in normal form; a plan may have the same one at many positions."""
+        key = (*edit.what(), edit.run_row()) if edit.reads_run else edit.what()
+        if key not in self._ops:
+            given = dict(edit.values())
+            first, second = (
+                self._operand(edit, field, given[field]) if field in given else -1
+                for field in (*edit.operands, None, None)[:2]
+            )
+            self._ops[key] = Op(edit.kind, first, second, *edit.numbers())
+        return self._ops[key]
 
-    def patch(self, patch: Patch) -> Op:
-        """The op of a patch; a plan may have the same one at many positions."""
-        if isinstance(patch.source, RecordedRun):
-            return self._patch(patch)
-        key = (patch.source, patch.mask, patch.site, patch.layer, patch.alpha)
-        if key not in self._patches:
-            self._patches[key] = self._patch(patch)
-        return self._patches[key]
-
-    def _patch(self, patch: Patch) -> Op:
-        point = _point(patch)
-        if isinstance(patch.source, RecordedRun):
-            index = self._row(patch, point)
-        elif isinstance(patch.source, (Vector, Named)):
-            index = self._value(patch.source, point, "Patch.source")
-        else:
-            zeros = self._width(*point)
-            index = self._held(("zeros", zeros), point, "Patch.source", lambda: torch.zeros(zeros))
-        mask = -1 if patch.mask is None else self._value(patch.mask, point, "Patch.mask", _as_mask)
-        return Op("patch", index, mask, patch.alpha)
-
-    def _row(self, patch: Patch, point: Point) -> int:
-        """The index of a recorded run's row."""
-        run, site, layer, position = patch.source, patch.source_site, patch.source_layer, patch.source_position[0]
-        assert site is not None and layer is not None  # written out in a normal form
-        return self._held(
-            (run.id, site, layer, position), point, "Patch.source", lambda: self._run(run, site, layer, position)
-        )
-
-    def steer(self, steer: Steer) -> Op:
-        shape = _as_unit if steer.norm_match else None
-        kind = "norm_steer" if steer.norm_match else "steer"
-        return Op(kind, self._value(steer.vector, _point(steer), "Steer.vector", shape), a=steer.scale)
-
-    def clamp(self, clamp: Clamp) -> Op:
-        index = self._value(clamp.direction, _point(clamp), "Clamp.direction", _as_unit)
-        return Op("clamp", index, a=clamp.low, b=clamp.high, c=clamp.strength)
+    def _operand(self, edit: Edit, field: str, value: Any) -> int:
+        """The index of what an operand holds."""
+        point, name = _point(edit), f"{type(edit).__name__}.{field}"
+        if isinstance(value, RecordedRun):
+            row = edit.run_row()
+            return self._held((value.id, *row), point, name, lambda: self._run(value, *row))
+        if isinstance(value, (Vector, Named)):
+            return self._value(value, point, name, edit.shape(field))
+        zeros = self._width(*point)
+        return self._held(("zeros", zeros), point, name, lambda: torch.zeros(zeros))
 
     def _value(
         self,
         source: Vector | Named,
         point: Point,
         field: str,
-        shape: Callable[[np.ndarray, str], np.ndarray] | None = None,
+        shape: Shape | None = None,
     ) -> int:
         """The index of a given or a named vector, put into shape."""
 
@@ -314,19 +267,6 @@ class _Bank:
                 field, f"of shape {shape}", f"[{self._width(site, layer)}], the width of {site} at layer {layer}"
             )
         return index
-
-
-def _as_unit(vector: np.ndarray, field: str) -> np.ndarray:
-    unit = fields.unit(vector)
-    if unit is None:
-        raise fields.refuse(field, "zero", "a vector with a direction")
-    return unit
-
-
-def _as_mask(mask: np.ndarray, field: str) -> np.ndarray:
-    if mask.min() < 0 or mask.max() > 1:
-        raise fields.refuse(field, f"from {mask.min():g} to {mask.max():g}", "numbers from 0 to 1")
-    return mask
 
 
 class _Profiles:
@@ -371,7 +311,7 @@ class _Profiles:
 
 
 def _in_order(ops: Collection[tuple[int, Op]]) -> tuple[Op, ...]:
-    """By their places in the normal form: patches, steers, clamps."""
+    """By their places in the normal form."""
     if len(ops) == 1:
         return tuple(op for _, op in ops)
     return tuple(op for _, op in sorted(ops, key=itemgetter(0)))

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from midstream.errors import PlanError
+from midstream.sites import LAYER_SITES, MODEL_SITES
 
 # What is larger cannot be a layer, a position or a token of any model, and has no room in the engine's int32 tables.
 MAX_INDEX = 2**31 - 1
@@ -168,6 +169,32 @@ def layers(field: str, value: Any) -> str | tuple[int, ...]:
         return "all"
     allowed = "'all', a layer or a sequence of layers, counted from 0"
     return tuple(sorted(integers(field, value, allowed, 0)))
+
+
+def site(field: str, value: Any) -> str:
+    """A site that plans may name."""
+    if not isinstance(value, str) or value not in LAYER_SITES:
+        of_model = isinstance(value, str) and value in MODEL_SITES
+        given = f"{value!r}, which a trace can reach but a plan cannot" if of_model else shown(value)
+        raise refuse(field, given, ", ".join(LAYER_SITES))
+    return value
+
+
+def repeatable(field: str, value: Any, allowed: str) -> tuple[int, ...]:
+    """One whole number or several, which need not differ."""
+    many = not isinstance(value, str) and (isinstance(value, (list, tuple, range)) or getattr(value, "ndim", 0) > 0)
+    if not many:
+        return integers(field, value, allowed)
+    return tuple(integer(f"{field}[{i}]", item) for i, item in enumerate(value))
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Numbers as ranges, for messages: "0 to 3, 7"."""
+    ordered = sorted(set(numbers))
+    starts = [n for i, n in enumerate(ordered) if i == 0 or ordered[i - 1] != n - 1]
+    stops = [n for i, n in enumerate(ordered) if i == len(ordered) - 1 or ordered[i + 1] != n + 1]
+    found = [str(a) if a == b else f"{a} to {b}" for a, b in zip(starts, stops, strict=True)]
+    return ", ".join(found[:20]) + (", ..." if len(found) > 20 else "") if found else "none"
 
 
 def plain(field: str, value: Any, depth: int = 8) -> Any:

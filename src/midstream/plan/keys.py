@@ -14,13 +14,13 @@ from itertools import groupby, pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from midstream.plan.canonical import SITE_ORDER, changed, encoded, normal, position_of
+from midstream.plan.normal import SITE_ORDER, encoded
+from midstream.plan.ops.edit import Edit, changed, point_of, position_of
 from midstream.plan.positions import captured_positions
-from midstream.plan.values import Clamp, Edit, Named, Patch, Plan, RecordedRun, Steer
-from midstream.plan.vectors import digest
+from midstream.plan.values import Plan
+from midstream.plan.vectors import Named, digest
 
 FOREVER = 2**62
-_PLACES = {"position", "positions", "source_position"}
 _STRETCH_BYTES = 320  # two numbers and two hashes, in lists
 
 
@@ -54,8 +54,8 @@ class PlanKeys:
         texts: dict[Any, str] = {}
         edits = [
             (*_range(edit, prompt_length), _order(edit), _text(edit, nonces, texts))
-            for edit in normal(plan, num_layers, prompt_length).edits
-            if changes_kv(edit.site, edit.layer if isinstance(edit, Patch) else edit.layers[0], num_layers)
+            for edit in plan.normal(num_layers, prompt_length).edits
+            if changes_kv(*point_of(edit), num_layers)
         ]
         self._starts: list[int] = []
         self._stops: list[int] = []
@@ -100,39 +100,33 @@ def _range(edit: Edit, prompt_length: int) -> tuple[int, int]:
     """The positions `[start, stop)` that an edit in normal form acts at."""
     if (position := position_of(edit)) is not None:
         return position, position + 1
-    assert not isinstance(edit, Patch)
     return {"both": (0, FOREVER), "prefill": (0, prompt_length), "decode": (prompt_length, FOREVER)}[edit.phase]
 
 
-def _order(edit: Edit) -> tuple[int, int, int]:
+def _order(edit: Edit) -> tuple[int, int, int, str]:
     """Edits of different points, or of different kinds at one point, are in no order of their own."""
-    layer = edit.layer if isinstance(edit, Patch) else edit.layers[0]
-    return SITE_ORDER[edit.site], layer, (Patch, Steer, Clamp).index(type(edit))
+    site, layer = point_of(edit)
+    return SITE_ORDER[site], layer, edit.order, edit.kind
 
 
 def _text(edit: Edit, nonces: dict[str, str], texts: dict[Any, str]) -> str:
     """What an edit does to a row, in short; `texts` remembers, for a plan may have the same edit at many positions."""
-    source = edit.source_position if isinstance(edit, Patch) else None
-    key = (type(edit), *(_short(value) for field, value in vars(edit).items() if field not in _PLACES))
+    key = edit.what()
     if key not in texts:
-        texts[key] = digest(_written(edit if source is None else changed(edit, source_position=None), nonces).encode())
-    return texts[key] if source is None else f"{texts[key]} {source[0]}"
-
-
-def _short(value: Any) -> Any:
-    return value.id if isinstance(value, RecordedRun) else value  # which is long to hash
+        texts[key] = digest(_written(edit, nonces).encode())
+    return f"{texts[key]} {edit.run_row()[2]}" if edit.reads_run else texts[key]
 
 
 def _written(edit: Edit, nonces: dict[str, str]) -> str:
-    """What the edit does to a row, as text; names whose vector nobody knows are like no other."""
-    attributes: dict[str, Any] = {"position": ()} if isinstance(edit, Patch) else {"phase": "", "positions": None}
+    """What the edit does to a row, as text without where; names whose vector nobody knows are like no other."""
+    attributes: dict[str, Any] = {field: None for field in edit.place_fields & vars(edit).keys()}
     for field, value in vars(edit).items():
         if isinstance(value, Named) and value.digest is None:
             attributes[field] = Named(nonces.setdefault(value.name, secrets.token_hex(16)))
     return encoded(changed(edit, **attributes))
 
 
-def _stretches(edits: list[tuple[int, int, tuple[int, int, int], str]]) -> Iterator[_Stretch]:
+def _stretches(edits: list[tuple[int, int, tuple[int, int, int, str], str]]) -> Iterator[_Stretch]:
     """The positions that have edits, cut wherever these change and nowhere else."""
     edits = sorted(edits, key=itemgetter(2))  # a stable sort: edits of one kind at one point keep their order
     events = sorted((border, index) for index, edit in enumerate(edits) for border in edit[:2])

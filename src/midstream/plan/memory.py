@@ -7,8 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
-from midstream.plan.spans import Span
-from midstream.plan.values import Patch, Plan
+from midstream.plan.values import Plan
 from midstream.plan.vectors import Vector
 
 V = TypeVar("V")
@@ -58,9 +57,7 @@ def plan_bytes(plan: Plan) -> int:
     """About what a plan takes in memory."""
     total = 0
     for item in plan.interventions:
-        places = (item.position if isinstance(item, Patch) else item.positions) or ()
-        layers = () if isinstance(item, Patch) else item.layers
-        total += _ENTRY_BYTES
-        total += _POSITION_BYTES * sum(len(each) for each in (places, layers) if not isinstance(each, (str, Span)))
+        listed = [each for each in (item.place, item.at_layers) if isinstance(each, tuple)]
+        total += _ENTRY_BYTES + _POSITION_BYTES * sum(map(len, listed))
         total += sum(value.data.nbytes for value in vars(item).values() if isinstance(value, Vector))
     return total

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -97,6 +97,43 @@ def _is_digest(given: str) -> bool:
 @dataclass(frozen=True)
 class Zeros:
     """The value 0, as a source of `Patch`."""
+
+
+def as_vector_or_name(
+    field: str, value: Any, shape: Callable[[np.ndarray, str], np.ndarray] | None = None
+) -> Vector | Named:
+    """What a user gives as a vector: numbers `[hidden]`, or a name. With `shape`, which checks the numbers, booleans are 1 and 0."""
+    if isinstance(value, Named):
+        return value
+    if isinstance(value, str) and value:
+        return Named(value)
+    if value is None or isinstance(value, str):
+        raise fields.refuse(field, fields.shown(value), "numbers of shape [hidden], or a name")
+    if shape is None:
+        return as_vector(field, value)
+    data = value.data if isinstance(value, Vector) else fields.finite_float32(field, value, booleans=True)
+    shaped = shape(data, field)
+    return value if isinstance(value, Vector) and shaped is data else Vector(shaped, field)
+
+
+def as_unit(vector: np.ndarray, field: str) -> np.ndarray:
+    """The vector at length 1. Raises PlanError for zero."""
+    unit = fields.unit(vector)
+    if unit is None:
+        raise fields.refuse(field, "zero", "a vector with a direction")
+    return unit
+
+
+def as_mask(mask: np.ndarray, field: str) -> np.ndarray:
+    """The mask as it is. Raises PlanError for numbers beyond 0 and 1."""
+    if mask.min() < 0 or mask.max() > 1:
+        raise fields.refuse(field, f"from {mask.min():g} to {mask.max():g}", "numbers from 0 to 1")
+    return mask
+
+
+def is_zero(vector: object) -> bool:
+    """Whether it is known to be all zeros; a name is not."""
+    return isinstance(vector, Vector) and not vector.data.any()
 
 
 def load_vectors(path: str | os.PathLike[str]) -> dict[str, Vector]:

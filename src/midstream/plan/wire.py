@@ -13,18 +13,20 @@ from __future__ import annotations
 
 import base64
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING
-from dataclasses import fields as fields_of
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from midstream.errors import PlanError
 from midstream.plan import fields
+from midstream.plan.captures import Capture, Consumer
+from midstream.plan.normal import Intervention
+from midstream.plan.ops.edit import Edit, fields_of, kind_of, kinds
+from midstream.plan.positions import Span
 from midstream.plan.runs import RecordedRun
-from midstream.plan.values import Capture, Clamp, Consumer, Intervention, Named, Patch, Plan, Span, Steer, Vector, Zeros
+from midstream.plan.vectors import Named, Vector, Zeros
 
 VERSION = 1
 MAX_INTERVENTIONS = 1 << 16
@@ -35,10 +37,7 @@ MAX_STRANGERS_BYTES = 4 << 20  # of a plan that came over HTTP
 _ITEM_BYTES = 8  # that a number, a list or a dict counts for
 _MAX_DEPTH = 16
 
-KINDS: dict[str, type[Intervention]] = {"steer": Steer, "patch": Patch, "clamp": Clamp, "capture": Capture}
-NAMES = {kind: name for name, kind in KINDS.items()}
 RUN_LISTS = ("prompt_token_ids", "sites", "layers", "positions")
-SOURCES = ("vector", "direction", "source", "mask")  # the fields that hold a vector or a run
 
 T = TypeVar("T")
 
@@ -46,28 +45,26 @@ T = TypeVar("T")
 # ------------------------------------------------------------------------------------------------------------ writing
 
 
-def to_wire(plan: Plan) -> dict[str, Any]:
-    """The plan as str, int, float, bool, None, bytes, and lists and dicts of them; each vector and run once.
+def to_wire(interventions: Sequence[Intervention]) -> dict[str, Any]:
+    """A plan as str, int, float, bool, None, bytes, and lists and dicts of them; each vector and run once.
 
     Raises PlanError for a `Capture.to` that is a callable.
     """
     tables: dict[str, dict[str, Any]] = {"vectors": {}, "runs": {}}
-    interventions = [_written(item, tables) for item in plan.interventions]
-    return {"version": VERSION, "interventions": interventions} | {
-        name: table for name, table in tables.items() if table
-    }
+    written = [_written(item, tables) for item in interventions]
+    return {"version": VERSION, "interventions": written} | {name: table for name, table in tables.items() if table}
 
 
-def to_json(plan: Plan) -> str:
+def to_json(interventions: Sequence[Intervention]) -> str:
     """The same as JSON, vectors in base64."""
-    wire = to_wire(plan)
+    wire = to_wire(interventions)
     if "vectors" in wire:
         wire["vectors"] = {key: base64.b64encode(data).decode() for key, data in wire["vectors"].items()}
     return json.dumps(wire, allow_nan=False)
 
 
 def _written(item: Intervention, tables: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    written: dict[str, Any] = {"kind": NAMES[type(item)]}
+    written: dict[str, Any] = {"kind": item.kind}
     for field in fields_of(item):
         value = getattr(item, field.name)
         if field.default is MISSING or value != field.default:
@@ -106,7 +103,7 @@ def _written_run(run: RecordedRun) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------------ reading
 
 
-def from_json(text: str, *, trusted: bool = True) -> Plan:
+def from_json(text: str, *, trusted: bool = True) -> tuple[Intervention, ...]:
     """The plan that `to_json` wrote, or somebody by hand. `trusted` as for `from_wire`. Raises PlanError for anything else."""
     if not isinstance(text, str):
         raise fields.refuse("the plan", fields.shown(text), "JSON as a string")
@@ -119,7 +116,7 @@ def from_json(text: str, *, trusted: bool = True) -> Plan:
     return from_wire(wire, trusted=trusted)
 
 
-def from_wire(wire: Mapping[str, Any], *, trusted: bool = True) -> Plan:
+def from_wire(wire: Mapping[str, Any], *, trusted: bool = True) -> tuple[Intervention, ...]:
     """The plan that `to_wire` wrote.
 
     Args:
@@ -139,7 +136,7 @@ def from_wire(wire: Mapping[str, Any], *, trusted: bool = True) -> Plan:
     tables = _Tables(_vectors(_dict("vectors", wire.get("vectors", {}))), _runs(_dict("runs", wire.get("runs", {}))))
     longest = MAX_INTERVENTIONS if trusted else MAX_STRANGERS_EDITS
     items = _list("interventions", wire["interventions"], longest)
-    return Plan(tuple(_intervention(f"interventions[{i}]", item, tables, trusted) for i, item in enumerate(items)))
+    return tuple(_intervention(f"interventions[{i}]", item, tables, trusted) for i, item in enumerate(items))
 
 
 def _check_size(given: Any) -> None:
@@ -171,12 +168,11 @@ class _Tables(NamedTuple):
 def _intervention(place: str, item: Any, tables: _Tables, trusted: bool) -> Intervention:
     if not isinstance(item, dict):
         raise fields.refuse(place, fields.shown(item), "a dict")
-    kind = fields.one_of(f"{place}.kind", item.get("kind"), KINDS)
-    cls = KINDS[kind]
+    cls = _class_of(f"{place}.kind", item.get("kind"))
     known = {field.name: field.default is MISSING for field in fields_of(cls)}
     required = [name for name, needed in known.items() if needed]
-    item = _dict(f"{place} ({kind})", item, ("kind", *required), tuple(known))
-    read = {name: _value(f"{place}.{name}", name, value, tables) for name, value in item.items() if name != "kind"}
+    item = _dict(f"{place} ({cls.kind})", item, ("kind", *required), tuple(known))
+    read = {name: _value(f"{place}.{name}", name, value, tables, cls) for name, value in item.items() if name != "kind"}
     if not trusted:
         _refuse_rights(place, read)
     make: Callable[..., Intervention] = cls
@@ -202,15 +198,21 @@ def _made(place: str, make: Callable[..., T], *args: Any, **attributes: Any) -> 
         raise PlanError(f"{place}: {error}") from error
 
 
-def _value(place: str, name: str, value: Any, tables: _Tables) -> Any:
+def _class_of(place: str, kind: Any) -> type[Edit] | type[Capture]:
+    if kind == Capture.kind:
+        return Capture
+    fields.one_of(place, kind, [*kinds(), Capture.kind])
+    return kind_of(kind)
+
+
+def _value(place: str, name: str, value: Any, tables: _Tables, cls: type[Edit] | type[Capture]) -> Any:
     """A field's value for its constructor, which checks what lies beyond its form."""
-    if name in SOURCES and isinstance(value, dict):
-        return _source(place, value, tables)
-    if name in SOURCES and isinstance(value, list):
+    operands = cls.operands if issubclass(cls, Edit) else ()
+    if name in operands and isinstance(value, dict):
+        return _source(place, value, tables, issubclass(cls, Edit) and name in cls.run_operands)
+    if name in operands and isinstance(value, list):
         return _numbers(place, value)
-    if name in ("low", "high") and value is None:
-        return -math.inf if name == "low" else math.inf
-    if name in ("position", "positions") and isinstance(value, dict):
+    if name == cls.position_field and isinstance(value, dict):
         _dict(place, value, ("span",), ("occurrence",))
         return _made(place, Span, value["span"], value.get("occurrence", 0))
     if name == "to":
@@ -222,8 +224,7 @@ def _value(place: str, name: str, value: Any, tables: _Tables) -> Any:
     return _list(place, value) if isinstance(value, list) else value
 
 
-def _source(place: str, value: dict[str, Any], tables: _Tables) -> Any:
-    is_source = place.endswith(".source")
+def _source(place: str, value: dict[str, Any], tables: _Tables, is_source: bool) -> Any:
     match value:
         case {"vector": str(key), **rest} if not rest:
             return _looked_up(place, "vectors", key, tables.vectors)

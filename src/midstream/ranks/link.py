@@ -1,16 +1,20 @@
-"""The way of values between the ranks of a group: one publishes what it has computed, the others fetch it.
+"""How ranks of a group give each other values: the owner publishes, the others fetch.
 
-    link = Link(rank, all_gather_object, "pipeline")       # on every rank, collectively
-    link.publish("body-1", 3, value)                       # on the owner; returns at once
-    fetch = link.fetch(0, "body-1", 3, ref=(0,))           # on another rank, before or after; returns at once
-    tensor = fetch.wait()                                  # on the CPU
-    link.waive(0, {"body-1": [3]})                         # there: it will not ask for it any more
-    link.end("body-1", "the request ended before it")      # on every rank, or `drop`: then all of it is forgotten
+    link = Link(rank, exchange_in(group), "pipeline", host)    # on every rank, collectively
+    link.publish("body-1", 3, value)                           # on the owner; returns at once
+    fetch = link.fetch(0, "body-1", 3, ref=(0,))               # on another rank, before or after; returns at once
+    tensor = fetch.wait()                                      # on the CPU
+    link.waive(0, {"body-1": [3]})                             # there: it will not fetch that value any more
+    link.end("body-1", "the request ended before it")          # on every rank, or `drop`: then all of it is forgotten
 
-Values are known by the body's name and a number that grows within the body. Each rank has a `Receiver` and a `Sender` to
-every other one, so that bytes move as results do (`engine/results`). Requests are answered on the threads that receive
-them: the forward's thread may be in a collective, or waiting for a fetch of its own. A request for what is not there yet
-waits, parked, until it is published or until its owner's body is over; nothing else bounds the wait but the owner's life.
+A value is known by the body's name and a number that grows within the body. Each rank has a `Receiver`, and a `Sender` to every other
+rank, so bytes move as results do. Requests are answered on the receiving threads, because the forward's thread may be in a collective or
+wait for a fetch of its own. A request for a value that does not exist yet is parked until the value is published or its owner's body is
+over. There is no timeout: the wait ends when the owner dies.
+
+A fetch takes 1 to 4 ms, mostly switches between threads and processes. A trace that uses another stage's value in every step would pay
+that for each value and step. So a rank that fetches a value of a place is sent the next value of that place ahead, without a request,
+and so on as long as it uses those (`benchmarks/link_latency.py`: 0.1 ms).
 """
 
 from __future__ import annotations
@@ -19,35 +23,53 @@ import contextlib
 import itertools
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any
 
-from midstream.errors import EngineClosedError, MidstreamError, NeverReachedError, StageFailedError, TraceError
-from midstream.ranks.fetch import Fetch
-from midstream.ranks.published import Held, KnownBody, Published, Request, hold, move_to_host
+import torch.distributed
+
+from midstream.errors import (
+    ChannelClosedError,
+    EngineClosedError,
+    MidstreamError,
+    NeverReachedError,
+    StageFailedError,
+    TraceError,
+)
+from midstream.ranks.published import Fetch, Held, Published, Request, SharedBody, hold, move_to_host
 from midstream.sites import Ref, follow
-from midstream.transport import codec as wire
-from midstream.transport.codec import ChannelClosedError
+from midstream.transport import wire
 from midstream.transport.mailbox import Message
-from midstream.transport.results import Receiver
+from midstream.transport.receiver import Receiver
 from midstream.transport.sender import Sender
 
-__all__ = ["Fetch", "Link"]
-
-_UNBOUNDED = 1 << 62  # bytes queued: they are those of published values, which are kept anyway
-_NAMES_KEPT = 4096  # of bodies that are over; far more than can be under way at once
-_UNWANTED = 8  # values of one place sent ahead and not fetched that are kept; with one more, its owner is told to stop
+_UNBOUNDED = 1 << 62  # bytes queued: those of published values, which are kept anyway
+_NAMES_KEPT = 4096  # of bodies that are over; far more than can run at once
 _CLOSE_SECONDS = 5.0
+
+
+def exchange_in(group: Any) -> Callable[[Any], list[Any]]:
+    """A collective for one of vLLM's groups: returns what every rank passed, in the group's order. For small values at the start."""
+
+    def exchange(value: Any) -> list[Any]:
+        gathered: list[Any] = [None] * group.world_size
+        torch.distributed.all_gather_object(gathered, value, group=group.cpu_group)
+        return gathered
+
+    return exchange
 
 
 class Link:
     """One rank's channels to the other ranks of a group.
 
-    `exchange(x)` is collective: what every rank of the group passed, in the group's order. `name` says which group it is.
-    `host`: an address of this machine that the other ranks can reach; used if they run on several machines.
-
-    `publish`, `refuse`, `fetch`, `waive`, `wait_any`, `silence`, `end`, `drop` and `spill` belong to one thread.
+    `publish`, `refuse`, `fetch`, `waive`, `wait_any`, `silence`, `end`, `drop` and `end_step` belong to one thread.
     Every rank that takes part in a body ends or drops it.
+
+    Args:
+        exchange: collective: `exchange(x)` returns what every rank of the group passed, in the group's order.
+        name: which group it is.
+        host: an address of this machine that the other ranks can reach; used if they run on several machines.
     """
 
     def __init__(self, rank: int, exchange: Callable[[Any], list[Any]], name: str, host: str) -> None:
@@ -56,15 +78,17 @@ class Link:
         machines = exchange(wire.machine())
         self.size = len(machines)
         self._lock = threading.Lock()
-        self._answered = threading.Condition()  # some fetch was
-        self._bodies: dict[str, KnownBody] = {}
-        self._over: dict[str, MidstreamError] = {}  # bodies of late, and why nothing more comes of them
+        self._answered = threading.Condition()  # notified when any fetch is done
+        self._bodies: dict[str, SharedBody] = {}
+        self._over: dict[str, MidstreamError] = {}  # recent bodies that are over, and why
         self._open: dict[int, Fetch] = {}
         self._ids = itertools.count()
         self._gone: set[int] = set()
         self._closed = False
-        self._sends_ahead = True
         self._on_device: weakref.WeakSet[Published] = weakref.WeakSet()
+        # Values sent ahead to this rank that it has used in this step: owner -> body -> (place, part).
+        self._used: defaultdict[int, defaultdict[str, set[tuple[Hashable, Ref]]]]
+        self._used = defaultdict(lambda: defaultdict(set))
         self._receiver = Receiver(None if len(set(machines)) == 1 else host)
         self._senders: dict[int, Sender] = {}
         self._peers = [peer for peer in range(self.size) if peer != rank]
@@ -78,11 +102,13 @@ class Link:
     def publish(
         self, body: str, number: int, value: Any, readers: int | None = None, place: Hashable | None = None
     ) -> None:
-        """Have `value` ready for the other ranks, and answer those that wait for it. Returns at once.
+        """Make `value` available to the other ranks, and answer those that wait for it. Returns at once.
 
-        `value` is a tree of tensors, which nobody writes to afterwards, and of things that can be pickled. It is kept
-        until every rank has ended the body or waived it, or until `readers` ranks have fetched it, once each. `place` is the same
-        for values of the same point of the model: ranks that keep fetching it are sent it without being asked.
+        Args:
+            value: a tree of tensors, which nobody writes to afterwards, and of values that can be pickled. It is kept until every
+                rank has ended the body or waived the value.
+            readers: keep it only until this many ranks have fetched it, once each.
+            place: the same for values of one point of the model. A rank that fetches one is sent the next one without asking.
         """
         if not self._peers:
             return
@@ -91,22 +117,28 @@ class Link:
             known = self._under_way(body)
             if known is None:
                 return
-            published = known.add(number, held, readers, place)
+            published = known.values[number] = Published(held, readers, place)
             asked = known.parked.pop(number, [])
-            if not asked and known.drop_waived(number, self._peers):
+            if not asked and known.drop_if_waived(number, self._peers):
                 return
             if held.ready:
                 self._on_device.add(published)
-            ahead = known.eager_readers(number, place, asked) if self._sends_ahead else []
-            for request in [*asked, *ahead]:
-                known.note_answer(number, request)
+            ahead = known.take_subscribers(number, place, asked)
+            for request in asked:
+                known.note_answer(number, request.rank, request.ref)
+            for rank, ref in ahead:  # `end_step` there renews the subscription
+                known.note_answer(number, rank, ref, subscribe=False)
         for request in asked:
             self._answer(request, held)
-        for reader in ahead:
-            self._send_ahead(reader, body, number, place, held)
+        for rank, ref in ahead:
+            with contextlib.suppress(
+                LookupError, TypeError
+            ):  # without such a part this time: an error if it is fetched
+                header = {"kind": "ahead", "body": body, "number": number, "place": place, "ref": ref}
+                self._post(rank, header, follow(held.value, ref), held)
 
     def refuse(self, body: str, number: int, error: MidstreamError) -> None:
-        """There is no value under this number, and never will be: who asks for it is told why."""
+        """There never will be a value under this number: fetches of it raise `error`."""
         if not self._peers:
             return
         with self._lock:
@@ -115,12 +147,12 @@ class Link:
                 return
             known.refused[number] = error
             asked = known.parked.pop(number, [])
-            known.drop_waived(number, self._peers)
+            known.drop_if_waived(number, self._peers)
         for request in asked:
             self._answer(request, error)
 
     def fetch(self, peer: int, body: str, number: int, ref: Ref = ()) -> Fetch:
-        """Ask `peer` for what it publishes under `number`, or only for the part of it at `ref`. Returns at once."""
+        """Request what `peer` publishes under `number`, or only the part of it at `ref`. Returns at once."""
         fetch = Fetch(peer, body, number, ref, self._answered)
         with self._lock:
             known = self._known(body)
@@ -129,25 +161,25 @@ class Link:
                 fetch.fail(reason)
             elif self._closed or peer in self._gone:
                 fetch.fail(self._gone_error(peer))
-            elif known is not None and (here := known.unasked.pop((peer, number, ref), None)) is not None:
-                fetch.settle(here[1])
+            elif known is not None and (here := known.ahead.pop((peer, number, ref), None)) is not None:
+                place, message = here
+                self._used[peer][body].add((place, ref))
+                fetch.settle(message)
             else:
                 identity = next(self._ids)
                 self._open[identity] = fetch
         if not fetch.done:
-            self._post(peer, {"kind": "want", "id": identity, "body": body, "number": number, "ref": ref})
+            self._post(peer, {"kind": "fetch", "id": identity, "body": body, "number": number, "ref": ref})
         return fetch
 
     def waive(self, peer: int, numbers: Mapping[str, Collection[int]]) -> None:
-        """This rank fetches no more what `peer` has published, or will, under these numbers of bodies."""
+        """This rank will not fetch, from `peer`, the values under these numbers of bodies, whether published yet or not."""
         with self._lock:
             under_way = {body: known for body in numbers if (known := self._under_way(body)) is not None}
-            unwanted = {body: known.forget_ahead(peer, numbers[body]) for body, known in under_way.items()}
+            for body, known in under_way.items():
+                known.drop_ahead(peer, numbers[body])
         if under_way:
             self._post(peer, {"kind": "waived", "numbers": {body: list(numbers[body]) for body in under_way}})
-        for body, places in unwanted.items():
-            for place, ref in places:
-                self._say_enough(peer, body, place, ref)
 
     def wait_any(self, fetches: Collection[Fetch]) -> None:
         """Wait until one of `fetches` is done."""
@@ -155,7 +187,7 @@ class Link:
             self._answered.wait_for(lambda: any(fetch.done for fetch in fetches))
 
     def silence(self, body: str, reason: str, failed: bool = False) -> None:
-        """This rank's body publishes nothing more, and is not over: it may fetch, and others what it has published. As for `end`."""
+        """This rank publishes nothing more for the body, but may still fetch, and be fetched from. Arguments as for `end`."""
         error = _no_more(reason, failed)
         with self._lock:
             known = self._under_way(body)
@@ -169,14 +201,14 @@ class Link:
             self._post(peer, {"kind": "failed", "body": body, "failure": error})
 
     def end(self, body: str, reason: str, failed: bool = False) -> None:
-        """This rank's body is over: `reason` is what those are told who ask for what it has not published.
+        """The body is over on this rank. Fetches of what it has not published raise `reason`.
 
-        `failed`: by an error of its own, which the other ranks learn of by `failure_of` too.
+        `failed`: it is over because of an error of its own, which other ranks also learn by `failure_of`.
         """
         self._finish([body], _no_more(reason, failed), at_once=False)
 
     def failure_of(self, body: str) -> StageFailedError | None:
-        """What another rank's body failed with, if this one has heard of it."""
+        """What the body failed with on another rank, if this rank has heard of it."""
         known = self._bodies.get(body)
         return known.failure if known is not None else None
 
@@ -184,15 +216,21 @@ class Link:
         """These bodies were aborted: forget them at once."""
         self._finish(bodies, NeverReachedError("the request was aborted."), at_once=True)
 
-    def spill(self) -> None:
-        """Move what was published since the last time, and is still wanted, from the device to host memory."""
+    def end_step(self) -> None:
+        """Call it after each step: ask for the next values of the places whose values were used, and free device memory.
+
+        What was published since the last call, and is still kept, moves to host memory.
+        """
+        used, self._used = self._used, defaultdict(lambda: defaultdict(set))
+        for peer, places in used.items():
+            self._post(peer, {"kind": "used", "places": {body: list(each) for body, each in places.items()}})
         with self._lock:
             published = list(self._on_device)
             self._on_device.clear()
         move_to_host(published)
 
     def gauges(self) -> dict[str, int]:
-        """What is held for bodies under way: zero when there are none."""
+        """What is held for running bodies: zero when there are none."""
         with self._lock:
             published = [published for known in self._bodies.values() for published in known.values.values()]
             return {
@@ -200,7 +238,7 @@ class Link:
                 "published_bytes": sum(one.nbytes for one in published),
                 "parked_requests": sum(len(some) for known in self._bodies.values() for some in known.parked.values()),
                 "open_fetches": len(self._open),
-                "sent_ahead": sum(len(known.unasked) for known in self._bodies.values()),
+                "sent_ahead": sum(len(known.ahead) for known in self._bodies.values()),
                 "bodies": len(self._bodies),
             }
 
@@ -212,12 +250,12 @@ class Link:
             self._open.clear()
             self._bodies.clear()
         for fetch in fetches:
-            fetch.fail(EngineClosedError(f"the engine was closed before rank {fetch.wanted[0]} had sent a value."))
+            fetch.fail(EngineClosedError(f"the engine was closed before rank {fetch.address[0]} had sent a value."))
         for sender in self._senders.values():
             sender.close(timeout=_CLOSE_SECONDS)
         self._receiver.close()
 
-    # --------------------------------------------------------------------------------- on the threads that receive
+    # Called on the receiving threads.
 
     def _serve(self, peer: int) -> None:
         def handle(message: Message) -> None:
@@ -225,7 +263,7 @@ class Link:
 
         self._receiver.serve(peer, self._sender_name(peer), handle, lambda: self._lose(peer))
 
-    def _on_want(self, peer: int, header: dict[str, Any], _: Message) -> None:
+    def _on_fetch(self, peer: int, header: dict[str, Any], _: Message) -> None:
         request, body, number = Request(peer, header["ref"], header["id"]), header["body"], header["number"]
         with self._lock:
             known = self._known(body)
@@ -233,13 +271,11 @@ class Link:
                 outcome: Held | MidstreamError = self._over[body]
             elif number in known.values:
                 outcome = known.values[number].held
-                known.note_answer(number, request)
+                known.note_answer(number, peer, request.ref)
             elif (why := known.refused.get(number) or known.reason or known.silent) is not None:
                 outcome = why
             elif number <= known.used_up:
-                outcome = TraceError(
-                    f"value {number} of {body!r} is not there any more: nobody was to ask for it again."
-                )
+                outcome = TraceError(f"value {number} of {body!r} was forgotten: no rank was to fetch it again.")
             else:
                 return known.parked[number].append(request)
         self._answer(request, outcome)
@@ -256,17 +292,19 @@ class Link:
             known = self._under_way(body)
             if known is None:
                 return
-            waiting = [id for id, fetch in self._open.items() if fetch.wanted == (peer, body, number, ref)]
+            waiting = [id for id, fetch in self._open.items() if fetch.address == (peer, body, number, ref)]
             fetches = [self._open.pop(id) for id in waiting]
             if not fetches:
-                known.unasked[peer, number, ref] = place, message
-            unwanted = [key for key, its in known.unasked.items() if (key[0], key[2], its[0]) == (peer, ref, place)]
-            if len(unwanted) > _UNWANTED:
-                del known.unasked[unwanted[0]]
+                known.keep_ahead(peer, number, ref, place, message)
         for fetch in fetches:
             fetch.settle(message)
-        if len(unwanted) > _UNWANTED:
-            self._say_enough(peer, body, place, ref)
+
+    def _on_used(self, peer: int, header: dict[str, Any], _: Message) -> None:
+        with self._lock:
+            for body, places in header["places"].items():
+                if (known := self._under_way(body)) is not None:
+                    for place, ref in places:
+                        known.subscribers[place].add((peer, ref))
 
     def _on_waived(self, peer: int, header: dict[str, Any], _: Message) -> None:
         with self._lock:
@@ -274,13 +312,7 @@ class Link:
                 if (known := self._under_way(body)) is not None:
                     for number in numbers:
                         known.waived[number].add(peer)
-                        known.drop_waived(number, self._peers)
-
-    def _on_enough(self, peer: int, header: dict[str, Any], _: Message) -> None:
-        with self._lock:
-            known = self._known(header["body"])
-            if known is not None:
-                known.habits[header["place"]].forget(peer, header["ref"])
+                        known.drop_if_waived(number, self._peers)
 
     def _on_failed(self, peer: int, header: dict[str, Any], _: Message) -> None:
         with self._lock:
@@ -295,14 +327,14 @@ class Link:
                     known.failure = known.failure or header.get("failure")
                     known.forget_requests(peer)
                     for number in [*known.values, *known.refused]:
-                        known.drop_waived(number, self._peers)
+                        known.drop_if_waived(number, self._peers)
                     self._forget_if_over(body, known)
 
     def _lose(self, peer: int) -> None:
         """The peer is gone."""
         with self._lock:
             self._gone.add(peer)
-            lost = [id for id, fetch in self._open.items() if fetch.wanted[0] == peer]
+            lost = [id for id, fetch in self._open.items() if fetch.address[0] == peer]
             fetches = [self._open.pop(id) for id in lost]
             for body, known in list(self._bodies.items()):
                 known.forget_requests(peer)
@@ -310,20 +342,20 @@ class Link:
         for fetch in fetches:
             fetch.fail(self._gone_error(peer))
         if peer in self._senders:
-            self._senders[peer].close(flush=False)  # if it is not gone after all, it learns that it is for us
+            self._senders[peer].close(flush=False)  # if it is alive after all, it sees that we have given it up
 
-    # ---------------------------------------------------------------------------------------- with the lock held
+    # Called with the lock held.
 
-    def _known(self, body: str) -> KnownBody | None:
-        """The body's record, made if need be; None if it is over."""
-        return None if body in self._over else self._bodies.setdefault(body, KnownBody())
+    def _known(self, body: str) -> SharedBody | None:
+        """The body's record, made if need be; None if the body is over on every rank."""
+        return None if body in self._over else self._bodies.setdefault(body, SharedBody())
 
-    def _under_way(self, body: str) -> KnownBody | None:
-        """The same, unless the body is over on this rank."""
+    def _under_way(self, body: str) -> SharedBody | None:
+        """The body's record; None if the body is over on this rank."""
         known = self._known(body)
         return known if known is not None and known.reason is None else None
 
-    def _forget_if_over(self, body: str, known: KnownBody) -> None:
+    def _forget_if_over(self, body: str, known: SharedBody) -> None:
         if known.reason is not None and len(known.ended | self._gone) == self.size:
             self._forget(body, known.reason)
 
@@ -333,7 +365,7 @@ class Link:
         if len(self._over) > _NAMES_KEPT:
             del self._over[next(iter(self._over))]
 
-    # ----------------------------------------------------------------------------------------------- without it
+    # Called without the lock.
 
     def _finish(self, bodies: Collection[str], reason: MidstreamError, at_once: bool) -> None:
         refused: list[Request] = []
@@ -342,17 +374,17 @@ class Link:
             if not bodies or not self._peers:
                 return
             for body in bodies:
-                known = self._bodies.setdefault(body, KnownBody())
+                known = self._bodies.setdefault(body, SharedBody())
                 known.reason = reason
                 known.ended.add(self.rank)
                 refused += known.take_parked()
-                known.unasked.clear()
-                known.habits.clear()
+                known.ahead.clear()
+                known.subscribers.clear()
                 if at_once:
                     self._forget(body, reason)
                 else:
                     self._forget_if_over(body, known)
-            mine = [id for id, fetch in self._open.items() if fetch.wanted[1] in bodies]
+            mine = [id for id, fetch in self._open.items() if fetch.address[1] in bodies]
             fetches = [self._open.pop(id) for id in mine]
         for fetch in fetches:
             fetch.fail(reason)
@@ -371,16 +403,6 @@ class Link:
                 outcome = error
         self._post(request.rank, {"kind": "answer", "id": request.id, "failed": True}, outcome)
 
-    def _send_ahead(self, reader: Request, body: str, number: int, place: Hashable, held: Held) -> None:
-        with contextlib.suppress(LookupError, TypeError):  # it has no such part this time: an error if it is asked for
-            value = follow(held.value, reader.ref)
-            header = {"kind": "ahead", "body": body, "number": number, "place": place, "ref": reader.ref}
-            self._post(reader.rank, header, value, held)
-
-    def _say_enough(self, peer: int, body: str, place: Hashable | None, ref: Ref) -> None:
-        """What is at `place` need not be sent ahead any more."""
-        self._post(peer, {"kind": "enough", "body": body, "place": place, "ref": ref})
-
     def _post(self, peer: int, header: Mapping[str, Any], value: Any = None, held: Held | None = None) -> None:
         try:
             self._senders[peer].send({"key": self.rank, **header}, value, ready=held.ready if held else {})
@@ -395,5 +417,5 @@ class Link:
 
 
 def _no_more(reason: str, failed: bool) -> MidstreamError:
-    """What those are told who ask for what a body has not published and will not."""
+    """What a fetch raises for a value that its owner's body has not published and will not."""
     return StageFailedError(reason) if failed else NeverReachedError(reason)

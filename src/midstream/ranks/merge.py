@@ -1,15 +1,15 @@
-"""What the pipeline stages bring back of one trace, made into what one GPU would have given.
+"""Merges the results that the pipeline stages send for one trace into those that a single GPU would give.
 
     merged_outcomes([outcomes_of_stage_0, outcomes_of_stage_1])
 
-Every stage runs the same code, so what it saved has the same structure on each; a value that lives on another stage is `Absent`.
-Two stages may differ in how far they came: a stage may begin a step before the last one knows that the request was over, and
-where the code fails on one stage, the others may run on for a while. So one stage is the judge of what is there at all: the one
-whose code failed, in the earliest step if several did, else the last stage, which samples the tokens and knows the end. What a
-stage that went further than the judge has beyond it is dropped: entries of lists, keys, attributes, names, and its waiting in vain.
+Every stage runs the same code, so its saves have the same structure on each; a value that lives on another stage is `Absent`.
+Stages may differ in how far they got. A stage may begin a step before the last stage knows that the request is over, and when the
+code fails on one stage, the others run on for a while. So one stage, the judge, decides how far the trace got: the stage whose code
+failed, in the earliest step if several failed, else the last stage, which samples the tokens and knows the end. Whatever a stage has
+beyond the judge is dropped: entries of lists, keys, attributes, names, and errors of waiting for values that never came.
 
-What cannot be told is that such a stage has put another value in the place of an old one, under a name or key that the judge has
-too: nothing at a value says when it was put there.
+One case goes unnoticed: such a stage replaces a value under a name or key that the judge has too. Values do not show when they were
+saved.
 """
 
 from __future__ import annotations
@@ -20,20 +20,18 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from midstream.errors import NeverReachedError, StageMismatchWarning
 from midstream.sites import LAYER_SITES, MODEL_SITES
+from midstream.trace.program import Outcome
 from midstream.trace.remote import Absent
 
-if TYPE_CHECKING:
-    from midstream.trace.program import Outcome
-
-# How far apart two stages' results of one computation may lie that was summed in different orders: relative to the largest
-# entry. What is float32 now, or a number of Python's, was bfloat16 before as often as not.
+# How much two stages' results of one computation may differ because they were summed in different orders, relative to the largest
+# entry. A float32 tensor or a Python number was often computed in bfloat16.
 _NOISE = {torch.float64: 1e-9, torch.float32: 1e-2, torch.float16: 1e-2, torch.bfloat16: 2e-2}
 _COARSE = 0.2  # dtypes of 8 bits and less
 _NUMBER = 1e-2
@@ -61,17 +59,17 @@ def _merged_outcome(by_stage: dict[int, Outcome]) -> Outcome:
 
 
 def _waits_past_end(outcome: Outcome, last: Outcome) -> bool:
-    """Whether all that failed is to wait for a value of a step that the last stage was not asked for."""
+    """Whether the only failure is a wait for a value of a step that the last stage never ran."""
     error = outcome.failure.error if outcome.failure is not None else None
     return isinstance(error, NeverReachedError) and last.failure is None and outcome.steps > last.steps
 
 
 def merged_values(each: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The saved values by name: a dict for each stage, in stage order, all of which came equally far.
+    """The saved values by name: a dict for each stage, in stage order, all of which got equally far.
 
-    Real values beat `Absent`; what is absent everywhere is left out. Lists and tuples are merged by position and dicts by key,
-    where one is longer or has more, that is kept. Warns with StageMismatchWarning, and takes the last stage's, where real values
-    differ by more than what rounding explains.
+    Real values beat `Absent`; a value that is absent everywhere is left out. Lists and tuples are merged by position and dicts by key;
+    a longer one keeps its further entries. Where real values differ by more than rounding, the last stage's is taken, with a
+    StageMismatchWarning.
     """
     return _Merging(len(each) - 1, (), None).names(dict(enumerate(each)))
 
@@ -81,15 +79,17 @@ class _Merging:
 
     Args:
         judge: the stage whose values are taken where they differ.
-        past: stages that went further than the judge: what they have beyond it is dropped.
-        steps: that the judge was in; None if all stages were in the same.
+        past: stages that got further than the judge: what they have beyond it is dropped.
+        steps: how many steps the judge ran; None if all stages ran the same.
     """
 
     def __init__(self, judge: int, past: Collection[int], steps: int | None) -> None:
         self._judge, self._past, self._steps = judge, frozenset(past), steps
         self._differing: set[int] = set()
         self._taken = judge
-        self._done: dict[tuple[tuple[int, int], ...], tuple[dict[int, Any], Any]] = {}  # by identities, which it keeps
+        self._done: dict[
+            tuple[tuple[int, int], ...], tuple[dict[int, Any], Any]
+        ] = {}  # by identity of the values, which are kept alive
 
     def names(self, each: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
         merged: dict[str, Any] = {}
@@ -105,7 +105,7 @@ class _Merging:
     def _warn(self, name: str) -> None:
         stages = ", ".join(map(str, sorted(self._differing)))
         warnings.warn(
-            f"{name!r} came out differently on pipeline stages {stages}; that of stage {self._taken} is taken. The trace's code runs on "
+            f"{name!r} differs between pipeline stages {stages}; the value of stage {self._taken} is used. The trace's code runs on "
             "every stage and has to compute the same on each: give random numbers a seed, and keep clocks and global state out.",
             StageMismatchWarning,
             stacklevel=2,
@@ -124,11 +124,11 @@ class _Merging:
         return self._done[key][1]
 
     def _note(self, key: tuple[tuple[int, int], ...], real: dict[int, Any], container: Any) -> None:
-        """A container that is being filled: it may lie in itself."""
+        """Remember a container before it is filled: it may contain itself."""
         self._done[key] = real, container
 
     def _together(self, real: dict[int, Any], note: Callable[[Any], None]) -> Any:
-        """One of values that are all real."""
+        """One value from several real ones."""
         leading = self._leading(real)
         value = real[leading]
         alike = {stage: other for stage, other in real.items() if _kind(other) == _kind(value)}
@@ -183,7 +183,7 @@ class _Merging:
         return merged
 
     def _places(self, each: Mapping[int, Mapping[Any, Any]]) -> list[Any]:
-        """The keys that there are, less what only stages past the judge have."""
+        """All keys, except those that only stages past the judge have."""
         bounded = self._past if self._judge in each else frozenset()
         return list(dict.fromkeys(key for stage, own in each.items() if stage not in bounded for key in own))
 
@@ -193,7 +193,7 @@ class _Merging:
 
 
 def _kind(value: Any) -> Any:
-    """What has to agree for values to be merged. By name: a class that the trace itself defines is another one on every stage."""
+    """What has to be equal for values to be merged. By name: a class that the trace defines is a different object on every stage."""
     return torch.Tensor if isinstance(value, torch.Tensor) else (type(value).__module__, type(value).__qualname__)
 
 
@@ -204,7 +204,7 @@ def _has_parts(value: Any) -> bool:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether two values of a kind are one, but for rounding."""
+    """Whether two values of one kind are equal up to rounding."""
     if a is b:
         return True
     if isinstance(a, torch.Tensor):
@@ -217,7 +217,7 @@ def _same(a: Any, b: Any) -> bool:
         return a.__qualname__ == b.__qualname__
     try:
         return bool(a == b)
-    except Exception:  # what its == gives has no truth, as with tensors inside
+    except Exception:  # `==` gave something without a truth value, such as a tensor
         return False
 
 
@@ -254,9 +254,9 @@ def _close(a: torch.Tensor, b: torch.Tensor, noise: float | None = None) -> bool
 
 
 def merged_description(each: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The model as a whole, from what `midstream_describe` gives on every rank.
+    """The whole model, from what `midstream_describe` returns on every rank.
 
-    A module that only stands for another stage's gives way to that. Of tensor parallel ranks the first of each stage counts.
+    Modules replace the placeholders that other stages have for them. Of each stage's tensor-parallel ranks the first is used.
     """
     told = [described for described in each if described.get("tensor", (0, 1))[0] == 0]
     told.sort(key=lambda described: described.get("stage", (0, 1))[0])

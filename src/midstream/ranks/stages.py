@@ -1,4 +1,4 @@
-"""The pipeline that a model is one stage of: what each stage really built, and the values that they have for each other."""
+"""The pipeline stages of a model: which modules each stage built, and the values that they give each other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from torch import nn
 
 from midstream.arch import Architecture
 from midstream.errors import SourceUnavailableError, StageFailedError, text_of
-from midstream.ranks.link import Fetch, Link
+from midstream.ranks.link import Link
+from midstream.ranks.published import Fetch
 from midstream.sites import Key
 from midstream.trace.forward import LAST_POINTS
 from midstream.trace.remote import CALL, Claim, Place, Stage
@@ -25,11 +26,11 @@ _STAGE_MOMENTS = 1 << 40  # more than one stage's forward has inputs and outputs
 
 @dataclass(frozen=True)
 class StageParts:
-    """What one stage tells the others.
+    """What one stage tells the others about itself.
 
     Attributes:
         arch: its part of the architecture.
-        built: path -> class of the modules that it really built, as `package.module:Class`.
+        built: path -> class of the modules that it built, placeholders left out, as `package.module:Class`.
     """
 
     arch: Architecture
@@ -39,7 +40,7 @@ class StageParts:
     def of(cls, model: nn.Module, arch: Architecture) -> StageParts:
         modules = dict(model.named_modules())
         built = {path: _name_of(type(m)) for path, m in modules.items() if not _is_absent(path, modules)}
-        # Transformers' own forwards call what stands for the layers of other stages, too.
+        # vLLM's Transformers backend also calls the placeholders of other stages' layers.
         order = {(path, kind): moments for (path, kind), moments in arch.order.items() if path in built}
         shapes = {path: shape for path, shape in arch.shapes.items() if path in built}
         shards = {(path, kind): leaves for (path, kind), leaves in arch.shards.items() if path in built}
@@ -51,14 +52,14 @@ def _name_of(kind: type) -> str:
 
 
 def _is_absent(path: str, modules: Mapping[str, nn.Module]) -> bool:
-    """Whether the module stands for one of another stage. An Identity elsewhere than among vLLM's stands for itself."""
+    """Whether the module is vLLM's placeholder for one on another stage. A plain Identity is a module of the model."""
     return any(cls.__name__ == "PPMissingLayer" for cls in type(modules[path]).__mro__)
 
 
-def whole_architecture(parts: Sequence[Architecture]) -> Architecture:
-    """The model's architecture from those of its stages, in their order; moments of the forward are the whole model's.
+def merged_architecture(parts: Sequence[Architecture]) -> Architecture:
+    """The model's architecture, from those of its stages in their order. Moments count through the whole model's forward.
 
-    What lies in several stages, like the modules around the layers, begins in the first of them and ends in the last.
+    A module that lies in several stages, like one that contains all layers, begins in the first of them and ends in the last.
     """
     order: dict[tuple[str, str], tuple[int, int]] = {}
     for number, part in enumerate(parts):
@@ -79,7 +80,7 @@ def whole_architecture(parts: Sequence[Architecture]) -> Architecture:
 
 
 class Reference(Opaque):
-    """A parameter that another stage may ask for. It stays where it is, and is a tensor again where it arrives."""
+    """A parameter that another stage may fetch. It is not copied before it is sent; it arrives as a tensor."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
@@ -89,23 +90,24 @@ class Reference(Opaque):
 
 
 class Stages(Stage):
-    """This stage among the others.
+    """This stage, and what it knows of the others.
 
     Args:
         parts: of every stage, in their order.
-        link: to the other stages' ranks that hold the same share of each layer.
+        link: to the ranks of the other stages that hold the same share of each layer.
         device: where the forward computes.
 
     Attributes:
-        index: of this stage.
-        arch: of the whole model.
-        modules: path -> name of the class of every module that some stage built.
+        index: number of this stage.
+        size: how many stages there are.
+        arch: architecture of the whole model.
+        modules: path -> class name of every module that some stage built.
     """
 
     def __init__(self, parts: Sequence[StageParts], link: Link, device: torch.device) -> None:
         self.index, self.size = link.rank, len(parts)
         self.link = link
-        self.arch = whole_architecture([part.arch for part in parts])
+        self.arch = merged_architecture([part.arch for part in parts])
         self._built = {path: name for part in parts for path, name in part.built.items()}
         self.modules = {path: name.rpartition(":")[2] for path, name in self._built.items()}
         self._device = device
@@ -118,7 +120,7 @@ class Stages(Stage):
             self._children.setdefault(parent, []).append(name)
 
     def of(self, key: Key) -> int:
-        """The stage that has a point; of a module that the forward does not call, the last one that built it."""
+        """The stage that has a point. For a module that the forward does not call: the last stage that built it."""
         if key in LAST_POINTS:
             return self.size - 1
         if key[-1] == CALL:
@@ -127,19 +129,19 @@ class Stages(Stage):
         return self._owner.get((key[0], kind), self._builder.get(key[0], self.index))
 
     def begin_of(self, stage: int) -> int:
-        """The moment of the whole model's forward at which a stage begins."""
+        """The moment at which a stage begins, in the whole model's forward."""
         return stage * _STAGE_MOMENTS
 
     def has(self, key: Key) -> bool:
-        """Whether this stage has it."""
+        """Whether this stage has the point."""
         return self.of(key) == self.index
 
     def children_of(self, path: str) -> list[str]:
-        """The names below `path`, whichever stages have them."""
+        """The names of the modules below `path`, on any stage."""
         return self._children.get(path, [])
 
     def class_of(self, path: str) -> type[nn.Module]:
-        """Of a module, whichever stage has it. Raises SourceUnavailableError if it was made at run time."""
+        """The class of a module, on any stage. Raises SourceUnavailableError if it cannot be imported here."""
         try:
             return pkgutil.resolve_name(self._built[path])
         except (ImportError, AttributeError, ValueError):
@@ -148,7 +150,7 @@ class Stages(Stage):
             ) from None
 
     def width_of(self, key: Key) -> int | None:
-        """Of how many values the tuple at `key` is one; None if it is no tuple, or not known to be one."""
+        """How many values the tuple at `key` has; None if the output is not known to be a tuple."""
         if len(key) != 2 or key[1] != "output":
             return None
         shape = self.arch.shapes.get(key[0], "")
@@ -170,17 +172,17 @@ class Stages(Stage):
         return found
 
     def silence(self, body: str, failure: BaseException | None) -> None:
-        """The body's code is over. The other stages are told at once, because one of them may wait for a value that the body would have
-        published, while this stage waits for that stage in another body.
+        """The body's code has ended. The others are told at once: another stage may wait for a value that the body would have published,
+        while this stage waits, in another body, for that stage.
         """
         self.link.silence(body, *self._why_over(failure))
 
     def end(self, body: str, failure: BaseException | None) -> None:
-        """The body is over: forget what was published for it."""
+        """The body is over, and what it published is forgotten."""
         self.link.end(body, *self._why_over(failure))
 
     def _why_over(self, failure: BaseException | None) -> tuple[str, bool]:
-        """What other stages are told if they ask for more, and whether it is a failure."""
+        """The reason that later fetches get, and whether the body failed."""
         if failure is None:
             return "The value was never reached: the trace ended without it.", False
         return f"The trace failed on pipeline stage {self.index}: {type(failure).__name__}: {text_of(failure)}", True
@@ -190,27 +192,27 @@ class Stages(Stage):
         return Claim(functools.partial(self._waived.append, (stage, body, number)))
 
     def end_step(self, bodies: Collection[str]) -> None:
-        """Have the others forget what `bodies` do not want any more, and the device what the others have not fetched yet."""
+        """Tell the others which values `bodies` will not fetch any more, and move published values off the device."""
         waived: defaultdict[int, defaultdict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
         while self._waived:
             stage, body, number = self._waived.popleft()
-            if body in bodies:  # else it is over, maybe long ago
+            if body in bodies:  # else the body is over
                 waived[stage][body].append(number)
         for stage, numbers in waived.items():
             self.link.waive(stage, numbers)
-        self.link.spill()
+        self.link.end_step()
 
     def fetch(self, place: Place) -> Fetch:
-        """Ask for another stage's value. Returns at once."""
+        """Request another stage's value. Returns at once."""
         return self.link.fetch(place.stage, place.body, place.number, place.ref)
 
     def received(self, fetch: Fetch) -> Any:
-        """What came, where the forward computes. Raises what the other stage says in its place."""
+        """The fetched value, on the device of the forward. Raises the error that the other stage sent instead."""
         with torch.inference_mode(False):
             return map_tensors(fetch.wait(), lambda _, tensor: tensor.to(self._device, copy=True))
 
     def wait_any(self, fetches: Iterable[Fetch]) -> None:
-        """Wait until one of them is answered."""
+        """Wait until one of the fetches is done."""
         self.link.wait_any(list(fetches))
 
 

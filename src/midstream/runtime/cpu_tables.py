@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from midstream.plan import arithmetic
-from midstream.plan.compile import Op
+from midstream.plan.ops.edit import Op
 from midstream.runtime.tables import Loaded, Rows, Tables, flat
 from midstream.sites import Point
 

@@ -12,20 +12,25 @@ which never lets the next one begin, that was measured to cost 0.3 microseconds 
 Legend: T rows of the batch, H hidden.
 
 One op is `tables.OP_WORDS` int64 words: vector's address, mask's address (0 for none), kind, offset in the captured row (elements), and
-three float32 `a, b, c` in the last two words. Their meaning is that of `midstream.plan.arithmetic`, the plain PyTorch twin.
+three float32 `a, b, c` in the last two words. What a kind of edit does with them is the `kernel` of its class in `midstream.plan.ops`, a
+function of Triton's; `_make_edit` puts the kinds together. `midstream.plan.arithmetic` is the same in plain PyTorch.
 A table entry is `tables.ENTRY_WORDS`: the number of ops, the address of all of them, and the first one.
 """
 
 from __future__ import annotations
 
 import functools
+import linecache
 import os
 from collections.abc import Hashable
+from types import FunctionType
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+
+from midstream.plan.ops.edit import kernel_codes, kind_of
 
 _FEW_ROWS = 1024
 
@@ -59,6 +64,35 @@ def _streams_at(hidden_at, residual_at, inside, DUAL: tl.constexpr):  # type: ig
     if DUAL:
         residual = tl.load(residual_at, mask=inside, other=0.0)
     return hidden, residual
+
+
+def _make_edit() -> Any:
+    """One function of Triton's that applies an edit of any kind to a row: `(kind, h, added, v, w, a, b, c) -> (h, added)`."""
+    scope: dict[str, Any] = {"tl": tl, "__name__": __name__}
+    lines = ["def edit(kind, h, added, v, w, a, b, c):"]
+    for kind, code in kernel_codes().items():
+        if kind == "capture":
+            continue
+        cls = kind_of(kind)
+        assert cls.kernel is not None
+        own = FunctionType(cls.kernel.__code__, {**cls.kernel.__globals__, "tl": tl})
+        scope[f"_{kind}"] = triton.jit(own)
+        lines.append(f"    {'if' if len(lines) == 1 else 'elif'} kind == {code}:")
+        if cls.adds:
+            lines.append(f"        added += _{kind}(h, v, w, a, b, c)")
+        else:
+            lines.append("        h += added")
+            lines.append("        added = tl.zeros_like(h)")
+            lines.append(f"        h = _{kind}(h, v, w, a, b, c)")
+    lines.append("    return h, added")
+    name = "<edits of midstream>"
+    source = [f"{line}\n" for line in lines]
+    linecache.cache[name] = (sum(map(len, source)), None, source, name)  # where Triton looks for a function's source
+    exec(compile("".join(source), name, "exec"), scope)
+    return triton.jit(scope["edit"])
+
+
+_edit = _make_edit()
 
 
 @triton.jit(do_not_specialize=["point", "points"])
@@ -120,22 +154,11 @@ def _edit_rows(  # type: ignore[no-untyped-def]
                 if base != 0:
                     place = base.to(tl.pointer_type(hidden_TH.dtype.element_ty)) + offset + columns
                     tl.store(place, h.to(hidden_TH.dtype.element_ty), mask=inside)
-            elif kind == 1:  # patch
-                weight = tl.zeros_like(h) + a
+            else:
+                w = tl.full(h.shape, 1.0, tl.float32)
                 if mask != 0:
-                    weight = a * _vector_at(mask, columns, hidden_size)
-                mixed = (1.0 - weight) * h + weight * v
-                h = tl.where(weight == 1.0, v, tl.where(weight == 0.0, h, mixed))
-            elif kind == 2:  # steer
-                added += a * v
-            elif kind == 3:  # steer, matched to the row's norm
-                added += a * tl.sqrt(tl.sum(h * h)) * v
-            else:  # clamp
-                h += added
-                added = tl.zeros_like(h)
-                along = tl.sum(h * v)
-                wanted = tl.minimum(tl.maximum(along, a), b)
-                h += c * (wanted - along) * v
+                    w = _vector_at(mask, columns, hidden_size)
+                h, added = _edit(kind, h, added, v, w, a, b, c)
         if edits > 0:
             edited = (h + added).to(stored.dtype)
             changed = edited != stored
@@ -220,7 +243,7 @@ def _take_overflow(hidden_TH, overflow_T, codes_T, points, hidden_size, hidden_s
 
 
 def take_overflow(hidden_TH: torch.Tensor, overflow_T: torch.Tensor, points: int) -> torch.Tensor:
-    """int32 `[T]`, as the codes of `finite.StepRows`, from what `edit_rows` has noted and the rows at the end of the forward; forgets it.
+    """int32 `[T]`, as the codes of `step.FiniteCheck`, from what `edit_rows` has noted and the rows at the end of the forward; forgets it.
 
     Args:
         hidden_TH: `[T, H]`, the last axis dense.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,23 +13,17 @@ from midstream.errors import PlanError
 from midstream.plan.checks import ModelFacts, check, not_finite
 from midstream.plan.compile import CompiledPlan, compile_plan
 from midstream.plan.values import Plan
-from midstream.runtime.batches import Batch, Batches
+from midstream.ranks.link import Link
+from midstream.runtime.captures import DUE_BYTES, CaptureSender, Piece, rows_by_point
 from midstream.runtime.images import Image, Images, RunRow
-from midstream.runtime.outlet import DUE_BYTES, Outlet, Piece
-from midstream.runtime.pipeline import Pipeline
+from midstream.runtime.pipeline import Pipeline, Sources
 from midstream.runtime.plan_request import PlanRequest
-from midstream.runtime.planned import Planned
+from midstream.runtime.plan_state import PlannedRequest, RepeatedBatch, RepeatedBatches
 from midstream.runtime.points import PointHooks
-from midstream.runtime.recording import check_recorded, recorded
-from midstream.runtime.sources import Sources
-from midstream.runtime.step import StepView
-from midstream.runtime.store import RunStore, VectorStore
+from midstream.runtime.step import RequestEnd, StepView
+from midstream.runtime.store import RunStore, VectorStore, check_recorded, recorded_run
 from midstream.runtime.tables import Rows, Tables
-from midstream.runtime.verdict import End
 from midstream.sites import NotFinite, Point
-
-if TYPE_CHECKING:
-    from midstream.ranks.link import Link
 
 _log = logging.getLogger(__name__)
 
@@ -59,12 +53,12 @@ class PlanHost:
         device: torch.device,
         dtype: torch.dtype,
         record_bytes: int,
-        outlet: Outlet,
+        captures: CaptureSender,
         speculative: bool = False,
     ) -> None:
         self.tables = tables
         self.hooks = hooks
-        self.outlet = outlet
+        self.captures = captures
         self.facts = facts
         self.vectors = VectorStore(device)
         self.runs = RunStore(record_bytes)
@@ -73,11 +67,11 @@ class PlanHost:
         self._device, self._dtype = device, dtype
         self._pipeline, self._link, self._compiles = pipeline, link, compiles
         self._speculative = speculative
-        self._requests: dict[str, Planned] = {}
+        self._requests: dict[str, PlannedRequest] = {}
         self._images = Images(tables, self._compile, hooks.among, self._off_graph)
-        self._batches = Batches()
-        self._batch: Batch | None = None  # of the coming step, if one like it may come
-        self._standing: Batch | None = None  # the one that the tables still have all of
+        self._batches = RepeatedBatches()
+        self._batch: RepeatedBatch | None = None  # of the coming step, if one like it may come
+        self._standing: RepeatedBatch | None = None  # the one that the tables still have all of
         self._capturing = 0  # requests with rows still to be captured
         self._editing: set[str] = set()  # requests whose plan has edits
         self.step_is_planned = False  # whether a plan acts in the step that is being prepared or run
@@ -108,7 +102,7 @@ class PlanHost:
 
     def repeat(self, scheduler_output: Any) -> bool:
         """Decide as before if the coming step is an earlier one again, a token further; whether it is."""
-        batch = self._batches.again(scheduler_output)
+        batch = self._batches.find(scheduler_output)
         if batch is None:
             return False
         self._batch, self.step_is_planned = batch, batch.active
@@ -146,7 +140,7 @@ class PlanHost:
         self,
         new: Mapping[str, tuple[Any, Sequence[int]]],
         scheduled: Mapping[str, int],
-        finished: Mapping[str, End | None],
+        finished: Mapping[str, RequestEnd | None],
         computed: Mapping[str, int],
     ) -> bool:
         """What the scheduler has sent for the coming step; whether the step has to run uncompiled.
@@ -162,7 +156,7 @@ class PlanHost:
                 self._end(name, *(end or ()))
         for name, (sampling, prompt) in new.items():
             self._begin_or_extend(name, sampling, prompt)
-        self.outlet.flush()
+        self.captures.flush()
         off_graph: set[str] = set()
         for name, request in self._requests.items():
             count = scheduled.get(name)
@@ -209,7 +203,9 @@ class PlanHost:
 
     def _blocks(self, view: StepView) -> dict[int, tuple[np.ndarray, torch.Tensor]]:
         """Memory for the rows that this step captures, for each profile; and each request's part of it."""
-        wanted: dict[int, list[tuple[Planned, int, int, int]]] = {}  # profile -> (request, first row, rows, position)
+        wanted: dict[
+            int, list[tuple[PlannedRequest, int, int, int]]
+        ] = {}  # profile -> (request, first row, rows, position)
         for scheduled in view.requests:
             request = self._requests.get(scheduled.request_id)
             if request is None or request.has_all:
@@ -247,8 +243,8 @@ class PlanHost:
             if request.complete or request.size >= DUE_BYTES:
                 # A token ends its request so many steps later at most; a string, which the client looks for, at any time.
                 sure = 0 if request.stops_at_text else request.captured - (self._pipeline.size + 2)
-                self.outlet.send(name, request.carried, request.take_pieces(), request.complete, sure)
-        self.outlet.flush()
+                self.captures.send(name, request.carried, request.take_pieces(), request.complete, sure)
+        self.captures.flush()
 
     def take_errors(self) -> dict[str, str]:
         """request id -> what was wrong with its plan, of requests that have to end."""
@@ -274,22 +270,22 @@ class PlanHost:
         except PlanError as error:
             self.errors[name] = str(error)
             if carried is not None:
-                self.outlet.fail(name, carried, str(error))
+                self.captures.fail(name, carried, str(error))
 
     def _begin(self, name: str, carried: PlanRequest, plan: Plan, prompt: Sequence[int], stops_at_text: bool) -> None:
         if self._speculative and any(capture.positions in ("all_generated", "all") for capture in plan.captures):
             raise PlanError("A capture of generated positions is not supported with speculative decoding.")
         if carried.record is not None:
             check_recorded(plan)
-        self.outlet.check(carried, plan)
+        self.captures.check(carried, plan)
         sources, image = self._take(name, carried, plan, len(prompt))
         done = not plan.captures
-        self._requests[name] = Planned(carried, image, sources, complete=done, stops_at_text=stops_at_text)
+        self._requests[name] = PlannedRequest(carried, image, sources, complete=done, stops_at_text=stops_at_text)
         if plan.edits:
             self._editing.add(name)
         if plan.captures:
             self._capturing += 1
-            self.outlet.begin(name, carried, plan, prompt)
+            self.captures.begin(name, carried, plan, prompt)
 
     def _take(self, name: str, carried: PlanRequest, plan: Plan, length: int) -> tuple[Sources, Image]:
         """The image for one more request, with the sources and the hooks that it needs."""
@@ -330,7 +326,7 @@ class PlanHost:
             return frozenset()
         return frozenset(site for site, _ in set(points) - self._pipeline.built_in)
 
-    def _extend(self, name: str, request: Planned, length: int) -> None:
+    def _extend(self, name: str, request: PlannedRequest, length: int) -> None:
         """Streaming input has made the prompt longer; or the request goes on after a preemption, where V2 has it begin anew."""
         old = request.image
         if length == len(old.prompt):
@@ -354,27 +350,25 @@ class PlanHost:
             unsent = not request.complete
             self._capturing -= unsent
             if error is not None:
-                return self.outlet.fail(name, request.carried, error)
+                return self.captures.fail(name, request.carried, error)
             if request.carried.record is not None:
                 self._keep(request)
-            if unsent:
-                self.outlet.end(name, request.carried, request.pieces, tokens)
-            else:
-                self.outlet.settle(name, tokens)
+            self.captures.end(name, request.carried, tokens, request.pieces if unsent else None)
         except PlanError as error:
-            self.outlet.fail(name, request.carried, str(error))
+            self.captures.fail(name, request.carried, str(error))
         finally:
             request.sources.close()
             self._give_back(request.image)
 
-    def _keep(self, request: Planned) -> None:
+    def _keep(self, request: PlannedRequest) -> None:
         """Keep a recorded run's rows here, unless its prompt was not computed to the end."""
         assert request.carried.record is not None
         pieces = request.take_pieces()
         plan, length = request.image.plan, len(request.image.prompt)
         if request.computed >= length:
-            layers, size = self.facts.num_layers, self._dtype.itemsize
-            self.runs.add(recorded(request.carried.record, plan, length, layers, pieces, self._pipeline, size))
+            layers, widths, size = self.facts.num_layers, self._pipeline.each, self._dtype.itemsize
+            rows = rows_by_point(pieces)
+            self.runs.add(recorded_run(request.carried.record, plan, length, layers, rows, widths, size))
 
     def gauges(self) -> dict[str, int]:
         """What is alive; all but `runs` and `vectors` zero when no planned request is."""

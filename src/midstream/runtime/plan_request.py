@@ -16,8 +16,7 @@ from midstream.errors import PlanError
 from midstream.plan import fields
 from midstream.plan.memory import Memory, plan_bytes
 from midstream.plan.runs import RecordedRun
-from midstream.plan.values import Capture, Clamp, Named, Patch, Plan, Steer
-from midstream.plan.wire import from_json, from_wire, to_wire
+from midstream.plan.values import Capture, Edit, Named, Plan
 from midstream.runtime.trace_request import Envelope, TraceRequest
 from midstream.settings import NAME
 
@@ -28,7 +27,7 @@ _read: Memory[Plan] = Memory()
 
 def packed(plan: Plan) -> bytes:
     """The plan as one msgpack value, which vLLM copies and sends at no cost. Raises PlanError for what cannot be sent."""
-    return _written.get(plan, lambda: msgspec.msgpack.encode(to_wire(plan)), lambda data: len(data) + plan_bytes(plan))
+    return _written.get(plan, lambda: msgspec.msgpack.encode(plan.to_wire()), lambda data: len(data) + plan_bytes(plan))
 
 
 def unpacked(data: bytes) -> Plan:
@@ -38,7 +37,7 @@ def unpacked(data: bytes) -> Plan:
 
 def _unpacked(data: bytes) -> Plan:
     try:
-        return from_wire(msgspec.msgpack.decode(data))
+        return Plan.from_wire(msgspec.msgpack.decode(data))
     except (msgspec.DecodeError, RecursionError) as error:
         raise PlanError(f"{NAME}.plan is not msgpack: {error}") from error
 
@@ -56,15 +55,15 @@ def given_plan(given: Any) -> tuple[Plan, bool]:
     if _is_python(given):
         return Plan.of(given), False
     if isinstance(given, str):
-        return from_json(given, trusted=False), True
+        return Plan.from_json(given, trusted=False), True
     if isinstance(given, Mapping):
-        return from_wire(given, trusted=False), True
+        return Plan.from_wire(given, trusted=False), True
     raise fields.refuse(NAME, fields.shown(given), "a Plan, interventions, or a plan as JSON or a dict")
 
 
 def _is_python(given: Any) -> bool:
     """Whether it consists of plans and interventions, which nothing but Python makes."""
-    made = (Plan, Steer, Patch, Clamp, Capture)
+    made = (Plan, Edit, Capture)
     if isinstance(given, (list, tuple)):
         return bool(given) and all(isinstance(item, made) for item in given)
     return isinstance(given, made)
@@ -162,11 +161,4 @@ def may_be_gone(plan: Plan) -> bool:
 
 def _values(plan: Plan) -> Iterator[Any]:
     """The vectors, runs and masks of its edits."""
-    for edit in plan.edits:
-        if isinstance(edit, Steer):
-            yield edit.vector
-        elif isinstance(edit, Clamp):
-            yield edit.direction
-        else:
-            yield edit.source
-            yield edit.mask
+    return (value for edit in plan.edits for _, value in edit.values())

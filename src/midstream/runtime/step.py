@@ -1,12 +1,16 @@
-"""One step of the engine as midstream sees it: who is in the batch, and where."""
+"""One step of the engine: who is in its batch, whether the activations stayed finite, and which requests end with it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+
+from midstream.sites import NotFinite, Point
 
 
 class Scheduled(NamedTuple):
@@ -52,3 +56,72 @@ class StepView:
         """The same, request by request."""
         rows = zip(self.request_ids, self.starts.tolist(), self.counts.tolist(), self.computed.tolist(), strict=True)
         return tuple(Scheduled(name, at, at + n, before, i) for i, (name, at, n, before) in enumerate(rows))
+
+
+class FiniteCheck:
+    """Finds the requests of a step whose activations became infinite or NaN, so that they end with an error that says where.
+
+    Other requests never compute with such numbers even without this check: see `engine.prefix_cache`.
+
+    Args:
+        codes_T: int32 on the host: 0 for a finite row, `1 + i` for a row that `points[i]` made infinite or NaN, -1 for a row that became
+            so elsewhere. Complete once `ready` returns.
+        names: the requests in the order of their rows.
+        scheduled: the scheduler's output for the step.
+    """
+
+    def __init__(
+        self,
+        codes_T: torch.Tensor,
+        ready: Callable[[], object],
+        points: Sequence[Point],
+        names: Sequence[str],
+        scheduled: Any,
+    ) -> None:
+        self._codes_T, self._ready, self._points = codes_T, ready, points
+        self._names, self._scheduled = names, scheduled
+
+    def not_finite(self) -> dict[str, NotFinite]:
+        """The requests that have such rows. Waits for the device."""
+        self._ready()
+        codes = self._codes_T.numpy()
+        if not codes.any():
+            return {}
+        counts = [self._scheduled.num_scheduled_tokens[name] for name in self._names]
+        starts = np.cumsum([0, *counts])
+        cached = self._scheduled.scheduled_cached_reqs
+        computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        computed |= {begun.req_id: begun.num_computed_tokens for begun in self._scheduled.scheduled_new_reqs}
+        found: dict[str, NotFinite] = {}
+        for name, start, count in zip(self._names, starts.tolist(), counts, strict=False):
+            rows = codes[start : start + count].tolist()
+            if any(rows):
+                first = min((code for code in rows if code > 0), default=-1)
+                point = self._points[first - 1] if first > 0 else None
+                found[name] = NotFinite(computed[name] + rows.index(first), point)
+        return found
+
+
+@dataclass
+class StepEnds:
+    """The requests that end with a step. A worker sends it to the scheduler with the step's output.
+
+    Attributes:
+        stops: requests whose trace stopped them; the token of this step is their last.
+        errors: request -> why the worker ends it: its plan cannot be carried out, or its activations are not finite any more.
+    """
+
+    stops: list[str] = field(default_factory=list)
+    errors: dict[str, str] = field(default_factory=dict)
+
+
+class RequestEnd(NamedTuple):
+    """The end of a request. The scheduler sends it to the workers with the next step.
+
+    Attributes:
+        tokens: how many it had, prompt included.
+        error: why the engine ended it, if it did.
+    """
+
+    tokens: int
+    error: str | None = None

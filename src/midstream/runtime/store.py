@@ -1,4 +1,4 @@
-"""What plans refer to by name and the worker keeps: named vectors and recorded runs."""
+"""Named vectors and recorded runs: what plans refer to and a worker keeps."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import numpy as np
 import torch
 
 from midstream.errors import PlanError
+from midstream.plan.positions import captured_positions
 from midstream.plan.runs import RecordedRun
-from midstream.plan.values import Named
+from midstream.plan.values import Named, Plan
 from midstream.sites import Point
 
 
 class VectorStore:
-    """Named vectors, float32, on the worker's device and on the host, which would have to wait for the device."""
+    """Named vectors, float32. Each lies on the device and on the host: reading it back would wait for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -30,7 +31,7 @@ class VectorStore:
             self._vectors[name] = (torch.from_numpy(host).to(self._device), host, digest)
 
     def delete(self, names: Collection[str]) -> None:
-        """Forget vectors; a name that is not there is passed over."""
+        """Forget vectors; unknown names are ignored."""
         for name in names:
             self._vectors.pop(name, None)
 
@@ -39,7 +40,7 @@ class VectorStore:
         return {name: (len(host), digest) for name, (_, host, digest) in self._vectors.items()}
 
     def get(self, named: Named) -> torch.Tensor:
-        """On the device. Raises PlanError if there is none of that name, or another than the plan was made with."""
+        """On the device. Raises PlanError if there is no vector of that name, or not the one that the plan was made with."""
         return self._known(named)[0]
 
     def on_host(self, named: Named) -> np.ndarray:
@@ -65,9 +66,9 @@ class Run:
     Attributes:
         rows: (site, layer) -> `[positions, width]` of this stage, on the device, in the model's dtype.
         at: position -> row.
-        points: what all stages together have of it.
+        points: the sites that were recorded, on all stages.
         sizes: bytes on each stage.
-        leases: how many requests use it, here or on their way; a leased run is not evicted.
+        leases: how many requests use it, queued ones included; a leased run is not evicted.
     """
 
     id: str
@@ -80,9 +81,9 @@ class Run:
 
 
 class RunStore:
-    """Recorded runs within a byte budget of each stage; the least recently used goes first, one that is in use never.
+    """Recorded runs within a byte budget for each stage. The least recently used run is evicted first; a leased one never is.
 
-    What is kept, leased and dropped follows from what all ranks are told in the same order, so all of them hold the same runs.
+    All ranks get the same calls in the same order and decide by all stages' sizes, so all of them hold the same runs.
     """
 
     def __init__(self, budget: int) -> None:
@@ -91,7 +92,7 @@ class RunStore:
 
     @property
     def leases(self) -> int:
-        """Of all runs together."""
+        """The leases of all runs together."""
         return sum(run.leases for run in self._runs.values())
 
     def add(self, run: Run) -> None:
@@ -112,14 +113,14 @@ class RunStore:
         return size + held > self.budget
 
     def delete(self, ids: Collection[str]) -> None:
-        """Forget runs, leased ones too; an id that is not there is passed over."""
+        """Forget runs, leased ones too; unknown ids are ignored."""
         for run_id in ids:
             self._runs.pop(run_id, None)
 
     def lease(self, ids: Collection[str], by: int) -> list[str]:
-        """Add to the leases of runs (or take from them, `by=-1`); the ids that are not there.
+        """Add to the leases of runs, or take from them with `by=-1`. Returns the ids that are not there.
 
-        Those that are there are leased all the same: whoever was told of others gives all of them back, on every rank alike.
+        The others are leased all the same. A caller that gets any id back has to return all its leases, on every rank alike.
         """
         for run_id in ids:
             if (run := self._runs.get(run_id)) is not None:
@@ -128,7 +129,7 @@ class RunStore:
         return [run_id for run_id in ids if run_id not in self._runs]
 
     def check(self, handle: RecordedRun, site: str, layer: int, position: int) -> Run:
-        """The run. Raises PlanError, on all stages alike, if it is gone or no stage has that row of it."""
+        """The run. Raises PlanError, on every stage alike, if it is gone or no stage has that row of it."""
         run = self._runs.get(handle.id)
         if run is None:
             raise PlanError(f"The recorded run {handle.name!r} is not there any more; record it again.")
@@ -139,12 +140,12 @@ class RunStore:
         return run
 
     def row(self, handle: RecordedRun, site: str, layer: int, position: int) -> torch.Tensor:
-        """`[width]`, of a point that this stage has. Raises PlanError as `check` does."""
+        """`[width]`, at a point that this stage has. Raises PlanError as `check` does."""
         run = self.check(handle, site, layer, position)
         return run.rows[site, layer][run.at[position]]
 
     def list(self) -> list[dict[str, Any]]:
-        """One dict a run, of all stages together."""
+        """One dict for each run, with the sites, layers and bytes of all stages."""
         return [
             {
                 "id": run.id,
@@ -160,12 +161,43 @@ class RunStore:
 
 
 def _together(runs: Collection[Run], like: Run) -> list[int]:
-    """Bytes on each stage."""
+    """The bytes of `runs` on each stage."""
     return [sum(run.sizes[stage] for run in runs) for stage in range(len(like.sizes))]
 
 
 def make_run(run_id: str, name: str, planes: Mapping[Point, torch.Tensor], positions: Sequence[int]) -> Run:
-    """A run of `planes`, each `[positions, width]`, which are all there is of it."""
+    """A run on a single stage, from its planes, each `[positions, width]`."""
     rows = {point: each.contiguous() for point, each in planes.items()}
     size = sum(each.numel() * each.element_size() for each in rows.values())
     return Run(run_id, name, rows, {p: i for i, p in enumerate(positions)}, frozenset(rows), (size,))
+
+
+def check_recorded(plan: Plan) -> None:
+    """Raise PlanError if the plan's captures cannot be kept as a run."""
+    if len({capture.positions for capture in plan.captures}) != 1:
+        raise PlanError("A recorded run has the same positions of all its sites.")
+
+
+def recorded_run(
+    identity: tuple[str, str],
+    plan: Plan,
+    length: int,
+    num_layers: int,
+    rows: Mapping[Point, torch.Tensor],
+    stage_widths: Sequence[Mapping[Point, int]],
+    element_size: int,
+) -> Run:
+    """The run that a plan's captures recorded, of a prompt that was computed to its end.
+
+    Args:
+        identity: its id and name.
+        length: of the prompt.
+        rows: (site, layer) -> `[positions, width]`, all that was captured on this stage.
+        stage_widths: for each stage, (site, layer) -> width.
+        element_size: bytes.
+    """
+    captures = plan.normal(num_layers, length).captures
+    positions = captured_positions(captures[0].positions, length).prompt.tolist()
+    points = frozenset((capture.site, capture.layers[0]) for capture in captures)
+    sizes = [len(positions) * element_size * sum(widths.get(point, 0) for point in points) for widths in stage_widths]
+    return Run(*identity, rows, {position: row for row, position in enumerate(positions)}, points, tuple(sizes))

@@ -18,13 +18,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from midstream.plan.compile import CompiledPlan, Op, Profile
+from midstream.errors import PlanError
+from midstream.plan.compile import CompiledPlan, Profile
+from midstream.plan.ops.edit import GROUP, Op, kernel_codes
 from midstream.sites import Point
 
 _FIRST_PROFILES = 64
 # As of `kernel`, which is imported where Triton is.
 OP_WORDS, ENTRY_WORDS = 6, 8
-KINDS = {"capture": 0, "patch": 1, "steer": 2, "norm_steer": 3, "clamp": 4}
 
 
 @dataclass
@@ -132,7 +133,7 @@ class Tables:
         self.edit(point, hidden, residual)
 
     def take_overflow(self, hidden_TH: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object]]:
-        """Which rows of the step have left the finite range: the codes of `finite.StepRows`, and what waits for them.
+        """Which rows of the step have left the finite range: the codes of `step.FiniteCheck`, and what waits for them.
 
         Args:
             hidden_TH: `[T, H]`, the rows at the end of the forward.
@@ -175,6 +176,15 @@ class DeviceTables(Tables):
         self._stale = range(0)  # profiles whose entries on the device are old
         self._acting: set[int] | None = None  # the points at which a row of the step has ops, if anybody has asked
 
+    def load(self, compiled: CompiledPlan) -> Loaded:
+        kinds = {op.kind for profile in compiled.profiles for ops in profile.ops.values() for op in ops}
+        if unknown := kinds - kernel_codes().keys():
+            raise PlanError(
+                f"The engine's kernel has no {min(unknown)!r}: give its class a `kernel`, and an entry point in the group {GROUP!r}, so "
+                "that it is there when the engine starts."
+            )
+        return super().load(compiled)
+
     @torch.inference_mode()
     def _upload(self, values: np.ndarray, to: torch.Tensor) -> None:
         host = torch.from_numpy(values)
@@ -199,7 +209,7 @@ class DeviceTables(Tables):
             for point, ops in profile.ops.items() if number else ():
                 if point in self.index:
                     entries.append((number, self.index[point], len(words), len(ops)))
-                    words += [_words(op, bank) for op in ops]
+                    words += [self._words(op, bank) for op in ops]
         # Also without words: on the device the numbers may still have another plan's.
         self._stale = _span([*loaded.ids[loaded.ids > 0].tolist(), *self._stale[:1], *self._stale[-1:]])
         if not words:
@@ -212,6 +222,11 @@ class DeviceTables(Tables):
         self._host[profiles, points, 0] = counts
         self._host[profiles, points, 1] = there.data_ptr() + first * OP_WORDS * 8
         self._host[profiles, points, 2:] = ops_OW[first]
+
+    def _words(self, op: Op, bank: Sequence[int]) -> bytes:
+        vector = bank[op.vector] if op.vector >= 0 else 0
+        mask = bank[op.mask] if op.mask >= 0 else 0
+        return struct.pack("<qqqqffff", vector, mask, kernel_codes()[op.kind], op.offset, op.a, op.b, op.c, 0.0)
 
     def _bank(self, bank: Sequence[torch.Tensor], kept: list[torch.Tensor]) -> list[int]:
         """The addresses of the vectors, those from the host in one upload."""
@@ -312,9 +327,3 @@ def _span(numbers: Sequence[int]) -> range:
 
 def _padded(width: int) -> int:
     return -(-width // 4) * 4  # 16 bytes, so that the kernel may load four at a time
-
-
-def _words(op: Op, bank: Sequence[int]) -> bytes:
-    vector = bank[op.vector] if op.vector >= 0 else 0
-    mask = bank[op.mask] if op.mask >= 0 else 0
-    return struct.pack("<qqqqffff", vector, mask, KINDS[op.kind], op.offset, op.a, op.b, op.c, 0.0)

@@ -1,4 +1,4 @@
-"""The traces of one worker: from the requests of a step to bodies in the forward pass, and their results to the client."""
+"""Runs the traces of one worker: requests of a step become bodies in the forward pass, whose results go to the client."""
 
 from __future__ import annotations
 
@@ -19,12 +19,10 @@ from midstream.errors import (
     TracesNotAllowedError,
 )
 from midstream.ranks.stages import Stages
-from midstream.runtime.finite import StepRows
 from midstream.runtime.points import trace_keys, tree_at
-from midstream.runtime.reports import Reports
-from midstream.runtime.step import Scheduled, StepView
+from midstream.runtime.step import FiniteCheck, Scheduled, StepView
 from midstream.runtime.trace_request import TraceRequest
-from midstream.runtime.traced import TracedGroup, TracedRequest
+from midstream.runtime.trace_state import Reports, TracedGroup, TracedRequest
 from midstream.sites import Key, NotFinite, Point, point_name
 from midstream.trace.body import Body, is_in_body
 from midstream.trace.envoy import Envoy, ModelEnvoy
@@ -41,12 +39,12 @@ class TraceHost:
     """Runs the traces of a worker's requests.
 
     Args:
-        envoy: what bodies see of the model.
+        envoy: the model as bodies see it.
         allow_traces: whether requests may carry code at all.
-        max_model_len: where the engine cuts every request off.
-        vocab_size: all token ids lie below.
-        reports: takes what the traces gave.
-        stages: the pipeline that the worker is a stage of.
+        max_model_len: the length at which the engine ends every request.
+        vocab_size: all token ids are smaller.
+        reports: sends the results.
+        stages: the pipeline stages, if there are several.
     """
 
     def __init__(
@@ -72,7 +70,7 @@ class TraceHost:
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._requests: dict[str, TracedRequest] = {}
-        self._settled: dict[str, TracedRequest] = {}  # bodies are done; after a preemption their edits are made again
+        self._settled: dict[str, TracedRequest] = {}  # bodies are done; their edits are made again after a preemption
         self._groups: dict[str, TracedGroup] = {}
         self._traced = False
         self._uncompiled = False
@@ -80,7 +78,7 @@ class TraceHost:
         self._in_step: list[tuple[Scheduled, TracedRequest]] = []
         self._expects_logits = False
         self._sent = 0
-        self.step_rows: StepRows | None = None  # of the step that is being sampled
+        self.finite_check: FiniteCheck | None = None  # of the step that is being sampled
 
     # From the worker.
 
@@ -91,11 +89,11 @@ class TraceHost:
 
     @property
     def step_is_uncompiled(self) -> bool:
-        """Whether that step needs more than the compiled forward passes by."""
+        """Whether that step has to run uncompiled: its traces use more than the sites built into the compiled forward."""
         return self._uncompiled
 
     def watch_graph_sites(self, points: Sequence[Point]) -> None:
-        """These points are built into the compiled forward."""
+        """Tell the host which points are built into the compiled forward."""
         self._graph_keys = trace_keys(self.arch, points)
 
     def schedule(
@@ -105,13 +103,13 @@ class TraceHost:
         finished: set[str],
         computed: Mapping[str, int] | None = None,
     ) -> None:
-        """What the scheduler has sent for the coming step.
+        """Prepare for the coming step, as the scheduler has sent it.
 
         Args:
             new: request id -> (sampling parameters, prompt length) of requests that begin.
             scheduled: the requests in this step.
             finished: requests that have ended, also by an abort.
-            computed: request id -> tokens computed before, where that is known; less than before after a preemption.
+            computed: request id -> tokens computed before, where that is known; fewer than last time after a preemption.
         """
         for name in [name for name in self._requests if name in finished]:  # in the same order on all ranks
             self._end(name)
@@ -133,7 +131,7 @@ class TraceHost:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request that this worker knows is or was traced: a plain step then is vLLM's own."""
+        """Whether no living request is or was traced: a plain step is vLLM's own then."""
         return not (self._requests or self._settled)
 
     @property
@@ -142,7 +140,7 @@ class TraceHost:
         return [*self._requests, *self._settled]
 
     def take_stops(self) -> list[str]:
-        """The requests that this step is the last of."""
+        """The requests that end with this step."""
         stops, self.stops = self.stops, []
         return stops
 
@@ -195,7 +193,7 @@ class TraceHost:
             return TracedGroup([], failure=failure)
 
     def _leave(self, name: str, trace: TraceRequest) -> None:
-        """The request is over; with the last one of its trace, so is the trace."""
+        """The request is over. If it was the last one of its trace, forget the trace."""
         group = self._groups[trace.trace]
         group.running.discard(name)
         group.ended += 1
@@ -203,7 +201,7 @@ class TraceHost:
             del self._groups[trace.trace]
 
     def _resolve(self, reference: tuple[Any, ...]) -> Any:
-        """What a reference in a shipped trace stands for here."""
+        """The object of this process that a reference in a shipped trace stands for."""
         kind, *rest = reference
         if kind == "model":
             return self.envoy
@@ -224,7 +222,7 @@ class TraceHost:
         return stages is None or stages.index == stages.size - 1
 
     def end_stage(self) -> None:
-        """This stage's part of the step is on its way to the next one: close the step here, where no tokens are seen."""
+        """This stage has sent its output to the next one: end the step here. Only the last stage sees the tokens."""
         if not self._traced or self._is_last:
             return
         stages = self._stages
@@ -244,7 +242,7 @@ class TraceHost:
         stages.end_step(self.interleaver.bodies)
 
     def _end_what_is_over(self, scheduled: Collection[str]) -> None:
-        """End what the last stage has ended, before it is asked for a step too many: async scheduling runs ahead of the tokens."""
+        """End the requests that the last stage has ended: async scheduling may run a step too many."""
         for name in scheduled:
             request = self._requests.get(name)
             if request is None or request.goes_on is None:
@@ -259,7 +257,7 @@ class TraceHost:
         return stages.link.failure_of(body_name) if stages is not None else None
 
     def _fail(self, name: str, request: TracedRequest, error: MidstreamError) -> None:
-        """The request cannot begin."""
+        """The request cannot begin: tell the other stages and the client, and stop it."""
         if (stages := self._stages) is not None:
             for published in (*request.bodies, request.steps):
                 stages.link.end(
@@ -269,7 +267,7 @@ class TraceHost:
         self.stops.append(name)
 
     def _end(self, name: str, goes_on: bool = False) -> None:
-        """The request is over for its bodies: gather what they gave and send it. `goes_on`: not so for the engine."""
+        """The request is over for its bodies: collect their outcomes and send them. `goes_on`: the engine goes on with it."""
         request = self._requests.pop(name)
         stages = self._stages
         if stages is not None:
@@ -283,7 +281,7 @@ class TraceHost:
         self._leave(name, request.trace)
 
     def drop(self, traces: Collection[str]) -> None:
-        """Forget traces whose requests the client has taken off the engine; nobody waits for their results."""
+        """Forget traces whose requests the client has aborted; nobody waits for their results."""
         for name, request in list(self._requests.items()):
             if request.trace.trace in traces:
                 del self._requests[name]
@@ -306,7 +304,7 @@ class TraceHost:
         request.outcomes[body_name].order = self._sent
 
     def _send_snapshot(self, name: str, request: TracedRequest) -> None:
-        """What the request has saved so far."""
+        """Send what the request has saved so far."""
         if (done := request.outcomes.get(request.main)) is not None:
             values, steps = done.values, done.steps
         else:
@@ -344,24 +342,24 @@ class TraceHost:
         self.interleaver.begin_step(rows, replays, last)
 
     def expects(self, point: Point) -> bool:
-        """Whether something is to be done when compiled code is at `point`."""
+        """Whether a body waits for `point`, so that compiled code has to call `see_site` there."""
         key = self._graph_keys.get(point)
         return key is not None and self.interleaver.expects(key)
 
     def see_site(self, point: Point, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        """Compiled code is at `point`; edits land in its tensors."""
+        """Compiled code is at `point`. Edits are written to its tensors."""
         if (key := self._graph_keys.get(point)) is not None:
             self.interleaver.fire(key, tree_at(self.arch, point, hidden, residual), direct=True)
 
     def see_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """`[requests, vocab]`; prompt logprobs compute further logits, which are not a step's."""
+        """`[requests, vocab]`. Called again in a step for prompt logprobs, whose logits are not the step's."""
         if not self._expects_logits or is_in_body():
             return logits
         self._expects_logits = False
         return self.interleaver.fire(("", "logits"), logits)
 
     def see_samples(self, samples: torch.Tensor) -> torch.Tensor:
-        """`[requests]`, the sampled token ids. Closes the step."""
+        """`[requests]`, the sampled token ids. Ends the step."""
         before, samples = samples, self.interleaver.fire(("", "samples"), samples)
         self.interleaver.end_step()
         if samples is not before:
@@ -377,19 +375,21 @@ class TraceHost:
         return samples
 
     def _fail_not_finite(self) -> None:
-        """End the traces whose requests have left the finite range in this step."""
-        if self.step_rows is None or not any(journal for _, request in self._in_step for journal in request.journals):
-            return  # a trace that writes nothing need not wait for the device
-        for name, at in self.step_rows.not_finite().items():
+        """Fail the traces of requests whose activations became infinite or NaN in this step."""
+        if self.finite_check is None or not any(
+            journal for _, request in self._in_step for journal in request.journals
+        ):
+            return  # traces that write nothing need not wait for the device
+        for name, at in self.finite_check.not_finite().items():
             if (request := self._requests.get(name)) is not None:
                 for body_name in request.open_bodies:
                     body = self.interleaver.bodies[body_name]
                     body.fail(NotFiniteError(f"{NOT_FINITE}{self._first_written(body) or at}. Write smaller values."))
 
     def _first_written(self, body: Body) -> str | None:
-        """The first write of a body that is not finite."""
+        """Which write of a body was the first that is not finite, if one was."""
         if self._device.type == "cuda":
-            torch.cuda.current_stream().synchronize()  # the step's writes are on their way to host memory
+            torch.cuda.current_stream().synchronize()  # wait for the copies of the step's writes to host memory
         found = body.journal.first_not_finite() if body.journal is not None else None
         if found is None:
             return None
@@ -399,13 +399,13 @@ class TraceHost:
         return f"the trace wrote infinity or NaN to {place}, position {position}"
 
     def refusal(self, name: str, at: NotFinite) -> str | None:
-        """Why a request has to end that has left the finite range, and whose trace is done. For any thread."""
+        """Why a request ends that is no longer finite and whose trace is done; None for other requests. Called from any thread."""
         if name not in self._settled:
             return None
         return f"{NOT_FINITE}{at}: a trace, or an edit left on the model, has written to it. Write smaller values."
 
     def _with_tokens(self, samples: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        """What traces have written: a number that is no token would end the engine in its next step, and ends its own trace here."""
+        """The tokens that traces have written. A number that is no token would end the engine in its next step; here it fails its trace."""
         bad = (samples < 0) | (samples >= self._vocab_size)
         for place in bad.nonzero().flatten().tolist():
             text = f"model.samples was set to {int(samples[place])}; token ids are 0 to {self._vocab_size - 1}."
@@ -439,7 +439,7 @@ class TraceHost:
     # For tests and health.
 
     def gauges(self) -> dict[str, int]:
-        """What is alive; all zero when no traced request is."""
+        """What is held; all zero when there is no traced request."""
         return {
             "requests": len(self._requests) + len(self._settled),
             "groups": len(self._groups),

@@ -1,4 +1,4 @@
-"""Where results wait for their reader."""
+"""Where messages wait for their reader, on the client. `receiver.Receiver` makes mailboxes and fills them."""
 
 from __future__ import annotations
 
@@ -8,98 +8,53 @@ import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
-import torch
-
-from midstream.transport import codec as wire
-from midstream.transport.codec import ChannelClosedError, UnsendableError
-
-if TYPE_CHECKING:
-    from midstream.transport.results import Receiver
+from midstream.errors import ChannelClosedError
+from midstream.queues import ByteBudget
 
 
 @dataclass(slots=True)
 class Message:
-    header: dict[str, Any]
-    body: bytes | bytearray
-    tensors: list[torch.Tensor | None]  # None: it never arrived
-    failure: str | None = None
-    size: int = 0
-
-    def open(self) -> tuple[dict[str, Any], Any]:
-        if self.failure is None and any(tensor is None for tensor in self.tensors):
-            self.failure = "a tensor sent earlier on its stream was dropped"
-        if self.failure is not None:
-            return self.header, UnsendableError("(unknown here)", self.failure)
-        return self.header, wire.unpack(self.body, self.tensors)
-
-
-@dataclass(slots=True)
-class Part:
-    """One of the messages of a frame, unpickled."""
+    """A message as it arrived. `load` unpickles the value; the reader calls it, because it may take long."""
 
     header: dict[str, Any]
-    value: Any
-    size: int
+    size: int  # bytes of the payload
+    load: Callable[[], Any]
 
     def open(self) -> tuple[dict[str, Any], Any]:
-        return self.header, self.value
-
-
-def parts_of(message: Message, keys: Sequence[Hashable]) -> list[Part]:
-    """The messages, one for each of `keys`, that were sent together; UnsendableErrors if they cannot be read."""
-    _, values = message.open()
-    if isinstance(values, UnsendableError):
-        values = [({"key": key}, values) for key in keys]
-    return [Part(header, value, message.size // len(keys)) for header, value in values]
-
-
-class Pace:
-    """Holds the workers up while more than `limit` bytes wait for readers that may be slower than they are."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.bytes = 0
-        self._changed = threading.Condition()
-        self._over = False
-
-    def add(self, size: int) -> None:
-        with self._changed:
-            self.bytes += size
-            self._changed.notify_all()
-
-    def wait(self) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self.bytes <= self.limit or self._over)
-
-    def end(self) -> None:
-        with self._changed:
-            self._over = True
-            self._changed.notify_all()
+        return self.header, self.load()
 
 
 class Mailbox:
-    """The messages of a key, or of several, in the order in which each worker sent them. Made by `results.Receiver.expect`."""
+    """The messages for one key or several, in the order in which each worker sent them.
+
+    Args:
+        keys: of the messages.
+        senders: workers without which the mailbox ends.
+        forget: tells the receiver that the mailbox is closed.
+        budget: counts the bytes that wait here, up to and including the message that the reader works on.
+    """
 
     def __init__(
-        self, receiver: Receiver, keys: Sequence[Hashable], senders: frozenset[str], pace: Pace | None = None
+        self,
+        keys: Sequence[Hashable],
+        senders: frozenset[str],
+        forget: Callable[[Mailbox], None],
+        budget: ByteBudget | None = None,
     ) -> None:
         self.keys = keys
         self.senders = senders
-        self._receiver = receiver
-        self._pace = pace
-        self._held = 0  # bytes of the message that its reader is at
-        self._messages: deque[Message | Part] = deque()
+        self._forget = forget
+        self._budget = budget
+        self._taken = 0  # bytes of the message that the reader works on
+        self._messages: deque[Message] = deque()
         self._error: ChannelClosedError | None = None
         self._closed = False
         self._changed = threading.Condition()
         self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
 
-    @property
-    def _name(self) -> str:
-        others = f" and {len(self.keys) - 1} others" if len(self.keys) > 1 else ""
-        return f"{self.keys[0]!r}{others}"
+    # For the reader.
 
     def get(self, timeout: float | None = None) -> tuple[dict[str, Any], Any]:
         """The next (header, value), waiting for it up to `timeout` seconds.
@@ -120,7 +75,7 @@ class Mailbox:
         return message.open() if message else None
 
     async def aget(self) -> tuple[dict[str, Any], Any]:
-        """`get` for asyncio, without a limit: `asyncio.wait_for` sets one, and loses no message when it fires."""
+        """`get` for asyncio, without a timeout: `asyncio.wait_for` adds one, and loses no message when it fires."""
         loop = asyncio.get_running_loop()
         while True:
             with self._changed:
@@ -138,12 +93,12 @@ class Mailbox:
                         self._waiters.remove(waiter)
 
     def close(self) -> None:
-        """Forget the key: what is here and what comes later is dropped. Idempotent."""
-        self._receiver._forget(self)
-        self._fail(ChannelClosedError(f"the mailbox of {self._name} is closed"))
+        """Drop what is here and what comes later. Idempotent."""
+        self._forget(self)
+        self.fail(ChannelClosedError(f"the mailbox of {self._name} is closed"))
         with self._changed:
             self._closed = True
-            self._let_go(sum(message.size for message in self._messages))
+            self._release(sum(message.size for message in self._messages))
             self._messages.clear()
 
     def __enter__(self) -> Self:
@@ -152,34 +107,43 @@ class Mailbox:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _take(self) -> Message | Part | None:
-        self._let_go()
+    # For the receiver.
+
+    def deliver(self, message: Message) -> None:
+        """A message has come."""
+        with self._changed:
+            if not self._closed:
+                self._messages.append(message)
+                if self._budget is not None:
+                    self._budget.add(message.size)
+                self._wake()
+
+    def fail(self, error: ChannelClosedError) -> None:
+        """Nothing more comes: readers get what is here, then this error."""
+        with self._changed:
+            self._error = self._error or error
+            self._wake()
+
+    @property
+    def _name(self) -> str:
+        others = f" and {len(self.keys) - 1} others" if len(self.keys) > 1 else ""
+        return f"{self.keys[0]!r}{others}"
+
+    def _take(self) -> Message | None:
+        self._release()
         if self._messages:
             message = self._messages.popleft()
-            self._held = message.size
+            self._taken = message.size
             return message
         if self._error:
             raise self._error
         return None
 
-    def _let_go(self, more: int = 0) -> None:
-        """The reader is through with what it has taken."""
-        size, self._held = self._held + more, 0
-        if self._pace is not None and size:
-            self._pace.add(-size)
-
-    def _put(self, message: Message | Part) -> None:
-        with self._changed:
-            if not self._closed:
-                self._messages.append(message)
-                if self._pace is not None:
-                    self._pace.add(message.size)
-                self._wake()
-
-    def _fail(self, error: ChannelClosedError) -> None:
-        with self._changed:
-            self._error = self._error or error
-            self._wake()
+    def _release(self, more: int = 0) -> None:
+        """The reader has finished the message that it took."""
+        size, self._taken = self._taken + more, 0
+        if self._budget is not None and size:
+            self._budget.add(-size)
 
     def _wake(self) -> None:
         self._changed.notify_all()
@@ -190,25 +154,17 @@ class Mailbox:
 
 
 class Handler(Mailbox):
-    """Keeps nothing: each message goes to `handle` on the thread that received it. Made by `results.Receiver.serve`."""
+    """Keeps no messages: `handle` is called with each one on the thread that received it, and `gone` when the sender has gone."""
 
-    def __init__(
-        self,
-        receiver: Receiver,
-        key: Hashable,
-        sender: str,
-        handle: Callable[[Message], None],
-        gone: Callable[[], None],
-    ) -> None:
-        super().__init__(receiver, [key], frozenset({sender}))
+    def __init__(self, key: Hashable, sender: str, handle: Callable[[Message], None], gone: Callable[[], None]) -> None:
+        super().__init__([key], frozenset({sender}), lambda _: None)
         self._handle = handle
         self._gone = gone
 
-    def _put(self, message: Message | Part) -> None:
-        assert isinstance(message, Message)  # who sends here does not send together
+    def deliver(self, message: Message) -> None:
         self._handle(message)
 
-    def _fail(self, error: ChannelClosedError) -> None:
+    def fail(self, error: ChannelClosedError) -> None:
         self._gone()
 
 

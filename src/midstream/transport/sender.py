@@ -1,7 +1,7 @@
-"""The worker's end of the results channel; `results` is the client's and has the example.
+"""The worker's end of the results channel; `receiver` has the client's end and an example.
 
-The forward's thread only pickles the skeleton and queues the message. What it queues is a snapshot of the containers,
-but not of the tensors: whoever sends a tensor does not write to it afterwards.
+The forward's thread only pickles the value without its tensors and queues the message. The queue holds a snapshot of the containers but
+not of the tensors, so a tensor must not be written to once it was sent.
 """
 
 from __future__ import annotations
@@ -12,28 +12,25 @@ import mmap
 import os
 import pickle
 import socket
-import threading
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from midstream.errors import ChannelError
-from midstream.transport import codec as wire
-from midstream.transport import staging
-from midstream.transport.codec import ChannelClosedError, Kind, UnsendableError
+from midstream.errors import ChannelClosedError, ChannelError, UnsendableError
+from midstream.queues import BoundedQueue
+from midstream.transport import codec, staging, wire
 
 _log = logging.getLogger(__name__)
 
 
 class _Job(NamedTuple):
-    """One frame to be written. Without `packed` it is the end of `stream`."""
+    """One frame to write. Without `packed` it ends `stream`."""
 
     header: bytes
     stream: str | None
-    packed: wire.Packed | None
+    packed: codec.Packed | None
     ready: Mapping[torch.device, torch.cuda.Event]
     size: int  # bytes that it counts in the queue
 
@@ -41,28 +38,25 @@ class _Job(NamedTuple):
 class Sender:
     """Sends values to the client whose `Receiver.address` this is, from a thread of its own.
 
-    `name` tells this worker from the engine's others, in the client's `lost` and `expect`. `queue_bytes` bounds what is
-    queued and not yet written; beyond it `send` blocks, except that any single message fits an empty queue.
+    Args:
+        name: tells this worker from the engine's others, in the client's `lost` and `expect`.
+        queue_bytes: bound of what is queued and not yet written. Beyond it `send` blocks, except that any message fits an empty queue.
+        timeout: seconds to connect.
 
-    Raises ChannelError if there is no way to the client, or either side does not have the key.
+    Raises:
+        ChannelError: the client cannot be reached, or one side does not have the key.
     """
 
     def __init__(
         self, address: Mapping[str, Any], name: str | None = None, *, queue_bytes: int = 1 << 30, timeout: float = 10.0
     ) -> None:
         self.name = name or f"pid {os.getpid()}"
-        self._queue_bytes = queue_bytes
-        self._queue: deque[_Job] = deque()
-        self._queued_bytes = self._messages = self._bytes = 0
-        self._blocked_seconds = 0.0
-        self._streams: dict[str, wire.Stream] = {}
-        self._changed = threading.Condition()
-        self._closed = False
-        self._error: BaseException | None = None
+        self._queue: BoundedQueue[_Job] = BoundedQueue(queue_bytes)
+        self._messages = self._bytes = 0
+        self._streams: dict[str, codec.Stream] = {}
         self._sock = _connect(address, self.name, timeout)
         self._copier = staging.Copier()
-        self._thread = threading.Thread(target=self._run, name="midstream-send", daemon=True)
-        self._thread.start()
+        self._queue.start("midstream-send", self._run)
 
     def send(
         self,
@@ -73,56 +67,51 @@ class Sender:
         exact: bool = False,
         ready: Mapping[torch.device, torch.cuda.Event] | None = None,
     ) -> None:
-        """Queue `value` for the mailbox of `header["key"]` (hashable; the whole header has to be picklable).
+        """Queue `value` for the mailbox of `header["key"]`. Returns at once unless the queue is full.
 
-        Tensors may lie anywhere in `value`, on any device; one that occurs twice is sent once. What cannot be pickled
-        arrives as an `UnsendableError` in its place. With `stream`, a tensor that an earlier message of that stream
-        carried (the same object, unchanged) is not sent again; a stream belongs to one thread, and ends with `end`.
-        A change in place is seen by the tensor's version; tensors made in inference mode have none, so do not change
-        those, or send them again with `exact`. With `ready`, the tensors on a device, or in host memory that one is
-        writing to, are complete with these events; without, with what the caller's current streams have been given.
+        Tensors may lie anywhere in `value`, on any device; one that occurs twice is sent once. A part that cannot be pickled arrives as
+        an `UnsendableError` in its place.
 
-        Returns at once unless the queue is full (see `stats`). Raises ChannelClosedError if the channel is closed.
+        Args:
+            header: can be pickled; its "key" is hashable.
+            stream: a tensor that an earlier message of this stream carried (the same object, unchanged) is not sent again. A stream
+                belongs to one thread and ends with `end`. A change in place shows in the tensor's version. Tensors made in
+                inference mode have none: do not change those, or send them again with `exact`.
+            ready: events after which the tensors on a device are complete, or those in host memory that a device writes to. Default:
+                what the caller's current streams have been given.
+
+        Raises:
+            ChannelClosedError: the channel is closed.
         """
         hash(header["key"])
-        known = self._streams.setdefault(stream, wire.Stream()) if stream is not None else None
-        pickled_header = pickle.dumps(dict(header))
-        packed = wire.pack(value, known, exact)
-        size = len(packed.body) + packed.size
-        events = staging.mark_ready(packed.tensors) if ready is None else ready
-        self._put(_Job(pickled_header, stream, packed, events, size))
+        known = self._streams.setdefault(stream, codec.Stream()) if stream is not None else None
+        self._put(pickle.dumps(dict(header)), stream, codec.pack(value, known, exact), ready)
 
     def send_together(self, messages: Sequence[tuple[Mapping[str, Any], Any]]) -> None:
         """As `send` for each (header, value), in one frame: what they share, tensors too, is sent once."""
-        if not messages:
-            return
-        header = pickle.dumps({"keys": [header["key"] for header, _ in messages]})
-        packed = wire.pack([(dict(header), value) for header, value in messages])
-        size = len(packed.body) + packed.size
-        self._put(_Job(header, None, packed, staging.mark_ready(packed.tensors), size))
+        if messages:
+            header = pickle.dumps({"keys": [header["key"] for header, _ in messages]})
+            self._put(header, None, codec.pack([(dict(header), value) for header, value in messages]), None)
 
     def end(self, stream: str) -> None:
         """Forget a stream, here and on the client. Every stream has to be ended, also one whose request was aborted."""
         if self._streams.pop(stream, None) is not None:
-            self._put(_Job(b"", stream, None, {}, 0))
+            self._put(b"", stream, None, {})
 
     def close(self, flush: bool = True, timeout: float = 30.0) -> None:
         """Send what is queued (`flush`) or drop it, and disconnect; cut off after `timeout` seconds. Idempotent."""
-        with self._changed:
-            self._closed = True
-            if not flush:
-                self._drop_queue()
-            self._changed.notify_all()
-        self._thread.join(timeout)
-        if self._thread.is_alive():  # the client has stopped reading
+        self._queue.close()
+        if not flush:
+            self._queue.drop()
+        if not self._queue.join(timeout):  # the client has stopped reading
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)
-            self._thread.join()
+            self._queue.join()
 
     @property
     def queued_bytes(self) -> int:
         """Bytes queued or being written."""
-        return self._queued_bytes
+        return self._queue.used
 
     @property
     def stats(self) -> dict[str, float]:
@@ -130,53 +119,44 @@ class Sender:
         return {
             "messages": self._messages,
             "bytes": self._bytes,
-            "blocked_seconds": self._blocked_seconds,
-            "queued_bytes": self._queued_bytes,
+            "blocked_seconds": self._queue.blocked_seconds,
+            "queued_bytes": self._queue.used,
         }
 
-    def _put(self, job: _Job) -> None:
-        with self._changed:
-            if not self._has_room(job):
-                start = time.perf_counter()
-                self._changed.wait_for(lambda: self._has_room(job))
-                self._blocked_seconds += time.perf_counter() - start
-            if self._closed or self._error:
-                raise ChannelClosedError(f"results channel of {self.name}: {self._error or 'closed'}") from self._error
-            self._queue.append(job)
-            self._queued_bytes += job.size
-            self._bytes += job.size
-            self._messages += job.packed is not None
-            self._changed.notify_all()
-
-    def _has_room(self, job: _Job) -> bool:
-        fits = self._queued_bytes + job.size <= self._queue_bytes or not self._queued_bytes
-        return fits or self._closed or self._error is not None
-
-    def _drop_queue(self) -> None:
-        self._queued_bytes -= sum(job.size for job in self._queue)
-        self._queue.clear()
+    def _put(
+        self,
+        header: bytes,
+        stream: str | None,
+        packed: codec.Packed | None,
+        ready: Mapping[torch.device, torch.cuda.Event] | None,
+    ) -> None:
+        size = len(packed.body) + packed.size if packed is not None else 0
+        if ready is None:
+            ready = staging.mark_ready(packed.tensors if packed is not None else ())
+        with self._queue.changed:
+            if not self._queue.put(_Job(header, stream, packed, ready, size), size):
+                error = self._queue.error
+                raise ChannelClosedError(f"results channel of {self.name}: {error or 'closed'}") from error
+            self._bytes += size
+            self._messages += packed is not None
 
     def _run(self) -> None:
-        # Two at most: while the older one is written, the other one's tensors are copied.
+        # At most two frames: while the older one is written, the tensors of the other are copied.
         frames: deque[_Frame] = deque()
         try:
             with torch.no_grad():
-                while (job := self._next(wait=not frames)) is not None or frames:
+                while (job := self._queue.get(0 if frames else None)) is not None or frames:
                     if frames and frames[0].is_copied:
                         self._write(frames.popleft())
                     if job is not None:
                         frames.append(_Frame(job, self._copier, self._sock.family == socket.AF_UNIX, self.name))
                     if frames and (job is None or len(frames) > 1):
                         self._write(frames.popleft())
-            wire.write(self._sock, Kind.BYE, b"")
+            wire.write(self._sock, wire.Goodbye())
         except BaseException as error:
-            with self._changed:
-                self._error = error.with_traceback(None)  # whose frames hold tensors
-                self._queue.clear()
-                self._queued_bytes = 0
-                self._changed.notify_all()
-            if not self._closed:
+            if not self._queue.closed:
                 _log.error("results channel of %s failed: %r", self.name, error)
+            raise
         finally:
             for frame in frames:
                 frame.close()
@@ -184,25 +164,16 @@ class Sender:
             self._sock.close()
             self._copier.close()
 
-    def _next(self, wait: bool) -> _Job | None:
-        """The next job; None if there is none, or, with `wait`, once closed and empty."""
-        with self._changed:
-            if wait:
-                self._changed.wait_for(lambda: self._queue or self._closed)
-            return self._queue.popleft() if self._queue else None
-
     def _write(self, frame: _Frame) -> None:
         try:
             frame.write(self._sock)
         finally:
             frame.close()
-            with self._changed:
-                self._queued_bytes -= frame.job.size
-                self._changed.notify_all()
+            self._queue.task_done()
 
 
 class _Frame:
-    """A job whose tensors are being copied, into a memfd if there is much of them and the client can take one."""
+    """A job whose tensors are being copied: into a memfd if they are large and the client can take one."""
 
     def __init__(self, job: _Job, copier: staging.Copier, takes_descriptors: bool, name: str) -> None:
         self.job = job
@@ -233,10 +204,10 @@ class _Frame:
         return torch.frombuffer(self._mapping, dtype=torch.uint8)
 
     def _lose(self, error: Exception) -> None:
-        """What comes instead of the value says so."""
+        """Send an error in place of the value."""
         _log.error("results channel of %s: a result could not be copied", self._name, exc_info=error)
         self.close()
-        self._packed, self._payload = wire.pack(UnsendableError("result", f"copying it failed: {error!r}")), None
+        self._packed, self._payload = codec.pack(UnsendableError("result", f"copying it failed: {error!r}")), None
 
     @property
     def is_copied(self) -> bool:
@@ -244,21 +215,21 @@ class _Frame:
         return self._copying.is_done
 
     def write(self, sock: socket.socket) -> None:
-        """Wait until all is copied, and send it."""
+        """Wait for the copy, and send the frame."""
         if self._packed is None:
-            return wire.write(sock, Kind.END, pickle.dumps(self.job.stream))
+            assert self.job.stream is not None
+            return wire.write(sock, wire.StreamEnd(self.job.stream))
         try:
             self._copying.wait()
         except Exception as error:
             self._lose(error)
-        meta = pickle.dumps((self.job.header, self.job.stream, self._packed.table))
-        if self._descriptor is None:
-            return wire.write(sock, Kind.INLINE, meta, self._packed.body, self._payload)
-        wire.write_memfd(sock, meta, self._packed.body, self._descriptor, self._packed.size)
+        packed = self._packed
+        head = wire.MessageFrame(self.job.header, self.job.stream, packed.table, len(packed.body), packed.size)
+        wire.write(sock, head, packed.body, self._payload, self._descriptor)
 
     def close(self) -> None:
-        """Free what the copy took here, once nothing is being written to it. Idempotent."""
-        with contextlib.suppress(Exception):  # `write` has told of it
+        """Wait for the copy, and free its memory and descriptor. Idempotent."""
+        with contextlib.suppress(Exception):  # `write` has reported it
             self._copying.wait()
         self._payload = None
         if self._mapping is not None:
@@ -270,7 +241,7 @@ class _Frame:
 
 
 def _connect(address: Mapping[str, Any], name: str, timeout: float) -> socket.socket:
-    """A connection to the client that has proved the key: by Unix socket on its own host, by TCP from elsewhere."""
+    """A connection to the client after the handshake: by Unix socket on its own host, by TCP from another."""
     place: str | tuple[str, int]
     if address["host"] == wire.machine():
         family, place = socket.AF_UNIX, f"\0{address['unix']}"

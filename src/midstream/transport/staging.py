@@ -1,8 +1,8 @@
-"""Copies tensors into one flat stretch of memory, fast, off the forward's thread.
+"""Copies tensors into one flat block of memory, fast, off the forward's thread.
 
-Fresh memory costs a page fault and a cleared page for every 4 KiB, several times what the copy itself costs, so a few
-threads share it; `memmove` runs without the GIL. CUDA tensors come through a ring of pinned slots: while the threads
-empty some, the device fills the others on a stream of its own, which waits only for what was computed before `send`.
+Fresh memory costs a page fault and a cleared page for every 4 KiB, several times the copy itself, so a few threads share the work;
+`memmove` runs without the GIL. CUDA tensors come through a ring of pinned slots: while the threads empty some, the device fills the
+others on a stream of its own, which waits only for what was computed before `send`.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from midstream.trace.tree import as_bits, as_bytes
 
 SLOT_BYTES = 8 << 20  # one pinned slot, and the most that one thread copies at a time
 SLOTS = 16  # 128 MiB pinned in all, from the first CUDA tensor on
-_ALONE_BYTES = 4 << 20  # a smaller copy is done before another thread has woken up
+_ALONE_BYTES = 4 << 20  # a smaller copy takes less time than waking a thread
 
 
 def mark_ready(tensors: Sequence[torch.Tensor]) -> dict[torch.device, torch.cuda.Event]:
-    """An event on the caller's current stream of each CUDA device in `tensors`: what they hold is complete there."""
+    """An event on the caller's current stream of each CUDA device in `tensors`, after which they are complete."""
     devices = {tensor.device for tensor in tensors if tensor.is_cuda}
     return {device: torch.cuda.current_stream(device).record_event() for device in devices}
 
 
 class Copying:
-    """Copies that have been begun."""
+    """Copies that have begun."""
 
     def __init__(self, tasks: Sequence[Future[None]] = ()) -> None:
         self._tasks = tasks
@@ -41,7 +41,7 @@ class Copying:
         return all(task.done() for task in self._tasks)
 
     def wait(self) -> None:
-        """Return when all are over, also those behind one that failed. Raises what one of them raised."""
+        """Return when all copies have ended, even if one failed. Raises what one of them raised."""
         wait(self._tasks)
         for task in self._tasks:
             task.result()
@@ -53,7 +53,7 @@ class Copier:
     def __init__(self, threads: int | None = None) -> None:
         self._pool = ThreadPoolExecutor(threads or min(8, os.cpu_count() or 1), "midstream-copy")
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._ring: deque[tuple[torch.Tensor, Future[None]]] = deque()  # a slot, and who empties it
+        self._ring: deque[tuple[torch.Tensor, Future[None]]] = deque()  # a slot, and the task that empties it
 
     def begin(
         self,
@@ -64,9 +64,8 @@ class Copier:
     ) -> Copying:
         """Begin to write each of `tensors` row-major into `payload` (uint8, flat, CPU) at its offset (bytes).
 
-        What is returned has to be waited for: until then the payload is written to.
-        `offsets` come from `wire.lay_out`; `ready` from `mark_ready`. Tensors in host memory are waited for if `ready` has
-        an event for it: something is still being copied there.
+        The caller has to wait for the result: until then the payload is written to. `offsets` come from `codec.lay_out`, `ready` from
+        `mark_ready`. If `ready` has an event for host memory, it is waited for: a device is still copying to the tensors there.
         """
         placed = sorted(zip(offsets, tensors, strict=True), key=itemgetter(0))
         placed = [(offset, tensor) for offset, tensor in placed if tensor.numel()]
@@ -130,9 +129,9 @@ class Copier:
                 tasks.append(task)
 
     def _free_slot(self) -> torch.Tensor:
-        """A slot that nobody reads, taken out of the ring; the oldest one is waited for when all are in use.
+        """A slot that no thread reads, taken out of the ring; waits for the oldest one if all are in use.
 
-        Pinning a new one takes milliseconds, in which the forward's own calls to the device wait: it is the last resort.
+        A new slot is pinned only if there is no free one: pinning takes milliseconds, in which the forward's calls to the device wait.
         """
         in_use = not self._ring or not self._ring[0][1].done()
         if in_use and len(self._ring) < SLOTS:

@@ -1,16 +1,14 @@
-"""One consumer behind its queue and its thread: what it does, or fails to do, holds up nobody else.
+"""One consumer, its queue and its thread: however slow it is, and however it fails, others are not held up.
 
-Jobs wait in a queue that is bounded in bytes; the thread takes them in turn. A single call that takes longer than `timeout`
-means that the consumer has stalled: every request that it has open fails, its queue is dropped, and what is new fails at
-once, until the call returns. Only callers watch the clock: those that wait for room, a request's end or the lane's end, or ask after one.
+A call of the consumer that takes longer than `timeout` seconds means that it has stalled. Every request that it has open fails then, its
+queue is dropped, and new requests fail at once, until the call returns. No thread watches for stalls: whoever waits here for room in
+the queue, for the end of a request or of the thread, finds them.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,6 +18,7 @@ import torch
 from midstream.capture.consumers import CaptureInfo, Consumer, Destination, takes_when
 from midstream.errors import CaptureError
 from midstream.plan.layout import Key
+from midstream.queues import BoundedQueue
 
 _log = logging.getLogger(__name__)
 LINGER = 1.0  # seconds for which ended requests wait for others before a consumer that writes in batches writes them
@@ -28,7 +27,14 @@ Piece = tuple[Key, list[int], torch.Tensor]
 
 
 class Delivery:
-    """One request's way into one consumer."""
+    """What one consumer gets of one request.
+
+    Attributes:
+        error: why the consumer did not get all of it.
+        begun: the consumer's `begin` has returned.
+        ended: the consumer has been told the end, or will not be.
+        done: nothing more happens; `wait` returns.
+    """
 
     def __init__(self, info: CaptureInfo) -> None:
         self.info = info
@@ -39,71 +45,83 @@ class Delivery:
 class _Job(NamedTuple):
     delivery: Delivery
     run: Callable[[], None]
-    size: int = 0
 
 
-class Lane:
+class ConsumerThread:
     """See the module. `queue_bytes` bounds what is queued or being taken, except that any one job fits an empty queue."""
 
     def __init__(self, destination: Destination, queue_bytes: int, timeout: float) -> None:
         self.name = destination.name
         self._make, self._idle, self._may_write = destination.make, destination.idle, destination.may_write
-        self._queue_bytes, self._timeout = queue_bytes, timeout
+        self._timeout = timeout
         self._consumer: Consumer | None = None
         self._takes_when = False
-        self._queue: deque[_Job] = deque()
+        self._queue: BoundedQueue[_Job] = BoundedQueue(queue_bytes)
+        self._changed = self._queue.changed  # guards what follows, too
         self._open: set[Delivery] = set()
-        self._unflushed: list[Delivery] = []
+        self._unflushed: list[Delivery] = []  # ended requests that the consumer has yet to make lasting
         self._unflushed_since = self._used = time.monotonic()
-        self._changed = threading.Condition()
-        self._waiters = 0
-        self._busy: tuple[str, float] | None = None  # the call that the thread is in, and since when
-        self._stalled = self._closing = self._finished = False
-        self.retired = False  # takes no more requests
+        self._waiters = 0  # callers that want ended requests flushed now
+        self._call_now: tuple[str, float] | None = None  # the consumer's method that is running, and since when
+        self._stalled = self._finished = False
         self._close_error: BaseException | None = None
         self._warned = False
-        self.queued_bytes = 0
-        self.blocked_seconds = 0.0
-        self._thread = threading.Thread(target=self._run, name=f"midstream-capture {self.name}", daemon=True)
-        self._thread.start()
+        self._queue.start(f"midstream-capture {self.name}", self._run)
 
-    # ------------------------------------------------------------------------------------------------ the producer's
+    # Called by producers.
 
     @property
     def full(self) -> bool:
-        return self.queued_bytes >= self._queue_bytes
+        return self._queue.used >= self._queue.limit
+
+    @property
+    def closed(self) -> bool:
+        """Whether it takes no more requests: after `close`, or for want of requests."""
+        return self._queue.closed
+
+    @property
+    def queued_bytes(self) -> int:
+        return self._queue.used
+
+    @property
+    def blocked_seconds(self) -> float:
+        return self._queue.blocked_seconds
 
     def open(self, info: CaptureInfo) -> Delivery | None:
-        """A request begins. None if the lane has ended meanwhile, for want of requests."""
+        """A request begins. None if the thread is closed."""
         delivery = Delivery(info)
         with self._changed:
-            if self.retired or self._closing:
+            if self.closed:
                 return None
             self._find_stall()
-            if self._stalled and self._busy:
-                delivery.error, delivery.done = self._stall_error(delivery, *self._busy), True
+            if self._stalled and self._call_now:
+                delivery.error, delivery.done = self._stall_error(delivery, *self._call_now), True
                 return delivery
             self._open.add(delivery)
-            self._put(_Job(delivery, partial(self._begin, delivery)))
+            self._put(delivery, partial(self._begin, delivery))
         return delivery
 
     def give(self, delivery: Delivery, pieces: list[Piece], size: int) -> None:
         """Queue rows; blocks while the queue is full. Rows of a request that has failed here are dropped."""
         with self._changed:
-            if delivery.error is None and self.queued_bytes and self.queued_bytes + size > self._queue_bytes:
-                self._wait_for_room(delivery, size)
+            if delivery.error is None and not self._queue.has_room(size):
+                self._warn_once()
+                self._queue.wait_for_room(
+                    size, lambda has_room: self._wait_until(lambda: has_room() or delivery.error is not None)
+                )
             if delivery.error is None:
-                self._put(_Job(delivery, partial(self._rows, delivery, pieces), size))
+                self._put(delivery, partial(self._rows, delivery, pieces), size)
 
     def end(self, delivery: Delivery, error: Exception | None) -> None:
+        """The request has ended; with an error, its rows are not complete."""
         with self._changed:
             if not delivery.done:
-                self._put(_Job(delivery, partial(self._end, delivery, error)))
+                self._put(delivery, partial(self._end, delivery, error))
 
     def wait(self, delivery: Delivery, patient: bool = False) -> CaptureError | None:
-        """Wait until the consumer has taken all of an ended request, for good. What went wrong, if anything did.
+        """Wait until the consumer has taken all of an ended request and made it lasting. Returns what went wrong, if anything did.
 
-        `patient`: let it linger for others.
+        `patient`: let it wait for others to be written together with them.
         """
         with self._changed:
             self._waiters += not patient
@@ -121,77 +139,68 @@ class Lane:
             return delivery.done
 
     def close(self) -> None:
-        """Let the consumer take what is queued, and end it; call `join` then."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
+        """Let the consumer take what is queued, and end; then call `join`."""
+        self._queue.close()
 
     def join(self) -> BaseException | None:
-        """Wait for the end, but for no stalled consumer. The error of the consumer's own `close`, if it raised."""
+        """Wait for the end, unless the consumer has stalled. The error of the consumer's own `close`, if it raised."""
         with self._changed:
             self._wait_until(lambda: self._finished or self._stalled)
             return self._close_error
 
-    def _put(self, job: _Job) -> None:
-        if self.retired:  # closed between the caller's look and now
-            request = job.delivery.info.request_id
-            job.delivery.error = CaptureError(f"{self.name} was closed before the capture of request {request!r} ended")
-            return self._finish(job.delivery)
-        self._queue.append(job)
-        self.queued_bytes += job.size
-        self._changed.notify_all()
+    def _put(self, delivery: Delivery, run: Callable[[], None], size: int = 0) -> None:
+        if not self._queue.put(_Job(delivery, run), size):
+            request = delivery.info.request_id
+            delivery.error = CaptureError(f"{self.name} was closed before the capture of request {request!r} ended")
+            self._finish(delivery)
 
-    def _wait_for_room(self, delivery: Delivery, size: int) -> None:
+    def _warn_once(self) -> None:
         if not self._warned:
             self._warned = True
             _log.warning(
                 "%s takes captured rows more slowly than they come: %.0f MB are queued, so the engine's results wait for it "
-                "(from here on only the gauge `blocked_seconds` tells)",
+                "(this is logged once; the gauge `blocked_seconds` shows how long)",
                 self.name,
-                self.queued_bytes / 1e6,
+                self._queue.used / 1e6,
             )
-        start = time.monotonic()
-        self._wait_until(
-            lambda: delivery.error is not None or not self.queued_bytes or self.queued_bytes + size <= self._queue_bytes
-        )
-        self.blocked_seconds += time.monotonic() - start
 
     def _wait_until(self, reached: Callable[[], bool]) -> None:
-        """Wait for something that the thread does; a stall comes to light here."""
+        """Wait for something that the thread does, and look for a stall."""
         while not reached():
             self._find_stall()
             if reached():
                 return
-            since = self._busy[1] if self._busy and not self._stalled else time.monotonic()
+            since = self._call_now[1] if self._call_now and not self._stalled else time.monotonic()
             self._changed.wait(max(since + self._timeout - time.monotonic(), 0.001))
 
-    # ------------------------------------------------------------------------------------------------------- stalls
-
     def _find_stall(self) -> None:
-        if self._stalled or not self._busy or time.monotonic() - self._busy[1] < self._timeout:
+        if self._stalled or not self._call_now or time.monotonic() - self._call_now[1] < self._timeout:
             return
         self._stalled = True
-        what, since = self._busy
+        what, since = self._call_now
         _log.error(
-            "%s has not come back from %s for %.1f s: the captures it has open fail", self.name, what, self._timeout
+            "%s has not returned from %s for %.1f s: the captures that it has open fail", self.name, what, self._timeout
         )
-        dropped, self._queue = self._queue, deque()
-        self.queued_bytes -= sum(job.size for job in dropped)
+        ends = []
         for delivery in list(self._open):
             error = delivery.error = delivery.error or self._stall_error(delivery, what, since)
-            if not delivery.ended:  # should it come back after all, it learns that these requests are over
-                self._queue.append(_Job(delivery, partial(self._end, delivery, error)))
+            if not delivery.ended:  # if the consumer returns after all, it is told that these requests are over
+                ends.append(_Job(delivery, partial(self._end, delivery, error)))
             self._finish(delivery)
         self._unflushed.clear()
-        self._changed.notify_all()
+        self._queue.drop(instead=ends)
 
     def _stall_error(self, delivery: Delivery, what: str, since: float) -> CaptureError:
         return CaptureError(
             f"{self.name}: the capture of request {delivery.info.request_id!r} was not taken: "
-            f"the consumer has not come back from {what} for {time.monotonic() - since:.1f} s (allowed: {self._timeout:g} s)"
+            f"the consumer has not returned from {what} for {time.monotonic() - since:.1f} s (allowed: {self._timeout:g} s)"
         )
 
-    # ---------------------------------------------------------------------------------------------------- the thread
+    def _finish(self, delivery: Delivery) -> None:
+        delivery.done = True
+        self._open.discard(delivery)
+
+    # On the thread.
 
     def _run(self) -> None:
         with torch.no_grad():
@@ -206,41 +215,45 @@ class Lane:
             self._changed.notify_all()
 
     def _step(self) -> bool:
-        """Do the next job, waiting for it; the rows are let go with it. False once the lane has ended."""
+        """Wait for the next job and do it. Holds no rows afterwards. False once the thread is to end."""
         job = self._next()
         if job is None:
             return False
         try:
             job.run()
-        except BaseException as error:  # nobody may wait for a thread that is no more
+        except BaseException as error:  # nobody may wait for a thread that has died
             self._fail(job.delivery, "handling its capture", error)
             self._finish(job.delivery)
         with self._changed:
-            self.queued_bytes -= job.size
             self._used = time.monotonic()
+            self._queue.task_done()
             self._changed.notify_all()
         return True
 
     def _next(self) -> _Job | None:
-        """The next thing to do, waiting for it. None: the lane has ended."""
+        """The next job. None if the thread is to end: it was closed, or has been idle for too long."""
         with self._changed:
             while True:
-                now, idle = time.monotonic(), not self._queue
-                lingered = self._unflushed_since + LINGER - now
-                if self._unflushed and (lingered <= 0 or (idle and (self._waiters or self._closing))):
+                now = time.monotonic()
+                flush_in = self._unflushed_since + LINGER - now if self._unflushed else None
+                if flush_in is not None and flush_in <= 0:
                     return _Job(self._unflushed[0], self._flush)
-                if self._queue:
-                    return self._queue.popleft()
-                left = self._used + self._idle - now if self._idle is not None and not self._open else None
-                if self._closing or (left is not None and left <= 0):
-                    self.retired = True  # no request can be opened here any more
-                    return None
-                self._changed.wait(lingered if self._unflushed else left)
+                close_in = self._used + self._idle - now if self._idle is not None and not self._open else None
+                timeout = close_in if flush_in is None else flush_in
+                job = self._queue.get(timeout, unless=lambda: bool(self._unflushed and self._waiters))
+                if job is not None:
+                    return job
+                if self._unflushed and (self._waiters or self.closed):
+                    return _Job(self._unflushed[0], self._flush)
+                if not self.closed and (flush_in is not None or close_in is None or close_in > 0):
+                    continue
+                self._queue.close()
+                return None
 
     def _call(self, what: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> BaseException | None:
         """Call the consumer; returns what it raised."""
         with self._changed:
-            self._busy = (what, time.monotonic())
+            self._call_now = (what, time.monotonic())
             self._changed.notify_all()
         try:
             function(*arguments, **named)
@@ -249,13 +262,15 @@ class Lane:
         finally:
             with self._changed:
                 if self._stalled:
-                    _log.warning("%s came back from %s after %.1f s", self.name, what, time.monotonic() - self._busy[1])
-                self._busy, self._stalled = None, False
+                    _log.warning(
+                        "%s returned from %s after %.1f s", self.name, what, time.monotonic() - self._call_now[1]
+                    )
+                self._call_now, self._stalled = None, False
                 self._changed.notify_all()
         return None
 
     def _try(self, delivery: Delivery, what: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> bool:
-        """Call the consumer for a request, which fails if that raises. Whether it did not."""
+        """Call the consumer for a request, which fails if the call raises. Whether it did not."""
         what = f"{what} of request {delivery.info.request_id!r}"
         error = self._call(what, function, *arguments, **named)
         if error is not None:
@@ -297,12 +312,12 @@ class Lane:
     def _hand_over(
         self, request_id: str, site: str, layer: int, positions: list[int], tensor: torch.Tensor, **named: str
     ) -> None:
-        own = tensor.clone() if self._may_write else tensor  # others have it, too: the output, for one
+        own = tensor.clone() if self._may_write else tensor  # others have the same tensor
         self._consumer.rows(request_id, site, layer, positions, own, **named)  # type: ignore[union-attr]
 
     def _end(self, delivery: Delivery, error: Exception | None) -> None:
         delivery.ended = True
-        if delivery.begun and self._consumer is not None:  # or it knows nothing of the request
+        if delivery.begun and self._consumer is not None:  # else it has never heard of the request
             self._try(delivery, "end()", self._consumer.end, delivery.info.request_id, delivery.error or error)
         with self._changed:
             if delivery.done:
@@ -315,7 +330,7 @@ class Lane:
                 self._finish(delivery)
 
     def _flush(self) -> None:
-        """What has ended becomes lasting; only then is it done."""
+        """Make what has ended lasting; only then it is done."""
         with self._changed:
             batch, self._unflushed = self._unflushed, []
         error = self._call(f"flush() of {len(batch)} requests", self._consumer.flush)  # type: ignore[union-attr]
@@ -324,7 +339,3 @@ class Lane:
                 if error is not None:
                     self._fail(delivery, f"flush() of request {delivery.info.request_id!r}", error)
                 self._finish(delivery)
-
-    def _finish(self, delivery: Delivery) -> None:
-        delivery.done = True
-        self._open.discard(delivery)

@@ -1,4 +1,4 @@
-"""The way results take from the engine's workers to the client, past vLLM's scheduler and its output path.
+"""The client's end of the results channel, past vLLM's scheduler and its output path.
 
     receiver = Receiver()                                  # client, once per engine
     box = receiver.expect(("req-1", 0))                    # before the request is submitted
@@ -7,12 +7,13 @@
     header, value = box.get(timeout=60)                    # or: await box.aget()
     box.close()
 
-`send` (in `sender`) pickles the skeleton, notes which tensors are new, and returns; a thread copies the bytes
-(`staging`) and writes the frame (`wire`). On one host the bytes lie in a memfd that the client maps, so the copy into
-it is the only one. Here, on the client, a thread for each worker routes messages to mailboxes, and a value is unpickled
-by whoever takes it out, or by that thread if it came together with others. Tensors arrive on the CPU, contiguous,
-without grad. They lie in the memory of the message that brought them: it is freed with the last of them, and snapshots
-of one stream share the tensors that they have in common.
+`send` pickles the value without its tensors (`codec`), queues it and returns. The sender's thread copies the tensors (`staging`) and
+writes the frame (`wire`). On one host the bytes lie in a memfd that the client maps, so the copy into it is the only one. Here a thread
+for each worker routes messages to mailboxes (`mailbox`). The reader of a mailbox unpickles the values; messages that were sent together
+are unpickled by the receiving thread.
+
+Tensors arrive on the CPU, contiguous, without grad. They lie in the memory of the message that brought them, which is freed with the
+last of them. Messages of one stream share the tensors that they have in common.
 """
 
 from __future__ import annotations
@@ -27,36 +28,37 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Sequence
+from functools import partial
 from typing import Any, Self
 
 import torch
 
-from midstream.errors import ChannelError
-from midstream.transport import codec as wire
-from midstream.transport.codec import ChannelClosedError, Kind, UnsendableError
-from midstream.transport.mailbox import Handler, Mailbox, Message, Pace, Part, parts_of
-from midstream.transport.sender import Sender
-
-__all__ = ["ChannelClosedError", "Mailbox", "Receiver", "Sender", "UnsendableError"]
+from midstream.errors import ChannelClosedError, ChannelError, UnsendableError
+from midstream.queues import ByteBudget
+from midstream.transport import codec, wire
+from midstream.transport.mailbox import Handler, Mailbox, Message
 
 _log = logging.getLogger(__name__)
-_HANDSHAKE_SECONDS = 10.0  # a stranger who says nothing holds a thread for this long
-_STRANGERS = 64  # connections that have not proved the key, with a thread each; one more drops the oldest. More than an engine's ranks
+_HANDSHAKE_SECONDS = 10.0  # how long a connection without the key may hold a thread
+_STRANGERS = (
+    64  # connections without the key, with a thread each; one more drops the oldest. More than an engine's ranks
+)
 
-_PEER = struct.Struct("3i")  # of the process at the other end: its id, user and group
+_PEER = struct.Struct("3i")  # SO_PEERCRED: process id, user, group
 
 
 class Receiver:
-    """The client's end: listens for the workers of one engine and routes what they send to mailboxes.
+    """Listens for the workers of one engine and routes their messages to mailboxes.
 
-    `host` (and `port`, 0 for any): also listen there on TCP, for workers on other hosts; an address that they can
-    reach. The bytes on TCP are neither encrypted nor signed after the handshake, so it has to be a trusted network.
+    Args:
+        host: also listen on TCP at this address, for workers on other hosts; they must be able to reach it. Bytes on TCP are neither
+            encrypted nor signed after the handshake, so the network has to be trusted.
+        port: for TCP; 0 for any.
+        paced_bytes: bound of the bytes that wait in `paced` mailboxes together, plus one frame of each worker. Beyond it no worker is
+            read from until readers have taken some.
 
-    `paced_bytes` bounds what waits in mailboxes that are `paced`, but for one frame of each worker; beyond it the workers
-    are not heard until some of it was read.
-
-    Gauges: `open_mailboxes`; `paced_waiting`, bytes in paced ones; `connected`, names of the workers that are; `lost`,
-    names of those that went without closing; `dropped`, messages that nobody expected any more.
+    Gauges: `open_mailboxes`; `paced_waiting`, bytes in paced mailboxes; `connected`, names of the connected workers; `lost`, names of
+    workers that went without closing; `dropped`, messages without a mailbox.
     """
 
     def __init__(self, host: str | None = None, port: int = 0, *, paced_bytes: int = 256 << 20) -> None:
@@ -71,7 +73,7 @@ class Receiver:
         self.lost: list[str] = []
         self.when_gone: Callable[[], None] | None = None  # called on a thread of its own when a worker has gone
         self.dropped = 0
-        self._pace = Pace(paced_bytes)
+        self._paced = ByteBudget(paced_bytes)
         self._listeners = [_listen_unix(name)]
         if host is not None:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -87,7 +89,7 @@ class Receiver:
 
     @property
     def paced_waiting(self) -> int:
-        return self._pace.bytes
+        return self._paced.used
 
     @property
     def connected(self) -> list[str]:
@@ -97,23 +99,23 @@ class Receiver:
     def expect(self, key: Hashable, senders: Collection[str] = (), *, paced: bool = False) -> Mailbox:
         """A mailbox for the messages whose header has this key. Call it before the workers can send any.
 
-        `paced`: its messages are read as they come, on a thread that waits for nothing else, and may hold the workers up.
-        The mailbox raises ChannelClosedError, once empty, after any of `senders` has gone.
+        Once one of `senders` has gone, the mailbox raises ChannelClosedError when it is empty. `paced`: the reader takes messages as
+        they come and waits for nothing else, so a full mailbox may hold the workers up.
         """
         return self.expect_all([key], senders, paced=paced)
 
     def expect_all(self, keys: Sequence[Hashable], senders: Collection[str] = (), *, paced: bool = False) -> Mailbox:
-        """One mailbox for the messages with any of these keys; not for none."""
-        mailbox = Mailbox(self, keys, frozenset(senders), self._pace if paced else None)
+        """One mailbox for the messages with any of these keys, at least one."""
+        mailbox = Mailbox(keys, frozenset(senders), self._forget, self._paced if paced else None)
         self._add(mailbox)
         return mailbox
 
     def serve(self, key: Hashable, sender: str, handle: Callable[[Message], None], gone: Callable[[], None]) -> None:
-        """From now on each message with this key goes to `handle`, on the thread that reads from its sender.
+        """Call `handle` with each message that has this key, on the thread that reads from its sender.
 
-        `gone` is called when `sender` has gone, or this end was closed; it may be called more than once.
+        `gone` is called when `sender` has gone or this end was closed, possibly more than once.
         """
-        self._add(Handler(self, key, sender, handle, gone))
+        self._add(Handler(key, sender, handle, gone))
 
     def close(self) -> None:
         """Disconnect the workers, wake every mailbox with ChannelClosedError, end the threads. Idempotent."""
@@ -122,13 +124,13 @@ class Receiver:
             sockets, threads = [*self._listeners, *self._connections], list(self._threads.values())
             mailboxes = list(dict.fromkeys(self._mailboxes.values()))
             self._mailboxes.clear()
-        self._pace.end()
+        self._paced.close()
         for sock in sockets:
             _hang_up(sock)
         for thread in threads:
             thread.join()
         for mailbox in mailboxes:
-            mailbox._fail(ChannelClosedError("the results channel is closed"))
+            mailbox.fail(ChannelClosedError("the results channel is closed"))
 
     def __enter__(self) -> Self:
         return self
@@ -146,7 +148,7 @@ class Receiver:
             self._mailboxes.update(dict.fromkeys(mailbox.keys, mailbox))
             gone = self._gone & mailbox.senders
         for name in gone:
-            mailbox._fail(_gone_error(name))
+            mailbox.fail(_gone_error(name))
 
     def _forget(self, mailbox: Mailbox) -> None:
         with self._lock:
@@ -172,7 +174,7 @@ class Receiver:
             try:
                 sock, _ = listener.accept()
             except OSError as error:
-                if not self._closed:  # out of descriptors, say: others may be freed
+                if not self._closed:  # out of descriptors, say: some may be freed soon
                     _log.warning("the results channel could not take a connection: %s", error)
                     time.sleep(0.1)
                 continue
@@ -187,7 +189,7 @@ class Receiver:
                 self._start(self._converse, sock)
 
     def _make_room(self) -> None:
-        """Drop the oldest stranger if there are many, so that none of them keeps a worker out."""
+        """If many connections have not proved the key, drop the oldest, so that strangers keep no worker out."""
         with self._lock:
             strangers = [sock for sock, name in self._connections.items() if name is None]
             if len(strangers) < _STRANGERS:
@@ -198,7 +200,7 @@ class Receiver:
         thread.join()
 
     def _converse(self, sock: socket.socket) -> None:
-        """One worker, from the handshake to its end."""
+        """Serve one worker, from the handshake to the end of its connection."""
         name: str | None = None
         in_order = False
         try:
@@ -229,55 +231,74 @@ class Receiver:
                 self.lost.append(name)
             waiting = [mailbox for mailbox in dict.fromkeys(self._mailboxes.values()) if name in mailbox.senders]
         for mailbox in waiting:
-            mailbox._fail(_gone_error(name))
+            mailbox.fail(_gone_error(name))
         if self.when_gone is not None:
             threading.Thread(target=self.when_gone, name="midstream-gone", daemon=True).start()
 
     def _read(self, sock: socket.socket) -> None:
-        """Frames until the sender says goodbye. Raises ConnectionError if it ends otherwise."""
+        """Handle frames until the sender says goodbye. Raises ConnectionError if the connection ends otherwise."""
         streams: dict[str, dict[int, torch.Tensor]] = {}
-        while (prefix := wire.read_prefix(sock)).kind is not Kind.BYE:
+        while True:
+            frame, descriptor = wire.read_frame(sock)
             try:
-                meta, body = wire.read(sock, prefix.meta), wire.read(sock, prefix.body)
-                if prefix.kind is Kind.END:
-                    streams.pop(pickle.loads(meta), None)
-                else:
-                    inline = wire.read_payload(sock, prefix) if prefix.descriptor is None else None
-                    self._deliver(meta, body, inline, prefix, streams)
+                match frame:
+                    case wire.Goodbye():
+                        return
+                    case wire.StreamEnd(stream=stream):
+                        streams.pop(stream, None)
+                    case wire.MessageFrame():
+                        body = wire.read(sock, frame.body)
+                        inline = wire.read_payload(sock, frame.payload) if descriptor is None else None
+                        self._deliver(frame, body, inline, descriptor, streams)
             finally:
-                if prefix.descriptor is not None:
-                    os.close(prefix.descriptor)
-            self._pace.wait()
+                if descriptor is not None:
+                    os.close(descriptor)
+            self._paced.wait_for_room()
 
     def _deliver(
         self,
-        meta: bytearray,
+        frame: wire.MessageFrame,
         body: bytearray,
         payload: torch.Tensor | None,
-        prefix: wire.Prefix,
+        descriptor: int | None,
         streams: dict[str, dict[int, torch.Tensor]],
     ) -> None:
-        pickled_header, stream, table = pickle.loads(meta)
-        header = pickle.loads(pickled_header)
+        header = pickle.loads(frame.header)
         keys = header["keys"] if "keys" in header else [header["key"]]
         mailboxes = [self._mailboxes.get(key) for key in keys]
         with self._lock:
             self.dropped += mailboxes.count(None)
         if not any(mailboxes):
-            streams.pop(stream, None)
+            if frame.stream is not None:
+                streams.pop(frame.stream, None)
             return
-        known = streams.setdefault(stream, {}) if stream is not None else {}
+        known = streams.setdefault(frame.stream, {}) if frame.stream is not None else {}
         try:
             if payload is None:
-                payload = wire.map_memfd(prefix)
-            message = Message(header, body, wire.resolve(payload, table, known), size=prefix.payload)
-        except Exception as error:  # no room to map it, say: that is this result's trouble, not the channel's
-            message = Message(header, body, [], f"taking it in failed: {error!r}")
-        # What came together is read here: its readers, who have ended a run of many requests, have no time to lose.
-        messages: Sequence[Message | Part] = parts_of(message, keys) if "keys" in header else [message]
+                assert descriptor is not None
+                payload = wire.map_payload(descriptor, frame.payload)
+            load = partial(codec.unpack, body, codec.resolve(payload, frame.table, known))
+        except Exception as error:  # no room to map it, say: this message is lost, and the channel goes on
+            load = partial(UnsendableError, "(unknown here)", f"taking it in failed: {error!r}")
+        message = Message(header, frame.payload, load)
+        # Messages sent together are unpickled here: their readers have just ended a run of many requests and are busy.
+        messages = _apart(message, keys) if "keys" in header else [message]
         for mailbox, each in zip(mailboxes, messages, strict=True):
             if mailbox is not None:
-                mailbox._put(each)
+                mailbox.deliver(each)
+
+
+def _apart(message: Message, keys: Sequence[Hashable]) -> list[Message]:
+    """The messages that were sent together, one for each of `keys`; UnsendableErrors if they cannot be read."""
+    values = message.load()
+    if isinstance(values, UnsendableError):
+        values = [({"key": key}, values) for key in keys]
+    size = message.size // len(keys)
+    return [Message(header, size, _already(value)) for header, value in values]
+
+
+def _already(value: Any) -> Callable[[], Any]:
+    return lambda: value
 
 
 def _listen_unix(name: str) -> socket.socket:
@@ -288,7 +309,7 @@ def _listen_unix(name: str) -> socket.socket:
 
 
 def _is_welcome(sock: socket.socket) -> bool:
-    """False for other users of this machine: anyone may connect to an abstract socket."""
+    """False for other users of this machine: anybody may connect to an abstract socket."""
     if sock.family != socket.AF_UNIX:
         return True
     _, user, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))

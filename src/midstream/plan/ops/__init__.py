@@ -1,0 +1,8 @@
+"""The kinds of edits, a file each: `Patch`, `Steer`, `Clamp`; `edit` says what a kind consists of."""
+
+from midstream.plan.ops.clamp import Clamp
+from midstream.plan.ops.edit import Edit, register
+from midstream.plan.ops.patch import Patch
+from midstream.plan.ops.steer import Steer
+
+__all__ = ["Clamp", "Edit", "Patch", "Steer", "register"]

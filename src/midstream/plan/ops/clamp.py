@@ -1,0 +1,82 @@
+"""Clamp: keep the part along a direction within bounds."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING, Any
+
+from midstream.errors import PlanError
+from midstream.plan import fields
+from midstream.plan.ops.edit import Edit, Shape, register
+from midstream.plan.vectors import Named, Vector, as_unit, as_vector_or_name
+
+if TYPE_CHECKING:
+    import torch
+    import triton.language as tl
+
+
+@register
+@dataclass(frozen=True)
+class Clamp(Edit):
+    """Keep the part of h along a direction within bounds, and leave the rest.
+
+    With `s = h . d`: `h += strength * (clip(s, low, high) - s) * d`.
+    `low = high = 0` ablates the direction: Arditi et al. 2024 (arXiv:2406.11717). Several at one site are applied in their order.
+
+    Args:
+        site: one of `midstream.sites.LAYER_SITES`.
+        layers: `"all"`, a layer or a sequence of layers, counted from 0.
+        direction: `[hidden]`, made a unit vector; or the name of a vector that the engine holds.
+        low, high: bounds of s, in the units of the activation; None or infinite for no bound.
+        strength: from 0 (nothing) to 1 (all the way).
+        phase, positions: as for `Steer`.
+
+    Raises:
+        PlanError: a field is not as above; the direction is zero; low is above high; both phase and positions.
+    """
+
+    kind, order, operands = "clamp", 30, ("direction",)
+
+    site: str
+    _: KW_ONLY
+    layers: Any = "all"
+    direction: Any
+    low: float = 0.0
+    high: float = 0.0
+    strength: float = 1.0
+    phase: str = "both"
+    positions: Any = None
+
+    def __post_init__(self) -> None:
+        low = -math.inf if self.low is None else fields.number("Clamp.low", self.low, unbounded=True)
+        high = math.inf if self.high is None else fields.number("Clamp.high", self.high, unbounded=True)
+        if low > high or low == math.inf or high == -math.inf:
+            raise PlanError(
+                f"Clamp.low is {low:g} and Clamp.high is {high:g}; allowed: low <= high, not both beyond all numbers."
+            )
+        direction = as_vector_or_name("Clamp.direction", self.direction)
+        if not isinstance(direction, Named):
+            unit = as_unit(direction.data, "Clamp.direction")
+            direction = direction if unit is direction.data else Vector(unit, "Clamp.direction")
+        strength = fields.number("Clamp.strength", self.strength, 0.0, 1.0)
+        self.settle(direction=direction, low=low, high=high, strength=strength)
+
+    def changes_nothing(self) -> bool:
+        return self.strength == 0 or (self.low == -math.inf and self.high == math.inf)
+
+    def numbers(self) -> tuple[float, float, float]:
+        return self.low, self.high, self.strength
+
+    def shape(self, field: str) -> Shape | None:
+        return as_unit
+
+    @staticmethod
+    def reference(h_TH: torch.Tensor, v_H: Any, w_H: Any, a: float, b: float, c: float) -> torch.Tensor:
+        along_T1 = (h_TH * v_H).sum(-1, keepdim=True)  # not a product of matrices, which may depend on T
+        return h_TH + c * (along_T1.clamp(a, b) - along_T1) * v_H
+
+    @staticmethod
+    def kernel(h, v, w, a, b, c):  # type: ignore[no-untyped-def]
+        along = tl.sum(h * v)
+        return h + c * (tl.minimum(tl.maximum(along, a), b) - along) * v

@@ -1,0 +1,162 @@
+"""Patch: put another value in the place of one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from midstream.plan import fields
+from midstream.plan.ops.edit import Edit, Shape, changed, check_layer, register
+from midstream.plan.positions import Span, as_positions, check_resolved, resolved_list
+from midstream.plan.runs import RecordedRun
+from midstream.plan.vectors import Zeros, as_mask, as_vector_or_name, is_zero
+
+if TYPE_CHECKING:
+    import torch
+    import triton.language as tl
+
+
+@register
+@dataclass(frozen=True)
+class Patch(Edit):
+    """Put another value in the place of one at chosen positions of the prompt: `h = (1 - a) * h + a * source`, exactly `source` at a = 1.
+
+    Activation patching (causal tracing): Meng et al. 2022 (arXiv:2202.05262), Wang et al. 2022 (arXiv:2211.00593). Several at one
+    position are applied in their order.
+
+    Args:
+        site: one of `midstream.sites.LAYER_SITES`.
+        layer: counted from 0.
+        position: of the prompt, one or several or a `Span`; negatives count from its end.
+        source: a `RecordedRun`, a vector `[hidden]`, `"zeros"`, or the name of a vector that the engine holds.
+        source_position: of a run: one position for all, or one for each; negatives count from the end of the run's prompt. None: the
+            same as `position`, as written there.
+        source_layer, source_site: of a run; None: the same.
+        alpha: a, from 0 (nothing) to 1 (replace).
+        mask: `[hidden]`, from 0 to 1, multiplied with alpha in each dimension; True and False count as 1 and 0. Or a name.
+
+    Raises:
+        PlanError: a field is not as above, or a source_... is given for a source that is no run.
+    """
+
+    kind, order, operands, run_operands = "patch", 10, ("source", "mask"), ("source",)
+    layer_field, position_field = "layer", "position"
+    place_fields = frozenset({"position", "source_position"})
+    phase: ClassVar[str] = "prefill"  # type: ignore[misc]
+
+    site: str
+    _: KW_ONLY
+    layer: int
+    position: Any
+    source: Any
+    source_position: Any = None
+    source_layer: int | None = None
+    source_site: str | None = None
+    alpha: float = 1.0
+    mask: Any = None
+
+    def __post_init__(self) -> None:
+        source = self.source
+        if isinstance(source, str) and source == "zeros":
+            source = Zeros()
+        elif not isinstance(source, (RecordedRun, Zeros)):
+            source = as_vector_or_name("Patch.source", source)
+        self.settle(
+            layer=fields.integer("Patch.layer", self.layer, 0),
+            position=as_positions("Patch.position", self.position),
+            source=source,
+            alpha=fields.number("Patch.alpha", self.alpha, 0.0, 1.0),
+            mask=None if self.mask is None else as_vector_or_name("Patch.mask", self.mask, as_mask),
+        )
+        self._settle_source(isinstance(source, RecordedRun))
+
+    def _settle_source(self, is_run: bool) -> None:
+        for name in ("source_position", "source_layer", "source_site"):
+            given = getattr(self, name)
+            if given is not None and not is_run:
+                raise fields.refuse(f"Patch.{name}", fields.shown(given), "None, since the source is no recorded run")
+        if self.source_layer is not None:
+            self.settle(source_layer=fields.integer("Patch.source_layer", self.source_layer, 0))
+        if self.source_site is not None:
+            self.settle(source_site=fields.site("Patch.source_site", self.source_site))
+        if self.source_position is not None:
+            allowed = "a position of the run or one for each of Patch.position"
+            given = fields.repeatable("Patch.source_position", self.source_position, allowed)
+            if not isinstance(self.position, Span) and len(given) not in (1, len(self.position)):
+                found = f"{len(given)} positions for {len(self.position)}"
+                raise fields.refuse("Patch.source_position", found, allowed)
+            self.settle(source_position=given)
+
+    @property
+    def at_layers(self) -> tuple[int]:
+        return (self.layer,)
+
+    @property
+    def place(self) -> Any:
+        return self.position
+
+    def changes_nothing(self) -> bool:
+        return self.alpha == 0 or is_zero(self.mask)
+
+    def numbers(self) -> tuple[float, float, float]:
+        return self.alpha, 0.0, 0.0
+
+    def shape(self, field: str) -> Shape | None:
+        return as_mask if field == "mask" else None
+
+    def spread(self, num_layers: int | None, prompt_length: int | None) -> Iterator[Patch]:
+        """One patch for each position, with all that its source needs written out."""
+        check_layer("Patch.layer", self.layer, num_layers)
+        check_resolved("Patch.position", self.position, prompt_length)
+        patch, run = self, self.source if isinstance(self.source, RecordedRun) else None
+        if run is not None:
+            layer = self.layer if self.source_layer is None else self.source_layer
+            patch = changed(self, source_layer=layer, source_site=self.source_site or self.site)
+        if isinstance(self.position, Span):
+            yield patch
+            return
+        positions, sources = self.position, self.source_position or self.position
+        if prompt_length is not None:
+            positions = resolved_list("Patch.position", positions, prompt_length)
+            if run is not None:
+                length, of = len(run.prompt_token_ids), f"the run {run.name!r}"
+                sources = resolved_list("Patch.source_position", sources, length, of)
+        for i, position in enumerate(positions):
+            source = sources[i] if len(sources) > 1 else sources[0]
+            yield changed(patch, position=(position,), source_position=None if run is None else (source,))
+
+    def run_row(self) -> tuple[str, int, int]:
+        assert self.source_site is not None and self.source_layer is not None  # written out in a normal form
+        return self.source_site, self.source_layer, self.source_position[0]
+
+    def check_run(self, field: str, run: RecordedRun, widths: Mapping[tuple[str, int], int]) -> None:
+        site = self.source_site or self.site
+        layer = self.layer if self.source_layer is None else self.source_layer
+        run.check_point(field, site, layer)
+        width, expected = (widths.get(point) for point in ((site, layer), (self.site, self.layer)))
+        if width is not None and expected is not None and width != expected:
+            given = f"a run's {site} at layer {layer}, of width {width}"
+            raise fields.refuse(field, given, f"{expected}, the width of {self.site} at layer {self.layer}")
+        written = self.source_position or self.position
+        if isinstance(written, Span):
+            return
+        name = "Patch.source_position" if self.source_position else "Patch.position (and so Patch.source_position)"
+        recorded = set(run.positions)
+        for position in resolved_list(name, written, len(run.prompt_token_ids), f"the run {run.name!r}"):
+            if position not in recorded:
+                given = f"{position}, which the run {run.name!r} did not record"
+                raise fields.refuse(name, given, fields.ranges(run.positions))
+
+    @staticmethod
+    def reference(h_TH: torch.Tensor, v_H: Any, w_H: Any, a: float, b: float, c: float) -> torch.Tensor:
+        weight_H = v_H.new_full(v_H.shape, a) if w_H is None else a * w_H
+        mixed_TH = (1 - weight_H) * h_TH + weight_H * v_H
+        # A recorded half-precision row may hold an infinity, and 0 times that is NaN.
+        return v_H.where(weight_H == 1, h_TH.where(weight_H == 0, mixed_TH))
+
+    @staticmethod
+    def kernel(h, v, w, a, b, c):  # type: ignore[no-untyped-def]
+        weight = a * w
+        mixed = (1.0 - weight) * h + weight * v
+        return tl.where(weight == 1.0, v, tl.where(weight == 0.0, h, mixed))

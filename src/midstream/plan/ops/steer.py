@@ -1,0 +1,76 @@
+"""Steer: add a vector."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING, Any
+
+from midstream.plan import fields
+from midstream.plan.ops.edit import Edit, Shape, register
+from midstream.plan.vectors import as_unit, as_vector_or_name, is_zero
+
+if TYPE_CHECKING:
+    import torch
+    import triton.language as tl
+
+
+@register
+@dataclass(frozen=True)
+class Steer(Edit):
+    """Add a vector: `h += scale * vector`. Several at one site add up.
+
+    Activation addition: Turner et al. 2023 (arXiv:2308.10248); the mean difference of contrastive prompts makes a good vector:
+    Rimsky et al. 2023 (arXiv:2312.06681).
+
+    Args:
+        site: one of `midstream.sites.LAYER_SITES`, such as `"resid_post"`.
+        layers: `"all"`, a layer or a sequence of layers, counted from 0.
+        vector: `[hidden]`, or the name of a vector that the engine holds.
+        scale: the factor; 0 changes nothing.
+        phase: at which tokens: `"prefill"` is the prompt's, `"decode"` every generated one, by position, however the engine batches.
+        positions: at these of the prompt alone, one or several (negatives count from its end) or a `Span`; None for all of `phase`.
+        norm_match: make the added vector `scale` times as long as h is at that token, after the patches of the site:
+            `h += scale * ||h|| * vector / ||vector||`.
+
+    Raises:
+        PlanError: a field is not as above; the vector has NaN or infinity; it is zero and norm_match is set; both phase and positions.
+    """
+
+    kind, order, adds, operands = "steer", 20, True, ("vector",)
+
+    site: str
+    _: KW_ONLY
+    layers: Any = "all"
+    vector: Any
+    scale: float = 1.0
+    phase: str = "both"
+    positions: Any = None
+    norm_match: bool = False
+
+    def __post_init__(self) -> None:
+        vector = as_vector_or_name("Steer.vector", self.vector)
+        norm_match = fields.flag("Steer.norm_match", self.norm_match)
+        if norm_match and is_zero(vector):
+            raise fields.refuse("Steer.vector", "zero", "a vector with a direction, since norm_match is set")
+        self.settle(vector=vector, scale=fields.number("Steer.scale", self.scale), norm_match=norm_match)
+
+    def changes_nothing(self) -> bool:
+        return self.scale == 0 or is_zero(self.vector)
+
+    def numbers(self) -> tuple[float, float, float]:
+        return self.scale, float(self.norm_match), 0.0
+
+    def shape(self, field: str) -> Shape | None:
+        return as_unit if self.norm_match else None
+
+    @staticmethod
+    def reference(h_TH: torch.Tensor, v_H: Any, w_H: Any, a: float, b: float, c: float) -> torch.Tensor:
+        added_H = v_H if a == 1 else a * v_H
+        return h_TH.norm(dim=-1, keepdim=True) * added_H if b else added_H
+
+    @staticmethod
+    def kernel(h, v, w, a, b, c):  # type: ignore[no-untyped-def]
+        added = a * v
+        if b != 0:
+            added = a * tl.sqrt(tl.sum(h * h)) * v
+        return added

@@ -1,0 +1,357 @@
+"""Captured rows on their way out of the worker: to the client that waits for them, or to consumers in this process.
+
+`CaptureSender` decides where a request's rows go. A request of `midstream.VLLM` names a mailbox of the client. For any other request
+the plan's consumers run in the worker: `LocalSinks` copies the rows from the device and feeds them, on a thread of its own behind a
+bounded queue. A consumer that cannot keep up slows the engine down, which the gauge `consumer_blocked_ms` shows; nothing is dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from midstream.capture.consumers import CaptureInfo, find_consumer
+from midstream.capture.segment import Segment
+from midstream.capture.selection import Route, routes
+from midstream.capture.sinks import Sinks
+from midstream.errors import CaptureError, ChannelClosedError, PlanError
+from midstream.plan.layout import Layout
+from midstream.plan.values import Consumer, Plan
+from midstream.queues import BoundedQueue
+from midstream.runtime.plan_request import PlanRequest
+from midstream.runtime.trace_request import users_id
+from midstream.sites import Point
+from midstream.transport import staging
+from midstream.transport.sender import Sender
+
+_log = logging.getLogger(__name__)
+DUE_BYTES = 16 << 20  # rows of one request are sent in pieces of this size: they hold device memory until then
+MESSAGE_BYTES = 64 << 20
+_FEW_PIECES = 4
+_QUEUE_BYTES = 256 << 20
+_MOST_ENDED = 256
+_LOOK_SECONDS = 0.1
+
+
+class Piece(NamedTuple):
+    """Rows of one request from one step: `number` rows of `block` `[rows, row_width]` from row `first` on.
+
+    They are of the positions from `position` on.
+    """
+
+    position: int
+    layout: Layout
+    block: torch.Tensor
+    first: int
+    number: int
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """`[number, row_width]`, a view."""
+        return self.block[self.first : self.first + self.number]
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.number * self.block.shape[1] * self.block.element_size()
+
+    @property
+    def positions(self) -> np.ndarray:
+        return np.arange(self.position, self.position + self.number)
+
+
+def rows_by_point(pieces: Sequence[Piece]) -> dict[Point, torch.Tensor]:
+    """(site, layer) -> `[positions, width]`: all rows of a request, whose pieces have one layout."""
+    return {
+        (plane.site, plane.layer): torch.cat([p.rows[:, plane.offset : plane.offset + plane.width] for p in pieces])
+        for plane in (pieces[0].layout if pieces else ())
+    }
+
+
+_Queued = tuple[dict[str, Any], list[Piece], str | None]  # (header, pieces, error)
+
+
+class CaptureSender:
+    """Sends a worker's captured rows to the client, or to the consumers that the plan names.
+
+    Args:
+        sender: returns the channel to the client, if it has connected.
+        local: makes what feeds consumers in this process, when the first request needs it.
+        stage: pipeline stage of this worker.
+        speaks: whether this worker sends rows. Of the tensor-parallel ranks of a stage, which all have the same rows, only one does.
+    """
+
+    def __init__(
+        self,
+        sender: Callable[[], Sender | None],
+        local: Callable[[], LocalSinks],
+        stage: int = 0,
+        speaks: bool = True,
+    ) -> None:
+        self._sender, self._make_local = sender, local
+        self._stage, self._speaks = stage, speaks
+        self.local: LocalSinks | None = None
+        self._found: set[str] = set()  # names of consumers that are installed
+        self._begun: set[str] = set()  # requests whose rows stay in this process
+        self._queue: list[_Queued] = []  # messages for the client
+
+    def check(self, request: PlanRequest, plan: Plan) -> None:
+        """Raise PlanError if the plan names a consumer that its rows would go to here and that is not installed."""
+        if request.capture is not None or request.record is not None:
+            return
+        named = {to.name for capture in plan.captures for to in capture.sinks if isinstance(to, Consumer)}
+        for name in named - self._found:
+            try:
+                find_consumer(name)
+            except CaptureError as error:
+                raise PlanError(str(error)) from error
+            self._found.add(name)
+
+    def begin(self, name: str, request: PlanRequest, plan: Plan, prompt_token_ids: Sequence[int]) -> None:
+        """A request with captures begins."""
+        if self._speaks and request.capture is None and request.record is None:
+            self.local = self.local or self._make_local()
+            self._begun.add(name)
+            self.local.begin(name, plan, prompt_token_ids)
+
+    def send(self, name: str, request: PlanRequest, pieces: Sequence[Piece], complete: bool, sure: int = 0) -> None:
+        """Rows of a request; `complete` if they are its last. Rows at positions below `sure` will not be rejected."""
+        if name in self._begun:
+            assert self.local is not None
+            self.local.rows(name, [(p.positions, p.layout, p.rows) for p in _joined(pieces)], sure)
+        else:
+            self._tell_client(name, request, pieces, complete, sure)
+
+    def end(self, name: str, request: PlanRequest, tokens: int | None, pieces: Sequence[Piece] | None) -> None:
+        """The request is over.
+
+        Args:
+            tokens: how many it had, if that is known; the last of them has no row.
+            pieces: its last rows; None if all were sent before.
+        """
+        if pieces is not None:
+            self.send(name, request, pieces, True)
+        if name in self._begun:
+            self._end_local(name, tokens - 1 if tokens is not None else None)
+
+    def fail(self, name: str, request: PlanRequest, message: str) -> None:
+        """No more rows come, for this reason."""
+        if name in self._begun:
+            self._end_local(name, None, message)
+        else:
+            self._tell_client(name, request, (), True, error=message)
+
+    def flush(self) -> None:
+        """Send what is queued for the client, in few messages, each not much larger than one request's rows have to be."""
+        queue, self._queue = self._queue, []
+        if not queue:
+            return
+        sender = self._sender()
+        if sender is None:
+            _log.error("Captured rows are lost: the client has not connected to this worker.")
+            return
+        try:
+            while queue:
+                size = 0
+                together: list[_Queued] = []
+                while queue and (not together or size < MESSAGE_BYTES):
+                    together.append(queue.pop(0))
+                    size += sum(piece.size for piece in together[-1][1])
+                sender.send_together(_messages(together))
+        except ChannelClosedError as error:
+            _log.warning("Captured rows are lost: %s", error)
+
+    def close(self) -> None:
+        """Let consumers in this process take what is theirs."""
+        if self.local is not None:
+            self.local.close()
+
+    def gauges(self) -> dict[str, int]:
+        """Of consumers in this process: requests that failed, bytes that wait, and how long the forward was held up, since the start."""
+        if self.local is None:
+            return {"capture_failures": 0, "consumer_bytes": 0, "consumer_blocked_ms": 0}
+        stats = self.local.stats
+        waiting, blocked = int(stats["queued_bytes"] + stats["held_bytes"]), int(1000 * stats["blocked_seconds"])
+        return {"capture_failures": self.local.failures, "consumer_bytes": waiting, "consumer_blocked_ms": blocked}
+
+    def _end_local(self, name: str, stop: int | None, error: str | None = None) -> None:
+        assert self.local is not None
+        self._begun.remove(name)
+        self.local.end(name, stop, error)
+
+    def _tell_client(
+        self,
+        name: str,
+        request: PlanRequest,
+        pieces: Sequence[Piece],
+        final: bool,
+        sure: int = 0,
+        error: str | None = None,
+    ) -> None:
+        if self._speaks and request.capture is not None:
+            header = {"key": request.capture, "request": name, "final": final, "stage": self._stage, "sure": sure}
+            self._queue.append((header, list(pieces), error))
+
+
+def _messages(queue: Sequence[_Queued]) -> list[tuple[dict[str, Any], Any]]:
+    joined = [(header, _joined(pieces), error) for header, pieces, error in queue]
+    leaving: Counter[int] = Counter()
+    for _, pieces, _ in joined:
+        for piece in pieces:
+            leaving[id(piece.block)] += piece.number
+
+    def segment(piece: Piece) -> tuple[int, Layout, torch.Tensor, int, int]:
+        """(first position, layout, tensor, its first row, rows)."""
+        if 2 * leaving[id(piece.block)] > len(piece.block):  # most of the block goes now: send it whole, once
+            return piece.position, piece.layout, piece.block, piece.first, piece.number
+        return piece.position, piece.layout, piece.rows, 0, piece.number
+
+    return [(header, {"segments": list(map(segment, pieces)), "error": error}) for header, pieces, error in joined]
+
+
+def _joined(pieces: Sequence[Piece]) -> list[Piece]:
+    """The same rows; if there are many pieces, those of consecutive steps in one."""
+    if len(pieces) <= _FEW_PIECES:
+        return list(pieces)
+    joined: list[Piece] = []
+    runs: list[list[Piece]] = []
+    for piece in pieces:
+        last = runs[-1][-1] if runs else None
+        if last is not None and last.layout is piece.layout and last.position + last.number == piece.position:
+            runs[-1].append(piece)
+        else:
+            runs.append([piece])
+    for run in runs:
+        block = torch.cat([piece.rows for piece in run])
+        joined.append(Piece(run[0].position, run[0].layout, block, 0, len(block)))
+    return joined
+
+
+Rows = Sequence[tuple[np.ndarray, Layout, torch.Tensor]]  # (positions, layout, [rows, row_width])
+
+
+class LocalSinks:
+    """Feeds consumers in this process.
+
+    Args:
+        engine: tells this engine from others that write to the same place; the same on all its ranks.
+        num_layers: of the model.
+        layers: those of this stage.
+        stage: which stage this is, and how many there are.
+    """
+
+    def __init__(self, engine: str, num_layers: int, layers: Collection[int], stage: tuple[int, int] = (0, 1)) -> None:
+        self._engine, self._num_layers = engine, num_layers
+        self._layers, self._stage = layers, stage
+        self._sinks = Sinks()
+        self._copier = staging.Copier()
+        self._names: dict[str, str] = {}  # of running requests: the engine's id -> the user's
+        self._lost: set[str] = set()  # running requests whose rows are not taken any more
+        self._ended: list[str] = []  # ended requests whose consumers have not been asked yet whether they took all
+        self.failures = 0  # requests whose rows were not taken, all of them or in part
+        self._queue: BoundedQueue[Callable[[], None]] = BoundedQueue(_QUEUE_BYTES)
+        self._queue.start("midstream-consumers", self._run)
+
+    def begin(self, engine_id: str, plan: Plan, prompt_token_ids: Sequence[int]) -> None:
+        """A request begins. Consumers get the id that its user gave, unless a request with that id is running."""
+        name = users_id(engine_id)
+        if name in self._names.values():
+            name = engine_id
+        self._names[engine_id] = name
+        info = CaptureInfo(name, tuple(prompt_token_ids), engine=self._engine, stage=self._stage)
+        everywhere = routes(plan.captures, len(prompt_token_ids), range(self._num_layers)).sinks
+        # A stage without any of the rows begins the request too: a reader of the directory waits for every stage's part.
+        here = [
+            Route(way.to, {key: rows for key, rows in way.wanted.items() if key[1] in self._layers})
+            for way in everywhere
+        ]
+
+        def job() -> None:
+            if name in self._ended:  # an earlier request with this id
+                self._ended.remove(name)
+                self._try(lambda: self._sinks.result(name))
+            self._sinks.begin(info, here)
+
+        self._put(job, 0, name)
+
+    def rows(self, engine_id: str, rows: Rows, sure: int = 0) -> None:
+        """Rows of a request. Consumers get those below position `sure` now, the others when the request ends."""
+        name = self._names[engine_id]
+        tensors = [each for _, _, each in rows]
+        ready = staging.mark_ready(tensors)
+        self._put(lambda: self._deliver(name, rows, ready, sure), sum(each.nbytes for each in tensors), name)
+
+    def end(self, engine_id: str, stop: int | None, error: str | None = None) -> None:
+        """The request is over: rows below position `stop` are the user's (None: all)."""
+        name = self._names.pop(engine_id)
+
+        def job() -> None:
+            if name in self._lost:
+                self._lost.remove(name)
+                return self._sinks.discard(name)
+            self._sinks.end(name, stop, CaptureError(error) if error is not None else None)
+            self._ended.append(name)
+
+        self._put(job, 0)
+
+    @property
+    def stats(self) -> dict[str, float]:
+        """As of `Sinks.stats`, with what is queued here."""
+        stats = self._sinks.stats
+        stats["queued_bytes"] += self._queue.used
+        stats["blocked_seconds"] += self._queue.blocked_seconds
+        return stats
+
+    def close(self) -> None:
+        """Let the consumers take what is queued, and close them."""
+        self._queue.close()
+        self._queue.join()
+        self._sinks.close()
+        self._copier.close()
+
+    def _deliver(self, name: str, rows: Rows, ready: Any, sure: int) -> None:
+        for positions, layout, device_rows in rows:
+            host = torch.empty(device_rows.shape, dtype=device_rows.dtype)
+            flat = host.view(-1).view(torch.uint8)
+            self._copier.begin(flat, [device_rows], [0], ready).wait()
+            self._sinks.put(Segment(name, positions, layout, host))
+        self._sinks.confirm(name, sure)
+
+    def _put(self, job: Callable[[], None], size: int, name: str | None = None) -> None:
+        """Queue a job. With `name`, the job is skipped if an earlier one of that request has failed."""
+
+        def guarded() -> None:
+            if name not in self._lost and not self._try(job) and name is not None:
+                self._lost.add(name)
+
+        self._queue.put(guarded, size)
+
+    def _run(self) -> None:
+        while not (self._queue.closed and not self._queue):
+            while self._ended and (len(self._ended) >= _MOST_ENDED or self._sinks.is_taken(self._ended[0])):
+                self._try(lambda: self._sinks.result(self._ended.pop(0)))
+            # Nobody waits for ended requests: they linger, so that requests that end one by one share a file.
+            job = self._queue.get(_LOOK_SECONDS if self._ended else None)
+            if job is not None:
+                job()
+                del job  # and the rows with it
+                self._queue.task_done()
+        while self._ended:
+            self._try(lambda: self._sinks.result(self._ended.pop(0)))
+
+    def _try(self, job: Callable[[], None]) -> bool:
+        try:
+            job()
+        except CaptureError as error:
+            _log.error("%s", error)
+        except Exception:
+            _log.exception("Captured rows were lost.")
+        else:
+            return True
+        self.failures += 1
+        return False
