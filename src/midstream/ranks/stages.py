@@ -172,17 +172,17 @@ class Stages(Stage):
         return found
 
     def silence(self, body: str, failure: BaseException | None) -> None:
-        """The body's code is over. The other stages are told at once, because one of them may wait for a value that the body would have
-        published, while this stage waits for that stage in another body.
+        """The body's code has ended. The others are told at once: another stage may wait for a value that the body would have published,
+        while this stage waits, in another body, for that stage.
         """
         self.link.silence(body, *self._why_over(failure))
 
     def end(self, body: str, failure: BaseException | None) -> None:
-        """The body is over: forget what was published for it."""
+        """The body is over, and what it published is forgotten."""
         self.link.end(body, *self._why_over(failure))
 
     def _why_over(self, failure: BaseException | None) -> tuple[str, bool]:
-        """What other stages are told if they ask for more, and whether it is a failure."""
+        """The reason that later fetches get, and whether the body failed."""
         if failure is None:
             return "The value was never reached: the trace ended without it.", False
         return f"The trace failed on pipeline stage {self.index}: {type(failure).__name__}: {text_of(failure)}", True
@@ -203,7 +203,7 @@ class Stages(Stage):
         self.link.end_step()
 
     def fetch(self, place: Place) -> Fetch:
-        """Ask for another stage's value. Returns at once."""
+        """Request another stage's value. Returns at once."""
         return self.link.fetch(place.stage, place.body, place.number, place.ref)
 
     def received(self, fetch: Fetch) -> Any:
