@@ -95,6 +95,48 @@ def test_imports_point_down(module: str) -> None:
     assert violations(path.read_text(), module, path.name == "__init__.py") == []
 
 
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """The modules that import each other, directly or through others: strongly connected components of more than one."""
+    numbers: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    found = []
+
+    def visit(name: str) -> None:
+        numbers[name] = lowest[name] = len(numbers)
+        stack.append(name)
+        for other in graph[name]:
+            if other not in numbers:
+                visit(other)
+            if other in stack:
+                lowest[name] = min(lowest[name], lowest[other])
+        if lowest[name] == numbers[name]:
+            at = stack.index(name)
+            if len(stack) - at > 1:
+                found.append(sorted(stack[at:]))
+            del stack[at:]
+
+    for name in sorted(graph):
+        if name not in numbers:
+            visit(name)
+    return found
+
+
+def test_no_import_circles_in_client_and_capture() -> None:
+    there = {name: path for name, path in modules().items() if area(name) in ("client", "capture")}
+    graph: dict[str, set[str]] = {}
+    for module, path in there.items():
+        names = [name for _, name in imports(path.read_text(), module, path.name == "__init__.py")]
+        graph[module] = {other for name in names for other in (name, name.rpartition(".")[0]) if other in there} - {
+            module
+        }
+    assert circles(graph) == []
+
+
+def test_circles_are_found() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
+
+
 @pytest.mark.parametrize(
     ("module", "source", "reason"),
     [
@@ -209,6 +251,33 @@ def test_importing_midstream_leaves_the_gpu_alone() -> None:
         print("imported", len({names}))
     """)
     assert output.split() == ["imported", str(len(names))]
+
+
+def test_language_model_loads_nothing_of_the_engine(tmp_path: Path) -> None:
+    """K3: `LanguageModel` runs plans, captures, recorded runs and traces without `midstream.engine` and without vLLM."""
+    script = tmp_path / "script.py"  # a trace is run from its source
+    script.write_text(
+        textwrap.dedent(f"""
+        import sys
+
+        from midstream import Capture, LanguageModel, Patch, Steer, demo_model
+
+        model = LanguageModel(demo_model())
+        prompt = "The capital of France is"
+        run = model.record(prompt, sites=["resid_post"])
+        plan = [Patch("resid_post", layer=2, position=-1, source=run), Capture("resid_post", layers=3)]
+        (output,) = model.generate(prompt, plan=plan, answers=[" Paris"], max_tokens=2)
+        store = model.collect(prompt, plan=Capture("resid_post", layers=3), to={str(tmp_path / "rows")!r})
+        with model.trace(prompt, plan=Steer("resid_post", layers=3, vector=[1.0] * model.hidden_size)):
+            hidden = model.layers_output[3].save()
+        loaded = [name for name in sys.modules if name.partition(".")[0] == "vllm" or name.startswith("midstream.engine")]
+        assert not loaded, loaded
+        print(*hidden.shape, len(output.captures), len(output.answers), len(store))
+        """)
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["5", "256", "1", "1", "1"]
 
 
 ALONE = """

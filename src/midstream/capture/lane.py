@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from midstream.capture.consumers import CaptureInfo, Consumer, Destination, takes_when
+from midstream.capture.consumers import CaptureInfo, Destination, RowConsumer, takes_when
 from midstream.errors import CaptureError
 from midstream.plan.layout import Key
 
@@ -49,7 +49,7 @@ class Lane:
         self.name = destination.name
         self._make, self._idle, self._may_write = destination.make, destination.idle, destination.may_write
         self._queue_bytes, self._timeout = queue_bytes, timeout
-        self._consumer: Consumer | None = None
+        self._consumer: RowConsumer | None = None
         self._takes_when = False
         self._queue: deque[_Job] = deque()
         self._open: set[Delivery] = set()
