@@ -136,6 +136,11 @@ class VLLM(TraceModel):
         return self._connection.engine
 
     @property
+    def is_open(self) -> bool:
+        """Whether the engine is neither closed nor known to be dead."""
+        return self._connection.is_open
+
+    @property
     def tokenizer(self) -> Any:
         """The model's tokenizer, from transformers."""
         if self._tokenizer is None:

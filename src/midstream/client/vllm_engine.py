@@ -88,6 +88,7 @@ class EngineConnection:
 
     @property
     def is_open(self) -> bool:
+        """Whether the engine is neither closed nor known to be dead."""
         return self._engine is not None and not self.has_died
 
     def ask(self, method: str, *args: Any) -> Any:
