@@ -46,7 +46,7 @@ def open_captures(directory: str | Path) -> Store:
 
 
 @dataclass
-class _Record:
+class _StoredRequest:
     """One request: one index line for each stage that has written it."""
 
     request: str
@@ -127,7 +127,7 @@ class StoredCapture(ByPlane[torch.Tensor]):
         prompt_token_ids, prompt_length: the prompt.
     """
 
-    def __init__(self, name: str, record: _Record, shards: ShardReader) -> None:
+    def __init__(self, name: str, record: _StoredRequest, shards: ShardReader) -> None:
         pieces: dict[Key, list[_StoredPiece]] = {}
         for line in record.lines.values():
             _collect(line, pieces)
@@ -187,8 +187,8 @@ class Store(Mapping[str, StoredCapture]):
         self._shards = ShardReader(self._directory)
         self._read: dict[str, int] = {}  # how many bytes of each index have been read
         self._counts: dict[tuple[str, str, int], int] = {}  # lines by engine, request and stage
-        self._records: dict[tuple[str, str, int], _Record] = {}
-        self._names: dict[str, _Record] = {}
+        self._records: dict[tuple[str, str, int], _StoredRequest] = {}
+        self._names: dict[str, _StoredRequest] = {}
         self.refresh()
         if not self._read:
             raise CaptureError(f"{self._directory} holds no captures: there is no index-*.jsonl in it")
@@ -264,13 +264,13 @@ class Store(Mapping[str, StoredCapture]):
         engine, request, (stage, _) = line["engine"], line["request"], line["stage"]
         number = self._counts.get((engine, request, stage), 0)
         self._counts[engine, request, stage] = number + 1
-        record = self._records.setdefault((engine, request, number), _Record(request, engine, number))
+        record = self._records.setdefault((engine, request, number), _StoredRequest(request, engine, number))
         record.lines[stage] = line
         return None
 
     def _name(self) -> None:
         self._names = {}
-        others: list[_Record] = []
+        others: list[_StoredRequest] = []
         for record in self._records.values():
             if (collected := record.collected) is None:
                 others.append(record)
@@ -295,5 +295,5 @@ class Store(Mapping[str, StoredCapture]):
         return nearest(str(request_id), islice(self._names, 20_000))  # the comparison is slow
 
 
-def _readable(record: _Record | None) -> bool:
+def _readable(record: _StoredRequest | None) -> bool:
     return record is not None and not record.error and not record.missing

@@ -12,7 +12,7 @@ from midstream.client.model import TraceModel
 from midstream.client.requests import Invoke, InvokeResult, Planner, Prompt, encode, raise_failures, refuse_multimodal
 from midstream.client.vllm_async import OutputStream
 from midstream.client.vllm_engine import EngineConnection, run_requests
-from midstream.client.vllm_requests import EngineRequests, Record, make_requests, take_plan
+from midstream.client.vllm_requests import EngineRequests, RecordAs, make_requests, take_plan
 from midstream.engine import launch
 from midstream.errors import MidstreamError, TraceError, UnknownModuleError
 from midstream.plan.checks import ModelFacts
@@ -234,7 +234,7 @@ class VLLM(TraceModel):
     # Running.
 
     def _prepare(
-        self, invokes: list[Invoke], together: bool = False, record: Record | None = None
+        self, invokes: list[Invoke], together: bool = False, record: RecordAs | None = None
     ) -> Callable[[], EngineRequests]:
         """Encode the prompts. The returned function checks the plans and makes the requests; the engine has to be started."""
         for invoke in invokes:
@@ -263,7 +263,7 @@ class VLLM(TraceModel):
     def _stream(self, invokes: list[Invoke], together: bool = False) -> OutputStream:
         return self._streamed(self._composed(invokes), together)
 
-    def _streamed(self, invokes: list[Invoke], together: bool = False, record: Record | None = None) -> OutputStream:
+    def _streamed(self, invokes: list[Invoke], together: bool = False, record: RecordAs | None = None) -> OutputStream:
         prepare = self._prepare(invokes, together, record)
         if not self._connection.is_described and any(invoke.plan for invoke in invokes):
             return OutputStream(self._connection, prepare)  # plans are checked once the engine has started

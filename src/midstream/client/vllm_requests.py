@@ -33,7 +33,7 @@ from midstream.trace.tracer import Result
 from midstream.trace.tree import map_objects
 from midstream.transport.results import ChannelClosedError, UnsendableError
 
-Record = tuple[str, str]  # id and name of the run that the workers keep captured rows as
+RecordAs = tuple[str, str]  # id and name of the run that the workers keep captured rows as
 
 
 @dataclass
@@ -90,7 +90,7 @@ def make_requests(
     planner: Callable[[], Planner],
     sinks: Sinks,
     stream: bool = False,
-    record: Record | None = None,
+    record: RecordAs | None = None,
 ) -> EngineRequests:
     """The requests of `invokes`.
 
@@ -173,7 +173,7 @@ def _params(
     traces: Sequence[TraceRequest | None],
     plans: Sequence[PreparedPlan | None],
     receivers: Sequence[RowReceiver | None],
-    record: Record | None,
+    record: RecordAs | None,
 ) -> list[Any]:
     """The sampling parameters of each request. Requests with equal parameters and plans share one object."""
     bases: dict[Any, Any] = {}
@@ -203,7 +203,7 @@ def _sampling_params(invoke: Invoke, trace: TraceRequest | None) -> Any:
     return launch.sampling_params({**invoke.params, **answers}, trace)
 
 
-def _with_plan(params: Any, plan: PreparedPlan | None, receiver: RowReceiver | None, record: Record | None) -> Any:
+def _with_plan(params: Any, plan: PreparedPlan | None, receiver: RowReceiver | None, record: RecordAs | None) -> Any:
     """`params`, changed in place to carry the plan, and the address of its rows."""
     if plan is not None:
         key = receiver.key if receiver is not None else None
