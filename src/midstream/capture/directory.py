@@ -67,9 +67,7 @@ class _BufferedRequest:
     size: int = 0
     kinds: dict[Key, tuple[torch.dtype, torch.Size]] = field(default_factory=dict)
     parts: list[dict[str, Any]] = field(default_factory=list)
-    positions: dict[tuple[tuple[int, int], ...], int] = field(
-        default_factory=dict
-    )  # ranges of positions -> their number
+    positions: dict[tuple[tuple[int, int], ...], int] = field(default_factory=dict)  # ranges -> their number
     error: Exception | None = None
     lost: bool = False  # the directory was removed with rows of the request, and nobody has been told
 

@@ -166,7 +166,7 @@ def _offsets_of(prompt: Prompt, ids: Sequence[int], tokenizer: Any) -> tuple[str
     return text, [(int(begin), int(end)) for begin, end in encoded["offset_mapping"]]
 
 
-# Answers: tokens whose log-probability right behind the prompt is wanted. They are looked up by id, so that an unlikely one is there too.
+# Answers: tokens to grade as the first token after the prompt. They are looked up by id, so unlikely ones have a value, too.
 
 
 def answers_of(given: Any, prompts: int, tokenizer: Callable[[], Any], vocab_size: int) -> list[Answers]:

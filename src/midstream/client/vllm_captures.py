@@ -183,7 +183,7 @@ class RowThread:
     """Takes captured rows in a thread, while the caller's thread runs the engine.
 
     Args:
-        receivers: those of requests without sinks, whose rows come to one mailbox, `shared`.
+        receivers: the receivers of requests without sinks. Their rows come to one mailbox, `shared`.
         followed: the receiver and the mailbox of each request with sinks. Its end goes to the sinks while other requests run.
     """
 
