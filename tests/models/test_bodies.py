@@ -330,7 +330,7 @@ class Stubborn(Exception):
 
 
 def test_f3_a_value_that_cannot_be_read_again_is_said(engine, plain):
-    with pytest.raises(TraceError, match=r"What the trace saved has not come back: .*rebuilding it failed"):
+    with pytest.raises(TraceError, match=r"The saved values of the trace could not be sent: .*rebuilding it failed"):
         with engine.trace(PARIS, temperature=0.0):
             stubborn = Stubborn(1, 2).save()  # noqa: F841
     check_clean_trace(engine, plain)
@@ -392,7 +392,7 @@ def test_f3_weights_that_the_engine_keeps_in_another_form_are_not_empty_without_
 
 
 def test_f3_a_function_that_returns_a_module_is_told(engine):
-    with pytest.raises(TraceError, match="What the function returned has not come back"):
+    with pytest.raises(TraceError, match="The function's return value could not be sent"):
         engine.run(lambda m: m.model.layers[3], PARIS, temperature=0.0)
 
 

@@ -294,7 +294,7 @@ def test_f2_stop_strings_end_where_vllm_ends_them(hf, plain):
     ended = generated(stop_token_ids=[tokens[3]])
     assert ended.text == plain.tokenizer.decode(tokens[: tokens.index(tokens[3])]) and ended.token_ids[-1] == tokens[3]
     for bad in ("", [""], 3, ["a", 3]):
-        with pytest.raises(ParameterError, match="allowed: a string that is not empty"):
+        with pytest.raises(ParameterError, match="allowed: a non-empty string"):
             generated(stop=bad)
 
 

@@ -1,32 +1,30 @@
-"""One batch of requests on a transformers model: its steps, and the traces and plans on them."""
+"""One batch of requests on a transformers model: its steps, and the traces and plans that run on it.
+
+Shape suffixes: B requests, S positions of the padded batch, V the vocabulary.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from midstream import hooks
-from midstream.capture.segment import Captured
-from midstream.client.answers import Answer, graded_logits
-from midstream.client.capturing import nothing_captured
-from midstream.client.prompts import encode
-from midstream.client.reference import PlanHooks
-from midstream.client.tracer import Invoke, Ran
+from midstream.capture.rows import Captured
+from midstream.client.language_model_plans import PlanHooks
+from midstream.client.requests import Answers, Invoke, InvokeResult, encode
 from midstream.errors import ParameterError, TraceError
-from midstream.trace.body import Body
+from midstream.trace.interleaver import Interleaver
 from midstream.trace.program import Outcome, Program, make_body, outcome
 from midstream.trace.rows import BatchRows
 from midstream.trace.tracer import Result
 from midstream.trace.tree import map_objects
-
-if TYPE_CHECKING:
-    from midstream.client.language_model import LanguageModel
 
 _SAMPLING = {
     "max_tokens",
@@ -40,23 +38,21 @@ _SAMPLING = {
     "stop",
     "stop_token_ids",
 }
-
-
-_CONTEXT = 6  # tokens of the prompt: what a token's text is may hang on those before it
+_CONTEXT = 6  # tokens of the prompt to decode generated tokens with: a token's text may depend on those before it
 
 
 @dataclass
 class Generated:
-    """What `LanguageModel` gives for one prompt.
+    """The output of `LanguageModel` for one prompt.
 
     Attributes:
-        request_id: by which a directory of captures has it.
+        request_id: the request's id in a directory of captures.
         prompt_token_ids, token_ids: the prompt's tokens and the generated ones.
-        text: the generated tokens as text, without special ones and the one that ended it, up to the first of the strings in `stop`.
-        finish_reason: "stop", at such a string or a token that ends a text, or "length", also where the trace ended it.
+        text: the generated tokens as text, without special tokens, up to the first of the strings in `stop`.
+        finish_reason: "stop" at such a string or an end-of-text token, else "length", also if the trace ended the request.
         saves: the trace's saved values, by name.
-        captures: what the plan captured.
-        answers: the log-probability of each answer that was asked for.
+        captures: the rows that the plan captured.
+        answers: the log-probability of each answer, in nats.
     """
 
     request_id: str
@@ -66,11 +62,11 @@ class Generated:
     finish_reason: str
     saves: dict[str, Any]
     captures: Captured | None
-    answers: dict[Answer, float] | None
+    answers: dict[str | int, float] | None
 
     @property
     def outputs(self) -> list[Generated]:
-        """This generation where vLLM's outputs have it: `output.outputs[0].text`."""
+        """The only sample, as in vLLM's outputs: `output.outputs[0].text`."""
         return [self]
 
 
@@ -78,14 +74,32 @@ def _strings(stop: str | Sequence[str] | None) -> Sequence[str]:
     return [stop] if isinstance(stop, str) else stop or ()
 
 
-class Batch:
-    """One left-padded batch, and the bodies and plans that run on it."""
+class PaddedBatch:
+    """One left-padded batch, and the bodies and plans that run on it.
 
-    def __init__(self, model: LanguageModel, invokes: list[Invoke], plans: PlanHooks, names: Sequence[str]) -> None:
-        self.model = model
+    Args:
+        model: what the bodies know as the model.
+        module: the transformers model.
+        interleaver: runs the bodies.
+        edits: the model's standing edits, by name.
+        plans: the requests' plans.
+        names: the requests' ids.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        module: Any,
+        tokenizer: Any,
+        interleaver: Interleaver,
+        edits: Mapping[str, Program],
+        invokes: list[Invoke],
+        plans: PlanHooks,
+        names: Sequence[str],
+    ) -> None:
+        self.module, self.tokenizer, self.interleaver = module, tokenizer, interleaver
         self.names = names
-        self.interleaver = model._interleaver
-        self.prompts = [encode(invoke.prompt, lambda: model.tokenizer) for invoke in invokes]
+        self.prompts = [encode(invoke.prompt, lambda: tokenizer) for invoke in invokes]
         self.plans = plans
         self.params = self._common_params(invokes)
         self.length = max(map(len, self.prompts))
@@ -93,24 +107,21 @@ class Batch:
         self.outcomes: dict[str, Outcome] = {}
         self.rows_of: dict[str, int] = {}
         self.generated: list[list[int]] = [[] for _ in invokes]
-        self.ended: list[str | None] = [None] * len(invokes)  # why, in vLLM's words
+        self.finish_reasons: list[str | None] = [None] * len(invokes)
         self.answers = [invoke.answers for invoke in invokes]
-        self.graded: list[dict[Answer, float] | None] = [None if each else {} for each in self.answers]
+        self.graded: list[dict[str | int, float] | None] = [None if each else {} for each in self.answers]
         shared: dict[str, Any] = {}
         for row, invoke in enumerate(invokes):
             own = {f"{row}": invoke.program} if invoke.program is not None else {}
-            for name, program in {**{f"{row}#{n}": e for n, e in model.edits.items()}, **own}.items():
+            for name, program in {**{f"{row}#{n}": e for n, e in edits.items()}, **own}.items():
                 self.programs[name], self.rows_of[name] = program, row
-                self._add(make_body(name, program, model, shared, snapshots=False, journals=False))
-
-    def _add(self, body: Body) -> None:
-        self.interleaver.add(body)
+                interleaver.add(make_body(name, program, model, shared, snapshots=False, journals=False))
 
     @staticmethod
     def _common_params(invokes: list[Invoke]) -> dict[str, Any]:
         params = invokes[0].params
         if any(invoke.params != params for invoke in invokes):
-            raise TraceError("On transformers all invokes of a trace have the same sampling parameters.")
+            raise TraceError("On transformers all invokes of a trace need the same sampling parameters.")
         if unknown := set(params) - _SAMPLING:
             raise ParameterError(
                 f"LanguageModel has no sampling parameter {', '.join(sorted(unknown))}; it has {', '.join(sorted(_SAMPLING))}."
@@ -119,10 +130,10 @@ class Batch:
         if not isinstance(stop, (str, list, tuple, type(None))) or not all(
             s and isinstance(s, str) for s in _strings(stop)
         ):
-            raise ParameterError(f"stop is {stop!r}; allowed: a string that is not empty, or a list of such.")
+            raise ParameterError(f"stop is {stop!r}; allowed: a non-empty string, or a list of them.")
         return params
 
-    def run(self) -> list[Ran]:
+    def run(self) -> list[InvokeResult]:
         try:
             with self._step_hook():
                 if self.params["max_tokens"] == 1:
@@ -134,9 +145,9 @@ class Batch:
         finally:
             for name in list(self.interleaver.bodies):
                 self.interleaver.discard(name)
-        return [self._ran(row) for row in range(len(self.prompts))]
+        return [self._result(row) for row in range(len(self.prompts))]
 
-    def _ran(self, row: int) -> Ran:
+    def _result(self, row: int) -> InvokeResult:
         own = self.outcomes.get(str(row))
         failed = [
             o
@@ -146,12 +157,12 @@ class Batch:
         outcomes = ([own] if own is not None else []) + failed
         tokens = self.generated[row]
         name, (text, _) = self.names[row], self._text(row)
-        reason = self.ended[row] or "length"
-        output = Generated(name, self.prompts[row], tokens, text, reason, {}, nothing_captured(name), self.graded[row])
+        reason = self.finish_reasons[row] or "length"
+        output = Generated(name, self.prompts[row], tokens, text, reason, {}, Captured.nothing(name), self.graded[row])
         for each in outcomes:
             each.values = map_objects(each.values, Result, lambda _: output)
         output.saves = own.values if own is not None else {}
-        return Ran(outcomes, output)
+        return InvokeResult(outcomes, output)
 
     def _finish(self, name: str) -> None:
         body = self.interleaver.finish(name)
@@ -167,7 +178,7 @@ class Batch:
             if not self.interleaver.muted:
                 self._begin_step(kwargs["input_ids"].shape[1])
 
-        handle = hooks.before(self.model.module, begin, first=True)
+        handle = hooks.before(self.module, begin, first=True)
         try:
             yield
         finally:
@@ -186,30 +197,26 @@ class Batch:
     def _end_step(self, samples: torch.Tensor) -> None:
         self.interleaver.end_step()
         for row, token in enumerate(samples.tolist()):
-            if self.ended[row] is None:
+            if self.finish_reasons[row] is None:
                 self.generated[row].append(token)
-                self.ended[row] = self._reason(row, token)
+                self.finish_reasons[row] = self._reason(row, token)
         for name, body in list(self.interleaver.bodies.items()):
-            if body.done and self._ends_request(body):
-                self.ended[self.rows_of[name]] = self.ended[self.rows_of[name]] or "length"
-            if self.ended[self.rows_of[name]] is not None:
+            if body.done and body.failure is not None:
+                self.finish_reasons[self.rows_of[name]] = self.finish_reasons[self.rows_of[name]] or "length"
+            if self.finish_reasons[self.rows_of[name]] is not None:
                 self._finish(name)
         for row, planned in self.plans.rows.items():
-            planned.is_over = self.ended[row] is not None
-
-    @staticmethod
-    def _ends_request(body: Body) -> bool:
-        return body.failure is not None
+            planned.has_ended = self.finish_reasons[row] is not None
 
     def _reason(self, row: int, token: int) -> str | None:
-        """Why the request ends with this token; None if it goes on."""
+        """Why the request ends with this token; None if it continues."""
         if token in self._stop_tokens() or (self.params.get("stop") and self._text(row)[1]):
             return "stop"
         return "length" if len(self.generated[row]) >= self.params["max_tokens"] else None
 
     def _text(self, row: int) -> tuple[str, bool]:
-        """What was generated, up to the string in `stop` that is complete first; whether there is one."""
-        decode = functools.partial(self.model.tokenizer.decode, skip_special_tokens=True)
+        """The generated text up to the first complete string of `stop`, and whether there is one."""
+        decode = functools.partial(self.tokenizer.decode, skip_special_tokens=True)
         tokens, before = self.generated[row], self.prompts[row][-_CONTEXT:]
         shown = tokens[:-1] if tokens and tokens[-1] in self._stop_tokens() else tokens
         text = decode(before + shown)[len(decode(before)) :]
@@ -217,39 +224,37 @@ class Batch:
         return (text[: min(ends, key=itemgetter(0))[1]], True) if ends else (text, False)
 
     def _stop_tokens(self) -> set[int]:
-        eos = self.model.module.generation_config.eos_token_id
+        eos = self.module.generation_config.eos_token_id
         eos = [] if eos is None or self.params.get("ignore_eos") else eos if isinstance(eos, list) else [eos]
         return {*eos, *(self.params.get("stop_token_ids") or ())}
 
     def _inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
-        device = self.model.module.device
-        pad = self.model.tokenizer.pad_token_id or 0
+        device = self.module.device
+        pad = self.tokenizer.pad_token_id or 0
         ids_BS = torch.tensor([[pad] * (self.length - len(p)) + p for p in self.prompts], device=device)
         mask_BS = torch.tensor([[0] * (self.length - len(p)) + [1] * len(p) for p in self.prompts], device=device)
         return ids_BS, mask_BS
 
     def _forward_once(self) -> None:
-        """One forward in torch's own gradient mode; transformers' generate would turn gradients off."""
+        """One forward in the caller's gradient mode; transformers' generate would turn gradients off."""
         ids_BS, mask_BS = self._inputs()
         kwargs: dict[str, Any] = {}
         if any(len(p) < self.length for p in self.prompts):
             kwargs = {"attention_mask": mask_BS, **self._positions(mask_BS)}
-        logits_BV = self.model.module(input_ids=ids_BS, use_cache=False, **kwargs).logits[:, -1]
+        logits_BV = self.module(input_ids=ids_BS, use_cache=False, **kwargs).logits[:, -1]
         logits_BV = self.interleaver.fire(("", "logits"), logits_BV)
         self._grade(logits_BV)
         samples_B = self.interleaver.fire(("", "samples"), self._sample(logits_BV.detach()))
         self._end_step(samples_B)
 
     def _grade(self, logits_BV: torch.Tensor) -> None:
-        """Grade the answers to prompts whose first token comes from these logits."""
+        """Grade the answers by the logits of the first generated tokens."""
         for row, answers in enumerate(self.answers):
             if self.graded[row] is None:
-                self.graded[row] = graded_logits(logits_BV[row], answers)
+                self.graded[row] = _log_probabilities(logits_BV[row], answers)
 
     def _positions(self, mask_BS: torch.Tensor) -> dict[str, torch.Tensor]:
-        import inspect
-
-        if "position_ids" not in inspect.signature(self.model.module.forward).parameters:
+        if "position_ids" not in inspect.signature(self.module.forward).parameters:
             return {}
         return {"position_ids": (mask_BS.cumsum(-1) - 1).clamp(min=0)}
 
@@ -259,9 +264,9 @@ class Batch:
         settings = self._generation_settings()
         if not settings["do_sample"]:
             return logits_BV.argmax(-1)
-        config = self.model.module.generation_config
+        config = self.module.generation_config
         prepared = type(config)(**{**config.to_dict(), **settings})
-        processors: LogitsProcessorList = self.model.module._get_logits_processor(
+        processors: LogitsProcessorList = self.module._get_logits_processor(
             prepared, input_ids_seq_length=self.length, encoder_input_ids=None, prefix_allowed_tokens_fn=None,
             logits_processor=LogitsProcessorList(), device=logits_BV.device,
         )  # fmt: skip
@@ -284,29 +289,34 @@ class Batch:
         return settings
 
     def _generate(self) -> None:
-        """Generation by transformers itself; logits and samples are seen through its processor and its stopping hook."""
+        """Generate with transformers; a logits processor and a stopping criterion give bodies the logits and samples."""
         from transformers import LogitsProcessorList, StoppingCriteriaList
 
         ids_BS, mask_BS = self._inputs()
 
-        def see_logits(_: torch.Tensor, scores_BV: torch.Tensor) -> torch.Tensor:
+        def on_logits(_: torch.Tensor, scores_BV: torch.Tensor) -> torch.Tensor:
             scores_BV = self.interleaver.fire(("", "logits"), scores_BV)
             self._grade(scores_BV)
             return scores_BV
 
-        def see_samples(so_far_BS: torch.Tensor, _: Any, **__: Any) -> torch.Tensor:
+        def on_samples(so_far_BS: torch.Tensor, _: Any, **__: Any) -> torch.Tensor:
             sampled_B = so_far_BS[:, -1]
             so_far_BS[:, -1] = self.interleaver.fire(("", "samples"), sampled_B)
             self._end_step(so_far_BS[:, -1])
-            return torch.tensor([reason is not None for reason in self.ended], device=so_far_BS.device)
+            return torch.tensor([reason is not None for reason in self.finish_reasons], device=so_far_BS.device)
 
-        eos = self.model.module.generation_config.eos_token_id
-        self.model.module.generate(
+        eos = self.module.generation_config.eos_token_id
+        self.module.generate(
             ids_BS,
             attention_mask=mask_BS,
-            logits_processor=LogitsProcessorList([see_logits]),
-            stopping_criteria=StoppingCriteriaList([see_samples]),
-            pad_token_id=self.model.tokenizer.pad_token_id or 0,
+            logits_processor=LogitsProcessorList([on_logits]),
+            stopping_criteria=StoppingCriteriaList([on_samples]),
+            pad_token_id=self.tokenizer.pad_token_id or 0,
             eos_token_id=None if self.params.get("ignore_eos") else eos,
             **self._generation_settings(),
         )
+
+
+def _log_probabilities(logits_V: torch.Tensor, answers: Answers) -> dict[str | int, float]:
+    logprobs_V = logits_V.detach().float().log_softmax(-1)
+    return {answer: float(logprobs_V[token]) for answer, token in answers.items()}
