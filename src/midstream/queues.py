@@ -93,11 +93,13 @@ class BoundedQueue(ByteBudget, Generic[T]):
     def put(self, item: T, size: int = 0) -> bool:
         """Queue an item of `size` bytes, waiting for room. False, and nothing is queued, if the queue is closed."""
         with self.changed:
-            self.wait_for_room(size)
+            if not self.has_room(size):
+                self.wait_for_room(size)
             if self.closed:
                 return False
             self._items.append((item, size))
-            self.add(size)
+            self.used += size
+            self.changed.notify_all()
             return True
 
     def get(self, timeout: float | None = None, unless: Callable[[], bool] = lambda: False) -> T | None:
