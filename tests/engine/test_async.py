@@ -260,7 +260,7 @@ def test_what_is_not_saved_of_the_callers_containers_is_told_of(model: VLLM, dri
     found: list[Any] = []
     with model.trace(FRANCE, temperature=0.0) as tracer:
         found.append(model.layers_output[3])
-    with pytest.warns(UserWarning, match="put into found was not saved") as told:
+    with pytest.warns(UserWarning, match="put values into found and did not save") as told:
         drive(tracer.backend)
     assert found == [] and told[0].filename == __file__
 

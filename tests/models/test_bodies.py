@@ -347,7 +347,7 @@ def test_f1_a_sparse_tensor_is_saved(hf, plain):
 
 def test_f3_what_stays_in_the_engine_is_named(engine):
     found, total = [], torch.zeros(2)
-    with pytest.warns(UserWarning, match=r"put into found, total was not saved") as told:
+    with pytest.warns(UserWarning, match=r"put values into found, total and did not save") as told:
         with engine.trace(PARIS, temperature=0.0):
             found.append(engine.layers_output[2].norm())
             total[0] = engine.layers_output[2].norm()

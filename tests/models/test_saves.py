@@ -450,7 +450,7 @@ def test_a1_what_is_put_into_a_container_and_not_saved_is_told_of(model):
             row[1] = model.layers_output[4]
             nested[0].append(model.layers_output[5])
     assert len(told) == 1 and told[0].filename == __file__
-    assert "put into acts, by_layer, nested, row, seen was not saved" in str(told[0].message)
+    assert "put values into acts, by_layer, nested, row, seen and did not save" in str(told[0].message)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with model.trace(PARIS):
@@ -463,7 +463,7 @@ def test_a1_what_is_put_into_a_container_and_not_saved_is_told_of(model):
 @pytest.mark.engine
 def test_a1_what_a_trace_leaves_in_an_array_or_a_set_is_told_of(engine):
     array, seen = np.zeros(4), {0}
-    with pytest.warns(UserWarning, match="put into array, seen was not saved"):
+    with pytest.warns(UserWarning, match="put values into array, seen and did not save"):
         with engine.trace(PARIS):
             array[2] = engine.layers_output[3].norm().item()
             seen.add(3)
@@ -482,7 +482,7 @@ def test_a1_what_a_function_leaves_in_the_engine_is_told_of(engine):
     def hold(hidden: torch.Tensor) -> None:
         here = midstream.save(hidden)  # noqa: F841
 
-    with pytest.warns(UserWarning, match=r"What this trace has put into counted was not saved") as told:
+    with pytest.warns(UserWarning, match=r"This trace put values into counted and did not save") as told:
         with engine.trace(PARIS):
             count()
             hidden = engine.layers_output[3].save()  # noqa: F841
