@@ -13,8 +13,8 @@ pytest.importorskip("vllm")
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from midstream.engine import launch
-from midstream.engine.lifeline import Lifeline
-from midstream.engine.pieces import TwoSets
+from midstream.engine.parent_process import ProcessEnd
+from midstream.engine.replacements import Replacement
 from midstream.engine.runners import V1Runner, Watch
 from midstream.engine.scheduler import _Rules
 from midstream.errors import EngineClosedError, TraceError
@@ -149,10 +149,11 @@ def bare_worker(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[bool]]:
     seen: list[bool] = []
     worker: Any = module.Worker.__new__(module.Worker)
     worker._runner = runner = V1Runner(ModelRunner(Model()))
-    runner._full_graphs = TwoSets(graphs := SimpleNamespace(entries=(first := {})), "entries")
+    graphs = SimpleNamespace(graphs=(first := {}))
+    runner._full_graphs = Replacement("vllm.v1.worker.gpu.cudagraph_utils.CudaGraphManager.graphs", graphs, {})
     for name in ("execute_model", "execute_dummy_batch"):
         monkeypatch.setattr(
-            module.PlatformWorker, name, lambda self, *step: seen.append(graphs.entries is not first), raising=False
+            module.PlatformWorker, name, lambda self, *step: seen.append(graphs.graphs is not first), raising=False
         )
     worker.midstream = SimpleNamespace(is_idle=True, step_is_traced=False)
     worker.plans = SimpleNamespace(
@@ -173,7 +174,7 @@ def test_an_ending_that_a_body_has_swallowed_is_raised_before_the_worker_rests(
     """The last step of a trace may have no tokens, and so nothing to sample. Seen failing without it."""
     worker, seen = bare_worker(monkeypatch)
     worker._is_awake = True
-    monkeypatch.setattr(Lifeline, "ending", True)
+    monkeypatch.setattr(ProcessEnd, "requested", True)
     with pytest.raises(SystemExit):
         worker.execute_model(SimpleNamespace(scheduled_new_reqs=[]))
     assert not seen
@@ -183,11 +184,11 @@ def test_a_verdict_on_an_output_that_is_on_its_way() -> None:
     """It comes with the output, of which vLLM 0.33 asks more than 0.32 did. A subclass would lack that, and could not be made."""
     from vllm.v1.outputs import AsyncModelRunnerOutput
 
-    from midstream.engine.worker import _Judged
+    from midstream.engine.worker import _ReportingOutput
 
     verdict = Verdict(["stopped"], {})
     output: Any = SimpleNamespace(get_output=SimpleNamespace, get_kv_connector_output=lambda: "kv")
-    judged = _Judged(output, lambda: verdict)
+    judged = _ReportingOutput(output, lambda: verdict)
     assert isinstance(judged, AsyncModelRunnerOutput)
     assert judged.get_output().midstream is verdict and judged.get_kv_connector_output() == "kv"
 

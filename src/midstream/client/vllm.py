@@ -149,7 +149,7 @@ class VLLM(TraceModel):
         self._starting: asyncio.Task[None] | None = None
         if mode == "sync":
             if not launch.is_in_process(self._engine):
-                self._receiver.when_gone = partial(launch.let_go, self._engine)
+                self._receiver.when_gone = partial(launch.wake_waiting_callers, self._engine)
             self._senders = _that_send(launch.ask(self._engine, "midstream_connect", self._receiver.address))
 
     _deferred = property(lambda self: self.mode == "async")  # type: ignore[assignment]
