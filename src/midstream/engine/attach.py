@@ -76,7 +76,7 @@ def make_plan_host(
     built_in: Collection[Point],
     sender: Callable[[], Sender | None],
     link: Link | None = None,
-    whole: Whole | None = None,
+    tensor_ranks: Whole | None = None,
 ) -> PlanHost:
     """The plan host of a vLLM worker whose model is loaded. All ranks of a pipeline have to call this together.
 
@@ -85,7 +85,7 @@ def make_plan_host(
         built_in: the points that are built into the compiled forward.
         sender: returns the connection to the client, or None while there is none.
         link: the connection to the other stages, if there are any.
-        whole: the tensor-parallel ranks, if there are several.
+        tensor_ranks: the tensor-parallel ranks, if there are several.
     """
     config = worker.vllm_config
     model: nn.Module = worker.model_runner.get_model()
@@ -96,7 +96,7 @@ def make_plan_host(
     facts = ModelFacts(arch.num_layers, pipeline.widths, str(config.model_config.dtype).removeprefix("torch."))
     tables: Tables
     if worker.device.type == "cuda":
-        behind_all_reduce = whole is not None
+        behind_all_reduce = tensor_ranks is not None
         tables = DeviceTables(points, _most_rows(config), worker.device, early_launch=not behind_all_reduce)
     else:
         tables = TwinTables(points, worker.device)
@@ -104,7 +104,7 @@ def make_plan_host(
     local = partial(LocalSinks, config.instance_id, arch.num_layers, pipeline.layers, place)
     return PlanHost(
         tables,
-        PointHooks(model, arch, built_in, tables, whole),
+        PointHooks(model, arch, built_in, tables, tensor_ranks),
         facts,
         pipeline,
         link=link,

@@ -311,7 +311,7 @@ _WORKER = (
          "The stages of the pipeline.", signature="() -> GroupCoordinator"),
     Seam("vllm.distributed.get_tp_group", CALLS, "midstream.engine.worker.Worker._attach",
          "The tensor-parallel ranks.", signature="() -> GroupCoordinator"),
-    Seam("vllm.distributed.parallel_state.GroupCoordinator", CALLS, "midstream.engine.worker.Worker._make_whole",
+    Seam("vllm.distributed.parallel_state.GroupCoordinator", CALLS, "midstream.engine.worker.Worker._make_tensor_ranks",
          "A rank's place among the others, and how they exchange values.",
          members="rank_in_group; world_size; cpu_group; all_gather(input_, dim)"),
     Seam("vllm.utils.import_utils.resolve_obj_by_qualname", CALLS, "midstream.engine.worker",

@@ -120,18 +120,18 @@ class Worker(PlatformWorker):
             rename=settings.rename,
             find_parts=Finder(tensor.world_size, exchange_in(tensor)) if tensor.world_size > 1 else None,
         )
-        self._whole = self._make_whole(arch, tensor)
+        self._tensor_ranks = self._make_tensor_ranks(arch, tensor)
         self._stages = self._make_stages(model, arch)
         built_in = buildable_points(arch, settings.graph_sites) if compiles(config) else []
         self.midstream = self._make_trace_host(arch, settings)
         link = self._stages.link if self._stages is not None else None
         self.plans = make_plan_host(
-            self, arch, settings, built_in, lambda: self.midstream.reports.sender, link, self._whole
+            self, arch, settings, built_in, lambda: self.midstream.reports.sender, link, self._tensor_ranks
         )
         self._has_built_in = bool(built_in)
         # In a graph, vLLM's all-reduce reads different buffers of the other ranks than outside of it. So either all ranks replay a graph
         # or none does.
-        self._stops_alone = self._whole is None and config.parallel_config.data_parallel_size == 1
+        self._stops_alone = self._tensor_ranks is None and config.parallel_config.data_parallel_size == 1
         self.midstream.watch_graph_sites(built_in)
         build_in(model, arch, built_in, self.plans.tables.index.__getitem__)
         runner.connect(StepHost(self.midstream, self.plans))
@@ -150,7 +150,7 @@ class Worker(PlatformWorker):
         return Stages(exchange(StageParts.of(model, arch)), link, self.device)
 
     @staticmethod
-    def _make_whole(arch: Architecture, group: Any) -> Whole | None:
+    def _make_tensor_ranks(arch: Architecture, group: Any) -> Whole | None:
         """The ranks that share each layer with this worker, if there are any."""
         if group.world_size == 1:
             return None
@@ -165,8 +165,8 @@ class Worker(PlatformWorker):
     def _make_trace_host(self, arch: Architecture, settings: Settings) -> TraceHost:
         model, config = self._runner.model, self.vllm_config
         stages = self._stages
-        whole = stages.arch if stages is not None else arch
-        interleaver = Interleaver(model, whole.order, stages, self._whole)
+        model_arch = stages.arch if stages is not None else arch
+        interleaver = Interleaver(model, model_arch.order, stages, self._tensor_ranks)
         compute_logits: Any = model.compute_logits
         norm = model.get_submodule(arch.parts["final_norm"]) if "final_norm" in arch.parts else None
 
@@ -176,7 +176,7 @@ class Worker(PlatformWorker):
             normed = norm(hidden)
             return compute_logits(normed[0] if isinstance(normed, tuple) else normed)  # Command-R's norm returns a pair
 
-        envoy = ModelEnvoy(model, whole, interleaver, unembed, self._tokenizer)
+        envoy = ModelEnvoy(model, model_arch, interleaver, unembed, self._tokenizer)
         reports = Reports(get_pp_group().rank_in_group, speaks=get_tp_group().rank_in_group == 0)
         limits = config.model_config.max_model_len, config.model_config.get_vocab_size()
         return TraceHost(envoy, interleaver, arch, settings.allow_traces, *limits, reports, stages)
@@ -340,7 +340,7 @@ class Worker(PlatformWorker):
             "traced_steps": self.midstream.traced_steps,
             "uncompiled_steps": self.midstream.uncompiled_steps,
             **(self._stages.link.gauges() if self._stages is not None else {}),
-            **(self._whole.agreement.gauges() if self._whole is not None else {}),
+            **(self._tensor_ranks.agreement.gauges() if self._tensor_ranks is not None else {}),
         }
 
     def midstream_finish(self) -> None:
@@ -380,8 +380,8 @@ class Worker(PlatformWorker):
             host.reports.sender.close(flush=False)
         if (stages := getattr(self, "_stages", None)) is not None:
             stages.link.close()
-        if (whole := getattr(self, "_whole", None)) is not None:
-            whole.agreement.close()
+        if (ranks := getattr(self, "_tensor_ranks", None)) is not None:
+            ranks.agreement.close()
         try:
             if (plans := getattr(self, "plans", None)) is not None:
                 plans.outlet.close()  # raises what a consumer raised
