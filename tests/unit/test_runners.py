@@ -13,10 +13,13 @@ pytest.importorskip("vllm")
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from midstream.engine import launch
+from midstream.engine import runners as runners_module
 from midstream.engine.parent_process import ProcessEnd
 from midstream.engine.replacements import Replacement
-from midstream.engine.runners import V1Runner, Watch
+from midstream.engine.runners import V1Runner, V2Runner, Watch, keeping_from_graphs
 from midstream.engine.scheduler import _Rules
+from midstream.engine.seams import Role
+from midstream.engine.step_mode import StepMode
 from midstream.errors import EngineClosedError, TraceError
 from midstream.runtime.step import StepView
 from midstream.runtime.trace_host import TraceHost
@@ -94,6 +97,83 @@ def test_the_host_sees_steps_while_it_watches_and_nothing_of_it_stays() -> None:
         assert host.seen == ["step", "logits", "samples"][: [0, 1, 3][what]]
         host.seen.clear()
         assert ([vars(each) for each in objects] == before) == (what is Watch.NOTHING)
+
+
+class V2ModelRunner:
+    """What the adapter touches of vLLM's V2 runner."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.cudagraph_manager = SimpleNamespace(graphs={}, capture=self.capture)
+
+    def get_model(self) -> Any:
+        return self.model
+
+    def capture(self) -> None:
+        self.cudagraph_manager.graphs["batch"] = (
+            "second" if self.cudagraph_manager.graphs is not self.first else "first"
+        )
+
+    def prepare_inputs(self) -> Any:
+        ones = torch.ones(1).numpy()
+        return SimpleNamespace(
+            req_ids=["a"],
+            num_reqs=1,
+            num_scheduled_tokens=ones,
+            num_computed_tokens_np=ones,
+            num_tokens_after_padding=4,
+        )
+
+    def sample(self) -> Any:
+        return SimpleNamespace(sampled_token_ids=torch.zeros(1, 1)), None, None
+
+
+def test_the_v2_runner_is_watched_and_records_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    applied: list[Role] = []
+    monkeypatch.setattr(runners_module, "apply", applied.append)  # the CPU's build cannot import the V2 runner
+    vllms, host = V2ModelRunner(Model()), Host()
+    before = dict(vars(vllms))
+    runner = V2Runner(vllms)
+    runner.connect(host)
+    for what in (Watch.ALL, Watch.ROWS, Watch.NOTHING):
+        runner.watch(what)
+        vllms.prepare_inputs()
+        vllms.model.compute_logits(torch.zeros(1))
+        vllms.sample()
+        assert host.seen == ["step", "logits", "samples"][: [0, 1, 3][what]]
+        host.seen.clear()
+    assert vars(vllms) == before and not vars(vllms.model) and applied == [Role.V2_WORKER]
+    manager = vllms.cudagraph_manager
+    vllms.first = manager.graphs  # type: ignore[attr-defined]
+    runner.record_second_graphs(lambda point, hidden, residual: None)
+    manager.capture()
+    assert manager.graphs == {"batch": "first"}
+    runner.use_second_graphs(True)
+    assert manager.graphs == {"batch": "second"}
+    runner.use_second_graphs(False)
+    assert manager.graphs is vllms.first  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("since_0_28", [False, True])
+def test_the_v2_runner_chooses_graphs_by_the_steps_mode(monkeypatch: pytest.MonkeyPatch, since_0_28: bool) -> None:
+    """0.28 and later have full graphs for short queries of different lengths, which they choose by `max_query_len`."""
+
+    def vllms(manager: Any, requests: int, tokens: int, uniform: int | None, **kwargs: Any) -> tuple[Any, None]:
+        decodes = uniform is not None or kwargs.get("max_query_len") is not None
+        mode = "NONE" if kwargs["need_eager"] else "FULL" if decodes or manager == "only full" else "PIECEWISE"
+        return SimpleNamespace(cg_mode=SimpleNamespace(name=mode)), None
+
+    dispatch = keeping_from_graphs(vllms)
+
+    def chosen(manager: str, need_eager: bool = False) -> str:
+        query = {"max_query_len": 1} if since_0_28 else {}
+        return dispatch(manager, 2, 2, 1, need_eager=need_eager, **query)[0].cg_mode.name  # type: ignore[no-any-return]
+
+    assert (chosen("both"), chosen("both", need_eager=True)) == ("FULL", "NONE")
+    monkeypatch.setattr(StepMode, "no_full_graph", True)
+    assert (chosen("both"), chosen("only full")) == ("PIECEWISE", "NONE")
+    monkeypatch.setattr(StepMode, "no_graphs", True)
+    assert chosen("both") == "NONE"
 
 
 @pytest.mark.parametrize(("known", "seen"), [((["a"], 4), []), ((["b"], 4), ["step"]), ((["a"], 8), ["step"])])

@@ -84,9 +84,9 @@ def examine(seam: Seam, sources: Sources) -> Finding:
 
 
 def _differences(name: str, expected: str, found: object, does: Does) -> list[str]:
-    """What a function of vLLM's does not have of the expected signature, a sentence each."""
+    """How a function of vLLM's differs from the expected signature, a sentence each."""
     if not isinstance(found, Function):
-        return []  # an attribute that holds a function, whose signature the sources do not say
+        return [f"{name} is no function any more."]
     want = ast.parse(f"def f{expected}: ...").body[0]
     assert isinstance(want, Function)
     is_static = any(ast.unparse(decorator) == "staticmethod" for decorator in found.decorator_list)
@@ -133,9 +133,10 @@ def report(findings: Sequence[Finding], sources: Sources) -> Iterator[str]:
     if version is not None and not is_supported(version):
         yield f"midstream supports vLLM {supported_range()} and refuses to start on this one."
     yield ""
-    yield f"{'STATUS':<8}  {'MIDSTREAM':<10}  PART OF VLLM"
+    width = max(len(seam.target) for seam in SEAMS)
+    yield f"{'STATUS':<8}  {'MIDSTREAM':<10}  {'PART OF VLLM':<{width}}  IN midstream.engine"
     for seam, status, _ in findings:
-        yield f"{status:<8}  {seam.does.value:<10}  {seam.target}"
+        yield f"{status:<8}  {seam.does.value:<10}  {seam.target:<{width}}  {seam.by.removeprefix('midstream.engine.')}"
     for seam, status, problems in findings:
         if problems:
             yield from ("", f"{status}  {seam.target}", *(f"    {problem}" for problem in problems))
