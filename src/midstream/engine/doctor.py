@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import importlib.util
 import re
 from collections import Counter
@@ -80,7 +81,31 @@ def examine(seam: Seam, sources: Sources) -> Finding:
             problems.append(f"{name} is gone.")
         elif bracket:
             problems += _differences(name, bracket + signature, there, seam.does)
+    if seam.does is Does.SUBCLASSES:
+        listed = {member.partition("(")[0] for member in seam.members.split("; ")}
+        problems += [
+            f"{name} is an attribute of vLLM's class now, and midstream's class has one of that name."
+            for name in sorted(_names_of(seam.by) - listed)
+            if sources.find(f"{seam.target}.{name}") is not None
+        ]
     return Finding(seam, "CHANGED" if problems else "fits", problems)
+
+
+@functools.cache
+def _names_of(path: str) -> frozenset[str]:
+    """The methods of one of midstream's classes, and the attributes that they assign to `self`; special methods left out."""
+    found = Sources(Path(__file__).parents[1], "midstream").find(path)
+    if not isinstance(found, _Class):
+        return frozenset()
+    names = {name for statement in found.definition.body for name in _defined(statement)}
+    names |= {
+        node.attr for node in ast.walk(found.definition) if isinstance(node, ast.Attribute) and _is_set_on_self(node)
+    }
+    return frozenset(name for name in names if not name.startswith("__"))
+
+
+def _is_set_on_self(node: ast.Attribute) -> bool:
+    return isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"
 
 
 def _differences(name: str, expected: str, found: object, does: Does) -> list[str]:
@@ -213,11 +238,7 @@ class Sources:
             if name in _defined(statement):
                 return statement
         for node in ast.walk(owner.definition):  # self.name = ...
-            if (
-                isinstance(node, ast.Attribute)
-                and isinstance(node.ctx, ast.Store)
-                and ast.unparse(node) == f"self.{name}"
-            ):
+            if isinstance(node, ast.Attribute) and node.attr == name and _is_set_on_self(node):
                 return node
         for base in owner.definition.bases:
             path = ast.unparse(base.value if isinstance(base, ast.Subscript) else base)

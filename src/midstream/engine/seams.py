@@ -268,12 +268,12 @@ _WORKER = (
          "Carries skip_compiled; says which graph a step replays.", members="skip_compiled; cudagraph_runtime_mode; batch_descriptor"),
     Seam("vllm.forward_context.get_forward_context", CALLS, "midstream.engine.graphs._run",
          "The context of the step that is running.", signature="() -> ForwardContext"),
-    Seam("vllm.v1.worker.gpu_worker.Worker", SUBCLASSES, "midstream.engine.worker.Worker",
-         "Runs plans and traces around the steps of the GPU worker.",
-         members="load_model(**rest); execute_model(scheduler_output); sample_tokens(grammar_output); execute_dummy_batch(); "
-                 "compile_or_warm_up_model(); shutdown(); model_runner; vllm_config; device; rank"),
-    Seam("vllm.v1.worker.cpu_worker.CPUWorker", SUBCLASSES, "midstream.engine.worker.Worker",
-         "The same on the CPU.", members="load_model(**rest); execute_model(scheduler_output); sample_tokens(grammar_output)"),
+    *(
+        Seam(worker, SUBCLASSES, "midstream.engine.worker.Worker", f"Runs plans and traces around the steps of the {kind} worker.",
+             members="load_model(**rest); execute_model(scheduler_output); sample_tokens(grammar_output); execute_dummy_batch(); "
+                     "compile_or_warm_up_model(); shutdown(); model_runner; vllm_config; device; rank")
+        for worker, kind in (("vllm.v1.worker.gpu_worker.Worker", "GPU"), ("vllm.v1.worker.cpu_worker.CPUWorker", "CPU"))
+    ),
     Seam("vllm.v1.outputs.AsyncModelRunnerOutput", SUBCLASSES, "midstream.engine.worker._ReportingOutput",
          "Adds errors and stops to an output that is still on its way from the device.", members="get_output()"),
     Seam("vllm.v1.outputs.SamplerOutput", READS, "midstream.engine.runners.Runner._trace_samples",
