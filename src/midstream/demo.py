@@ -368,7 +368,7 @@ def start(eager: bool) -> tuple[VLLM, LanguageModel]:
         import torch
 
         from midstream import VLLM, LanguageModel, demo_model
-        from midstream.engine.versions import check_vllm_version
+        from midstream.engine.seams import check_vllm_version
 
         logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # it warns that a CPU has no Triton
         check_vllm_version()

@@ -71,7 +71,7 @@ class EngineConnection:
         self._starting: asyncio.Task[None] | None = None
         if not is_async:
             if not launch.is_in_process(engine):
-                self.receiver.when_gone = partial(launch.let_go, engine)
+                self.receiver.when_gone = partial(launch.wake_waiting_callers, engine)
             self._senders = _senders(self.ask("midstream_connect", self.receiver.address))
 
     @property
