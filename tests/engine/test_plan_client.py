@@ -278,7 +278,7 @@ def test_d5_a_slow_sink_slows_the_engine_down_and_memory_stays_bounded(engine: V
     from midstream.capture.sinks import Sinks
 
     monkeypatch.setattr(engine, "sinks", Sinks(queue_bytes=1 << 20))
-    monkeypatch.setattr(engine._connection.receiver._pace, "limit", 1 << 20)
+    monkeypatch.setattr(engine._connection.receiver._paced, "limit", 1 << 20)
     waiting, rows = [], []
 
     def slow(_: str, __: str, ___: int, positions: list[int], ____: torch.Tensor) -> None:
