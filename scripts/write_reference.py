@@ -29,11 +29,11 @@ SECTIONS = {
         *[(f"midstream:{name}", "", "") for name in ("Steer", "Patch", "Clamp", "Capture", "Consumer", "Span")],
         ("midstream:Plan", "plan", "of normal hash"),
         ("midstream:RecordedRun", "run", ""),
-        ("midstream.client.vectors:Vectors", "model.vectors", "load"),
-        ("midstream.client.runs:Runs", "model.runs", "listing delete"),
+        ("midstream.client.vectors_and_runs:Vectors", "model.vectors", "load"),
+        ("midstream.client.vectors_and_runs:Runs", "model.runs", "listing delete"),
         ("midstream:engine_arguments", "", ""),
     ],
-    "Around a trace": [("midstream.client.tracer:Tracer", "tracer", "invoke barrier")],
+    "Around a trace": [("midstream.client.tracing:Tracer", "tracer", "invoke barrier")],
     "Inside of a trace": [
         (
             "midstream.trace.envoy:ModelEnvoy",
@@ -45,7 +45,7 @@ SECTIONS = {
         ("midstream:backward", "", ""),
     ],
     "Captures": [
-        ("midstream.capture.segment:Captured", "output.captures", "positions"),
+        ("midstream.capture.rows:Captured", "output.captures", "positions"),
         ("midstream:open_captures", "", ""),
         ("midstream.capture.store:Store", "store", "failed refresh"),
     ],

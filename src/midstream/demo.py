@@ -1,8 +1,8 @@
 """`./demo`: what midstream does, in a minute, on the bundled model and a real vLLM engine.
 
-Reads, a logit lens, an ablation, a steering vector and an activation patch as traces; a probe, a steering vector, an
-ablation and a patch as plans; each with the lines of code that it takes. Then the same values from vLLM and from
-transformers side by side. Fails if those differ by more than float32 rounding.
+It shows reads, a logit lens, an ablation, a steering vector and an activation patch as traces, and a probe, a steering
+vector, an ablation and a patch as plans, each with its code. Then it compares values from vLLM and transformers, and fails
+if they differ by more than float32 rounding.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ ENVIRONMENT = {
 }
 
 
-# What is printed.
+# Printing.
 
 
 def colour(code: int, text: str) -> str:
-    """`text` in an ANSI colour, if somebody is looking."""
+    """`text` in an ANSI colour, if stdout is a terminal."""
     wanted = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     return f"\033[{code}m{text}\033[0m" if wanted else text
 
@@ -71,7 +71,7 @@ def bad(text: str) -> str:
 
 @contextlib.contextmanager
 def waiting(text: str) -> Iterator[None]:
-    """Shows that something goes on: a running clock on a terminal, a line at the end elsewhere."""
+    """Show progress: a running clock on a terminal, else a line at the start and at the end."""
     start, done, live = time.monotonic(), threading.Event(), sys.stderr.isatty()
 
     def tick() -> None:
@@ -92,7 +92,7 @@ def waiting(text: str) -> Iterator[None]:
         print(f"{chr(13) if live else ''}  {text}: {time.monotonic() - start:.0f} s   ", file=sys.stderr, flush=True)
 
 
-# What is shown. Functions that take `model` alone run inside the forward pass, wherever that is.
+# Traces. Functions whose only parameter is `model` run inside the forward pass.
 
 
 def read(model: VLLM) -> None:
@@ -120,7 +120,7 @@ def read(model: VLLM) -> None:
 
 
 def last_token_lens(model: Any) -> list[torch.Tensor]:
-    """What each layer would say next, were it the last: probabilities, `[vocab]`."""
+    """The next-token probabilities at each layer, `[vocab]`."""
     return [model.project_on_vocab(model.layers_output[layer][-1:])[0].softmax(-1) for layer in range(model.num_layers)]
 
 
@@ -226,7 +226,7 @@ def plans(model: VLLM) -> None:
 
 
 def compare(model: VLLM, prompts: list[str], plan: Any, label: str) -> None:
-    """What each prompt says with the plan and without, in one batch."""
+    """Print the continuation of each prompt without and with the plan, run as one batch."""
     twice = [prompt for prompt in prompts for _ in range(2)]
     outputs = model.generate(twice, plan=[None, [plan]] * len(prompts), max_tokens=1, temperature=0.0)
     texts = [repr(output.outputs[0].text) for output in outputs]
@@ -235,7 +235,7 @@ def compare(model: VLLM, prompts: list[str], plan: Any, label: str) -> None:
 
 
 def probe(model: VLLM) -> torch.Tensor:
-    """Whether an opinion is kind, read off each layer: how often a probe is right, and the direction at layer 5."""
+    """Fit a probe for kind opinions at each layer. Prints how often it is right; returns the direction at layer 5."""
     import torch
 
     from midstream import Capture
@@ -284,7 +284,7 @@ def patch_from_a_run(model: VLLM) -> None:
 
 
 def planned_captures(model: Any) -> list[list[torch.Tensor]]:
-    """The residual stream of each prompt under a plan that has one of each, behind its edits."""
+    """The residual stream of each prompt after the edits of a plan with every kind of intervention."""
     from midstream import Capture, Clamp, Patch, Steer
 
     run = model.record(ITALY, sites=["resid_post"], name="demo")
@@ -301,7 +301,7 @@ def planned_captures(model: Any) -> list[list[torch.Tensor]]:
 
 
 def every_site(model: Any) -> dict[str, list[torch.Tensor]]:
-    """What the standard accessors give, in the order of the forward pass."""
+    """The values of the standard accessors, in the order of the forward pass."""
     names = (
         "layers_input", "attentions_input", "attn_z", "attentions_output", "mlps_input", "mlps_output", "layers_output",
     )  # fmt: skip
@@ -313,13 +313,13 @@ def every_site(model: Any) -> dict[str, list[torch.Tensor]]:
 
 
 def values_of(model: Any) -> list[dict[str, list[torch.Tensor]]]:
-    """For each prompt what traces read, and what a plan captures."""
+    """The values that a trace reads and a plan captures of each prompt."""
     traced, planned = model.run(every_site, list(PROMPTS)), planned_captures(model)
     return [{**values, "planned_captures": captures} for values, captures in zip(traced, planned, strict=True)]
 
 
 def differences(model: VLLM, hf: LanguageModel) -> float:
-    """Print the table; the largest relative difference."""
+    """Print the table. Returns the largest relative difference."""
     heading(7, f"vLLM against transformers: {len(PROMPTS)} prompts in a batch, every layer, float32")
     import torch
 
@@ -336,7 +336,7 @@ def differences(model: VLLM, hf: LanguageModel) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demo; 1 if vLLM and transformers differ."""
+    """Run the demo. Returns 1 if vLLM and transformers differ."""
     parser = argparse.ArgumentParser(prog="midstream demo", description="What midstream does, on the bundled model.")
     parser.add_argument(
         "--compile", action="store_true", help="start vLLM with torch.compile and CUDA graphs, as it is served"
@@ -368,9 +368,9 @@ def start(eager: bool) -> tuple[VLLM, LanguageModel]:
         import torch
 
         from midstream import VLLM, LanguageModel, demo_model
-        from midstream.engine.versions import check_vllm_version
+        from midstream.engine.seams import check_vllm_version
 
-        logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # that a CPU has no Triton is no news
+        logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # it warns that a CPU has no Triton
         check_vllm_version()
     with waiting(f"starting vLLM {'eager' if eager else 'and compiling'}"):
         model = VLLM(

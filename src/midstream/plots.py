@@ -9,8 +9,8 @@
     lens = logit_lens(model, "The capital of France is")     # the numbers alone
     plot_logit_lens(lens, path="lens.png")
 
-A notebook shows what they return; with `path` the figure is written there. matplotlib is loaded when a figure is drawn,
-not before: `pip install "midstream[plot]"`.
+A notebook shows what they return; `path` is a file to write the figure to. matplotlib is loaded when a figure is drawn:
+`pip install "midstream[plot]"`.
 
 Shapes: L layers, T tokens of the prompt.
 """
@@ -32,11 +32,11 @@ _WIDEST, _HIGHEST = 14.0, 20.0  # inches: about what a notebook shows without ma
 
 @dataclass(frozen=True)
 class LogitLens:
-    """What the logit lens sees of one prompt.
+    """The logit lens of one prompt.
 
     Attributes:
         tokens: the prompt's tokens as text, T of them.
-        top: for each of L layers, the likeliest next token after each of the T tokens.
+        top: the likeliest next token after each of the T tokens, for each of L layers.
         probs_LT: its probability, float32 `[layers, tokens]`.
     """
 
@@ -46,16 +46,16 @@ class LogitLens:
 
 
 def logit_lens(model: Any, prompt: str | Sequence[int]) -> LogitLens:
-    """The likeliest next token after each token of `prompt`, read off the residual stream leaving each layer.
+    """The likeliest next token after each token of `prompt`, from the residual stream after each layer.
 
-    nostalgebraist, 2020, "interpreting GPT: the logit lens". One trace; the vocabulary stays where the model runs.
+    See nostalgebraist, 2020, "interpreting GPT: the logit lens". Runs one trace; only the likeliest tokens leave the engine.
 
     Args:
         model: a `VLLM` or a `LanguageModel`.
         prompt: text or token ids.
     """
     if getattr(model, "mode", "sync") == "async":
-        raise MidstreamError('logit_lens runs its trace to the end: give it a VLLM of mode="sync", or a LanguageModel.')
+        raise MidstreamError('logit_lens needs a VLLM of mode="sync", or a LanguageModel.')
     token_ids = model.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt)
     probs_LT, top_LT = model.run(_best_tokens, token_ids)
     decode = model.tokenizer.decode
@@ -89,17 +89,17 @@ def plot_heatmap(
     limits: tuple[float, float] | None = None,
     ax: Any = None,
 ) -> Any:
-    """A grid of numbers as colours, the first row at the top. NaN is drawn grey.
+    """Draw a grid of numbers as colours, the first row at the top, NaN in grey.
 
     Args:
         values: `[rows, columns]`: a tensor, an array or nested lists.
-        xlabels, ylabels: what stands at the columns and the rows.
-        title: above the figure.
-        path: where to write it, by its ending as PNG, PDF or SVG; the figure is then closed, and can still be used.
-        xlabel, ylabel, label: what the columns, the rows and the colours are.
-        cmap: matplotlib's name of a colour map; if None, diverging about 0 where the values have both signs.
-        limits: the values at the ends of the colour map; if None, those that there are.
-        ax: matplotlib's Axes to draw into, instead of a figure of its own.
+        xlabels, ylabels: labels of the columns and the rows.
+        title: the title above the figure.
+        path: a PNG, PDF or SVG file to write to; the figure is then closed, and can still be used.
+        xlabel, ylabel, label: labels of the two axes and of the colour bar.
+        cmap: the name of a matplotlib colour map; if None, one that diverges around 0 if the values have both signs.
+        limits: the values at the ends of the colour map; if None, the least and the largest value.
+        ax: the matplotlib Axes to draw into; a new figure if None.
 
     Returns:
         The Axes; `.figure` is its figure.
@@ -134,13 +134,13 @@ def plot_lines(
     ylabel: str = "",
     ax: Any = None,
 ) -> Any:
-    """Curves over the same points: an effect against a scale, a probe's accuracy against the layer.
+    """Draw curves over the same points: an effect against a scale, a probe's accuracy against the layer.
 
     Args:
-        x: where the points stand.
-        y: `[points]`, a tensor, an array or a list; or several curves, by their names.
+        x: the points.
+        y: `[points]`: a tensor, an array or a list; or several curves by name.
         title, path, ax: as in `plot_heatmap`.
-        xlabel, ylabel: what the axes are.
+        xlabel, ylabel: labels of the axes.
 
     Returns:
         The Axes; `.figure` is its figure.
@@ -174,15 +174,15 @@ def plot_logit_lens(
     path: str | PathLike[str] | None = None,
     wrap: int = 12,
 ) -> Any:
-    """The logit lens as a figure: tokens to the right, layers upwards, in each cell the likeliest next token.
+    """Draw the logit lens: tokens to the right, layers upwards, in each cell the likeliest next token.
 
-    Colour is its probability. A dot at the beginning of a token stands for a space. A long prompt takes several rows.
+    The colour is its probability. A dot at the start of a token stands for a space. A long prompt takes several bands.
 
     Args:
-        model_or_lens: a model, which runs one trace on `prompt`, or what `logit_lens` gave.
+        model_or_lens: a model, which runs one trace on `prompt`, or a result of `logit_lens`.
         prompt: text or token ids; None with a `LogitLens`.
         title, path: as in `plot_heatmap`.
-        wrap: how many tokens to put into a row.
+        wrap: the number of tokens in a band.
 
     Returns:
         matplotlib's Figure.
@@ -190,12 +190,12 @@ def plot_logit_lens(
     if isinstance(model_or_lens, LogitLens):
         lens = model_or_lens
     elif prompt is None:
-        raise MidstreamError("plot_logit_lens takes a model and a prompt, or what logit_lens(model, prompt) gave.")
+        raise MidstreamError("plot_logit_lens takes a model and a prompt, or the result of logit_lens(model, prompt).")
     else:
         lens = logit_lens(model_or_lens, prompt)
     pyplot = _pyplot()
     starts = range(0, len(lens.tokens), wrap)
-    layers = list(range(len(lens.top)))[::-1]  # the stream flows upwards
+    layers = list(range(len(lens.top)))[::-1]  # the first layer at the bottom
     width, height = min(wrap, len(lens.tokens)), 0.55 + 0.3 * len(layers)
     size = (min(_WIDEST, 2.0 + 1.0 * width), 0.8 + height * len(starts))
     figure, bands = pyplot.subplots(len(starts), squeeze=False, figsize=size, layout="constrained")
@@ -259,8 +259,8 @@ def _draw(
 
 
 def _label(axis: Any, labels: list[Any], room: float, turned: bool) -> None:
-    """Tick labels: slanted where they would touch, and only every second, third, ... where even that is too narrow."""
-    every = -(-len(labels) * 0.14 // room) or 1  # inches of a line of text
+    """Set tick labels: slanted if they would touch, and only every second, third, ... one if there is still no room."""
+    every = -(-len(labels) * 0.14 // room) or 1  # inches for a line of text
     shown = [(at, show(text)) for at, text in enumerate(labels) if at % every == 0]
     flat = not turned or sum(len(text) for _, text in shown) * 0.085 + 0.1 * len(shown) < room
     slant = {} if flat else {"rotation": 60, "ha": "right", "rotation_mode": "anchor"}
@@ -282,8 +282,8 @@ def _write_file(pyplot: Any, figure: Any, path: str | PathLike[str] | None) -> N
 
 
 def show(label: Any) -> str:
-    """A label for people: a dot for a leading space, line ends and tabs spelled out, what is long cut."""
+    """A readable label: a dot for a leading space, escapes for newlines and tabs, long text cut."""
     text = str(label).replace("\n", "\\n").replace("\t", "\\t").replace("\r", "\\r")
     text = "·" + text[1:] if text.startswith(" ") else text
     text = text if len(text) <= _LONGEST_LABEL else text[: _LONGEST_LABEL - 1] + "…"
-    return text.replace("$", r"\$")  # two of them would set a formula
+    return text.replace("$", r"\$")  # two of them would make a formula

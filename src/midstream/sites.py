@@ -1,7 +1,7 @@
 """The places of a decoder-only model where activations are read and changed.
 
-A site is `(name, layer)`. Its value is the activation as the mathematics has it, whatever the engine's storage: shape
-`[tokens, hidden]`, the request's own tokens in this step. A `Binding` says where in the running model that value lies.
+A site is `(name, layer)`. Its value is the activation in the mathematical sense, however the engine stores it: `[tokens, hidden]`, the
+request's own tokens in this step. A `Binding` says where in the running model that value lies.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 if TYPE_CHECKING:
     import torch
 
-# In the order in which the forward pass comes by them.
+# In the order of the forward pass.
 LAYER_SITES = (
     "resid_pre",
     "attn_in",
@@ -27,7 +27,7 @@ LAYER_SITES = (
 )
 MODEL_SITES = ("embed", "final_norm", "logits", "samples")
 
-# The standard accessors, under the names that nnterp's users know.
+# The standard accessors, with the names that nnterp gave them.
 ACCESSORS = {
     "layers_input": "resid_pre",
     "layers_output": "resid_post",
@@ -40,26 +40,34 @@ ACCESSORS = {
 
 Kind = Literal["input", "output"]
 Point = tuple[str, int]  # (site, layer)
-Ref = tuple[int | str, ...]
+Ref = tuple[int | str, ...]  # where a tensor lies in a tree of tuples, lists and mappings
+Key = tuple[
+    str, ...
+]  # a point of the forward: (path, "input"), (path, "output"), ("", "logits"), (path, "source", call, "output")
+
+
+def point_name(key: Key) -> str:
+    """How a user would write the point: `model.layers.3.output`."""
+    return ".".join(part for part in key if part)
 
 
 @dataclass(frozen=True)
 class Binding:
-    """Where one site's value lies: a module's call, and the leaves of what goes in or comes out.
+    """Where one site's value lies: a module, its input or output, and the leaves there.
 
-    For `kind="input"` the leaves are looked up in the pair `(args, kwargs)`: `(0, 1)` is the second positional
-    argument, `(1, "hidden_states")` a keyword. For `kind="output"` in what the module returns: `()` is the returned
-    tensor itself, `(0,)` the first of a tuple.
+    For `kind="input"` leaves are looked up in the pair `(args, kwargs)`: `(0, 1)` is the second positional argument,
+    `(1, "hidden_states")` a keyword argument. For `kind="output"` they are looked up in what the module returns: `()` is the returned
+    tensor itself, `(0,)` the first element of a tuple.
 
     Attributes:
         path: the module's path in the tree, such as `model.layers.3`.
         kind: whether the value goes into the module or comes out of it.
         hidden: the leaf that holds the value, or the first of two streams.
-        residual: the leaf of the second stream, if the value is the sum of two. The leaf may be None at run time (the
-            first layer of a dual-stream model): the value is then `hidden` alone.
+        residual: the leaf of the second stream, if the value is the sum of two. At run time the leaf may be None (first layer of a
+            dual-stream model); then the value is `hidden` alone.
         heads: `(heads, head_dim)` if the last axis is to be split, for `attn_z`.
-        scale: what the leaf is multiplied with to give the value, for embeddings that are scaled outside their module.
-        in_place: whether the block also adds this very tensor to the stream later on, past the module: a write has to land in it.
+        scale: the factor between the leaf and the value, for embeddings that the model scales outside of their module.
+        in_place: whether the block later adds this same tensor to the stream, so that a write has to change the tensor itself.
     """
 
     path: str
@@ -71,7 +79,7 @@ class Binding:
     in_place: bool = False
 
     def read(self, leaf: Callable[[Ref], torch.Tensor | None]) -> torch.Tensor:
-        """The site's value. `leaf` looks a leaf up; the result may alias it if nothing had to be computed."""
+        """The site's value. `leaf` looks up a leaf; the result may share its memory."""
         value = leaf(self.hidden)
         assert value is not None
         second = leaf(self.residual) if self.residual is not None else None
@@ -84,7 +92,7 @@ class Binding:
         return value
 
     def leaves(self, value: torch.Tensor, leaf: Callable[[Ref], Any]) -> list[tuple[Ref, torch.Tensor]]:
-        """What to write where, so that `read` gives exactly `value` afterwards."""
+        """What to write to which leaf, so that `read` then returns exactly `value`."""
         if self.heads is not None:
             value = value.flatten(-2)
         if self.scale != 1.0:
@@ -92,7 +100,7 @@ class Binding:
         second = leaf(self.residual) if self.residual is not None else None
         if self.residual is None or second is None:
             return [(self.hidden, value)]
-        if second.ndim == 1:  # a bias beside the output: not the request's own to change
+        if second.ndim == 1:  # a bias beside the output, which belongs to all requests
             return [(self.hidden, value - second)]
         # v + 0 is v in every dtype; (v - residual) + residual is not.
         return [(self.hidden, value), (self.residual, value.new_zeros(()).expand_as(value))]
@@ -102,8 +110,8 @@ class NotFinite(NamedTuple):
     """Where a request's activations were first seen to be infinite or NaN.
 
     Attributes:
-        position: the lowest one where that was seen, counted from the prompt's begin.
-        point: the first (site, layer) at which a plan's edit made them so; None if they became so elsewhere.
+        position: the lowest such position, counted from the start of the prompt.
+        point: the first (site, layer) where a plan's edit caused it; None if the cause lies elsewhere.
     """
 
     position: int
@@ -124,7 +132,7 @@ def follow(tree: Any, ref: Ref) -> Any:
 
 
 def replaced(tree: Any, ref: Ref, leaf: Any) -> Any:
-    """`tree` with another leaf at `ref`; what lies beside it is shared, nothing is changed in place."""
+    """A copy of `tree` with another leaf at `ref`. The other leaves are shared."""
     if not ref:
         return leaf
     key, rest = ref[0], ref[1:]

@@ -17,7 +17,7 @@ from engines import start
 from oracle import Plain, close
 
 from midstream import Capture, Steer, open_captures
-from midstream.client import async_
+from midstream.client import vllm_async
 from midstream.errors import EngineClosedError, InterventionError, InterventionErrorGroup, MidstreamError, TraceError
 
 if TYPE_CHECKING:
@@ -260,7 +260,7 @@ def test_what_is_not_saved_of_the_callers_containers_is_told_of(model: VLLM, dri
     found: list[Any] = []
     with model.trace(FRANCE, temperature=0.0) as tracer:
         found.append(model.layers_output[3])
-    with pytest.warns(UserWarning, match="put into found was not saved") as told:
+    with pytest.warns(UserWarning, match="put values into found and did not save") as told:
         drive(tracer.backend)
     assert found == [] and told[0].filename == __file__
 
@@ -428,7 +428,7 @@ def test_d5_a_slow_function_holds_up_no_other_requests_rows(
     model: VLLM, drive: Drive, plain: Plain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Seen failing with four threads for all sinks: the rows of the other had come, and were said to be missing."""
-    monkeypatch.setattr(async_, "RESULT_SECONDS", 3.0)
+    monkeypatch.setattr(vllm_async, "RESULT_SECONDS", 3.0)
 
     def slow(*_: Any) -> None:
         time.sleep(0.05)

@@ -222,7 +222,7 @@ def test_500_traces_leave_memory_flat(engine: VLLM) -> None:
     traces(80)
     assert resident_megabytes() - after_100 < 10  # the saves of the 400 requests between are 27 MB
     assert not alive(engine)
-    receiver = engine._receiver
+    receiver = engine._connection.receiver
     assert receiver is not None and receiver.open_mailboxes == 0 and receiver.dropped == 0
 
 

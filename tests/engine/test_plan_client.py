@@ -72,11 +72,10 @@ def test_d1_extra_args_carry_a_plan_as_well(engine: VLLM, plain: Plain) -> None:
 
 
 def test_d1_other_extra_args_stay(engine: VLLM) -> None:
-    from midstream.client.carried import make_requests
-    from midstream.client.tracer import Invoke
+    from midstream.client.requests import Invoke
 
     plan = Plan.of(Steer("resid_post", vector=vector()))
-    requests = make_requests(engine, [Invoke(FRANCE, None, {"extra_args": {"mine": 1}}, plan)], [[1, 2, 3]], False)
+    requests = engine._prepare([Invoke(FRANCE, None, {"extra_args": {"mine": 1}}, plan)])()
     assert requests.params[0].extra_args["mine"] == 1 and set(requests.params[0].extra_args["midstream"]) >= {"plan"}
 
 
@@ -275,24 +274,24 @@ def test_d5_a_stalled_sink_fails_its_request_and_the_engine_goes_on(
 
 
 def test_d5_a_slow_sink_slows_the_engine_down_and_memory_stays_bounded(engine: VLLM, monkeypatch: Any) -> None:
-    """Seen failing with `paced=False` in `VLLM.expect`: 56 of the 98 MB wait in the client."""
+    """Seen failing with `paced=False` in `EngineConnection.mailboxes`: 56 of the 98 MB wait in the client."""
     from midstream.capture.sinks import Sinks
 
     monkeypatch.setattr(engine, "sinks", Sinks(queue_bytes=1 << 20))
-    monkeypatch.setattr(engine._receiver._paced, "limit", 1 << 20)
+    monkeypatch.setattr(engine._connection.receiver._paced, "limit", 1 << 20)
     waiting, rows = [], []
 
     def slow(_: str, __: str, ___: int, positions: list[int], ____: torch.Tensor) -> None:
         time.sleep(0.02)
         rows.append(len(positions))
-        boxes = list(engine._receiver._mailboxes.values())
+        boxes = list(engine._connection.receiver._mailboxes.values())
         waiting.append(sum(message.size for box in boxes for message in list(box._messages)))
 
     plan = Capture("resid_post", layers="all", positions="all_prompt", to=slow)
     engine.generate([[20 + i] * 200 for i in range(60)], plan=plan, max_tokens=1, **GREEDY)
     assert sum(rows) == 60 * 200 * 8
     assert max(waiting) < 40e6
-    assert engine.sinks.stats["blocked_seconds"] > 1 and engine._receiver.paced_waiting == 0
+    assert engine.sinks.stats["blocked_seconds"] > 1 and engine._connection.receiver.paced_waiting == 0
     engine.sinks.close()
 
 
@@ -339,7 +338,7 @@ def test_an_interrupted_call_leaves_nothing_behind(engine: VLLM, plain: Plain, m
         engine.generate([FRANCE] * 8, plan=plan, max_tokens=480, **GREEDY)
     assert launch.is_in_process(engine.engine) or not alive(engine)
     assert engine.generate(FRANCE, max_tokens=2, **GREEDY)[0].outputs[0].token_ids == plain.generate(FRANCE, 2)
-    assert engine.runs.listing()[0].leases == 0 and engine._receiver.open_mailboxes == 0
+    assert engine.runs.listing()[0].leases == 0 and engine._connection.receiver.open_mailboxes == 0
     assert not engine.sinks.stats["requests"]
     assert not [t for t in threading.enumerate() if t.name == "midstream-captures"]
     engine.runs.delete(run.name)
@@ -388,7 +387,7 @@ def test_async_before_the_engine_has_started_a_plan_is_checked_with_the_first_ou
     """The model is not known before. This test has to be the first on its engine."""
 
     async def main() -> None:
-        assert model._described is None
+        assert not model._connection.is_described
         stream = model.generate(FRANCE, plan=Steer("resid_post", layers=9, vector=vector()), max_tokens=2)
         with pytest.raises(PlanError, match="0 to 7"):
             await stream
@@ -619,7 +618,7 @@ def test_async_leaving_early_leaves_nothing_behind(
         assert leases == [([run.id], 1), ([run.id], -1)]
         assert not await left(model)
         assert [info.leases for info in await model.runs.listing()] == [0]
-        assert model._receiver.open_mailboxes == 0 and not model.sinks.stats["requests"]  # type: ignore[union-attr]
+        assert model._connection.receiver.open_mailboxes == 0 and not model.sinks.stats["requests"]  # type: ignore[union-attr]
         await model.runs.delete(run.name)
 
     async def stream_closed(stream: Any) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from midstream import Patch
-from midstream.client.answers import answers_of
+from midstream.client.requests import answers_of
 from midstream.errors import PromptError, TraceError
 
 PROMPTS = ["The capital of France is", "The capital of Italy is"]

@@ -330,7 +330,7 @@ class Stubborn(Exception):
 
 
 def test_f3_a_value_that_cannot_be_read_again_is_said(engine, plain):
-    with pytest.raises(TraceError, match=r"What the trace saved has not come back: .*rebuilding it failed"):
+    with pytest.raises(TraceError, match=r"The saved values of the trace could not be sent: .*rebuilding it failed"):
         with engine.trace(PARIS, temperature=0.0):
             stubborn = Stubborn(1, 2).save()  # noqa: F841
     check_clean_trace(engine, plain)
@@ -347,7 +347,7 @@ def test_f1_a_sparse_tensor_is_saved(hf, plain):
 
 def test_f3_what_stays_in_the_engine_is_named(engine):
     found, total = [], torch.zeros(2)
-    with pytest.warns(UserWarning, match=r"put into found, total was not saved") as told:
+    with pytest.warns(UserWarning, match=r"put values into found, total and did not save") as told:
         with engine.trace(PARIS, temperature=0.0):
             found.append(engine.layers_output[2].norm())
             total[0] = engine.layers_output[2].norm()
@@ -363,7 +363,7 @@ def test_f3_what_stays_in_the_engine_is_named(engine):
 @pytest.mark.parametrize("call", ["trace", "generate", "run"])
 def test_f3_a_trace_inside_of_a_trace_is_refused(model, plain, call):
     arguments = (lambda m: 1, PARIS) if call == "run" else (PARIS,)
-    with pytest.raises(TraceError, match=rf"model\.{call} is not for the inside of a trace"):
+    with pytest.raises(TraceError, match=rf"model\.{call} cannot be called inside of a trace"):
         model.run(lambda m: getattr(m, call)(*arguments), PARIS, temperature=0.0)
     check_clean_trace(model, plain)
 
@@ -392,7 +392,7 @@ def test_f3_weights_that_the_engine_keeps_in_another_form_are_not_empty_without_
 
 
 def test_f3_a_function_that_returns_a_module_is_told(engine):
-    with pytest.raises(TraceError, match="What the function returned has not come back"):
+    with pytest.raises(TraceError, match="The function's return value could not be sent"):
         engine.run(lambda m: m.model.layers[3], PARIS, temperature=0.0)
 
 

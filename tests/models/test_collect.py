@@ -28,7 +28,7 @@ from midstream.capture.consumers import CaptureInfo
 from midstream.capture.directory import DirectorySink, remove_orphans
 from midstream.capture.store import Store
 from midstream.client import collecting
-from midstream.client.reference import PlannedRow
+from midstream.client.language_model_plans import RunningPlan
 from midstream.errors import CaptureError, ParameterError, PlanError, PromptError
 
 if TYPE_CHECKING:
@@ -107,9 +107,9 @@ def test_rows_for_a_directory_are_not_kept_in_memory(
 ) -> None:
     """Seen held: all rows of a call, until its end."""
     held: list[int] = []
-    really = PlannedRow.captured
+    really = RunningPlan.result
     monkeypatch.setattr(
-        PlannedRow, "captured", lambda self, *given: held.append(len(self._segments)) or really(self, *given)
+        RunningPlan, "result", lambda self, *given: held.append(len(self._capture._chunks)) or really(self, *given)
     )
     hf.collect(IDS, plan=LAST, to=tmp_path)
     assert held == [0] * len(IDS)
@@ -299,7 +299,7 @@ def test_a_line_that_is_no_object_is_passed_over(tmp_path: Path, caplog: Any) ->
     stored(tmp_path, "a")
     (index,) = tmp_path.glob("index-*")
     index.write_bytes(index.read_bytes() + b"17\n[]\n")
-    assert list(open_captures(tmp_path)) == ["a"] and caplog.text.count("passed over") == 2
+    assert list(open_captures(tmp_path)) == ["a"] and caplog.text.count("is ignored") == 2
 
 
 # ------------------------------------------------------------------------------------------------------ what is killed

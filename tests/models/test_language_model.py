@@ -294,7 +294,7 @@ def test_f2_stop_strings_end_where_vllm_ends_them(hf, plain):
     ended = generated(stop_token_ids=[tokens[3]])
     assert ended.text == plain.tokenizer.decode(tokens[: tokens.index(tokens[3])]) and ended.token_ids[-1] == tokens[3]
     for bad in ("", [""], 3, ["a", 3]):
-        with pytest.raises(ParameterError, match="allowed: a string that is not empty"):
+        with pytest.raises(ParameterError, match="allowed: a non-empty string"):
             generated(stop=bad)
 
 
@@ -308,6 +308,17 @@ def test_f2_a_model_of_ones_own(plain):
     close(logits, plain.run(PARIS, {("resid_post", 3): torch.zeros_like}).logits[-1:])
     assert all(torch.equal(value, before[name]) for name, value in plain.model.state_dict().items())
     assert not any(m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__ for m in plain.model.modules())
+
+
+def test_f1_source_of_a_decoder_layer_leaves_its_own_points_alone(hf: LanguageModel) -> None:
+    """Transformers' layers have a `__call__` of their own, so traces wrap their `forward`, which `.source` replaces."""
+    with hf.trace("The capital of France is"):
+        inner = hf.model.layers[3].source.self_mlp_0.output.save()
+        out = hf.model.layers[3].output.save()
+    with hf.trace("The capital of France is"):
+        mlp = hf.model.layers[3].mlp.output.save()
+        layer = hf.model.layers[3].output.save()
+    assert torch.equal(inner, mlp) and torch.equal(out, layer)
 
 
 def test_f2_nothing_is_left_on_the_model_after_a_trace(hf):

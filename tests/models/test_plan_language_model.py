@@ -468,7 +468,7 @@ def test_d5_what_a_function_does_to_its_rows_is_its_own_affair(hf: LanguageModel
 def test_d8_run_has_nowhere_to_put_captures(hf: LanguageModel, tmp_path: Path) -> None:
     """Seen dropped in silence: `run` gives what its function returns."""
     for plan in (Capture("resid_post"), Capture("resid_post", to=(tmp_path, None))):
-        with pytest.raises(PlanError, match=r"run gives back what its function returns, and no captures\. Allowed"):
+        with pytest.raises(PlanError, match=r"run returns what its function returns, without captures\. Allowed"):
             hf.run(lambda model: 1, FRANCE, plan=plan)
     assert hf.run(lambda model: 1, FRANCE, plan=Capture("resid_post", to=tmp_path)) == 1
     assert len(open_captures(tmp_path)) == 1

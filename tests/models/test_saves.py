@@ -418,7 +418,7 @@ def test_a1_a_list_made_in_the_trace_comes_back_with_what_is_saved_in_it(model, 
 def test_a1_a_number_that_a_trace_goes_on_from_is_told_of(model, plain):
     """Seen going on in silence with the number of before. Saved, it adds up over traces."""
     lost, total, text = 0, 0.0, ""
-    with pytest.warns(UserWarning, match="outside lost, text stays as it was") as told:
+    with pytest.warns(UserWarning, match="outside of it, lost, text did not change") as told:
         for prompt in (PARIS, EIFFEL):
             with model.trace(prompt):
                 norm = model.layers_output[3][-1].norm().item()
@@ -450,7 +450,7 @@ def test_a1_what_is_put_into_a_container_and_not_saved_is_told_of(model):
             row[1] = model.layers_output[4]
             nested[0].append(model.layers_output[5])
     assert len(told) == 1 and told[0].filename == __file__
-    assert "put into acts, by_layer, nested, row, seen was not saved" in str(told[0].message)
+    assert "put values into acts, by_layer, nested, row, seen and did not save" in str(told[0].message)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with model.trace(PARIS):
@@ -463,7 +463,7 @@ def test_a1_what_is_put_into_a_container_and_not_saved_is_told_of(model):
 @pytest.mark.engine
 def test_a1_what_a_trace_leaves_in_an_array_or_a_set_is_told_of(engine):
     array, seen = np.zeros(4), {0}
-    with pytest.warns(UserWarning, match="put into array, seen was not saved"):
+    with pytest.warns(UserWarning, match="put values into array, seen and did not save"):
         with engine.trace(PARIS):
             array[2] = engine.layers_output[3].norm().item()
             seen.add(3)
@@ -482,13 +482,13 @@ def test_a1_what_a_function_leaves_in_the_engine_is_told_of(engine):
     def hold(hidden: torch.Tensor) -> None:
         here = midstream.save(hidden)  # noqa: F841
 
-    with pytest.warns(UserWarning, match=r"What this trace has put into counted was not saved") as told:
+    with pytest.warns(UserWarning, match=r"This trace put values into counted and did not save") as told:
         with engine.trace(PARIS):
             count()
             hidden = engine.layers_output[3].save()  # noqa: F841
     assert len(told) == 1 and not counted
     for keep in (hold, lambda hidden: keep_in_module(3, hidden)):
-        with pytest.warns(UserWarning, match="Nothing that this trace saved has come back") as told:
+        with pytest.warns(UserWarning, match="No saved value of this trace has come back") as told:
             with engine.trace(PARIS):
                 keep(engine.layers_output[3])
         assert len(told) == 1 and not by_layer
@@ -523,9 +523,7 @@ def test_f3_a_name_of_an_invoke_used_in_the_block_around_says_when_it_is_there(m
             with tracer.invoke(PARIS):
                 early = model.layers_output[3].save()
             print(early)
-    assert told.value.__notes__[0].startswith(
-        "early is set in an invoke, and invokes run once the trace's block is over"
-    )
+    assert told.value.__notes__[0].startswith("early is set in an invoke, and invokes run after the trace's block")
 
 
 def test_f1_invokes_of_a_function_have_its_names(model, plain):
@@ -559,7 +557,7 @@ def test_f1_invokes_of_a_function_have_its_names(model, plain):
 @pytest.mark.engine
 def test_a1_saves_that_come_back_nowhere_are_told_of(engine):
     """Where the block runs on copies, what it sets on a module is lost."""
-    with pytest.warns(UserWarning, match="Nothing that this trace saved has come back") as told:
+    with pytest.warns(UserWarning, match="No saved value of this trace has come back") as told:
         with engine.trace(PARIS):
             midstream.held = engine.layers_output[3].save()
     assert told[0].filename == __file__ and not hasattr(midstream, "held")

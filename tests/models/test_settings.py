@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from midstream.engine.versions import check_vllm_version
+from midstream.engine.seams import check_vllm_version
 from midstream.errors import MidstreamError, UnknownSiteError, UnsupportedVersionError
 from midstream.settings import Settings
 

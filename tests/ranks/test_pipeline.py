@@ -612,7 +612,7 @@ def test_c11_a_long_generation_keeps_nothing_of_its_steps(pp2: VLLM) -> None:
     """What the stages have for each other, looked at by the body as it goes: values that are used, and values that are not."""
 
     def read(model: Any, tracer: Any) -> Any:
-        stages, total, seen = current_body().interleaver.stages, 0.0, {}
+        stages, total, seen = current_body().forward.stage, 0.0, {}
         for step in tracer.iter[:]:
             for i in range(model.num_layers):
                 hidden = model.layers_output[i]

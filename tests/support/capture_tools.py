@@ -14,8 +14,7 @@ import torch
 from hypothesis import strategies as st
 
 from midstream.capture.consumers import CaptureInfo
-from midstream.capture.segment import Segment
-from midstream.capture.selection import routes
+from midstream.capture.rows import RowChunk, routes
 from midstream.capture.sinks import Sinks
 from midstream.plan.layout import Layout
 from midstream.plan.values import Capture
@@ -41,15 +40,15 @@ def same_bits(got: torch.Tensor, want: torch.Tensor) -> bool:
     return got.dtype == want.dtype and torch.equal(got.contiguous().view(kind), want.contiguous().view(kind))
 
 
-def segment(request: str, positions: Sequence[int], *planes: tuple[str, int, str, int], seed: int = 0) -> Segment:
+def segment(request: str, positions: Sequence[int], *planes: tuple[str, int, str, int], seed: int = 0) -> RowChunk:
     """Random rows of these planes."""
     lay = layout(*planes)
-    return Segment(
+    return RowChunk(
         request, np.array(positions, np.int64), lay, random_rows(len(positions), sum(p.width for p in lay), seed=seed)
     )
 
 
-def cut(whole: Segment, pieces: Sequence[Sequence[int]]) -> list[Segment]:
+def cut(whole: RowChunk, pieces: Sequence[Sequence[int]]) -> list[RowChunk]:
     """The segment's rows by their indices, piece by piece."""
     return [
         whole._replace(positions=whole.positions[list(piece)], rows=whole.rows[list(piece)].clone()) for piece in pieces
@@ -137,7 +136,7 @@ def everything(directory: Path, *planes, positions="all") -> list[Capture]:
     ]
 
 
-def write(sinks: Sinks, directory: Path, whole: Segment, *planes, pieces=None, prompt=(), **info) -> None:
+def write(sinks: Sinks, directory: Path, whole: RowChunk, *planes, pieces=None, prompt=(), **info) -> None:
     """One request, to its end."""
     begin(sinks, whole.request, *everything(directory, *planes), prompt=prompt, layers=LAYERS, **info)
     for piece in cut(whole, pieces) if pieces else [whole]:
@@ -145,7 +144,7 @@ def write(sinks: Sinks, directory: Path, whole: Segment, *planes, pieces=None, p
     sinks.end(whole.request, len(whole.positions))
 
 
-def stored(directory: Path, request: str, count: int = 3, **info) -> Segment:
+def stored(directory: Path, request: str, count: int = 3, **info) -> RowChunk:
     """One request of `count` rows, written and collected by an engine of its own."""
     whole = segment(request, range(count), A, C, seed=count)
     with closing(Sinks()) as sinks:

@@ -83,9 +83,9 @@ def on_transformers(rows: Path, log: Any) -> None:
     import torch
 
     from midstream import LanguageModel, demo_model
-    from midstream.client.batch import Batch
+    from midstream.client.language_model_batch import PaddedBatch
 
-    really = Batch.run
+    really = PaddedBatch.run
 
     def run(self: Any) -> Any:
         done = really(self)
@@ -93,7 +93,7 @@ def on_transformers(rows: Path, log: Any) -> None:
         time.sleep(PACE)
         return done
 
-    Batch.run = run
+    PaddedBatch.run = run
     torch.set_num_threads(1)  # the test's own process has the other core
     LanguageModel(demo_model(), dtype=torch.float32).collect(prompts(), plan=plan(), to=rows, **PARAMS)
 

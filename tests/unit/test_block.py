@@ -26,8 +26,8 @@ import pytest
 
 from midstream.errors import SourceUnavailableError, TraceError, UnsavedError
 from midstream.trace.block import Block, SkipBlock, capture, link, locals_at, push, skip, skipped
+from midstream.trace.saves import Unsaved
 from midstream.trace.tracer import steps_of
-from midstream.trace.unsaved import Unsaved
 
 SRC = Path(__file__).resolve().parents[2] / "src"
 
@@ -57,18 +57,6 @@ class Trace:
             target = {self.block.target: self} if self.block.target else {}
             self.result = self.block.function()({"__save__": self.save, **target, **self.extra})
             push(sys._getframe(1), self.result)
-        return True
-
-    async def __aenter__(self) -> Trace:
-        frame = sys._getframe(1)
-        self.block = capture(frame)
-        skip(frame)
-        return self
-
-    async def __aexit__(self, kind: Any, exc: BaseException | None, tb: Any) -> bool:
-        skipped(exc)
-        self.result = self.block.function()({"__save__": self.save})
-        push(sys._getframe(1), self.result)
         return True
 
 
@@ -926,18 +914,6 @@ def test_the_body_does_not_run_in_place() -> None:
         with Trace():
             ran.append(7)
     assert ran == []
-
-
-def test_an_async_with() -> None:
-    async def f() -> tuple[int, Any]:
-        a = 1
-        async with Trace() as t:
-            b = a + 1
-        return b, t.saved
-
-    with pytest.raises(StopIteration) as info:
-        f().send(None)
-    assert info.value.value == (2, [])
 
 
 def test_in_a_generator_with_the_with_in_a_try() -> None:

@@ -44,10 +44,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from midstream.capture import directory as directory_module
-from midstream.capture import shards as shards_module
 from midstream.capture.consumers import CaptureInfo
 from midstream.capture.directory import DirectorySink
-from midstream.capture.segment import NotCapturedError, Segment
+from midstream.capture.rows import NotCapturedError, RowChunk
 from midstream.capture.sinks import Sinks
 from midstream.capture.store import open_captures
 from midstream.errors import CaptureError
@@ -63,7 +62,7 @@ def test_what_is_read_is_what_was_captured(tmp_path_factory, data, dtype, count,
     wholes, pieces = {}, []
     for i, name in enumerate(["a", "b/ü 1", "c"]):
         lay = layout(A, B, C)
-        wholes[name] = Segment(name, np.arange(count), lay, random_rows(count, 14, dtype, seed=i))
+        wholes[name] = RowChunk(name, np.arange(count), lay, random_rows(count, 14, dtype, seed=i))
         pieces += cut(wholes[name], data.draw(cuts(count)))
     sink = DirectorySink(directory, shard_bytes=shard_rows * 100)
     for name in wholes:
@@ -117,7 +116,7 @@ def test_tensors_are_mapped_not_loaded(tmp_path):
     rows = random_rows(3, 1 << 18)
     planes = ("resid_post", 0, "before", 1 << 18)
     with closing(Sinks()) as sinks:
-        write(sinks, tmp_path, Segment("a", np.arange(3), layout(planes), rows), planes)
+        write(sinks, tmp_path, RowChunk("a", np.arange(3), layout(planes), rows), planes)
         sinks.result("a")
     tensor = open_captures(tmp_path)["a"]["resid_post", 0]
     maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
@@ -326,7 +325,7 @@ def test_a_line_that_cannot_be_read_costs_no_other(tmp_path, caplog):
     (index,) = tmp_path.glob("index-*.jsonl")
     first, second = index.read_bytes().splitlines(keepends=True)
     index.write_bytes(first + b'{"request": "lo\n' + second)
-    assert list(open_captures(tmp_path)) == ["a"] and "passed over" in caplog.text
+    assert list(open_captures(tmp_path)) == ["a"] and "is ignored" in caplog.text
 
 
 def test_unknown_requests_and_sites_name_the_near_ones(tmp_path):
@@ -403,7 +402,7 @@ def test_a_full_disk_fails_what_it_hits_and_later_requests_are_written(tmp_path,
         return call
 
     if broken == "shard":  # its data, not its name or the index
-        monkeypatch.setattr(shards_module.os, "fsync", failing(os.fsync))
+        monkeypatch.setattr(directory_module.os, "fsync", failing(os.fsync))
     else:
         monkeypatch.setattr(directory_module, "_append", _half_a_line(full))
     with closing(Sinks()) as sinks:

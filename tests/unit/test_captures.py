@@ -35,8 +35,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from midstream.capture.consumers import CaptureInfo
-from midstream.capture.segment import NotCapturedError, Segment, gather, without_rows
-from midstream.capture.selection import routes
+from midstream.capture.rows import NotCapturedError, RowChunk, empty_chunk, gather, routes
 from midstream.capture.sinks import Sinks
 from midstream.errors import CaptureError, MidstreamError, PlanError
 from midstream.plan.values import Capture, Consumer, Span
@@ -64,7 +63,7 @@ def test_any_cut_in_any_order_gives_the_same_tensors(data, dtype):
     for stage, planes in enumerate(data.draw(st.permutations([[A, C], [("attn_out", 3, "before", 2), B]]))):
         lay = layout(*data.draw(st.permutations(planes)))
         rows = random_rows(len(positions), sum(plane.width for plane in lay), dtype, seed=stage)
-        segments += cut(Segment("r", np.array(positions, np.int64), lay, rows), data.draw(cuts(len(positions))))
+        segments += cut(RowChunk("r", np.array(positions, np.int64), lay, rows), data.draw(cuts(len(positions))))
         for plane in lay:
             kept = [i for i, position in enumerate(positions) if position < stop]
             want[plane.site, plane.layer, plane.when] = rows[kept, plane.offset : plane.offset + plane.width]
@@ -147,7 +146,7 @@ def test_routes_send_each_capture_where_it_is_to_go():
         range(2),
     )
     assert set(found.output) == {("resid_post", 0, "before"), ("resid_post", 1, "before")}
-    assert [set(route.wanted) for route in found.sinks] == [
+    assert [set(route.selected) for route in found.sinks] == [
         {("resid_post", 0, "before"), ("resid_post", 1, "before"), ("mlp_out", 0, "before")},
         {("resid_post", 0, "before"), ("resid_post", 1, "before")},
         {("attn_out", 0, "before"), ("attn_out", 1, "before")},
@@ -185,7 +184,7 @@ def test_keys_tell_before_from_after_and_name_what_is_there():
 
 def test_a_request_without_rows_has_tensors_without_rows():
     wanted = routes([Capture("resid_post", layers=1, positions="all_generated")], 4, range(4)).output
-    told = without_rows("r", wanted, lambda site, layer: 3, torch.bfloat16)
+    told = empty_chunk("r", wanted, lambda site, layer: 3, torch.bfloat16)
     for captured in (gather([told], 4, wanted), gather([told, segment("r", [4], C)], 4, wanted)):
         assert captured["resid_post", 1].shape == (0, 3) and captured["resid_post", 1].dtype == torch.bfloat16
         assert captured.positions["resid_post", 1] == []
@@ -198,9 +197,9 @@ def test_one_piece_is_not_copied_and_more_are_let_go():
     captured = gather([whole], 4)
     assert captured["mlp_out", 2].data_ptr() == whole.rows[:, 3:].data_ptr()
     captured = gather(cut(whole, [[0, 1], [2, 3]]), 4)
-    assert len(captured._segments) == 2
+    assert len(captured._chunks) == 2
     assert [captured[key].shape for key in captured] == [(4, 3), (4, 5)]
-    assert captured._segments == ()
+    assert captured._chunks == ()
 
 
 def test_dropped_captures_are_freed_at_once():
@@ -299,7 +298,7 @@ def given_and_received(data, sinks, one, two, prompt, generated, overshoot):
 
 def through(monkeypatch, **makers):
     """Consumers of these names, made by these factories."""
-    monkeypatch.setattr("midstream.capture.consumers.find_consumer", lambda name: makers[name])
+    monkeypatch.setattr("midstream.capture.sinks.find_consumer", lambda name: makers[name])
 
 
 def test_the_calls_of_a_request_come_in_order(monkeypatch):
@@ -439,7 +438,7 @@ def test_a_slow_consumer_holds_the_producer_back_and_memory_is_bounded(caplog):
     rows = torch.zeros(1, row // 4)
     with caplog.at_level(logging.WARNING, "midstream"):
         for position in range(60):
-            sinks.put(Segment("a", np.array([position]), layout(planes), rows))
+            sinks.put(RowChunk("a", np.array([position]), layout(planes), rows))
             held.append(sinks.stats["queued_bytes"])
         early = sinks.stats["blocked_seconds"]
         sinks.end("a", 60)
@@ -743,7 +742,7 @@ def test_several_consumers_at_once_by_entry_point(installed, caplog):
     with caplog.at_level(logging.INFO, "midstream"):
         for name in ("a", "b"):
             begin(sinks, name, Capture("resid_post", layers=1, positions="all_prompt", to=to), prompt=[1] * 4)
-            sinks.put(Segment(name, np.arange(4), layout(A), rows))
+            sinks.put(RowChunk(name, np.arange(4), layout(A), rows))
             sinks.end(name, 4)
             sinks.result(name)
         begin(sinks, "c", Capture("resid_post", layers=1, to=to), prompt=[1] * 4)

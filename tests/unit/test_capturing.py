@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,12 @@ import pytest
 import torch
 from capture_tools import capture_threads, wait_until
 
-from midstream.capture.selection import routes
+from midstream.capture.rows import routes
 from midstream.capture.sinks import Sinks
 from midstream.capture.store import open_captures
-from midstream.client import capturing
-from midstream.client.capturing import Capturing, Following, Taking
-from midstream.client.planned import Planned
+from midstream.client import vllm_captures
+from midstream.client.requests import PreparedPlan
+from midstream.client.vllm_captures import RowReceiver, RowThread
 from midstream.errors import CaptureError, EngineClosedError
 from midstream.plan.checks import ModelFacts
 from midstream.plan.layout import Layout
@@ -34,12 +35,12 @@ class Channel:
     def __init__(self, positions: Any, requests: int = 1, stages: int = 1) -> None:
         plan = Plan((Capture("resid_post", positions=positions),))
         found = routes(plan.captures, LENGTH, range(LAYERS))
-        self.capturing = [
-            Capturing(Planned(plan, [7] * LENGTH, found, FACTS), 1, Sinks(), stages) for _ in range(requests)
+        self.receivers = [
+            RowReceiver(PreparedPlan(plan, [7] * LENGTH, found, FACTS), 1, Sinks(), stages) for _ in range(requests)
         ]
         self.receiver = Receiver()
         names = [str(stage) for stage in range(stages)]
-        self.box: Mailbox = self.receiver.expect_all([each.key for each in self.capturing], names)
+        self.box: Mailbox = self.receiver.expect_all([each.key for each in self.receivers], names)
         self.senders = [Sender(self.receiver.address, name) for name in names]
         each = LAYERS // stages
         self.layouts = [
@@ -55,7 +56,7 @@ class Channel:
             rows = torch.stack([100 * number + 10 * position + layers for position in positions])
             segments = [(position, layout, rows, i, 1) for i, position in enumerate(positions)]
             header = {
-                "key": self.capturing[number].key,
+                "key": self.receivers[number].key,
                 "request": f"r{number}",
                 "final": final,
                 "stage": stage,
@@ -86,7 +87,7 @@ def channel() -> Iterator[Any]:
 
 
 def check(channel: Channel, number: int, positions: list[int], generated: int) -> None:
-    captured = channel.capturing[number].result([generated])
+    captured = channel.receivers[number].result([generated])
     for layer in range(LAYERS):
         expected = torch.tensor([100.0 * number + 10 * p + layer for p in positions])[:, None].expand(-1, WIDTH)
         assert torch.equal(captured["resid_post", layer], expected)
@@ -95,24 +96,25 @@ def check(channel: Channel, number: int, positions: list[int], generated: int) -
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_d4_rows_are_taken_and_put_together_while_the_engine_runs(channel: Any, stages: int) -> None:
-    """Those of prompts: `result` finds them ready, though it does not say before how many tokens there were."""
+    """Rows of prompts are ready for `result` before the number of generated tokens is known."""
     here = channel("all_prompt", requests=3, stages=stages)
-    taking = Taking(here.capturing, here.box)
-    for stage in range(stages):
-        here.send({0: [0, 1], 2: [0]}, final=False, stage=stage)
-        here.send({2: [1, 2, 3, 4], 0: [2, 3, 4], 1: list(range(5))}, stage=stage)
-    taking.wait()
-    assert not capture_threads() and all(each._samples[0].captured is not None for each in here.capturing)
+    with closing(RowThread(here.receivers, here.box)) as thread:
+        for stage in range(stages):
+            here.send({0: [0, 1], 2: [0]}, final=False, stage=stage)
+            here.send({2: [1, 2, 3, 4], 0: [2, 3, 4], 1: list(range(5))}, stage=stage)
+        thread.wait()
+        assert all(each._samples[0].capture._captured is not None for each in here.receivers)
+    assert not capture_threads()
     for number in range(3):
         check(here, number, list(range(5)), generated=1 + number)
 
 
 def test_d4_generated_rows_wait_for_the_end(channel: Any) -> None:
-    """What asynchronous scheduling ran past it is left out."""
+    """Rows that asynchronous scheduling computed past the end are left out."""
     here = channel("all", requests=2)
-    taking = Taking(here.capturing, here.box)
-    here.send({0: list(range(8)), 1: list(range(8))})
-    taking.wait()
+    with closing(RowThread(here.receivers, here.box)) as thread:
+        here.send({0: list(range(8)), 1: list(range(8))})
+        thread.wait()
     check(here, 0, list(range(7)), generated=3)
     check(here, 1, list(range(5)), generated=1)
 
@@ -125,56 +127,55 @@ def test_d4_a_row_that_is_there_twice_or_not_at_all_is_that_requests_error(
     channel: Any, sent: list[int], message: str
 ) -> None:
     here = channel("all_prompt", requests=2)
-    taking = Taking(here.capturing, here.box)
-    here.send({0: sent, 1: list(range(5))})
-    taking.wait()
+    with closing(RowThread(here.receivers, here.box)) as thread:
+        here.send({0: sent, 1: list(range(5))})
+        thread.wait()
     with pytest.raises(CaptureError, match=message):
-        here.capturing[0].result([4])
+        here.receivers[0].result([4])
     check(here, 1, list(range(5)), generated=4)
 
 
 def test_f3_an_engine_that_dies_is_told_of(channel: Any) -> None:
     here = channel("all_prompt", requests=2)
-    taking = Taking(here.capturing, here.box)
-    here.send({0: list(range(5))})
-    here.senders[0].close()
-    with pytest.raises(EngineClosedError, match="before the captured rows came"):
-        taking.wait()
+    with closing(RowThread(here.receivers, here.box)) as thread:
+        here.send({0: list(range(5))})
+        here.senders[0].close()
+        with pytest.raises(EngineClosedError, match="before the captured rows came"):
+            thread.wait()
     assert not capture_threads()
 
 
 def test_f3_rows_that_do_not_come_are_not_waited_for_forever(channel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capturing, "RESULT_SECONDS", 0.1)
+    monkeypatch.setattr(vllm_captures, "RESULT_SECONDS", 0.1)
     here = channel("all_prompt", requests=2)
-    taking = Taking(here.capturing, here.box)
-    here.send({0: list(range(5))})
-    with pytest.raises(CaptureError, match="have not come"):
-        taking.wait()
-    here.box.close()  # as whoever gives up does
-    wait_until(lambda: not capture_threads())
+    with closing(RowThread(here.receivers, here.box)) as thread:
+        here.send({0: list(range(5))})
+        with pytest.raises(CaptureError, match="have not come"):
+            thread.wait()
+    assert not capture_threads()
 
 
 def test_f7_a_request_is_listed_once_it_has_ended_while_others_run(tmp_path: Path) -> None:
     """Seen lost: all of them, where the process was killed before the last had ended."""
     plan = Plan((Capture("resid_post", positions="all", to=str(tmp_path)),))
     found, sinks = routes(plan.captures, LENGTH, range(LAYERS)), Sinks()
-    both = [Capturing(Planned(plan, [7] * LENGTH, found, FACTS), 1, sinks) for _ in range(2)]
+    both = [RowReceiver(PreparedPlan(plan, [7] * LENGTH, found, FACTS), 1, sinks) for _ in range(2)]
     receiver = Receiver()
     sender = Sender(receiver.address, "0")
-    following = Following([(each, receiver.expect(each.key, ["0"])) for each in both])
+    thread = RowThread([], None, [(each, receiver.expect(each.key, ["0"])) for each in both])
     try:
         layout = Layout.of(((("resid_post", layer, "before")) for layer in range(LAYERS)), lambda *_: WIDTH)
         for each, name, final in ((both[0], "first", True), (both[1], "second", False)):
             segment = (0, layout, torch.ones(LENGTH + 3, LAYERS * WIDTH), 0, LENGTH + 3)
             header = {"key": each.key, "request": name, "final": final, "stage": 0, "sure": 0}
             sender.send(header, {"segments": [segment], "error": None})
-        following.end("first", [2])
+        thread.end("first", [2])
         wait_until(lambda: any(tmp_path.glob("index-*.jsonl")) and "first" in open_captures(tmp_path))
         store = open_captures(tmp_path)
         assert list(store) == ["first"]
         assert store["first"].positions["resid_post", 2] == list(range(LENGTH + 1))  # not what was run past the end
     finally:
-        following.close()
+        thread.close()
         sender.close()
         receiver.close()
         sinks.close()

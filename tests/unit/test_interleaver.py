@@ -15,9 +15,8 @@ from midstream.errors import OutOfOrderError
 from midstream.trace.body import Body
 from midstream.trace.envoy import Envoy
 from midstream.trace.interleaver import Interleaver
-from midstream.trace.modes import Modes
+from midstream.trace.modes import Modes, Randomness
 from midstream.trace.program import FunctionProgram, make_body
-from midstream.trace.randomness import Randomness
 from midstream.trace.rows import FlatRows
 from midstream.trace.tracer import Barrier
 
@@ -84,7 +83,7 @@ def test_c4_a_barrier_that_opens_while_a_party_is_preempted_opens_for_it_when_it
     assert two.done and not one.done
     steps.step("one")
     for body in (one, two):
-        assert body.done and body.failure is None and body.result["return"].shape == (2, 4)
+        assert body.done and body.failure is None and body.result.values["return"].shape == (2, 4)
 
 
 @pytest.mark.parametrize("preempted", [False, True])
@@ -115,7 +114,7 @@ def test_c14_a_step_that_is_broken_off_leaves_no_skip_behind(steps: Steps) -> No
     steps.interleaver.discard("one")
     other = steps.add("one", lambda model: model.layers[1].output)
     steps.step("one")
-    assert other.result["return"].abs().sum() > 0
+    assert other.result.values["return"].abs().sum() > 0
 
 
 @pytest.mark.parametrize("end", ["it runs on", "it is dropped"])
@@ -195,7 +194,7 @@ def test_f1_autocast_of_one_part_of_the_forward_stays_there(steps: Steps) -> Non
     steps.interleaver.begin_step({"one": FlatRows(0, 2, 2)})
     steps.model(torch.ones(2, 4))
     steps.interleaver.end_step()
-    assert one.done and one.result["return"] == torch.float32 and inside == [True] and Modes.now() == before
+    assert one.done and one.result.values["return"] == torch.float32 and inside == [True] and Modes.now() == before
 
 
 def test_d7_requests_that_end_together_end_in_one_order_on_all_ranks() -> None:

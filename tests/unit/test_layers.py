@@ -36,6 +36,7 @@ LEAVES = {
     "errors",
     "settings",
     "bundled",
+    "hooks",
     "plots",
     "queues",
 }  # import nothing of midstream but each other; all may import them
@@ -99,6 +100,36 @@ def may_import(here: str, there: str) -> bool:
 def test_imports_point_down(module: str) -> None:
     path = modules()[module]
     assert violations(path.read_text(), module, path.name == "__init__.py") == []
+
+
+def circle(graph: dict[str, set[str]]) -> list[str] | None:
+    """Modules that import each other in a circle, or None."""
+    rest = dict(graph)
+    while leaves := [module for module, imported in rest.items() if not imported & rest.keys()]:
+        for module in leaves:
+            del rest[module]
+    path = [min(rest)] if rest else []
+    while path and path[-1] not in path[:-1]:
+        path.append(min(graph[path[-1]] & rest.keys()))
+    return path[path.index(path[-1]) :] if path else None
+
+
+def test_files_do_not_import_each_other_in_circles() -> None:
+    paths = modules()
+    graph = {
+        module: {
+            next((name for name in (found, found.rpartition(".")[0]) if name in paths), "")
+            for _, found in imports(path.read_text(), module, path.name == "__init__.py")
+        }
+        - {"", module}
+        for module, path in paths.items()
+    }
+    assert len(graph) > 20 and circle(graph) is None
+
+
+def test_checker_finds_a_circle() -> None:
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["b", "c", "b"]
+    assert circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) is None
 
 
 @pytest.mark.parametrize(
@@ -215,6 +246,33 @@ def test_importing_midstream_leaves_the_gpu_alone() -> None:
         print("imported", len({names}))
     """)
     assert output.split() == ["imported", str(len(names))]
+
+
+def test_language_model_loads_nothing_of_the_engine(tmp_path: Path) -> None:
+    """K3: `LanguageModel` runs plans, captures, recorded runs and traces without `midstream.engine` and without vLLM."""
+    script = tmp_path / "script.py"  # a trace is run from its source
+    script.write_text(
+        textwrap.dedent(f"""
+        import sys
+
+        from midstream import Capture, LanguageModel, Patch, Steer, demo_model
+
+        model = LanguageModel(demo_model())
+        prompt = "The capital of France is"
+        run = model.record(prompt, sites=["resid_post"])
+        plan = [Patch("resid_post", layer=2, position=-1, source=run), Capture("resid_post", layers=3)]
+        (output,) = model.generate(prompt, plan=plan, answers=[" Paris"], max_tokens=2)
+        store = model.collect(prompt, plan=Capture("resid_post", layers=3), to={str(tmp_path / "rows")!r})
+        with model.trace(prompt, plan=Steer("resid_post", layers=3, vector=[1.0] * model.hidden_size)):
+            hidden = model.layers_output[3].save()
+        loaded = [name for name in sys.modules if name.partition(".")[0] == "vllm" or name.startswith("midstream.engine")]
+        assert not loaded, loaded
+        print(*hidden.shape, len(output.captures), len(output.answers), len(store))
+        """)
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["5", "256", "1", "1", "1"]
 
 
 ALONE = """

@@ -17,9 +17,8 @@ pytest.importorskip("vllm")
 from vllm.config import CUDAGraphMode
 from vllm.utils.torch_utils import LayerName
 
-from midstream.engine import pieces as module
-from midstream.engine.graph_sites import SiteOp, _site
-from midstream.engine.pieces import Pieces
+from midstream.engine import graphs as module
+from midstream.engine.graphs import Pieces, SiteOp, _site
 
 CONTEXT = SimpleNamespace(cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE, batch_descriptor="batch")
 

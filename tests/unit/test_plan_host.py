@@ -47,7 +47,7 @@ class Steps:
     def __init__(self, compiles: bool = True, speculative: bool = False) -> None:
         self.model, self.sent = Model(), []
         bindings = {(site, layer): Binding(f"{site}_{layer}", "output", ()) for site, layer in POINTS}
-        arch = SimpleNamespace(layers=range(LAYERS), bindings=bindings, part_of=lambda binding: None)
+        arch = SimpleNamespace(layers=range(LAYERS), bindings=bindings, shard_of=lambda binding: None)
         widths = dict.fromkeys(points_of(arch), WIDTH)
         self.tables = TwinTables(points_of(arch), torch.device("cpu"))
         sender = SimpleNamespace(send_together=self.sent.extend)

@@ -4,16 +4,16 @@ import asyncio
 
 import pytest
 
-from midstream.client.async_ import Stream
-from midstream.client.runs import Runs
-from midstream.client.submission import Requests
-from midstream.client.vllm import VLLM
+from midstream.client.vectors_and_runs import Runs
+from midstream.client.vllm_async import OutputStream
+from midstream.client.vllm_engine import EngineConnection
+from midstream.client.vllm_requests import EngineRequests
 
 
-class Model:
-    """The workers' side of the leases, and what a stream asks of its model before it submits."""
+class Connection:
+    """The workers' side of the leases, and the methods that a stream calls before it submits its requests."""
 
-    release_runs_later = VLLM.release_runs_later
+    release_runs_later = EngineConnection.release_runs_later
 
     def __init__(self) -> None:
         self.leases = 0
@@ -37,14 +37,15 @@ def test_a_stream_that_is_cancelled_while_the_workers_answer_gives_its_leases_ba
     """Seen failing where the release was arranged after the answer."""
 
     async def run():
-        model = Model()
-        waiting = asyncio.ensure_future(Stream(model, lambda: Requests([], [], [], [], [], ["a"], [])))
-        while not model.leases:
+        connection = Connection()
+        requests = EngineRequests([], [], [], [], [], [], ["a"])
+        waiting = asyncio.ensure_future(OutputStream(connection, lambda: requests))
+        while not connection.leases:
             await asyncio.sleep(0)
         waiting.cancel()
-        asyncio.get_running_loop().call_later(0.05, model.answered.set)
+        asyncio.get_running_loop().call_later(0.05, connection.answered.set)
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        return model.leases
+        return connection.leases
 
     assert asyncio.run(run()) == 0

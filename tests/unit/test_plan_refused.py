@@ -24,7 +24,6 @@ from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
 from midstream import Capture, Consumer, Steer, demo_model  # noqa: E402
 from midstream.engine.admission import admitted  # noqa: E402
 from midstream.engine.launch import WORKER  # noqa: E402
-from midstream.engine.plugin import register  # noqa: E402
 from midstream.engine.prefix_cache import Taken  # noqa: E402
 from midstream.engine.scheduler import make_scheduler  # noqa: E402
 from midstream.errors import PlanError  # noqa: E402
@@ -41,7 +40,6 @@ REASON = "no such vector"
 @pytest.fixture(params=[False, True], ids=["sync", "async"])
 def scheduler(request: pytest.FixtureRequest) -> Any:
     """A step takes 32 tokens, so that a prompt of 100 takes four."""
-    register()
     init_none_hash(sha256)
     cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=True)
     cache.num_gpu_blocks = 64

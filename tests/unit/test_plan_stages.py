@@ -18,7 +18,7 @@ import torch
 from test_link import linked
 
 from midstream import Capture, Clamp, Patch, Plan, Steer, open_captures
-from midstream.client.runs import Runs
+from midstream.client.vectors_and_runs import Runs
 from midstream.errors import CaptureError, PlanError
 from midstream.plan.compile import CompiledPlan, compile_plan
 from midstream.plan.keys import PlanKeys

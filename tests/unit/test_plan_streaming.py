@@ -12,8 +12,9 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, StreamingUpdate
 
 from midstream import Capture, Plan, Steer
-from midstream.engine.prefix_cache import heed_plans
+from midstream.engine.replacements import apply
 from midstream.engine.scheduler import MidstreamScheduler
+from midstream.engine.seams import Role
 from midstream.runtime.plan_request import PlanRequest, packed
 
 BLOCK, LAYERS = 4, 3
@@ -22,7 +23,7 @@ BLOCK, LAYERS = 4, 3
 @pytest.fixture(autouse=True, scope="module")
 def keyed():
     init_none_hash(sha256)
-    heed_plans()
+    apply(Role.SCHEDULER)
 
 
 def sampling(plan):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from midstream.client.prompts import encode
+from midstream.client.requests import encode
 from midstream.errors import PromptError
 
 

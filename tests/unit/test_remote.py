@@ -29,8 +29,8 @@ class Body:
 
 
 def remote(value: Any, width: int | None = None) -> tuple[RemoteValue, Body]:
-    body: Any = Body(value)
-    return RemoteValue(Place(body, 0, 1, 0, False, "model.layers.5.output", width)), body
+    body = Body(value)
+    return RemoteValue(Place("a", 0, 1, 0, False, "model.layers.5.output", body.fetch, width)), body
 
 
 T = torch.arange(6.0).reshape(2, 3)

@@ -13,10 +13,13 @@ pytest.importorskip("vllm")
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from midstream.engine import launch
-from midstream.engine.lifeline import Lifeline
-from midstream.engine.pieces import TwoSets
-from midstream.engine.runners import V1Runner, Watch
+from midstream.engine import runners as runners_module
+from midstream.engine.parent_process import ProcessEnd
+from midstream.engine.replacements import Replacement
+from midstream.engine.runners import V1Runner, V2Runner, Watch, keeping_from_graphs
 from midstream.engine.scheduler import _Rules
+from midstream.engine.seams import Role
+from midstream.engine.step_mode import StepMode
 from midstream.errors import EngineClosedError, TraceError
 from midstream.runtime.step import RequestEnd, StepEnds, StepView
 from midstream.runtime.trace_host import TraceHost
@@ -95,6 +98,83 @@ def test_the_host_sees_steps_while_it_watches_and_nothing_of_it_stays() -> None:
         assert ([vars(each) for each in objects] == before) == (what is Watch.NOTHING)
 
 
+class V2ModelRunner:
+    """What the adapter touches of vLLM's V2 runner."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.cudagraph_manager = SimpleNamespace(graphs={}, capture=self.capture)
+
+    def get_model(self) -> Any:
+        return self.model
+
+    def capture(self) -> None:
+        self.cudagraph_manager.graphs["batch"] = (
+            "second" if self.cudagraph_manager.graphs is not self.first else "first"
+        )
+
+    def prepare_inputs(self) -> Any:
+        ones = torch.ones(1).numpy()
+        return SimpleNamespace(
+            req_ids=["a"],
+            num_reqs=1,
+            num_scheduled_tokens=ones,
+            num_computed_tokens_np=ones,
+            num_tokens_after_padding=4,
+        )
+
+    def sample(self) -> Any:
+        return SimpleNamespace(sampled_token_ids=torch.zeros(1, 1)), None, None
+
+
+def test_the_v2_runner_is_watched_and_records_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    applied: list[Role] = []
+    monkeypatch.setattr(runners_module, "apply", applied.append)  # the CPU's build cannot import the V2 runner
+    vllms, host = V2ModelRunner(Model()), Host()
+    before = dict(vars(vllms))
+    runner = V2Runner(vllms)
+    runner.connect(host)
+    for what in (Watch.ALL, Watch.ROWS, Watch.NOTHING):
+        runner.watch(what)
+        vllms.prepare_inputs()
+        vllms.model.compute_logits(torch.zeros(1))
+        vllms.sample()
+        assert host.seen == ["step", "logits", "samples"][: [0, 1, 3][what]]
+        host.seen.clear()
+    assert vars(vllms) == before and not vars(vllms.model) and applied == [Role.V2_WORKER]
+    manager = vllms.cudagraph_manager
+    vllms.first = manager.graphs  # type: ignore[attr-defined]
+    runner.record_second_graphs(lambda point, hidden, residual: None)
+    manager.capture()
+    assert manager.graphs == {"batch": "first"}
+    runner.use_second_graphs(True)
+    assert manager.graphs == {"batch": "second"}
+    runner.use_second_graphs(False)
+    assert manager.graphs is vllms.first  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("since_0_28", [False, True])
+def test_the_v2_runner_chooses_graphs_by_the_steps_mode(monkeypatch: pytest.MonkeyPatch, since_0_28: bool) -> None:
+    """0.28 and later have full graphs for short queries of different lengths, which they choose by `max_query_len`."""
+
+    def vllms(manager: Any, requests: int, tokens: int, uniform: int | None, **kwargs: Any) -> tuple[Any, None]:
+        decodes = uniform is not None or kwargs.get("max_query_len") is not None
+        mode = "NONE" if kwargs["need_eager"] else "FULL" if decodes or manager == "only full" else "PIECEWISE"
+        return SimpleNamespace(cg_mode=SimpleNamespace(name=mode)), None
+
+    dispatch = keeping_from_graphs(vllms)
+
+    def chosen(manager: str, need_eager: bool = False) -> str:
+        query = {"max_query_len": 1} if since_0_28 else {}
+        return dispatch(manager, 2, 2, 1, need_eager=need_eager, **query)[0].cg_mode.name  # type: ignore[no-any-return]
+
+    assert (chosen("both"), chosen("both", need_eager=True)) == ("FULL", "NONE")
+    monkeypatch.setattr(StepMode, "no_full_graph", True)
+    assert (chosen("both"), chosen("only full")) == ("PIECEWISE", "NONE")
+    monkeypatch.setattr(StepMode, "no_graphs", True)
+    assert chosen("both") == "NONE"
+
+
 @pytest.mark.parametrize(("known", "seen"), [((["a"], 4), []), ((["b"], 4), ["step"]), ((["a"], 8), ["step"])])
 def test_a_batch_that_stands_as_it_is_is_not_begun(known: tuple[list[str], int], seen: list[str]) -> None:
     """E11: the host is asked with the rows' order and number; one request more or a larger graph is another batch."""
@@ -148,10 +228,11 @@ def bare_worker(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[bool]]:
     seen: list[bool] = []
     worker: Any = module.Worker.__new__(module.Worker)
     worker._runner = runner = V1Runner(ModelRunner(Model()))
-    runner._full_graphs = TwoSets(graphs := SimpleNamespace(entries=(first := {})), "entries")
+    graphs = SimpleNamespace(graphs=(first := {}))
+    runner._full_graphs = Replacement("vllm.v1.worker.gpu.cudagraph_utils.CudaGraphManager.graphs", graphs, {})
     for name in ("execute_model", "execute_dummy_batch"):
         monkeypatch.setattr(
-            module.PlatformWorker, name, lambda self, *step: seen.append(graphs.entries is not first), raising=False
+            module.PlatformWorker, name, lambda self, *step: seen.append(graphs.graphs is not first), raising=False
         )
     worker.midstream = SimpleNamespace(is_idle=True, step_is_traced=False)
     worker.plans = SimpleNamespace(
@@ -172,7 +253,7 @@ def test_an_ending_that_a_body_has_swallowed_is_raised_before_the_worker_rests(
     """The last step of a trace may have no tokens, and so nothing to sample. Seen failing without it."""
     worker, seen = bare_worker(monkeypatch)
     worker._is_awake = True
-    monkeypatch.setattr(Lifeline, "ending", True)
+    monkeypatch.setattr(ProcessEnd, "requested", True)
     with pytest.raises(SystemExit):
         worker.execute_model(SimpleNamespace(scheduled_new_reqs=[]))
     assert not seen
@@ -182,11 +263,11 @@ def test_an_output_on_its_way_carries_the_requests_that_end_with_it() -> None:
     """It comes with the output, of which vLLM 0.33 asks more than 0.32 did. A subclass would lack that, and could not be made."""
     from vllm.v1.outputs import AsyncModelRunnerOutput
 
-    from midstream.engine.worker import _Judged
+    from midstream.engine.worker import _ReportingOutput
 
     ends = StepEnds(["stopped"], {})
     output: Any = SimpleNamespace(get_output=SimpleNamespace, get_kv_connector_output=lambda: "kv")
-    judged = _Judged(output, lambda: ends)
+    judged = _ReportingOutput(output, lambda: ends)
     assert isinstance(judged, AsyncModelRunnerOutput)
     assert judged.get_output().midstream is ends and judged.get_kv_connector_output() == "kv"
 

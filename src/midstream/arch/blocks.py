@@ -1,4 +1,4 @@
-"""The sites inside a block: what attention and MLP read and write, and the stream between them."""
+"""The sites inside a block: what attention and MLP read and write, and the residual stream between them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Sites = dict[tuple[str, int | None], Binding]
 
 @dataclass(frozen=True)
 class Part:
-    """Attention or MLP of one block: a module, or two linear layers of the block's own."""
+    """Attention or MLP of one block: one module, or two linear layers that are direct children of the block."""
 
     first: Call
     last: Call
-    projection: Call | None  # the linear layer that writes its output
-    source: Leaf  # what it reads
-    raw: Leaf  # what its module returns
+    projection: Call | None  # of the output projection
+    source: Leaf  # its input
+    raw: Leaf  # its output
 
     @property
     def started(self) -> int:
@@ -33,7 +33,7 @@ class Part:
 
 
 class Block:
-    """One block's call, with its parts, and the bindings that follow."""
+    """One block's call, its attention and MLP, and the bindings of its sites."""
 
     def __init__(self, probe: Probe, call: Call, layout: Layout, names: Names) -> None:
         self.probe, self.call, self.layout, self.names = probe, call, layout, names
@@ -43,7 +43,7 @@ class Block:
         self.mlp = self._part("mlp", "mlp_proj") or self._bare_mlp()
 
     def bind(self, index: int, config: Any, num_heads: int | None, head_dim: int | None) -> Sites:
-        """The bindings of this block, but for the stream that enters and leaves it."""
+        """The bindings of this block, except `resid_pre` and `resid_post` (see `streams`)."""
         sites: dict[str, Binding | None] = {}
         if self.attn is not None:
             sites["attn_in"] = Binding(self.attn.first.path, "input", self.attn.source.ref)
@@ -78,7 +78,7 @@ class Block:
         return None
 
     def _projection(self, call: Call, raw: Leaf, role: str) -> Call | None:
-        """The linear layer whose output is the module's, or else the last one that has the name of one."""
+        """The linear layer whose output the module returns, or else the last one that is named like an output projection."""
         linears = [inner for inner in self.probe.within(call) if is_linear(inner.module)]
         for inner in reversed(linears):
             if any(leaf.same(raw) for leaf in inner.returned):
@@ -88,8 +88,8 @@ class Block:
         return named[-1] if named else None
 
     def _added(self, part: Part) -> Binding | None:
-        """What a part adds to the stream: its output, behind the norm that it goes through alone, if there is one."""
-        if self._takes_residual(part):  # BLOOM, MPT: its output is the sum already
+        """What a part adds to the stream: its output, after the norm of that output if the block has one."""
+        if self._takes_residual(part):  # BLOOM, MPT: its output includes the residual
             if part.projection is None:
                 return None
             out = stream_leaves(part.projection.returned, self.like)[0]
@@ -106,7 +106,7 @@ class Block:
         return any(not leaf.same(part.source) for leaf in stream_leaves(part.first.inputs, self.like))
 
     def _norm_of(self, out: Leaf, after: int) -> Call | None:
-        """The norm that takes this one tensor and no other. A fused add and norm takes two."""
+        """The norm that takes only this tensor. A fused add and norm takes two."""
         for child in self.children:
             if child.started < after or not is_norm(child.module, child.path):
                 continue
@@ -116,10 +116,10 @@ class Block:
         return None
 
     def _middle(self, attn: Part, mlp: Part) -> Binding | None:
-        """The stream between attention and MLP: where the norm that feeds the MLP reads it, or else the MLP itself.
+        """The stream between attention and MLP, as the input of the norm before the MLP, or of the MLP itself.
 
-        A norm that ran before attention was done, or that reads what entered the block, belongs to a parallel block;
-        and what attention returned is not the stream, unless it adds that itself.
+        None for a parallel block: its norm runs before attention ends, or reads what entered the block. What attention returned is not
+        the stream either, unless attention adds the residual itself.
         """
         reader, taken = mlp.first, [mlp.source]
         norm = self._producer(mlp)
@@ -137,7 +137,7 @@ class Block:
         return Binding(reader.path, "input", taken[0].ref, in_place=True)
 
     def _producer(self, mlp: Part) -> Call | None:
-        """The norm whose output the MLP reads. Dropouts and the like hand on what they got: they are looked through."""
+        """The norm whose output the MLP reads. Modules in between that return their input, such as dropout, are skipped."""
         before = [child for child in self.children if child.ended < mlp.started]
         for child in reversed(before):
             given = any(leaf.same(mlp.source) for leaf in child.returned)
@@ -147,7 +147,7 @@ class Block:
         return None
 
     def _neurons(self, mlp: Part) -> Binding | None:
-        """The input of the down projection; experts have many."""
+        """The input of the down projection. A mixture of experts has no single one."""
         if mlp.projection is None or is_moe(mlp.first.module):
             return None
         taken = [leaf for leaf in mlp.projection.inputs if leaf.floating]
@@ -165,7 +165,7 @@ class Block:
 
 
 def _head_dim(module: Any, config: Any) -> int | None:
-    """The size of one head's value. Under tensor parallelism a rank has fewer heads, but of the same size."""
+    """The width of one head's value, which is the same on every tensor-parallel rank."""
     for owner, names in ((module, ("v_head_dim", "head_dim", "head_size")), (config, ("v_head_dim", "head_dim"))):
         for name in names:
             size = getattr(owner, name, None)

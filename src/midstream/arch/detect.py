@@ -1,11 +1,10 @@
-"""Places the sites of a decoder-only model: nominate parts by name, run one forward, and bind what it shows.
+"""Finds the sites of a decoder-only model: names nominate its parts, and one recorded forward shows what they do.
 
     architecture = detect(model, run=lambda: model(input_ids))
     architecture.binding("resid_post", 3)
 
-Where the residual stream is multiplied by something outside a module (Granite's `residual_multiplier`), `attn_out` and
-`mlp_out` are the module's output, before it. The sites `logits` and `samples` belong to the backends, which may add
-them to `bindings`.
+If the model scales what it adds to the residual stream outside of a module (Granite's `residual_multiplier`), `attn_out` and `mlp_out` are
+the module's output before scaling. The backends handle the sites `logits` and `samples`.
 """
 
 from __future__ import annotations
@@ -20,57 +19,67 @@ import torch
 from torch import nn
 
 from midstream.arch.blocks import Block
-from midstream.arch.ends import bind_embed, bind_final_norm, planted_embedding
+from midstream.arch.describe import shapes_of
 from midstream.arch.names import Names, is_placeholder, text_config
 from midstream.arch.probe import Plant, Probe, record
-from midstream.arch.shapes import shapes_of, widths_of
-from midstream.arch.streams import bind_streams, check_shapes, find_layout, stream_of
+from midstream.arch.streams import (
+    bind_embed,
+    bind_final_norm,
+    bind_streams,
+    check_shapes,
+    find_layout,
+    planted_embedding,
+    stream_of,
+)
 from midstream.errors import ArchitectureError, UnknownSiteError
 from midstream.sites import LAYER_SITES, MODEL_SITES, Binding, Kind, Ref
 
 
-class Part(Protocol):
-    """A leaf of which this process has a part, being one of several tensor-parallel ranks (`layouts.Layout`)."""
+class Shard(Protocol):
+    """How this process's part of a tensor relates to the full tensor of all tensor-parallel ranks."""
 
     @property
     def width(self) -> int | None:
-        """How many elements one token of the whole has, or None if it is as many as here."""
+        """How many elements one token has in the full tensor; None if as many as in the part."""
         ...
 
 
-Parts = Mapping[tuple[str, Kind], Mapping[Ref, Part]]
+Shards = Mapping[tuple[str, Kind], Mapping[Ref, Shard]]
 
 
-class PartsFinder(Protocol):
-    """Tells which leaves are parts (`shards.Finder`)."""
+class ShardFinder:
+    """Finds the tensors of which this process has only a part. This one is for a model in one process, and finds none."""
 
     def watch(self, modules: Mapping[str, nn.Module]) -> set[str]:
-        """The modules whose tensors it wants snapshots of."""
-        ...
+        """The modules whose tensors need snapshots."""
+        return set()
 
     def plants(self, modules: Mapping[str, nn.Module]) -> dict[str, Plant]:
-        """What it wants the outputs of some modules replaced by."""
-        ...
+        """path -> what makes a replacement of the module's output in the probe."""
+        return {}
 
-    def __call__(self, probe: Probe) -> Parts: ...
+    def find(self, probe: Probe) -> Shards:
+        """Read them off the recorded forward."""
+        return {}
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """Where everything is in one model, or in one pipeline stage of it.
+    """Where the sites and modules of one model are, or of one pipeline stage of it.
 
     Attributes:
-        num_layers: of the whole model.
+        num_layers: of the full model.
         layers: those in this process.
         hidden_size: width of the residual stream.
-        bindings: `(site, layer)`, or `(site, None)` for what the model has once, to where the value lies.
-        parts: role to path: `layers`, `embed`, `final_norm`, `lm_head` as far as they exist here, and `attn` and `mlp`
-            with `{}` for the layer.
-        order: `(path, "input" | "output")` to the first and last moment of the forward at which this happened, counted
-            over the inputs and outputs of all modules that were called. The root's path is "".
-        shapes: path to the shape of its output, with T for the token axis and B for a batch axis.
-        widths: for each binding, how many elements one token has; heads counted together.
-        shards: by module's input or output, the leaves that this process has only a part of. Heads and widths are those of the whole.
+        bindings: `(site, layer)`, or `(site, None)` for sites that the model has once, -> where the value lies.
+        parts: role -> path: `layers`, and `embed`, `final_norm`, `lm_head` if they are in this process; `attn` and `mlp` with `{}` for
+            the layer.
+        order: `(path, "input" | "output")` -> the first and the last moment of the forward at which the module was called or returned.
+            Moments count the inputs and outputs of all modules. The root's path is "".
+        shapes: path -> shape of its output, T for the token axis and B for a batch axis.
+        widths: for each binding, how many elements one token has, in all heads together.
+        shards: for a module's input or output, the leaves of which this process has only a part. Heads and widths in `bindings` and
+            `widths` are those of the full tensors.
     """
 
     num_layers: int
@@ -81,15 +90,15 @@ class Architecture:
     order: dict[tuple[str, str], tuple[int, int]]
     shapes: dict[str, str]
     widths: dict[tuple[str, int | None], int]
-    shards: Parts = field(default_factory=dict)
+    shards: Shards = field(default_factory=dict)
 
-    def part_of(self, binding: Binding) -> Part | None:
-        """How this process's part of a site makes up the whole; None if it has the whole."""
+    def shard_of(self, binding: Binding) -> Shard | None:
+        """The relation of this process's part of a site to the full value; None if this process has the full value."""
         return self.shards.get((binding.path, binding.kind), {}).get(binding.hidden)
 
     @property
     def sites(self) -> tuple[str, ...]:
-        """The names of the sites that there are, in the vocabulary's order."""
+        """The names of the sites that this model has, in the order of the forward pass."""
         found = {name for name, _ in self.bindings}
         return tuple(name for name in (*LAYER_SITES, *MODEL_SITES) if name in found)
 
@@ -97,7 +106,7 @@ class Architecture:
         """Where a site's value lies.
 
         Raises:
-            UnknownSiteError: the model has no such site, or not at this layer, or not in this process.
+            UnknownSiteError: the model has no such site, the site does not exist at this layer, or it is not in this process.
         """
         found = self.bindings.get((site, layer))
         if found is not None:
@@ -130,26 +139,26 @@ def detect(
     num_heads: int | None = None,
     head_dim: int | None = None,
     rename: Mapping[str, str] | None = None,
-    find_parts: PartsFinder | None = None,
+    shards: ShardFinder | None = None,
 ) -> Architecture:
-    """Finds the sites of `root`.
+    """Find the sites of `root`.
 
     Args:
-        root: the model, or the part of it that this process has.
-        run: performs one forward of a few tokens over `root`, uncompiled. Its values do not matter and are changed on
-            the way, so nothing that is kept, such as a prefix cache, may come from it.
-        num_heads: attention heads in this process, if the model does not say how wide a head is.
-        head_dim: width of a head, where the model's own word is not to be taken.
-        rename: the user's names, as `{"my_blocks": "layers", "mixer": "attn"}`; roles are `midstream.arch.ROLES`.
-        find_parts: where several ranks share each layer: which leaves this one has a part of.
+        root: the model, or the part of it in this process.
+        run: runs one uncompiled forward of a few tokens over `root`. The probe changes values on the way, so nothing that is kept, such
+            as a prefix cache, may come from this forward.
+        num_heads: attention heads in this process, used if the model does not tell the width of a head.
+        head_dim: width of a head; takes precedence over what the model says.
+        rename: the user's names, such as `{"my_blocks": "layers", "mixer": "attn"}`. Roles are `midstream.arch.ROLES`.
+        shards: finds the tensors that tensor-parallel ranks share.
 
     Raises:
-        ArchitectureError: the structure cannot be placed; the message names the module and what was expected.
+        ArchitectureError: the model does not have the expected structure. The message names the module and what was expected.
     """
-    names = Names(rename)
+    names, shards = Names(rename), shards or ShardFinder()
     modules = dict(root.named_modules())
     containers = {path: found for path in modules if (found := _blocks(path, modules, names))}
-    probe = _probed(root, run, containers, names, find_parts)
+    probe = _probed(root, run, containers, names, shards)
     container = _the_container(containers, modules, probe, names)
     calls = {i: call for i, path in containers[container].items() if (call := probe.first(path)) is not None}
     layout = find_layout(probe, list(calls.values()))
@@ -172,22 +181,33 @@ def detect(
         parts=_parts(root, container, blocks, bindings, names),
         order=dict(probe.order),
         shapes=shapes_of(probe, stream_of(first)),
-        widths=widths_of(probe, bindings),
+        widths=_widths_of(probe, bindings),
     )
-    return arch if find_parts is None else _widened(arch, find_parts(probe))
+    return _with_shards(arch, shards.find(probe))
 
 
-def _widened(arch: Architecture, shards: Parts) -> Architecture:
-    """With the heads and widths that the sites have on all ranks together."""
+def _with_shards(arch: Architecture, shards: Shards) -> Architecture:
+    """`arch` with the heads and widths that the sites have on all ranks together."""
     arch = replace(arch, shards=shards)
     widths, bindings = dict(arch.widths), dict(arch.bindings)
     for point, binding in arch.bindings.items():
-        part = arch.part_of(binding)
-        if part is not None and part.width is not None:
-            widths[point] = part.width
+        shard = arch.shard_of(binding)
+        if shard is not None and shard.width is not None:
+            widths[point] = shard.width
             if binding.heads is not None:
-                bindings[point] = replace(binding, heads=(part.width // binding.heads[1], binding.heads[1]))
+                bindings[point] = replace(binding, heads=(shard.width // binding.heads[1], binding.heads[1]))
     return replace(arch, widths=widths, bindings=bindings)
+
+
+def _widths_of(probe: Probe, bindings: Mapping[tuple[str, int | None], Binding]) -> dict[tuple[str, int | None], int]:
+    """How many elements one token has at each binding."""
+    calls = {call.path: call for call in reversed(probe.calls)}
+    found: dict[tuple[str, int | None], int] = {}
+    for point, binding in bindings.items():
+        call = calls[binding.path]
+        leaves = call.inputs if binding.kind == "input" else call.returned
+        found[point] = next(leaf for leaf in leaves if leaf.ref == binding.hidden).shape[-1]
+    return found
 
 
 def _parts(
@@ -197,7 +217,7 @@ def _parts(
     bindings: Mapping[tuple[str, int | None], Binding],
     names: Names,
 ) -> dict[str, str]:
-    """Role to path, for the roles that one module has."""
+    """role -> path, for the roles that a single module has."""
     parts = {"layers": container}
     for block in blocks.values():
         for role, part in (("attn", block.attn), ("mlp", block.mlp)):
@@ -206,7 +226,7 @@ def _parts(
     for role in ("embed", "final_norm"):
         if (role, None) in bindings:
             parts[role] = bindings[role, None].path
-    # Tied heads are the embedding itself, under a second path.
+    # A tied head is the embedding module itself under a second path, so duplicates count.
     paths = [path for path, module in root.named_modules(remove_duplicate=False) if not is_placeholder(module)]
     heads = [(path.count("."), rank, path) for path in paths if (rank := names.rank(path, "lm_head")) is not None]
     if outside := [path for _, _, path in sorted(heads) if not path.startswith(f"{container}.")]:
@@ -219,7 +239,7 @@ def _indices(container: nn.Module) -> list[int]:
 
 
 def _blocks(path: str, modules: Mapping[str, nn.Module], names: Names) -> dict[int, str]:
-    """The layers of a container that has a container's name, by index; those of other pipeline stages left out."""
+    """index -> path of the layers in this process, if `path` is named like a container of layers."""
     if names.rank(path, "layers") is None:
         return {}
     present = [i for i in _indices(modules[path]) if not is_placeholder(modules.get(f"{path}.{i}", nn.Identity()))]
@@ -231,13 +251,12 @@ def _probed(
     run: Callable[[], Any],
     containers: Mapping[str, dict[int, str]],
     names: Names,
-    find_parts: PartsFinder | None,
+    shards: ShardFinder,
 ) -> Probe:
-    """The recorded forward. One that fails because two streams do not fit together is told as that."""
+    """Record the forward. If it fails because two streams have different shapes, raise ArchitectureError about these."""
     modules, probe = dict(root.named_modules()), Probe()
-    watch, plant = _watched(containers, modules), _plants(containers, modules, names)
-    if find_parts is not None:
-        watch, plant = watch | find_parts.watch(modules), find_parts.plants(modules) | plant
+    watch = _watched(containers, modules) | shards.watch(modules)
+    plant = shards.plants(modules) | _plants(containers, modules, names)
     try:
         return record(root, run, watch=watch, plant=plant, probe=probe)
     except Exception as error:
@@ -260,7 +279,7 @@ def _watched(containers: Mapping[str, dict[int, str]], modules: Mapping[str, nn.
 def _plants(
     containers: Mapping[str, dict[int, str]], modules: Mapping[str, nn.Module], names: Names
 ) -> dict[str, Plant]:
-    """Attention must leave a mark, since one that returns zeros cannot be told from one that nobody reads."""
+    """Give attention and embedding recognisable outputs: zeros of an unused attention could not be told from those of a used one."""
     plants: dict[str, Plant] = {
         path: planted_embedding
         for path, module in modules.items()
@@ -276,7 +295,7 @@ def _plants(
 def _the_container(
     containers: Mapping[str, dict[int, str]], modules: Mapping[str, nn.Module], probe: Probe, names: Names
 ) -> str:
-    """The one list of blocks that the forward went through."""
+    """The list of blocks that the forward went through. Raises ArchitectureError unless there is exactly one."""
     called = [path for path, blocks in containers.items() if any(probe.first(block) for block in blocks.values())]
     inner = [path for path in called if any(path.startswith(f"{outer}.") for outer in called if outer != path)]
     called = [path for path in called if path not in inner]

@@ -1,7 +1,7 @@
-"""What the parts of a decoder-only model are called, and how a module's kind is told from its class.
+"""The names that models give to their parts, and how to tell a module's kind from its class.
 
-Names only nominate. What a nominated module is to the forward pass is settled by the probe (`probe.py`). A user's own
-names come first: `rename={"my_blocks": "layers", "mixer": "attn"}`; a key may be a name or the end of a dotted path.
+A name only makes a module a candidate: the probe (`probe.py`) shows what the module does in the forward pass. The user's names come before
+the standard ones: `rename={"my_blocks": "layers", "mixer": "attn"}`, where a key is a name or the end of a dotted path.
 """
 
 from __future__ import annotations
@@ -26,12 +26,15 @@ STANDARD: dict[str, tuple[str, ...]] = {
 }
 ROLES = tuple(STANDARD)
 
-# Blocks that hold their MLP as two linear layers of their own, with no module around them (OPT, XGLM).
+# Classes that stand for a layer of another pipeline stage.
+PLACEHOLDERS = ("PPMissingLayer",)
+
+# Blocks that have the two linear layers of the MLP as direct children, with no MLP module around them (OPT, XGLM).
 BARE_MLP = (("fc1", "fc2"), ("fc_in", "fc_out"), ("linear1", "linear2"))
 
 
 class Names:
-    """The standard names with the user's own before them."""
+    """The user's names followed by the standard ones."""
 
     def __init__(self, rename: Mapping[str, str] | None = None) -> None:
         self._own: dict[str, list[str]] = {}
@@ -43,11 +46,11 @@ class Names:
             self._own.setdefault(role, []).append(name)
 
     def own(self, role: str) -> list[str]:
-        """What the user said this role is called."""
+        """The user's names for this role."""
         return self._own.get(role, [])
 
     def rank(self, path: str, role: str) -> int | None:
-        """How good a name `path` has for `role`: 0 is best, None that it is no such name at all."""
+        """How well the name of `path` fits `role`: 0 is best, None means that it does not."""
         candidates = [*self.own(role), *STANDARD[role]]
         for rank, name in enumerate(candidates):
             if path == name or path.endswith(f".{name}"):
@@ -55,19 +58,24 @@ class Names:
         return None
 
     def child(self, module: nn.Module, path: str, role: str) -> str | None:
-        """The path of the direct child of `module` that has the best name for `role`."""
+        """The path of the direct child of `module` whose name fits `role` best."""
         ranked = [(self.rank(f"{path}.{name}", role), f"{path}.{name}") for name, _ in module.named_children()]
         named = [(rank, child) for rank, child in ranked if rank is not None]
         return min(named)[1] if named else None
 
 
 def is_placeholder(module: nn.Module) -> bool:
-    """Whether this stands for a module that another pipeline stage has (vLLM's PPMissingLayer is an Identity)."""
-    return any(cls.__name__ == "PPMissingLayer" for cls in type(module).__mro__) or type(module) is nn.Identity
+    """Whether this stands for a module of another pipeline stage. Transformers models in vLLM have a plain Identity there."""
+    return is_a(module, *PLACEHOLDERS) or type(module) is nn.Identity
+
+
+def is_a(module: nn.Module, *names: str) -> bool:
+    """Whether one of these is the name of the module's class or of a base class."""
+    return any(cls.__name__ in names for cls in type(module).__mro__)
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether this is a matrix multiplication, quantised ones included."""
+    """Whether this is a linear layer, quantised ones included."""
     name = type(module).__name__
     if "Linear" in name or name == "Conv1D" or hasattr(module, "qweight"):
         return True
@@ -76,7 +84,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def is_norm(module: nn.Module, path: str) -> bool:
-    """Whether this is a normalisation, by its class or by its name."""
+    """Whether this is a norm, by its class or by its name."""
     leaf = path.rpartition(".")[2].lower()
     return "norm" in type(module).__name__.lower() or "norm" in leaf or leaf.startswith("ln")
 
@@ -90,3 +98,33 @@ def text_config(root: nn.Module) -> Any:
     """The configuration of the language model, or None."""
     config = getattr(root, "config", None)
     return getattr(config, "text_config", None) or config
+
+
+class Sizes:
+    """How many heads and token ids the model has, read from its transformers configuration."""
+
+    @property
+    def _text_config(self) -> Any:
+        """The transformers configuration of the language model."""
+        raise NotImplementedError
+
+    @property
+    def vocab_size(self) -> int:
+        """How many token ids there are."""
+        return self._text_config.vocab_size
+
+    @property
+    def num_heads(self) -> int:
+        """Attention heads of a layer, as in `attn_z`."""
+        return self._text_config.num_attention_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key and value heads of a layer."""
+        return getattr(self._text_config, "num_key_value_heads", None) or self.num_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head of `attn_z`."""
+        given = getattr(self._text_config, "head_dim", None)
+        return given or self._text_config.hidden_size // self.num_heads

@@ -1,22 +1,22 @@
-"""Records one forward pass: which module was called when, with which tensors, and what came out.
+"""Records one forward pass: when each module was called, with which tensors, and what it returned.
 
-`arch` asks where a tensor came from and where it went. Values cannot tell (a dummy run may have attention outputs of
-zeros), so tensors are told apart by their memory: every tensor seen is kept alive, so that no address is used twice.
-Engines also overwrite a buffer in place, so the modules that matter are watched: their tensors are snapshotted, and two
-leaves are the same value only if the snapshots agree too. For that to mean something, known values are planted: where
-`plant` names a module, its output is replaced for the rest of the pass.
+`arch` asks where a tensor came from and where it went. Values cannot answer that (attention may return zeros in a dummy run), so tensors
+are identified by their memory. The probe keeps every tensor alive, so that no address is used twice. Engines also overwrite buffers in
+place. So the probe takes snapshots of the tensors of the modules in `watch`, and two leaves are the same value only if their snapshots
+agree as well. `plant` replaces the outputs of some modules by known values, so that snapshots differ.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from midstream import hooks
 from midstream.sites import Kind, Ref, replaced
 
 Plant = Callable[[torch.Tensor], torch.Tensor]
@@ -40,7 +40,7 @@ class Leaf:
         return str(self.ref[-1]) if self.ref else ""
 
     def same(self, other: Leaf) -> bool:
-        """Whether both are one value. A view of another shape is the same value; a buffer written in between is not."""
+        """Whether both are the same value. A view of another shape is; a buffer that was written to in between is not."""
         a, b = self.tensor, other.tensor
         if (a.data_ptr(), a.numel(), a.dtype) != (b.data_ptr(), b.numel(), b.dtype):
             return False
@@ -51,7 +51,7 @@ class Leaf:
 
 @dataclass(eq=False)
 class Call:
-    """One call of one module. `returned` is what it computed, `outputs` what its caller got instead if planted."""
+    """One call of one module. `returned` holds what it computed, `outputs` what its caller got: other tensors if planted."""
 
     path: str
     module: nn.Module
@@ -61,12 +61,12 @@ class Call:
     ended: int = -1
     returned: list[Leaf] = field(default_factory=list)
     outputs: list[Leaf] = field(default_factory=list)
-    result: Any = None  # the tree that `returned` was found in
+    result: Any = None  # what its caller got, as a tree
 
 
 @dataclass
 class Probe:
-    """One recorded forward pass, calls in the order in which they began."""
+    """One recorded forward pass, with its calls in the order in which they began."""
 
     calls: list[Call] = field(default_factory=list)
     order: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class Probe:
         return next((call for call in self.calls if call.path == path), None)
 
     def within(self, outer: Call, *, direct: bool = False) -> list[Call]:
-        """The calls made by `outer`, of its direct children or of all modules below it."""
+        """The calls that ran inside `outer`: of all modules below it, or only of its direct children."""
         prefix = f"{outer.path}." if outer.path else ""
         inside = [c for c in self.calls if c.path.startswith(prefix) and outer.started < c.started < outer.ended]
         return [c for c in inside if "." not in c.path[len(prefix) :]] if direct else inside
@@ -92,17 +92,17 @@ class Probe:
 def record(
     root: nn.Module, run: Callable[[], Any], *, watch: set[str], plant: Mapping[str, Plant], probe: Probe
 ) -> Probe:
-    """Runs `run` once and records every call in the tree of `root`; no trace of it is left on the modules.
+    """Run `run` once and record every call in the tree of `root`. All hooks are off again afterwards.
 
     Args:
-        probe: what to fill. If `run` raises, it holds the calls up to there, unfinished ones included.
-        watch: paths of the modules whose tensors are snapshotted.
-        plant: for some paths, what the first floating output with a token axis is replaced by.
+        probe: is filled. If `run` raises, it holds the calls up to then, unfinished ones included.
+        watch: paths of the modules whose tensors get snapshots.
+        plant: path -> a function that makes the replacement of the module's first floating output with a token axis.
     """
     recorder = _Recorder(probe, watch, plant)
     with ExitStack() as stack:
         for path, module in root.named_modules():
-            stack.enter_context(recorder.attached(path, module))
+            recorder.attach(path, module, stack)
         with torch.no_grad():
             run()
     probe.calls = [call for call in probe.calls if call.ended >= 0]
@@ -114,48 +114,20 @@ class _Recorder:
         self.probe, self.watch, self.plant = probe, watch, plant
         self.active: list[Call] = []
 
-    @contextmanager
-    def attached(self, path: str, module: nn.Module) -> Iterator[None]:
-        """Hooks on `module` while it lasts, and a wrapped `forward` where a class has its own `__call__`.
+    def attach(self, path: str, module: nn.Module, stack: ExitStack) -> None:
+        """Record the calls of `module` until `stack` is closed."""
 
-        vLLM's compiled models call `self.forward` from theirs, past all hooks; transformers' layers go on to
-        `nn.Module.__call__`, where the hooks have then seen the call already.
-        """
-
-        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def begin(args: Any, kwargs: Any) -> None:
             self.begin(path, module, args, kwargs)
 
-        def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        def end(output: Any) -> Any:
             return self.end(path, output)
 
-        handles = [
-            module.register_forward_pre_hook(before, with_kwargs=True),
-            module.register_forward_hook(after, with_kwargs=True),
-        ]
-        own_call = type(module).__call__ is not nn.Module.__call__
-        kept = module.__dict__.get("forward")
-        if own_call:
-            module.__dict__["forward"] = self.wrapped(path, module)
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            if own_call:
-                del module.__dict__["forward"]
-                if kept is not None:
-                    module.__dict__["forward"] = kept
-
-    def wrapped(self, path: str, module: nn.Module) -> Callable[..., Any]:
-        forward = module.forward
-
-        def recorded(*args: Any, **kwargs: Any) -> Any:
-            if self.active and self.active[-1].module is module:
-                return forward(*args, **kwargs)
-            self.begin(path, module, args, kwargs)
-            return self.end(path, forward(*args, **kwargs))
-
-        return recorded
+        if hooks.skips_hooks(module):
+            stack.callback(hooks.around(module, begin, end).remove)
+        else:
+            stack.callback(hooks.before(module, begin).remove)
+            stack.callback(hooks.after(module, end).remove)
 
     def begin(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs = leaves((args, kwargs), snapshot=path in self.watch)
@@ -165,7 +137,7 @@ class _Recorder:
 
     def end(self, path: str, output: Any) -> Any:
         call = self.active.pop()
-        while call.path != path:  # a call that raised, and whose caller went on
+        while call.path != path:  # that call raised, and its caller went on
             call = self.active.pop()
         watched = call.path in self.watch
         call.returned = call.outputs = leaves(output, snapshot=watched)
@@ -180,7 +152,7 @@ class _Recorder:
 
 
 def leaves(tree: Any, ref: Ref = (), *, snapshot: bool = False) -> list[Leaf]:
-    """The tensors of a tree of tuples, lists and mappings, with where they lie."""
+    """The tensors in a tree of tuples, lists and mappings, with their places in it."""
     if isinstance(tree, torch.Tensor):
         if tree.numel() == 0:
             return []
@@ -195,5 +167,5 @@ def leaves(tree: Any, ref: Ref = (), *, snapshot: bool = False) -> list[Leaf]:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy to compare by: as bytes, since a NaN equals nothing, and flat, since a view is the same value."""
+    """A copy to compare: bytes, since a NaN equals nothing, and flat, since a view of another shape is the same value."""
     return tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)

@@ -1,8 +1,8 @@
-"""Where the residual stream enters and leaves a block: as one tensor, or as two whose sum it is.
+"""Where the residual stream begins, enters and leaves each block, and ends. It is one tensor, or the sum of two.
 
-What decides is the next consumer. A block may return several tensors of the stream's shape; those that the next block
-takes, and uses together, are the stream. StableLM returns a second tensor that nobody takes, and Command-R one that is
-taken and ignored: summing would count it twice.
+The next block decides which tensors are the stream. A block may return several tensors of the stream's shape; the stream consists of those
+that the next block takes and uses together. StableLM returns a second tensor that no block takes, and Command-R one that the next block
+takes and ignores: adding those would count them twice.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
 
+import torch
+
+from midstream.arch.names import Names, is_linear, is_norm
 from midstream.arch.probe import Call, Leaf, Probe
 from midstream.errors import ArchitectureError
 from midstream.sites import Binding, Ref, follow
@@ -21,7 +24,7 @@ PREFERRED = ("hidden_states", "hidden_state", "x", "inputs")
 
 @dataclass(frozen=True)
 class Layout:
-    """The leaves of a block's call that hold the stream; `*_second` is None for a single stream."""
+    """The leaves of a block's call that hold the stream. `*_second` is None if the stream is one tensor."""
 
     entering: Ref
     entering_second: Ref | None
@@ -34,7 +37,7 @@ class Layout:
 
 
 def stream_leaves(found: list[Leaf], like: Leaf) -> list[Leaf]:
-    """The leaves that have the stream's width and number of tokens, those named as hidden states first."""
+    """The leaves with the stream's width and number of tokens, those named as hidden states first."""
     wide = [
         leaf
         for leaf in found
@@ -44,7 +47,7 @@ def stream_leaves(found: list[Leaf], like: Leaf) -> list[Leaf]:
 
 
 def stream_of(call: Call) -> Leaf:
-    """The first floating tensor with a token axis that a block returns: it has the stream's shape."""
+    """The first floating tensor with a token axis that a block returns. It has the stream's shape."""
     leaf = next((leaf for leaf in call.outputs if leaf.floating and len(leaf.shape) > 1), None)
     if leaf is None:
         raise ArchitectureError(
@@ -61,9 +64,9 @@ def stream_of(call: Call) -> Leaf:
 
 
 def find_layout(probe: Probe, blocks: list[Call]) -> Layout:
-    """The layout that all blocks share, taken from how one hands over to the next.
+    """The layout that the blocks share, found by comparing what each block returns with what the next one takes.
 
-    By majority, since a model may change one of two streams between some of its blocks.
+    The majority decides, since a model may change one of the two tensors between some of its blocks.
     """
     for block in blocks:
         stream_of(block)
@@ -89,7 +92,7 @@ def _handover(probe: Probe, block: Call, following: Call) -> Layout | None:
 
 
 def check_shapes(block: Call, following: Call) -> None:
-    """Raises if a block hands two floating tensors of different shapes to the next."""
+    """Raise ArchitectureError if a block hands two floating tensors of different shapes to the next."""
     passed = [out for out in block.outputs if out.floating and any(leaf.same(out) for leaf in following.inputs)]
     if len(block.outputs) == 2 and len({out.shape for out in passed}) > 1:
         raise ArchitectureError(
@@ -99,9 +102,9 @@ def check_shapes(block: Call, following: Call) -> None:
 
 
 def _used_together(probe: Probe, block: Call, hidden: Leaf, residual: Leaf) -> bool:
-    """Whether the first module of a block to take the hidden states takes the residual with them.
+    """Whether the first module in a block that takes the hidden states takes the residual as well.
 
-    If no module takes the hidden states, the block adds the two by hand.
+    If no module takes the hidden states, the block itself adds the two.
     """
     for call in probe.within(block):
         if any(leaf.same(hidden) for leaf in call.inputs):
@@ -110,7 +113,7 @@ def _used_together(probe: Probe, block: Call, hidden: Leaf, residual: Leaf) -> b
 
 
 def _alone(probe: Probe, block: Call) -> Layout:
-    """The layout of a stage's only block, or of blocks between which the stream is changed."""
+    """The layout if no block hands a tensor to the next: there is only one, or the model changes the stream between them."""
     like = stream_of(block)
     leaving = [leaf for leaf in block.outputs if leaf.floating and leaf.shape == like.shape]
     entering = stream_leaves(block.inputs, like)
@@ -123,7 +126,7 @@ def _alone(probe: Probe, block: Call) -> Layout:
 
 
 def _residual_argument(block: Call) -> Ref | None:
-    """The argument called residual, which is None for the first block of a model."""
+    """The argument named residual, which is None for the first block of a model."""
     args, kwargs = block.tree
     names = list(inspect.signature(type(block.module).forward).parameters)[1:]
     for position, name in enumerate(names):
@@ -138,7 +141,7 @@ def _takes_two(call: Call, like: Leaf) -> bool:
 
 
 def bind_streams(block: Call, index: int, layout: Layout) -> dict[tuple[str, int | None], Binding]:
-    """`resid_pre` and `resid_post` of one block, checked against what was seen of its call."""
+    """`resid_pre` and `resid_post` of one block. Raises ArchitectureError if its call does not fit the layout."""
     like = stream_of(block)
     first = next((leaf for leaf in block.inputs if leaf.ref == layout.entering), None)
     if first is None or first.shape != like.shape:
@@ -161,7 +164,7 @@ def bind_streams(block: Call, index: int, layout: Layout) -> dict[tuple[str, int
 
 
 def _present(block: Call, ref: Ref | None) -> bool:
-    """Whether the call has this argument at all, be it None."""
+    """Whether the call has this argument, even if it is None."""
     if ref is None:
         return False
     try:
@@ -185,3 +188,63 @@ def describe(found: list[Leaf]) -> str:
     if not found:
         return "no tensor"
     return ", ".join(f"{leaf.name or 'tensor'}: {str(leaf.tensor.dtype)[6:]}{list(leaf.shape)}" for leaf in found)
+
+
+def planted_embedding(output: torch.Tensor) -> torch.Tensor:
+    """Alternating ones and twos: a product keeps their ratio and a sum does not, whatever the weights are."""
+    return (torch.arange(output.shape[-1], device=output.device) % 2 + 1).to(output.dtype).expand_as(output).clone()
+
+
+def bind_embed(probe: Probe, first: Call, layout: Layout, names: Names) -> Binding | None:
+    """The token embedding's output, times the factor that the model applies before the first block."""
+    before = [call for call in probe.calls if 0 <= call.ended < first.started and _embeds(call)]
+    named = [call for call in before if names.rank(call.path, "embed") is not None]
+    largest = sorted(before, key=lambda call: -len(getattr(call.module, "weight", ())))
+    call = min(named, key=lambda call: names.rank(call.path, "embed") or 0) if named else next(iter(largest), None)
+    if call is None:
+        return None
+    out = next(leaf for leaf in call.outputs if leaf.floating)
+    return Binding(call.path, "output", out.ref, scale=_scale(probe, first, call, out, entering_leaf(first, layout)))
+
+
+def _embeds(call: Call) -> bool:
+    """Whether this call looked up integers in a table."""
+    takes_ids = any(not leaf.floating for leaf in call.inputs) and not any(leaf.floating for leaf in call.inputs)
+    weight = getattr(call.module, "weight", None)
+    return takes_ids and getattr(weight, "ndim", 0) == 2 and any(leaf.floating for leaf in call.outputs)
+
+
+def _scale(probe: Probe, first: Call, embed: Call, out: Leaf, entering: Leaf) -> float:
+    """The factor between the planted embedding and what reached the first block; 1.0 if they are not in one proportion.
+
+    Doubling is exact in every float dtype, so a product has the same ratio to the planted values everywhere. A norm in between is not
+    a factor.
+    """
+    if out.shape[-1] != entering.shape[-1] or entering.snapshot is None:
+        return 1.0
+    between = [call for call in probe.calls if embed.ended < call.started and call.ended < first.started]
+    for call in between:
+        if _takes(call, out) and not any(leaf.same(out) for leaf in call.returned):
+            return 1.0
+    arrived = entering.snapshot.view(entering.tensor.dtype).view(-1, entering.shape[-1])
+    factors = arrived / planted_embedding(arrived)
+    factor = float(factors[0, 0])
+    uniform = bool((factors == factor).all())
+    return factor if uniform and factor not in (0.0, float("inf")) else 1.0
+
+
+def _takes(call: Call, leaf: Leaf) -> bool:
+    return any(taken.same(leaf) for taken in call.inputs)
+
+
+def bind_final_norm(probe: Probe, last: Call, layout: Layout, names: Names) -> Binding | None:
+    """The norm that reads what leaves the last block. A fused norm returns a pair, whose first element is the value."""
+    left = next(leaf for leaf in last.outputs if leaf.ref == layout.leaving)
+    after = [call for call in probe.calls if call.started > last.ended]
+    reads = [call for call in after if any(leaf.same(left) for leaf in call.inputs)]
+    named = [call for call in after if names.rank(call.path, "final_norm") is not None]
+    for call in [*reads, *named]:
+        out = stream_leaves(call.outputs, stream_of(last))
+        if out and not is_linear(call.module) and is_norm(call.module, call.path):
+            return Binding(call.path, "output", out[0].ref)
+    return None

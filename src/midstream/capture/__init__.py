@@ -1,6 +1,7 @@
-"""Where captured rows go: onto the output, into files, to consumers of the user's.
+"""Where captured rows go: onto the output, into files, to the user's consumers.
 
-The engine hands over `Segment`s, rows as a step left them. `segment.gather` puts a request's together as `Captured`, which
-is what the user finds on the output. `sinks.Sinks` hands them on to `consumers`, each behind a queue and a thread of its own
-(`lane`); one of them is `directory.DirectorySink`, whose files `store.open_captures` reads. `wanted` says which rows go where.
+The engine hands over `RowChunk`s, the rows that a step captured. `rows.routes` says which rows go where, and `rows.gather`
+puts a request's rows together as `Captured`, which the user finds on the output. `sinks.Sinks` hands them on to `consumers`,
+each behind a queue and a thread of its own (`lane`). `directory.DirectorySink` is the consumer that writes files, which
+`store.open_captures` reads.
 """

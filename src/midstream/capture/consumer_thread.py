@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from midstream.capture.consumers import CaptureInfo, Consumer, Destination, takes_when
+from midstream.capture.consumers import CaptureInfo, Destination, RowConsumer, takes_when
 from midstream.errors import CaptureError
 from midstream.plan.layout import Key
 from midstream.queues import BoundedQueue
@@ -54,7 +54,7 @@ class ConsumerThread:
         self.name = destination.name
         self._make, self._idle, self._may_write = destination.make, destination.idle, destination.may_write
         self._timeout = timeout
-        self._consumer: Consumer | None = None
+        self._consumer: RowConsumer | None = None
         self._takes_when = False
         self._queue: BoundedQueue[_Job] = BoundedQueue(queue_bytes)
         self._changed = self._queue.changed  # guards what follows, too

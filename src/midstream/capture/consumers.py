@@ -1,13 +1,12 @@
-"""Who takes captured rows: the protocol, and how a `Capture(to=...)` becomes something that follows it.
+"""What takes captured rows: the protocol of consumers, the consumers that come with midstream, and those of installed packages.
 
-A directory becomes a `store.DirectorySink`, a callable is called with every piece of rows, and `Consumer("name", **options)`
-finds a factory among the installed packages' entry points:
+`Consumer("name", **options)` in a plan is made by a factory among the installed packages' entry points:
 
     [project.entry-points."midstream.consumers"]
-    mine = "my_package.probes:MyConsumer"        # MyConsumer(**options) gives an object with the methods below
+    mine = "my_package.probes:MyConsumer"        # MyConsumer(**options) returns an object with the methods of RowConsumer
 
-Each runs in a thread of its own, which calls begin, rows and end of the requests in turn, never two at a time. See `sinks`
-for what happens when it raises or does not come back.
+Each consumer has a thread of its own, which calls begin, rows and end of the requests one after the other. `sinks` says what
+happens when a consumer raises or stalls.
 """
 
 from __future__ import annotations
@@ -17,14 +16,11 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from midstream.capture.selection import identity
 from midstream.errors import CaptureError
-from midstream.plan import values
 from midstream.plan.fields import nearest
 from midstream.plan.layout import Key
 
@@ -33,12 +29,12 @@ GROUP = "midstream.consumers"
 
 @dataclass(frozen=True)
 class Collected:
-    """What a request of `model.collect` belongs to, as the index of its directory has it.
+    """Identifies a request of `model.collect` in the index of its directory.
 
     Attributes:
-        id: the prompt's, by which it is not run again.
-        model: its name and dtype.
-        plan: a digest of the plan, and of the sampling parameters where generated rows are captured.
+        id: the prompt's id; a prompt whose id is listed is not run again.
+        model: the model's name and dtype.
+        plan: a digest of the plan, and of the sampling parameters if generated rows are captured.
     """
 
     id: str
@@ -48,16 +44,17 @@ class Collected:
 
 @dataclass(frozen=True)
 class CaptureInfo:
-    """What a consumer learns about a request before its rows.
+    """What a consumer is told about a request before its rows.
 
     Attributes:
         request_id: the engine's id of the request.
-        prompt_token_ids: its prompt.
-        prompt_length: positions from here on were generated; the prompt's length unless given (prompts of embeddings).
-        engine: tells engines apart that write to one place; the same on all ranks of one.
-        stage: which pipeline stage's layers these are, of how many; (0, 1) when one place has them all.
+        prompt_token_ids: the prompt.
+        prompt_length: positions from here on were generated. The length of `prompt_token_ids` if not given; prompts of
+            embeddings have no ids.
+        engine: tells engines apart that write to one directory; the same on all ranks of an engine.
+        stage: the pipeline stage whose layers these are, and the number of stages; (0, 1) if all layers come together.
         planes: (site, layer, when) of all rows that will come.
-        collected: of a request of `model.collect`.
+        collected: for a request of `model.collect`.
     """
 
     request_id: str
@@ -73,32 +70,32 @@ class CaptureInfo:
             object.__setattr__(self, "prompt_length", len(self.prompt_token_ids))
 
 
-class Consumer(Protocol):
-    """What takes captured rows. Derive from it or not; only the methods count.
+class RowConsumer(Protocol):
+    """Takes captured rows. Deriving from this class is optional.
 
-    An exception from begin, rows or end fails that request's capture, and only that: whoever collects the request's
-    result gets a CaptureError, no more of its rows come, and `end` is called with that error (unless begin raised it).
+    An exception from begin, rows or end fails that request's capture only: the request's result is a CaptureError, no more of
+    its rows come, and `end` is called with that error (unless begin raised it).
     """
 
     def begin(self, info: CaptureInfo) -> None:
         """A request starts; its rows follow, between those of other requests."""
 
     def rows(self, request_id: str, site: str, layer: int, positions: list[int], tensor: torch.Tensor) -> None:
-        """Rows `[n, width]` of one site, at these positions; a site's rows come in one piece or in many.
+        """Rows `[n, width]` of one site at these positions. A site's rows come in one call or in several.
 
-        The tensor is on the CPU, in the model's dtype, and the consumer's own. A site that had no row to give gets one call with
-        none. With a further parameter `when` ("before" or "after" the site's edits) a consumer can be given both.
+        The tensor is on the CPU, in the model's dtype, and belongs to the consumer. A site without rows gets one call with an
+        empty tensor. A consumer whose method has another parameter `when` ("before" or "after" the site's edits) can take both.
         """
 
     def end(self, request_id: str, error: Exception | None) -> None:
-        """All rows of the request have come; or, with an error, no more will."""
+        """All rows of the request have come; with an error, no more will come."""
 
     def close(self) -> None:
-        """The engine closes, after the last request."""
+        """The engine closes. Called after the last request."""
 
 
 class LogConsumer:
-    """Logs what is captured, one line per request: `Capture(..., to=(directory, Consumer("log", level="info")))`.
+    """Logs one line per request: `Capture(..., to=(directory, Consumer("log", level="info")))`.
 
     Options: `level` (default "info"), `logger` (default "midstream.capture").
     """
@@ -133,7 +130,7 @@ class LogConsumer:
 
 
 class CallableSink:
-    """A function as a consumer: `fn(request_id, site, layer, positions, tensor)`, and `when=` if it takes that."""
+    """A function as a consumer: `fn(request_id, site, layer, positions, tensor)`, with `when=` if it has that parameter."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.rows = function
@@ -149,7 +146,7 @@ class CallableSink:
 
 
 def takes_when(rows: Callable[..., Any]) -> bool:
-    """Whether a consumer's `rows` can tell before from after."""
+    """Whether a consumer's `rows` has the parameter `when`."""
     try:
         parameters = inspect.signature(rows).parameters.values()
     except (TypeError, ValueError):  # some builtins have no signature
@@ -158,32 +155,20 @@ def takes_when(rows: Callable[..., Any]) -> bool:
 
 
 class Destination(NamedTuple):
-    """A consumer before it is made. Equal keys mean the same one."""
+    """A consumer that may not have been made yet. Equal keys mean the same consumer."""
 
-    key: tuple[Any, ...]  # of `wanted.identity`
+    key: tuple[Any, ...]  # see `rows.identity`
     name: str
-    make: Callable[[], Consumer]
-    idle: float | None = None  # seconds without requests after which it is closed; None: with the engine
+    make: Callable[[], RowConsumer]
+    idle: float | None = None  # seconds without requests after which it is closed; None: it closes with the engine
     may_write: bool = True  # to the tensors that it is given
 
 
-def destination(to: str | Path | values.Consumer | Callable[..., Any]) -> Destination:
-    """Where a `Capture(to=...)` goes. Raises CaptureError for a consumer that no installed package has."""
-    key = identity(to)
-    if isinstance(to, (str, Path)):
-        from midstream.capture.directory import DirectorySink  # which is a consumer itself
+def find_consumer(name: str) -> Callable[..., RowConsumer]:
+    """The factory that an installed package offers under this name, in the entry point group `midstream.consumers`.
 
-        path = Path(key[1])
-        return Destination(key, f"directory {path}", lambda: DirectorySink(path), idle=60.0, may_write=False)
-    if isinstance(to, values.Consumer):
-        factory, options = find_consumer(to.name), dict(to.options)
-        return Destination(key, f"consumer {to.name!r}", lambda: factory(**options))
-    name = getattr(to, "__qualname__", None) or type(to).__qualname__
-    return Destination(key, f"callable {name}", lambda: CallableSink(to), idle=1.0)
-
-
-def find_consumer(name: str) -> Callable[..., Consumer]:
-    """The factory that an installed package offers under this name, in the entry point group `midstream.consumers`."""
+    Raises CaptureError if there is none, or several.
+    """
     offered = metadata.entry_points(group=GROUP)
     found = {entry.value: entry for entry in offered if entry.name == name}
     if len(found) == 1:

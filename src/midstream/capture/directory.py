@@ -1,14 +1,16 @@
-"""The consumer that writes captures to a directory, which `store.open_captures` reads, also while it grows.
+"""Writes captures to a directory; `store.open_captures` reads them, also while the directory grows.
 
-In the directory lie, for each writer (a process that captures; its name says which), `<writer>-00000.safetensors` and on,
-and `index-<writer>.jsonl`: one line per request, with its prompt, and the shard, tensor and positions of each of its planes.
-Writers share nothing, so any number of engines, and the stages of a pipeline, may write to one directory.
+Each writer (a process that captures; its name says which) has `<writer>-00000.safetensors` and on, and `index-<writer>.jsonl`:
+one line per request, with its prompt, and the shard, tensor and positions of each of its planes. Writers share nothing, so
+any number of engines, and the stages of a pipeline, may write to one directory.
 
-Rows wait in memory until there are `shard_bytes` of them, or until their request has ended and `flush` asks for it; requests
-that end together share a shard. `flush` writes and fsyncs a shard under another name, renames it, fsyncs the directory, then
-appends the requests' lines to the index and fsyncs that. So a request that the index lists survives a crash of process and
-machine; one that it does not list yet leaves at most rows that nothing refers to, or a last line without its end, and
-readers pass over both. `remove_orphans` removes such rows. A writer holds a lock on its index for as long as it lives.
+Rows wait in memory until there are `shard_bytes` of them, or until their request has ended and `flush` is called; requests
+that end together share a shard. `flush` writes and fsyncs a shard under a temporary name, renames it, fsyncs the directory,
+appends the requests' lines to the index and fsyncs that. A request that the index lists therefore survives a crash of
+process and machine. A request that it does not list leaves at most rows that nothing refers to, or an incomplete last line;
+readers ignore both, and `remove_orphans` removes such rows. A writer holds a lock on its index for as long as it lives.
+
+Shards are written here and not by the safetensors library, which takes each tensor in one piece and all of them in memory.
 """
 
 from __future__ import annotations
@@ -19,9 +21,10 @@ import json
 import os
 import re
 import socket
+import struct
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,27 +33,43 @@ import numpy as np
 import torch
 
 from midstream.capture.consumers import CaptureInfo
-from midstream.capture.segment import arrange, describe
-from midstream.capture.shards import DTYPES, FORMAT, sync_directory, write_shard
+from midstream.capture.rows import arrange, describe
 from midstream.errors import CaptureError
 from midstream.plan.layout import Key
+from midstream.trace.tree import as_bytes
 
+FORMAT = {"format": "midstream captures", "version": "1"}
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+ALIGN = 64  # bytes; where a shard's data starts
 SHARD_BYTES = 256 << 20
-PIECE_BYTES = 512  # what a piece of rows costs beside its numbers
+PIECE_BYTES = 512  # overhead of a buffered piece of rows
 
 
 @dataclass
-class _Entry:
-    """One request: what is still in memory of it, and what its line will say."""
+class _BufferedRequest:
+    """One request: its rows in memory, and the contents of its index line."""
 
     info: CaptureInfo
     buffer: dict[Key, list[tuple[list[int], torch.Tensor]]] = field(default_factory=dict)
     size: int = 0
     kinds: dict[Key, tuple[torch.dtype, torch.Size]] = field(default_factory=dict)
     parts: list[dict[str, Any]] = field(default_factory=list)
-    positions: dict[tuple[tuple[int, int], ...], int] = field(default_factory=dict)  # runs of positions, numbered
+    positions: dict[tuple[tuple[int, int], ...], int] = field(default_factory=dict)  # ranges -> their number
     error: Exception | None = None
-    lost: bool = False  # with the directory that its rows were in, and nobody has been told
+    lost: bool = False  # the directory was removed with rows of the request, and nobody has been told
 
     def line(self, writer: str) -> bytes:
         line = {
@@ -68,13 +87,13 @@ class _Entry:
 
 
 class DirectorySink:
-    """See the module. Makes the directory if it is not there."""
+    """Writes to a directory, as the module's docstring describes. Makes the directory if it is missing."""
 
     def __init__(self, directory: str | Path, shard_bytes: int = SHARD_BYTES) -> None:
         self._directory, self._shard_bytes = Path(directory), shard_bytes
         self.writer = _new_name()
-        self._open: dict[str, _Entry] = {}
-        self._ended: list[_Entry] = []
+        self._open: dict[str, _BufferedRequest] = {}
+        self._ended: list[_BufferedRequest] = []
         self._size = self._shards = 0
         self._index = self._new_index()
 
@@ -85,14 +104,14 @@ class DirectorySink:
     def _new_index(self) -> int:
         self._directory.mkdir(parents=True, exist_ok=True)
         index = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o666)
-        with contextlib.suppress(OSError):  # not every file system has locks; orphans stay there
+        with contextlib.suppress(OSError):  # a file system without locks keeps its orphans
             fcntl.flock(index, fcntl.LOCK_EX)
         _append(index, json.dumps(FORMAT).encode() + b"\n")
         sync_directory(self._directory)
         return index
 
-    def _find_directory(self, ended: Iterable[_Entry]) -> None:
-        """Begin anew if the directory was removed. Of requests, open or `ended`, of which rows were in it, nothing is kept."""
+    def _find_directory(self, ended: Iterable[_BufferedRequest]) -> None:
+        """Start again if the directory was removed. Requests, open or `ended`, whose rows were in it fail."""
         try:
             if os.path.samestat(os.stat(self._path), os.fstat(self._index)):
                 return
@@ -108,7 +127,7 @@ class DirectorySink:
                 entry.error = CaptureError(f"{self._directory} was removed, with rows that were in it already")
 
     def begin(self, info: CaptureInfo) -> None:
-        self._open[info.request_id] = _Entry(info)
+        self._open[info.request_id] = _BufferedRequest(info)
 
     def rows(
         self, request_id: str, site: str, layer: int, positions: list[int], tensor: torch.Tensor, when: str = "before"
@@ -136,7 +155,7 @@ class DirectorySink:
             raise entry.error
 
     def flush(self) -> None:
-        """Everything that has ended is on the disk, and listed, when this returns."""
+        """Write and list all requests that have ended; they are on the disk when this returns."""
         ended, self._ended = self._ended, []
         if not ended:
             return
@@ -157,14 +176,14 @@ class DirectorySink:
         finally:
             os.close(self._index)
 
-    def _drop(self, entry: _Entry) -> None:
+    def _drop(self, entry: _BufferedRequest) -> None:
         self._size -= entry.size
         entry.size, entry.buffer = 0, {}
 
-    def _write(self, entries: Iterable[_Entry]) -> None:
-        """Write what these requests have in memory to a shard of its own. If that fails, memory is as it was."""
+    def _write(self, entries: Iterable[_BufferedRequest]) -> None:
+        """Write the rows of these requests to a new shard. If that fails, the rows stay in memory."""
         named: dict[str, list[torch.Tensor]] = {}
-        parts: list[tuple[_Entry, dict[str, Any]]] = []
+        parts: list[tuple[_BufferedRequest, dict[str, Any]]] = []
         for entry in entries:
             if entry.buffer:
                 prefix = f"{len(parts)}:{entry.info.request_id}"  # a request id may occur twice
@@ -187,18 +206,18 @@ def _host() -> str:
 
 
 def _new_name() -> str:
-    """For one that writes to a directory, beside others."""
+    """A unique name of a writer."""
     started = time.strftime("%Y%m%d-%H%M%S", time.gmtime())  # so that names sort by time
     return f"{started}-{_host()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
 
 def remove_orphans(directory: Path) -> None:
-    """Remove the shards of dead writers that no line refers to, and those that are half written.
+    """Remove shards of dead writers that no line refers to, and half-written shards.
 
     Writers of other hosts are left alone: not every shared file system has locks that hold across hosts.
     """
     for path in directory.glob(f"index-*-{_host()}-*.jsonl"):
-        with contextlib.suppress(OSError):  # its writer lives, or it is somebody else's
+        with contextlib.suppress(OSError):  # its writer is alive, or the file is not ours
             index = os.open(path, os.O_RDWR)
             try:
                 fcntl.flock(index, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -209,11 +228,11 @@ def remove_orphans(directory: Path) -> None:
 
 def _remove_unlisted(path: Path) -> None:
     writer = path.stem.removeprefix("index-")
-    whole = path.read_bytes().rpartition(b"\n")[0]
+    complete = path.read_bytes().rpartition(b"\n")[0]
     try:
-        lines = [json.loads(line) for line in whole.splitlines()]
+        lines = [json.loads(line) for line in complete.splitlines()]
         listed = {part["shard"] for line in lines for part in line.get("parts", ())}
-    except (ValueError, AttributeError, TypeError, KeyError):  # what cannot be read may refer to any of them
+    except (ValueError, AttributeError, TypeError, KeyError):  # an unreadable line may refer to any shard
         return
     for shard in path.parent.glob(f"{writer}-*"):
         if shard.suffix == ".tmp" or (shard.suffix == ".safetensors" and shard.name not in listed):
@@ -221,7 +240,7 @@ def _remove_unlisted(path: Path) -> None:
 
 
 def _append(index: int, lines: bytes) -> None:
-    """Append to a file, whole lines or nothing."""
+    """Append all lines to a file, or none."""
     before = os.fstat(index).st_size
     try:
         view = memoryview(lines)
@@ -233,8 +252,8 @@ def _append(index: int, lines: bytes) -> None:
         raise
 
 
-def _place(entry: _Entry, key: Key, named: dict[str, list[torch.Tensor]], name: str) -> list[Any]:
-    """Enter one plane's rows as a tensor of the shard, in the order of their positions; returns its row of the index."""
+def _place(entry: _BufferedRequest, key: Key, named: dict[str, list[torch.Tensor]], name: str) -> list[Any]:
+    """Add one plane's rows to the tensors of a shard, in the order of their positions. Returns the plane's entry in the index."""
     pieces = entry.buffer[key]
     arranged = arrange([np.asarray(positions, np.int64) for positions, _ in pieces], None)
     tensors = [pieces[i][1] for i in arranged.pieces] or [pieces[0][1]]
@@ -249,3 +268,47 @@ def _runs(positions: np.ndarray) -> tuple[tuple[int, int], ...]:
     cuts = np.flatnonzero(np.diff(positions) != 1) + 1
     firsts, lasts = positions[np.r_[0, cuts]], positions[np.r_[cuts - 1, positions.size - 1]]
     return tuple(zip(firsts.tolist(), (lasts + 1).tolist(), strict=True))
+
+
+def write_shard(path: Path, tensors: Mapping[str, Sequence[torch.Tensor]]) -> int:
+    """Write named tensors, each given as consecutive pieces `[n, ...]` of one dtype of DTYPES. Returns the file's size in bytes.
+
+    The file appears under its name complete and fsynced, and its name is fsynced when this returns.
+    """
+    header: dict[str, Any] = {"__metadata__": FORMAT}
+    offset = 0
+    names = sorted(tensors, key=lambda name: -tensors[name][0].element_size())  # keeps every tensor aligned
+    for name in names:
+        header[name] = entry = _tensor_entry(tensors[name], offset)
+        offset = entry["data_offsets"][1]
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % ALIGN)
+    temporary = path.with_suffix(".tmp")
+    try:
+        with open(temporary, "xb") as file:
+            file.write(struct.pack("<Q", len(text)) + text)
+            for name in names:
+                for piece in tensors[name]:
+                    file.write(as_bytes(piece).numpy().data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+    return 8 + len(text) + offset
+
+
+def _tensor_entry(pieces: Sequence[torch.Tensor], offset: int) -> dict[str, Any]:
+    shape = [sum(piece.shape[0] for piece in pieces), *pieces[0].shape[1:]]
+    size = sum(piece.nbytes for piece in pieces)
+    return {"dtype": DTYPES[pieces[0].dtype], "shape": shape, "data_offsets": [offset, offset + size]}
+
+
+def sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,39 +1,71 @@
-"""The rows of running requests, handed on to consumers while they come.
+"""Hands the rows of running requests on to consumers as they arrive.
 
     sinks = Sinks()
     sinks.begin(CaptureInfo(request_id, prompt_token_ids), routes(plan.captures, len(prompt_token_ids), range(num_layers)).sinks)
-    sinks.put(segment)                   # blocks while a consumer's queue is full
-    sinks.end(request_id, stop)          # the request is over: stop = prompt length + generated tokens - 1
-    sinks.result(request_id)             # waits until all of it was taken; raises what went wrong
+    sinks.put(chunk)                     # blocks while a consumer's queue is full
+    sinks.end(request_id, stop)          # the request has ended: stop = prompt length + generated tokens - 1
+    sinks.result(request_id)             # waits until all rows are taken; raises the consumers' errors
 
-A consumer never sees a row that is not the user's: generated positions are held until `confirm` or `end` says that they
-stand. What fails is one request's way into one consumer; its other consumers, and other requests, go on:
+`RequestCapture` does these calls for one request, and keeps the rows for its output.
+
+A consumer never sees rows of tokens that are dropped later: rows of generated positions are held until `confirm` or `end`.
+Failures are contained: one consumer's failure leaves its other requests, and the request's other consumers, alone.
 
 - A consumer that raises fails the request that it raised for.
-- One that does not come back from a call for `timeout` seconds fails all requests it has open, and those that begin before
-  it is back. Until then the producer may wait for its full queue, so others may come late, but lose nothing.
-- A slow one slows the producer down (`stats["blocked_seconds"]`, and one warning): nothing is dropped.
-- A row that comes twice or is missing at the end fails its request at all of its consumers.
+- A consumer that spends more than `timeout` seconds in a call fails all requests that it has open, and those that begin
+  before the call returns. Until then the producer may wait for its full queue, which delays rows of others and loses none.
+- A slow consumer slows the producer down (`stats["blocked_seconds"]`, and one warning): nothing is dropped.
+- A row that arrives twice, or is missing at the end, fails its request at all of its consumers.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from midstream.capture.consumer_thread import ConsumerThread, Delivery, Piece
-from midstream.capture.consumers import CaptureInfo, Destination, destination
-from midstream.capture.segment import Part, Segment, check, column, find_rows, selection
-from midstream.capture.selection import Route, Wanted
+from midstream.capture.consumers import CallableSink, CaptureInfo, Destination, find_consumer
+from midstream.capture.directory import DirectorySink
+from midstream.capture.rows import (
+    Captured,
+    ChunkRows,
+    Route,
+    Routes,
+    RowChunk,
+    RowSelection,
+    check,
+    find_rows,
+    gather,
+    identity,
+    plane_of,
+    select_rows,
+)
 from midstream.errors import CaptureError
 from midstream.plan.layout import Key
+from midstream.plan.values import Consumer
 
-JOINED_BYTES = 16 << 20  # rows that were held go on in pieces up to this size
+JOINED_BYTES = 16 << 20  # rows that were held are handed on in pieces up to this size
+DIRECTORY_IDLE, CALLABLE_IDLE = 60.0, 1.0  # seconds without requests
+
+
+def destination(to: Any) -> Destination:
+    """The destination that `Capture(to=...)` names. Raises CaptureError for a consumer that no installed package has."""
+    key = identity(to)
+    if isinstance(to, (str, Path)):
+        path = Path(key[1])
+        return Destination(key, f"directory {path}", lambda: DirectorySink(path), DIRECTORY_IDLE, may_write=False)
+    if isinstance(to, Consumer):
+        factory, options = find_consumer(to.name), dict(to.options)
+        return Destination(key, f"consumer {to.name!r}", lambda: factory(**options))
+    name = getattr(to, "__qualname__", None) or type(to).__qualname__
+    return Destination(key, f"callable {name}", lambda: CallableSink(to), CALLABLE_IDLE)
 
 
 @dataclass
@@ -42,83 +74,83 @@ class _Way:
 
     thread: ConsumerThread
     delivery: Delivery
-    wanted: dict[Key, Wanted]
+    selected: dict[Key, RowSelection]
     seen: set[Key] = field(default_factory=set)  # planes of which rows have come
-    empty: dict[Key, torch.Tensor] = field(default_factory=dict)  # no rows, but the width of a plane that none came of
+    empty: dict[Key, torch.Tensor] = field(default_factory=dict)  # `[0, width]` for planes of which none have come
 
 
 @dataclass
-class _Request:
+class _OpenRequest:
     ways: list[_Way]
     confirmed: int  # rows below this position are the user's for good
-    held: list[Segment] = field(default_factory=list)
-    parts: list[Part] = field(default_factory=list)  # positions of all that came, to find what came twice or not at all
+    held: list[RowChunk] = field(default_factory=list)
+    arrived: list[ChunkRows] = field(default_factory=list)  # to find rows that came twice or not at all
     error: CaptureError | None = None
     ended: bool = False
 
 
 class Sinks:
-    """See the module. The calls for one request come from one thread at a time; different requests may come from several.
+    """See the module's docstring. Only one thread at a time may call for a request; several may call for different ones.
 
     Args:
-        queue_bytes: bound of what waits for each consumer; a single larger segment still passes.
-        timeout: seconds that one call of a consumer may take.
+        queue_bytes: bound of the rows queued for each consumer; a single larger chunk still passes.
+        timeout: how many seconds one call of a consumer may take.
     """
 
     def __init__(self, *, queue_bytes: int = 256 << 20, timeout: float = 30.0) -> None:
         self._queue_bytes, self._timeout = queue_bytes, timeout
         self._threads: dict[tuple[object, ...], ConsumerThread] = {}
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, _OpenRequest] = {}
         self._lock = threading.Lock()
-        self._blocked_before = 0.0  # seconds, by consumers that are no more
+        self._blocked_before = 0.0  # seconds, by consumers that were closed
         self._closed = False
 
     def begin(self, info: CaptureInfo, routes: Iterable[Route]) -> None:
         """A request begins. Raises CaptureError, and begins nothing, if a consumer is unknown or the request is open."""
-        targets = [(destination(route.to), route.wanted) for route in routes]
+        targets = [(destination(route.to), route.selected) for route in routes]
         with self._lock:
             if self._closed:
                 raise CaptureError(f"the capture of request {info.request_id!r} cannot begin: the engine is closed")
             if info.request_id in self._requests:
                 raise CaptureError(f"the capture of request {info.request_id!r} is open already")
             ways = []
-            for target, wanted in targets:
-                told = replace(info, planes=tuple(wanted))
+            for target, selected in targets:
+                told = replace(info, planes=tuple(selected))
                 while (delivery := self._thread(target).open(told)) is None:
-                    pass  # it ended just now, for want of requests
-                ways.append(_Way(self._threads[target.key], delivery, wanted))
-            self._requests[info.request_id] = _Request(ways, info.prompt_length)
+                    pass  # its thread has just ended, being idle
+                ways.append(_Way(self._threads[target.key], delivery, selected))
+            self._requests[info.request_id] = _OpenRequest(ways, info.prompt_length)
 
-    def put(self, segment: Segment) -> None:
-        """Rows of a request that has begun and not ended, in any order and any pieces."""
-        request = self._running(segment.request)
-        segment = check(segment)
-        request.parts.append((segment.positions, segment.layout))
-        stands = selection(segment.positions, request.confirmed, None)
+    def put(self, chunk: RowChunk) -> None:
+        """Take rows of an open request, in any order and in any chunks."""
+        request = self._running(chunk.request)
+        chunk = check(chunk)
+        request.arrived.append((chunk.positions, chunk.layout))
+        stands = select_rows(chunk.positions, request.confirmed, None)
         if isinstance(stands, slice) and stands == slice(None):
-            return self._deliver(request, segment)
-        self._deliver(request, _rows(segment, stands))
-        request.held.append(_rows(segment, np.flatnonzero(segment.positions >= request.confirmed)))
+            return self._deliver(request, chunk)
+        self._deliver(request, _rows(chunk, stands))
+        request.held.append(_rows(chunk, np.flatnonzero(chunk.positions >= request.confirmed)))
 
     def confirm(self, request_id: str, stop: int) -> None:
-        """Rows below `stop` are known to be the user's, while the request goes on: no need to hold them any longer."""
+        """Rows below `stop` are known to be the user's while the request goes on: they are no longer held."""
         request = self._running(request_id)
         if stop > request.confirmed:
             request.confirmed = stop
             self._release(request, stop)
 
     def end(self, request_id: str, stop: int | None = None, error: Exception | None = None) -> None:
-        """No more rows come. Without an error the rows below `stop` are the user's (None: all), with one nothing is."""
+        """No more rows come. Those below `stop` are the user's (None: all of them); with an error, none are."""
         request = self._running(request_id)
         request.ended = True
         if error is None:
             self._release(request, stop)
-            error = request.error = _found_wrong(request_id, request, stop)
+            error = request.error = _row_error(request_id, request, stop)
         request.held.clear()
-        request.parts.clear()
+        request.arrived.clear()
         for way in request.ways:
             if error is None and (empty := way.empty.keys() - way.seen):
-                way.thread.give(way.delivery, [(key, [], way.empty[key]) for key in way.wanted if key in empty], 0)
+                way.thread.give(way.delivery, [(key, [], way.empty[key]) for key in way.selected if key in empty], 0)
             way.thread.end(way.delivery, error)
 
     def is_taken(self, request_id: str) -> bool:
@@ -126,11 +158,11 @@ class Sinks:
         return all(way.thread.is_done(way.delivery) for way in self._requests[request_id].ways)
 
     def result(self, request_id: str, patient: bool = False) -> None:
-        """Wait until all consumers have taken all of an ended request, files included, and forget it.
+        """Wait until all consumers have taken all rows of an ended request, files included, and forget the request.
 
-        `patient`: others will end soon, which files are to be shared with.
+        `patient`: let a file wait for requests that end soon, to share it with them.
 
-        Raises CaptureError, with what the consumer raised as its cause, if one of them failed it.
+        Raises CaptureError if a consumer failed the request; its cause is the consumer's exception.
         """
         request = self._requests.get(request_id)
         if request is None or not request.ended:
@@ -144,16 +176,16 @@ class Sinks:
             raise errors[0]
 
     def discard(self, request_id: str, error: Exception | None = None) -> None:
-        """Forget a request whose result nobody will ask for; what has not ended ends with an error."""
+        """Forget a request whose result nobody will ask for. If it has not ended, it ends with an error."""
         request = self._requests.get(request_id)
         if request is not None and not request.ended:
             self.end(request_id, error=error or CaptureError(f"request {request_id!r} was given up"))
         self._requests.pop(request_id, None)
 
     def close(self) -> None:
-        """End what is open with an error, let the consumers take what is queued, and close them. Idempotent.
+        """End open requests with an error, let the consumers take what is queued, and close them. Idempotent.
 
-        Waits for slow consumers, and for no stalled one. Raises CaptureError if a consumer's own close raises.
+        Waits for slow consumers, not for stalled ones. Raises CaptureError if a consumer's own close raises.
         """
         with self._lock:
             self._closed = True
@@ -176,7 +208,7 @@ class Sinks:
             threads, requests = list(self._threads.values()), list(self._requests.values())
         return {
             "queued_bytes": sum(thread.queued_bytes for thread in threads),
-            "held_bytes": sum(segment.rows.nbytes for request in requests for segment in list(request.held)),
+            "held_bytes": sum(chunk.rows.nbytes for request in requests for chunk in list(request.held)),
             "blocked_seconds": self._blocked_before + sum(thread.blocked_seconds for thread in threads),
             "requests": len(requests),
             "consumers": sum(not thread.closed for thread in threads),
@@ -189,89 +221,152 @@ class Sinks:
             self._threads[target.key] = ConsumerThread(target, self._queue_bytes, self._timeout)
         return self._threads[target.key]
 
-    def _running(self, request_id: str) -> _Request:
+    def _running(self, request_id: str) -> _OpenRequest:
         request = self._requests.get(request_id)
         if request is None or request.ended:
             state = "has ended" if request else "has not begun"
             raise CaptureError(f"the capture of request {request_id!r} {state}")
         return request
 
-    def _release(self, request: _Request, stop: int | None) -> None:
-        """Deliver the held rows below `stop`, keep the others."""
+    def _release(self, request: _OpenRequest, stop: int | None) -> None:
+        """Deliver the held rows below `stop` and keep the others."""
         held, request.held = request.held, []
         standing = []
-        for segment in held:
-            standing.append(_rows(segment, selection(segment.positions, stop, None)))
-            if stop is not None and (beyond := np.flatnonzero(segment.positions >= stop)).size:
-                request.held.append(_rows(segment, beyond))
-        for segment in _joined(standing):
-            self._deliver(request, segment)
+        for chunk in held:
+            standing.append(_rows(chunk, select_rows(chunk.positions, stop, None)))
+            if stop is not None and (beyond := np.flatnonzero(chunk.positions >= stop)).size:
+                request.held.append(_rows(chunk, beyond))
+        for chunk in _joined(standing):
+            self._deliver(request, chunk)
 
-    def _deliver(self, request: _Request, segment: Segment) -> None:
-        for way in sorted(request.ways, key=lambda way: way.thread.full):  # those that need no waiting first
+    def _deliver(self, request: _OpenRequest, chunk: RowChunk) -> None:
+        for way in sorted(request.ways, key=lambda way: way.thread.full):  # full queues last
             if way.delivery.error is None:
-                pieces = _pieces(segment, way)
+                pieces = _pieces(chunk, way)
                 if pieces:
                     way.thread.give(way.delivery, pieces, sum(tensor.nbytes for _, _, tensor in pieces))
 
 
-def _rows(segment: Segment, chosen: slice | np.ndarray) -> Segment:
-    return segment._replace(positions=segment.positions[chosen], rows=segment.rows[chosen])
+class RequestCapture:
+    """The captured rows of one request, for its output and its sinks.
+
+    Args:
+        info: tells the sinks about the request.
+        selected: where the request's rows go.
+        empty: makes a chunk without rows that has all selected planes.
+    """
+
+    def __init__(self, info: CaptureInfo, selected: Routes, sinks: Sinks, empty: Callable[[], RowChunk]) -> None:
+        self._request, self._selected, self._sinks, self._empty = info.request_id, selected, sinks, empty
+        self._chunks: list[RowChunk] = []
+        self._captured: Captured | None = None
+        self._is_open = bool(selected.sinks)  # at the sinks
+        if self._is_open:
+            sinks.begin(info, selected.sinks)
+            sinks.put(empty())
+
+    def add(self, chunks: Iterable[RowChunk], confirmed: int = 0) -> None:
+        """Take rows; those below position `confirmed` are the user's for good. Blocks while a consumer's queue is full."""
+        for chunk in chunks:
+            if self._selected.output:
+                self._chunks.append(chunk)
+            if self._is_open:
+                self._sinks.put(chunk)
+        if self._is_open and confirmed:
+            self._sinks.confirm(self._request, confirmed)
+
+    def end(self, stop: int) -> None:
+        """All rows have come, and those below `stop` are the user's."""
+        if self._is_open:
+            self._sinks.end(self._request, stop)
+
+    def result(self, stop: int, patient: bool = False) -> Captured:
+        """The output's captures, once the sinks have taken theirs; `patient` is as of `Sinks.result`. Raises CaptureError."""
+        if self._is_open:
+            self._is_open = False
+            self._sinks.result(self._request, patient)
+        return self._captured if self._captured is not None else self._gather(stop)
+
+    def gather_early(self, prompt_length: int) -> None:
+        """Gather the output's rows before the request's end is known, if they are all of the prompt."""
+        if all(rows.tail is None for rows in self._selected.output.values()):
+            self._captured = self._gather(prompt_length)
+
+    def _gather(self, stop: int) -> Captured:
+        selected = self._selected.output
+        if not selected:
+            return Captured.nothing(self._request)
+        layouts = [chunk.layout for chunk in self._chunks]
+        has_all = any(layout.has_just(selected) or layout.by_key.keys() >= selected.keys() for layout in layouts)
+        captured = gather([*self._chunks, *([] if has_all else [self._empty()])], stop, selected)
+        self._chunks = []
+        return captured
+
+    def discard(self, error: Exception | None = None) -> None:
+        """Drop the rows. Sinks are told of the error, if they have not been told of the request's end."""
+        self._chunks = []
+        if self._is_open:
+            self._is_open = False
+            self._sinks.discard(self._request, error)
 
 
-def _joined(segments: list[Segment]) -> Iterator[Segment]:
-    """The same rows in fewer pieces: generated ones come one by one, and each piece costs a call for each of its planes."""
-    for _, alike in groupby(segments, key=lambda segment: (segment.layout, segment.rows.dtype, segment.rows.shape[1])):
-        batch: list[Segment] = []
+def _rows(chunk: RowChunk, chosen: slice | np.ndarray) -> RowChunk:
+    return chunk._replace(positions=chunk.positions[chosen], rows=chunk.rows[chosen])
+
+
+def _joined(chunks: list[RowChunk]) -> Iterator[RowChunk]:
+    """The same rows in fewer chunks: generated rows come one by one, and each chunk costs one call per plane."""
+    for _, alike in groupby(chunks, key=lambda chunk: (chunk.layout, chunk.rows.dtype, chunk.rows.shape[1])):
+        batch: list[RowChunk] = []
         size = 0
-        for segment in alike:
-            if batch and size + segment.rows.nbytes > JOINED_BYTES:
+        for chunk in alike:
+            if batch and size + chunk.rows.nbytes > JOINED_BYTES:
                 yield _concatenated(batch)
                 batch, size = [], 0
-            batch.append(segment)
-            size += segment.rows.nbytes
+            batch.append(chunk)
+            size += chunk.rows.nbytes
         yield _concatenated(batch)
 
 
-def _concatenated(batch: list[Segment]) -> Segment:
+def _concatenated(batch: list[RowChunk]) -> RowChunk:
     if len(batch) == 1:
         return batch[0]
-    positions = np.concatenate([segment.positions for segment in batch])
-    return batch[0]._replace(positions=positions, rows=torch.cat([segment.rows for segment in batch]))
+    positions = np.concatenate([chunk.positions for chunk in batch])
+    return batch[0]._replace(positions=positions, rows=torch.cat([chunk.rows for chunk in batch]))
 
 
-def _pieces(segment: Segment, way: _Way) -> list[Piece]:
-    """What of a segment goes this way. Little out of much is copied, so that it does not keep the rest in memory."""
-    chosen: dict[int, tuple[Segment, slice | np.ndarray, list[int]]] = {}
+def _pieces(chunk: RowChunk, way: _Way) -> list[Piece]:
+    """The rows of a chunk that go this way. A small part of a chunk is copied, so that it does not keep the rest in memory."""
+    chosen: dict[int, tuple[RowChunk, slice | np.ndarray, list[int]]] = {}
     pieces: list[Piece] = []
-    for key in segment.layout.by_key:
-        rows = way.wanted.get(key)
+    for key in chunk.layout.by_key:
+        rows = way.selected.get(key)
         if rows is None:
             continue
         if id(rows) not in chosen:
-            selected = selection(segment.positions, None, rows)
-            positions = segment.positions[selected].tolist()
+            selected = select_rows(chunk.positions, None, rows)
+            positions = chunk.positions[selected].tolist()
             together = isinstance(selected, slice)  # a view for all planes at once
             chosen[id(rows)] = (
-                (_rows(segment, selected), slice(None), positions) if together else (segment, selected, positions)
+                (_rows(chunk, selected), slice(None), positions) if together else (chunk, selected, positions)
             )
         part, selected, positions = chosen[id(rows)]
         if positions:
-            tensor = column(part, key)
+            tensor = plane_of(part, key)
             pieces.append((key, positions, tensor if isinstance(selected, slice) else tensor[selected]))
             way.seen.add(key)
         elif key not in way.seen:
-            way.empty[key] = column(segment, key)[:0].clone()
-    if sum(tensor.nbytes for _, _, tensor in pieces) * 2 < segment.rows.nbytes:
+            way.empty[key] = plane_of(chunk, key)[:0].clone()
+    if sum(tensor.nbytes for _, _, tensor in pieces) * 2 < chunk.rows.nbytes:
         return [(key, positions, tensor.clone()) for key, positions, tensor in pieces]
     return pieces
 
 
-def _found_wrong(request_id: str, request: _Request, stop: int | None) -> CaptureError | None:
-    """A row that came twice to somebody, or was wanted and did not come."""
+def _row_error(request_id: str, request: _OpenRequest, stop: int | None) -> CaptureError | None:
+    """The error of a request of which a row came twice, or was selected and did not come."""
     try:
         for way in request.ways:
-            find_rows(request_id, request.parts, stop, way.wanted)
+            find_rows(request_id, request.arrived, stop, way.selected)
     except CaptureError as error:
         return error
     return None

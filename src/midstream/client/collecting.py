@@ -1,7 +1,7 @@
-"""`collect`: runs the prompts whose captures a directory lacks, a part of them at a time.
+"""`collect`: runs the prompts whose captures a directory lacks, part by part.
 
-A directory has one collection: one model and one plan. Each prompt has an id, the user's or one made of its tokens, which the
-index of the directory lists once the prompt's captures are on the disk (`captures.directory`). Such a prompt is not run again.
+A directory holds one collection: one model and one plan. Each prompt has an id, the user's or one made of its tokens, which the
+index of the directory lists once the prompt's captures are on the disk (`capture.directory`). A listed prompt is not run again.
 """
 
 from __future__ import annotations
@@ -12,160 +12,146 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from midstream.capture.consumers import Collected
 from midstream.capture.directory import remove_orphans
-from midstream.capture.store import Store, open_captures
-from midstream.client.prompts import Prompt, encode
-from midstream.client.tracer import Invoke
+from midstream.capture.store import open_captures
+from midstream.client.requests import Invoke, Planner, Prompt, encode
 from midstream.errors import CaptureError, ParameterError, PlanError, PromptError
 from midstream.plan.values import Capture, Plan, has_spans, with_digests
 from midstream.plan.vectors import digest
 
-if TYPE_CHECKING:
-    from midstream.client.model import TraceModel
-
 _log = logging.getLogger(__name__)
-PART = 4096  # prompts that are submitted at a time: what is held for each goes with its part
+PART = 4096  # prompts submitted at a time; memory held for a prompt is freed with its part
 
 
 class Collection:
     """One call of `collect`.
 
     Args:
-        model, prompts, plan, to, ids: as of `TraceModel.collect`.
+        prompts, plan, to, ids: as of `TraceModel.collect`.
         params: sampling parameters, `max_tokens` among them.
 
     Raises:
-        PlanError, PromptError, ParameterError: what is wrong without a look at the model.
+        PlanError, PromptError, ParameterError: for errors that can be found without the model.
     """
 
     def __init__(
         self,
-        model: TraceModel,
         prompts: Sequence[Prompt],
         plan: Any,
         to: str | Path,
         ids: Iterable[Any] | None,
         params: Mapping[str, Any],
     ) -> None:
-        self._model, self._prompts, self._params = model, prompts, dict(params)
-        self._directory = Path(to).expanduser()
+        self._prompts, self._params = prompts, dict(params)
+        self.directory = Path(to).expanduser()
         self._plan = _own_plan(plan)
         self._ids = None if ids is None else _checked_ids(list(ids), len(prompts))
         if params.get("n", 1) != 1:
             raise ParameterError(
-                f"n is {params['n']}; collect takes n=1. Give a prompt several times, with an id each."
+                f"n is {params['n']}; collect takes n=1. Give a prompt several times, with a different id each time."
             )
         if self._has_generated and params["max_tokens"] == 1:
             raise ParameterError(
                 "max_tokens is 1, and the last generated token has no row: give collect a larger one to capture generated rows."
             )
 
-    def run(self) -> Store:
-        """Run what is missing, on a model that runs at once."""
-        for part in self._parts():
-            self._model._outputs(part)
-        return open_captures(self._directory)
+    def parts(
+        self, model_name: str, standing: Plan, planner: Planner, longest_prompt: int | None
+    ) -> Iterator[list[Invoke]]:
+        """What is to be run, part by part. All of it is checked before the first part is returned.
 
-    async def run_later(self) -> Store:
-        """The same on an async engine."""
-        model: Any = self._model
-        await model.start()
-        for part in self._parts():
-            await model._outputs(part)
-        return open_captures(self._directory)
+        Args:
+            model_name: as the model was given.
+            standing: the model's own plan.
+            longest_prompt: in tokens; None if it is not bounded.
+        """
+        collected = self._identity(model_name, standing, planner)
+        missing = self._missing(collected, self._listed(collected), standing, planner, longest_prompt)
+        remove_orphans(self.directory)
+        there, count = len(self._prompts) - len(missing), len(self._prompts)
+        if there:  # a warning, so that it shows without any logging set up
+            text = "%s of %s prompts are in %s already; %s to go"
+            _log.warning(text, f"{there:,}", f"{count:,}", self.directory, f"{len(missing):,}")
+        for first in range(0, len(missing), PART):
+            yield missing[first : first + PART]
 
     @property
     def _has_generated(self) -> bool:
         return any(capture.positions in ("all_generated", "all") for capture in self._plan.captures)
 
-    def _parts(self) -> Iterator[list[Invoke]]:
-        of = self._identity()
-        missing = self._missing(of, self._done(of))
-        remove_orphans(self._directory)
-        there, count = len(self._prompts) - len(missing), len(self._prompts)
-        if there:  # a warning, for it is to be seen where no logging is set up: these prompts are not run
-            _log.warning(
-                "%s of %s prompts are in %s already; %s to go",
-                *_numbers(there, count),
-                self._directory,
-                *_numbers(len(missing)),
-            )
-        for first in range(0, len(missing), PART):
-            yield missing[first : first + PART]
-
-    def _identity(self) -> Collected:
-        """What the index says of each of the prompts, but for its id."""
-        model, facts = self._model, self._model.facts
-        path = Path(model.model_name).expanduser()
-        name = str(path.resolve()) if path.is_dir() else model.model_name
-        plan = Plan(model.plan.edits) + self._plan
-        plan_hash = with_digests(plan, model.vectors.digests).normal(facts.num_layers).hash
+    def _identity(self, model_name: str, standing: Plan, planner: Planner) -> Collected:
+        """The index entry of each prompt, without its id."""
+        path = Path(model_name).expanduser()
+        name = str(path.resolve()) if path.is_dir() else model_name
+        plan = with_digests(Plan(standing.edits) + self._plan, planner.vectors)
         params = json.dumps(self._params, sort_keys=True, default=str) if self._has_generated else ""
-        return Collected("", f"{name} ({facts.dtype})", digest(f"{plan_hash} {params}".encode()))
+        plan_hash = plan.normal(planner.facts.num_layers).hash
+        return Collected("", f"{name} ({planner.facts.dtype})", digest(f"{plan_hash} {params}".encode()))
 
-    def _done(self, of: Collected) -> dict[str, str]:
-        """The ids that the directory has, and the digests of their prompts."""
-        if not any(self._directory.glob("index-*.jsonl")):
+    def _listed(self, expected: Collected) -> dict[str, str]:
+        """The digest of each prompt in the directory, by id. Raises CaptureError if the directory has another collection."""
+        if not any(self.directory.glob("index-*.jsonl")):
             return {}
-        done: dict[str, str] = {}
-        for collected, prompt in open_captures(self._directory).entries():
+        listed: dict[str, str] = {}
+        for collected, prompt in open_captures(self.directory).entries():
             if collected is None:
                 raise CaptureError(
-                    f"{self._directory} holds captures that collect has not written. Give collect a directory of its own."
+                    f"{self.directory} holds captures that collect has not written. Give collect a directory of its own."
                 )
-            if collected.model != of.model:
+            if collected.model != expected.model:
                 raise CaptureError(
-                    f"{self._directory} holds captures of {collected.model}, and this is {of.model}. Give collect another directory."
+                    f"{self.directory} holds captures of {collected.model}, and this is {expected.model}. Give collect another directory."
                 )
-            if collected.plan != of.plan:
+            if collected.plan != expected.plan:
                 raise CaptureError(
-                    f"{self._directory} holds captures of another plan, or of generated rows with other sampling parameters. Give "
-                    "collect what the directory was begun with, or another directory."
+                    f"{self.directory} holds captures of another plan, or of generated rows with other sampling parameters. Give "
+                    "collect the plan and parameters that the directory was begun with, or another directory."
                 )
-            done[collected.id] = _digest(prompt)
-        return done
+            listed[collected.id] = _digest(prompt)
+        return listed
 
-    def _missing(self, of: Collected, done: Mapping[str, str]) -> list[Invoke]:
-        """What is to be run, in the order of the prompts; all of it is checked."""
-        model: Any = self._model
-        planner = model.planner
-        own = Plan(tuple(_directed(item, self._directory) for item in self._plan.interventions))
-        whole = model.plan + own
-        by_text, seen = has_spans(whole), Counter[str]()
+    def _missing(
+        self,
+        collected: Collected,
+        listed: Mapping[str, str],
+        standing: Plan,
+        planner: Planner,
+        longest_prompt: int | None,
+    ) -> list[Invoke]:
+        """The prompts that are not listed, checked, in their order."""
+        own = Plan(tuple(_directed(item, self.directory) for item in self._plan.interventions))
+        plan = standing + own
+        by_text, seen = has_spans(plan), Counter[str]()
         invokes = []
         for number, prompt in enumerate(self._prompts):
-            ids = encode(prompt, lambda: model.tokenizer)
+            ids = encode(prompt, planner.tokenizer)
             tokens = _digest(ids)
             name = self._ids[number] if self._ids is not None else _name(tokens, seen)
-            if name in done:
-                if done[name] != tokens:
+            if name in listed:
+                if listed[name] != tokens:
                     raise CaptureError(
-                        f"{self._directory} has the id {name!r} with another prompt. Give this one another id, or collect another "
+                        f"{self.directory} has the id {name!r} with another prompt. Give this one another id, or collect another "
                         "directory."
                     )
                 continue
-            self._check_length(name, ids)
+            if longest_prompt is not None and len(ids) > longest_prompt:
+                raise PromptError(
+                    f"The prompt {name!r} has {len(ids)} tokens; the engine's max_model_len leaves room for {longest_prompt}. Shorten "
+                    "it, or leave it out."
+                )
             try:
-                planner.prepare(whole, prompt, ids, self._params)
+                planner.prepare(plan, prompt, ids, self._params)
             except PlanError as error:
-                error.add_note(f"This is of the prompt {name!r}, number {number}.")
+                error.add_note(f"The error is about the prompt {name!r}, number {number}.")
                 raise
             given: Any = prompt if by_text else np.array(ids, np.int32)
-            invokes.append(Invoke(given, None, self._params, own, collected=replace(of, id=name)))
+            invokes.append(Invoke(given, None, self._params, own, collected=replace(collected, id=name)))
         return invokes
-
-    def _check_length(self, name: str, ids: Sequence[int]) -> None:
-        longest = self._model.longest_prompt
-        if longest is not None and len(ids) > longest:
-            raise PromptError(
-                f"The prompt {name!r} has {len(ids)} tokens; the engine's max_model_len leaves room for {longest}. Shorten it, or "
-                "leave it out."
-            )
 
 
 def _own_plan(given: Any) -> Plan:
@@ -174,7 +160,7 @@ def _own_plan(given: Any) -> Plan:
         raise PlanError("plan has no Capture, so collect has nothing to keep. Add one, such as Capture('resid_post').")
     if any(capture.to is not None for capture in plan.captures):
         raise PlanError(
-            "plan has a Capture with to=. Leave it out: all that collect captures goes to the directory of its own to=."
+            "plan has a Capture with to=. Leave it out: collect writes all captured rows to the directory of its own to=."
         )
     return plan
 
@@ -198,10 +184,6 @@ def _digest(ids: Sequence[int]) -> str:
 
 
 def _name(tokens: str, seen: Counter[str]) -> str:
-    """For a prompt without an id: of equal ones the second is `...#2`."""
+    """The id of a prompt that was given without one. The second of equal prompts gets `...#2`."""
     seen[tokens] += 1
     return tokens[:16] if seen[tokens] == 1 else f"{tokens[:16]}#{seen[tokens]}"
-
-
-def _numbers(*numbers: int) -> list[str]:
-    return [f"{number:,}" for number in numbers]

@@ -8,22 +8,30 @@ import uuid
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from midstream.arch import detect
-from midstream.capture.sinks import Sinks
-from midstream.client.batch import Batch, Generated
+from midstream.arch.describe import show_tree
+from midstream.capture.consumers import CaptureInfo
+from midstream.capture.sinks import RequestCapture, Sinks
+from midstream.client.language_model_batch import PaddedBatch
+from midstream.client.language_model_plans import PlanHooks, RunningPlan
 from midstream.client.model import TraceModel
-from midstream.client.planned import Planned, Planner, recorded_run, refuse_multimodal, runs_of
-from midstream.client.prompts import Prompt, encode
-from midstream.client.reference import PlanHooks, PlannedRow, planned_row
-from midstream.client.runs import Runs
-from midstream.client.tracer import Invoke, Ran, raise_failures
-from midstream.client.vectors import Vectors
+from midstream.client.requests import (
+    Invoke,
+    InvokeResult,
+    Planner,
+    PreparedPlan,
+    Prompt,
+    encode,
+    raise_failures,
+    refuse_multimodal,
+    runs_of,
+)
+from midstream.client.vectors_and_runs import Runs, Vectors
 from midstream.errors import MidstreamError, ParameterError, PromptError
 from midstream.plan.checks import ModelFacts
 from midstream.plan.runs import RecordedRun
@@ -33,17 +41,8 @@ from midstream.settings import RECORD_BYTES
 from midstream.sites import ACCESSORS, LAYER_SITES
 from midstream.trace.envoy import ModelEnvoy
 from midstream.trace.interleaver import Interleaver
-from midstream.trace.show import show_tree
 
-_Row = tuple[Ran, PlannedRow | None]
-
-
-@dataclass
-class _Done:
-    ran: list[Ran]
-
-    def wait(self) -> list[Ran]:
-        return self.ran
+_Row = tuple[InvokeResult, RunningPlan | None]
 
 
 class LanguageModel(TraceModel):
@@ -54,16 +53,16 @@ class LanguageModel(TraceModel):
         with model.trace("The Eiffel Tower is in"):
             h = model.layers_output[8].save()         # [tokens, hidden]
 
-    Several invokes are one left-padded batch; each sees its own tokens alone. Gradients are recorded as torch is set at
-    the call, so `with loss.backward():` works, and `torch.no_grad()` around a trace makes it cheaper. Prompts that are
-    generated from with a plan run one after the other, so that padding changes no bit.
+    Several invokes run as one left-padded batch; each sees only its own tokens. Traces record gradients as torch is set at
+    the call: `with loss.backward():` works, and `torch.no_grad()` around a trace makes it cheaper. Prompts of a `generate` with a
+    plan run one after the other, so that padding changes no bit.
 
     Args:
         model: a path or name for `AutoModelForCausalLM`, or a model.
         tokenizer: a tokenizer, or a path or name; that of `model` if None.
         rename: names of this model's own modules for the standard ones, such as `{"blocks": "layers"}`.
         device: where to run.
-        record_bytes: how much memory recorded runs may take.
+        record_bytes: how many bytes recorded runs may take.
         kwargs: for `from_pretrained`, `dtype` for example.
     """
 
@@ -94,7 +93,7 @@ class LanguageModel(TraceModel):
         self.sinks = Sinks()
         weakref.finalize(self, self.sinks.close)
         self._lock = threading.RLock()
-        self._numbers = itertools.count()  # of planned requests: their ids at sinks
+        self._numbers = itertools.count()  # request ids
         config = module.config.get_text_config()
         self.arch = detect(
             module,
@@ -121,7 +120,7 @@ class LanguageModel(TraceModel):
         cap = getattr(config, "final_logit_softcapping", None)
         return torch.tanh(logits / cap) * cap if cap else logits
 
-    # The model's tree and accessors: in a trace they are the running forward's.
+    # The model's tree and accessors; in a trace they refer to the running forward.
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or "_envoy" not in self.__dict__:
@@ -145,12 +144,12 @@ class LanguageModel(TraceModel):
         return self.module.config.get_text_config()
 
     def close(self) -> None:
-        """Let consumers and directories take what is theirs. As `VLLM.close`, so that a script runs on both."""
+        """Let consumers and directories take their rows, and close them."""
         self.sinks.close()
 
     @property
     def facts(self) -> ModelFacts:
-        """What plans are checked against."""
+        """The facts about the model that plans are checked against."""
         widths = {
             (site, layer): self.arch.widths[site, layer] for site, layer in self.arch.bindings if layer is not None
         }
@@ -160,97 +159,95 @@ class LanguageModel(TraceModel):
     def planner(self) -> Planner:
         return Planner(self.facts, lambda: self.tokenizer, self.vectors, self.runs)
 
-    def _start(self, invokes: list[Invoke], together: bool) -> _Done:
+    def _run(self, invokes: list[Invoke], together: bool = False) -> list[InvokeResult]:
+        """Run traces as one batch; without traces, run prompts that have plans one after the other."""
         invokes = self._with_plan(invokes)
+        plans = self._plans(invokes)
+        alone = any(plans) and all(invoke.program is None for invoke in invokes)
+        size = 1 if alone else len(invokes)
         with ExitStack() as stack:
-            return _Done(self._put_captures(self._run(invokes, self._planned(invokes), stack)))
+            rows: list[_Row] = []
+            for i in range(0, len(invokes), size):
+                rows += self._run_batch(invokes[i : i + size], plans[i : i + size], stack)
+            return _put_captures(rows)
 
-    def _planned(self, invokes: Sequence[Invoke]) -> list[Planned | None]:
+    def _plans(self, invokes: Sequence[Invoke]) -> list[PreparedPlan | None]:
         """The plan of each invoke, checked."""
         planner = self.planner
-        planned: list[Planned | None] = []
+        plans: list[PreparedPlan | None] = []
         for invoke in invokes:
             refuse_multimodal(invoke.plan, invoke.prompt)
             ids = encode(invoke.prompt, lambda: self.tokenizer)
-            self._check(ids)
-            planned.append(planner.prepare(invoke.plan, invoke.prompt, ids, invoke.params) if invoke.plan else None)
+            self._check_ids(ids)
+            plans.append(planner.prepare(invoke.plan, invoke.prompt, ids, invoke.params) if invoke.plan else None)
             if (most := invoke.params.get("max_tokens")) is not None and most < 1:
                 raise ParameterError(f"max_tokens is {most}; allowed: at least 1.")
-        return planned
+        return plans
 
-    def _check(self, ids: list[int]) -> None:
+    def _check_ids(self, ids: list[int]) -> None:
         rows = len(self.module.get_input_embeddings().weight)
         if wrong := [token for token in ids if not 0 <= token < rows]:
             raise PromptError(f"The prompt has the token id {wrong[0]}; this model's are 0 to {rows - 1}.")
 
-    def _run(self, invokes: list[Invoke], planned: Sequence[Planned | None], until: ExitStack) -> list[_Row]:
-        """One batch, with its plans, to the end of its requests; those of several threads one after the other.
+    def _run_batch(self, invokes: list[Invoke], plans: Sequence[PreparedPlan | None], until: ExitStack) -> list[_Row]:
+        """Run one batch to the end of its requests. Calls from several threads run one after the other.
 
-        What the sinks then have of them is given up at the end of `until`, unless `_put_captures` was called before.
+        At the end of `until`, captured rows are dropped unless `_put_captures` has taken them.
         """
         with ExitStack() as stack:
             stack.enter_context(self._lock)
-            if runs := runs_of(planned):
+            if runs := runs_of(plans):
                 self.runs.lease(runs, 1)
                 stack.callback(self.runs.lease, runs, -1)
-            rows: dict[int, PlannedRow] = {}
             names = [str(next(self._numbers)) for _ in invokes]
-            for index, each in enumerate(planned):
-                if each is not None:
-                    rows[index] = planned_row(
-                        each,
-                        self.arch,
-                        names[index],
-                        vectors=self.vectors,
-                        runs=self._run_store,
-                        sinks=self.sinks,
-                        collected=invokes[index].collected,
-                    )
-                    until.callback(rows[index].discard)
-            hooks = PlanHooks(self.module, self.arch, rows, lambda: self._interleaver.muted)
+            running: dict[int, RunningPlan] = {}
+            for index, plan in enumerate(plans):
+                if plan is not None:
+                    running[index] = self._running(plan, names[index], invokes[index])
+                    until.callback(running[index].discard)
+            hooks = PlanHooks(self.module, self.arch, running, lambda: self._interleaver.muted)
             with hooks.on():
-                done = Batch(self, invokes, hooks, names).run()
-            for index, row in rows.items():
-                row.end(len(done[index].output.token_ids))
-        return [(ran, rows.get(index)) for index, ran in enumerate(done)]
+                results = PaddedBatch(
+                    self, self.module, self.tokenizer, self._interleaver, self.edits, invokes, hooks, names
+                ).run()
+            for index, each in running.items():
+                each.end(len(results[index].output.token_ids))
+        return [(result, running.get(index)) for index, result in enumerate(results)]
 
-    @staticmethod
-    def _put_captures(rows: Sequence[_Row]) -> list[Ran]:
-        """Put captures on the outputs, once the sinks have taken theirs. A request that failed has its error in its place."""
-        for ran, row in rows:
-            if row is not None:
-                ran.output.captures = None
-                try:
-                    ran.output.captures = row.captured(len(ran.output.token_ids))
-                except MidstreamError as error:
-                    ran.error = error
-        return [ran for ran, _ in rows]
+    def _running(self, plan: PreparedPlan, name: str, invoke: Invoke) -> RunningPlan:
+        info = CaptureInfo(name, tuple(plan.prompt), collected=invoke.collected)
 
-    def _outputs(self, invokes: list[Invoke]) -> list[Generated]:
-        invokes = self._with_plan(invokes)
-        planned = self._planned(invokes)
-        with ExitStack() as stack:
-            if any(planned):
-                rows = [row for i, plan in zip(invokes, planned, strict=True) for row in self._run([i], [plan], stack)]
-            else:
-                rows = self._run(invokes, planned, stack)
-            done = self._put_captures(rows)
-        raise_failures(done)
-        return [ran.output for ran in done]
+        def capture() -> RequestCapture:
+            return RequestCapture(info, plan.routes, self.sinks, lambda: plan.empty_chunk(name))
 
-    # What plans refer to.
+        return RunningPlan(plan, name, self.arch, self.vectors, self._run_store, capture)
+
+    # Recorded runs.
 
     def _record(self, prompt: Prompt, plan: Plan, name: str) -> RecordedRun:
         invoke = Invoke(prompt, None, {"max_tokens": 1, "temperature": 0.0}, plan)
-        (planned,) = self._planned([invoke])
+        (prepared,) = self._plans([invoke])
+        assert prepared is not None
         with ExitStack() as stack:
-            (ran,) = self._put_captures(self._run([invoke], [planned], stack))
-        raise_failures([ran])
-        run = recorded_run(planned, name, uuid.uuid4().hex)
+            (result,) = _put_captures(self._run_batch([invoke], [prepared], stack))
+        raise_failures([result])
+        run = prepared.recorded_run(name, uuid.uuid4().hex)
         device = self.module.device
-        planes = {(site, layer): rows.to(device) for (site, layer), rows in ran.output.captures.items()}
+        planes = {(site, layer): rows.to(device) for (site, layer), rows in result.output.captures.items()}
         self._run_store.add(make_run(run.id, name, planes, run.positions))
         return self.runs.add(run)
 
     def _ask_runs(self, what: str, *args: Any) -> Any:
         return [getattr(self._run_store, what)(*args)]
+
+
+def _put_captures(rows: Sequence[_Row]) -> list[InvokeResult]:
+    """Put captures on the outputs, once the sinks have taken theirs. A failed request gets an error on its result."""
+    for result, plan in rows:
+        if plan is not None:
+            result.output.captures = None
+            try:
+                result.output.captures = plan.result(len(result.output.token_ids))
+            except MidstreamError as error:
+                result.error = error
+    return [result for result, _ in rows]

@@ -1,4 +1,4 @@
-"""What both backends have in common: `trace`, `run`, `generate`, `edit`, and plans."""
+"""The interface that `VLLM` and `LanguageModel` share: `trace`, `run`, `generate`, `collect`, `record`, `edit`, and plans."""
 
 from __future__ import annotations
 
@@ -7,79 +7,78 @@ from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
-from midstream.arch.sizes import Sizes
-from midstream.client.answers import Answers, answers_of
+from midstream.arch.names import Sizes
+from midstream.capture.store import Store, open_captures
 from midstream.client.collecting import Collection
-from midstream.client.planned import Planner, plans_of
-from midstream.client.prompts import Prompt
-from midstream.client.runs import Runs
-from midstream.client.tracer import Invoke, Ran, Tracer, _Context, in_with_header, raise_failures
-from midstream.client.vectors import Vectors
+from midstream.client.requests import (
+    Answers,
+    Invoke,
+    InvokeResult,
+    Planner,
+    Prompt,
+    answers_of,
+    plans_of,
+    raise_failures,
+)
+from midstream.client.tracing import BlockContext, Tracer, in_with_header
+from midstream.client.vectors_and_runs import Runs, Vectors
 from midstream.errors import PlanError, PromptError, TraceError, UnsendableError
 from midstream.plan.checks import ModelFacts
 from midstream.plan.runs import RecordedRun
 from midstream.plan.values import Capture, Plan
 from midstream.trace.block import Block
-from midstream.trace.body import current_body, is_in_body, steps
+from midstream.trace.body import current_body, is_in_body
 from midstream.trace.envoy import inside
-from midstream.trace.program import RETURNED, BlockProgram, FunctionProgram, Program
-from midstream.trace.tracer import BodyTracer
+from midstream.trace.program import RETURNED, BlockProgram, Found, FunctionProgram, Program
+from midstream.trace.tracer import BodyTracer, steps
 
 
-class Running(Protocol):
-    """A trace on its way."""
-
-    def wait(self) -> list[Ran]: ...
-
-
-class Edit(Program):
-    """A program that runs again in every step of every request."""
+class StandingEdit(Program):
+    """A program that runs in every step of every request."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
 
-    def run(self, model: Any, shared: dict[str, Any]) -> dict[str, Any]:
+    def run(self, model: Any, shared: dict[str, Any]) -> Found:
         for _ in steps(current_body(), slice(None)):
             self.program.run(model, {})
-        return {}
+        return Found()
 
-    def recover(self, error: BaseException, body: Any) -> dict[str, Any]:
-        return {}
+    def recover(self, error: BaseException, body: Any) -> Found:
+        return Found()
 
 
-class EditContext(_Context):
-    """`with model.edit("name"):`, a block left on the model for every request."""
+class EditContext(BlockContext):
+    """`with model.edit("name"):`, a block that stays on the model for every request."""
 
-    def __init__(self, model: TraceModel, name: str) -> None:
+    def __init__(self, edits: dict[str, StandingEdit], name: str) -> None:
         super().__init__()
-        self._model = model
-        self._name = name
+        self._edits, self._name = edits, name
 
-    def _taken(self, block: Block, frame: FrameType) -> None:
+    def _captured(self, block: Block, frame: FrameType) -> None:
         injected = {block.target: BodyTracer()} if block.target else {}
-        self._model.edits[self._name] = Edit(BlockProgram(block, injected))
+        self._edits[self._name] = StandingEdit(BlockProgram(block, injected))
 
 
-def sampling(params: dict[str, Any], max_tokens: int) -> dict[str, Any]:
-    """Sampling parameters under vLLM's names; `max_new_tokens` is taken for `max_tokens`."""
+def _sampling(params: dict[str, Any], max_tokens: int) -> dict[str, Any]:
+    """Sampling parameters under vLLM's names; `max_new_tokens` is another name of `max_tokens`."""
     params = dict(params)
     if "max_new_tokens" in params:
         params["max_tokens"] = params.pop("max_new_tokens")
     return {"max_tokens": max_tokens, **params}
 
 
-def _outside(name: str) -> None:
-    """Raise TraceError inside of a trace."""
+def _refuse_in_trace(name: str) -> None:
     if is_in_body():
         raise inside(name)
 
 
-def _each(prompts: Any, what: str) -> tuple[list[Any], bool]:
-    """The prompts that `what` was called with, one by one; whether it was a single one."""
+def _each(prompts: Any, method: str) -> tuple[list[Any], bool]:
+    """The prompts as a list, and whether a single prompt was given."""
     if not isinstance(prompts, Iterable):
-        raise PromptError(f"{what} needs a prompt, or several; {prompts!r} was given.")
+        raise PromptError(f"{method} needs a prompt, or several; {prompts!r} was given.")
     given: Any = prompts if isinstance(prompts, (str, Sized)) else list(prompts)
     single = isinstance(given, str) or hasattr(given, "keys") or all(isinstance(token, int) for token in given)
     return ([given] if single else list(given)), single
@@ -91,19 +90,20 @@ class TraceModel(Sizes):
     Attributes:
         model_name: as it was given.
         vectors: the named vectors that plans may use: `model.vectors["truth"] = tensor`.
-        runs: the recorded runs that there are.
+        runs: the recorded runs.
     """
 
-    edits: dict[str, Edit]
+    edits: dict[str, StandingEdit]
     model_name: str
+    tokenizer: Any
     vectors: Vectors
     runs: Runs
     _plan: Plan = Plan()
-    _deferred = False
+    _is_async = False
     _ships = False  # whether traces run in another process, on copies of what they use
 
     def close(self) -> None:
-        """Be done with the model; also at the end of `with model:`."""
+        """Close the model. Called at the end of `with model:`."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -112,11 +112,14 @@ class TraceModel(Sizes):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    def _start(self, invokes: list[Invoke], together: bool) -> Any:
-        """Begin to run `invokes`, `together` if they must be in the same steps: a Running, or a Stream if `_deferred`."""
+    # What each model provides.
+
+    def _run(self, invokes: list[Invoke], together: bool = False) -> list[InvokeResult]:
+        """Run `invokes` to their end; `together` if they must be in the same steps."""
         raise NotImplementedError
 
-    def _outputs(self, invokes: list[Invoke]) -> Any:
+    def _stream(self, invokes: list[Invoke], together: bool = False) -> Any:
+        """Run `invokes` on an async engine: an `OutputStream`."""
         raise NotImplementedError
 
     def _record(self, prompt: Prompt, plan: Plan, name: str) -> Any:
@@ -125,22 +128,24 @@ class TraceModel(Sizes):
 
     @property
     def planner(self) -> Planner:
-        """Makes plans ready for this model, with the vectors and runs that there are now."""
+        """Prepares plans for this model, with the vectors and runs that exist now."""
         raise NotImplementedError
 
     @property
     def facts(self) -> ModelFacts:
-        """What plans are checked against."""
+        """The facts about the model that plans are checked against."""
         raise NotImplementedError
 
     @property
     def longest_prompt(self) -> int | None:
-        """In tokens; None if nothing bounds it."""
+        """In tokens; None if it is not bounded."""
         return None
+
+    # What users call.
 
     @property
     def plan(self) -> Plan:
-        """The plan of every request, before its own: `model.plan = [...]`; None takes it away."""
+        """The plan of every request, applied before its own: `model.plan = [...]`; None removes it."""
         return self._plan
 
     @plan.setter
@@ -148,7 +153,7 @@ class TraceModel(Sizes):
         self._plan = Plan.of(plan)
 
     def _with_plan(self, invokes: list[Invoke]) -> list[Invoke]:
-        """The invokes with the model's own plan before theirs."""
+        """The invokes, with the model's own plan before theirs."""
         if not self.plan:
             return invokes
         composed = {id(invoke.plan): self.plan + invoke.plan for invoke in invokes}
@@ -159,34 +164,34 @@ class TraceModel(Sizes):
 
         Args:
             prompt: text, token ids, or a tokenizer's output; None if the block has invokes with prompts of their own.
-            plan: interventions that run beside the block; at a site, the plan's edits come before it.
-            params: sampling parameters, `max_tokens` (1 if not given), `temperature` and so on.
+            plan: interventions that run beside the block; at a site, the plan's edits come before the block's.
+            params: sampling parameters: `max_tokens` (1 if not given), `temperature` and so on.
 
         Raises:
-            PromptError: an empty prompt, or one longer than a step may be.
-            InterventionError: the block raised; also an instance of the builtin class that was raised.
-            OutOfOrderError, NeverReachedError, ShapeError, UnknownModuleError, UnknownSiteError: what the block asked for
-                cannot be had.
+            PromptError: an empty prompt, or one that does not fit into one step.
+            InterventionError: the block raised; the error is also an instance of the builtin class that was raised.
+            OutOfOrderError, NeverReachedError, ShapeError, UnknownModuleError, UnknownSiteError: the block asked for a value
+                that cannot be had.
             PlanError: the plan cannot be done on this model, or to this prompt.
         """
-        _outside("trace")
-        return Tracer(self, prompt, sampling(params, 1), plans_of(plan, 1, True)[0])
+        _refuse_in_trace("trace")
+        return Tracer(self, prompt, _sampling(params, 1), plans_of(plan, 1, True)[0])
 
     def run(
         self, fn: Callable[..., Any], prompt: Prompt | list[str] | list[list[int]], *, plan: Any = None, **params: Any
     ) -> Any:
-        """Run `fn(model)` or `fn(model, tracer)` inside the forward pass on `prompt`; the primitive under the with-block.
+        """Run `fn(model)` or `fn(model, tracer)` inside the forward pass on `prompt`: a trace without a with-block.
 
         Args:
-            fn: returns what to bring back: tensors, or containers of them.
-            prompt: one prompt, or a list of them, each with a run of `fn` of its own in one batch.
+            fn: returns the values to bring back: tensors, or containers of them.
+            prompt: one prompt, or a list of prompts, which run as one batch; `fn` is called for each.
             plan: as of `trace`, for all prompts; or a list with one for each.
             params: as of `trace`.
 
         Returns:
-            What `fn` returned, tensors on the CPU; a list for a list of prompts. To be awaited with `mode="async"`.
+            What `fn` returned, with tensors on the CPU; a list for a list of prompts. Awaitable with `mode="async"`.
         """
-        _outside("run")
+        _refuse_in_trace("run")
         many = isinstance(prompt, list) and not all(isinstance(token, int) for token in prompt)
         prompts: list[Any] = prompt if many else [prompt]  # type: ignore[assignment]
         if many and not prompts:
@@ -194,48 +199,46 @@ class TraceModel(Sizes):
         program, plans = FunctionProgram(fn), plans_of(plan, len(prompts), not many)
         if any(None in capture.sinks for each in plans for capture in each.captures):
             raise PlanError(
-                "run gives back what its function returns, and no captures. Allowed: Capture.to as a directory, a callable or a Consumer; "
+                "run returns what its function returns, without captures. Allowed: Capture.to as a directory, a callable or a Consumer; "
                 "or `with model.trace(prompt, plan=...) as tracer:`, whose tracer.outputs have captures."
             )
-        ran = self._start(
-            [Invoke(p, program, sampling(params, 1), q) for p, q in zip(prompts, plans, strict=True)], False
-        )
-        if self._deferred:
-            return _returned_later(ran, many)
-        done = ran.wait()
-        raise_failures(done)
-        return _values(done, many)
+        invokes = [Invoke(p, program, _sampling(params, 1), q) for p, q in zip(prompts, plans, strict=True)]
+        if self._is_async:
+            return _returned_later(self._stream(invokes), many)
+        results = self._run(invokes)
+        raise_failures(results)
+        return _returned(results, many)
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt] | None = None, *, plan: Any = None, answers: Any = None, **params: Any
     ) -> Any:
-        """Generate from prompts with a plan, and with the model's edits; or, entered by `with`, a trace over a generation.
+        """Generate from prompts with a plan, and with the model's edits; in a with-statement, trace a generation.
 
         Args:
             prompts: one prompt or several.
             plan: `Steer`, `Patch`, `Clamp` and `Capture`, or a list of them, for all prompts; or a list with one plan, list or None
-                for each prompt. What it captures is on the outputs, as `captures`.
-            answers: tokens, by text or id, whose log-probabilities (nats, natural logarithm, before temperature) as the first token
-                behind the prompt are wanted, however unlikely: one or a list, for all prompts; or a list with a list for each prompt.
-                On the outputs as `answers`, `{answer: log-probability}`.
+                for each prompt. Captured rows are on the outputs, as `captures`.
+            answers: tokens, by text or id, to grade as the first token after the prompt: one or a list, for all prompts; or a list
+                with a list for each prompt. Their log-probabilities (nats, before temperature) are on the outputs as
+                `answers`, `{answer: log-probability}`, however unlikely they are.
             params: sampling parameters; `max_tokens` is 16 if not given.
 
         Returns:
-            A list of outputs, one a prompt; with `mode="async"` what to await for it, or to iterate over the outputs as they
-            come. As `with model.generate(prompt, max_tokens=8) as tracer:` it is `model.trace`.
+            A list of outputs, one for each prompt. With `mode="async"`, a stream: await it for the list, or iterate over the outputs as
+            they come. `with model.generate(prompt, max_tokens=8) as tracer:` is `model.trace`.
 
         Raises:
-            PlanError: a plan cannot be done on this model, or to its prompt. Nothing has been run then.
-            PromptError: an answer is not one token. Nothing has been run then either.
-            CaptureError: captured rows did not all arrive where they should. `outputs` has the outputs of all prompts.
+            PlanError: a plan cannot be done on this model, or to its prompt. Nothing has been run.
+            PromptError: an answer is not one token. Nothing has been run.
+            CaptureError: some captured rows did not arrive at their destination. `outputs` has the outputs of all prompts.
         """
-        _outside("generate")
+        _refuse_in_trace("generate")
         if in_with_header(sys._getframe(1)):
             if answers is not None:
                 raise TraceError("A trace has no answers=; read model.logits or model.next_token_probs in it.")
-            return Tracer(self, prompts, sampling(params, 16), plan)  # type: ignore[arg-type]
+            return Tracer(self, prompts, _sampling(params, 16), plan)  # type: ignore[arg-type]
         each, single = _each(prompts, "generate")
-        plans, params = plans_of(plan, len(each), single), sampling(params, 16)
+        plans, params = plans_of(plan, len(each), single), _sampling(params, 16)
         asked = self._answers(answers, len(each), params)
         return self._outputs([Invoke(p, None, params, q, a) for p, q, a in zip(each, plans, asked, strict=True)])
 
@@ -248,38 +251,56 @@ class TraceModel(Sizes):
         ids: Iterable[Any] | None = None,
         **params: Any,
     ) -> Any:
-        """Run the prompts whose captures a directory lacks, and keep what the plan captures of them there.
+        """Run the prompts whose captures a directory lacks, and write their captures to the directory.
 
-        Each request is listed there within about a second of its end, while others run. Killed and called again, it goes on where it
-        stopped, and logs how many prompts are there already.
+        Each request is listed there within about a second of its end, while others run. A call that was killed can be repeated: it
+        continues where it stopped, and logs how many prompts are there already.
 
         Args:
             prompts: one prompt or several.
-            plan: interventions for all prompts, at least one `Capture` among them, without `to`.
+            plan: interventions for all prompts, with at least one `Capture`, without `to`.
             to: a directory, for this model, this plan and nothing else. With captures of generated rows, also for these parameters.
-            ids: a name for each prompt, text or a number, by which `store[id]` has it and a later call knows it. None makes them of
-                the tokens: equal prompts count one by one.
+            ids: an id for each prompt, text or a number: `store[id]` has the prompt's captures, and later calls recognize the prompt
+                by it. None makes ids from the tokens; each of several equal prompts has an id of its own.
             params: sampling parameters; `max_tokens` is 1 if not given.
 
         Returns:
-            What `open_captures(to)` gives. To be awaited with `mode="async"`.
+            The directory's captures, as `open_captures(to)` returns them. Awaitable with `mode="async"`.
 
         Raises:
-            CaptureError: the directory holds captures of another model, plan or prompt, and nothing has been run; or captured rows
-                did not all arrive there.
-            PlanError, PromptError, ParameterError: the plan, a prompt, the ids or a parameter cannot be taken. Nothing has been run.
+            CaptureError: the directory holds captures of another model, plan or prompt, and nothing has been run; or some captured
+                rows did not arrive there.
+            PlanError, PromptError, ParameterError: the plan, a prompt, the ids or a parameter is invalid. Nothing has been run.
         """
-        _outside("collect")
-        collection = Collection(self, _each(prompts, "collect")[0], plan, to, ids, sampling(params, 1))
-        return collection.run_later() if self._deferred else collection.run()
+        _refuse_in_trace("collect")
+        collection = Collection(_each(prompts, "collect")[0], plan, to, ids, _sampling(params, 1))
+        if self._is_async:
+            return self._collect_later(collection)
+        for part in collection.parts(self.model_name, self.plan, self.planner, self.longest_prompt):
+            self._outputs(part)
+        return open_captures(collection.directory)
+
+    async def _collect_later(self, collection: Collection) -> Store:
+        model: Any = self
+        await model.start()
+        for part in collection.parts(self.model_name, self.plan, self.planner, self.longest_prompt):
+            await self._outputs(part)
+        return open_captures(collection.directory)
+
+    def _outputs(self, invokes: list[Invoke]) -> Any:
+        """The outputs of requests; a stream of them on an async engine."""
+        if self._is_async:
+            return self._stream(invokes)
+        results = self._run(invokes)
+        raise_failures(results)
+        return [result.output for result in results]
 
     def _answers(self, given: Any, prompts: int, params: dict[str, Any]) -> list[Answers]:
         if given is None:
             return [{}] * prompts
         if clash := {"logprobs", "logprob_token_ids"} & params.keys():
             raise PromptError(f"answers= takes the place of {' and '.join(sorted(clash))}; give one of them.")
-        model: Any = self
-        return answers_of(given, prompts, lambda: model.tokenizer, self.vocab_size)
+        return answers_of(given, prompts, lambda: self.tokenizer, self.vocab_size)
 
     def record(
         self,
@@ -289,16 +310,16 @@ class TraceModel(Sizes):
         positions: Any = "all_prompt",
         name: str | None = None,
     ) -> RecordedRun:
-        """Run a prompt and keep its activations where the model is, as sources of `Patch`.
+        """Run a prompt and keep its activations where the model runs, as sources of `Patch`.
 
-        The model's own plan and edits are on. A run is dropped when others need its room and no request uses it.
+        The model's own plan and edits apply. A run that no request uses may be dropped to make room for others.
 
         Args:
             sites: such as `["resid_post"]`; `layers` and `positions` are as of `Capture`, positions of the prompt.
-            name: of the run, in the place of an older one that has it; "run-1" and so on if None.
+            name: of the run; it replaces an older run of that name. "run-1" and so on if None.
 
         Returns:
-            A handle. To be awaited with `mode="async"`.
+            A handle. Awaitable with `mode="async"`.
 
         Raises:
             PlanError: there is no such site, layer or position, or no room for the run.
@@ -314,11 +335,11 @@ class TraceModel(Sizes):
         return self._record(prompt, Plan(self.plan.edits) + plan, self.runs.new_name() if name is None else name)
 
     def edit(self, name: str = "default") -> EditContext:
-        """`with model.edit("name"):` leaves the block on the model: it runs in every step of every later request."""
-        return EditContext(self, name)
+        """`with model.edit("name"):` keeps the block on the model: it runs in every step of every later request."""
+        return EditContext(self.edits, name)
 
     def clear_edits(self, name: str | None = None) -> None:
-        """Take an edit away, or all of them."""
+        """Remove an edit, or all of them."""
         if name is not None and name not in self.edits:
             raise TraceError(f"There is no edit {name!r}; there are: {', '.join(self.edits) or 'none'}.")
         for gone in [name] if name is not None else list(self.edits):
@@ -327,17 +348,16 @@ class TraceModel(Sizes):
 
 async def _returned_later(stream: Any, many: bool) -> Any:
     await stream
-    return _values(stream.ran, many)
+    return _returned(stream.results, many)
 
 
-def _values(done: list[Ran], many: bool) -> Any:
-    values = [_returned(request) for request in done]
+def _returned(results: list[InvokeResult], many: bool) -> Any:
+    """What the function returned in each invoke, or in the only one."""
+    values = []
+    for result in results:
+        samples = [outcome.values.get(RETURNED) for outcome in result.outcomes]
+        for value in samples:
+            if isinstance(value, UnsendableError):
+                raise TraceError(f"The function's return value could not be sent: {value}.")
+        values.append(samples[0] if len(samples) == 1 else samples)
     return values if many else values[0]
-
-
-def _returned(request: Ran) -> Any:
-    values = [outcome.values.get(RETURNED) for outcome in request.outcomes]
-    for value in values:
-        if isinstance(value, UnsendableError):
-            raise TraceError(f"What the function returned has not come back: {value}.")
-    return values[0] if len(values) == 1 else values

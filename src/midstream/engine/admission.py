@@ -1,7 +1,7 @@
-"""Plans at the front end of any vLLM engine: read, checked and put into their wire form before the request is sent.
+"""Parses and checks plans in the front end of any vLLM engine, and packs them into their wire form before the request is sent.
 
-What only the workers know (which sites this model has, named vectors, recorded runs) is checked there, and ends the request with
-`finish_reason="error"` and the message as its `stop_reason`. `midstream.VLLM` checks all of it before it sends anything.
+Only the workers know which sites the model has, and the named vectors and recorded runs. They check these, and end a request that fails
+with `finish_reason="error"` and the message as its `stop_reason`. `midstream.VLLM` checks everything before it sends a request.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ import difflib
 import functools
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
-from midstream.engine.patches import replace
 from midstream.errors import PlanError
 from midstream.plan import fields
 from midstream.plan.checks import ModelFacts, check, check_strangers
@@ -29,69 +28,58 @@ from midstream.runtime.plan_request import PlanRequest, given_plan, packed, unpa
 from midstream.runtime.trace_request import Envelope
 from midstream.settings import NAME, WORKER, Settings
 
-_LIKE, _MOST_KEYS = 0.88, 64  # how much of a key is as in "midstream", where 1 is all; how many keys are compared
+_SIMILARITY, _MOST_KEYS = (
+    0.88,
+    64,
+)  # from which ratio on a key looks like "midstream" misspelt; how many keys are compared
 _reader = ThreadPoolExecutor(1, "midstream-plans")
 _RESIDUAL = ("resid_pre", "resid_mid", "resid_post", "attn_in", "attn_out", "mlp_in", "mlp_out")
 
 
-def check_requests() -> None:
-    """Have vLLM's front end read and check plans. Once a process; seen on vLLM 0.26 and 0.32."""
-    _read_apart()
-    _check_inputs()
-
-
-def _read_apart() -> None:
-    """Have strangers' plans read on a thread of their own: `AsyncLLM.add_request` runs on a server's event loop, which others wait for."""
+def parsing_on_a_thread(original: Callable[..., Any]) -> Callable[..., Any]:
+    """An `AsyncLLM.add_request` that parses plans from outside on a separate thread: it runs on a server's event loop."""
     from vllm.v1.engine import EngineCoreRequest
-    from vllm.v1.engine.async_llm import AsyncLLM
 
-    def make(original: Any) -> Any:
-        async def add_request(self: Any, request_id: Any, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
-            extra = getattr(params, "extra_args", None)
-            given = (extra or {}).get(NAME)
-            if (
-                isinstance(given, (str, Mapping))
-                and not isinstance(given, Envelope)
-                and not isinstance(prompt, EngineCoreRequest)
-            ):
-                try:
-                    own = await asyncio.get_running_loop().run_in_executor(_reader, _enveloped, self.vllm_config, given)
-                except PlanError as error:
-                    raise _refusal()(str(error)) from error
-                params = copy.copy(params)
-                params.extra_args = {**(extra or {}), NAME: own}
-            return await original(self, request_id, prompt, params, *args, **kwargs)
-
-        return add_request
-
-    replace(AsyncLLM, "add_request", make)
-
-
-def _check_inputs() -> None:
-    """Have vLLM's input processor check plans, whose place in the prompt is known there."""
-    from vllm.v1.engine.input_processor import InputProcessor
-
-    def make(original: Any) -> Any:
-        def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
-            request = original(self, *args, **kwargs)
-            params, settings = request.sampling_params, Settings.of(self.vllm_config)
-            if params is None or (settings.plan is None and not params.extra_args):
-                return request
+    async def add_request(self: Any, request_id: Any, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        extra = getattr(params, "extra_args", None)
+        given = (extra or {}).get(NAME)
+        if (
+            isinstance(given, (str, Mapping))
+            and not isinstance(given, Envelope)
+            and not isinstance(prompt, EngineCoreRequest)
+        ):
             try:
-                carried = admitted(self.vllm_config, settings, request)
+                own = await asyncio.get_running_loop().run_in_executor(_reader, _enveloped, self.vllm_config, given)
             except PlanError as error:
                 raise _refusal()(str(error)) from error
-            if carried is not None:
-                params.extra_args = {**(params.extra_args or {}), NAME: carried}
+            params = copy.copy(params)
+            params.extra_args = {**(extra or {}), NAME: own}
+        return await original(self, request_id, prompt, params, *args, **kwargs)
+
+    return add_request
+
+
+def checking_plans(original: Callable[..., Any]) -> Callable[..., Any]:
+    """An `InputProcessor.process_inputs` that checks plans: it is the first to know the prompt's tokens."""
+
+    def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        request = original(self, *args, **kwargs)
+        params, settings = request.sampling_params, Settings.of(self.vllm_config)
+        if params is None or (settings.plan is None and not params.extra_args):
             return request
+        try:
+            carried = admitted(self.vllm_config, settings, request)
+        except PlanError as error:
+            raise _refusal()(str(error)) from error
+        if carried is not None:
+            params.extra_args = {**(params.extra_args or {}), NAME: carried}
+        return request
 
-        return process_inputs
-
-    replace(InputProcessor, "process_inputs", make)
+    return process_inputs
 
 
 def _enveloped(config: Any, given: Any) -> Envelope:
-    """The plan that somebody has put into `extra_args`, as midstream's clients put theirs there. Raises PlanError."""
+    """A plan from `extra_args` in the form that midstream's own clients use. Raises PlanError."""
     plan, is_strangers = given_plan(given)
     if is_strangers:
         check_strangers(plan, config.model_config.hf_text_config.num_hidden_layers)
@@ -99,24 +87,28 @@ def _enveloped(config: Any, given: Any) -> Envelope:
 
 
 def _refuse_misspelt(extra: Mapping[str, Any]) -> None:
-    """Raise PlanError for a key that was meant to be midstream's: vLLM ignores keys that nobody reads."""
-    for key in islice(extra, _MOST_KEYS):  # a stranger chooses how many there are, and how long
+    """Raise PlanError for a misspelt "midstream": vLLM ignores keys that nobody reads."""
+    for key in islice(extra, _MOST_KEYS):  # a client chooses how many there are, and how long they are
         name = re.sub(r"[^a-z]", "", str(key)[:32].lower())
-        near = abs(len(name) - len(NAME)) <= 2 and difflib.SequenceMatcher(None, name, NAME).ratio() > _LIKE
+        near = abs(len(name) - len(NAME)) <= 2 and difflib.SequenceMatcher(None, name, NAME).ratio() > _SIMILARITY
         if key != NAME and (near or name.startswith(NAME)):
             raise PlanError(f"extra_args has the key {fields.shown(key)}, which nobody reads; did you mean {NAME!r}?")
 
 
 @functools.cache
 def _refusal() -> type[PlanError]:
-    """A PlanError that vLLM takes for what it is, the request's fault: `AsyncLLM` raises it as it is, servers answer 400."""
+    """A PlanError that vLLM treats as a client's error: `AsyncLLM` raises it unchanged, and servers answer 400."""
     from vllm.exceptions import VLLMValidationError
 
     return type("PlanError", (VLLMValidationError, PlanError), {"__module__": PlanError.__module__})
 
 
 def admitted(config: Any, settings: Settings, request: Any) -> dict[str, Any] | None:
-    """The request's plan (and trace) as it goes to the engine, behind the plan for every request; None for neither. Raises PlanError."""
+    """The request's plan and trace in the form that goes to the engine, after the plan for every request. None if there is neither.
+
+    Raises:
+        PlanError: the plan cannot be honoured.
+    """
     params, everyone = request.sampling_params, settings.plan
     extra = params.extra_args or {}
     given = extra.get(NAME)
@@ -131,14 +123,14 @@ def admitted(config: Any, settings: Settings, request: Any) -> dict[str, Any] | 
     if carried is None and everyone is None:
         return dict(envelope)
     vouched = carried is not None and carried.checked and everyone is None and settings.allow_traces
-    if vouched and carried is not None and carried.num_layers:  # from midstream.VLLM, which has done all that follows
+    if vouched and carried is not None and carried.num_layers:  # from midstream.VLLM, which has done everything below
         return dict(envelope)
     own = carried.plan if carried is not None else Plan.of(None)
     plan = _with_paths(_everyone(everyone) + own if everyone is not None else own)
     if getattr(request, "prompt_embeds", None) is not None:
         raise PlanError(
-            "A plan is about the positions of a prompt's tokens, and this prompt was given as prompt_embeds; give its token ids, and "
-            "the embeddings as patches of resid_pre at layer 0."
+            "A plan refers to the positions of a prompt's tokens, and this prompt was given as prompt_embeds. Give token ids, and the "
+            "embeddings as patches of resid_pre at layer 0."
         )
     layers = config.model_config.hf_text_config.num_hidden_layers
     wire = carried.wire if carried is not None and plan is own else packed(plan)
@@ -150,15 +142,15 @@ def admitted(config: Any, settings: Settings, request: Any) -> dict[str, Any] | 
     )
     if carried.capture is None and carried.record is None and any(None in capture.sinks for capture in plan.captures):
         raise PlanError(
-            "Capture.to is None, and nobody waits for the rows of a request that does not come from midstream.VLLM. Python in the engine's "
-            "front end may name a directory or a Consumer; over HTTP there are no captures yet."
+            "Capture.to is None, and only midstream.VLLM receives captured rows. Python in the engine's front end may name a directory "
+            "or a Consumer; over HTTP there are no captures yet."
         )
     trace = {"trace": envelope["trace"]} if "trace" in envelope else {}
     return {**trace, **carried.to_extra_args()[NAME]}
 
 
 def _check_engine(config: Any) -> None:
-    """Raise PlanError for an engine that would not do what plans and traces say."""
+    """Raise PlanError for an engine that would not honour plans and traces."""
     if config.parallel_config.worker_cls != WORKER:
         raise PlanError(
             "This engine was not started with midstream, so it would silently ignore the plan. Start it by midstream.VLLM(...), "
@@ -166,22 +158,22 @@ def _check_engine(config: Any) -> None:
         )
     if config.kv_transfer_config is not None:
         raise PlanError(
-            "This engine has a KV connector (kv_transfer_config), which knows KV by its tokens alone: what a plan or a trace changes would "
-            "be handed to other requests. Start the engine without one."
+            "This engine has a KV connector (kv_transfer_config), which identifies KV by its tokens alone: it would give KV that a plan or "
+            "a trace has changed to other requests. Start the engine without one."
         )
 
 
 def _with_paths(plan: Plan) -> Plan:
-    """With directories as they are called from anywhere: the engine writes there, and may work in another one."""
+    """The plan with absolute directories: the engine may run in another one."""
 
-    def whole(to: Any) -> Any:
+    def absolute(to: Any) -> Any:
         return os.path.abspath(os.path.expanduser(to)) if isinstance(to, str) else to
 
-    if not any(whole(to) != to for capture in plan.captures for to in capture.sinks):
+    if not any(absolute(to) != to for capture in plan.captures for to in capture.sinks):
         return plan
     items = plan.interventions
     return Plan(
-        tuple(dataclasses.replace(i, to=tuple(map(whole, i.sinks))) if isinstance(i, Capture) else i for i in items)
+        tuple(dataclasses.replace(i, to=tuple(map(absolute, i.sinks))) if isinstance(i, Capture) else i for i in items)
     )
 
 
@@ -194,7 +186,7 @@ _admitted: Memory[None] = Memory()
 
 
 def _check(wire: bytes, model: tuple[int, int, str], prompt: int, max_tokens: int | None, multimodal: bool) -> None:
-    """Raises PlanError for what can be told here: of the residual stream its width, of other sites nothing."""
+    """Raise PlanError for what the front end can tell. It knows the width of the residual stream, and no other site's."""
     plan = unpacked(wire)
     layers, hidden, dtype = model
     widths = {(site, layer): hidden for site in _RESIDUAL for layer in range(layers)}

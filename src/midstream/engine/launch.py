@@ -1,4 +1,4 @@
-"""Starts vLLM engines with midstream's worker and scheduler in them, and speaks to them for the client."""
+"""Starts vLLM engines with midstream's worker and scheduler, and sends them the client's requests and calls."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mappi
 from concurrent.futures import InvalidStateError, ThreadPoolExecutor
 from typing import Any
 
-from midstream.engine.lifeline import PREFIX, SOCKETS
+from midstream.engine.parent_process import PREFIX, SOCKETS
 from midstream.engine.plugin import register
+from midstream.engine.replacements import Replacement
 from midstream.errors import EngineClosedError, MidstreamError, ParameterError, PromptError
 from midstream.plan.values import Plan
 from midstream.runtime.trace_request import TraceRequest
@@ -24,7 +25,23 @@ DIED = "The engine died, or lost its results channel; its log says why. Start a 
 _SHUTDOWN_SECONDS = 15.0
 _NOTICE_SECONDS = 10.0
 _BASE = "VLLM_RPC_BASE_PATH"
-_LONGEST_DIRECTORY = 107 - 37  # what a socket's path may have, less a UUID
+_LONGEST_DIRECTORY = 107 - 37  # the longest path of a socket, less a UUID
+
+
+def stepping_after_the_last_output(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of an in-process engine's client that makes one more step if workers have not been told of a request's end.
+
+    An engine in a process of its own makes that step anyway. Without it, consumers of captures would wait for the next request.
+    """
+
+    def call(self: Any, *args: Any) -> Any:
+        result = original(self, *args)
+        scheduler = self.engine_core.scheduler
+        if getattr(scheduler, "has_ends_to_tell", False) and not scheduler.has_unfinished_requests():
+            self.engine_core.step_fn()
+        return result
+
+    return call
 
 
 def engine_arguments(
@@ -34,33 +51,30 @@ def engine_arguments(
     record_bytes: int = RECORD_BYTES,
     rename: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """What makes a stock vLLM engine take plans: `vllm.LLM(model, **midstream.engine_arguments())`, or `AsyncEngineArgs`.
+    """Arguments with which a stock vLLM engine takes plans: `vllm.LLM(model, **midstream.engine_arguments())`, or `AsyncEngineArgs`.
 
-    Its requests carry plans as `SamplingParams(extra_args={"midstream": plan})`; what they capture goes to directories and consumers,
-    for nobody waits at the client. It takes no traces, which are code.
+    Requests carry plans as `SamplingParams(extra_args={"midstream": plan})`. Captured rows go to directories and consumers, because no
+    client of midstream's is there to receive them. Traces are refused, because they are code.
 
     Args:
-        plan: for every request, before its own; a `Plan` or a list of interventions, captures with `to=`.
-        graph_sites: as for `midstream.VLLM`, which has all of this built in.
-        record_bytes, rename: likewise.
+        plan: applies to every request, before its own plan; a `Plan` or a list of interventions, whose captures have `to=`.
+        graph_sites, record_bytes, rename: as for `midstream.VLLM`, which needs none of these arguments.
 
     Raises:
-        PlanError: `plan` is no plan, or has what cannot be sent to an engine.
+        PlanError: `plan` is not a plan, or has parts that cannot be sent to an engine.
         UnknownSiteError: `graph_sites` has a site that cannot be built in.
     """
-    _loaded(register)  # vLLM does so by the package's entry points, which a source tree on the path has not
+    _loaded(register)  # vLLM calls it by the package's entry points, which a source tree on the path does not have
     text = Plan.of(plan).to_json() if plan is not None else None  # vLLM hashes the settings as JSON
     settings = Settings(False, dict(rename or {}), tuple(graph_sites), record_bytes, text)
     return {"worker_cls": WORKER, "scheduler_cls": SCHEDULER, "additional_config": settings.to_config()}
 
 
 def llm_arguments(model: str, settings: Settings, given: Mapping[str, Any]) -> dict[str, Any]:
-    """vLLM's engine arguments with midstream's own among them. Raises MidstreamError if one of those is taken."""
+    """vLLM's engine arguments with midstream's added. Raises MidstreamError if the caller has given one of midstream's."""
     for name in ("worker_cls", "scheduler_cls"):
         if name in given:
-            raise MidstreamError(
-                f"{name} is what midstream puts itself into the engine by; it cannot be given as well."
-            )
+            raise MidstreamError(f"midstream sets {name} to get into the engine; leave it out.")
     return {
         **given,
         "model": model,
@@ -97,14 +111,18 @@ def start_async_llm(arguments: dict[str, Any]) -> Any:
 
 
 def _loaded(load: Callable[[], Any]) -> Any:
-    """What `load` returns, which imports vLLM. On a thread of its own, for vLLM keeps errors of imports, and so all frames that led there:
-    here those of the caller, with the engine in them. Seen on 0.32 without torchcodec."""
+    """Call `load`, which imports vLLM, on a separate thread.
+
+    vLLM keeps errors of failed imports, and so all frames of the thread: those of the caller would keep its engine alive. Seen on 0.32
+    without torchcodec.
+    """
     with ThreadPoolExecutor(1, "midstream-import") as pool:
         return pool.submit(load).result()
 
 
 def _start(start: Callable[[], Any]) -> Any:
-    """An engine with a directory of its own for its sockets: vLLM leaves their files behind. Its processes remove it if the client dies."""
+    """Start an engine with its own directory for sockets, since vLLM leaves their files behind. The engine's processes remove the directory
+    if the client dies."""
     before = {name: os.environ.get(name) for name in (_BASE, SOCKETS)}
     directory = tempfile.mkdtemp(prefix=PREFIX, dir=before[_BASE])
     os.environ[SOCKETS] = os.path.abspath(directory)
@@ -119,7 +137,7 @@ def _start(start: Callable[[], Any]) -> Any:
         for name, value in before.items():
             os.environ.pop(name, None)
             os.environ.update({name: value} if value is not None else {})
-    if is_in_process(engine):  # it has no sockets, and nobody would remove the directory if it is killed
+    if is_in_process(engine):  # it has no sockets, and if it is killed no process is left to remove the directory
         with contextlib.suppress(OSError):
             os.rmdir(directory)
     engine.midstream_sockets = directory
@@ -132,7 +150,7 @@ def config_of(engine: Any) -> Any:
 
 
 def address_for_workers(config: Any) -> str | None:
-    """Where workers on other hosts can reach this process, or None if there are none."""
+    """This host's address, or None if there are no workers on other hosts."""
     parallel = config.parallel_config
     if not parallel.use_ray and getattr(parallel, "nnodes", 1) == 1:
         return None
@@ -142,7 +160,7 @@ def address_for_workers(config: Any) -> str | None:
 
 
 def shut_down(engine: Any) -> None:
-    """End the engine and its processes, with time to free their shared memory and sockets."""
+    """End the engine and its processes, and give them time to free their shared memory and sockets."""
     core = engine.llm_engine.engine_core if hasattr(engine, "llm_engine") else engine
     try:
         core.shutdown(timeout=_SHUTDOWN_SECONDS)
@@ -151,14 +169,14 @@ def shut_down(engine: Any) -> None:
 
 
 def is_in_process(engine: Any) -> bool:
-    """Whether the engine runs in this very process, and so rests between calls."""
+    """Whether the engine runs in this process, and so makes no steps between calls."""
     return hasattr(engine, "llm_engine") and not engine.llm_engine.engine_core.__class__.__name__.startswith(
         ("Sync", "Async", "DP")
     )
 
 
 def sampling_params(params: Mapping[str, Any], request: TraceRequest | None) -> Any:
-    """`vllm.SamplingParams`; a traced request's prompt is computed in full, never read from the prefix cache. Raises ParameterError."""
+    """`vllm.SamplingParams`. A traced request's prompt is computed in full, never read from the prefix cache. Raises ParameterError."""
     from vllm import SamplingParams
 
     extra = dict(params.get("extra_args") or {})
@@ -166,23 +184,23 @@ def sampling_params(params: Mapping[str, Any], request: TraceRequest | None) -> 
     if request is not None:
         given |= {"extra_args": {**extra, **request.to_extra_args()}, "skip_reading_prefix_cache": True}
     try:
-        with _told():
+        with _own_errors():
             made = SamplingParams(**given)
     except TypeError as error:
         raise ParameterError(f"Not a sampling parameter of vLLM: {error}") from error
-    if hasattr(made, "skip_clone"):  # each request has its own: vLLM need not copy them deeply
+    if hasattr(made, "skip_clone"):  # each request has its own parameters
         made.skip_clone = True
     return made
 
 
 def engine_prompt(token_ids: Sequence[int], salt: str | None) -> dict[str, Any]:
-    """A prompt for vLLM. Blocks of a salted prompt are keyed by the salt: its KV is nobody else's."""
+    """A prompt for vLLM. The KV of a prompt with a salt is shared only with prompts that have the same salt."""
     prompt: dict[str, Any] = {"prompt_token_ids": list(token_ids)}
     return {**prompt, "cache_salt": salt} if salt is not None else prompt
 
 
 def check_prompts(config: Any, prompts: Sequence[Sequence[int]], together: bool) -> None:
-    """Refuse what cannot be traced in one piece; `prompts` has one for each sample. Raises PromptError."""
+    """Raise PromptError for prompts that cannot be traced in one step; `prompts` has one for each sample."""
     scheduler, longest = config.scheduler_config, config.model_config.max_model_len
     budget = scheduler.max_num_batched_tokens
     for ids in prompts:
@@ -204,28 +222,32 @@ def check_prompts(config: Any, prompts: Sequence[Sequence[int]], together: bool)
 
 
 def ask(engine: Any, method: str, *args: Any) -> Any:
-    """What each worker's `method` returns; to be awaited on an `AsyncLLM`. Raises EngineClosedError if the engine is dead."""
-    with _told():
+    """Call a method of each worker: a list of what they return, or an awaitable of it on an `AsyncLLM`.
+
+    Raises:
+        EngineClosedError: the engine is dead.
+    """
+    with _own_errors():
         answers = engine.collective_rpc(method, args=args)
     return _awaited(answers) if inspect.isawaitable(answers) else answers
 
 
 async def _awaited(answers: Awaitable[Any]) -> Any:
-    with _told():
+    with _own_errors():
         return await answers
 
 
-def let_go(llm: Any) -> None:
-    """Raise to whoever waits for a dead `vllm.LLM`, once vLLM knows that it is.
+def wake_waiting_callers(llm: Any) -> None:
+    """Raise EngineDeadError in the threads that wait for a `vllm.LLM`, once vLLM knows that the engine is dead.
 
-    It leaves them waiting where the engine's own process was killed (vLLM 0.26 to 0.33).
+    vLLM leaves them waiting if the engine's process was killed (0.26 to 0.33).
     """
     from vllm.v1.engine.exceptions import EngineDeadError
 
     core = llm.llm_engine.engine_core
     deadline = time.monotonic() + _NOTICE_SECONDS
     while not core.resources.engine_dead:
-        if time.monotonic() > deadline:  # a worker's connection alone was lost
+        if time.monotonic() > deadline:  # only a worker's connection was lost
             return
         time.sleep(0.05)
     core.outputs_queue.put_nowait(EngineDeadError())
@@ -237,39 +259,35 @@ def let_go(llm: Any) -> None:
 def generate(
     llm: Any, prompts: list[dict[str, Any]], params: list[Any], progress: bool, finished: Callable[[Any], None]
 ) -> list[Any]:
-    """Run requests on a `vllm.LLM` to their end. Interrupted, it takes them off the engine.
+    """Run requests on a `vllm.LLM` to their end. If interrupted, it aborts them.
 
-    `finished` is called with each request's output as soon as it has ended, between two steps.
+    Args:
+        finished: called with each request's output as soon as the request has ended, between two steps.
     """
-    with _told(), _telling(llm.llm_engine, finished):
+    with _own_errors(), _reporting_finished(llm.llm_engine, finished):
         try:
             return llm.generate(prompts, params, use_tqdm=progress)
         except BaseException:
-            # What interrupted it says more; a dead engine has dropped them as well.
+            # The interruption matters more than an error here, and a dead engine has dropped the requests.
             with contextlib.suppress(Exception):
                 _abort_all(llm)
             raise
 
 
 @contextlib.contextmanager
-def _telling(engine: Any, finished: Callable[[Any], None]) -> Iterator[None]:
-    """`vllm.LLM.generate` hands out no output before the last request has ended. The steps that it runs have each of them before."""
-    step, is_wrapped = engine.step, "step" in vars(engine)
+def _reporting_finished(engine: Any, finished: Callable[[Any], None]) -> Iterator[None]:
+    """Call `finished` with each output in the block. `vllm.LLM.generate` returns no output before the last request has ended."""
+    step = engine.step
 
-    def told() -> list[Any]:
+    def step_and_report() -> list[Any]:
         outputs = step()
         for output in outputs:
             if output.finished:
                 finished(output)
         return outputs
 
-    engine.step = told
-    try:
+    with Replacement("vllm.v1.engine.llm_engine.LLMEngine.step", engine, step_and_report):
         yield
-    finally:
-        del engine.step
-        if is_wrapped:
-            engine.step = step
 
 
 def _abort_all(llm: Any) -> None:
@@ -280,16 +298,16 @@ def _abort_all(llm: Any) -> None:
 
 
 async def stream(engine: Any, prompt: dict[str, Any], params: Any, request_id: str) -> AsyncGenerator[Any]:
-    """The outputs of one request on an `AsyncLLM`. Cancelled or closed, it takes it off the engine."""
-    with _told():
+    """The outputs of one request on an `AsyncLLM`. If cancelled or closed, it aborts the request."""
+    with _own_errors():
         async with contextlib.aclosing(engine.generate(prompt, params, request_id)) as outputs:
             async for output in outputs:
                 yield output
 
 
 @contextlib.contextmanager
-def _told() -> Iterator[None]:
-    """vLLM's errors of the engine's death, and those that refuse a request, as midstream's own."""
+def _own_errors() -> Iterator[None]:
+    """Turn vLLM's errors into midstream's: those that say that the engine is dead, and those that refuse a request."""
     try:
         yield
     except Exception as error:
@@ -302,7 +320,9 @@ def _own_error(error: Exception) -> MidstreamError | None:
     kinds = {each.__name__ for each in type(error).__mro__}
     if "EngineDeadError" in kinds:
         return EngineClosedError(DIED)
-    if not kinds & {"VLLMClientError", "VLLMValidationError"} and not ("ValueError" in kinds and _is_of_input(error)):
+    if not kinds & {"VLLMClientError", "VLLMValidationError"} and not (
+        "ValueError" in kinds and _is_about_input(error)
+    ):
         return None
     text = str(error)
     if text.startswith("Token id") or "prompt (length" in text or "context length" in text:
@@ -310,8 +330,8 @@ def _own_error(error: Exception) -> MidstreamError | None:
     return ParameterError(f"vLLM does not take these sampling parameters: {text}")
 
 
-def _is_of_input(error: BaseException) -> bool:
-    """Whether it was raised where vLLM looks at what it is given: not all of that has a class of its own in 0.26."""
+def _is_about_input(error: BaseException) -> bool:
+    """Whether it was raised where vLLM checks its input. In 0.26 not all of these errors have their own class."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     module = frames[-1].f_globals.get("__name__", "") if frames else ""
     return module.startswith(

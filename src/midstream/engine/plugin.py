@@ -4,13 +4,12 @@ from __future__ import annotations
 
 
 def register() -> None:
-    """Check the vLLM version and prepare this process. An engine that was not started by midstream is left as it is."""
-    from midstream.engine.admission import check_requests
-    from midstream.engine.patches import apply
-    from midstream.engine.prefix_cache import heed_plans
-    from midstream.engine.versions import check_vllm_version
+    """Check vLLM's version and prepare its front end. Engines that midstream did not start work as before.
 
-    check_vllm_version()
-    apply()
-    check_requests()
-    heed_plans()
+    Raises:
+        UnsupportedVersionError: this vLLM is not supported.
+    """
+    from midstream.engine.replacements import apply
+    from midstream.engine.seams import Role
+
+    apply(Role.FRONT_END)

@@ -1,6 +1,6 @@
-"""The thin adapters to vLLM's two model runners: what differs between V1 and V2 is said here and nowhere else.
+"""Adapters to vLLM's two model runners. All differences between V1 and V2 are in this file.
 
-Each tells the host when a batch has been laid out, passes logits and samples by it, and runs a dummy forward for the probe.
+An adapter calls the host when a batch has been laid out, hands it logits and samples, and runs a dummy forward to probe the model.
 """
 
 from __future__ import annotations
@@ -16,20 +16,24 @@ from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config import CUDAGraphMode
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from midstream.arch.ends import planted_embedding
-from midstream.engine.graph_sites import Fire
-from midstream.engine.patches import StepMode
-from midstream.engine.pieces import Pieces, TwoSets
+from midstream import hooks
+from midstream.arch.streams import planted_embedding
+from midstream.engine.graphs import Fire, Pieces
+from midstream.engine.replacements import Replacement, apply
+from midstream.engine.seams import Role
+from midstream.engine.step_mode import StepMode
 from midstream.errors import ArchitectureError
 from midstream.runtime.step import StepView
+
+_COMPUTE_LOGITS = "vllm.model_executor.models.interfaces_base.VllmModelForTextGeneration.compute_logits"
 
 
 class Watch(IntEnum):
     """What the host is called for."""
 
-    NOTHING = 0  # a step then is vLLM's own code and nothing else
-    ROWS = 1  # that a batch has been laid out
-    ALL = 2  # logits and samples, too
+    NOTHING = 0  # the step is vLLM's own code and nothing else
+    ROWS = 1  # when a batch has been laid out
+    ALL = 2  # logits and samples as well
 
 
 class Host(Protocol):
@@ -54,54 +58,49 @@ class Runner:
         self.runner = runner
         self.model: nn.Module = runner.get_model()
         self.pieces = Pieces()
-        self._full_graphs: TwoSets | None = None  # from `record_second_graphs` on
+        self._full_graphs: Replacement | None = None  # set by `record_second_graphs`
         self._second = False
-        self._seams: list[tuple[Watch, Any, str, Any, Any]] = []
+        self._watching: list[tuple[Watch, Replacement]] = []
         self.watched = Watch.NOTHING
 
     def connect(self, host: Host) -> None:
-        """Have the host called while the runner is watched; for logits and samples if it says that the step is traced."""
+        """Call the host in watched steps; for logits and samples only if it says that the step is traced."""
         raise NotImplementedError
 
     def prepare(self, watched: Watch, second_graphs: bool) -> None:
-        """What the coming steps need: `watch` and `use_second_graphs`."""
+        """Prepare the coming steps: `watch` and `use_second_graphs`."""
         if watched is not self.watched:
             self.watch(watched)
         if second_graphs is not self._second:
             self.use_second_graphs(second_graphs)
 
     def watch(self, what: Watch) -> None:
-        """What the host is called for from now on."""
+        """Choose what the host is called for from now on."""
         if what is self.watched:
             return
-        for level, owner, name, ours, before in self._seams:
-            if self.watched < level <= what:
-                vars(owner)[name] = ours
-            elif what < level <= self.watched:
-                if before is None:
-                    del vars(owner)[name]  # and the class's shows again
-                else:
-                    vars(owner)[name] = before
+        for level, replacement in self._watching:
+            if (level <= what) is not (level <= self.watched):
+                replacement.switch(level <= what)
         self.watched = what
 
-    def _see(self, owner: Any, name: str, ours: Any, level: Watch = Watch.ALL) -> None:
-        """Have `ours` stand in the place of a method while so much is watched."""
-        self._seams.append((level, owner, name, ours, vars(owner).get(name)))
+    def _replace_while(self, level: Watch, target: str, owner: Any, ours: Callable[..., Any]) -> None:
+        """Replace a method of `owner` while `level` or more is watched."""
+        self._watching.append((level, Replacement(target, owner, ours)))
 
     def record_second_graphs(self, edit: Fire) -> None:
-        """Have CUDA graphs recorded twice: as vLLM does, and once more with `edit` at the sites, for `use_second_graphs`."""
+        """Have vLLM record its CUDA graphs twice: as usual, and once more with `edit` at the sites, for `use_second_graphs`."""
         raise NotImplementedError
 
     def use_second_graphs(self, second: bool) -> None:
-        """Which of the two sets of graphs the coming steps replay from."""
+        """Choose which of the two sets of graphs the coming steps replay."""
         if second is not self._second:
             self._second = second
             self.pieces.use_second_graphs(second)
             if self._full_graphs is not None:
-                self._full_graphs.use(second)
+                self._full_graphs.switch(second)
 
     def _recorded_twice(self, record: Any, edit: Fire) -> Any:
-        """vLLM's `record`, and then once more for the second graphs."""
+        """A function that calls vLLM's `record`, and calls it again for the second graphs."""
 
         def record_twice(*args: Any, **kwargs: Any) -> None:
             record(*args, **kwargs)
@@ -122,14 +121,15 @@ class Runner:
         raise NotImplementedError
 
     def prepare_clearing(self) -> None:
-        """Have KV blocks cleared that the scheduler asks for; vLLM prepares that for models with Mamba layers alone.
+        """Make the runner clear the KV blocks that the scheduler asks for, in all layers.
 
-        And in all layers: vLLM leaves those with sliding windows out, on GPUs up to 0.26 at least, on the CPU in 0.32 as well.
+        vLLM prepares that only for models with Mamba layers, and leaves out layers with sliding windows: on GPUs up to 0.26 at least, and
+        on the CPU in 0.32 as well.
         """
         config, context = self.runner.kv_cache_config, self.runner.compilation_config.static_forward_context
         try:
             clear, cleared = self._vllms_clearing(), FullAttentionSpec
-        except AssertionError:  # pages of several sizes, for one
+        except AssertionError:  # for example, pages of several sizes
             clear, cleared = lambda block_ids: None, ()
         left_out = {
             name: context[name].kv_cache
@@ -150,25 +150,25 @@ class Runner:
             self._clear_by(clear_all)
 
     def _vllms_clearing(self) -> Callable[[list[int]], None]:
-        """vLLM's own function that clears blocks, ready to be called. Raises AssertionError for a cache that it cannot clear."""
+        """vLLM's function that clears blocks, ready to be called. Raises AssertionError for a cache that it cannot clear."""
         raise NotImplementedError
 
     def _clear_by(self, clear: Callable[[list[int]], None]) -> None:
-        """Have the runner call another function in its place."""
+        """Make the runner call `clear` instead of its own function."""
         raise NotImplementedError
 
     def probe(self, tokens: int) -> None:
-        """One forward over `tokens` dummy tokens, uncompiled and without attention."""
+        """Run one forward over `tokens` dummy tokens, uncompiled and without attention."""
         planted: list[torch.Tensor] = []
 
-        def plant(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            """A later pipeline stage is handed zeros, of which its layers make zeros: on them, nothing can be told apart."""
+        def plant(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            """Fill a later pipeline stage's input: vLLM hands it zeros, its layers turn them into zeros, and no two values would differ."""
             handed = kwargs.get("intermediate_tensors")
             planted.extend(tensor for _, tensor in (handed.items() if handed is not None else ()))
             for number, tensor in enumerate(planted, start=1):
                 tensor.copy_(planted_embedding(tensor) * number)
 
-        hook = self.model.register_forward_pre_hook(plant, with_kwargs=True)
+        hook = hooks.before(self.model, plant)
         StepMode.set(no_full_graph=True, no_graphs=True, uncompiled=True)
         try:
             self._dummy_run(tokens)
@@ -185,17 +185,17 @@ class Runner:
         compute: Any = self.model.compute_logits
 
         def compute_logits(hidden_RH: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            # A request that has left the finite range ends after this step. Some samplers return an invalid token id for NaN logits,
+            # A request whose values are no longer finite ends after this step. Some samplers return an invalid token id for NaN logits,
             # and the next step would look it up.
             hidden_RH = torch.nan_to_num(hidden_RH, 0.0, 0.0, 0.0)
             logits = compute(hidden_RH, *args, **kwargs)
             watches = self.watched is Watch.ALL and host.step_is_traced
             return host.see_logits(logits) if watches and logits is not None else logits
 
-        self._see(self.model, "compute_logits", compute_logits, Watch.ROWS)
+        self._replace_while(Watch.ROWS, _COMPUTE_LOGITS, self.model, compute_logits)
 
     @staticmethod
-    def _with_samples(host: Host, sampler_output: Any) -> None:
+    def _trace_samples(host: Host, sampler_output: Any) -> None:
         samples_R = sampler_output.sampled_token_ids[:, 0]
         changed_R = host.see_samples(samples_R)
         if changed_R is not samples_R:
@@ -203,7 +203,9 @@ class Runner:
 
 
 class V1Runner(Runner):
-    """`vllm.v1.worker.gpu_model_runner`, also on CPU."""
+    """`vllm.v1.worker.gpu_model_runner`, which the CPU uses as well."""
+
+    _RUNNER = "vllm.v1.worker.gpu_model_runner.GPUModelRunner"
 
     def _dummy_run(self, tokens: int) -> None:
         self.runner._dummy_run(tokens, is_profile=True)
@@ -218,12 +220,15 @@ class V1Runner(Runner):
         return self.runner._zero_block_ids  # type: ignore[no-any-return]
 
     def _clear_by(self, clear: Callable[[list[int]], None]) -> None:
-        self.runner._zero_block_ids = clear
+        Replacement(f"{self._RUNNER}._zero_block_ids", self.runner, clear).switch(True)
 
     def connect(self, host: Host) -> None:
-        runner = self.runner
-        self._keep_from_full_graphs(runner.cudagraph_dispatcher)
-        determine, sample = runner._determine_batch_execution_and_padding, runner._sample
+        runner, dispatcher = self.runner, self.runner.cudagraph_dispatcher
+        determine, sample, dispatch = (
+            runner._determine_batch_execution_and_padding,
+            runner._sample,
+            dispatcher.dispatch,
+        )
 
         def determine_batch(*args: Any, **kwargs: Any) -> Any:
             if StepMode.no_graphs:
@@ -239,32 +244,39 @@ class V1Runner(Runner):
         def sample_tokens(*args: Any, **kwargs: Any) -> Any:
             output = sample(*args, **kwargs)
             if host.step_is_traced:
-                self._with_samples(host, output)
+                self._trace_samples(host, output)
             return output
-
-        self._see(runner, "_determine_batch_execution_and_padding", determine_batch, Watch.ROWS)
-        self._see(runner, "_sample", sample_tokens)
-        self._watch_logits(host)
-
-    def record_second_graphs(self, edit: Fire) -> None:
-        runner = self.runner
-        if isinstance(runner.model, CUDAGraphWrapper):
-            self._full_graphs = TwoSets(runner.model, "concrete_cudagraph_entries")
-        runner._capture_cudagraphs = self._recorded_twice(runner._capture_cudagraphs, edit)
-
-    def _keep_from_full_graphs(self, dispatcher: Any) -> None:
-        dispatch = dispatcher.dispatch
 
         def dispatch_cudagraph(*args: Any, **kwargs: Any) -> Any:
             if StepMode.no_full_graph:
                 kwargs["invalid_modes"] = {CUDAGraphMode.FULL, *(kwargs.get("invalid_modes") or ())}
             return dispatch(*args, **kwargs)
 
-        self._see(dispatcher, "dispatch", dispatch_cudagraph)
+        target = f"{self._RUNNER}._determine_batch_execution_and_padding"
+        self._replace_while(Watch.ROWS, target, runner, determine_batch)
+        self._replace_while(Watch.ALL, f"{self._RUNNER}._sample", runner, sample_tokens)
+        target = "vllm.v1.cudagraph_dispatcher.CudagraphDispatcher.dispatch"
+        self._replace_while(Watch.ALL, target, dispatcher, dispatch_cudagraph)
+        self._watch_logits(host)
+
+    def record_second_graphs(self, edit: Fire) -> None:
+        runner = self.runner
+        if isinstance(runner.model, CUDAGraphWrapper):
+            entries = "vllm.compilation.cuda_graph.CUDAGraphWrapper.concrete_cudagraph_entries"
+            self._full_graphs = Replacement(entries, runner.model, {})
+        record_twice = self._recorded_twice(runner._capture_cudagraphs, edit)
+        Replacement(f"{self._RUNNER}._capture_cudagraphs", runner, record_twice).switch(True)
 
 
 class V2Runner(Runner):
     """`vllm.v1.worker.gpu.model_runner`."""
+
+    _RUNNER = "vllm.v1.worker.gpu.model_runner.GPUModelRunner"
+    _GRAPHS = "vllm.v1.worker.gpu.cudagraph_utils"
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__(runner)
+        apply(Role.V2_WORKER)
 
     def _dummy_run(self, tokens: int) -> None:
         self.runner._dummy_run(tokens, skip_attn=True, is_profile=True)
@@ -279,12 +291,14 @@ class V2Runner(Runner):
         return self.runner.kv_block_zeroer.zero_block_ids  # type: ignore[no-any-return]
 
     def _clear_by(self, clear: Callable[[list[int]], None]) -> None:
-        self.runner.kv_block_zeroer = SimpleNamespace(zero_block_ids=clear)
+        zeroer = SimpleNamespace(zero_block_ids=clear)
+        Replacement(f"{self._RUNNER}.kv_block_zeroer", self.runner, zeroer).switch(True)
 
     def record_second_graphs(self, edit: Fire) -> None:
         manager = self.runner.cudagraph_manager
-        self._full_graphs = TwoSets(manager, "graphs")
-        manager.capture = self._recorded_twice(manager.capture, edit)
+        self._full_graphs = Replacement(f"{self._GRAPHS}.CudaGraphManager.graphs", manager, {})
+        record_twice = self._recorded_twice(manager.capture, edit)
+        Replacement(f"{self._GRAPHS}.ModelCudaGraphManager.capture", manager, record_twice).switch(True)
 
     def connect(self, host: Host) -> None:
         runner = self.runner
@@ -301,18 +315,46 @@ class V2Runner(Runner):
         def sample_tokens(*args: Any, **kwargs: Any) -> Any:
             output = sample(*args, **kwargs)
             if host.step_is_traced:
-                self._with_samples(host, output[0])
+                self._trace_samples(host, output[0])
             return output
 
-        self._see(runner, "prepare_inputs", prepare_inputs, Watch.ROWS)
-        self._see(runner, "sample", sample_tokens)
+        self._replace_while(Watch.ROWS, f"{self._RUNNER}.prepare_inputs", runner, prepare_inputs)
+        self._replace_while(Watch.ALL, f"{self._RUNNER}.sample", runner, sample_tokens)
         self._watch_logits(host)
 
 
-def _blocks_of(name: str, kv: torch.Tensor, num_blocks: int) -> tuple[torch.Tensor, int]:
-    """One layer's cache, with the axis that counts the scheduler's blocks, each of which may be several of the kernel's.
+def keeping_from_graphs(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The V2 runner's `dispatch_cg_and_sync_dp`, without the graphs that `StepMode` rules out."""
 
-    Raises ArchitectureError if there is none.
+    def dispatch_cg_and_sync_dp(
+        cudagraph_manager: Any,
+        num_reqs: int,
+        num_tokens: int,
+        uniform_token_count: int | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        kwargs["need_eager"] = kwargs.get("need_eager", False) or StepMode.no_graphs
+        if not StepMode.no_full_graph:
+            return original(cudagraph_manager, num_reqs, num_tokens, uniform_token_count, *args, **kwargs)
+        # vLLM uses full graphs only for batches of decoding requests, and recognises them by these two arguments. 0.26 and 0.27 have
+        # only the first.
+        if "max_query_len" in kwargs:
+            kwargs["max_query_len"] = None
+        dispatched = original(cudagraph_manager, num_reqs, num_tokens, None, *args, **kwargs)
+        if dispatched[0].cg_mode.name != "FULL":
+            return dispatched
+        kwargs["need_eager"] = True
+        return original(cudagraph_manager, num_reqs, num_tokens, None, *args, **kwargs)
+
+    return dispatch_cg_and_sync_dp
+
+
+def _blocks_of(name: str, kv: torch.Tensor, num_blocks: int) -> tuple[torch.Tensor, int]:
+    """One layer's cache and its axis that counts the scheduler's blocks. Each of them may be several of the kernel's blocks.
+
+    Raises:
+        ArchitectureError: there is no such axis.
     """
     for axis, size in enumerate(kv.shape):
         if size and size % num_blocks == 0:

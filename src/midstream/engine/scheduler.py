@@ -1,8 +1,8 @@
-"""vLLM's scheduler with three more rules: a traced prompt is computed in one piece, plans have their say in the prefix cache, and KV blocks
-that held what a plan or a trace changed are cleared before another request gets them.
+"""vLLM's scheduler with three more rules: a traced prompt is computed in one step, blocks of planned requests stay out of the prefix cache
+until the workers have taken the plan, and KV blocks that a plan or a trace has changed are cleared before another request gets them.
 
-A traced request that would not fit whole into the coming step waits, with all that queue behind it, so it starves nobody
-and is starved by nobody. All else is vLLM's: chunked prefill, prefix caching and async scheduling stay on.
+A traced request whose prompt does not fit into the coming step waits, and so do the requests behind it in the queue, so no request starves.
+Everything else is vLLM's: chunked prefill, prefix caching and async scheduling stay on.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.request import RequestStatus
 
-from midstream.engine.lifeline import tie_to_parent
-from midstream.engine.plugin import register
+from midstream.engine.parent_process import follow_parent
 from midstream.engine.prefix_cache import EditedBlocks, Taken, holding_back, rekey, remember
+from midstream.engine.replacements import Replacement, apply
+from midstream.engine.seams import Role
 from midstream.runtime.plan_request import changes_kv
 from midstream.runtime.step import RequestEnd, StepEnds
 from midstream.runtime.trace_request import TraceRequest
@@ -27,10 +28,10 @@ from midstream.settings import Settings, is_ours
 
 
 class _Rules:
-    """Mixed into vLLM's schedulers, before them.
+    """The rules, as a class to inherit from before vLLM's scheduler.
 
-    Their `schedule` and `update_from_output` have other methods in their place, on the object, while there are requests with a trace or a
-    plan. A step of other requests is vLLM's own: on a small model the two were measured to take 0.3 % of it.
+    `schedule` and `update_from_output` are overridden on the object, and only while there are requests with a trace or a plan. Steps of
+    other requests are vLLM's own: on a small model, the two methods were measured to take 0.3 % of a step.
     """
 
     kv_cache_manager: Any
@@ -44,18 +45,20 @@ class _Rules:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._ends: dict[str, RequestEnd] = {}  # of the requests that the workers are to be told the end of
+        self._ends: dict[str, RequestEnd] = {}  # of requests, until the workers have been told
         self._takes_traces = Settings.of(self.vllm_config).allow_traces
-        self._ours: set[str] = set()  # requests with a trace or a plan, from their coming to their end
-        self._unstarted: set[str] = set()  # requests with a trace, until they are seen to have begun
+        self._ours: set[str] = set()  # requests with a trace or a plan, until they end
+        self._unstarted: set[str] = set()  # requests with a trace, until they have begun
         self._taken = Taken()
-        self._held: dict[str, int] = {}  # request whose plan the workers may yet refuse -> `Taken.held_from`
-        self._changing: set[str] = set()  # requests that may write to KV what plain ones never would
+        self._held: dict[str, int] = {}  # request whose plan the workers may refuse -> `Taken.held_from`
+        self._changing: set[str] = set()  # requests that may write KV that differs from the model's own
         self._edited = self.kv_cache_manager.block_pool.midstream = EditedBlocks()
 
     def add_request(self, request: Any) -> None:
         super().add_request(request)  # type: ignore[misc]
-        if not is_ours(request) or request.request_id not in self.requests:  # a session ends by a request of its name
+        if (
+            not is_ours(request) or request.request_id not in self.requests
+        ):  # a request that ends a session has the session's id
             return
         self._ours.add(request.request_id)
         if changes_kv(request.sampling_params):
@@ -69,7 +72,7 @@ class _Rules:
     def _schedule(self, *args: Any, **kwargs: Any) -> Any:
         with holding_back(self.kv_cache_manager, self._held) if self._held else contextlib.nullcontext():
             if self._unstarted and self._may_begin_traces():
-                output = self._schedule_whole(*args, **kwargs)
+                output = self._schedule_in_one_step(*args, **kwargs)
             else:
                 output = super().schedule(*args, **kwargs)  # type: ignore[misc]
         if self._changing:
@@ -81,7 +84,7 @@ class _Rules:
         return output
 
     def _note_written(self, output: Any) -> None:
-        """The step writes to these blocks on behalf of requests with edits or traces."""
+        """Note the blocks that the step writes for requests with edits or traces."""
         cached = output.scheduled_cached_reqs
         for begun in output.scheduled_new_reqs:
             if begun.req_id in self._changing:
@@ -91,13 +94,13 @@ class _Rules:
                 self._edited.write(block_ids)
 
     def _get_new_block_ids_to_zero(self) -> list[int] | None:
-        """vLLM's list of blocks to clear before the step, for every step."""
+        """vLLM's list of blocks to clear before the step, with those that held edits. vLLM calls this for every step."""
         before = super()._get_new_block_ids_to_zero()  # type: ignore[misc]
         edited = self._edited.take()
         return sorted({*edited, *(before or ())}) if edited else before
 
     def _may_begin_traces(self) -> bool:
-        """Quick to tell, with queues of any length."""
+        """Whether a traced request may begin in the coming step. The time it takes does not grow with the queue."""
         if len(self.running) >= self.scheduler_config.max_num_seqs:
             return False
         known = self.requests
@@ -106,7 +109,7 @@ class _Rules:
 
     @property
     def has_ends_to_tell(self) -> bool:
-        """Whether a request with a trace or a plan has ended that the workers have not been told of."""
+        """Whether a request with a trace or a plan has ended and the workers have not been told."""
         return bool(self._ends)
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -123,23 +126,22 @@ class _Rules:
 
     def _update_request_as_session(self, session: Any, update: Any) -> None:
         remember(session)
-        session.sampling_params = update.sampling_params  # vLLM sets them last, and hashes the new blocks before that
+        session.sampling_params = update.sampling_params  # vLLM hashes the new blocks before it sets them
         super()._update_request_as_session(session, update)  # type: ignore[misc]
 
-    def _schedule_whole(self, *args: Any, **kwargs: Any) -> Any:
-        """Schedule the traced prompts that are waiting in one piece each, or not yet."""
+    def _schedule_in_one_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Schedule each traced prompt that waits in one step, or leave it for a later step."""
         held = self._take_held_back()
-        threshold = self.scheduler_config.long_prefill_token_threshold
-        self.scheduler_config.long_prefill_token_threshold = 0
+        threshold = "vllm.config.SchedulerConfig.long_prefill_token_threshold"
         try:
-            return super().schedule(*args, **kwargs)  # type: ignore[misc]
+            with Replacement(threshold, self.scheduler_config, 0):
+                return super().schedule(*args, **kwargs)  # type: ignore[misc]
         finally:
-            self.scheduler_config.long_prefill_token_threshold = threshold
-            for request in held:  # in their order, behind what is left: nothing behind them was let through
+            for request in held:  # in order: all requests behind the first of them were held back, too
                 self.waiting.add_request(request)
 
     def _take_held_back(self) -> list[Any]:
-        """Take from the queue what has to wait, from the first trace that does not fit on."""
+        """Take the requests that have to wait off the queue: the first trace that does not fit, and all requests behind it."""
         waiting = list(self.waiting)
         budget = self.max_num_scheduled_tokens - sum(_to_compute(request) for request in self.running)
         slots = self.scheduler_config.max_num_seqs - len(self.running)
@@ -161,7 +163,7 @@ class _Rules:
             elif trace is not None and trace.trace not in admitted and need > budget:
                 return self._hold(waiting[position:])
             elif trace is not None and trace.together:
-                continue  # counted with the first of its trace
+                continue  # counted with the first request of its trace
             budget, slots = budget - need, slots - requests
         return []
 
@@ -179,7 +181,7 @@ class _Rules:
         for name in step_ends.stops:
             if (request := self.requests.get(name)) is not None:
                 request.max_tokens = request.num_output_tokens + 1  # the token of this step is its last
-                request.sampling_params.min_tokens = 0  # below which vLLM ends nothing
+                request.sampling_params.min_tokens = 0  # vLLM ends no request that has fewer tokens
         refused = self._take_refused(step_ends.errors) if step_ends.errors else []
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         for request in refused:
@@ -191,19 +193,17 @@ class _Rules:
         return outputs
 
     def _take_plan(self, name: str, sampling_params: Any) -> None:
-        """The workers have nothing against a request's plan: its blocks are what their keys say."""
+        """Note that the workers have taken a request's plan, and cache its blocks: they hold what their keys say."""
         self._taken.add(sampling_params)
         if self._held.pop(name, None) is not None:
             request = self.requests[name]
             self.kv_cache_manager.cache_blocks(request, min(request.num_computed_tokens, request.num_tokens))
 
     def _take_refused(self, names: Iterable[str]) -> list[Any]:
-        """Take requests off the engine, wherever they are in their prompt."""
+        """End requests, also in the middle of their prompt."""
         manager = self.kv_cache_manager
         for name in names:
-            if (
-                name not in self._held
-            ):  # its plan was sure to be taken, so its blocks are in the cache, without the plan's edits
+            if name not in self._held:  # its blocks are in the cache with the plan's key, but without its edits
                 manager.evict_blocks({i for ids in manager.get_block_ids(name) for i in ids})
         return self.finish_requests(names, RequestStatus.FINISHED_ERROR)
 
@@ -214,12 +214,13 @@ def _to_compute(request: Any) -> int:
 
 
 def _is_unstarted(request: Any) -> bool:
-    """Whether its prompt is still to be computed. After a preemption it may be split: a trace's edits are replayed."""
+    """Whether none of its prompt is computed. A preempted request counts as started: its prompt may be split, and its trace's edits are
+    replayed."""
     return not (request.status == RequestStatus.PREEMPTED or request.num_computed_tokens)
 
 
 def _unstarted_trace(request: Any) -> TraceRequest | None:
-    """The trace of a request whose prompt is still to be computed."""
+    """The trace of a request that has not started."""
     return TraceRequest.of(request.sampling_params) if _is_unstarted(request) else None
 
 
@@ -232,8 +233,8 @@ class AsyncMidstreamScheduler(_Rules, AsyncScheduler):
 
 
 def make_scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> Scheduler:
-    """The scheduler that fits the engine; given to vLLM as `scheduler_cls`."""
-    tie_to_parent()  # a scheduler is made in the engine's process
-    register()  # block hashes are made here, and vLLM may not have loaded its plugins (VLLM_PLUGINS)
+    """Make the scheduler that fits the engine. vLLM's argument `scheduler_cls` names this function."""
+    follow_parent()  # vLLM makes the scheduler in the engine's process
+    apply(Role.SCHEDULER)
     asynchronous = vllm_config.scheduler_config.async_scheduling
     return (AsyncMidstreamScheduler if asynchronous else MidstreamScheduler)(vllm_config, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""vLLM's worker with midstream's host beside the model runner. Named as `worker_cls`."""
+"""vLLM's worker, with the hosts of traces and plans beside its model runner. vLLM's argument `worker_cls` names it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.config import CompilationMode
 from vllm.distributed import get_pp_group, get_tp_group
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
@@ -14,26 +13,25 @@ from vllm.utils.network_utils import get_ip
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from midstream.arch import Architecture, detect
-from midstream.arch.shards import Finder
-from midstream.engine.attach import make_plan_host
-from midstream.engine.eager_kernels import EagerKernels
-from midstream.engine.graph_sites import SiteOp, build_in, buildable_points
-from midstream.engine.lifeline import raise_if_ending, tie_to_parent
-from midstream.engine.patches import StepMode
-from midstream.engine.plugin import register
+from midstream.engine.attach import compiles, has_graphs, make_plan_host, refuse_unsupported
+from midstream.engine.graphs import SiteOp, build_in, buildable_points
+from midstream.engine.parent_process import follow_parent, raise_if_ending
+from midstream.engine.replacements import apply
 from midstream.engine.runners import Watch, adapt
-from midstream.engine.unsupported import has_graphs, refuse_unsupported
+from midstream.engine.seams import Role
+from midstream.engine.step_mode import EagerKernels, StepMode
 from midstream.ranks.link import Link, exchange_in
+from midstream.ranks.shards import Finder
 from midstream.ranks.stages import StageParts, Stages
+from midstream.ranks.tensor import TensorParallel
 from midstream.runtime.plan_host import PlanHost
 from midstream.runtime.step import FiniteCheck, StepEnds, StepView
 from midstream.runtime.trace_host import TraceHost
 from midstream.runtime.trace_state import Reports
 from midstream.settings import Settings, is_ours
-from midstream.trace.agreement import Agreement
 from midstream.trace.envoy import ModelEnvoy
 from midstream.trace.interleaver import Interleaver
-from midstream.trace.whole import Whole
+from midstream.trace.remote import ALONE
 from midstream.transport.sender import Sender
 
 if TYPE_CHECKING:
@@ -47,28 +45,28 @@ _PROBE_TOKENS = 3
 
 
 @AsyncModelRunnerOutput.register
-class _Judged:
-    """An output on its way from the device, with what tells the requests that end with it."""
+class _ReportingOutput:
+    """An output on its way from the device, and a function that tells which requests end with it."""
 
-    def __init__(self, output: AsyncModelRunnerOutput, judge: Callable[[], StepEnds | None]) -> None:
+    def __init__(self, output: AsyncModelRunnerOutput, find_endings: Callable[[], StepEnds | None]) -> None:
         self._output = output
-        self._judge = judge
+        self._find_endings = find_endings
 
     def get_output(self) -> Any:
-        return _judged(self._output.get_output(), self._judge())
+        return _with_endings(self._output.get_output(), self._find_endings())
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._output, name)  # what an output has differs from version to version of vLLM
+        return getattr(self._output, name)  # the methods of an output differ between versions of vLLM
 
 
-def _judged(output: Any, ends: StepEnds | None) -> Any:
-    if ends is not None:
-        output.midstream = ends
+def _with_endings(output: Any, endings: StepEnds | None) -> Any:
+    if endings is not None:
+        output.midstream = endings
     return output
 
 
 class StepHost:
-    """Traces and plans as the runner's adapter sees them."""
+    """What the runner's adapter calls for traces and plans."""
 
     def __init__(self, traces: TraceHost, plans: PlanHost) -> None:
         self._traces, self._plans = traces, plans
@@ -95,12 +93,12 @@ class Worker(PlatformWorker):
     """A worker that runs traces and plans."""
 
     _is_awake = False  # whether a request with a trace or a plan is alive
-    _rows: FiniteCheck | None = None  # of the step that is being executed, if a request in it has edits or a trace
+    _rows: FiniteCheck | None = None  # of the current step, if a request in it has edits or a trace
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         refuse_unsupported(self.vllm_config)
-        register()
-        tie_to_parent()
+        apply(Role.WORKER)
+        follow_parent()
         super().load_model(*args, **kwargs)
         self._attach()
 
@@ -117,20 +115,20 @@ class Worker(PlatformWorker):
             num_heads=config.model_config.get_num_attention_heads(config.parallel_config),
             head_dim=config.model_config.get_head_size(),
             rename=settings.rename,
-            find_parts=Finder(tensor.world_size, exchange_in(tensor)) if tensor.world_size > 1 else None,
+            shards=Finder(tensor.world_size, exchange_in(tensor)) if tensor.world_size > 1 else None,
         )
-        self._whole = self._make_whole(arch, tensor)
+        self._tensor_ranks = self._make_tensor_ranks(arch, tensor)
         self._stages = self._make_stages(model, arch)
-        records = has_graphs(config) or config.compilation_config.mode != CompilationMode.NONE
-        built_in = buildable_points(arch, settings.graph_sites) if records else []
+        built_in = buildable_points(arch, settings.graph_sites) if compiles(config) else []
         self.midstream = self._make_trace_host(arch, settings)
         link = self._stages.link if self._stages is not None else None
         self.plans = make_plan_host(
-            self, arch, settings, built_in, lambda: self.midstream.reports.sender, link, self._whole
+            self, arch, settings, built_in, lambda: self.midstream.reports.sender, link, self._tensor_ranks
         )
         self._has_built_in = bool(built_in)
-        # In a graph vLLM's all-reduce reads other buffers of the other ranks than outside, so none may stop where another replays.
-        self._stops_alone = self._whole is None and config.parallel_config.data_parallel_size == 1
+        # In a graph, vLLM's all-reduce reads different buffers of the other ranks than outside of it. So either all ranks replay a graph
+        # or none does.
+        self._stops_alone = self._tensor_ranks is None and config.parallel_config.data_parallel_size == 1
         self.midstream.watch_graph_sites(built_in)
         build_in(model, arch, built_in, self.plans.tables.index.__getitem__)
         runner.connect(StepHost(self.midstream, self.plans))
@@ -140,7 +138,7 @@ class Worker(PlatformWorker):
             self._runner.probe(_PROBE_TOKENS)
 
     def _make_stages(self, model: torch.nn.Module, arch: Architecture) -> Stages | None:
-        """The pipeline that this worker is a stage of, if there is one."""
+        """The pipeline of which this worker is a stage, if there is one."""
         pipeline = get_pp_group()
         if pipeline.world_size == 1:
             return None
@@ -149,23 +147,23 @@ class Worker(PlatformWorker):
         return Stages(exchange(StageParts.of(model, arch)), link, self.device)
 
     @staticmethod
-    def _make_whole(arch: Architecture, group: Any) -> Whole | None:
-        """The ranks that share each layer with this worker, if there are others."""
+    def _make_tensor_ranks(arch: Architecture, group: Any) -> TensorParallel | None:
+        """The ranks that share each layer with this worker, if there are any."""
         if group.world_size == 1:
             return None
-        agreement = Agreement(Link(group.rank_in_group, exchange_in(group), "tensor", get_ip()))
+        link = Link(group.rank_in_group, exchange_in(group), "tensor", get_ip())
 
         def gather(part: torch.Tensor) -> torch.Tensor:
             return group.all_gather(part.unsqueeze(0), 0)
 
         layouts: Any = arch.shards
-        return Whole(layouts, group.rank_in_group, gather, agreement)
+        return TensorParallel(layouts, gather, link)
 
     def _make_trace_host(self, arch: Architecture, settings: Settings) -> TraceHost:
         model, config = self._runner.model, self.vllm_config
         stages = self._stages
-        whole = stages.arch if stages is not None else arch
-        interleaver = Interleaver(model, whole.order, stages, self._whole)
+        model_arch = stages.arch if stages is not None else arch
+        interleaver = Interleaver(model, model_arch.order, stages, self._tensor_ranks or ALONE)
         compute_logits: Any = model.compute_logits
         norm = model.get_submodule(arch.parts["final_norm"]) if "final_norm" in arch.parts else None
 
@@ -175,7 +173,7 @@ class Worker(PlatformWorker):
             normed = norm(hidden)
             return compute_logits(normed[0] if isinstance(normed, tuple) else normed)  # Command-R's norm returns a pair
 
-        envoy = ModelEnvoy(model, whole, interleaver, unembed, self._tokenizer)
+        envoy = ModelEnvoy(model, model_arch, interleaver, unembed, self._tokenizer)
         reports = Reports(get_pp_group().rank_in_group, speaks=get_tp_group().rank_in_group == 0)
         limits = config.model_config.max_model_len, config.model_config.get_vocab_size()
         return TraceHost(envoy, interleaver, arch, settings.allow_traces, *limits, reports, stages)
@@ -194,16 +192,16 @@ class Worker(PlatformWorker):
     def execute_model(self, scheduler_output: Any) -> Any:
         new = scheduler_output.scheduled_new_reqs
         begins = bool(new) and any(map(is_ours, new))
-        if not (begins or self._is_awake):  # little more than this is added to a plain step
+        if not (begins or self._is_awake):  # a plain step costs little more than these lines
             return super().execute_model(scheduler_output)
         traces, plans = self.midstream, self.plans
-        if not begins and plans.repeat(scheduler_output):  # little more than this to one like the last
+        if not begins and plans.repeat(scheduler_output):  # a step like the last one costs little more than these
             planned = plans.step_is_planned
             self._runner.prepare(Watch.ROWS if planned or plans.edits else Watch.NOTHING, planned)
             return self._execute_planned(scheduler_output)
         self._is_awake = begins or not (traces.is_idle and plans.is_idle)
         if not self._is_awake:
-            raise_if_ending()  # a body may have ended in a step without tokens, and swallowed it
+            raise_if_ending()  # a body may have swallowed it in a step without tokens
             self._runner.prepare(Watch.NOTHING, second_graphs=False)
             return super().execute_model(scheduler_output)
         off_graph = self._schedule(scheduler_output)
@@ -224,7 +222,7 @@ class Worker(PlatformWorker):
             SiteOp.fire = None
 
     def _execute_planned(self, scheduler_output: Any) -> Any:
-        """A step in which plans may act, for which the runner is prepared."""
+        """Run a step in which plans may act. The runner has been prepared for it."""
         plans = self.plans
         if plans.step_is_planned:
             SiteOp.edit = plans.tables.edit
@@ -240,7 +238,7 @@ class Worker(PlatformWorker):
 
     @torch.inference_mode()
     def _rows_of(self, scheduler_output: Any) -> FiniteCheck | None:
-        """The rows of the step that has just been queued; None where the forward ends on another rank."""
+        """The rows of the step that has just been queued, or None where the forward ends on another rank."""
         names, hidden_TH = self._runner.batch()
         if not isinstance(hidden_TH, torch.Tensor):
             return None
@@ -253,7 +251,7 @@ class Worker(PlatformWorker):
         super().execute_dummy_batch()
 
     def _schedule(self, scheduler_output: Any) -> bool:
-        """Tell traces and plans what the step holds; whether a plan has it run uncompiled."""
+        """Tell traces and plans which requests the step computes. Returns whether a plan makes the step run uncompiled."""
         new, cached = scheduler_output.scheduled_new_reqs, scheduler_output.scheduled_cached_reqs
         begun = {r.req_id: (r.sampling_params, r.prompt_token_ids or ()) for r in new}
         computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -285,14 +283,16 @@ class Worker(PlatformWorker):
         if output is None or not (stops or errors or rows):
             return output
 
-        def judge() -> StepEnds | None:
+        def find_endings() -> StepEnds | None:
             ended = {**self._refusals(rows), **errors} if rows is not None else errors
             return StepEnds(stops, ended) if stops or ended else None
 
-        return _Judged(output, judge) if isinstance(output, AsyncModelRunnerOutput) else _judged(output, judge())
+        if isinstance(output, AsyncModelRunnerOutput):
+            return _ReportingOutput(output, find_endings)
+        return _with_endings(output, find_endings())
 
     def _refusals(self, rows: FiniteCheck) -> dict[str, str]:
-        """request id -> why it has to end, of those that have left the finite range."""
+        """request id -> why it has to end, for requests whose values are no longer finite."""
         broken = rows.not_finite()
         told = {name: self.plans.refusal(name, at) or self.midstream.refusal(name, at) for name, at in broken.items()}
         return {name: text for name, text in told.items() if text is not None}
@@ -300,7 +300,7 @@ class Worker(PlatformWorker):
     # Called by the client through `collective_rpc`.
 
     def midstream_connect(self, address: Mapping[str, Any]) -> str | None:
-        """Connect to the client's results channel; the name under which this worker sends, or None if it does not."""
+        """Connect to the client's results channel. Returns the name under which this worker sends, or None if it sends nothing."""
         reports = self.midstream.reports
         if not reports.speaks:
             return None
@@ -310,7 +310,7 @@ class Worker(PlatformWorker):
         return reports.sender.name
 
     def midstream_describe(self) -> dict[str, Any]:
-        """The module tree of this worker, for the client."""
+        """This worker's modules, sites and place among the ranks, for the client."""
         arch, modules = self.midstream.arch, self.midstream.interleaver.modules
         return {
             "modules": {path: type(module).__name__ for path, module in modules.items()},
@@ -326,7 +326,7 @@ class Worker(PlatformWorker):
         }
 
     def midstream_gauges(self) -> dict[str, int]:
-        """What is alive on this worker."""
+        """Counts of what is alive on this worker, and of steps by kind."""
         return {
             **self.midstream.gauges(),
             **self.plans.gauges(),
@@ -337,16 +337,17 @@ class Worker(PlatformWorker):
             "traced_steps": self.midstream.traced_steps,
             "uncompiled_steps": self.midstream.uncompiled_steps,
             **(self._stages.link.gauges() if self._stages is not None else {}),
-            **(self._whole.agreement.gauges() if self._whole is not None else {}),
+            **(self._tensor_ranks.gauges() if self._tensor_ranks is not None else {}),
         }
 
     def midstream_finish(self) -> None:
-        """End the traces of requests whose end this worker has not been told: an in-process engine rests between calls."""
+        """End the traces of all requests: an in-process engine makes no step after a call, in which this worker would hear of their
+        ends."""
         self.midstream.schedule({}, (), set(self.midstream.requests))
         self.plans.schedule({}, {}, dict.fromkeys(self.plans.requests), {})
 
     def midstream_drop(self, traces: list[str]) -> None:
-        """Forget these traces: the client has aborted their requests."""
+        """Forget traces whose requests the client has aborted."""
         self.midstream.drop(traces)
 
     def midstream_set_vectors(self, vectors: Mapping[str, tuple[bytes, str]]) -> None:
@@ -368,7 +369,7 @@ class Worker(PlatformWorker):
         self.plans.runs.delete(ids)
 
     def midstream_lease_runs(self, ids: Sequence[str], by: int) -> list[str]:
-        """Hold runs for requests on their way (`by=1`) or let them go (-1); the ids that are not there."""
+        """Keep runs for requests that will need them (`by=1`), or release them (-1). Returns the ids of runs that do not exist."""
         return self.plans.runs.lease(ids, by)
 
     def shutdown(self) -> None:
@@ -376,8 +377,8 @@ class Worker(PlatformWorker):
             host.reports.sender.close(flush=False)
         if (stages := getattr(self, "_stages", None)) is not None:
             stages.link.close()
-        if (whole := getattr(self, "_whole", None)) is not None:
-            whole.agreement.close()
+        if (ranks := getattr(self, "_tensor_ranks", None)) is not None:
+            ranks.close()
         try:
             if (plans := getattr(self, "plans", None)) is not None:
                 plans.captures.close()  # raises what a consumer raised

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import pkgutil
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,11 +16,10 @@ from midstream.arch import Architecture
 from midstream.errors import SourceUnavailableError, StageFailedError, text_of
 from midstream.ranks.link import Link
 from midstream.ranks.published import Fetch
-from midstream.trace.body import CALL, Body, StopTrace
-from midstream.trace.interleaver import LAST_POINTS
-from midstream.trace.remote import Place
+from midstream.sites import Key
+from midstream.trace.forward import LAST_POINTS
+from midstream.trace.remote import CALL, Claim, Place, Stage
 from midstream.trace.tree import Opaque, map_tensors
-from midstream.trace.visit import Key
 
 _STAGE_MOMENTS = 1 << 40  # more than one stage's forward has inputs and outputs
 
@@ -89,7 +89,7 @@ class Reference(Opaque):
         return torch.Tensor.detach, (self._tensor.detach(),)
 
 
-class Stages:
+class Stages(Stage):
     """This stage, and what it knows of the others.
 
     Args:
@@ -156,37 +156,40 @@ class Stages:
         shape = self.arch.shapes.get(key[0], "")
         return _parts_in(shape) if shape.startswith("(") else None
 
-    def publish(self, body: Body, number: int, key: Key, value: Any) -> None:
-        """Make a value of this stage available to the others, as it is now."""
+    # Values.
+
+    def share(self, body: str, number: int, key: Key, value: Callable[[], Any]) -> Any:
+        """Compute a value of this stage and publish a copy of it. If that raises, the other stages get an error."""
+        try:
+            found = value()
+        except Exception as error:
+            text = f"The value cannot be read on pipeline stage {self.index}: {type(error).__name__}: {text_of(error)}"
+            self.link.refuse(body, number, StageFailedError(text))
+            raise
         with torch.inference_mode(False):
-            kept = map_tensors(value, lambda _, t: Reference(t) if isinstance(t, nn.Parameter) else t.clone())
-        self.link.publish(body.name, number, kept, place=key)
+            kept = map_tensors(found, lambda _, t: Reference(t) if isinstance(t, nn.Parameter) else t.clone())
+        self.link.publish(body, number, kept, place=key)
+        return found
 
-    def refuse(self, body: Body, number: int, error: Exception) -> None:
-        """Tell the others that reading the value failed here. The body may go on without it."""
-        text = f"The value cannot be read on pipeline stage {self.index}: {type(error).__name__}: {text_of(error)}"
-        self.link.refuse(body.name, number, StageFailedError(text))
-
-    def silence(self, body: Body) -> None:
+    def silence(self, body: str, failure: BaseException | None) -> None:
         """The body's code has ended. The others are told at once: another stage may wait for a value that the body would have published,
         while this stage waits, in another body, for that stage.
         """
-        self.link.silence(body.name, *self._why_over(body))
+        self.link.silence(body, *self._why_over(failure))
 
-    def end(self, body: Body) -> None:
+    def end(self, body: str, failure: BaseException | None) -> None:
         """The body is over, and what it published is forgotten."""
-        self.link.end(body.name, *self._why_over(body))
+        self.link.end(body, *self._why_over(failure))
 
-    def _why_over(self, body: Body) -> tuple[str, bool]:
+    def _why_over(self, failure: BaseException | None) -> tuple[str, bool]:
         """The reason that later fetches get, and whether the body failed."""
-        failure = body.failure if not isinstance(body.failure, StopTrace) else None
         if failure is None:
             return "The value was never reached: the trace ended without it.", False
         return f"The trace failed on pipeline stage {self.index}: {type(failure).__name__}: {text_of(failure)}", True
 
-    def waive(self, stage: int, body: str, number: int) -> None:
-        """This stage will not fetch that value any more. `end_step` tells its owner."""
-        self._waived.append((stage, body, number))
+    def claim(self, stage: int, body: str, number: int) -> Claim:
+        """As long as the claim lives, this stage may fetch that value. After that the next `end_step` tells the owner."""
+        return Claim(functools.partial(self._waived.append, (stage, body, number)))
 
     def end_step(self, bodies: Collection[str]) -> None:
         """Tell the others which values `bodies` will not fetch any more, and move published values off the device."""
@@ -201,7 +204,7 @@ class Stages:
 
     def fetch(self, place: Place) -> Fetch:
         """Request another stage's value. Returns at once."""
-        return self.link.fetch(place.stage, place.body.name, place.number, place.ref)
+        return self.link.fetch(place.stage, place.body, place.number, place.ref)
 
     def received(self, fetch: Fetch) -> Any:
         """The fetched value, on the device of the forward. Raises the error that the other stage sent instead."""

@@ -16,8 +16,7 @@ import numpy as np
 import torch
 
 from midstream.capture.consumers import CaptureInfo, find_consumer
-from midstream.capture.segment import Segment
-from midstream.capture.selection import Route, routes
+from midstream.capture.rows import Route, RowChunk, routes
 from midstream.capture.sinks import Sinks
 from midstream.errors import CaptureError, ChannelClosedError, PlanError
 from midstream.plan.layout import Layout
@@ -267,7 +266,7 @@ class LocalSinks:
         everywhere = routes(plan.captures, len(prompt_token_ids), range(self._num_layers)).sinks
         # A stage without any of the rows begins the request too: a reader of the directory waits for every stage's part.
         here = [
-            Route(way.to, {key: rows for key, rows in way.wanted.items() if key[1] in self._layers})
+            Route(way.to, {key: rows for key, rows in way.selected.items() if key[1] in self._layers})
             for way in everywhere
         ]
 
@@ -319,7 +318,7 @@ class LocalSinks:
             host = torch.empty(device_rows.shape, dtype=device_rows.dtype)
             flat = host.view(-1).view(torch.uint8)
             self._copier.begin(flat, [device_rows], [0], ready).wait()
-            self._sinks.put(Segment(name, positions, layout, host))
+            self._sinks.put(RowChunk(name, positions, layout, host))
         self._sinks.confirm(name, sure)
 
     def _put(self, job: Callable[[], None], size: int, name: str | None = None) -> None:

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from midstream import hooks
 from midstream.arch import Architecture
 from midstream.runtime.tables import Tables
-from midstream.sites import LAYER_SITES, Binding, Point, follow, replaced
+from midstream.sites import LAYER_SITES, Binding, Key, Point, follow, replaced
 from midstream.trace.body import is_in_body
-from midstream.trace.visit import Key
-from midstream.trace.whole import Whole
+from midstream.trace.remote import ALONE, Peers
 
 _log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class PointHooks:
     Args:
         built_in: the points that the site op serves.
         tables: what the edits are made with.
-        whole: the tensor-parallel ranks; a hook gathers what they have parts of, for plans are about whole values.
+        peers: the tensor-parallel ranks. Plans are about full tensors, so a hook gathers those of which ranks have parts.
     """
 
     def __init__(
@@ -63,10 +63,10 @@ class PointHooks:
         arch: Architecture,
         built_in: Collection[Point],
         tables: Tables,
-        whole: Whole | None = None,
+        peers: Peers = ALONE,
     ) -> None:
         self._model = model
-        self._whole = whole
+        self._peers = peers
         self._arch = arch
         self._tables = tables
         self._index = {point: i for i, point in enumerate(points_of(arch))}
@@ -111,18 +111,18 @@ class PointHooks:
     def _hook(self, point: Point) -> Any:
         binding, index = self._arch.bindings[point], self._index[point]
         module = self._model.get_submodule(binding.path)
-        edited = self._edited if self._arch.part_of(binding) is None else self._edited_in_parts
+        edited = self._edited if self._arch.shard_of(binding) is None else self._edited_in_parts
         if binding.kind == "input":
 
-            def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            def before(args: Any, kwargs: Any) -> Any:
                 return edited(index, binding, (args, kwargs)) if self._acts() else None
 
-            return module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+            return hooks.before(module, before, first=True)
 
-        def after(module: nn.Module, args: Any, output: Any) -> Any:
+        def after(output: Any) -> Any:
             return edited(index, binding, output) if self._acts() else None
 
-        return module.register_forward_hook(after, prepend=True)
+        return hooks.after(module, after, first=True)
 
     def _acts(self) -> bool:
         """Whether it is the forward that comes by; a trace's code calls modules on values of its own."""
@@ -143,12 +143,11 @@ class PointHooks:
 
     def _edited_in_parts(self, index: int, binding: Binding, tree: Any) -> Any:
         """The same of a value that is spread over the ranks; all of them have this plan, and so this hook."""
-        assert self._whole is not None
-        layout = self._whole.of((binding.path, binding.kind))[binding.hidden]
+        shard = self._peers.shards((binding.path, binding.kind))[binding.hidden]
         part = follow(tree, binding.hidden)
-        value = self._whole.join(layout, part, part.ndim - 1)
+        value = shard.join(part, part.ndim - 1)
         edited = follow(self._edited(index, binding, replaced(tree, binding.hidden, value)), binding.hidden)
-        return replaced(tree, binding.hidden, self._whole.cut(layout, edited, part.ndim - 1))
+        return replaced(tree, binding.hidden, shard.cut(edited, part.ndim - 1))
 
     def _edited_as_value(self, index: int, binding: Binding, tree: Any) -> Any:
         """The same where the value is more than a leaf, or two leaves' sum; elements that nothing changed keep their leaf's bits."""

@@ -23,16 +23,16 @@ from midstream.runtime.points import trace_keys, tree_at
 from midstream.runtime.step import FiniteCheck, Scheduled, StepView
 from midstream.runtime.trace_request import TraceRequest
 from midstream.runtime.trace_state import Reports, TracedGroup, TracedRequest
-from midstream.sites import NotFinite, Point
+from midstream.sites import Key, NotFinite, Point, point_name
 from midstream.trace.body import Body, is_in_body
 from midstream.trace.envoy import Envoy, ModelEnvoy
-from midstream.trace.interleaver import LAST_POINTS, Interleaver
-from midstream.trace.journal import Journal
+from midstream.trace.forward import LAST_POINTS
+from midstream.trace.interleaver import Interleaver
+from midstream.trace.modes import Randomness
 from midstream.trace.program import Failure, Outcome, Program, make_body, outcome, unship
-from midstream.trace.randomness import Randomness
 from midstream.trace.rows import FlatRows
 from midstream.trace.tracer import BodyTracer
-from midstream.trace.visit import Key, point_name
+from midstream.trace.visit import Journal
 
 
 class TraceHost:
@@ -298,7 +298,7 @@ class TraceHost:
         body = self.interleaver.finish(body_name, self._failed_elsewhere(body_name))
         assert body is not None
         if (stages := self._stages) is not None:
-            stages.end(body)
+            stages.end(body_name, body.error)
         self._sent += 1
         request.outcomes[body_name] = outcome(body, request.programs[body_name])
         request.outcomes[body_name].order = self._sent

@@ -9,8 +9,8 @@ from typing import Any
 from midstream.errors import ChannelClosedError, MidstreamError, TraceError
 from midstream.ranks.published import Fetch
 from midstream.runtime.trace_request import TraceRequest
-from midstream.trace.journal import Journal
 from midstream.trace.program import Outcome, Program
+from midstream.trace.visit import Journal
 from midstream.transport.sender import Sender
 
 _log = logging.getLogger(__name__)

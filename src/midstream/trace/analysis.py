@@ -1,7 +1,7 @@
-"""Tells from a trace's bytecode whether it keeps to sites that are built into the compiled forward.
+"""Tells from a trace's bytecode whether it uses only sites that are built into the compiled forward, and so needs no uncompiled step.
 
-Such a trace needs no uncompiled step. The answer errs on the side of no: any use of the model that is not an attribute
-from a short list, and any captured object whose code could reach the model unseen, makes it one.
+In doubt the answer is no: for any use of the model other than the attributes in a short list, and for any captured object whose code might
+reach the model by another way.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _KNOWN_CODE = (
 
 
 def keeps_to_graph_sites(program: Program) -> bool:
-    """Whether `program` reads and writes `layers_output`, `logits` and `samples` alone."""
+    """Whether `program` reads and writes only `layers_output`, `logits` and `samples`."""
     if isinstance(program, BlockProgram):
         return _block(program)
     return isinstance(program, FunctionProgram) and _function(program.fn)
@@ -85,7 +85,7 @@ def _harmless(value: Any) -> bool:
 
 
 def _uses_only(code: CodeType, uses: Mapping[str, frozenset[str]]) -> bool:
-    """Whether each load of a name in `uses` is for one of the attributes it has there."""
+    """Whether the code loads names in `uses` only to use the attributes listed there."""
     instructions = [
         i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "COPY", "PUSH_NULL", "EXTENDED_ARG")
     ]
@@ -94,11 +94,7 @@ def _uses_only(code: CodeType, uses: Mapping[str, frozenset[str]]) -> bool:
         touched = [name for name in names if isinstance(name, str) and name in uses]
         if not touched or instruction.opname in ("MAKE_CELL", "LOAD_CLOSURE", "COPY_FREE_VARS", "LOAD_CONST"):
             continue
-        if instruction.opname in (
-            "LOAD_ATTR",
-            "LOAD_METHOD",
-            "STORE_ATTR",
-        ):  # an attribute that happens to have the name
+        if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR"):  # an attribute with the same name
             continue
         loads = len(names) == 1 and instruction.opname.startswith("LOAD_")
         attribute = following is not None and following.opname in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR")
@@ -110,5 +106,5 @@ def _uses_only(code: CodeType, uses: Mapping[str, frozenset[str]]) -> bool:
 
 
 def _reaches_frames(code: CodeType) -> bool:
-    """Code that looks names up by itself could find the model under another one."""
+    """Whether the code calls functions that could find the model under another name."""
     return bool({"eval", "exec", "globals", "locals", "vars"} & set(code.co_names))

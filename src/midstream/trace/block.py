@@ -1,4 +1,4 @@
-"""A with-block compiled to a function of its free variables: how a trace's body gets from the user's file to a worker.
+"""A with-block compiled to a function of its free variables, which can be sent to a worker.
 
     class Trace:
         def __enter__(self):
@@ -13,8 +13,8 @@
                 push(sys._getframe(1), run({"__save__": save, self.block.target: self}))
             return exc is None or isinstance(exc, SkipBlock)
 
-`frames.py` finds the statement and skips it, `rewrite.py` makes the code. A body that binds names hands them back as a
-dict; `link` lets the blocks of one trace read each other's names.
+`frames.py` finds the statement and skips its body, `rewrite.py` compiles the body. The function returns the names that the body has bound.
+`link` lets the blocks of one trace read each other's names.
 """
 
 from __future__ import annotations
@@ -31,32 +31,37 @@ from typing import Any
 
 from midstream.errors import TraceError
 from midstream.trace.frames import Site, SkipBlock, locate, own_names, push, skip, skipped
-from midstream.trace.reached import reached
 from midstream.trace.rewrite import compile_site
-from midstream.trace.unsaved import Unsaved
+from midstream.trace.saves import Unsaved, reached
 
 __all__ = ["Block", "SkipBlock", "capture", "link", "locals_at", "push", "skip", "skipped"]
 
 _UNBOUND = object()
-Shared = MutableMapping[str, Any]  # "index.name" of a binding block -> the cell of its name
+Shared = MutableMapping[str, Any]  # "index.name" of the block that binds a name -> the name's cell
 
 
 @dataclass(frozen=True, eq=False)
 class Compiled:
-    """The code of a block and where it came from. One object per with statement, however often it is entered.
+    """The code of a with statement's body. One object a statement, however often it is entered.
 
-    Pickled by marshal, whose format belongs to a minor version of Python: client and worker need the same one.
+    Pickled by marshal, whose format depends on the minor version of Python.
+
+    Attributes:
+        target: the name after `as`.
+        reads: names that the body reads and never binds.
+        read_first: names that the body binds, but may read before that.
+        lines: of the statement.
     """
 
     code: CodeType
     target: str | None
-    reads: frozenset[str]  # names that it reads and never binds
-    carried: frozenset[str]  # names that it binds but may read before
+    reads: frozenset[str]
+    read_first: frozenset[str]
     lines: tuple[str, ...]
 
     def __reduce__(self) -> tuple[Any, ...]:
         version = tuple(sys.version_info[:2])
-        return _load, (version, marshal.dumps(self.code), self.target, self.reads, self.carried, self.lines)
+        return _load, (version, marshal.dumps(self.code), self.target, self.reads, self.read_first, self.lines)
 
 
 def _load(version: tuple[int, int], code: bytes, *rest: Any) -> Compiled:
@@ -73,8 +78,8 @@ def _load(version: tuple[int, int], code: bytes, *rest: Any) -> Compiled:
 def _compiled(site: Site, frame_code: CodeType) -> Compiled:
     code, reads, fresh = compile_site(site, frame_code)
     target = _target(site)
-    carried = frozenset(code.co_freevars) - fresh
-    return Compiled(code, target, reads - {target}, carried - {target}, site.lines)
+    read_first = frozenset(code.co_freevars) - fresh
+    return Compiled(code, target, reads - {target}, read_first - {target}, site.lines)
 
 
 def _target(site: Site) -> str | None:
@@ -88,18 +93,24 @@ def _target(site: Site) -> str | None:
 class Block:
     """A with-block compiled to a function of its free variables.
 
-    Pickles by value with cloudpickle. Blocks pickled together share the code of one statement. The code travels as
-    bytecode, so the client and the worker need the same minor version of Python; a mismatch raises TraceError.
+    Pickled by value with cloudpickle. Blocks pickled together share the code of a statement. Unpickling raises TraceError under another
+    minor version of Python.
+
+    Attributes:
+        captured: the values at entry of the names that the body may read before it binds them.
+        module: `__name__` and `__package__`, for classes and imports in the body.
+        reached: containers and objects that functions and objects among the captured values use.
+        index: among the siblings given to `link`.
+        borrows: name -> index of the sibling that binds it.
+        lends: names that siblings borrow.
     """
 
     compiled: Compiled
-    captured: dict[str, Any]  # values at entry of the names that the body may read before it binds them
-    module: dict[str, Any] = field(
-        default_factory=dict
-    )  # __name__ and __package__, for classes and imports in the body
-    reached: dict[str, Any] = field(default_factory=dict)  # what functions and objects among the captured have
-    index: int = 0  # among the siblings given to `link`
-    borrows: dict[str, int] = field(default_factory=dict)  # name -> index of the sibling that binds it
+    captured: dict[str, Any]
+    module: dict[str, Any] = field(default_factory=dict)
+    reached: dict[str, Any] = field(default_factory=dict)
+    index: int = 0
+    borrows: dict[str, int] = field(default_factory=dict)
     lends: frozenset[str] = frozenset()
 
     @property
@@ -116,34 +127,35 @@ class Block:
 
     @property
     def source_lines(self) -> tuple[str, ...]:
-        """The text lines of the with statement, from `firstlineno` on."""
+        """The lines of the with statement, from `firstlineno` on."""
         return self.compiled.lines
 
     @property
     def target(self) -> str | None:
-        """The name after `as`. It is never captured; the caller passes it in."""
+        """The name after `as`. It is never captured: `function` gets its value as an argument."""
         return self.compiled.target
 
     @property
     def assigned(self) -> frozenset[str]:
-        """The names that the block binds at its own level."""
+        """The names that the block binds, other than in nested functions and classes."""
         return frozenset(name for name in self.code.co_freevars if not name.startswith("__"))
 
     @property
     def outside(self) -> dict[str, Any]:
-        """What it has of the caller's, by name: what it captured, and what functions and objects among that have."""
+        """The caller's values in it, by name: those captured, and those that captured functions and objects use."""
         return {**self.captured, **self.reached}
 
     def set_of(self, names: Mapping[str, Any], but: Collection[str]) -> list[str]:
-        """Of the `names` that `function` gave, those that the block bound with no look at what they were before; not those of `but`."""
+        """Those of `names` that the block bound without capturing a former value, except those in `but`."""
         return [name for name in names if name not in but and name not in self.captured]
 
     def function(self) -> Callable[..., dict[str, Any]]:
-        """f(extra, shared=None, wait=None) runs the body and returns its names as it ends.
+        """f(extra, shared=None, wait=None), which runs the body and returns its names with their last values.
 
-        `extra` holds what is injected at run time: `__save__`, `__backward__`, the target, anything that replaces a
-        captured value. Linked siblings need the same `shared`: an empty dict per trace and process. `wait()` is called
-        when a sibling's name is not bound: False if none of them can get further before this block does.
+        Args of f:
+            extra: values to inject: `__save__`, `__backward__`, the target, and anything that replaces a captured value.
+            shared: an empty dict at first, the same one for linked siblings.
+            wait: is called when a sibling has not bound a name yet. It returns False if no sibling can get further before this block.
         """
         _offer_source(self)
 
@@ -169,7 +181,7 @@ class Block:
 
 
 class _Borrowing(dict[str, Any]):
-    """The builtins of a linked block: Python looks here last, so a sibling's name is found wherever it is used."""
+    """The builtins of a linked block. Python looks names up here last, so it finds siblings' names wherever they are used."""
 
     def __init__(self, borrows: Mapping[str, int], shared: Shared, wait: Callable[[], bool] | None) -> None:
         super().__init__({name: value for name, value in vars(builtins).items() if name not in borrows})
@@ -203,7 +215,7 @@ def _content(cell: CellType) -> Any:
 
 
 def _offer_source(block: Block) -> None:
-    """Lets tracebacks print the block's lines in a process that cannot read the file."""
+    """Let tracebacks show the block's lines in a process that cannot read the file."""
     known = linecache.getlines(block.filename)
     first, lines = block.firstlineno - 1, list(block.source_lines)
     entry = linecache.cache.get(block.filename)
@@ -215,23 +227,23 @@ def _offer_source(block: Block) -> None:
 
 
 class _Lines(tuple[int, None, list[str], str]):
-    """A linecache entry made of blocks, to which further blocks of the file may be added."""
+    """A linecache entry that holds only blocks. Further blocks of the file may be added."""
 
     midstream = True
 
 
 def capture(frame: FrameType) -> Block:
-    """The block of the with statement that the frame is entering: to be called while its `__enter__` runs."""
+    """The block of the with statement that the frame is entering. To be called in its `__enter__`."""
     compiled = _compiled(locate(frame), frame.f_code)
     local, own = frame.f_locals, own_names(frame)
     captured = {}
-    for name in sorted(compiled.reads | compiled.carried):
+    for name in sorted(compiled.reads | compiled.read_first):
         if name in local:
             captured[name] = local[name]
         elif name not in own and name in frame.f_globals:
             captured[name] = frame.f_globals[name]
-        if name in compiled.carried and isinstance(captured.get(name), Unsaved):
-            del captured[name]  # the block begins as it did when the name had never been set
+        if name in compiled.read_first and isinstance(captured.get(name), Unsaved):
+            del captured[name]  # as if the name had never been set
     module: dict[str, Any] = {
         name: frame.f_globals[name] for name in ("__name__", "__package__") if name in frame.f_globals
     }
@@ -239,12 +251,12 @@ def capture(frame: FrameType) -> Block:
 
 
 def link(blocks: Sequence[Block]) -> bool:
-    """Lets sibling blocks read each other's names; whether there is anything to share.
+    """Let sibling blocks read each other's names. Returns whether there are any to share.
 
-    A name that a block reads, and neither binds nor captured with a value, is taken from the nearest sibling before it
-    that binds it, else from the nearest after it.
+    A name that a block reads without having a value for it is borrowed from the nearest sibling before it that binds the name, else from
+    the nearest after it.
     """
-    wanted: dict[int, set[str]] = {}
+    lent: dict[int, set[str]] = {}
     for index, block in enumerate(blocks):
         block.index, block.borrows = index, {}
         others = [*range(index - 1, -1, -1), *range(index + 1, len(blocks))]
@@ -255,14 +267,14 @@ def link(blocks: Sequence[Block]) -> bool:
             if source is not None:
                 block.captured.pop(name, None)
                 block.borrows[name] = source
-                wanted.setdefault(source, set()).add(name)
+                lent.setdefault(source, set()).add(name)
     for index, block in enumerate(blocks):
-        block.lends = frozenset(wanted.get(index, ()))
-    return bool(wanted)
+        block.lends = frozenset(lent.get(index, ()))
+    return bool(lent)
 
 
 def locals_at(exc: BaseException, block: Block) -> dict[str, Any]:
-    """The names that the body had bound when it raised `exc`; empty if it was not the body."""
+    """The names that the body had bound when it raised `exc`; empty if other code raised it."""
     traceback = exc.__traceback__
     while traceback is not None:
         if traceback.tb_frame.f_code is block.code:

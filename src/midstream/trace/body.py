@@ -1,46 +1,38 @@
-"""A trace's body as a coroutine: it runs on the forward's own thread, in strict turns with it.
+"""A trace's body as a coroutine that runs on the forward's own thread.
 
-The forward resumes a body when it comes to the point that the body waits for; the body runs its Python until it wants the
-next point, and parks. Nothing is locked and nothing times out, because only one of the two ever runs.
+When the forward gets to the point that a body waits for, it resumes the body. The body runs its Python until it asks for the next point,
+and parks. Only one of the two ever runs, so there are no locks and no timeouts.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 
 from midstream.errors import NeverReachedError, OutOfOrderError, TraceError
-from midstream.trace.journal import Journal
-from midstream.trace.modes import Away, Modes
-from midstream.trace.reached import contents
-from midstream.trace.remote import Claim, Place, RemoteValue
+from midstream.sites import Key, point_name
+from midstream.trace.forward import STEP_START, Forward
+from midstream.trace.modes import Away, Modes, at_stack_end
+from midstream.trace.remote import CALL, Place, RemoteValue
 from midstream.trace.rows import private
-from midstream.trace.stack_end import at_stack_end
+from midstream.trace.saves import Saves
 from midstream.trace.tree import leaves, memory_of
-from midstream.trace.visit import Key, Visit, point_name
-
-if TYPE_CHECKING:
-    from midstream.trace.interleaver import Interleaver
-    from midstream.trace.stages import Fetch
+from midstream.trace.visit import Journal, Visit
 
 CURRENT: ContextVar[Body] = ContextVar("midstream_body")
-STEP_START: Key = ("", "step")
 BARRIER: Key = ("", "barrier")
 FETCH: Key = ("", "fetch")
-CALL = "call"
-_SHARED = (bool, int, str, bytes, type(None))
 
 
 def current_body() -> Body:
-    """The trace that is running here."""
+    """The running trace. Raises TraceError outside of traces."""
     body = CURRENT.get(None)
     if body is None:
         raise TraceError(
@@ -50,35 +42,44 @@ def current_body() -> Body:
 
 
 def is_in_body() -> bool:
-    """Whether a trace's code runs here, and not the forward's."""
+    """Whether the running code is a trace's, and not the forward's."""
     return CURRENT.get(None) is not None
 
 
 def _may_be_interrupted() -> bool:
-    """Whether a KeyboardInterrupt is Ctrl-C, and not the body's own: engine processes ignore that."""
+    """Whether a KeyboardInterrupt in a body means Ctrl-C. Engine processes ignore that signal, so there the body raised it itself."""
     return signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
 
 
 class StopTrace(BaseException):
-    """Unwinds a body after `tracer.stop()`; not an Exception, so that a user's `except Exception` lets it through."""
+    """Unwinds a body after `tracer.stop()`. Not an Exception, so that a user's `except Exception` does not catch it."""
 
 
 class Body:
     """One request's trace.
 
+    Args:
+        name: the same on all ranks.
+        run: the trace's code.
+        snapshots: whether saved tensors have to be copied.
+        journals: whether edits are kept, to be made again after a preemption.
+
     Attributes:
         step: the step that the body's next read is about; 0 is the prompt's forward.
-        now: the step that the forward is in, -1 before the first.
+        now: the step that the forward is in; -1 before the first.
         parked: the point that it waits for, with its step.
-        reads: how many values it has asked for, those of other pipeline stages counted.
-        left: names of the user's own containers and tensors that it has changed, and not saved.
-        unsaved: names that it has set, and not saved.
-        states, attributes: of what it has from outside, as they were at first.
-        counted: names of numbers and texts of the user's that it has gone on from, and not saved.
-        fetching: the value of another stage that it waits for.
-        linked: the trace whose bodies may use each other's variables, and so run one after another at every point; None without such.
-        settled: whether it waits with another body for a value that was there already, so that nobody need wait for it.
+        forward, neighbours: of the model that it runs on, and the bodies alive there by name; set by `Interleaver.add`.
+        reads: how many values it has read, those of other pipeline stages included.
+        fetching: the fetch of another stage's value that it waits for.
+        linked: an object shared by bodies that may use each other's variables, and so run one after another at every point; or None.
+        settled: whether it waits with another body for a value that was there already.
+        random: a context manager around its code.
+        saves: what it has saved.
+        entry: what its program noted at the start.
     """
+
+    forward: Forward
+    neighbours: Mapping[str, Body]
 
     def __init__(self, name: str, run: Callable[[], Any], snapshots: bool, journals: bool) -> None:
         self.name = name
@@ -89,33 +90,24 @@ class Body:
         self.stopped = self.interrupted = False
         self.failure: BaseException | None = None
         self.result: Any = None
-        self.left: list[str] = []
-        self.unsaved: list[str] = []
-        self.counted: list[str] = []
-        self.states: dict[str, Any] = {}
-        self.attributes: dict[str, Any] = {}
-        self.saved: dict[int, tuple[Any, Any, int | None]] = {}  # by id: the value, what is kept, its version
+        self.entry: Any = None
+        self.saves = Saves()
         self.snapshots = snapshots
         self.journal = Journal() if journals else None
         self.visit: Visit | None = None
-        self.interleaver: Interleaver
         self.reads = 0
-        self.fetching: Fetch | None = None
+        self.fetching: Any = None
         self.linked: object | None = None
         self.settled = False
-        # Around what it runs; in an engine a Randomness.
         self.random: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        self._asked: Key | None = None  # the last point of its step
-        self._reached = -1  # and how far in the forward that is, whichever stage has it
-        self._fetched: set[int | None] = (
-            set()
-        )  # where the values of other stages lie that came from the point that it is at
-        # Saved copies of those, with their versions and the values.
-        self._copied: list[tuple[torch.Tensor, int, torch.Tensor]] = []
+        self._asked: Key | None = None  # the last point that it asked for in its step
+        self._reached = -1  # the moment of that point in the forward, on whichever stage
+        self._fetched: set[int | None] = set()  # the memory of values of other stages that came from that point
+        self._copied: list[tuple[torch.Tensor, int, torch.Tensor]] = []  # saved copies of those: copy, version, value
         self._run = run
-        self._around = Modes.now()  # torch's, where the forward gave control
+        self._around = Modes.now()  # torch's modes where the forward gave control
         self._greenlet = greenlet(lambda _=None: at_stack_end(self._main))
-        self._forward: greenlet | None = None
+        self._resumer: greenlet | None = None  # the forward's
 
     @property
     def done(self) -> bool:
@@ -127,11 +119,11 @@ class Body:
 
     @property
     def needs_value(self) -> bool:
-        """Whether it waits for another stage's value that has nothing to wait for."""
+        """Whether it waits for another stage's value, and that does not have to wait for this stage's forward."""
         return self.parked is not None and self.parked[0] == FETCH and (self.ended or self.parked[1] <= self.now)
 
     def frame_of(self, code: CodeType) -> FrameType | None:
-        """The frame that runs `code`, while the body is parked somewhere below it."""
+        """The frame of the parked body that runs `code`."""
         frame = self._greenlet.gr_frame
         while frame is not None and frame.f_code is not code:
             frame = frame.f_back
@@ -149,18 +141,22 @@ class Body:
             self._leave()
         except BaseException as failure:
             self.failure = self.failure or failure
-        self.interleaver.note(self, f"its end ({type(self.failure).__name__})" if self.failure else "its end")
+        self.forward.peers.note(self.name, f"its end ({type(self.failure).__name__})" if self.failure else "its end")
         self._fall_silent()
         self.parked = None
 
+    @property
+    def error(self) -> BaseException | None:
+        """What its code raised, other than `tracer.stop()`."""
+        return None if isinstance(self.failure, StopTrace) else self.failure
+
     def _fall_silent(self) -> None:
-        if self.interleaver.stages is not None:
-            self.interleaver.stages.silence(self)
+        self.forward.stage.silence(self.name, self.error)
 
     # The forward's side.
 
     def resume(self, visit: Visit | bool | None = None, error: BaseException | None = None) -> None:
-        """Let the body run until it parks again or ends. `error` is raised at the point where it is parked."""
+        """Let the body run until it parks again or ends. `error` is raised where it is parked."""
         self.parked = None
         if isinstance(visit, Visit):
             self.visit = visit
@@ -177,24 +173,24 @@ class Body:
         if self.started and modes.inference != self._around.inference:  # outside of the forward that it was parked in
             with self._around.again():
                 return self._give_control(switch, with_what)
-        self._forward, self._around = getcurrent(), modes
+        self._resumer, self._around = getcurrent(), modes
         with self.random:
             switch(with_what)
         modes.put_back()
 
     def fail(self, error: Exception) -> None:
-        """Be over with `error`, whatever the body makes of it."""
+        """End with `error`, even if the body's code catches it."""
         if not self.done:
             self.resume(error=error)
         self.discard()
         self.parked = None
-        if not isinstance(self.failure, type(error)):  # what it had saved is found by the traceback
+        if not isinstance(self.failure, type(error)):  # the traceback leads to what the body had saved
             own = self.failure
             self.failure = error if own is None else error.with_traceback(own.__traceback__)
         self._fall_silent()
 
     def discard(self) -> None:
-        """Drop a body whose request is gone, unwinding it without a trace."""
+        """Unwind the body, whose request is gone."""
         if self.started and not self.done:
             with contextlib.suppress(BaseException):
                 self._give_control(self._greenlet.throw, GreenletExit)
@@ -207,12 +203,12 @@ class Body:
         return self._switch_away((key, step))
 
     def _switch_away(self, parked: tuple[Key, int]) -> Any:
-        assert self._forward is not None
+        assert self._resumer is not None
         self.parked = parked
-        self.interleaver.note(self, f"{point_name(parked[0])} of step {parked[1]}")
+        self.forward.peers.note(self.name, f"{point_name(parked[0])} of step {parked[1]}")
         away = Away(self._around)
         try:
-            return self._forward.switch()
+            return self._resumer.switch()
         finally:
             away.back()
 
@@ -221,79 +217,76 @@ class Body:
         if visit is not None:
             visit.leave()
         for kept, version, value in self._copied:
-            if kept._version != version:  # a write, which lands on the stage that has the point; the save is as it was
-                self.saved |= {id(each): (each, value, None) for each in (value, kept)}
+            if (
+                kept._version != version
+            ):  # it was edited: the edit takes effect on the value's stage, and the save stays as it was
+                self.saves.put(value, value)
+                self.saves.put(kept, value)
         self._copied.clear()
         self._fetched.clear()
 
     def read(self, key: Key, view: Callable[[Visit], Any], width: int | None = None) -> Any:
-        """What `view` makes of the visit to `key`; on another stage than the one that has it, a RemoteValue.
+        """What `view` returns for the visit to `key`, or a RemoteValue if another stage has that point.
 
-        `width`: of the tuple that it is, if it is known to be one.
+        `width`: length of the tuple that it is, if that is known.
         """
         return self._of_its_stage(key, lambda: view(self.at(key)), width)
 
     def write(self, key: Key, change: Callable[[Visit], None]) -> None:
-        """Have `change` edit what is at `key`, on the stage that has it."""
-        if self.interleaver.has(key):
+        """Have `change` edit the value at `key`, on the stage that has it."""
+        if self.forward.stage.has(key):
             change(self.at(key))
         else:
             self._ask(key)
 
     def compute(self, path: str, value: Callable[[], Any]) -> Any:
-        """What a module gives for a value of the trace's own, computed on the stage that has the module."""
+        """`value()`, which uses the module at `path`, computed on the stage that has the module."""
         return self._of_its_stage((path, CALL), value)
 
     def _of_its_stage(self, key: Key, value: Callable[[], Any], width: int | None = None) -> Any:
-        """A value that one stage has and the others may ask for."""
-        stages = self.interleaver.stages
-        if stages is None:
+        stage = self.forward.stage
+        if stage.size == 1:
             return value()
-        stage = stages.of(key)
+        owner = stage.of(key)
         number, self.reads = self.reads, self.reads + 1
-        if stage == stages.index:
-            try:
-                found = value()
-            except Exception as error:
-                stages.refuse(self, number, error)
-                raise
-            stages.publish(self, number, key, found)
-            return found
+        if owner == stage.index:
+            return stage.share(self.name, number, key, value)
         called = key[-1] == CALL
         if not called:
             self._ask(key)
-        claim = Claim(functools.partial(stages.waive, stage, self.name, number))
-        return RemoteValue(Place(self, number, stage, self.step, called, point_name(key), width, claim=claim))
+        claim = stage.claim(owner, self.name, number)
+        place = Place(self.name, number, owner, self.step, called, point_name(key), self.fetch, width, claim=claim)
+        return RemoteValue(place)
 
     def fetch(self, place: Place) -> Any:
-        """The value at `place`, waiting for it; called when a body of this engine uses it."""
-        body, stages = current_body(), self.interleaver.stages
-        assert stages is not None
-        fetch = stages.fetch(place)
-        if not fetch.done or self.interleaver.whole is not None:  # tensor-parallel ranks all wait, or none
-            comes = body.ended or place.step < body.now or (place.step == body.now and place.stage < stages.index)
+        """Wait for another stage's value. Called when a body of this engine uses it, which may be another one than read it."""
+        body, stage = current_body(), self.forward.stage
+        fetch = stage.fetch(place)
+        if not fetch.done or self.forward.peers.several:  # tensor-parallel ranks all wait, or none does
+            comes = body.ended or place.step < body.now or (place.step == body.now and place.stage < stage.index)
             if not comes and place.called:
-                body._asked, body._reached = (place.name,), max(body._reached, stages.begin_of(place.stage))
+                body._asked, body._reached = (place.name,), max(body._reached, stage.begin_of(place.stage))
             body._wait_for(fetch, comes)
-        found = stages.received(fetch)
+        found = stage.received(fetch)
         if body._asked is not None and place.name == point_name(body._asked) and place.step == body.step:
             body._fetched |= {memory_of(tensor) for _, tensor in leaves(found)}
         return found
 
     def wait_for_sibling(self) -> bool:
-        """Wait with another body of the trace for a value of another stage; False if none waits for one that would take it further."""
-        other = self.interleaver.sibling_that_fetches(self)
-        if other is None or other.fetching is None:
+        """Wait together with a linked body that fetches another stage's value. False if none would get further by such a value."""
+        linked = [body for body in self.neighbours.values() if body.linked is self.linked is not None]
+        others = [body for body in linked if body is not self and body.fetching is not None and not body.settled]
+        if not others:
             return False
-        self.settled = other.fetching.done
+        self.settled = others[0].fetching.done
         try:
-            self._wait_for(other.fetching, other.needs_value)
+            self._wait_for(others[0].fetching, others[0].needs_value)
         finally:
             self.settled = False
         return True
 
-    def _wait_for(self, fetch: Fetch, comes: bool) -> None:
-        """`comes`: within this stage's forward, not only after it."""
+    def _wait_for(self, fetch: Any, comes: bool) -> None:
+        """`comes`: whether the value comes during this stage's forward, and not only after it."""
         if not comes:
             self._leave()
         self.fetching = fetch
@@ -303,21 +296,21 @@ class Body:
             self.fetching = None
 
     def _ask(self, key: Key) -> None:
-        """Go on to a point, wherever it is. Raises OutOfOrderError if the forward has gone past it by the time of the last one."""
+        """Go on to a point of another stage. Raises OutOfOrderError if it comes before the last point that the body asked for."""
         self._check_order(key)
         if key != self._asked:
             self._leave()
         self._note(key)
 
     def _check_order(self, key: Key) -> None:
-        last = self.interleaver.ordinal(key)[1]
+        last = self.forward.ordinal(key)[1]
         if self._asked is not None and key != self._asked and len(key) != 4 and last <= self._reached:
             raise self._out_of_order(
                 key, f"{point_name(self._asked)} of step {self.step}", self._asked[-1].endswith(f".{CALL}")
             )
 
     def _note(self, key: Key) -> None:
-        self._asked, self._reached = key, max(self._reached, self.interleaver.ordinal(key)[0])
+        self._asked, self._reached = key, max(self._reached, self.forward.ordinal(key)[0])
 
     def _out_of_order(self, key: Key, after: str, called: bool = False) -> OutOfOrderError:
         hint = (
@@ -331,25 +324,24 @@ class Body:
         )
 
     def at(self, key: Key) -> Visit:
-        """The visit to `key` in the body's step, waiting for the forward to get there."""
+        """The visit to `key` in the body's step. Waits until the forward gets there."""
         step = self.step
         if self.visit is not None and self.visit.key == key and self.visit.step == step:
             return self.visit
-        if self.interleaver.stages is not None:
+        if self.forward.stage.size > 1:
             self._check_order(key)
             self._note(key)
         if self.ended:
             raise NeverReachedError(f"{point_name(key)} of step {step} was never reached: the request ended before it.")
-        if step < self.now or (step == self.now and self.interleaver.has_passed(key)):
-            raise self._out_of_order(key, self.interleaver.where(self.now))
-        self.interleaver.prepare(key)
-        visit = self._park(key, step)
-        return visit
+        if step < self.now or (step == self.now and self.forward.has_passed(key)):
+            raise self._out_of_order(key, self.forward.where(self.now))
+        self.forward.prepare(key)
+        return self._park(key, step)  # type: ignore[no-any-return]
 
     def wait_for_step(self, step: int) -> bool:
-        """Move on to `step`; False if the request ends before it."""
-        # With pipeline stages a body may be a step behind the forward, for it waited for a later stage's value.
-        now = self.now if self.interleaver.stages is None else self.step
+        """Move on to `step`. False if the request ends before it."""
+        # With several stages a body may be a step behind the forward, because it waited for a later stage's value.
+        now = self.now if self.forward.stage.size == 1 else self.step
         if step < now:
             raise OutOfOrderError(f"step {step} was asked for in step {now}: it is over.")
         if step != self.step:
@@ -357,23 +349,23 @@ class Body:
         return step <= self.now or (not self.ended and bool(self._park(STEP_START, step)))
 
     def wait_at_barrier(self, barrier: object) -> None:
-        self.interleaver.arrive(barrier, self)
-        while self.interleaver.is_held(barrier, self):
+        """Wait until enough other bodies are at the barrier."""
+        self.forward.arrive(barrier, self.name)
+        while self.forward.is_held(barrier, self.name):
             self._park(BARRIER, self.step)
 
     def save(self, value: Any) -> Any:
-        """Mark `value` as one to bring back. A tensor comes back as it is now, whatever happens to it later."""
+        """Mark `value` to be brought back. A tensor comes back as it is now."""
         if not isinstance(value, torch.Tensor):
-            self.saved[id(value)] = (value, value, None)
+            self.saves.put(value, value)
             return value
-        kept = self._copy(value) if self._needs_copy(value) else value
+        kept = self._copy(value) if self.snapshots or self.forward.is_live(value) else value
         if value.requires_grad:  # its gradient is read at itself, not at a copy
-            _, _, version = self.saved.setdefault(id(value), (value, kept, value._version))
-            if version == value._version:
+            if self.saves.put_with_gradient(value, kept):
                 return value
         else:
-            self.saved[id(value)] = (value, kept, None)
-        self.saved[id(kept)] = (kept, kept, None)
+            self.saves.put(value, kept)
+        self.saves.put(kept, kept)
         return kept
 
     def _copy(self, value: torch.Tensor) -> torch.Tensor:
@@ -386,57 +378,12 @@ class Body:
         kept = private(value)
 
         def written() -> None:
-            """Into the copy, which stands for the value here; what comes back is as it was at the save."""
-            if self.saved[id(kept)][1] is kept:  # the first time
+            """The trace has edited the copy: edit the activation in the same way. What comes back stays as it was at the save."""
+            if self.saves.kept(kept) is kept:  # the first time
                 was = value.clone()
-                self.saved |= {id(each): (each, was, None) for each in (value, kept)}
+                self.saves.put(value, was)
+                self.saves.put(kept, was)
             value.copy_(kept)
 
         self.visit.follow(kept, written)
         return kept
-
-    def _needs_copy(self, value: torch.Tensor) -> bool:
-        return self.snapshots or self.interleaver.is_live(value)
-
-    def has_saved_in(self, value: Any, is_changed: bool) -> bool:
-        """Whether it is a container with something in it, at any depth, that was saved.
-
-        Small numbers and texts are the same objects wherever they are, so they count if the container `is_changed`.
-        """
-        kinds = () if is_changed else _SHARED
-        return bool(self.saved) and any(id(each) in self.saved and type(each) not in kinds for each in contents(value))
-
-    def is_saved_throughout(self, value: Any) -> bool:
-        """Whether it is a container with something in it that was saved, and no tensor that was not."""
-        every = [each for each in contents(value) if type(each) not in _SHARED] if self.saved else []
-        tensors = [each for each in every if isinstance(each, torch.Tensor)]
-        saved = [each for each in every if id(each) in self.saved and _as_saved(*self.saved[id(each)]) is each]
-        return bool(saved) and len(tensors) == sum(isinstance(each, torch.Tensor) for each in saved)
-
-    def pick_saved(self, names: dict[str, Any]) -> dict[str, Any]:
-        """Of a body's variables, those that were saved."""
-        return {name: _as_saved(*self.saved[id(v)]) for name, v in names.items() if id(v) in self.saved}
-
-
-def _as_saved(value: Any, kept: Any, version: int | None) -> Any:
-    """The tensor itself if it can have a gradient and has not changed since, else the copy."""
-    return value if version is not None and value._version == version else kept
-
-
-def steps(body: Body, wanted: slice | int | list[int]) -> Iterator[int]:
-    """The steps of a generation: each is yielded when the forward begins it.
-
-    A slice ends quietly with the request; a step asked for by number must come.
-    """
-    if isinstance(wanted, slice):
-        index, stride = wanted.start or 0, wanted.step or 1
-        if index < 0 or stride < 0 or (wanted.stop is not None and wanted.stop < 0):
-            raise TraceError("Steps count from 0 upwards: how many there will be is not known in advance.")
-        while (wanted.stop is None or index < wanted.stop) and body.wait_for_step(index):
-            yield index
-            index += stride
-        return
-    for index in [wanted] if isinstance(wanted, int) else wanted:
-        if not body.wait_for_step(index):
-            raise NeverReachedError(f"step {index} was never reached: the request ended after step {body.now}.")
-        yield index

@@ -1,4 +1,4 @@
-"""What a trace's body sees of the model: each module of the tree with its values, and the standard accessors.
+"""The model as a trace's body sees it: the module tree with each module's values, and the standard accessors.
 
 h = model.model.layers[3].mlp.output          # any module, as this model has it
 h = model.layers_output[3]                    # the same on every architecture and both backends: [tokens, hidden]
@@ -16,92 +16,76 @@ import torch
 from torch import nn
 
 from midstream.arch import Architecture
-from midstream.arch.names import text_config
-from midstream.arch.sizes import Sizes
+from midstream.arch.names import Sizes, text_config
 from midstream.errors import ShapeError, TraceError, UnknownModuleError, UnknownSiteError
-from midstream.sites import ACCESSORS, LAYER_SITES, Binding
+from midstream.sites import ACCESSORS, LAYER_SITES, Binding, Key
 from midstream.trace.body import current_body
-from midstream.trace.interleaver import Interleaver
+from midstream.trace.forward import Forward
 from midstream.trace.remote import RemoteValue, real
 from midstream.trace.source import forward_source
-from midstream.trace.visit import Key, Visit
+from midstream.trace.visit import Visit
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """`; did you mean ...?` for a name that is not there."""
+    """`; did you mean ...?` with the known names most like `name`; `.` if there are none."""
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
     return f"; did you mean {', '.join(close)}?" if close else "."
 
 
-class Point:
-    """One value that goes by in the forward pass, as the body reads and writes it."""
-
-    def __init__(self, key: Key) -> None:
-        self.key = key
-
-    def get(self) -> Any:
-        body = current_body()
-        stages = body.interleaver.stages
-        return body.read(self.key, lambda visit: visit.raw(), stages.width_of(self.key) if stages is not None else None)
-
-    def get_first(self) -> Any:
-        """Of a call's arguments, the first."""
-        return current_body().read(self.key, lambda visit: first_tensor_argument(*visit.raw()))
-
-    def set(self, value: Any) -> None:
-        current_body().write(self.key, lambda visit: visit.set_raw(real(value)))
-
-    def set_first(self, value: Any) -> None:
-        def change(visit: Visit) -> None:
-            args, kwargs = visit.raw()
-            visit.set_raw(with_first_argument(args, kwargs, real(value)))
-
-        current_body().write(self.key, change)
+def read_point(key: Key) -> Any:
+    """The value at a point of the forward, this request's rows of it."""
+    body = current_body()
+    return body.read(key, lambda visit: visit.raw(), body.forward.stage.width_of(key))
 
 
-def first_tensor_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What `.input` means: the first argument, as nnsight has it."""
-    return args[0] if args else next(iter(kwargs.values()))
-
-
-def with_first_argument(args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> Any:
-    """The same arguments with another first one."""
-    if args:
-        return (value, *args[1:]), kwargs
-    return args, {**kwargs, next(iter(kwargs)): value}
+def write_point(key: Key, value: Any) -> None:
+    """Replace the value at a point."""
+    current_body().write(key, lambda visit: visit.set_raw(real(value)))
 
 
 class CallPoints:
-    """`.output`, `.input` and `.inputs` of something that is called: a module, or a call inside a forward."""
+    """`.output`, `.input` and `.inputs` of a module, or of a call inside a forward."""
 
     _key: Key
 
     @property
     def output(self) -> Any:
-        """What the call returns, this request's rows of it."""
-        return Point((*self._key, "output")).get()
+        """What the call returns, with this request's rows only."""
+        return read_point((*self._key, "output"))
 
     @output.setter
     def output(self, value: Any) -> None:
-        Point((*self._key, "output")).set(value)
+        write_point((*self._key, "output"), value)
 
     @property
     def inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What the call is given: `(args, kwargs)`."""
-        return Point((*self._key, "input")).get()
+        """The call's arguments, `(args, kwargs)`."""
+        return read_point((*self._key, "input"))
 
     @inputs.setter
     def inputs(self, value: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
-        Point((*self._key, "input")).set(value)
+        write_point((*self._key, "input"), value)
 
     @property
     def input(self) -> Any:
         """The call's first argument."""
-        return Point((*self._key, "input")).get_first()
+
+        def first(visit: Visit) -> Any:
+            args, kwargs = visit.raw()
+            return args[0] if args else next(iter(kwargs.values()))
+
+        return current_body().read((*self._key, "input"), first)
 
     @input.setter
     def input(self, value: Any) -> None:
-        Point((*self._key, "input")).set_first(value)
+        def change(visit: Visit) -> None:
+            args, kwargs = visit.raw()
+            if args:
+                visit.set_raw(((real(value), *args[1:]), kwargs))
+            else:
+                visit.set_raw((args, {**kwargs, next(iter(kwargs)): real(value)}))
+
+        current_body().write((*self._key, "input"), change)
 
 
 class SourceCall(CallPoints):
@@ -112,16 +96,15 @@ class SourceCall(CallPoints):
 
 
 class Source:
-    """`module.source`: the calls of the module's forward by name. `print(module.source)` shows them beside the code."""
+    """`module.source`: the calls in the module's forward by name. `print(module.source)` shows them beside the code."""
 
-    def __init__(self, interleaver: Interleaver, path: str) -> None:
+    def __init__(self, forward: Forward, path: str) -> None:
         self._path = path
-        if interleaver.has((path, "output")):
-            self._source = interleaver.source.of(path)
-            interleaver.source.install(path)
+        if forward.stage.has((path, "output")):
+            self._source = forward.source.of(path)
+            forward.source.install(path)
         else:
-            assert interleaver.stages is not None
-            self._source = forward_source(interleaver.stages.class_of(path).forward)
+            self._source = forward_source(forward.stage.class_of(path).forward)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> SourceCall:
         if name not in self._source.names:
@@ -133,50 +116,52 @@ class Source:
 
 
 class Envoy(CallPoints):
-    """One module of the running model. Children are reached by attribute or index, as on the module itself."""
+    """One module of the running model. Its children are attributes or items, as on the module itself."""
 
-    def __init__(self, module: nn.Module | None, path: str, interleaver: Interleaver) -> None:
+    def __init__(self, module: nn.Module | None, path: str, forward: Forward) -> None:
         self._module: Any = module
         self._path = path
         self._key = (path,)
-        self._interleaver = interleaver
+        self._forward = forward
 
     @property
     def source(self) -> Source:
         """The calls inside this module's Python forward."""
-        return Source(self._interleaver, self._path)
+        return Source(self._forward, self._path)
 
     def skip(self, value: Any) -> None:
-        """Have the module return `value` instead of what it computes. Its submodules' values are then meaningless.
+        """Have the module return `value`. What its submodules compute is then meaningless.
 
-        Must be asked for before the module runs in this step.
+        To be called before the module runs in this step.
         """
         body = current_body()
         key = (self._path, "output")
-        body.write((self._path, "input"), lambda _: body.interleaver.override(body, key, real(value)))
+        body.write((self._path, "input"), lambda _: body.forward.override(body.name, key, real(value)))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Apply the module to a value of the trace's own; no point of the running forward is touched."""
-        whole = self._interleaver.whole
-        call = self._module if whole is None else whole.called(self._path, self._module)
-        return self._computed(self._path, lambda: self._interleaver.apart(call, real(args), real(kwargs)))
+        """Apply the module to values of the trace. This does not touch the running forward."""
+        call = self._forward.peers.applied(self._path, self._module)
+        return self._computed(self._path, lambda: self._apart(call, real(args), real(kwargs)))
+
+    def _apart(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        peers = self._forward.peers
+        if peers.several:
+            peers.agree(current_body().name, "a call apart from the forward")
+        return self._forward.apart(call, args, kwargs)
 
     def _computed(self, path: str, value: Callable[[], Any]) -> Any:
-        """A value that the module at `path` gives by itself, on the pipeline stage that has the module."""
-        return value() if self._interleaver.stages is None else current_body().compute(path, value)
+        """`value()`, which uses the module at `path`, computed on the pipeline stage that has the module."""
+        return value() if self._forward.stage.size == 1 else current_body().compute(path, value)
 
     def _child(self, name: str) -> Envoy:
         path = f"{self._path}.{name}" if self._path else name
         here = self._module._modules.get(name) if self._module is not None else None
-        return Envoy(here, path, self._interleaver)
+        return Envoy(here, path, self._forward)
 
     @property
     def _children(self) -> list[str]:
-        """The names of the modules in this one, those that another pipeline stage has among them."""
-        stages = self._interleaver.stages
-        if stages is not None:
-            return stages.children_of(self._path)
-        return [name for name, module in self._module._modules.items() if module is not None]
+        """The names of the modules in this one, on all pipeline stages."""
+        return self._forward.stage.children_of(self._path)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -229,12 +214,11 @@ class Envoy(CallPoints):
 
     @property
     def _class_name(self) -> str:
-        stages = self._interleaver.stages
-        return type(self._module).__name__ if stages is None else stages.modules.get(self._path, "module")
+        return self._forward.stage.modules.get(self._path) or type(self._module).__name__
 
 
 class SitePerLayer:
-    """A standard accessor: `accessor[i]` is the site's value at layer i, `[tokens, hidden]`; of a slice a list, in the layers' order."""
+    """A standard accessor: `accessor[i]` is the site's value at layer i, `[tokens, hidden]`; a slice gives a list, in order of layers."""
 
     def __init__(self, arch: Architecture, site: str) -> None:
         self._arch = arch
@@ -253,8 +237,7 @@ class SitePerLayer:
         except TypeError:
             given = f"{self._site}[{layer!r}]"
             raise UnknownSiteError(
-                f"{given}: a layer is one number, {self._site}[3], or a slice. What is inside of the value comes behind that: "
-                f"{self._site}[3][-1]."
+                f"{given}: a layer is one number, {self._site}[3], or a slice. Index the value itself after that: {self._site}[3][-1]."
             ) from None
 
     def __getitem__(self, layer: int | slice) -> Any:
@@ -287,30 +270,30 @@ def _site_property(site: str) -> property:
 
 
 def inside(name: str) -> TraceError:
-    """What is for the outside of a trace was called inside of one."""
+    """The error for calling something inside of a trace that belongs outside."""
     return TraceError(
-        f"model.{name} is not for the inside of a trace. Other prompts of a trace are invokes: `tracer.invoke(prompt)`."
+        f"model.{name} cannot be called inside of a trace. To trace several prompts, write invokes: `tracer.invoke(prompt)`."
     )
 
 
 class ModelEnvoy(Envoy, Sizes):
-    """The model in a trace's body: the module tree, and the accessors that mean the same on every model and backend.
+    """The model in a trace's body: the module tree, and accessors that mean the same on every model and backend.
 
     Args:
         arch: where the sites are.
-        unembed: applies the final norm and the unembedding to `[n, hidden]`, giving `[n, vocab]`.
-        tokenizer: gives the model's tokenizer when it is asked for.
+        unembed: applies the final norm and the unembedding, `[n, hidden]` -> `[n, vocab]`.
+        tokenizer: returns the model's tokenizer.
     """
 
     def __init__(
         self,
         module: nn.Module,
         arch: Architecture,
-        interleaver: Interleaver,
+        forward: Forward,
         unembed: Callable[[torch.Tensor], torch.Tensor],
         tokenizer: Callable[[], Any],
     ) -> None:
-        super().__init__(module, "", interleaver)
+        super().__init__(module, "", forward)
         self._arch = arch
         self._unembed = unembed
         self._tokenizer = tokenizer
@@ -349,20 +332,20 @@ class ModelEnvoy(Envoy, Sizes):
     @property
     def logits(self) -> torch.Tensor:
         """The next token's logits, `[1, vocab]`."""
-        return Point(("", "logits")).get()
+        return read_point(("", "logits"))
 
     @logits.setter
     def logits(self, value: torch.Tensor) -> None:
-        Point(("", "logits")).set(value)
+        write_point(("", "logits"), value)
 
     @property
     def samples(self) -> torch.Tensor:
-        """The token sampled in this step, `[1]`, integer. Writing it changes the token that the request goes on with."""
-        return Point(("", "samples")).get()
+        """The token sampled in this step, `[1]`, integer. The request goes on with the token that is written here."""
+        return read_point(("", "samples"))
 
     @samples.setter
     def samples(self, value: torch.Tensor) -> None:
-        Point(("", "samples")).set(value)
+        write_point(("", "samples"), value)
 
     @property
     def next_token_probs(self) -> torch.Tensor:
@@ -370,11 +353,11 @@ class ModelEnvoy(Envoy, Sizes):
         return self.logits.float().softmax(-1)
 
     def project_on_vocab(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The logit lens (nostalgebraist, 2020): final norm and unembedding of `hidden`, `[n, hidden]` to `[n, vocab]`."""
+        """The logit lens (nostalgebraist, 2020): final norm and unembedding of `hidden`, `[n, hidden]` -> `[n, vocab]`."""
         if not isinstance(hidden, RemoteValue) and hidden.shape[-1] != self.hidden_size:
             raise ShapeError(f"project_on_vocab takes [n, {self.hidden_size}]; {list(hidden.shape)} was given.")
-        norm = self._arch.binding("final_norm")  # or a clear error
-        return self._computed(norm.path, lambda: self._interleaver.apart(self._unembed, (real(hidden),), {}))
+        norm = self._arch.binding("final_norm")  # raises a clear error if there is none
+        return self._computed(norm.path, lambda: self._apart(self._unembed, (real(hidden),), {}))
 
     def steer(
         self,
@@ -383,15 +366,16 @@ class ModelEnvoy(Envoy, Sizes):
         factor: float = 1.0,
         positions: int | slice | list[int] | None = None,
     ) -> None:
-        """Add `factor * vector` to the residual stream leaving each of `layers`, at `positions` of this step (all if None).
+        """Add `factor * vector` to the residual stream leaving each of `layers`.
 
         Args:
             vector: `[hidden]`, or `[tokens, hidden]`.
+            positions: of this step; None for all.
         """
-        wanted = [layers] if isinstance(layers, int) else list(layers)
-        if out := [i for i in wanted if not -self.num_layers <= i < self.num_layers]:
+        chosen = [layers] if isinstance(layers, int) else list(layers)
+        if out := [i for i in chosen if not -self.num_layers <= i < self.num_layers]:
             raise UnknownSiteError(f"steer: layers {out} are out of range; the model has {self.num_layers}.")
-        for layer in sorted(i % self.num_layers for i in wanted):
+        for layer in sorted(i % self.num_layers for i in chosen):
             hidden = self.layers_output[layer]
             if isinstance(hidden, RemoteValue):
                 continue
@@ -403,7 +387,7 @@ class ModelEnvoy(Envoy, Sizes):
             self.layers_output[layer] = hidden
 
     def skip_layers(self, start: int, end: int | None = None) -> None:
-        """Make layers `start` to `end` (included; `start` alone if None) leave the residual stream as it was before them."""
+        """Make layers `start` to `end`, inclusive, leave the residual stream as it is. `end=None` skips `start` only."""
         end = start if end is None else end
         if not 0 <= start <= end < self.num_layers:
             raise UnknownSiteError(f"skip_layers({start}, {end}): layers run from 0 to {self.num_layers - 1}.")

@@ -1,8 +1,7 @@
-"""A frame of the user: which with statement it is entering, how to pass over the body, and how to bind names in it.
+"""The user's frame: which with statement it is entering, how to skip the body, and how to bind names in the frame.
 
-The source comes from linecache: files, IPython cells, doctests. The statement is found by the exact position of the
-instruction that computed the context manager, so several on one line, nested ones and multi-line headers are told
-apart.
+The source comes from linecache, which has files, IPython cells and doctests. The with statement is found by the exact position of the
+instruction that computed the context manager. This works for several statements on one line, nested ones, and multi-line headers.
 """
 
 from __future__ import annotations
@@ -21,23 +20,31 @@ from typing import Any
 
 from midstream.errors import SourceUnavailableError, TraceError
 
-With = ast.With | ast.AsyncWith
-Position = tuple[int, int | None]  # line, column in UTF-8 bytes; no column under `python -X no_debug_ranges`
+Position = tuple[
+    int, int | None
+]  # line, and column in UTF-8 bytes; the column is None under `python -X no_debug_ranges`
 
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """A with statement that a frame is entering: the body that belongs to the entered item, and where it stands."""
+    """A with statement that a frame is entering.
+
+    Attributes:
+        target: what follows `as`.
+        body: of the entered item. Later items of the same statement are a nested with statement in it.
+        class_name: of the class around the statement, in which a name like `__x` means `_Class__x`.
+        lines: of the statement.
+    """
 
     filename: str
-    node: With
-    target: ast.expr | None  # what follows `as`
-    body: list[ast.stmt]  # further items of the same with come as a nested with
-    class_name: str | None  # for names like __x, which mean _Class__x
+    node: ast.With
+    target: ast.expr | None
+    body: list[ast.stmt]
+    class_name: str | None
     lines: tuple[str, ...]
 
 
-_SITES: dict[tuple[str, CodeType, int], Site] = {}  # a statement once found stays, also if the file is edited later
+_SITES: dict[tuple[str, CodeType, int], Site] = {}  # so that a file may be edited after its statements were found
 
 
 def locate(frame: FrameType) -> Site:
@@ -72,7 +79,7 @@ def _find(frame: FrameType) -> Site:
     ((node, index, class_name),) = found
     body, rest = node.body, node.items[index + 1 :]
     if rest:
-        body = [ast.copy_location(type(node)(items=rest, body=body), node)]
+        body = [ast.copy_location(ast.With(items=rest, body=body), node)]
     return Site(
         filename,
         node,
@@ -92,26 +99,14 @@ def _parse(filename: str, text: str) -> ast.Module:
 
 
 def _entered(code: CodeType, lasti: int, filename: str) -> Position:
-    """Where the context expression ends whose value is being entered: the instruction before BEFORE_WITH."""
-    before = None
-    position: Position | None = None
+    """The position of the context expression that is being entered: that of the instruction before BEFORE_WITH."""
+    before: Position | None = None
     for instruction in dis.get_instructions(code):
-        if instruction.offset > lasti:
-            break
-        if instruction.opname in ("BEFORE_WITH", "BEFORE_ASYNC_WITH"):
-            position = before
-            entered_at = instruction.offset
+        if instruction.offset == lasti and instruction.opname == "BEFORE_WITH" and before is not None:
+            return before
         if instruction.positions is not None and instruction.positions.lineno is not None:
             before = (instruction.positions.lineno, instruction.positions.col_offset)
-    if position is None or not (entered_at == lasti or _awaits(code, entered_at, lasti)):
-        raise TraceError(f"{filename}: a trace is entered by a `with` statement, not by a call of `__enter__`")
-    return position
-
-
-def _awaits(code: CodeType, start: int, end: int) -> bool:
-    """Whether only the awaiting of `__aenter__` lies between two instructions."""
-    names = {i.opname for i in dis.get_instructions(code) if start < i.offset <= end}
-    return names <= {"GET_AWAITABLE", "LOAD_CONST", "SEND", "YIELD_VALUE", "RESUME", "JUMP_BACKWARD_NO_INTERRUPT"}
+    raise TraceError(f"{filename}: a trace is entered by a `with` statement, not by a call of `__enter__`")
 
 
 def _covers(node: ast.expr, position: Position) -> bool:
@@ -121,18 +116,18 @@ def _covers(node: ast.expr, position: Position) -> bool:
     return (node.lineno, node.col_offset) <= (line, column) < (node.end_lineno or line, node.end_col_offset or column)
 
 
-def _withs(tree: ast.AST, class_name: str | None = None) -> Iterator[tuple[With, str | None]]:
+def _withs(tree: ast.AST, class_name: str | None = None) -> Iterator[tuple[ast.With, str | None]]:
     for node in ast.iter_child_nodes(tree):
-        if isinstance(node, With):
+        if isinstance(node, ast.With):
             yield node, class_name
         yield from _withs(node, node.name if isinstance(node, ast.ClassDef) else class_name)
 
 
-# Passing over the body
+# Skipping the body.
 
 
 class SkipBlock(BaseException):
-    """Raised where a body begins that is not to run in place. For `__exit__`: `if skipped(exc): ...`."""
+    """Raised at the start of a body that must not run in place. `skipped(exc)` recognises it in `__exit__`."""
 
     def __init__(self, skip: _Skip) -> None:
         super().__init__("the body of a trace runs in the engine")
@@ -140,16 +135,16 @@ class SkipBlock(BaseException):
 
 
 def skip(frame: FrameType) -> None:
-    """Make the interpreter leave the with statement that the frame is entering before its body begins.
+    """Leave the with statement that the frame is entering before its body begins.
 
-    To be called last in `__enter__`. `__exit__` must call `skipped(exc)` first: it binds the target of `as` and sets
-    the former tracer again (coverage, a debugger), since Python drops a tracer that raises.
+    To be called last in `__enter__`. `__exit__` has to call `skipped(exc)` first, which binds the target of `as` and restores the former
+    tracing function (of coverage or a debugger): Python drops a tracing function that raises.
     """
     _Skip(frame, getattr(locate(frame).target, "id", None)).begin()
 
 
 def skipped(exc: BaseException | None) -> bool:
-    """Whether the block ended because it was skipped."""
+    """Whether the block ended because it was skipped; if so, clean up after `skip`."""
     if not isinstance(exc, SkipBlock):
         return False
     exc.skip.end()
@@ -157,17 +152,17 @@ def skipped(exc: BaseException | None) -> bool:
 
 
 class _Skip:
-    """A tracer for the few instructions between `__enter__` and the body.
+    """A tracing function for the few instructions between `__enter__` and the body.
 
-    It raises at the instruction that takes the value of `__enter__` off the stack: the body's own first instruction may
-    be a `try` already, or stand on the same line.
+    It raises at the instruction that takes the value of `__enter__` off the stack. The body's first instruction would be too late: it may
+    belong to a `try`.
     """
 
     def __init__(self, frame: FrameType, target: str | None) -> None:
         self.frame, self.target, self.names = frame, target, dict[str, Any]()
         self.previous: Any = sys.gettrace()
         self.local = (frame.f_trace, frame.f_trace_lines, frame.f_trace_opcodes)
-        # Coverage's C tracer counts calls and returns, so it is told of the calls whose return it is going to see.
+        # Coverage's C tracer counts calls and returns. It has to be told of calls whose returns it will see.
         self.counts = type(self.previous).__name__ == "CTracer"
 
     def begin(self) -> None:
@@ -186,10 +181,10 @@ class _Skip:
         if not self.counts:
             sys.settrace(self.previous)
         for callee in reversed(self._callees()) if self.counts else ():
-            self.previous(callee, "call", None)  # by which it sets itself again
+            self.previous(callee, "call", None)  # it then installs itself again
 
     def _callees(self) -> list[FrameType]:
-        """The frames from the calling method out to the user's."""
+        """The frames between this method and the user's frame."""
         found, callee = list[FrameType](), sys._getframe(1)
         while callee is not self.frame and callee.f_back is not None:
             found.append(callee)
@@ -197,7 +192,7 @@ class _Skip:
         return found
 
     def _calls(self, frame: FrameType, event: str, arg: Any) -> None:
-        """What is called in between is not looked into."""
+        """Do not trace what is called in between."""
 
     def _returning(self, local: Any, frame: FrameType, event: str, arg: Any) -> Any:
         if event == "return" and frame.f_back is self.frame and self.target:
@@ -221,11 +216,11 @@ def _taken_off(code: CodeType, lasti: int) -> int:
     )
 
 
-# Binding names
+# Binding names.
 
 
 def own_names(frame: FrameType) -> frozenset[str]:
-    """The names that can only be local to the frame: unbound there, they are not looked up among its globals."""
+    """The names that can only be local to the frame, so that they are not looked up among its globals."""
     code = frame.f_code
     if not code.co_flags & CO_OPTIMIZED:
         return frozenset()
@@ -233,7 +228,7 @@ def own_names(frame: FrameType) -> frozenset[str]:
 
 
 def push(frame: FrameType, values: Mapping[str, Any]) -> None:
-    """Bind names in a caller's frame after its block."""
+    """Bind names in the frame, after its block."""
     if not frame.f_code.co_flags & CO_OPTIMIZED:  # a module or a class body
         frame.f_locals.update(values)
         return

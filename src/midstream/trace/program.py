@@ -1,7 +1,8 @@
-"""What a trace runs: a with-block or a function, how it is shipped, and what comes back of it."""
+"""What a trace runs: a with-block or a function. How it is sent to the engine, and what comes back."""
 
 from __future__ import annotations
 
+import builtins
 import functools
 import inspect
 import io
@@ -23,45 +24,60 @@ import torch
 from midstream.errors import InterventionError, MidstreamError, StageFailedError, TraceError, text_of
 from midstream.trace.block import Block, locals_at
 from midstream.trace.body import Body, StopTrace, current_body
-from midstream.trace.gradients import backward
-from midstream.trace.reached import attributes_of, contents, is_container
-from midstream.trace.tracer import BodyTracer, save, steps_of
+from midstream.trace.saves import attributes_of, contents, is_container
+from midstream.trace.tracer import BodyTracer, backward, save, steps_of
 from midstream.trace.tree import as_bytes, is_raw, map_tensors, movable
 
 RETURNED = "return"
-_HASHED_BYTES = 1 << 24
+_HASHED_BYTES = 1 << 24  # of the largest array that is looked at for changes
+
+
+@dataclass
+class Found:
+    """What comes back of a trace, by name, and the names of what does not.
+
+    Attributes:
+        left: the caller's containers and tensors that the trace has changed and not saved.
+        unsaved: names that it has set and not saved.
+        counted: the caller's numbers and texts whose names it has bound anew and not saved.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)
+    unsaved: list[str] = field(default_factory=list)
+    counted: list[str] = field(default_factory=list)
 
 
 class Program:
     """One invoke's code."""
 
-    def run(self, model: Any, shared: dict[str, Any]) -> dict[str, Any]:
-        """Run it in the current body; the values to bring back, by name."""
+    def run(self, model: Any, shared: dict[str, Any]) -> Found:
+        """Run in the current body."""
         raise NotImplementedError
 
-    def recover(self, error: BaseException, body: Body) -> dict[str, Any]:
-        """After `run` raised: what had been saved until then."""
+    def recover(self, error: BaseException, body: Body) -> Found:
+        """What was saved before `run` raised."""
         raise NotImplementedError
 
     def snapshot(self, body: Body) -> dict[str, Any]:
-        """While `run` is parked: what has been saved so far."""
+        """The values saved so far, while `run` is parked."""
         return {}
 
 
 @dataclass
 class FunctionProgram(Program):
-    """`fn(model)` or `fn(model, tracer)`: what it returns is brought back."""
+    """`fn(model)` or `fn(model, tracer)`. What it returns comes back."""
 
     fn: Callable[..., Any]
 
-    def run(self, model: Any, shared: dict[str, Any]) -> dict[str, Any]:
+    def run(self, model: Any, shared: dict[str, Any]) -> Found:
         body = current_body()
         arguments = (model, BodyTracer()) if _takes_tracer(self.fn) else (model,)
         returned = self.fn(*arguments)
-        return {RETURNED: map_tensors(returned, lambda _, t: body.save(t))}
+        return Found({RETURNED: map_tensors(returned, lambda _, t: body.save(t))})
 
-    def recover(self, error: BaseException, body: Body) -> dict[str, Any]:
-        return body.pick_saved(_locals_of(error.__traceback__, _code_of(self.fn)))
+    def recover(self, error: BaseException, body: Body) -> Found:
+        return Found(body.saves.pick(_locals_of(error.__traceback__, _code_of(self.fn))))
 
 
 def _takes_tracer(fn: Callable[..., Any]) -> bool:
@@ -75,7 +91,7 @@ def _takes_tracer(fn: Callable[..., Any]) -> bool:
 
 
 def _code_of(fn: Any) -> CodeType | None:
-    """Of a function, a method, a partial or an object that can be called."""
+    """The code of a function, a method, a partial or a callable object."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     fn = inspect.unwrap(fn)
@@ -92,83 +108,88 @@ def _locals_of(tb: TracebackType | None, code: Any) -> dict[str, Any]:
 
 
 @dataclass
+class _Entry:
+    """The values that a block got from the caller, as they were when it began, by name."""
+
+    states: dict[str, Any] = field(default_factory=dict)
+    attributes: dict[str, Any] = field(default_factory=dict)  # of objects, by `owner.name`
+
+
+@dataclass
 class BlockProgram(Program):
-    """A with-block: those of its variables that were saved are brought back.
+    """A with-block. Those of its variables that were saved come back.
 
     Attributes:
-        injected: names the block uses that stand for something else where it runs: the model and the tracer.
-        saved: captured names whose object had been saved above the block.
+        injected: names that have another value where the block runs: the tracer.
+        saved: captured names whose object was saved above the block.
     """
 
     block: Block
     injected: dict[str, Any]
     saved: list[str] = field(default_factory=list)
 
-    def run(self, model: Any, shared: dict[str, Any]) -> dict[str, Any]:
+    def run(self, model: Any, shared: dict[str, Any]) -> Found:
         body = current_body()
         for name in self.saved:
             body.save(self.block.captured[name])
-        body.states = {name: _state(value) for name, value in self._outside().items()}
-        body.attributes = self._attributes()
+        states = {name: _state(value) for name, value in self._outside().items()}
+        body.entry = entry = _Entry(states, self._attributes())
         names = self.block.function()(
             {**self.injected, "__save__": save, "__backward__": backward, "__steps__": steps_of},
             shared,
             body.wait_for_sibling,
         )
-        found = self._to_bring(body, names)
-        body.left = [
-            name for name, value in self._outside().items() if name not in found and self._is_changed(body, name, value)
-        ]
-        body.unsaved = self.block.set_of(names, found)
-        body.counted = [name for name, value in names.items() if name not in found and self._goes_on(name, value)]
-        return found
+        saved = self._saved(body, names)
+        left = [name for name, v in self._outside().items() if name not in saved and _is_changed(entry, name, v)]
+        counted = [name for name, v in names.items() if name not in saved and self._goes_on(name, v)]
+        return Found(saved, left, self.block.set_of(names, saved), counted)
 
     def _goes_on(self, name: str, value: Any) -> bool:
-        """Whether the block has read a number or a text of the caller's, and bound another one to its name."""
+        """Whether the block has read a number or text of the caller's and bound its name anew."""
         before = self.block.captured.get(name)
         return isinstance(before, (int, float, complex, str)) and value is not before
 
-    def recover(self, error: BaseException, body: Body) -> dict[str, Any]:
+    def recover(self, error: BaseException, body: Body) -> Found:
         names = locals_at(error, self.block)
-        found = self._to_bring(body, names)
-        body.unsaved = self.block.set_of(names, found)
-        return found
+        saved = self._saved(body, names)
+        return Found(saved, unsaved=self.block.set_of(names, saved))
 
     def snapshot(self, body: Body) -> dict[str, Any]:
         frame = body.frame_of(self.block.code)
-        return self._to_bring(body, frame.f_locals if frame is not None else {})
+        return self._saved(body, frame.f_locals if frame is not None else {})
 
-    def _to_bring(self, body: Body, names: Mapping[str, Any]) -> dict[str, Any]:
-        """What was saved: of the block's names, of what it has from outside, and of what it has bound to attributes there.
+    def _saved(self, body: Body, names: Mapping[str, Any]) -> dict[str, Any]:
+        """The saved values among the block's names, the values from outside, and the attributes that it has set on objects from outside.
 
-        Lists and dicts from outside come with what was saved into them, those that the block made if all tensors in them were saved.
+        A container from outside comes back if it holds a saved value, and one that the block made if all tensors in it were saved.
         """
-        outside = self._outside()
-        found = {n: v for n, v in names.items() if v is not outside.get(n) and body.is_saved_throughout(v)}
-        containers = {n: v for n, v in outside.items() if is_container(v)} if body.saved else {}
-        found |= {n: v for n, v in containers.items() if body.has_saved_in(v, self._is_changed(body, n, v))}
-        bound = {n: v for n, v in self._attributes().items() if v is not body.attributes.get(n)}
-        return {**found, **body.pick_saved({**bound, **outside, **names})}
+        outside, entry = self._outside(), body.entry or _Entry()
+        found = {n: v for n, v in names.items() if v is not outside.get(n) and body.saves.has_all_tensors_of(v)}
+        containers = {n: v for n, v in outside.items() if is_container(v)} if body.saves else {}
+        found |= {n: v for n, v in containers.items() if body.saves.has_some_of(v, _is_changed(entry, n, v))}
+        bound = {n: v for n, v in self._attributes().items() if v is not entry.attributes.get(n)}
+        return {**found, **body.saves.pick({**bound, **outside, **names})}
 
     def _outside(self) -> dict[str, Any]:
         return {name: value for name, value in self.block.outside.items() if name not in self.injected}
 
     def _attributes(self) -> dict[str, Any]:
-        """The attributes of objects of the caller's, as `owner.name`."""
+        """The attributes of the caller's objects, as `owner.name`."""
         objects = {owner: attributes_of(value) or {} for owner, value in self._outside().items()}
         return {f"{owner}.{name}": value for owner, own in objects.items() for name, value in own.items()}
 
-    @staticmethod
-    def _is_changed(body: Body, name: str, value: Any) -> bool:
-        now, before = _state(value), body.states.get(name)
-        if isinstance(now, list) and isinstance(before, list):
-            return len(now) != len(before) or not all(map(operator.is_, now, before))
-        return now is not None and now != before
+
+def _is_changed(entry: _Entry, name: str, value: Any) -> bool:
+    """Whether a value of the caller's has been changed since the block began."""
+    now, before = _state(value), entry.states.get(name)
+    if isinstance(now, list) and isinstance(before, list):
+        return len(now) != len(before) or not all(map(operator.is_, now, before))
+    return now is not None and now != before
 
 
 def _state(value: Any) -> list[Any] | int | None:
-    """What is in a container, at any depth; of a set, a tensor or an array a number that is another one when it was written to."""
-    kind = type(value)  # what isinstance asks is the object's own code
+    """What shows that a value was changed: the values in a container at any depth, the size of a set, the version of a tensor."""
+    kind = type(value)  # isinstance might run the object's own code
     if is_container(value):
         return list(contents(value))
     if issubclass(kind, set):
@@ -180,16 +201,20 @@ def _state(value: Any) -> list[Any] | int | None:
 
 @dataclass
 class Failure:
-    """An exception of a body, in a form that travels.
+    """An exception of a body, in a form that can be sent.
 
-    `secondary`: it only says that another pipeline stage failed.
+    Attributes:
+        error: the exception itself if it is midstream's and can be pickled.
+        bases: the names of its builtin base classes, nearest first.
+        frames: (file, line, function, text) of the user's own frames.
+        secondary: whether it only says that another pipeline stage failed.
     """
 
-    error: BaseException | None  # the exception itself where it can be pickled
+    error: BaseException | None
     type_name: str
-    bases: list[str]  # names of its builtin base classes, nearest first
+    bases: list[str]
     message: str
-    frames: list[tuple[str, int, str, str]]  # (file, line, function, text) of the user's own frames
+    frames: list[tuple[str, int, str, str]]
     midstream: bool
     secondary: bool = False
 
@@ -209,7 +234,7 @@ class Failure:
         )
 
     def text(self) -> str:
-        """A traceback of the user's own lines."""
+        """A traceback with the user's own lines only."""
         lines = ["Traceback (most recent call last), in the trace:"]
         for filename, number, name, line in self.frames:
             lines.append(f'  File "{filename}", line {number}, in {name}')
@@ -218,34 +243,32 @@ class Failure:
         return "\n".join([*lines, f"{self.type_name}: {self.message}"])
 
     def exception(self) -> MidstreamError:
-        """What to raise at the client. midstream's own errors stay what they are; others become an InterventionError."""
+        """The exception to raise at the client: midstream's own error, or an InterventionError for any other."""
         if isinstance(self.error, MidstreamError):
             self.error.add_note(self.text())
             return self.error
         return _mixed_with(self.bases)(f"{self.type_name}: {self.message}\n\n{self.text()}")
 
 
-# Whoever raises one of these tells the interpreter, a generator or an event loop something.
-_WITH_A_MEANING = ("StopIteration", "StopAsyncIteration", "GeneratorExit", "KeyboardInterrupt", "SystemExit")
+# Builtin exceptions with a meaning for the interpreter, generators or event loops.
+_SPECIAL = ("StopIteration", "StopAsyncIteration", "GeneratorExit", "KeyboardInterrupt", "SystemExit")
 
 
 def _mixed_with(bases: list[str]) -> type[InterventionError]:
-    import builtins
-
     for name in bases:
         base = getattr(builtins, name, None)
-        if name in ("BaseException", "Exception", *_WITH_A_MEANING) or base is None:
+        if name in ("BaseException", "Exception", *_SPECIAL) or base is None:
             break
         try:
             return type(f"Intervention{name}", (InterventionError, base), {"__module__": InterventionError.__module__})
-        except TypeError:  # a builtin with a layout of its own
+        except TypeError:  # a builtin whose memory layout does not mix with others
             continue
     return InterventionError
 
 
 def _hint(error: BaseException) -> str:
     if isinstance(error, AttributeError) and error.name == "save":
-        return ". `.save()` is known in the with-block alone: write `midstream.save(value)` in a function."
+        return ". `.save()` works only in a with-block: write `midstream.save(value)` in a function."
     return ""
 
 
@@ -262,18 +285,16 @@ def _picklable(error: BaseException) -> bool:
 
 @dataclass
 class Outcome:
-    """What one request's trace gave.
+    """The result of one request's trace.
 
     Attributes:
         values: the saved values by name.
-        stopped: whether the body asked for the request to end.
+        stopped: whether the body called `tracer.stop()`.
         order: counts the outcomes of an engine, so that the last of several is known.
         name: of the body.
-        steps: how many the body was in.
-        left: names of what it has changed of the user's, and not saved.
-        unsaved: names that it has set, and not saved.
-        counted: names of numbers and texts of the user's that it has gone on from, and not saved.
-        saved: whether it has saved anything, which may have come back under no name.
+        steps: how many steps the body took part in.
+        left, unsaved, counted: names of values that did not come back (see `Found`).
+        saved: whether it has saved anything; what it saved may have no name to come back under.
     """
 
     values: dict[str, Any]
@@ -296,18 +317,24 @@ def make_body(
 
 
 def outcome(body: Body, program: Program) -> Outcome:
-    """What `body` gave, once it is done."""
+    """The result of `body`, which is done."""
     error = body.failure
-    values = (body.result or {}) if error is None else program.recover(error, body)
-    stopped = isinstance(error, StopTrace)
-    failure = Failure.of(error) if error is not None and not stopped else None
-    given = Outcome(values, failure, stopped, name=body.name, steps=body.now + 1)
-    given.left = body.left if error is None else []
-    given.unsaved, given.counted, given.saved = body.unsaved, body.counted, bool(body.saved)
-    return given
+    found = (body.result or Found()) if error is None else program.recover(error, body)
+    failure = Failure.of(body.error) if body.error is not None else None
+    return Outcome(
+        found.values,
+        failure,
+        stopped=isinstance(error, StopTrace),
+        name=body.name,
+        steps=body.now + 1,
+        left=found.left,
+        unsaved=found.unsaved,
+        counted=found.counted,
+        saved=bool(body.saves),
+    )
 
 
-# Shipping: by value, but for the model's own objects, which stand for their counterparts in the worker.
+# Sending. Everything goes by value, except the model's own objects, which the worker replaces by its own.
 
 
 class _Pickler(cloudpickle.Pickler):
@@ -327,7 +354,7 @@ _DEVICE: ContextVar[torch.device | None] = ContextVar("midstream_device", defaul
 
 
 def _tensor_here(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """A shipped tensor where the model is, so that `model.layers_output[3] += v` works with a `v` made on the client."""
+    """Put a tensor of the client's on the model's device, so that `model.layers_output[3] += v` works."""
     flat = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
     return flat.view(dtype).reshape(shape).to(_DEVICE.get())
 
@@ -342,7 +369,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def ship(programs: list[list[Program]]) -> bytes:
-    """Programs as bytes. What they share stays shared. Raises TraceError naming what cannot be shipped."""
+    """Programs as bytes. Objects that they share stay shared. Raises TraceError, with the name of a value that cannot be sent."""
     buffer = io.BytesIO()
     try:
         _Pickler(buffer).dump((sys.version_info[:2], programs))
@@ -354,7 +381,7 @@ def ship(programs: list[list[Program]]) -> bytes:
 
 
 def _unsendable(program: Program) -> Iterator[str]:
-    """The names that it has such values under."""
+    """The names of captured values that cannot be pickled."""
     if not isinstance(program, BlockProgram):
         return
     for name, value in program.block.captured.items():

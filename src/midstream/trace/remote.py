@@ -1,7 +1,8 @@
-"""What a body has of a value that another pipeline stage computes.
+"""What a trace sees of other processes that run the same model: tensor-parallel ranks (`Peers`) and pipeline stages (`Stage`).
 
-A read of such a value returns at once. Passing it around, saving it and writing to it do nothing here: the stage that has the value
-runs the same code, and there they are real. Only real use fetches it: arithmetic, comparison, indexing, `len`, iteration, a method.
+The classes here are those of a model in a single process; `ranks/` has the others. The same body runs in every process. Reading a value of
+another stage returns a `RemoteValue` at once. Passing it around, saving it and writing to it do nothing here, because the stage that has
+the value does the same with the value itself. Only real use fetches it: arithmetic, comparison, indexing, `len`, iteration, a method.
 
     h = model.layers_output[20]              # on the stage of layer 3: a RemoteValue
     h.save()                                 # the stage of layer 20 brings it back
@@ -10,24 +11,146 @@ runs the same code, and there they are real. Only real use fetches it: arithmeti
 
 from __future__ import annotations
 
+import copy
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
-from midstream.errors import TraceError
-from midstream.sites import Ref
+from midstream.errors import MidstreamError, TraceError
+from midstream.sites import Key, Ref
 from midstream.trace.tree import Opaque, map_objects, map_tensors
 
-if TYPE_CHECKING:
-    from midstream.trace.body import Body
+CALL = "call"  # the last part of the key of a value that a module computes for the trace alone
+
+
+class Shard(NamedTuple):
+    """How to get from this rank's part of a tensor to the full tensor and back. `lead` is the number of axes before the sharded ones.
+
+    Attributes:
+        join: `join(part, lead)` gives the full tensor. It is collective.
+        cut: `cut(full, lead)` gives this rank's part.
+    """
+
+    join: Callable[[torch.Tensor, int], torch.Tensor]
+    cut: Callable[[torch.Tensor, int], torch.Tensor]
+
+
+class Peers:
+    """The tensor-parallel ranks, which run the same bodies. This class is for a process without any (see `ranks.tensor`)."""
+
+    several = False
+
+    def shards(self, key: Key) -> Mapping[Ref, Shard]:
+        """The leaves at a point of which this rank has only a part."""
+        return {}
+
+    def applied(self, path: str, module: Callable[..., Any]) -> Callable[..., Any]:
+        """`module` as a function of full tensors. Calling it may be collective."""
+        return module
+
+    def begin_step(self) -> None:
+        """A step with traces begins."""
+
+    def rest(self) -> None:
+        """No trace is alive any more."""
+
+    def note(self, body: str, *what: Any) -> None:
+        """The body does something that it has to do on all ranks."""
+
+    def show(self) -> None:
+        """The forward goes on: send the notes to the other ranks."""
+
+    def agree(self, body: str, *what: Any) -> None:
+        """To be called before something collective. Raises DivergedError if the body does something else on another rank."""
+
+    def decide(self, choose: Callable[[], list[str]]) -> list[str]:
+        """The names that `choose` returns on the first rank. The other ranks do not call it."""
+        return choose()
+
+    def end_step(self, bodies: Iterable[str]) -> Mapping[str, MidstreamError]:
+        """The forward is over: the errors of those bodies that did not do the same on all ranks."""
+        return {}
+
+
+ALONE = Peers()
+
+
+class Stage:
+    """This process's stage of the pipeline. This class is for a model with one stage (see `ranks.stages`).
+
+    Attributes:
+        index: of this stage.
+        size: how many stages there are.
+        modules: path -> class name of the modules of all stages.
+    """
+
+    index = 0
+    size = 1
+
+    def __init__(self, root: nn.Module) -> None:
+        self.modules = {path: type(module).__name__ for path, module in root.named_modules()}
+        self._children = {
+            path: [name for name, child in module._modules.items() if child is not None]
+            for path, module in root.named_modules(remove_duplicate=False)
+        }
+
+    def has(self, key: Key) -> bool:
+        """Whether this stage has the point."""
+        return True
+
+    def children_of(self, path: str) -> list[str]:
+        """The names of the modules below `path`, on whichever stage."""
+        return self._children.get(path, [])
+
+    def class_of(self, path: str) -> type[nn.Module]:
+        """The class of a module of another stage."""
+        raise NotImplementedError
+
+    def width_of(self, key: Key) -> int | None:
+        """The length of the tuple at `key`; None if it is no tuple, or not known to be one."""
+        return None
+
+    def silence(self, body: str, failure: BaseException | None) -> None:
+        """The body's code is over on this stage, by `failure` if given."""
+
+    # Called if there are several stages.
+
+    def of(self, key: Key) -> int:
+        """The stage that has a point."""
+        raise NotImplementedError
+
+    def begin_of(self, stage: int) -> int:
+        """The moment of the forward at which a stage begins."""
+        raise NotImplementedError
+
+    def share(self, body: str, number: int, key: Key, value: Callable[[], Any]) -> Any:
+        """Compute a value of this stage and let the other stages fetch it. If that raises, they get an error."""
+        raise NotImplementedError
+
+    def claim(self, stage: int, body: str, number: int) -> Claim:
+        """As long as the claim lives, this stage may fetch the value of another stage."""
+        raise NotImplementedError
+
+    def fetch(self, place: Place) -> Any:
+        """Ask for another stage's value. Returns at once; `done` of what it returns tells whether the answer is here."""
+        raise NotImplementedError
+
+    def received(self, fetch: Any) -> Any:
+        """The fetched value, on the forward's device. Raises the error that came instead."""
+        raise NotImplementedError
+
+    def wait_any(self, fetches: Iterable[Any]) -> None:
+        """Wait until one of them is answered."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Absent:
-    """In the place of a value that lives on another stage. Left in a saved container only if no stage brought the value back."""
+    """Stands for another stage's value in a saved container. It is left there only if no stage brought the value back."""
 
     point: str
 
@@ -36,7 +159,7 @@ class Absent:
 
 
 class Claim:
-    """Lives as long as a value may be asked for here: `waive` is called when its last RemoteValue is gone, on whichever thread."""
+    """Lives as long as a value may be fetched. `waive` is called when its last RemoteValue is gone, on whichever thread."""
 
     __slots__ = ("_waive",)
 
@@ -48,26 +171,28 @@ class Claim:
 
 
 class Place(NamedTuple):
-    """Where a value comes from.
+    """Where a remote value comes from.
 
     Attributes:
-        body: the trace that read it.
-        number: of the read, counted in that trace; the same on every stage.
-        stage: the one that has it.
-        step: that it was read in.
-        called: whether it is what a module gave for a value of the body's own.
+        body: the name of the trace that read it.
+        number: counts the reads of that trace; the same on every stage.
+        stage: the stage that has the value.
+        step: the step in which it was read.
+        called: whether a module computed it for the trace alone.
         name: as a user would write it.
-        width: of the tuple that it is; None if it is no tuple, or that is not known.
-        ref: the part of it that is meant.
-        claim: while one of its parts has it, the value may be asked for.
+        fetch: fetches the value for the body that is running.
+        width: length of the tuple that it is; None if it is no tuple, or not known to be one.
+        ref: which part of the value is meant.
+        claim: as long as one of the value's parts has it, the value may be fetched.
     """
 
-    body: Body
+    body: str
     number: int
     stage: int
     step: int
     called: bool
     name: str
+    fetch: Callable[[Place], Any]
     width: int | None = None
     ref: Ref = ()
     claim: Claim | None = None
@@ -85,11 +210,11 @@ class RemoteValue(Opaque):
         object.__setattr__(self, "_place", place)
         object.__setattr__(self, "_changes", [])
 
-    # Without a fetch.
+    # Without fetching.
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """As `isinstance` sees it: traces ask a module's output whether it is a tuple."""
+        """Makes `isinstance(x, tuple)` true for tuples, since traces ask that of a module's output."""
         return RemoteValue if self._place.width is None else tuple
 
     def __repr__(self) -> str:
@@ -107,25 +232,25 @@ class RemoteValue(Opaque):
     def __setitem__(self, index: Any, value: Any) -> None:
         index, value = _kept(index), _kept(value)
 
-        def change(whole: Any) -> Any:
-            whole[real(index)] = real(value)
-            return whole
+        def change(fetched: Any) -> Any:
+            fetched[real(index)] = real(value)
+            return fetched
 
         self._change(change)
 
     def _change(self, change: Callable[[Any], Any]) -> RemoteValue:
-        """An edit in place: the value's own stage makes it as well. Made here when the value comes to be used here."""
+        """An edit in place. The value's own stage makes it, too; this stage makes it once it uses the value."""
         if hasattr(self, "_real"):
             object.__setattr__(self, "_real", change(self._real))
         else:
             self._changes.append(change)
         return self
 
-    # By a fetch.
+    # By fetching.
 
     def _use(self) -> Any:
         if not hasattr(self, "_real"):
-            value = self._place.body.fetch(self._place)
+            value = self._place.fetch(self._place)
             for change in self._changes:
                 value = change(value)
             object.__setattr__(self, "_real", value)
@@ -194,8 +319,6 @@ class RemoteValue(Opaque):
         return self._use().__array__(dtype)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        import copy
-
         return copy.deepcopy(self._use(), memo)
 
     @classmethod
@@ -211,7 +334,7 @@ def real(tree: Any) -> Any:
 
 
 def _kept(tree: Any) -> Any:
-    """`tree` as it is now, for a later use: its tensors may be edited until then."""
+    """A copy of `tree` for later use, since its tensors may be edited until then."""
     return map_tensors(tree, lambda _, tensor: tensor.clone()) if not isinstance(tree, RemoteValue) else tree
 
 
@@ -219,14 +342,14 @@ def _method(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callabl
     return lambda value: getattr(value, name)(*real(args), **real(kwargs))
 
 
-# Python's operators, without their underscores.
+# Names of Python's operators, without underscores.
 BINARY = tuple("add sub mul truediv floordiv mod pow matmul lshift rshift and or xor".split())
 UNARY = ("neg", "pos", "abs", "invert")
 COMPARISONS = ("lt", "le", "gt", "ge", "ne", "eq")
 
 
 def _define_operators() -> None:
-    """Arithmetic and comparison use the value; the forms in place are edits of it."""
+    """Arithmetic and comparison use the value. In-place operators are edits."""
 
     def plain(name: str) -> Callable[..., Any]:
         function = getattr(operator, name)

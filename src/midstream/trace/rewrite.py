@@ -1,8 +1,7 @@
-"""The body of a with statement as the code object of a function.
+"""Compiles the body of a with statement to the code object of a function.
 
-Every rewritten node keeps the line and column of what it replaces. The body's own names become free variables of the
-code, which lets `block.py` hand in their first values, read the last ones and lend one to a sibling block, all through
-the cells.
+Every rewritten node keeps the line and column of the one that it replaces. The body's own names become free variables of the code. So
+`block.py` can set their first values, read their last ones and share one with a sibling block, all by their cells.
 """
 
 from __future__ import annotations
@@ -25,11 +24,20 @@ _FUTURES = functools.reduce(
 _GLOBAL_OPS = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "STORE_GLOBAL", "DELETE_GLOBAL"}
 
 
-# What a body may not do
+# Statements that a body may not have.
+
+_ESCAPES: dict[type[ast.AST], str] = {
+    ast.Return: "return",
+    ast.Yield: "yield",
+    ast.YieldFrom: "yield",
+    ast.Await: "await",
+    ast.AsyncFor: "async for",
+    ast.AsyncWith: "async with",
+}
 
 
 class _Escapes(ast.NodeVisitor):
-    """Finds the statements that would leave the block, which has become a function of its own."""
+    """Raises TraceError for statements that would leave the block, which is run as a function."""
 
     def __init__(self, filename: str) -> None:
         self.filename = filename
@@ -41,20 +49,10 @@ class _Escapes(ast.NodeVisitor):
             f"{self.filename}:{line}: `{word}` cannot leave or suspend a trace, whose block is run as a function"
         )
 
-    def visit_Return(self, node: ast.Return) -> None:
-        self.refuse(node, "return")
-
-    def visit_Yield(self, node: ast.Yield | ast.YieldFrom) -> None:
-        self.refuse(node, "yield")
-
-    def visit_Await(self, node: ast.Await) -> None:
-        self.refuse(node, "await")
-
-    def visit_AsyncFor(self, node: ast.AsyncFor) -> None:
-        self.refuse(node, "async for")
-
-    def visit_AsyncWith(self, node: ast.AsyncWith) -> None:
-        self.refuse(node, "async with")
+    def visit(self, node: ast.AST) -> None:
+        if type(node) in _ESCAPES:
+            self.refuse(node, _ESCAPES[type(node)])
+        super().visit(node)
 
     def visit_comprehension(self, node: ast.comprehension) -> None:
         if node.is_async:
@@ -80,25 +78,25 @@ class _Escapes(ast.NodeVisitor):
 
     def visit_With(self, node: ast.With) -> None:
         outside = self.in_loop
-        if any(_is_steps(item.context_expr) for item in node.items):  # which it would go through instead
+        if any(_is_steps(item.context_expr) for item in node.items):  # it becomes a loop, which `break` must not leave
             self.in_loop = False
         self.generic_visit(node)
         self.in_loop = outside
 
     def visit_Lambda(self, node: ast.AST) -> None:
-        """A function or class of its own: nothing in it leaves the block."""
+        """A nested function or class. Nothing in it leaves the block."""
 
-    visit_YieldFrom, visit_Continue, visit_While = visit_Yield, visit_Break, visit_For
+    visit_Continue, visit_While = visit_Break, visit_For
     visit_FunctionDef = visit_AsyncFunctionDef = visit_ClassDef = visit_Lambda
 
 
-# The rewrites
+# Rewriting.
 
 
 class _Rewriter(ast.NodeTransformer):
-    """What only a trace can mean, in plain Python.
+    """Replaces the syntax that only traces have by plain Python.
 
-    `x.save()` -> `__save__(x)`; `with loss.backward():` -> a `with` in which `h.grad` asks the backward pass; and
+    `x.save()` -> `__save__(x)`; `with loss.backward():` -> `with __backward__(loss) as grads:`, with `grads(h)` for `h.grad` in it; and
     `with tracer.iter[:] as step:` -> `for step in tracer.iter[:]:`.
     """
 
@@ -158,20 +156,20 @@ class _Rewriter(ast.NodeTransformer):
     visit_AsyncFunctionDef = visit_FunctionDef
 
     def visit_Global(self, node: ast.Global | ast.Nonlocal) -> ast.AST:
-        """All names are the block's: a declaration in it says nothing, one in a nested function means the block's."""
+        """All names belong to the block, so it needs no declarations. In a nested function they refer to the block's names."""
         return ast.copy_location(ast.Nonlocal(node.names) if self.depth else ast.Pass(), node)
 
     visit_Nonlocal = visit_Global
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
-        """A free variable cannot be annotated."""
+        """A free variable cannot have an annotation."""
         if self.depth or not isinstance(node.target, ast.Name):
             return self.generic_visit(node)
         plain: ast.stmt = ast.Assign([node.target], self.visit(node.value)) if node.value else ast.Pass()
         return ast.copy_location(plain, node)
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
-        self.depth += 1  # annotations of a class body are the class's
+        self.depth += 1  # a class body may have annotations
         self.generic_visit(node)
         self.depth -= 1
         return node
@@ -192,11 +190,11 @@ def _call(name: str, args: list[ast.expr], keywords: list[ast.keyword], at: ast.
     return ast.copy_location(ast.Call(func, args, keywords), at)
 
 
-# Which names a body binds, and which of them it may read first
+# The names that a body binds, and which of them it may read first.
 
 
 class _Names:
-    """Walks statements in order. `sure` are the names certain to be bound by now, `early` those read while not sure."""
+    """Walks statements in order. `sure` holds the names that are certainly bound by now, `early` those read before they are."""
 
     def __init__(self, body: list[ast.stmt]) -> None:
         self.bound: set[str] = set()
@@ -209,7 +207,7 @@ class _Names:
             getattr(self, type(node).__name__, self.read)(node)
 
     def branch(self, body: list[ast.stmt], *targets: ast.AST | str | None) -> set[str]:
-        """Runs statements that may not be executed; returns what is sure where they end."""
+        """Walk statements that may be skipped at run time. Returns the names that are bound for sure at their end."""
         before, self.sure = self.sure, set(self.sure)
         self.bind(*targets)
         self.run(body)
@@ -276,9 +274,7 @@ class _Names:
             self.bind(item.optional_vars)
         after = self.branch(node.body)
         if any(_is_invoke(item.context_expr) for item in node.items):
-            self.sure = (
-                after  # else a second run of a notebook cell would feed the first run's value to the next invoke
-            )
+            self.sure = after  # or a notebook cell, run again, would give the first run's value to the next invoke
 
     def Try(self, node: ast.Try) -> None:
         self.branch(node.body + node.orelse)
@@ -316,11 +312,11 @@ def _is_invoke(node: ast.expr) -> bool:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "invoke"
 
 
-# The code object
+# The code object.
 
 
 def compile_site(site: Site, frame_code: CodeType) -> tuple[CodeType, frozenset[str], frozenset[str]]:
-    """(code, the names outside that it reads, the names it binds before it reads them)."""
+    """(code, the outside names that it reads, the names that it binds before it reads them)."""
     for statement in site.body:
         _Escapes(site.filename).visit(statement)
     rewriter = _Rewriter()
@@ -341,14 +337,14 @@ def compile_site(site: Site, frame_code: CodeType) -> tuple[CodeType, frozenset[
 
 
 def _function_tree(site: Site, body: list[ast.stmt], bound: list[str]) -> ast.Module:
-    """The body as a function inside a function that owns its names, inside the class that the block stands in."""
+    """The body as a function inside a function that owns its names, inside a class like the one around the block."""
     tree = ast.parse("def __names__():\n def __block__(): pass")
     outer = tree.body[0]
     assert isinstance(outer, ast.FunctionDef) and isinstance(outer.body[0], ast.FunctionDef)
     inner = outer.body[0]
     if bound:
         outer.body.insert(0, ast.Assign([ast.Name(name, ast.Store()) for name in bound], ast.Constant(None)))
-        inner.body = [ast.Nonlocal(bound)]  # or else `pass`: a string that the body begins with is no docstring
+        inner.body = [ast.Nonlocal(bound)]  # a statement has to come first, so that a leading string is no docstring
     if site.class_name:
         tree.body = ast.parse(f"class {site.class_name}: pass").body
         tree.body[0].body = [outer]  # type: ignore[attr-defined]
@@ -359,13 +355,13 @@ def _function_tree(site: Site, body: list[ast.stmt], bound: list[str]) -> ast.Mo
 
 
 def _marks(code: CodeType) -> set[tuple[type, object]]:
-    """The names and constants in a code object: those of a block are among those of the function that it stands in."""
+    """The names and constants in a code object. Those of a block are among those of the function around it."""
     marks: set[tuple[type, object]] = set()
     for part in _codes(code):
         names = (*part.co_names, *part.co_varnames, *part.co_cellvars, *part.co_freevars)
         marks.update((str, name) for name in names if not name.startswith("__"))
         marks.update((type(value), value) for value in part.co_consts if not isinstance(value, CodeType | None))
-    # Not the qualified names of classes, nor nan, which equals nothing.
+    # Leave out the qualified names of classes, and nan, which does not equal itself.
     return {(kind, value) for kind, value in marks if "__block__." not in str(value) and value == value}
 
 

@@ -1,8 +1,8 @@
 """`.source`: the calls inside a module's Python forward as points of their own.
 
-The forward's source is rewritten so that each call `f(x)` goes through a dispatcher that reports the call's arguments and
-result; the rewritten forward replaces the module's own only while a trace is alive. Calls are named after what is called,
-with a running number: `self_c_proj_0`, `attention_interface_0`.
+The forward's source is rewritten so that each call `f(x)` goes through a dispatcher, which reports the call's arguments and result. The
+rewritten forward replaces the module's own only while a trace is alive. A call's name is that of the called function with a running
+number: `self_c_proj_0`, `attention_interface_0`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from typing import Any
 
 from torch import nn
 
+from midstream import hooks
 from midstream.errors import SourceUnavailableError
-from midstream.trace.visit import Key
+from midstream.sites import Key
 
 _DISPATCH = "__midstream_call__"
 
@@ -30,12 +31,14 @@ class ForwardSource:
     """A forward's text and the code that reports its calls.
 
     Attributes:
-        attributes: of the calls of the module's own attributes, which: `mlp.down_proj` for `self.mlp.down_proj(x)`.
+        names: of the calls.
+        lines: of the calls, counted from the first line of `text`.
+        attributes: name of a call -> the attribute of the module that it calls: `mlp.down_proj` for `self.mlp.down_proj(x)`.
     """
 
     text: str
     names: tuple[str, ...]
-    lines: tuple[int, ...]  # of each call, counted from the first line of `text`
+    lines: tuple[int, ...]
     code: CodeType
     attributes: Mapping[str, str]
 
@@ -82,7 +85,7 @@ class _Dispatch(ast.NodeTransformer):
 
 @functools.cache
 def forward_source(forward: FunctionType) -> ForwardSource:
-    """Read and rewrite one forward. Raises SourceUnavailableError for a forward without Python source."""
+    """Read and rewrite a forward. Raises SourceUnavailableError if it has no Python source, or calls `super()`."""
     forward = inspect.unwrap(forward)
     try:
         text = textwrap.dedent(inspect.getsource(forward))
@@ -111,19 +114,19 @@ def _in_factory(function: ast.FunctionDef, free: tuple[str, ...]) -> ast.Functio
 
 
 class SourceHooks:
-    """The rewritten forwards that stand in for modules' own while a trace is alive."""
+    """Replaces forwards by rewritten ones while a trace is alive. `fire` gets each call's point and value."""
 
     def __init__(self, modules: Mapping[str, nn.Module], fire: Callable[[Any, Any], Any]) -> None:
         self._modules = modules
         self._paths = {module: path for path, module in modules.items()}
         self._fire = fire
-        self._installed: list[nn.Module] = []
+        self._handles: dict[str, hooks.Handle] = {}
 
     def of(self, path: str) -> ForwardSource:
         return forward_source(type(self._modules[path]).forward)  # type: ignore[arg-type]
 
     def module_point(self, key: Key) -> Key:
-        """For a call of a module, the module's own point, where the same value comes by."""
+        """If `key` is the call of a module, the module's own point, which has the same value; else `key`."""
         if len(key) != 4:
             return key
         path, _, name, kind = key
@@ -133,9 +136,10 @@ class SourceHooks:
         return (self._paths[called], kind) if isinstance(called, nn.Module) and called in self._paths else key
 
     def install(self, path: str) -> None:
-        module = self._modules[path]
-        if module in self._installed:
+        """Replace the forward of the module at `path`."""
+        if path in self._handles:
             return
+        module = self._modules[path]
         plain = inspect.unwrap(type(module).forward)
         cells = [cell.cell_contents for cell in plain.__closure__ or ()]
 
@@ -145,10 +149,10 @@ class SourceHooks:
 
         names = {**plain.__globals__, _DISPATCH: call}
         exec(self.of(path).code, names)
-        module.__dict__["forward"] = names["__factory__"](*cells).__get__(module)
-        self._installed.append(module)
+        self._handles[path] = hooks.replace_forward(module, names["__factory__"](*cells).__get__(module))
 
     def remove(self) -> None:
-        for module in self._installed:
-            module.__dict__.pop("forward", None)
-        self._installed.clear()
+        """Put the modules' own forwards back."""
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()

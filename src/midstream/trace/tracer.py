@@ -1,4 +1,4 @@
-"""What a trace's body sees as `tracer`: steps, early stop, cache and barriers."""
+"""What a trace's body calls: `save`, `backward`, and `tracer` with its steps, early stop, cache and barriers."""
 
 from __future__ import annotations
 
@@ -6,35 +6,74 @@ import itertools
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
 
-from midstream.errors import TraceError, UnknownModuleError
-from midstream.trace.body import StopTrace, current_body, steps
+from midstream.errors import NeverReachedError, TraceError, UnknownModuleError
+from midstream.trace.body import Body, StopTrace, current_body
+from midstream.trace.saves import refuse
 from midstream.trace.tree import Opaque, map_tensors
-from midstream.trace.unsaved import refuse
 from midstream.trace.visit import Visit
 
 _numbers = itertools.count()
 
 
 def save(value: Any) -> Any:
-    """Mark a value to be brought back from a trace.
+    """Bring a value back from a trace. In a with-block `x.save()` means the same. Works on any object.
 
-    A tensor comes back as it is at this moment, on the CPU if an engine computed it; a container comes back as it is when the
-    trace ends. Works on any object. In a with-block `x.save()` means the same.
+    A tensor comes back as it is now, on the CPU if an engine computed it. A container comes back as it is when the trace ends.
 
     Returns:
-        The value to keep: for an engine's tensor a copy that later kernels do not touch.
+        The value to keep: for an engine's tensor a copy, which later kernels do not touch.
     """
     refuse(value)
     return current_body().save(value)
 
 
+class backward:
+    """`with backward(loss) as grad: g = grad(h)`, which gives the gradient of the loss at `h`.
+
+    In a trace's block, `with loss.backward(): g = h.grad` is compiled to this. `h` may be any tensor of the trace that the loss depends on.
+    At the end of the block `loss.backward(...)` runs, so leaves and parameters get their `.grad` as usual.
+
+    Raises:
+        TraceError: gradients are not recorded (engines compute in inference mode), or the loss does not depend on `h`.
+    """
+
+    def __init__(
+        self, loss: torch.Tensor, gradient: torch.Tensor | None = None, retain_graph: bool = False, **rest: Any
+    ) -> None:
+        if not loss.requires_grad:
+            raise TraceError(
+                "backward() needs gradients: trace on LanguageModel (vLLM computes without them), outside torch.no_grad()."
+            )
+        self._loss = loss
+        self._gradient = gradient
+        self._rest = {"retain_graph": retain_graph, **rest}
+
+    def __enter__(self) -> backward:
+        return self
+
+    def __call__(self, value: torch.Tensor) -> torch.Tensor:
+        if not value.requires_grad:
+            raise TraceError(f"The tensor {list(value.shape)} has no gradient: it was computed without recording.")
+        (grad,) = torch.autograd.grad(self._loss, value, self._gradient, retain_graph=True, allow_unused=True)
+        if grad is None:
+            raise TraceError(
+                f"The loss does not depend on the tensor {list(value.shape)}. Read it before the values that the loss is computed from."
+            )
+        return grad
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if kind is None:
+            self._loss.backward(self._gradient, **self._rest)
+
+
 @dataclass(frozen=True)
 class Barrier:
-    """`barrier = tracer.barrier(2)` above the invokes, `barrier()` in each of them: all wait there for each other."""
+    """Where invokes wait for each other: `barrier = tracer.barrier(2)` above the invokes, `barrier()` in each of them."""
 
     parties: int
     name: str = field(default_factory=lambda: f"{os.getpid()}-{next(_numbers)}")
@@ -45,11 +84,30 @@ class Barrier:
 
 @dataclass(frozen=True)
 class Result:
-    """Stands for the request's final output inside the body, where it does not exist yet."""
+    """Stands for the request's final output, which does not exist yet while the body runs."""
+
+
+def steps(body: Body, chosen: slice | int | list[int]) -> Iterator[int]:
+    """The steps of a generation. Each is yielded when the forward begins it.
+
+    A slice ends with the request. Steps asked for by number raise NeverReachedError if the request ends before them.
+    """
+    if isinstance(chosen, slice):
+        index, stride = chosen.start or 0, chosen.step or 1
+        if index < 0 or stride < 0 or (chosen.stop is not None and chosen.stop < 0):
+            raise TraceError("Steps count from 0 upwards: how many there will be is not known in advance.")
+        while (chosen.stop is None or index < chosen.stop) and body.wait_for_step(index):
+            yield index
+            index += stride
+        return
+    for index in [chosen] if isinstance(chosen, int) else chosen:
+        if not body.wait_for_step(index):
+            raise NeverReachedError(f"step {index} was never reached: the request ended after step {body.now}.")
+        yield index
 
 
 class Loop(Iterator[int]):
-    """The steps that a body goes through. In a with-block of a trace `with` goes through them, too: it is compiled to `for`."""
+    """An iterator over steps. In a trace's block, `with` iterates over it too: it is compiled to `for`."""
 
     def __init__(self, numbers: Iterator[int]) -> None:
         self._numbers = numbers
@@ -59,18 +117,18 @@ class Loop(Iterator[int]):
 
     def __enter__(self) -> NoReturn:
         raise TraceError(
-            "A function goes through steps with `for step in tracer.iter[:]:`; `with` is for a trace's block."
+            "In a function, write `for step in tracer.iter[:]:`. `with tracer.iter[:]:` works only in a trace's block."
         )
 
     def __exit__(self, *_: object) -> None:
-        """Not come to."""
+        """Never called."""
 
 
 def steps_of(given: Any) -> Loop:
-    """What `with tracer.iter[:]:` goes through, if it is that."""
+    """What `with tracer.iter[:]:` iterates over. Raises TraceError if `given` is not the tracer's."""
     if not isinstance(given, Loop):
         raise TraceError(
-            "In a trace `with x.all():` and `with x.iter[...]:` go through the tracer's steps. For a context manager of your own write "
+            "In a trace, `with x.all():` and `with x.iter[...]:` are loops over the tracer's steps. For another context manager write "
             "`manager = x.all()` and `with manager:`."
         )
     return given
@@ -79,13 +137,13 @@ def steps_of(given: Any) -> Loop:
 class Steps:
     """`tracer.iter`: `for step in tracer.iter[:]`, `tracer.iter[2:5]`, `tracer.iter[0]`, `tracer.iter[[0, 3]]`."""
 
-    def __getitem__(self, wanted: slice | int | list[int]) -> Loop:
-        return Loop(steps(current_body(), wanted))
+    def __getitem__(self, chosen: slice | int | list[int]) -> Loop:
+        return Loop(steps(current_body(), chosen))
 
 
 @dataclass
 class CacheEntry:
-    """What a cache holds of one module: its outputs and inputs, a list of them if the request ran several steps."""
+    """One module's output and inputs in a cache; lists of them if the request ran several steps."""
 
     output: Any = None
     inputs: Any = None
@@ -102,7 +160,7 @@ class CacheEntry:
             setattr(self, field_name, _Steps([before, value]))
 
     def until(self, step: int) -> CacheEntry:
-        """What there was before `step` began."""
+        """The entry with the values of the steps before `step` only."""
         entry = CacheEntry()
         for field_name, numbers in self._steps.items():
             values = getattr(self, field_name)
@@ -113,7 +171,7 @@ class CacheEntry:
 
 
 class _Steps(list[Any]):
-    """Values of several steps, told from a module's own list."""
+    """Values of several steps, as opposed to a list that a module returned."""
 
 
 class Cache(dict[str, CacheEntry], Opaque):
@@ -125,7 +183,7 @@ class Cache(dict[str, CacheEntry], Opaque):
         return _CachePath(self, name)
 
     def __midstream_until__(self, step: int) -> Cache:
-        """What there was before `step` began."""
+        """The cache with the values of the steps before `step` only."""
         entries = {path: entry.until(step) for path, entry in self.items()}
         return Cache({path: entry for path, entry in entries.items() if entry._steps})
 
@@ -159,25 +217,25 @@ class BodyTracer:
         return self.iter[:]
 
     def next(self, count: int = 1) -> int:
-        """Go on to the next step; reads that follow are about that one."""
+        """Go on to the next step, or `count` steps further. Later reads are of that step."""
         body = current_body()
         for step in steps(body, [body.step + count]):
             return step
-        raise AssertionError("an asked-for step is yielded or raises")
+        raise AssertionError("steps() yields a step asked for by number, or raises")
 
     def stop(self) -> None:
-        """End the request with this step. What was saved before is kept; the code that follows does not run."""
+        """End the request after this step. Values saved so far come back; the code that follows does not run."""
         current_body().stopped = True
         raise StopTrace
 
     def barrier(self, parties: int) -> Barrier:
         raise TraceError(
-            "Make the barrier above the invokes that meet at it: `barrier = tracer.barrier(2)` outside of them."
+            "Make the barrier outside of the invokes that meet at it: write `barrier = tracer.barrier(2)` above them."
         )
 
     def invoke(self, *_: Any, **__: Any) -> None:
         raise TraceError(
-            "An invoke cannot lie inside another one, nor inside a trace that has a prompt: give model.trace() no prompt."
+            "An invoke cannot be inside another invoke, nor inside a trace with a prompt. Give model.trace() no prompt."
         )
 
     def cache(
@@ -188,20 +246,22 @@ class BodyTracer:
         device: torch.device | str | None = "cpu",
         dtype: torch.dtype | None = None,
     ) -> Cache:
-        """Keep what modules return in the rest of this trace, after all edits.
+        """Keep what modules return during the rest of this trace, after all edits.
 
         Args:
             modules: modules or paths; None for every module of the tree.
-            include_output, include_inputs: what to keep of each.
-            device, dtype: what the kept tensors are converted to; None leaves them.
+            include_output, include_inputs: what to keep of each module.
+            device, dtype: of the kept tensors; None leaves them as they are.
 
         Returns:
-            A saved cache, filled as the forward goes on.
+            A saved cache, which fills up as the forward goes on.
         """
         body = current_body()
-        torch.empty(0).to(device, dtype)  # what cannot be done is said here, and not when the forward has the values
-        interleaver = body.interleaver
-        tree = interleaver.modules if interleaver.stages is None else interleaver.stages.modules
+        torch.empty(0).to(
+            device, dtype
+        )  # raises here for an impossible device or dtype, and not in the middle of the forward
+        forward = body.forward
+        tree = forward.stage.modules
         paths = [p for p in tree if p] if modules is None else [getattr(m, "_path", m) for m in modules]
         cache = Cache()
 
@@ -215,8 +275,8 @@ class BodyTracer:
         for path in paths:
             if path not in tree:
                 raise UnknownModuleError(f"cache: the model has no module {path!r}; print(model) shows the tree.")
-            if include_output and interleaver.has((path, "output")):
-                interleaver.watch(body, (path, "output"), keep(path, "output"))
-            if include_inputs and interleaver.has((path, "input")):
-                interleaver.watch(body, (path, "input"), keep(path, "inputs"))
+            if include_output and forward.stage.has((path, "output")):
+                forward.watch(body.name, (path, "output"), keep(path, "output"))
+            if include_inputs and forward.stage.has((path, "input")):
+                forward.watch(body.name, (path, "input"), keep(path, "inputs"))
         return save(cache)

@@ -1,4 +1,4 @@
-"""Tensors inside what modules take and return: tuples, lists, named tuples, dicts and transformers' ModelOutput; and their bytes."""
+"""The tensors in what modules take and return (tuples, lists, named tuples, dicts, transformers' ModelOutput), and their bytes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from midstream.sites import Ref
 
 
 class Opaque:
-    """A value that these functions do not look into: looking would be using it."""
+    """A value that these functions do not look into, because that would count as using it."""
 
 
 def leaves(tree: Any, at: Ref = ()) -> Iterator[tuple[Ref, torch.Tensor]]:
-    """Each tensor in `tree`, with the way to it."""
+    """Each tensor in `tree`, with its place."""
     if isinstance(tree, Opaque):
         return
     if isinstance(tree, torch.Tensor):
@@ -50,7 +50,7 @@ def map_tensors(tree: Any, change: Callable[[Ref, torch.Tensor], Any], at: Ref =
 
 
 def shape_text(tree: Any) -> str:
-    """What a value looks like, for messages: `[7, 64]`, `([7, 64], [7, 64])`, `None`, `int`."""
+    """A value's structure and shapes, for messages: `[7, 64]`, `([7, 64], [7, 64])`, `None`, `int`."""
     if isinstance(tree, torch.Tensor):
         return str(list(tree.shape))
     if isinstance(tree, (tuple, list)):
@@ -74,33 +74,35 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: tor
 
 
 def is_raw(value: object) -> bool:
-    """True for tensors that travel as bytes. Sparse, quantized, nested, meta and wrapper tensors are left to pickle."""
+    """Whether a tensor is sent as bytes. Sparse, quantized, nested, meta and wrapper tensors are pickled."""
     if type(value) is not torch.Tensor and not isinstance(value, torch.nn.Parameter):
         return False
     return value.layout is torch.strided and not (value.is_quantized or value.is_meta or value.is_nested)
 
 
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """A raw tensor's elements, in its shape and strides, as a dtype of their size that torch can copy; a view unless it is a lazy
-    conjugate or negative."""
+    """A raw tensor's elements as integers of their size, which torch can always copy. A view, unless the tensor is a lazy conjugate or
+    negative."""
     return tensor.detach().resolve_conj().resolve_neg().view(_BITS[tensor.element_size()])
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A raw tensor's elements as flat uint8, row-major; a copy only if they do not lie that way already."""
+    """A raw tensor's elements as flat uint8, row-major. A copy only if they do not lie that way already."""
     bits = as_bits(tensor).contiguous()
-    return bits.as_strided((bits.numel(),), (1,)).view(torch.uint8)  # reshape keeps the odd stride of a single element
+    return bits.as_strided((bits.numel(),), (1,)).view(
+        torch.uint8
+    )  # reshape would keep the odd stride of a single element
 
 
 def movable(tensor: torch.Tensor) -> torch.Tensor:
-    """What to pickle of a tensor that is not raw: on the CPU, in a layout that pickle knows."""
+    """A tensor that is not raw as it can be pickled: on the CPU, in a layout that pickle supports."""
     if tensor.is_mkldnn:
         return tensor.to_dense()
     return tensor if tensor.is_cpu or tensor.is_meta else tensor.cpu()
 
 
 def memory_of(tensor: torch.Tensor) -> int | None:
-    """Where its storage lies; None if it has none of its own, as sparse tensors and wrappers."""
+    """The address of the tensor's storage; None if it has none of its own, like sparse tensors and wrappers."""
     if tensor.layout is not torch.strided:
         return None
     try:

@@ -1,147 +1,117 @@
-"""One stop of the forward pass at a point, and what one trace does to the value there.
+"""What one trace does to the value at a point: a `Visit` hands out its request's part, and writes back what the trace has edited.
 
-An `Event` is the forward's side: the value of the whole batch, replaced where somebody wrote. A `Visit` is one request's
-side of it: it hands out this request's part, and on leaving writes back what was edited.
+A `Journal` keeps the edits of a request. If the engine preempts the request and computes positions again, they are edited again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from midstream.errors import ShapeError
-from midstream.sites import Binding, Ref, follow, replaced
-from midstream.trace.rows import FlatRows, Rows, private
-from midstream.trace.shared import SharedSite, Span
+from midstream.sites import Binding, Key, Ref, point_name
+from midstream.trace.rows import Event, FlatRows, Rows, SharedSite, Span, private
 from midstream.trace.tree import leaves, map_tensors, memory_of, shape_text
 
-if TYPE_CHECKING:
-    from midstream.trace.journal import Journal
-    from midstream.trace.whole import Whole
 
-Key = tuple[str, ...]  # (path, "input"), (path, "output"), ("", "logits"), (path, "source", call, "output")
+@dataclass
+class _Edit:
+    """The value written to a site or a leaf, at the positions from `first_position` on along `axis`."""
+
+    where: Binding | Ref
+    axis: int
+    first_position: int
+    value: torch.Tensor
 
 
-def point_name(key: Key) -> str:
-    """How a user would write the point: `model.layers.3.output`."""
-    return ".".join(part for part in key if part)
+class Journal:
+    """One request's edits, by point. A later edit of the same positions replaces the earlier one."""
+
+    def __init__(self) -> None:
+        self._edits: defaultdict[Key, dict[tuple[Binding | Ref, int], _Edit]] = defaultdict(dict)
+        self.fresh: list[_Edit] = []  # edits whose values are still on the GPU
+
+    def __iter__(self) -> Iterator[Key]:
+        """The edited points."""
+        return iter(self._edits)
+
+    def __bool__(self) -> bool:
+        return bool(self._edits)
+
+    def add(self, key: Key, where: Binding | Ref, first_position: int, value: torch.Tensor, axis: int = 0) -> None:
+        """Note an edit. The journal keeps `value` itself."""
+        edit = _Edit(where, axis, first_position, value)
+        self._edits[key][where, first_position] = edit
+        if value.is_cuda:
+            self.fresh.append(edit)
+
+    def first_not_finite(self) -> tuple[Key, Binding | Ref, int] | None:
+        """The point, the site or leaf, and the position of the first write of an infinity or a NaN."""
+        for key, edits in self._edits.items():
+            for edit in edits.values():
+                rows = torch.isfinite(edit.value).movedim(edit.axis, 0)
+                bad = ~rows.reshape(len(rows), -1).all(-1)
+                if bad.any():
+                    return key, edit.where, edit.first_position + int(bad.nonzero()[0])
+        return None
+
+    def replay(self, event: Event, rows: FlatRows) -> None:
+        """Make the edits of the positions of `rows` again."""
+        for edit in self._edits.get(event.key, {}).values():
+            begin = max(edit.first_position, rows.first_position)
+            end = min(edit.first_position + edit.value.shape[edit.axis], rows.first_position + rows.count)
+            if begin < end:
+                part = edit.value.narrow(edit.axis, begin - edit.first_position, end - begin)
+                start = rows.start + begin - rows.first_position
+                _make_again(event, edit.where, part, FlatRows(start, start + end - begin, rows.total))
 
 
-class Event:
-    """The forward pass at `key`. `tree` is the whole batch's value there: `(args, kwargs)` or what was returned.
+def _make_again(event: Event, where: Binding | Ref, value: torch.Tensor, rows: FlatRows) -> None:
+    if isinstance(where, Binding):
+        full = event.leaf(where.hidden)
+        for ref, part in where.leaves(value.to(full.device), event.leaf):
+            event.write(ref, part, rows, tokens=True, in_place=where.in_place)
+    else:
+        event.write(where, value.to(event.leaf(where).device), rows, tokens=False)
 
-    Under tensor parallelism a rank has only a part of some leaves: traces read and write the whole, which `whole` knows the way to.
-    `laid_out_as`: the point whose value is laid out like this one.
-    """
 
-    def __init__(
-        self, key: Key, tree: Any, direct: bool = False, whole: Whole | None = None, laid_out_as: Key | None = None
-    ) -> None:
-        self.key = key
-        self.tree = tree
-        self._whole = whole
-        self._layouts = whole.of(laid_out_as or key) if whole is not None else {}
-        self._joined: dict[tuple[Ref, Span], torch.Tensor] = {}
-        self.direct = (
-            direct  # whether writes land in the tree's own tensors: compiled code has no other way to see them
-        )
-        self._owned: set[Ref] = set()
-        self._shared: dict[tuple[Binding, Span], SharedSite] = {}
-
-    def shared(self, binding: Binding, span: Span, total: int, body: str) -> SharedSite:
-        """The site's value for the traced requests of this event. `body` is the one that asks."""
-        if (binding, span) not in self._shared:
-            self._shared[binding, span] = SharedSite(self, binding, span, total, body)
-        return self._shared[binding, span]
-
-    def take_tokens(self, ref: Ref, rows: Rows, body: str) -> torch.Tensor:
-        """These tokens of the leaf, `[t, ...]`; the engine's own memory unless the leaf is a part."""
-        part = rows.take_tokens(self.leaf(ref))
-        return self._join(ref, part, 1, body) if ref in self._layouts else part
-
-    def take(self, ref: Ref, rows: Rows, span: Span | None, body: str) -> torch.Tensor:
-        """One request's rows of the leaf, for a trace to hold. Parts are joined for all of `span` at once."""
-        full = self.leaf(ref)
-        if ref not in self._layouts or not isinstance(rows, FlatRows):
-            return rows.take(full)
-        first, last = span or (rows.start, rows.stop)
-        axis = rows.axis(full)
-        if axis is None:
-            return private(self._join(ref, full, 0, body))
-        if (ref, (first, last)) not in self._joined:
-            part = full.narrow(axis, first, last - first)
-            self._joined[ref, (first, last)] = self._join(ref, part, axis + 1, body)
-        return private(self._joined[ref, (first, last)].narrow(axis, rows.start - first, rows.count))
-
-    def _join(self, ref: Ref, part: torch.Tensor, lead: int, body: str) -> torch.Tensor:
-        assert self._whole is not None
-        self._whole.agreement.agree(body, point_name(self.key), *ref, tuple(part.shape))
-        return self._whole.join(self._layouts[ref], part, lead)
-
-    def note_write(self, body: str, where: Any) -> None:
-        """`body` writes here, as it has to on every tensor-parallel rank."""
-        if self._whole is not None:
-            self._whole.agreement.note(body, "a write to", point_name(self.key), where)
-
-    def write_back(self) -> None:
-        """Have every edit in the tree, before anybody looks at it otherwise."""
-        shared, self._shared = self._shared, {}
-        for site in shared.values():
-            site.write_back()
-
-    @property
-    def changed(self) -> bool:
-        return bool(self._owned)
-
-    def leaf(self, ref: Ref) -> Any:
-        return follow(self.tree, ref)
-
-    def write(self, ref: Ref, value: torch.Tensor, rows: Rows, tokens: bool, in_place: bool = False) -> None:
-        """Put `value` into this request's part of the leaf.
-
-        The engine's own tensor is left alone, for it may be seen from elsewhere; unless that is what is wanted (`in_place`).
-        """
-        full = self.leaf(ref)
-        if ref in self._layouts:
-            value = self._cut(ref, full, value, rows, tokens)
-        if in_place or self.direct:
-            rows.take_tokens(full).copy_(value)
-            return
-        if ref not in self._owned and not rows.aliases:
-            full = full.clone()
-        full = rows.put_tokens(full, value) if tokens else rows.put(full, value)
-        self.tree = replaced(self.tree, ref, full)
-        self._owned.add(ref)
-
-    def _cut(self, ref: Ref, full: torch.Tensor, value: torch.Tensor, rows: Rows, tokens: bool) -> torch.Tensor:
-        """This rank's part of `value`."""
-        assert self._whole is not None and isinstance(rows, FlatRows)
-        for key in [key for key in self._joined if key[0] == ref]:
-            first, last = key[1]
-            if first <= rows.start and rows.stop <= last:
-                own = FlatRows(rows.start - first, rows.stop - first, last - first)
-                (own.put_tokens if tokens else own.put)(self._joined[key], value)
-            else:
-                del self._joined[key]
-        axis = rows.axis(full)
-        return self._whole.cut(self._layouts[ref], value, 1 if tokens else 0 if axis is None else axis + 1)
+def move_to_host(journals: Iterable[Journal]) -> None:
+    """Copy a step's edits to host memory without waiting, so that a long generation does not fill the GPU with them."""
+    by_dtype: defaultdict[torch.dtype, list[_Edit]] = defaultdict(list)
+    for journal in journals:
+        for edit in journal.fresh:
+            by_dtype[edit.value.dtype].append(edit)
+        journal.fresh = []
+    for dtype, edits in by_dtype.items():
+        flat = torch.cat([edit.value.reshape(-1) for edit in edits])
+        host = torch.empty(flat.shape, dtype=dtype, pin_memory=True).copy_(flat, non_blocking=True)
+        for edit, part in zip(edits, host.split([edit.value.numel() for edit in edits]), strict=True):
+            edit.value = part.view(edit.value.shape)
 
 
 @dataclass
 class _Handed:
-    """A tensor that the trace holds, and how it looked when it was handed out."""
+    """A tensor that the trace holds, with its version when it was handed out."""
 
     value: torch.Tensor
     version: int
     write: Callable[[torch.Tensor], None]
-    view: Binding | None  # the site that it is the value of, or None for the module's own
+    view: Binding | None  # the site whose value it is; None for a leaf of the module's own value
 
 
 class Visit:
-    """What one trace sees of an event."""
+    """One trace's view of an event.
+
+    Args:
+        rows: of its request.
+        journal: takes its edits.
+        span: the rows of all traced requests, if they are worth reading together.
+        body: the trace's name.
+    """
 
     def __init__(
         self,
@@ -182,29 +152,27 @@ class Visit:
     ) -> torch.Tensor:
         if lands_itself:
             return value
-        if (
-            value.requires_grad
-        ):  # gradients are read at what the trace holds, so that must be what the model goes on with
+        if value.requires_grad:  # the trace reads gradients at this tensor, so the model has to go on with it
             write(value)
         self._handed.append(_Handed(value, value._version, write, view))
         return value
 
     def holds(self, value: torch.Tensor) -> bool:
-        """Whether an edit of `value` would be one of what this visit is about."""
+        """Whether `value` shares memory with a tensor of this visit."""
         memory = memory_of(value)
         here = [handed.value for handed in self._handed] or [leaf for _, leaf in leaves(self.event.tree)]
         return memory is not None and any(memory_of(tensor) == memory for tensor in here)
 
     def follow(self, copy: torch.Tensor, written: Callable[[], None]) -> None:
-        """Call `written` when `copy`, of something that this visit holds, has been edited, before the visit's own edits count."""
+        """Call `written` once `copy`, a copy of a tensor of this visit, has been edited, before the visit's own edits are taken."""
         self._followed.append((copy, copy._version, written))
 
     def _isolate(self, value: torch.Tensor) -> torch.Tensor:
-        """A module's input is often its neighbour's too: an edit must reach this module alone."""
+        """A module's input is often another module's too. A copy lets an edit reach this module only."""
         return value.clone() if self.rows.aliases and "input" in self.key else value
 
     def raw(self) -> Any:
-        """The value as the module has it, this request's rows only."""
+        """This request's rows of the value as the module has it."""
         self._settle()
         if not self._has_raw:
             self.event.write_back()
@@ -217,6 +185,7 @@ class Visit:
         return self._raw
 
     def set_raw(self, value: Any) -> None:
+        """Replace it. Raises ShapeError unless `value` has the same structure and shapes."""
         current = self.raw()
         if value is current:
             return
@@ -250,33 +219,33 @@ class Visit:
                 return full if full is None or full.ndim == 1 else self.rows.take_tokens(full)
 
             if isinstance(self.rows, FlatRows):
-                value = self._shared(binding).part(self.rows)
+                value = self._shared(binding, self.rows).part(self.rows)
             else:
                 value = self._isolate(binding.read(leaf))
             self._sites[binding] = self._hand_out(value, lambda v: self._write_site(binding, v), False, binding)
         return self._sites[binding]
 
-    def _shared(self, binding: Binding) -> SharedSite:
-        assert isinstance(self.rows, FlatRows)
-        span = self._span or (self.rows.start, self.rows.stop)
-        return self.event.shared(binding, span, self.rows.total, self._body)
+    def _shared(self, binding: Binding, rows: FlatRows) -> SharedSite:
+        return self.event.shared(binding, self._span or (rows.start, rows.stop), rows.total, self._body)
 
     def _write_site(self, binding: Binding, value: torch.Tensor) -> None:
         if isinstance(self.rows, FlatRows):
             self.event.note_write(self._body, binding.hidden)
-            self._shared(binding).edit(self.rows, value, self._journal)
+            written = self._journal.add if self._journal is not None else None
+            self._shared(binding, self.rows).edit(self.rows, value, written)
             return
         for ref, part in binding.leaves(value, self.event.leaf):
             self._write(ref, part, True, binding.in_place)
 
     def set_site(self, binding: Binding, value: torch.Tensor, name: str) -> None:
+        """Replace the site's value. Raises ShapeError, which calls it `name`, unless `value` broadcasts to its shape."""
         current = self.site(binding)
         if value is current:
             return
         if not isinstance(value, torch.Tensor):
             raise ShapeError(f"{name} is a tensor {list(current.shape)}; a {type(value).__name__} was written to it.")
         try:
-            whole = value.to(current).expand_as(current)
+            expanded = value.to(current).expand_as(current)
         except RuntimeError:
             raise ShapeError(
                 f"{name} is {list(current.shape)} for this request; {list(value.shape)} was written to it. "
@@ -284,13 +253,13 @@ class Visit:
             ) from None
         self._settle()
         self._forget()
-        self._write_site(binding, whole)
-        kept = _tracked(whole if whole is value else whole.clone())
+        self._write_site(binding, expanded)
+        kept = _tracked(expanded if expanded is value else expanded.clone())
         self._sites = {binding: kept}
         self._hand_out(kept, lambda v: self._write_site(binding, v), False, binding)
 
     def _settle(self) -> None:
-        """Write back what was edited in place since it was handed out. Other views of this point are then out of date."""
+        """Write back what the trace has edited in place. Other views of this point are then out of date."""
         for place, (copy, version, written) in enumerate(self._followed):
             if copy._version != version:
                 written()
@@ -305,7 +274,7 @@ class Visit:
             self._has_raw = self._has_raw and views == {None}
 
     def _forget(self) -> None:
-        """Older views of this point are out of date after a replacement."""
+        """After a replacement, older views of this point are out of date."""
         self._followed.clear()
         self._handed.clear()
         self._sites.clear()
@@ -319,5 +288,5 @@ class Visit:
 
 
 def _tracked(value: torch.Tensor) -> torch.Tensor:
-    """`value`, such that edits in place can be told: what is computed in inference mode has no version counter."""
+    """`value`, or a copy if it was computed in inference mode and has no version counter to show edits in place."""
     return private(value) if value.is_inference() else value

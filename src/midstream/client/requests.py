@@ -1,0 +1,370 @@
+"""One request as the user asks for it: its prompt as token ids, its plan checked against the model, its answers, its result.
+
+`TraceModel` makes an `Invoke` for each prompt; `Planner` checks its plan; the model runs it and gives an `InvokeResult`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from midstream.capture.consumers import Collected
+from midstream.capture.rows import Routes, RowChunk, empty_chunk, identity, routes
+from midstream.capture.sinks import destination
+from midstream.client.vectors_and_runs import Runs, Vectors
+from midstream.errors import InterventionErrorGroup, MidstreamError, PlanError, PromptError, RequestErrorGroup
+from midstream.plan.checks import ModelFacts, check
+from midstream.plan.memory import Memory, plan_bytes
+from midstream.plan.ops.edit import changed
+from midstream.plan.runs import RecordedRun
+from midstream.plan.values import Capture, Edit, Plan, has_spans, resolve_spans, with_digests
+from midstream.trace.block import Block
+from midstream.trace.program import BlockProgram, Outcome, Program
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Answers = Mapping[str | int, int]  # an answer, as a text or a token id -> its token id
+_NOT_TEXT = ("multi_modal", "pixel_values", "image", "video", "audio", "input_features")
+_PLANE_BYTES = 256
+_INTERVENTIONS = (Edit, Capture)
+
+
+@dataclass
+class Invoke:
+    """One prompt, and the code and the plan that run on it.
+
+    Attributes:
+        answers: the answers to grade.
+        is_elsewhere: whether its block is in another function than the trace, so that its names are not the caller's.
+        collected: for a request of `model.collect`.
+    """
+
+    prompt: Prompt
+    program: Program | None
+    params: dict[str, Any] = field(default_factory=dict)
+    plan: Plan = field(default_factory=Plan)
+    answers: Answers = field(default_factory=dict)
+    is_elsewhere: bool = False
+    collected: Collected | None = None
+
+    @property
+    def block(self) -> Block | None:
+        return self.program.block if isinstance(self.program, BlockProgram) else None
+
+
+@dataclass
+class InvokeResult:
+    """The result of one invoke.
+
+    Attributes:
+        outcomes: of its bodies, the invoke's own first; one for each sample if n > 1.
+        output: the request's final output.
+        error: why its plan or its captures failed.
+    """
+
+    outcomes: list[Outcome]
+    output: Any
+    error: MidstreamError | None = None
+
+    def errors(self) -> Iterator[MidstreamError]:
+        for outcome in self.outcomes:
+            if outcome.failure is not None:
+                error = outcome.failure.exception()
+                error.saves = outcome.values  # type: ignore[attr-defined]
+                yield error
+        if self.error is not None:
+            yield self.error
+
+
+def raise_failures(results: list[InvokeResult]) -> None:
+    """Raise the results' error, or a group of their errors; its `outputs` are the outputs of all invokes."""
+    errors = [error for result in results for error in result.errors()]
+    if not errors:
+        return
+    group = RequestErrorGroup if any(result.error is not None for result in results) else InterventionErrorGroup
+    error = errors[0] if len(errors) == 1 else _grouped(group, errors)
+    error.outputs = [result.output for result in results]  # type: ignore[attr-defined]
+    raise error from error.__cause__
+
+
+def _grouped(group: Any, errors: list[MidstreamError]) -> MidstreamError:
+    """A group that is also an instance of the errors' common class, so that one `except` catches one error or several."""
+    text = f"{len(errors)} requests failed, the first: {errors[0]}"
+    nothing_new = (*group.__mro__, Exception)
+    for shared in type(errors[0]).__mro__:
+        if shared not in nothing_new and all(isinstance(error, shared) for error in errors):
+            try:
+                mixed: Any = type(f"{shared.__name__}Group", (group, shared), {"__module__": group.__module__})
+                return mixed(text, errors)  # type: ignore[no-any-return]
+            except TypeError:  # a builtin whose memory layout excludes other bases
+                continue
+    return group(text, errors)  # type: ignore[no-any-return]
+
+
+# Prompts.
+
+
+def is_multimodal(prompt: Any) -> bool:
+    """Whether the prompt has images, sound or video."""
+    return isinstance(prompt, Mapping) and any(
+        str(key).startswith(_NOT_TEXT) and value is not None for key, value in prompt.items()
+    )
+
+
+def encode(prompt: Prompt, tokenizer: Callable[[], Any]) -> list[int]:
+    """The prompt's token ids; `tokenizer` returns the tokenizer for text. Raises PromptError if there are none, or images."""
+    if type(prompt) is list and prompt and all(type(token) is int for token in prompt):
+        return prompt.copy()
+    if is_multimodal(prompt):
+        raise PromptError(
+            "A prompt here is text. Send a prompt with images, sound or video to `model.engine.generate(prompt, "
+            'SamplingParams(...))`, which takes a plan without positions as extra_args={"midstream": plan}.'
+        )
+    ids: Any = prompt
+    if (text := _text_of(prompt)) is not None:
+        ids = tokenizer()(text)["input_ids"]
+    elif isinstance(prompt, Mapping):
+        ids = next((prompt[key] for key in ("input_ids", "prompt_token_ids") if prompt.get(key) is not None), ())
+    try:
+        ids = torch.as_tensor(ids)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise _no_prompt(prompt) from error
+    ids = ids[0] if ids.ndim == 2 and ids.shape[0] == 1 else ids
+    if ids.ndim != 1 or not ids.numel():
+        raise _no_prompt(prompt)
+    return ids.long().tolist()
+
+
+def _text_of(prompt: Any) -> str | None:
+    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    return text if isinstance(text, str) else None
+
+
+def _no_prompt(given: Any) -> PromptError:
+    return PromptError(
+        f"A prompt is a text or one sequence of at least one token id; {given!r} was given. Several are for `generate` and `run`; a "
+        "trace has one `tracer.invoke(prompt)` for each."
+    )
+
+
+def _offsets_of(prompt: Prompt, ids: Sequence[int], tokenizer: Any) -> tuple[str, list[tuple[int, int]]]:
+    """The prompt's text, and the `[begin, end)` of each token in it. Raises PlanError if the tokenizer cannot tell."""
+    text = _text_of(prompt)
+    if text is None:
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+    try:
+        encoded = tokenizer(text, return_offsets_mapping=True)
+    except NotImplementedError as error:
+        raise PlanError("Span needs a tokenizer that tells offsets (a fast one); give positions as numbers.") from error
+    if list(encoded["input_ids"]) != list(ids):
+        raise PlanError(
+            "Span needs the prompt's text, and the tokenizer turns the text of these token ids into other ids; "
+            "give the prompt as text, or positions as numbers."
+        )
+    return text, [(int(begin), int(end)) for begin, end in encoded["offset_mapping"]]
+
+
+# Answers: tokens to grade as the first token after the prompt. They are looked up by id, so unlikely ones have a value, too.
+
+
+def answers_of(given: Any, prompts: int, tokenizer: Callable[[], Any], vocab_size: int) -> list[Answers]:
+    """The answers of each of several prompts.
+
+    Args:
+        given: an answer (a text of one token, or a token id) or a list of answers for all prompts; or a list with a list for each prompt.
+
+    Raises:
+        PromptError: an answer is not one token of the model, or there is not one list for each prompt.
+    """
+
+    def tokens(answers: Any) -> Answers:
+        each = list(answers) if isinstance(answers, (list, tuple)) else [answers]
+        return {answer: _answer_token(answer, tokenizer, vocab_size) for answer in each}
+
+    if not isinstance(given, (list, tuple)) or not any(isinstance(each, (list, tuple)) for each in given):
+        return [tokens(given)] * prompts
+    if len(given) != prompts:
+        raise PromptError(f"answers is a list with a list for each prompt: {len(given)} were given for {prompts}.")
+    return [tokens(each) for each in given]
+
+
+def _answer_token(answer: Any, tokenizer: Callable[[], Any], vocab_size: int) -> int:
+    if isinstance(answer, int) and not isinstance(answer, bool):
+        if not 0 <= answer < vocab_size:
+            raise PromptError(f"answers has the token id {answer}; this model's are 0 to {vocab_size - 1}.")
+        return answer
+    if not isinstance(answer, str):
+        raise PromptError(f"answers has {answer!r}. Allowed: texts of one token, token ids, and lists of these.")
+    ids = tokenizer()(answer, add_special_tokens=False)["input_ids"]
+    if len(ids) != 1:
+        parts = ", ".join(f"{tokenizer().decode([token])!r} ({token})" for token in ids)
+        raise PromptError(
+            f"The answer {answer!r} is {len(ids)} tokens: {parts or 'none'}. Answers are graded by one token: give the id of the "
+            "one that tells them apart, or a text of one token (most words are one with the space before them)."
+        )
+    return int(ids[0])
+
+
+# Plans.
+
+
+def plans_of(given: Any, prompts: int, single: bool = False) -> list[Plan]:
+    """The plan of each prompt.
+
+    Args:
+        given: one plan for all prompts, or a list with a plan, a list of interventions or None for each prompt.
+        single: whether there is one prompt, not a list of prompts.
+
+    Raises:
+        PlanError: it is neither.
+    """
+    if not isinstance(given, (list, tuple)) or all(isinstance(item, _INTERVENTIONS) for item in given):
+        return [Plan.of(given)] * prompts
+    if any(isinstance(item, _INTERVENTIONS) for item in given):
+        raise PlanError(
+            "plan mixes interventions with plans. Allowed: one list of interventions for all prompts, or a list that has for "
+            "each prompt a plan, a list of interventions, or None."
+        )
+    if len(given) != prompts:
+        there = "one prompt" if single or prompts == 1 else f"{prompts} prompts"
+        raise PlanError(f"plan is a list with a plan for each prompt: {len(given)} plans were given for {there}.")
+    return [Plan.of(item) for item in given]
+
+
+def refuse_multimodal(plan: Plan, prompt: Prompt) -> None:
+    """Raise PlanError for a plan with positions in a prompt that has images, sound or video."""
+    if plan and is_multimodal(prompt):
+        check(plan, ModelFacts(), None, None, vectors=None, runs=None, multimodal=True)
+
+
+@dataclass(frozen=True)
+class PreparedPlan:
+    """One request's plan, checked and ready to run.
+
+    Attributes:
+        plan: with spans resolved to positions, and with the digests of named vectors.
+        prompt: token ids.
+        routes: where captured rows go.
+        facts: of the model that the plan was checked against.
+    """
+
+    plan: Plan
+    prompt: list[int]
+    routes: Routes
+    facts: ModelFacts
+
+    def empty_chunk(self, request_id: str) -> RowChunk:
+        """Tells sinks and outputs what is captured, even if no row of it is computed."""
+        selected = (self.routes.output, *(sink.selected for sink in self.routes.sinks))
+        keys = dict.fromkeys(key for rows in selected for key in rows)
+        dtype = getattr(torch, self.facts.dtype)
+        return empty_chunk(request_id, keys, lambda site, layer: self.facts.widths[site, layer], dtype)
+
+    @property
+    def bare(self) -> Plan:
+        """The plan without destinations, as it is sent: the engine returns all captured rows to the client, which has the routes."""
+        return _bare(self.plan)
+
+    def recorded_run(self, name: str, run_id: str) -> RecordedRun:
+        """The handle of the run that the workers keep this plan's captured rows as."""
+        selected = self.routes.output
+        return RecordedRun(
+            name,
+            run_id,
+            tuple(self.prompt),
+            tuple(dict.fromkeys(site for site, _, _ in selected)),
+            tuple(sorted({layer for _, layer, _ in selected})),
+            tuple(next(iter(selected.values())).listed.tolist()),
+        )
+
+
+def _bare(plan: Plan) -> Plan:
+    if all(capture.to is None for capture in plan.captures):
+        return plan
+    return Plan(tuple(replace(item, to=None) if isinstance(item, Capture) else item for item in plan.interventions))
+
+
+def runs_of(plans: Sequence[PreparedPlan | None]) -> list[str]:
+    """The ids of the recorded runs that the plans use."""
+    return sorted({run.id for each in plans if each is not None for run in each.plan.runs})
+
+
+class Planner:
+    """Prepares plans for a model, with the vectors and runs that exist now.
+
+    Attributes:
+        facts: the model's sites, layers and widths.
+        tokenizer: returns the model's tokenizer.
+        vectors: digest of each named vector.
+    """
+
+    def __init__(self, facts: ModelFacts, tokenizer: Callable[[], Any], vectors: Vectors, runs: Runs) -> None:
+        self.facts, self.tokenizer = facts, tokenizer
+        self._vectors = vectors
+        self._runs = {run.name: run.id for run in runs.handles}
+        self._known: Memory[PreparedPlan] = Memory()
+        self._with_functions: Memory[PreparedPlan] = Memory()
+        self._layers_of: dict[str, tuple[int, ...]] = {}  # the layers that have each site
+        for site, layer in sorted(facts.widths):
+            self._layers_of[site] = (*self._layers_of.get(site, ()), layer)
+
+    @property
+    def vectors(self) -> dict[str, str]:
+        return self._vectors.digests
+
+    def prepare(self, plan: Plan, prompt: Prompt, ids: list[int], params: Mapping[str, Any]) -> PreparedPlan:
+        """Raises PlanError if the plan cannot be done to this prompt on this model, CaptureError if it has an unknown consumer."""
+        max_tokens = params.get("max_tokens")
+        if has_spans(plan):
+            return self._prepare(resolve_spans(plan, *_offsets_of(prompt, ids, self.tokenizer())), ids, max_tokens)
+        sinks = tuple(tuple(map(identity, capture.sinks)) for capture in plan.captures)  # equal functions may differ
+        known = (self._with_functions if _has_functions(plan) else self._known).get(
+            (_bare(plan), sinks, len(ids), max_tokens),
+            lambda: replace(self._prepare(plan, ids, max_tokens), prompt=[]),  # shared by prompts of this length
+            lambda prepared: plan_bytes(plan) + _bytes(prepared),
+        )
+        return PreparedPlan(known.plan, ids, known.routes, known.facts)
+
+    def forget_functions(self) -> None:
+        """Call this when all prompts of a call are prepared: the user's functions, and what they refer to, are then released."""
+        self._with_functions = Memory()
+
+    def _prepare(self, plan: Plan, ids: list[int], max_tokens: int | None) -> PreparedPlan:
+        if max_tokens is not None and max_tokens < 1:
+            raise PlanError(
+                f"max_tokens is {max_tokens}; a request with a plan needs at least 1, as every request does on vLLM."
+            )
+        plan = self._without_missing_layers(plan)
+        check(plan, self.facts, len(ids), max_tokens, vectors=self._vectors.widths, runs=self._runs)
+        plan = with_digests(plan, self._vectors.digests)
+        found = routes(plan.captures, len(ids), range(self.facts.num_layers))
+        for sink in found.sinks:
+            destination(sink.to)  # raises CaptureError for a consumer that is not installed
+        return PreparedPlan(plan, ids, found, self.facts)
+
+    def _without_missing_layers(self, plan: Plan) -> Plan:
+        """The plan, with the layers that have the site in place of `layers="all"` where some layers lack it."""
+        layers_of = self._layers_of
+        partial = {site for site, layers in layers_of.items() if len(layers) < self.facts.num_layers}
+        if not any(item.site in partial for item in plan.interventions):
+            return plan
+        return Plan(
+            tuple(
+                changed(item, layers=layers_of[item.site]) if item.at_layers == "all" and item.site in partial else item
+                for item in plan.interventions
+            )
+        )
+
+
+def _has_functions(plan: Plan) -> bool:
+    """Whether captured rows go to functions of the user's."""
+    return any(callable(to) for capture in plan.captures for to in capture.sinks)
+
+
+def _bytes(prepared: PreparedPlan) -> int:
+    """About how many bytes the routes take."""
+    ways = (prepared.routes.output, *(sink.selected for sink in prepared.routes.sinks))
+    rows = {id(selected): selected.listed.nbytes for way in ways for selected in way.values()}
+    return sum(rows.values()) + _PLANE_BYTES * sum(map(len, ways))

@@ -1,0 +1,323 @@
+"""`with model.trace(...)`: takes the block, has the model run it, and binds the saved values in the caller's frame."""
+
+from __future__ import annotations
+
+import dis
+import sys
+import warnings
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from types import FrameType, TracebackType
+from typing import Any, Protocol
+
+from midstream.client.requests import Invoke, InvokeResult, Prompt, raise_failures
+from midstream.errors import TraceError
+from midstream.plan.values import Plan
+from midstream.trace.block import Block, capture, link, push, skip, skipped
+from midstream.trace.program import BlockProgram
+from midstream.trace.saves import CONTAINERS, attributes_of, in_place_of, refuse
+from midstream.trace.tracer import Barrier, BodyTracer, steps_of
+
+_LEFT_IN_ENGINE = (
+    "This trace put values into {names} and did not save them. On VLLM a trace works on copies, so they stay in the engine. Save the "
+    "values, `x.save()`: a list or dict comes back with the saved values in it. Or save all of it, `{name}.save()` in the trace."
+)
+_COUNTED = (
+    "A trace has variables of its own: outside of it, {names} did not change. To go on with the trace's value, save it there: "
+    "`{name}.save()` after the last change."
+)
+_NOTHING_SAVED = (
+    "No saved value of this trace has come back. A saved value comes back under a name, `h = model.layers_output[3].save()`, in a list or "
+    "dict that the trace puts it into, or as an attribute of an object of yours; not in a module's variables."
+)
+_NO_PROMPT = "A trace needs a prompt, `model.trace(prompt)`, or invokes: `with tracer.invoke(prompt):` in its block."
+_NOT_YET = (
+    "{name} is set in an invoke, and invokes run after the trace's block. Use {name} in an invoke, or save it there and use it "
+    "after the trace."
+)
+
+
+class Backend(Protocol):
+    """The model that a trace runs on.
+
+    Attributes:
+        _is_async: whether it has `_stream` and not `_run`.
+        _ships: whether traces run in another process, on copies of what they use.
+    """
+
+    _is_async: Any
+    _ships: bool
+
+    def _run(self, invokes: list[Invoke], together: bool) -> list[InvokeResult]: ...
+
+    def _stream(self, invokes: list[Invoke], together: bool) -> Any: ...
+
+
+class BlockContext:
+    """A with-statement whose block is captured as a program and not run in place."""
+
+    def __init__(self) -> None:
+        self._frame: FrameType | None = None
+        self._block: Block | None = None
+
+    def __enter__(self) -> Any:
+        frame = sys._getframe(1)
+        self._block = capture(frame)
+        self._frame = frame
+        skip(frame)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> bool:
+        if error is not None and not skipped(error):
+            return False
+        assert self._block is not None and self._frame is not None
+        frame, self._frame = self._frame, None
+        self._captured(self._block, frame)
+        return True
+
+    def _captured(self, block: Block, frame: FrameType) -> None:
+        """Handle the block of the with-statement in `frame`."""
+        raise NotImplementedError
+
+
+class InvokeContext(BlockContext):
+    """`with tracer.invoke(prompt):`, one request of the trace."""
+
+    def __init__(self, tracer: Tracer, invoke: Invoke) -> None:
+        super().__init__()
+        self._tracer = tracer
+        self._invoke = invoke
+
+    def _captured(self, block: Block, frame: FrameType) -> None:
+        self._invoke.program = self._tracer.program_of(block)
+        self._invoke.is_elsewhere = not self._tracer.is_run_by(frame)
+        self._tracer.invokes.append(self._invoke)
+
+
+class Tracer(BlockContext):
+    """`with model.trace(...) as tracer:`.
+
+    Attributes:
+        outputs: the final output of every invoke, in order, once the trace has run.
+        result: the output, if there is one invoke.
+        backend: with `mode="async"`, the stream of outputs: `async for output in tracer.backend`.
+    """
+
+    def __init__(self, model: Backend, prompt: Prompt | None, params: dict[str, Any], plan: Any = None) -> None:
+        super().__init__()
+        self._model = model
+        self._prompt = prompt
+        self._params = params
+        self._plan = Plan.of(plan)
+        self._saved: dict[int, Any] = {}
+        self._collecting = False
+        self._has_barrier = False
+        self._outer: frozenset[str] = frozenset()  # names that the block around the invokes bound
+        self.invokes: list[Invoke] = []
+        self.outputs: list[Any] = []
+        self.backend: Any = None
+
+    def __midstream_reference__(self) -> Any:
+        return ("tracer",)
+
+    @property
+    def result(self) -> Any:
+        if not self.outputs:
+            raise TraceError("tracer.result is there once the trace has run.")
+        return self.outputs[0] if len(self.outputs) == 1 else self.outputs
+
+    def invoke(self, prompt: Prompt, *, plan: Any = None, **params: Any) -> InvokeContext:
+        """One request of this trace.
+
+        Args:
+            prompt: text, token ids, or a tokenizer's output for one prompt.
+            plan: for this request, in place of the trace's.
+            params: sampling parameters of this request; the trace's are the defaults.
+        """
+        if not self._collecting:
+            raise TraceError("Give model.trace() no prompt to have invokes in it: `with model.trace() as tracer:`.")
+        own = self._plan if plan is None else Plan.of(plan)
+        return InvokeContext(self, Invoke(prompt, None, {**self._params, **params}, own))
+
+    def barrier(self, parties: int) -> Barrier:
+        """A point where `parties` invokes wait for each other. Call it in each of them."""
+        self._has_barrier = True
+        return Barrier(parties)
+
+    def save(self, value: Any) -> Any:
+        refuse(value)
+        self._saved[id(value)] = value
+        return value
+
+    def is_run_by(self, frame: FrameType) -> bool:
+        """Whether the frame runs the trace's own block."""
+        return self._block is not None and frame.f_code is self._block.code
+
+    def program_of(self, block: Block) -> BlockProgram:
+        """The program of a block, with this tracer replaced by the one that bodies use."""
+        injected = {name: BodyTracer() for name, value in block.captured.items() if value is self}
+        if self._prompt is not None and block.target is not None:
+            injected[block.target] = BodyTracer()
+        saved = [name for name, value in block.captured.items() if id(value) in self._saved]
+        return BlockProgram(block, injected, saved)
+
+    def _captured(self, block: Block, frame: FrameType) -> None:
+        outer: dict[str, Any] = {}
+        if self._prompt is not None:
+            self.invokes.append(Invoke(self._prompt, self.program_of(block), self._params, self._plan))
+        else:
+            outer = self._collect(block)
+            self._outer = frozenset(outer)
+        together = link(self._blocks())
+        if together and any(invoke.params.get("n", 1) > 1 for invoke in self.invokes):
+            raise TraceError(
+                "Invokes that use each other's variables are one request each, so n > 1 is not possible with them: add an invoke for each "
+                "sample."
+            )
+        together = together or self._has_barrier
+        place = frame.f_code.co_filename, frame.f_lineno
+        if self._model._is_async:
+            self.backend = self._model._stream(self.invokes, together)
+            self.outputs = self.backend.outputs
+            self.backend.when_done = lambda results: _warn(place, self._left_warnings(results))
+            return
+        results = self._model._run(self.invokes, together)
+        self.outputs = [result.output for result in results]
+        mine = [result for invoke, result in zip(self.invokes, results, strict=True) if not invoke.is_elsewhere]
+        values = saved_values(outer, self._saved, self.invokes, results)
+        unsaved = [*block.set_of(outer, values), *_names(mine, "unsaved")]
+        push(frame, {**in_place_of(unsaved, values, frame), **values})
+        raise_failures(results)
+        _warn(place, self._warnings(results, bool(values)))
+
+    def _warnings(self, results: list[InvokeResult], has_values: bool) -> Iterator[str]:
+        """Warnings about values that stayed in the trace. `has_values`: whether any value came back to the caller's variables."""
+        if counted := sorted({*_names(results, "counted")}):
+            yield _COUNTED.format(names=", ".join(counted), name=counted[0])
+        yield from self._left_warnings(results)
+        if not self._model._ships:
+            return
+        outcomes = [outcome for result in results for outcome in result.outcomes]
+        if not (has_values or any(outcome.values for outcome in outcomes)) and any(
+            outcome.saved for outcome in outcomes
+        ):
+            yield _NOTHING_SAVED
+
+    def _left_warnings(self, results: list[InvokeResult]) -> Iterator[str]:
+        """A warning about the caller's objects that the trace wrote to without saving them.
+
+        A trace in this process writes to the caller's own tensors. Objects made by the block around the invokes are shared by them.
+        """
+        left = set()
+        for invoke, result in zip(self.invokes, results, strict=True):
+            outside = invoke.block.outside if invoke.block is not None else {}
+            for name in _names([result], "left"):
+                is_filled = issubclass(type(outside.get(name)), (*CONTAINERS, set))
+                if (self._model._ships or is_filled) and name.partition(".")[0] not in self._outer:
+                    left.add(name.rpartition(".")[2])
+        if left:
+            yield _LEFT_IN_ENGINE.format(names=", ".join(sorted(left)), name=min(left))
+
+    def _blocks(self) -> list[Block]:
+        return [invoke.block for invoke in self.invokes if invoke.block is not None]
+
+    def _collect(self, block: Block) -> dict[str, Any]:
+        """Run the block around the invokes; each invoke in it captures its own block."""
+        self._collecting = True
+        extra = {"__save__": self.save, "__steps__": steps_of, **({block.target: self} if block.target else {})}
+        try:
+            names = block.function()(extra, {})
+        except NameError as error:
+            if any(error.name in each.assigned for each in self._blocks()):
+                error.add_note(_NOT_YET.format(name=error.name))
+            raise
+        except TraceError as error:
+            if not self.invokes:
+                raise TraceError(_NO_PROMPT) from error
+            raise
+        finally:
+            self._collecting = False
+        if not self.invokes:
+            raise TraceError(_NO_PROMPT)
+        return names
+
+
+def _warn(place: tuple[str, int], texts: Iterable[str]) -> None:
+    for text in texts:
+        warnings.warn_explicit(text, UserWarning, *place)
+
+
+def _names(results: list[InvokeResult], kind: str) -> list[str]:
+    """The names that the invokes' own bodies report as `left`, `unsaved` or `counted`."""
+    return [name for result in results for outcome in result.outcomes[:1] for name in getattr(outcome, kind)]
+
+
+def saved_values(
+    outer: dict[str, Any], saved: Mapping[int, Any], invokes: list[Invoke], results: list[InvokeResult]
+) -> dict[str, Any]:
+    """The values to bind in the caller's frame. If several invokes saved a name, the last one's value counts.
+
+    The caller's lists and dicts, those that invokes use by name and those `saved` in the block around them, keep their identity and get
+    the items that invokes put into them. In the engine, too, the invokes share them.
+    """
+    values = {name: value for name, value in outer.items() if id(value) in saved}
+    above = dict(values)
+    order = sorted(
+        zip(invokes, results, strict=True), key=lambda pair: pair[1].outcomes[-1].order if pair[1].outcomes else 0
+    )
+    for invoke, result in order:
+        for name in result.outcomes[0].values if result.outcomes else ():
+            # Not the outcomes of standing edits that failed.
+            samples = [o for o in result.outcomes if o.failure is None or name in o.values]
+            each = [outcome.values.get(name) for outcome in samples]
+            there = _callers_object(invoke, name, above)
+            if isinstance(there, CONTAINERS):  # shared by the samples
+                value = max(samples, key=lambda outcome: outcome.order).values.get(name)
+            else:
+                value = each[0] if len(each) == 1 else each
+            if _fill(there, value):
+                value = there
+            elif "." in name:
+                _set_attribute(invoke, name, value)
+            if not invoke.is_elsewhere and name.isidentifier():
+                values[name] = value
+    return values
+
+
+def _fill(there: Any, value: Any) -> bool:
+    """Copy the items of an engine's container to the caller's. False if the caller's object is no container of that kind."""
+    if isinstance(there, list) and isinstance(value, list):
+        there[:] = value
+    elif isinstance(there, dict) and isinstance(value, dict):
+        there.update(value)
+    elif isinstance(there, deque) and isinstance(value, deque):
+        items = list(value)
+        there.clear()
+        there.extend(items)
+    else:
+        return False
+    return True
+
+
+def _set_attribute(invoke: Invoke, name: str, value: Any) -> None:
+    """Set the attribute of the caller's object that `name`, `owner.attribute`, refers to."""
+    owner, _, attribute = name.rpartition(".")
+    held = None if invoke.block is None else invoke.block.outside.get(owner)
+    if (own := attributes_of(held)) is not None:
+        own[attribute] = value
+
+
+def _callers_object(invoke: Invoke, name: str, above: Mapping[str, Any]) -> Any:
+    """The caller's object of a name that the invoke uses and does not bind, or the object saved in the block around the invokes."""
+    block = invoke.block
+    if block is not None and name not in block.assigned and name in (outside := block.outside):
+        return outside[name]
+    return above.get(name) if not invoke.is_elsewhere else None
+
+
+def in_with_header(frame: FrameType) -> bool:
+    """Whether a with-statement enters the result of the call that `frame` is making."""
+    opcodes = frame.f_code.co_code[frame.f_lasti + 2 :: 2]
+    after = list(islice((dis.opname[opcode] for opcode in opcodes if opcode != dis.opmap["CACHE"]), 2))
+    return after[:1] in (["BEFORE_WITH"], ["LOAD_SPECIAL"]) or after == ["COPY", "LOAD_SPECIAL"]

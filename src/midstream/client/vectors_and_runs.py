@@ -1,0 +1,231 @@
+"""What plans refer to by name: `model.vectors` and `model.runs`.
+
+    model.vectors["truth"] = tensor                         # [hidden]
+    model.vectors.load("directions.safetensors")
+    model.generate(prompts, plan=Steer("resid_post", layers=14, vector="truth", scale=2.0))
+
+    run = model.record("The capital of France is", sites=["resid_post"], name="clean")
+    model.runs                                              # <runs: clean 3.2 MB>
+    model.runs["clean"]                                     # the handle again
+    del model.runs["clean"]
+
+Recorded runs share a byte budget: a run that no request uses may be dropped to make room for another.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
+from typing import Any, NamedTuple
+
+from midstream.errors import MidstreamError, PlanError
+from midstream.plan.fields import nearest
+from midstream.plan.runs import RecordedRun
+from midstream.plan.vectors import Named, Vector, as_vector, load_vectors
+
+# Sends a request to every worker and returns their answers: ("list" | "delete" | "lease", arguments). Awaitable on an async engine.
+AskWorkers = Callable[..., Any]
+VectorChanges = tuple[dict[str, Vector], list[str]]  # set, deleted
+
+
+class Vectors(MutableMapping[str, Vector]):
+    """Vectors by name. A plan that names a vector uses the one that has the name when the request is submitted.
+
+    Args:
+        changed: called after each change. It may take the changes and send them to the workers.
+    """
+
+    def __init__(self, changed: Callable[[], None] = lambda: None) -> None:
+        self._vectors: dict[str, Vector] = {}
+        self._changed = changed
+        self._set: dict[str, Vector] = {}
+        self._deleted: list[str] = []
+
+    def __getitem__(self, name: str) -> Vector:
+        if name not in self._vectors:
+            raise KeyError(f"no vector {name!r}: {nearest(str(name), self._vectors)}")
+        return self._vectors[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._put({name: as_vector(f"vectors[{name!r}]", value)})
+
+    def __delitem__(self, name: str) -> None:
+        self[name]
+        del self._vectors[name]
+        self._set.pop(name, None)
+        self._deleted.append(name)
+        self._changed()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._vectors)
+
+    def __len__(self) -> int:
+        return len(self._vectors)
+
+    def __repr__(self) -> str:
+        return f"<vectors: {', '.join(f'{name} [{vector.width}]' for name, vector in self.items()) or 'none'}>"
+
+    def load(self, path: str | os.PathLike[str]) -> list[str]:
+        """Register every vector of a safetensors file under its name in the file. Returns the names.
+
+        Raises PlanError if it is no safetensors file, or has anything but vectors `[hidden]` of finite numbers.
+        """
+        loaded = load_vectors(path)
+        self._put(loaded)
+        return list(loaded)
+
+    @property
+    def widths(self) -> dict[str, int]:
+        return {name: vector.width for name, vector in self._vectors.items()}
+
+    @property
+    def digests(self) -> dict[str, str]:
+        return {name: vector.digest for name, vector in self._vectors.items()}
+
+    def take_changes(self) -> VectorChanges:
+        """What was set and deleted since the last call. Deletions are to be applied first."""
+        changes = self._set, self._deleted
+        self._set, self._deleted = {}, []
+        return changes
+
+    def put_back(self, changes: VectorChanges) -> None:
+        """Return changes that could not be sent."""
+        self._set = {**changes[0], **self._set}
+        self._deleted = changes[1] + self._deleted
+
+    def _put(self, vectors: dict[str, Vector]) -> None:
+        for name in vectors:
+            Named(name)  # raises for an invalid name
+        self._vectors |= vectors
+        self._set |= vectors
+        self._changed()
+
+
+class RunInfo(NamedTuple):
+    """A recorded run that the workers hold.
+
+    Attributes:
+        bytes: of all pipeline stages together; with tensor parallelism each rank of a stage holds a copy of the stage's.
+        leases: how many requests use it or are about to; it is not dropped while there are any.
+    """
+
+    name: str
+    id: str
+    bytes: int
+    leases: int
+    sites: tuple[str, ...]
+    layers: tuple[int, ...]
+    positions: tuple[int, ...]
+
+
+class Runs(Mapping[str, RecordedRun]):
+    """The recorded runs by name. On an async engine, `await runs.listing()` and `await runs.delete(name)`."""
+
+    def __init__(self, ask: AskWorkers, deferred: bool) -> None:
+        self._ask = ask
+        self._deferred = deferred
+        self._handles: dict[str, RecordedRun] = {}  # by name; the workers may have dropped some
+
+    def __getitem__(self, name: str) -> RecordedRun:
+        there = self._there()
+        if name not in there:
+            raise KeyError(f"no recorded run {name!r}: {nearest(str(name), there)}")
+        return there[name]
+
+    def __delitem__(self, name: str) -> None:
+        if self._deferred:
+            raise MidstreamError(f"On an async engine: await model.runs.delete({name!r}).")
+        self.delete(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._there())
+
+    def __len__(self) -> int:
+        return len(self._there())
+
+    def __repr__(self) -> str:
+        if self._deferred:
+            return f"<runs: {', '.join(self._handles) or 'none'}>"
+        shown = [f"{run.name} {run.bytes / 1e6:.1f} MB" + " (in use)" * bool(run.leases) for run in self.listing()]
+        return f"<runs: {', '.join(shown) or 'none'}>"
+
+    def listing(self) -> Any:
+        """A RunInfo for each run, the least recently used first. Awaitable on an async engine."""
+        return _then(self._ask("list"), self._listed)
+
+    def delete(self, name: str) -> Any:
+        """Forget a run. Running requests that use it go on. Awaitable on an async engine. Raises KeyError for an unknown name."""
+        handle = self._handles[name] if self._deferred else self[name]
+        del self._handles[name]
+        return _then(self._ask("delete", [handle.id]), _nothing)
+
+    def add(self, run: RecordedRun) -> Any:
+        """Add a recorded run, in the place of an older one of its name. Awaitable on an async engine."""
+        older, self._handles[run.name] = self._handles.get(run.name), run
+        return _then(self._ask("delete", [older.id] if older is not None else []), lambda _: run)
+
+    def new_name(self) -> str:
+        """The first of `run-1`, `run-2`, ... that is free."""
+        return next(name for i in range(1, 1 << 30) if (name := f"run-{i}") not in self._handles)
+
+    @property
+    def handles(self) -> list[RecordedRun]:
+        """The runs that were recorded by this model and not deleted."""
+        return list(self._handles.values())
+
+    def lease(self, ids: list[str], by: int) -> Any:
+        """Add `by` to the leases of runs. Raises PlanError if a run is gone. Awaitable on an async engine."""
+        return _then(self._ask("lease", ids, by), (lambda answers: self._leased(ids, answers)) if by > 0 else _nothing)
+
+    def _leased(self, ids: list[str], answers: list[list[str]]) -> Any:
+        """If a worker lacks a run, give the leases back to all workers and raise."""
+        if missing := {run_id for answer in answers for run_id in answer}:
+            return _then(self._ask("lease", ids, -1), lambda _: self._refuse(missing))
+        return None
+
+    def _refuse(self, missing: set[str]) -> None:
+        names = [name for name, run in self._handles.items() if run.id in missing]
+        self._handles = {name: run for name, run in self._handles.items() if run.id not in missing}
+        raise PlanError(
+            f"Patch.source: the recorded run {', '.join(map(repr, names)) or sorted(missing)} is not there any more: it was deleted, "
+            "or dropped to make room for others. Record it again, with a larger record_bytes if need be."
+        )
+
+    def _there(self) -> dict[str, RecordedRun]:
+        if not self._deferred:
+            self.listing()
+        return self._handles
+
+    def _listed(self, answers: list[list[dict[str, Any]]]) -> list[RunInfo]:
+        there = [{run["id"]: run for run in answer} for answer in answers]
+        everywhere = [
+            each for run_id in there[0] if len(each := [runs[run_id] for runs in there if run_id in runs]) == len(there)
+        ]
+        infos = [_info(parts) for parts in everywhere]
+        ids = {info.id for info in infos}
+        self._handles = {name: run for name, run in self._handles.items() if run.id in ids}
+        return infos
+
+
+def _nothing(_: Any) -> None:
+    pass
+
+
+def _info(parts: list[dict[str, Any]]) -> RunInfo:
+    """One run from all workers' answers, which differ in leases only: a request reaches them at different times."""
+    run = parts[0]
+    places = (tuple(run[field]) for field in ("sites", "layers", "positions"))
+    return RunInfo(run["name"], run["id"], run["bytes"], max(part["leases"] for part in parts), *places)
+
+
+def _then(answer: Any, do: Callable[[Any], Any]) -> Any:
+    """`do(answer)`, as an awaitable if the answer is one."""
+    if not inspect.isawaitable(answer):
+        return do(answer)
+
+    async def later(pending: Awaitable[Any]) -> Any:
+        done = do(await pending)
+        return await done if inspect.isawaitable(done) else done
+
+    return later(answer)

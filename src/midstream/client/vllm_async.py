@@ -1,0 +1,290 @@
+"""Requests on an async vLLM engine:
+
+async for output in tracer.backend:      # vLLM's outputs of all invokes, as they come
+    output.saves                         # the values saved so far; all of them once output.finished
+outputs = await tracer.backend           # or only the final outputs, in the order of the invokes
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from functools import cache
+from typing import Any
+
+from midstream.client.requests import InvokeResult, raise_failures
+from midstream.client.vllm_captures import RESULT_SECONDS, rows_missing, sample_index
+from midstream.client.vllm_engine import EngineConnection
+from midstream.client.vllm_requests import (
+    EngineRequests,
+    graded,
+    merge_stages,
+    put_captures,
+    results_lost,
+    saves_of,
+    traced_result,
+)
+from midstream.engine import launch
+from midstream.errors import ChannelClosedError, EngineClosedError, TraceError
+from midstream.trace.program import Outcome
+from midstream.transport.mailbox import Mailbox
+
+_SINK_THREADS = 1024  # how many requests can wait for their sinks at a time
+_DROP_SECONDS = 10.0  # a trace that is being abandoned may block a worker
+_Item = (
+    tuple[int, Any, InvokeResult | None] | BaseException
+)  # number of a request, its output, its result if it has finished
+_StageMessage = tuple[dict[str, Any], list[Outcome]]
+
+
+class OutputStream(Awaitable[list[Any]]):
+    """The outputs of requests on an `AsyncLLM`: iterate over them, or await the final ones. This submits the requests.
+
+    A request that fails has no final output; its error is raised when all requests have finished, several errors as a group.
+    Leaving the loop early, or cancelling its task, aborts the requests that have not finished.
+
+    Args:
+        prepare: returns the requests; called when the engine has started.
+
+    Attributes:
+        outputs: the final outputs in the order of the invokes, once all have finished.
+        results: the results of all requests, once all have finished.
+        when_done: called with the results.
+    """
+
+    def __init__(self, connection: EngineConnection, prepare: Callable[[], EngineRequests]) -> None:
+        self.outputs: list[Any] = []
+        self.results: list[InvokeResult] = []
+        self.when_done: Callable[[list[InvokeResult]], None] = lambda _: None
+        self._connection = connection
+        self._prepare = prepare
+        self.requests: EngineRequests | None = None
+        self._items: asyncio.Queue[_Item] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def __await__(self) -> Generator[Any, None, list[Any]]:
+        return self._to_the_end().__await__()
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        if self._items is not None:
+            raise TraceError("The outputs of a trace can be iterated over once; the final ones are in `outputs`.")
+        self._items = asyncio.Queue()
+        return self._iterate(self._items)
+
+    def fail(self, error: BaseException) -> None:
+        """Raise `error` in the task that iterates over the outputs. May be called from any thread."""
+        if self._items is not None and self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._items.put_nowait, error)
+
+    async def _to_the_end(self) -> list[Any]:
+        async for _ in self:
+            pass
+        return self.outputs
+
+    async def _iterate(self, items: asyncio.Queue[_Item]) -> AsyncIterator[Any]:
+        await self._connection.start()
+        self._loop = asyncio.get_running_loop()
+        requests = self.requests = self._prepare()
+        done: dict[int, InvokeResult] = {}
+        async with AsyncExitStack() as stack:
+            await self._connection.send_vectors()
+            if requests.runs:
+                lease = asyncio.ensure_future(self._connection.runs.lease(requests.runs, 1))
+                stack.push_async_callback(self._connection.release_runs_later, requests.runs, lease)
+                await asyncio.shield(lease)
+            tasks = self._submit(requests, items, stack)
+            stack.push_async_callback(self._leave, requests, tasks, done)
+            while len(done) < len(tasks):
+                item = await items.get()
+                if isinstance(item, BaseException):
+                    raise item
+                index, output, result = item
+                if result is not None:
+                    done[index] = result
+                    if result.error is not None or any(outcome.failure is not None for outcome in result.outcomes):
+                        continue
+                yield output
+        self.results = [done[index] for index in range(len(tasks))]
+        self.outputs[:] = [result.output for result in self.results]
+        raise_failures(self.results)
+        self.when_done(self.results)
+
+    def _submit(
+        self, requests: EngineRequests, items: asyncio.Queue[_Item], stack: AsyncExitStack
+    ) -> list[asyncio.Task[None]]:
+        trace_boxes, row_boxes = self._connection.mailboxes(requests)
+        for box in filter(None, [*trace_boxes, *row_boxes]):
+            stack.callback(box.close)
+        for receiver in filter(None, requests.receivers):
+            stack.callback(receiver.discard)
+        self._connection.streams.add(self)
+        stack.callback(self._connection.streams.discard, self)
+        each = [
+            _AsyncRequest(requests, i, *boxes, self._connection.stages)
+            for i, boxes in enumerate(zip(trace_boxes, row_boxes, strict=True))
+        ]
+        return [asyncio.create_task(self._follow(request, items)) for request in each]
+
+    async def _leave(
+        self, requests: EngineRequests, tasks: list[asyncio.Task[None]], done: dict[int, InvokeResult]
+    ) -> None:
+        for task in tasks:
+            task.cancel()  # vLLM aborts a request whose consumer is cancelled
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if len(done) < len(tasks) and requests.trace_ids and self._connection.is_open:
+            drop = self._connection.ask("midstream_drop", requests.trace_ids)
+            with contextlib.suppress(Exception):  # a dead engine has dropped them
+                await asyncio.wait_for(drop, _DROP_SECONDS)
+
+    async def _follow(self, request: _AsyncRequest, items: asyncio.Queue[_Item]) -> None:
+        """Pass one request's outputs on, with saves and captures on them."""
+        try:
+            async with request.rows_followed():
+                async for output in request.outputs(self._connection.engine):
+                    output.answers = request.graded(output)
+                    if not output.finished:
+                        output.saves, output.captures = request.saves.latest(), None
+                        items.put_nowait((request.index, output, None))
+                        continue
+                    result = traced_result(await request.saves.final(), output)
+                    await request.put_captures(result)
+                    items.put_nowait((request.index, output, result))
+        except Exception as error:
+            self._connection.has_died |= isinstance(error, EngineClosedError)
+            items.put_nowait(error)
+
+
+class _AsyncRequest:
+    """One running request."""
+
+    def __init__(
+        self, requests: EngineRequests, index: int, saves: Mailbox | None, rows: Mailbox | None, stages: int
+    ) -> None:
+        self.index = index
+        self.saves = _Saves(saves, requests.params[index].n, stages)
+        self._prompt, self._params = requests.prompts[index], requests.params[index]
+        self._receiver = requests.receivers[index]
+        self._answers = requests.answers[index]
+        self._graded: dict[str | int, float] | None = None
+        self._rows = rows
+        self._following: asyncio.Task[None] | None = None
+        self._generated = [0] * self._params.n
+
+    def graded(self, output: Any) -> dict[str | int, float] | None:
+        """The answers' log-probabilities, kept from the first output with a token: vLLM may stream each token once."""
+        if self._graded is None:
+            self._graded = graded(output, self._answers)
+        return self._graded
+
+    async def outputs(self, engine: Any) -> AsyncIterator[Any]:
+        """vLLM's outputs. The last one has all samples."""
+        samples: dict[int, Any] = {}
+        outputs = launch.stream(engine, self._prompt, self._params, secrets.token_hex(8))
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
+                samples.update((sample.index, sample) for sample in output.outputs)
+                self._count(output)
+                if output.finished and self._params.n > 1 and len(samples) == self._params.n:
+                    output.outputs = [samples[i] for i in range(self._params.n)]  # vLLM streams samples one by one
+                yield output
+
+    def _count(self, output: Any) -> None:
+        """Count the tokens of each sample: their rows are the user's."""
+        is_delta = self._params.output_kind.name == "DELTA"
+        for sample in output.outputs:
+            before = self._generated[sample.index] if is_delta else 0
+            self._generated[sample.index] = before + len(sample.token_ids)
+        if self._receiver is not None and len(self._generated) == 1:
+            self._receiver.stop = len(self._prompt["prompt_token_ids"]) + self._generated[0] - 1
+
+    @contextlib.asynccontextmanager
+    async def rows_followed(self) -> AsyncIterator[None]:
+        """Take captured rows as they arrive."""
+        if self._receiver is None or self._rows is None:
+            yield
+            return
+        self._following = asyncio.create_task(self._receiver.follow(self._rows, _pool()))
+        try:
+            yield
+        finally:
+            self._following.cancel()
+            await asyncio.gather(self._following, return_exceptions=True)
+
+    async def put_captures(self, result: InvokeResult) -> None:
+        receiver, following = self._receiver, self._following
+        if receiver is None or following is None:
+            return put_captures(result, None, self._generated)
+        while not (await asyncio.wait([following], timeout=RESULT_SECONDS))[0]:
+            if not receiver.has_progressed():
+                raise rows_missing()
+        following.result()
+
+        def end() -> None:
+            receiver.end(self._generated)
+            put_captures(result, receiver, self._generated, patient=receiver.collected is not None)
+
+        if receiver.has_sinks:
+            await asyncio.get_running_loop().run_in_executor(_pool(), end)
+        else:
+            end()
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    """Threads that wait for sinks in place of the event loop: one for each request, so that none waits for another's sink."""
+    return ThreadPoolExecutor(_SINK_THREADS, "midstream-waits")
+
+
+class _Saves:
+    """The saved values of one request, as its pipeline stages send them: snapshots of each sample, then the final values."""
+
+    def __init__(self, box: Mailbox | None, samples: int, stages: int) -> None:
+        self._box = box
+        self._samples, self._stages = samples, stages
+        # By sample and stage, in the order of the steps. Messages about steps before the last complete one are dropped.
+        self._came: dict[int, dict[int, list[_StageMessage]]] = {}
+
+    def latest(self) -> Any:
+        """The saved values after the last step for which all stages' snapshots have arrived."""
+        with contextlib.suppress(ChannelClosedError):  # the engine's own error is more precise
+            while self._box is not None and (message := self._box.get_nowait()) is not None:
+                self._keep(message)
+        return saves_of(merge_stages(self._at_one_step(), self._samples))
+
+    async def final(self) -> list[list[Outcome]]:
+        if self._box is None:
+            return []
+        while sum(each[-1][0]["final"] for each in self._each()) < self._samples * self._stages:
+            try:
+                self._keep(await asyncio.wait_for(self._box.aget(), RESULT_SECONDS))
+            except ChannelClosedError as error:
+                raise results_lost(error) from error
+        return merge_stages([each[-1] for each in self._each()], self._samples)
+
+    def _each(self) -> list[list[_StageMessage]]:
+        return [each for stages in self._came.values() for each in stages.values()]
+
+    def _at_one_step(self) -> list[_StageMessage]:
+        """The latest messages of all stages about one step, for the samples for which every stage has sent a message."""
+        found = []
+        for stages in self._came.values():
+            if len(stages) == self._stages:
+                step = min((_step(each[-1]) for each in stages.values() if not each[-1][0]["final"]), default=None)
+                for each in stages.values():
+                    while step is not None and len(each) > 1 and _step(each[1]) <= step:
+                        del each[0]
+                    found.append(each[0] if step is not None else each[-1])
+        return found
+
+    def _keep(self, message: _StageMessage) -> None:
+        header = message[0]
+        stages = self._came.setdefault(sample_index(header["request"], self._samples), {})
+        stages.setdefault(header["stage"], []).append(message)
+
+
+def _step(message: _StageMessage) -> int:
+    return message[1][0].steps

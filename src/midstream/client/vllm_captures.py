@@ -1,0 +1,270 @@
+"""Captured rows on their way from the workers to the user: to sinks as they arrive, and onto the output at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import threading
+from collections import defaultdict
+from collections.abc import Coroutine, Sequence
+from concurrent import futures
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from midstream.capture.consumers import CaptureInfo, Collected
+from midstream.capture.rows import Captured, RowChunk
+from midstream.capture.sinks import RequestCapture, Sinks
+from midstream.client.requests import PreparedPlan
+from midstream.errors import (
+    CaptureError,
+    ChannelClosedError,
+    EngineClosedError,
+    MidstreamError,
+    PlanError,
+    UnsendableError,
+)
+from midstream.runtime.trace_request import users_id
+from midstream.transport.mailbox import Mailbox
+
+RESULT_SECONDS = 120.0  # how long to wait for the next result of requests that have ended
+
+
+def sample_index(request_id: str, samples: int) -> int:
+    """The number of a sample: vLLM names the n samples of a request `0_ID`, `1_ID`, ..."""
+    return int(request_id.partition("_")[0]) if samples > 1 else 0
+
+
+@dataclass
+class _Sample:
+    """What has arrived for one sample of a request."""
+
+    name: str = ""
+    capture: RequestCapture | None = None  # from the first message on
+    finals: int = 0
+    error: MidstreamError | None = None
+
+    def fail(self, error: MidstreamError) -> None:
+        self.error = self.error or error
+        if self.capture is not None:
+            self.capture.discard(self.error)
+
+
+class RowReceiver:
+    """Receives the captured rows of one request.
+
+    Args:
+        plan: the request's plan.
+        samples: vLLM's `n`.
+        senders: how many workers send rows of a sample; each sends the rows of its layers.
+        collected: for a request of `model.collect`.
+
+    Attributes:
+        key: the address that the workers send the rows to.
+        stop: positions below this are known to be the user's.
+    """
+
+    def __init__(
+        self, plan: PreparedPlan, samples: int, sinks: Sinks, senders: int = 1, collected: Collected | None = None
+    ) -> None:
+        self.key = (secrets.token_hex(8), 0)
+        self.stop: int | None = None
+        self.collected = collected
+        self._plan = plan
+        self._sinks = sinks
+        self._senders = senders
+        self._samples = [_Sample() for _ in range(samples)]
+        self._taken, self._seen, self._is_taking = 0, -1, False
+        self._is_discarded = self._has_ended = False
+
+    @property
+    def request_id(self) -> str:
+        """The id on the request's output; empty if no message could be read."""
+        name = self._samples[0].name
+        return name.partition("_")[2] if len(self._samples) > 1 else name
+
+    @property
+    def has_sinks(self) -> bool:
+        return bool(self._plan.routes.sinks)
+
+    @property
+    def is_complete(self) -> bool:
+        return all(sample.finals >= self._senders for sample in self._samples)
+
+    def has_progressed(self) -> bool:
+        """Whether a message has been taken since the last call, or one is being taken, which may wait for a sink."""
+        seen, self._seen = self._seen, self._taken
+        return seen != self._taken or self._is_taking
+
+    async def follow(self, box: Mailbox, executor: Executor | None = None) -> None:
+        """Take rows as they arrive until all are here. Waits for full sinks in the executor if there is one."""
+        while not self.is_complete:
+            message = await _next(box)
+            if self.has_sinks and executor is not None:
+                self._is_taking = True  # also while it waits for a thread
+                await asyncio.get_running_loop().run_in_executor(executor, self.take, *message)
+            else:
+                self.take(*message)
+        box.close()  # until then, the last message counts as waiting
+
+    def take(self, header: dict[str, Any], value: Any) -> None:
+        self._is_taking = True
+        try:
+            self._take(header, value)
+        finally:
+            self._taken, self._is_taking = self._taken + 1, False
+
+    def _take(self, header: dict[str, Any], value: Any) -> None:
+        if isinstance(value, UnsendableError):  # nobody knows which sample the rows belonged to
+            for sample in self._samples:
+                sample.fail(CaptureError(f"captured rows were lost on their way: {value}"))
+                sample.finals = self._senders
+            return
+        sample = self._samples[sample_index(header["request"], len(self._samples))]
+        sample.name = sample.name or users_id(header["request"])
+        sample.finals += header["final"]
+        if value["error"] is not None:
+            sample.fail(PlanError(value["error"]))
+        if sample.error is not None or self._is_discarded:
+            return
+        try:
+            if sample.capture is None:
+                info = CaptureInfo(sample.name, tuple(self._plan.prompt), collected=self.collected)
+                plan, name = self._plan, sample.name
+                sample.capture = RequestCapture(info, plan.routes, self._sinks, lambda: plan.empty_chunk(name))
+            chunks = [
+                RowChunk(sample.name, np.arange(position, position + number), layout, rows[first : first + number])
+                for position, layout, rows, first, number in value["segments"]
+            ]
+            sample.capture.add(chunks, max(self.stop or 0, header.get("sure", 0)))
+        except CaptureError as error:
+            sample.fail(error)
+
+    def end(self, generated: Sequence[int]) -> None:
+        """The request has ended with so many tokens in each sample, and all rows are here. A second call does nothing."""
+        if self._has_ended:
+            return
+        self._has_ended = self._is_taking = True
+        try:
+            for sample, stop in zip(self._samples, self._stops(generated), strict=True):
+                if sample.error is None and sample.capture is not None:
+                    sample.capture.end(stop)
+        finally:
+            self._is_taking = False
+
+    def _stops(self, generated: Sequence[int]) -> list[int]:
+        return [len(self._plan.prompt) + count - 1 for count in generated]
+
+    def result(self, generated: Sequence[int], patient: bool = False) -> Captured | list[Captured]:
+        """The output's captures, once the sinks have taken theirs; `patient` is as of `Sinks.result`.
+
+        Raises CaptureError, or PlanError if the engine refused the plan.
+        """
+        captured = []
+        for sample, stop in zip(self._samples, self._stops(generated), strict=True):
+            if sample.error is not None:
+                raise sample.error
+            assert sample.capture is not None
+            captured.append(sample.capture.result(stop, patient))
+        return captured[0] if len(captured) == 1 else captured
+
+    def gather_early(self) -> None:
+        """Gather rows of the prompt while the engine runs. All rows are here."""
+        for sample in self._samples:
+            if sample.capture is not None:
+                with contextlib.suppress(CaptureError):  # `result` raises it
+                    sample.capture.gather_early(len(self._plan.prompt))
+
+    def discard(self) -> None:
+        """Drop the rows: nobody will ask for the result."""
+        self._is_discarded = True
+        for sample in self._samples:
+            if sample.capture is not None:
+                sample.capture.discard()
+
+
+class RowThread:
+    """Takes captured rows in a thread, while the caller's thread runs the engine.
+
+    Args:
+        receivers: the receivers of requests without sinks. Their rows come to one mailbox, `shared`.
+        followed: the receiver and the mailbox of each request with sinks. Its end goes to the sinks while other requests run.
+    """
+
+    def __init__(
+        self,
+        receivers: Sequence[RowReceiver],
+        shared: Mailbox | None,
+        followed: Sequence[tuple[RowReceiver, Mailbox]] = (),
+    ) -> None:
+        self._receivers = [*receivers, *(receiver for receiver, _ in followed)]
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="midstream-captures", daemon=True)
+        self._thread.start()
+        self._generated: defaultdict[str, asyncio.Future[Sequence[int]]] = defaultdict(self._loop.create_future)
+        tasks: list[Coroutine[Any, Any, None]] = [self._follow(receiver, box) for receiver, box in followed]
+        tasks += [_take_all(receivers, shared)] if shared is not None else []
+        self._tasks = [asyncio.run_coroutine_threadsafe(task, self._loop) for task in tasks]
+
+    def end(self, request_id: str, generated: Sequence[int]) -> None:
+        """A request has ended with so many tokens in each sample. Its last rows may come later."""
+
+        def tell() -> None:
+            if not (future := self._generated[request_id]).done():
+                future.set_result(generated)
+
+        self._loop.call_soon_threadsafe(tell)
+
+    async def _follow(self, receiver: RowReceiver, box: Mailbox) -> None:
+        await receiver.follow(box)
+        if receiver.request_id:
+            receiver.end(await self._generated[receiver.request_id])
+
+    def wait(self) -> None:
+        """Wait for all rows, after the requests have ended. Raises CaptureError if no more rows arrive."""
+        for task in self._tasks:
+            while not futures.wait([task], RESULT_SECONDS).done:
+                if not any([receiver.has_progressed() for receiver in self._receivers]):
+                    raise rows_missing()
+            task.result()
+
+    def close(self) -> None:
+        """End the thread; rows that have not arrived are not waited for."""
+        for task in self._tasks:
+            task.cancel()
+        asyncio.run_coroutine_threadsafe(_settle(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+async def _take_all(receivers: Sequence[RowReceiver], box: Mailbox) -> None:
+    """Take the rows that come to a mailbox, until all receivers are complete."""
+    waiting = {receiver.key: receiver for receiver in receivers}
+    while waiting:
+        message = await _next(box)
+        if (receiver := waiting.get(message[0]["key"])) is not None:
+            receiver.take(*message)
+            if receiver.is_complete:
+                del waiting[receiver.key]
+                receiver.gather_early()
+
+
+async def _next(box: Mailbox) -> tuple[dict[str, Any], Any]:
+    try:
+        return await box.aget()
+    except ChannelClosedError as error:
+        raise EngineClosedError(f"The engine has gone before the captured rows came: {error}") from error
+
+
+async def _settle() -> None:
+    """Wait for the other tasks of this loop."""
+    rest = asyncio.all_tasks() - {asyncio.current_task()}
+    await asyncio.gather(*rest, return_exceptions=True)
+
+
+def rows_missing() -> CaptureError:
+    return CaptureError(f"the rows of a request that has ended have not come for {RESULT_SECONDS:g} s")

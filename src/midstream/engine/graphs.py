@@ -1,0 +1,200 @@
+"""Sites inside compiled code and CUDA graphs.
+
+A forward hook at each built-in site calls one opaque custom op, which Dynamo traces into the compiled graph. In a plain step the op returns
+at once, and the graphs that vLLM records do not contain it. `Pieces` and the runners record all graphs a second time, with the plans'
+kernel in them; steps in which a plan acts replay those. In a step with traces that use only built-in sites, the op hands the residual
+stream to the interleaver from compiled code. Such a step gives up full graphs, but not compilation.
+
+In mixed batches vLLM replays a separate graph for each piece of the forward between two attention calls. Splitting the forward at each site
+as well would cost every mixed batch a tenth of a millisecond a layer, also without plans and traces. So a piece with a site at which a
+trace waits runs from its compiled code instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._library.opaque_object import get_opaque_type_name
+from vllm.compilation.cuda_graph import CUDAGraphWrapper
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import get_forward_context
+from vllm.utils.torch_utils import LayerName
+
+from midstream import hooks
+from midstream.arch import Architecture
+from midstream.engine.replacements import Replacement
+from midstream.sites import Binding, Point, follow
+from midstream.trace.body import is_in_body
+
+Fire = Callable[[int, torch.Tensor, torch.Tensor | None], None]
+Call = Callable[..., Any]
+_library: torch.library.Library | None = None
+
+
+class SiteOp:
+    """What the op calls with a point's index, the hidden states and the residual.
+
+    Attributes:
+        edit: applies plans; None unless a plan acts in the step.
+        fire: resumes traces; None unless the step has traces that use only built-in sites.
+    """
+
+    edit: Fire | None = None
+    fire: Fire | None = None
+
+    @classmethod
+    @contextlib.contextmanager
+    def editing(cls, edit: Fire) -> Iterator[None]:
+        """Call `edit` in the block."""
+        cls.edit = edit
+        try:
+            yield
+        finally:
+            cls.edit = None
+
+
+def _site(hidden: torch.Tensor, residual: torch.Tensor | None, point: LayerName) -> None:
+    if is_in_body():  # a trace's code calls a layer on a value of its own
+        return
+    if SiteOp.edit is not None:
+        SiteOp.edit(int(point.value), hidden, residual)
+    if SiteOp.fire is not None:
+        SiteOp.fire(int(point.value), hidden, residual)
+
+
+def _register() -> None:
+    """Define `midstream::site`, once a process.
+
+    The point is a LayerName, vLLM's type for what differs from layer to layer: compiled graphs take it as an input. With a plain number,
+    vLLM would compile each layer's piece separately instead of once for all layers.
+    """
+    global _library
+    if _library is None:
+        _library = torch.library.Library("midstream", "FRAGMENT")
+        kind = get_opaque_type_name(LayerName)
+        _library.define(f"site(Tensor(a!) hidden, Tensor(b!)? residual, {kind} point) -> ()")
+        for backend in ("CPU", "CUDA"):
+            _library.impl("site", _site, backend)
+        _library._register_fake("site", lambda hidden, residual, point: None)
+
+
+def buildable_points(arch: Architecture, sites: Sequence[str]) -> list[Point]:
+    """The (site, layer) of `sites` that can be built in."""
+    found = [(site, layer) for site in sites for layer in arch.layers if (site, layer) in arch.bindings]
+    return [
+        (site, layer)
+        for site, layer in found
+        if arch.shard_of(arch.bindings[site, layer]) is None and _is_plain(arch.bindings[site, layer], site)
+    ]
+
+
+def _is_plain(binding: Binding, site: str) -> bool:
+    """Whether the value is a tensor of the forward, or the sum of two streams."""
+    beside_a_bias = site in ("attn_out", "mlp_out") and binding.residual is not None
+    return binding.scale == 1.0 and not beside_a_bias
+
+
+def build_in(model: nn.Module, arch: Architecture, points: Sequence[Point], index: Callable[[Point], int]) -> None:
+    """Call the op at each of `points` with its index. Has to run before the model is compiled."""
+    _register()
+    for point in points:
+        binding = arch.bindings[point]
+        module = model.get_submodule(binding.path)
+        if binding.kind == "input":
+            hooks.before(module, _on_input(point, arch, index(point)))
+        else:
+            hooks.after(module, _on_output(point, arch, index(point)))
+
+
+def _call(tree: Any, point: Point, arch: Architecture, index: int) -> None:
+    binding = arch.bindings[point]
+    second = follow(tree, binding.residual) if binding.residual is not None else None
+    torch.ops.midstream.site(follow(tree, binding.hidden), second, LayerName(str(index)))
+
+
+def _on_output(point: Point, arch: Architecture, index: int) -> Callable[[Any], None]:
+    return lambda output: _call(output, point, arch, index)
+
+
+def _on_input(point: Point, arch: Architecture, index: int) -> Callable[[Any, Any], None]:
+    return lambda args, kwargs: _call((args, kwargs), point, arch, index)
+
+
+class Pieces:
+    """The pieces of one model. They are known once their second graphs are recorded."""
+
+    def __init__(self) -> None:
+        self._points: dict[CUDAGraphWrapper, set[int]] = {}  # the sites in each piece
+        self._second_graphs: dict[CUDAGraphWrapper, Replacement] = {}
+        self._running: CUDAGraphWrapper | None = None
+
+    @contextlib.contextmanager
+    def recording(self, edit: Fire) -> Iterator[None]:
+        """Record second graphs in the block, with `edit` at the sites."""
+
+        def note_and_edit(point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+            if self._running is not None:
+                self._points[self._running].add(point)
+            edit(point, hidden, residual)
+
+        with _calling_pieces_by(self._record), SiteOp.editing(note_and_edit):
+            yield
+
+    def _record(self, vllms: Call, piece: CUDAGraphWrapper, *args: Any, **kwargs: Any) -> Any:
+        if piece not in self._second_graphs:
+            self._points[piece] = set()
+            entries = "vllm.compilation.cuda_graph.CUDAGraphWrapper.concrete_cudagraph_entries"
+            self._second_graphs[piece] = Replacement(entries, piece, {})
+            self._second_graphs[piece].switch(True)
+        self._running = piece
+        try:
+            return vllms(piece, *args, **kwargs)
+        finally:
+            self._running = None
+
+    def use_second_graphs(self, second: bool) -> None:
+        """Which graphs the pieces replay."""
+        for graphs in self._second_graphs.values():
+            graphs.switch(second)
+
+    @contextlib.contextmanager
+    def stopping_at(self, expects: Callable[[int], bool]) -> Iterator[None]:
+        """Run a piece from its compiled code, which calls the site op, if a trace waits at one of its points."""
+
+        def call(vllms: Call, piece: CUDAGraphWrapper, *args: Any, **kwargs: Any) -> Any:
+            stops = any(map(expects, self._points.get(piece, ())))
+            return _run(piece, *args, **kwargs) if stops else vllms(piece, *args, **kwargs)
+
+        with _calling_pieces_by(call):
+            yield
+
+
+def _run(piece: CUDAGraphWrapper, *args: Any, **kwargs: Any) -> Any:
+    """Run the piece's compiled code, and copy its output to where its graph would write it: the next piece's graph reads it there."""
+    output, context = piece.runnable(*args, **kwargs), get_forward_context()
+    if context.cudagraph_runtime_mode != piece.runtime_mode:
+        return output
+    expected = piece.concrete_cudagraph_entries[context.batch_descriptor].output
+    for to, value in zip(_tensors(expected), _tensors(output), strict=True):
+        to.copy_(value)
+    return expected
+
+
+def _tensors(output: Any) -> list[torch.Tensor]:
+    return [value for value in (output if isinstance(output, (tuple, list)) else [output]) if torch.is_tensor(value)]
+
+
+def _calling_pieces_by(call: Call) -> Replacement:
+    """Replace calls of pieces, in a with-block, by `call(vLLM's __call__, piece, *args, **kwargs)`."""
+    vllms = CUDAGraphWrapper.__call__
+
+    def called(wrapper: CUDAGraphWrapper, *args: Any, **kwargs: Any) -> Any:
+        if wrapper.runtime_mode != CUDAGraphMode.PIECEWISE:
+            return vllms(wrapper, *args, **kwargs)
+        return call(vllms, wrapper, *args, **kwargs)
+
+    return Replacement("vllm.compilation.cuda_graph.CUDAGraphWrapper.__call__", CUDAGraphWrapper, called)

@@ -1,0 +1,392 @@
+"""Every place where midstream touches vLLM, in one table.
+
+A row says what midstream does to a part of vLLM, which code does it, why, and what it expects of that part. `replacements` puts
+replacements in place, and takes none without a row here. `midstream doctor` compares the rows with any vLLM without importing it
+(see `doctor`), so this file imports nothing of vLLM.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+
+from midstream.errors import UnsupportedVersionError
+
+OLDEST, NEWEST = (0, 26), (0, 33)  # the versions of vLLM that the table fits
+_V1, _V2 = "0.26 to 0.32", "0.26"  # the versions on which tests have run, with the V1 and with the V2 model runner
+
+
+class Does(Enum):
+    """What midstream does to a part of vLLM."""
+
+    REPLACES = "replaces"
+    SUBCLASSES = "subclasses"
+    SETS = "sets"  # assigns a value to an attribute of an object
+    CALLS = "calls"
+    READS = "reads"
+
+
+class Role(Enum):
+    """What a process does in an engine. A process with an in-process engine has all roles."""
+
+    FRONT_END = "front end"  # takes requests
+    SCHEDULER = "scheduler"
+    WORKER = "worker"
+    V2_WORKER = "V2 worker"  # a worker with vLLM's V2 model runner
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One place where midstream touches vLLM.
+
+    Attributes:
+        target: a module, class, function, method or attribute of vLLM, by its dotted path.
+        by: the code in midstream, by its dotted path. Where `role` is set, it is a function that takes vLLM's function and returns the
+            replacement.
+        reason: why midstream needs this.
+        signature: what a function has to take and return, such as `(a, b, *, c, **rest) -> tuple[X, ...]`: its first positional
+            parameters are `a` and `b`, another is named `c`, and it returns a tuple that begins with an X. Without `**rest` it has no
+            other parameters, or, where midstream only calls it, none without a default.
+        members: what a class has to have, separated by semicolons: attributes, and methods as `name(signature)`.
+        role: the processes in which `replacements.apply` replaces the target for good; None if a `Replacement` does on one object or for a
+            while, or if nothing is replaced.
+        seen: the versions on which tests have run through this row.
+        optional: what happens where vLLM does not have the target; empty if midstream needs it.
+    """
+
+    target: str
+    does: Does
+    by: str
+    reason: str
+    signature: str = ""
+    members: str = ""
+    role: Role | None = None
+    seen: str = _V1
+    optional: str = ""
+
+
+def supported_range() -> str:
+    """The supported versions of vLLM, for messages."""
+    return " to ".join(".".join(map(str, version)) for version in (OLDEST, NEWEST))
+
+
+def is_supported(version: str) -> bool:
+    """Whether a version of vLLM is in the supported range."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return found is not None and OLDEST <= (int(found[1]), int(found[2])) <= NEWEST
+
+
+def check_vllm_version(version: str | None = None) -> None:
+    """Raise UnsupportedVersionError unless vLLM (`version`, or the one installed) is in the supported range."""
+    if version is None:
+        import vllm
+
+        version = vllm.__version__
+    if not is_supported(version):
+        raise UnsupportedVersionError(
+            f"midstream supports vLLM {supported_range()}; this is vLLM {version}. Install one of these, or a midstream made for it."
+        )
+
+
+REPLACES, SUBCLASSES, SETS, CALLS, READS = Does
+
+# fmt: off
+_FRONT_END = (
+    Seam("vllm.v1.engine.async_llm.AsyncLLM.add_request", REPLACES, "midstream.engine.admission.parsing_on_a_thread",
+         "Parses plans from HTTP on a separate thread: the event loop that calls this serves everyone.",
+         signature="(request_id, prompt, params, **rest)", role=Role.FRONT_END),
+    Seam("vllm.v1.engine.input_processor.InputProcessor.process_inputs", REPLACES, "midstream.engine.admission.checking_plans",
+         "Checks a request's plan where its token ids are first known, and puts it into its wire form.",
+         signature="(**rest) -> EngineCoreRequest", role=Role.FRONT_END),
+    Seam("vllm.v1.engine.core_client.InprocClient.get_output", REPLACES, "midstream.engine.launch.stepping_after_the_last_output",
+         "An in-process engine stops stepping after its last output; workers hear of a request's end in the step after it.",
+         signature="(**rest)", role=Role.FRONT_END),
+    Seam("vllm.v1.engine.core_client.InprocClient.abort_requests", REPLACES, "midstream.engine.launch.stepping_after_the_last_output",
+         "As for get_output, after an abort.", signature="(request_ids, **rest)", role=Role.FRONT_END),
+    Seam("vllm.v1.engine.core_client.InprocClient", READS, "midstream.engine.launch.stepping_after_the_last_output",
+         "Reaches the scheduler and the step function of an in-process engine.", members="engine_core"),
+    Seam("vllm.v1.engine.core.EngineCore", CALLS, "midstream.engine.launch.stepping_after_the_last_output",
+         "Makes one more step of an in-process engine.", members="scheduler; step_fn"),
+    Seam("vllm.v1.engine.llm_engine.LLMEngine.step", REPLACES, "midstream.engine.launch._reporting_finished",
+         "vllm.LLM.generate returns all outputs together; its steps have each one as soon as it has finished.", signature="()"),
+    Seam("vllm.LLM", CALLS, "midstream.engine.launch.start_llm",
+         "The offline engine.",
+         members="__init__(model, **rest); generate(prompts, sampling_params, *, use_tqdm); collective_rpc(method, *, args); "
+                 "llm_engine"),
+    Seam("vllm.v1.engine.llm_engine.LLMEngine", CALLS, "midstream.engine.launch._abort_all",
+         "Aborts the requests of an interrupted generate call, and reaches the configuration and the engine core's client.",
+         members="abort_request(request_ids, *, internal); output_processor; engine_core; vllm_config"),
+    Seam("vllm.v1.engine.output_processor.OutputProcessor", READS, "midstream.engine.launch._abort_all",
+         "Lists the requests that have not finished.", members="request_states"),
+    Seam("vllm.v1.engine.async_llm.AsyncLLM", CALLS, "midstream.engine.launch.start_async_llm",
+         "The online engine.",
+         members="from_engine_args(engine_args); generate(prompt, sampling_params, request_id); collective_rpc(method, *, args); "
+                 "shutdown(*, timeout); vllm_config"),
+    Seam("vllm.engine.arg_utils.AsyncEngineArgs", CALLS, "midstream.engine.launch.start_async_llm",
+         "Takes midstream's worker, scheduler and settings.", members="worker_cls; scheduler_cls; additional_config"),
+    Seam("vllm.v1.engine.core_client.EngineCoreClient", CALLS, "midstream.engine.launch.shut_down",
+         "Ends the engine with time to free its shared memory and sockets.", members="shutdown(*, timeout)"),
+    Seam("vllm.v1.engine.core_client.SyncMPClient", READS, "midstream.engine.launch.wake_waiting_callers",
+         "vLLM leaves callers waiting when the engine's process is killed (0.26 to 0.33); midstream puts the error into their queues.",
+         members="resources; outputs_queue; utility_results"),
+    Seam("vllm.v1.engine.core_client.BackgroundResources", READS, "midstream.engine.launch.wake_waiting_callers",
+         "Says whether vLLM knows that the engine is dead.", members="engine_dead"),
+    Seam("vllm.v1.engine.exceptions.EngineDeadError", CALLS, "midstream.engine.launch.wake_waiting_callers",
+         "The error that vLLM raises to callers of a dead engine."),
+    Seam("vllm.outputs.RequestOutput", READS, "midstream.engine.launch._reporting_finished",
+         "Says which outputs of a step have finished.", members="finished"),
+    Seam("vllm.v1.engine.EngineCoreRequest", READS, "midstream.engine.admission.admitted",
+         "The request that carries the plan to the engine.", members="sampling_params; prompt_token_ids; prompt_embeds; mm_features"),
+    Seam("vllm.v1.engine.input_processor.InputProcessor", READS, "midstream.engine.admission.checking_plans",
+         "Reaches the engine's configuration.", members="vllm_config"),
+    Seam("vllm.SamplingParams", SETS, "midstream.engine.admission.checking_plans",
+         "Plans and traces travel in extra_args; a request that a worker ends drops min_tokens; traced prompts skip the prefix cache.",
+         members="extra_args; max_tokens; min_tokens; skip_reading_prefix_cache"),
+    Seam("vllm.SamplingParams.skip_clone", SETS, "midstream.engine.launch.sampling_params",
+         "Each request has its own parameters, so vLLM need not copy them deeply.", optional="vLLM copies them."),
+    Seam("vllm.exceptions.VLLMValidationError", SUBCLASSES, "midstream.engine.admission._refusal",
+         "Servers answer this error with status 400."),
+    Seam("vllm.exceptions.VLLMClientError", READS, "midstream.engine.launch._own_error",
+         "Recognised by name: the error that a request is at fault for.",
+         optional="Errors of a request are recognised by VLLMValidationError and by the module that raised them."),
+    Seam("vllm.sampling_params", READS, "midstream.engine.launch._is_about_input",
+         "A ValueError raised in this module is about the request: 0.26 has no class of its own for all of them."),
+    Seam("vllm.v1.engine.input_processor", READS, "midstream.engine.launch._is_about_input",
+         "A ValueError raised in this module is about the request: 0.26 has no class of its own for all of them."),
+    Seam("vllm.renderers", READS, "midstream.engine.launch._is_about_input",
+         "A ValueError raised in this module is about the request: 0.26 has no class of its own for all of them."),
+    Seam("vllm.inputs", READS, "midstream.engine.launch._is_about_input",
+         "A ValueError raised in this module is about the request: 0.26 has no class of its own for all of them."),
+    Seam("vllm.envs.VLLM_RPC_BASE_PATH", SETS, "midstream.engine.launch._start",
+         "Gives each engine its own directory for sockets, by the environment: vLLM leaves their files behind."),
+    Seam("vllm.utils.network_utils.get_ip", CALLS, "midstream.engine.launch.address_for_workers",
+         "The address at which other hosts reach this one.", signature="()"),
+)
+
+_CONFIG = (
+    Seam("vllm.__version__", READS, "midstream.engine.seams.check_vllm_version",
+         "Refuses versions that the table does not fit."),
+    Seam("vllm.config.VllmConfig", READS, "midstream.engine.attach.make_plan_host",
+         "The engine's configuration; midstream's settings are in additional_config, which is part of vLLM's compile-cache key.",
+         members="model_config; parallel_config; scheduler_config; compilation_config; speculative_config; kv_transfer_config; "
+                 "additional_config; instance_id"),
+    Seam("vllm.config.ModelConfig", READS, "midstream.engine.admission.admitted",
+         "What plans and prompts are checked against.",
+         members="dtype; hf_text_config; max_model_len; tokenizer; get_hidden_size(); get_vocab_size(); get_head_size(); "
+                 "get_num_attention_heads(parallel_config)"),
+    Seam("vllm.config.ParallelConfig", READS, "midstream.engine.attach.refuse_unsupported",
+         "Says whether the engine has midstream's worker, and whether its batches and prompts are split.",
+         members="worker_cls; use_ray; use_ubatching; prefill_context_parallel_size; data_parallel_size; nnodes"),
+    Seam("vllm.config.SchedulerConfig", READS, "midstream.engine.launch.check_prompts",
+         "The limits of a step; also names midstream's scheduler.",
+         members="scheduler_cls; async_scheduling; max_num_batched_tokens; max_num_seqs"),
+    Seam("vllm.config.CompilationConfig", READS, "midstream.engine.attach.has_graphs",
+         "Says whether steps run compiled code or CUDA graphs, and holds the layers' KV caches.",
+         members="cudagraph_mode; mode; pass_config; max_cudagraph_capture_size; static_forward_context"),
+    Seam("vllm.config.compilation.PassConfig.enable_sp", READS, "midstream.engine.attach.refuse_unsupported",
+         "Sequence parallelism splits the residual stream's rows over ranks, so such an engine is refused.",
+         optional="0.32 and later have no such pass."),
+    Seam("vllm.config.VllmConfig.compilation_config", SETS, "midstream.engine.step_mode.EagerKernels",
+         "On a copy of the configuration: asks which kernels an engine without compilation prefers."),
+    Seam("vllm.config.CompilationConfig.mode", SETS, "midstream.engine.step_mode.EagerKernels", "As above, on a copy."),
+    Seam("vllm.config.CUDAGraphMode", READS, "midstream.engine.attach.has_graphs",
+         "Tells full graphs from graphs of pieces.", members="NONE; PIECEWISE; FULL"),
+    Seam("vllm.config.CompilationMode", READS, "midstream.engine.attach.compiles",
+         "Says that nothing is compiled.", members="NONE"),
+    Seam("vllm.envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND", READS, "midstream.engine.attach.refuse_unsupported",
+         "The older Ray executor does not call the worker's execute_model, so such an engine is refused.",
+         optional="0.33 and later have no older Ray executor."),
+    Seam("vllm.compilation.breakable_cudagraph.is_breakable_cudagraph_enabled", CALLS, "midstream.engine.attach.refuse_unsupported",
+         "Breakable CUDA graphs have no sites in them, so such an engine is refused.", signature="()"),
+)
+
+_SCHEDULER = (
+    Seam("vllm.v1.core.kv_cache_utils.generate_block_hash_extra_keys", REPLACES, "midstream.engine.prefix_cache.adding_plan_keys",
+         "Keys KV blocks by what a plan has changed in them.",
+         signature="(request, start_token_idx, end_token_idx, **rest) -> tuple[tuple[Any, ...] | None, int]", role=Role.SCHEDULER),
+    Seam("vllm.v1.core.kv_cache_manager.KVCacheManager.get_computed_blocks", REPLACES, "midstream.engine.prefix_cache.limiting_hits",
+         "A request with captures recomputes its prompt from the lowest captured position on.", signature="(request, **rest)",
+         role=Role.SCHEDULER),
+    Seam("vllm.v1.core.block_pool.BlockPool.get_new_blocks", REPLACES, "midstream.engine.prefix_cache.noting_allocations",
+         "A block that holds another request's edits is cleared before it is used again.", signature="(**rest) -> list[KVCacheBlock]",
+         role=Role.SCHEDULER),
+    Seam("vllm.v1.core.kv_cache_manager.KVCacheManager.coordinator", REPLACES, "midstream.engine.prefix_cache.holding_back",
+         "While a request is scheduled: limits cache hits, and keeps blocks out of the cache until the workers have taken its plan."),
+    Seam("vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator", CALLS, "midstream.engine.prefix_cache._LimitedCoordinator",
+         "The two methods that the stand-ins for the coordinator wrap.",
+         members="find_longest_cache_hit(block_hashes, max_cache_hit_length); cache_blocks(request, num_computed_tokens)"),
+    Seam("vllm.v1.core.kv_cache_manager.KVCacheManager", CALLS, "midstream.engine.scheduler._Rules",
+         "Caches the blocks of a request whose plan was taken, and evicts those of a request that was refused.",
+         members="block_pool; cache_blocks(request, num_computed_tokens); evict_blocks(block_ids); get_block_ids(request_id)"),
+    Seam("vllm.v1.core.kv_cache_utils.KVCacheBlock", READS, "midstream.engine.prefix_cache.EditedBlocks",
+         "Identifies the blocks that a request is given.", members="block_id"),
+    Seam("vllm.v1.core.sched.scheduler.Scheduler", SUBCLASSES, "midstream.engine.scheduler._Rules",
+         "Computes traced prompts in one step, tells workers of ends, and clears and keys KV blocks.",
+         members="__init__(vllm_config, **rest); add_request(request); schedule(**rest) -> SchedulerOutput; "
+                 "update_from_output(scheduler_output, model_runner_output); finish_requests(request_ids, finished_status); "
+                 "_free_request(request, **rest); _preempt_request(request, **rest); _update_request_as_session(session, update); "
+                 "_get_new_block_ids_to_zero() -> list[int] | None; kv_cache_manager; waiting; running; requests; vllm_config; "
+                 "scheduler_config; max_num_scheduled_tokens; has_unfinished_requests()"),
+    Seam("vllm.v1.core.sched.async_scheduler.AsyncScheduler", SUBCLASSES, "midstream.engine.scheduler.AsyncMidstreamScheduler",
+         "The same rules where scheduling is asynchronous."),
+    Seam("vllm.config.SchedulerConfig.long_prefill_token_threshold", REPLACES,
+         "midstream.engine.scheduler._Rules._schedule_in_one_step",
+         "No limit on long prompts in the steps in which a traced prompt begins: it may not be split."),
+    Seam("vllm.v1.core.sched.request_queue.RequestQueue", CALLS, "midstream.engine.scheduler._Rules._take_held_back",
+         "Takes requests that have to wait off the queue, and puts them back.",
+         members="__iter__(); add_request(request); remove_requests(requests)"),
+    Seam("vllm.v1.request.Request", SETS, "midstream.engine.scheduler._Rules",
+         "Ends a request by its max_tokens, and reads what the scheduler knows of it.",
+         members="max_tokens; sampling_params; request_id; client_index; status; prompt_token_ids; num_prompt_tokens; num_tokens; "
+                 "num_tokens_with_spec; num_computed_tokens; num_output_tokens; num_output_placeholders; block_hashes; "
+                 "update_block_hashes(); take_events()"),
+    Seam("vllm.v1.request.StreamingUpdate", READS, "midstream.engine.scheduler._Rules._update_request_as_session",
+         "The plan of a session's next part.", members="sampling_params"),
+    Seam("vllm.v1.request.RequestStatus", READS, "midstream.engine.scheduler._is_unstarted",
+         "Tells preempted requests from new ones, and ends requests with an error.", members="PREEMPTED; FINISHED_ERROR"),
+    Seam("vllm.v1.engine.EngineCoreOutput", CALLS, "midstream.engine.scheduler._Rules._update",
+         "The output of a request that a worker has refused.", members="request_id; new_token_ids; finish_reason; stop_reason; events"),
+    Seam("vllm.v1.engine.EngineCoreOutputs", CALLS, "midstream.engine.scheduler._Rules._update",
+         "The outputs of a step for one client.", members="outputs"),
+    Seam("vllm.v1.engine.FinishReason", READS, "midstream.engine.scheduler._Rules._update",
+         "The reason that a refused request's output gives.", members="ERROR"),
+    Seam("vllm.v1.core.sched.output.SchedulerOutput", READS, "midstream.engine.worker.Worker._schedule",
+         "What a step holds; also carries the ends of requests to the workers, as an attribute of midstream's.",
+         members="scheduled_new_reqs; scheduled_cached_reqs; num_scheduled_tokens; total_num_scheduled_tokens; finished_req_ids"),
+    Seam("vllm.v1.core.sched.output.NewRequestData", READS, "midstream.engine.worker.Worker._schedule",
+         "A request's first step.", members="req_id; sampling_params; prompt_token_ids; num_computed_tokens; block_ids"),
+    Seam("vllm.v1.core.sched.output.CachedRequestData", READS, "midstream.engine.worker.Worker._schedule",
+         "A request's later steps.", members="req_ids; num_computed_tokens; new_block_ids"),
+)
+
+_WORKER = (
+    Seam("vllm.forward_context.create_forward_context", REPLACES, "midstream.engine.step_mode.running_uncompiled",
+         "Runs single steps uncompiled: vLLM's own runners set skip_compiled for encoders only.", signature="(**rest)",
+         role=Role.WORKER),
+    Seam("vllm.forward_context.ForwardContext", SETS, "midstream.engine.step_mode.running_uncompiled",
+         "Carries skip_compiled; says which graph a step replays.", members="skip_compiled; cudagraph_runtime_mode; batch_descriptor"),
+    Seam("vllm.forward_context.get_forward_context", CALLS, "midstream.engine.graphs._run",
+         "The context of the step that is running.", signature="() -> ForwardContext"),
+    *(
+        Seam(worker, SUBCLASSES, "midstream.engine.worker.Worker", f"Runs plans and traces around the steps of the {kind} worker.",
+             members="load_model(**rest); execute_model(scheduler_output); sample_tokens(grammar_output); execute_dummy_batch(); "
+                     "compile_or_warm_up_model(); shutdown(); model_runner; vllm_config; device; rank")
+        for worker, kind in (("vllm.v1.worker.gpu_worker.Worker", "GPU"), ("vllm.v1.worker.cpu_worker.CPUWorker", "CPU"))
+    ),
+    Seam("vllm.v1.outputs.AsyncModelRunnerOutput", SUBCLASSES, "midstream.engine.worker._ReportingOutput",
+         "Adds errors and stops to an output that is still on its way from the device.", members="get_output()"),
+    Seam("vllm.v1.outputs.SamplerOutput", READS, "midstream.engine.runners.Runner._trace_samples",
+         "The sampled tokens, which traces read and write.", members="sampled_token_ids"),
+    Seam("vllm.model_executor.models.interfaces_base.VllmModelForTextGeneration.compute_logits", REPLACES,
+         "midstream.engine.runners.Runner._watch_logits",
+         "While a step is watched: traces read and write logits, and rows that are not finite are cleaned before sampling.",
+         signature="(hidden_states, **rest)"),
+    Seam("vllm.sequence.IntermediateTensors", CALLS, "midstream.engine.runners.Runner.probe",
+         "Fills what a later pipeline stage is handed with values that can be told apart.", members="items()"),
+    Seam("vllm.model_executor.custom_op.CustomOp._forward_method", REPLACES, "midstream.engine.step_mode.EagerKernels",
+         "In uncompiled steps: uses vLLM's kernels instead of the plain PyTorch code that compiled engines have there."),
+    Seam("vllm.model_executor.custom_op.CustomOp", READS, "midstream.engine.step_mode.EagerKernels",
+         "Knows its kernel for each platform.", members="forward_cuda; forward_cpu"),
+    Seam("vllm.platforms.current_platform", READS, "midstream.engine.worker",
+         "Chooses the CPU's or the GPU's worker."),
+    Seam("vllm.platforms.interface.Platform", CALLS, "midstream.engine.step_mode.EagerKernels",
+         "Tells CUDA from the CPU.", members="is_cuda(); is_cpu()"),
+    Seam("vllm.platforms.interface.Platform.get_default_ir_op_priority", CALLS, "midstream.engine.step_mode.EagerKernels",
+         "In uncompiled steps: the kernels that an eager engine prefers.", signature="(vllm_config) -> 'IrOpPriorityConfig'",
+         optional="The compiled engine's preferences stay."),
+    Seam("vllm.config.kernel.IrOpPriorityConfig", CALLS, "midstream.engine.step_mode.EagerKernels",
+         "Sets that preference for a block of code.", members="set_priority()"),
+    Seam("vllm.compilation.cuda_graph.CUDAGraphWrapper.__call__", REPLACES, "midstream.engine.graphs._calling_pieces_by",
+         "While graphs are recorded a second time, and in traced steps: decides for each piece whether its graph is replayed."),
+    Seam("vllm.compilation.cuda_graph.CUDAGraphWrapper.concrete_cudagraph_entries", REPLACES, "midstream.engine.graphs.Pieces",
+         "In planned steps: a second set of graphs, recorded with the plans' kernel in them."),
+    Seam("vllm.compilation.cuda_graph.CUDAGraphWrapper", READS, "midstream.engine.graphs.Pieces",
+         "The compiled code of a piece, and which kind of graph it is for.", members="runnable; runtime_mode"),
+    Seam("vllm.compilation.cuda_graph.CUDAGraphEntry", READS, "midstream.engine.graphs._run",
+         "Where the graph of the next piece reads its input.", members="output"),
+    Seam("vllm.utils.torch_utils.LayerName", CALLS, "midstream.engine.graphs._register",
+         "A value that differs from layer to layer, which compiled graphs take as an input.", members="__init__(value); value"),
+    Seam("vllm.distributed.get_pp_group", CALLS, "midstream.engine.worker.Worker._make_stages",
+         "The stages of the pipeline.", signature="() -> GroupCoordinator"),
+    Seam("vllm.distributed.get_tp_group", CALLS, "midstream.engine.worker.Worker._attach",
+         "The tensor-parallel ranks.", signature="() -> GroupCoordinator"),
+    Seam("vllm.distributed.parallel_state.GroupCoordinator", CALLS, "midstream.engine.worker.Worker._make_tensor_ranks",
+         "A rank's place among the others, and how they exchange values.",
+         members="rank_in_group; world_size; cpu_group; all_gather(input_, dim)"),
+    Seam("vllm.utils.import_utils.resolve_obj_by_qualname", CALLS, "midstream.engine.worker",
+         "Imports the platform's worker.", signature="(qualname)"),
+    Seam("vllm.v1.kv_cache_interface.KVCacheConfig", READS, "midstream.engine.runners.Runner.prepare_clearing",
+         "The layers of each group of KV caches, and how many blocks there are.", members="num_blocks; kv_cache_groups"),
+    Seam("vllm.v1.kv_cache_interface.KVCacheGroupSpec", READS, "midstream.engine.runners.Runner.prepare_clearing",
+         "The layers that share blocks.", members="kv_cache_spec; layer_names"),
+    Seam("vllm.v1.kv_cache_interface.FullAttentionSpec", READS, "midstream.engine.runners.Runner.prepare_clearing",
+         "The layers that vLLM clears itself."),
+    Seam("vllm.model_executor.layers.attention.attention.Attention", READS, "midstream.engine.runners.Runner.prepare_clearing",
+         "A layer's KV cache, which midstream clears where vLLM does not.", members="kv_cache"),
+)
+
+_V1_RUNNER = (
+    Seam("vllm.v1.worker.gpu_model_runner.GPUModelRunner._determine_batch_execution_and_padding", REPLACES,
+         "midstream.engine.runners.V1Runner.connect",
+         "While a step is watched: called when the batch is laid out; a traced step runs without graphs.",
+         signature="(*, num_scheduled_tokens_np, force_eager, **rest) -> tuple[CUDAGraphMode, BatchDescriptor, ...]"),
+    Seam("vllm.v1.worker.gpu_model_runner.GPUModelRunner._sample", REPLACES, "midstream.engine.runners.V1Runner.connect",
+         "While a step is watched: traces read and write its samples.", signature="(**rest) -> SamplerOutput"),
+    Seam("vllm.v1.cudagraph_dispatcher.CudagraphDispatcher.dispatch", REPLACES, "midstream.engine.runners.V1Runner.connect",
+         "While a step is watched: keeps traced steps from full graphs.", signature="(*, invalid_modes, **rest)"),
+    Seam("vllm.v1.worker.gpu_model_runner.GPUModelRunner._capture_cudagraphs", REPLACES,
+         "midstream.engine.runners.V1Runner.record_second_graphs",
+         "Records graphs a second time, with the plans' kernel in them.", signature="(**rest)"),
+    Seam("vllm.v1.worker.gpu_model_runner.GPUModelRunner._zero_block_ids", REPLACES, "midstream.engine.runners.V1Runner._clear_by",
+         "Clears KV blocks in the layers that vLLM leaves out, such as those with sliding windows.", signature="(block_ids)"),
+    Seam("vllm.v1.worker.gpu_model_runner.GPUModelRunner", CALLS, "midstream.engine.runners.V1Runner",
+         "The batch that is laid out, the forward's output, and dummy forwards to probe the model.",
+         members="get_model(); _dummy_run(num_tokens, *, is_profile); _init_kv_zero_meta(); _kv_block_zeroer; model; device; "
+                 "input_batch; execute_model_state; cudagraph_dispatcher; kv_cache_config; compilation_config"),
+    Seam("vllm.v1.worker.cpu_model_runner.CPUModelRunner", CALLS, "midstream.engine.runners.V1Runner",
+         "The same on the CPU.", members="_zero_block_ids(block_ids); get_model()"),
+    Seam("vllm.v1.worker.gpu_input_batch.InputBatch", READS, "midstream.engine.runners.V1Runner.connect",
+         "The requests in the order of their rows.", members="req_ids; num_computed_tokens_cpu"),
+    Seam("vllm.forward_context.BatchDescriptor", READS, "midstream.engine.runners.V1Runner.connect",
+         "The batch's size with padding.", members="num_tokens"),
+    Seam("vllm.v1.worker.gpu_model_runner.ExecuteModelState", READS, "midstream.engine.runners.V1Runner.batch",
+         "The rows at the forward's end.", members="hidden_states"),
+)
+
+_V2_RUNNER = (
+    Seam("vllm.v1.worker.gpu.model_runner.dispatch_cg_and_sync_dp", REPLACES, "midstream.engine.runners.keeping_from_graphs",
+         "The V2 runner replays full graphs without calling the model, so it has to be told not to in a traced step.",
+         signature="(cudagraph_manager, num_reqs, num_tokens, uniform_token_count, *, need_eager, **rest) -> "
+                   "tuple[BatchExecutionDescriptor, ...]",
+         role=Role.V2_WORKER, seen=_V2),
+    Seam("vllm.v1.worker.gpu.cudagraph_utils.BatchExecutionDescriptor", READS, "midstream.engine.runners.keeping_from_graphs",
+         "Says whether a full graph is replayed.", members="cg_mode", seen=_V2),
+    Seam("vllm.v1.worker.gpu.model_runner.GPUModelRunner.prepare_inputs", REPLACES, "midstream.engine.runners.V2Runner.connect",
+         "While a step is watched: called when the batch is laid out.", signature="(**rest) -> InputBatch", seen=_V2),
+    Seam("vllm.v1.worker.gpu.model_runner.GPUModelRunner.sample", REPLACES, "midstream.engine.runners.V2Runner.connect",
+         "While a step is watched: traces read and write its samples.", signature="(**rest) -> tuple[SamplerOutput, ...]", seen=_V2),
+    Seam("vllm.v1.worker.gpu.cudagraph_utils.ModelCudaGraphManager.capture", REPLACES,
+         "midstream.engine.runners.V2Runner.record_second_graphs",
+         "Records graphs a second time, with the plans' kernel in them.", signature="(**rest)", seen=_V2),
+    Seam("vllm.v1.worker.gpu.cudagraph_utils.CudaGraphManager.graphs", REPLACES,
+         "midstream.engine.runners.V2Runner.record_second_graphs",
+         "In planned steps: the second set of full graphs.", seen=_V2),
+    Seam("vllm.v1.worker.gpu.model_runner.GPUModelRunner.kv_block_zeroer", REPLACES, "midstream.engine.runners.V2Runner._clear_by",
+         "Clears KV blocks in the layers that vLLM leaves out, such as those with sliding windows.", seen=_V2),
+    Seam("vllm.v1.worker.utils.KVBlockZeroer", CALLS, "midstream.engine.runners.V2Runner._vllms_clearing",
+         "Clears the layers with full attention.", members="zero_block_ids(block_ids)", seen=_V2),
+    Seam("vllm.v1.worker.gpu.model_runner.GPUModelRunner", CALLS, "midstream.engine.runners.V2Runner",
+         "The forward's output, and dummy forwards to probe the model.",
+         members="get_model(); _dummy_run(num_tokens, *, skip_attn, is_profile); _init_kv_zero_meta(); execute_model_state; "
+                 "cudagraph_manager; kv_cache_config; compilation_config",
+         seen=_V2),
+    Seam("vllm.v1.worker.gpu.input_batch.InputBatch", READS, "midstream.engine.runners.V2Runner.connect",
+         "The requests in the order of their rows, and the batch's size with padding.",
+         members="req_ids; num_reqs; num_scheduled_tokens; num_computed_tokens_np; num_tokens_after_padding", seen=_V2),
+    Seam("vllm.v1.worker.gpu.model_runner.ExecuteModelState", READS, "midstream.engine.runners.V2Runner.batch",
+         "The batch and the rows at the forward's end.", members="input_batch; hidden_states", seen=_V2),
+)
+
+SEAMS = (*_FRONT_END, *_CONFIG, *_SCHEDULER, *_WORKER, *_V1_RUNNER, *_V2_RUNNER)
+# fmt: on

@@ -1,0 +1,85 @@
+"""The only code that registers hooks on modules or replaces a module's `forward`.
+
+    handle = before(module, lambda args, kwargs: ...)   # returns the (args, kwargs) to go on with, or None for those given
+    handle = after(module, lambda output: ...)          # returns the output to go on with, or None for the one given
+    handle.remove()
+
+`torch.compile` traces hooks of `before` and `after` into the compiled forward, provided that it can trace the given function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import nn
+
+Before = Callable[[Any, Any], Any]
+After = Callable[[Any], Any]
+
+
+class Handle(Protocol):
+    """An installed hook."""
+
+    def remove(self) -> None:
+        """Take the hook off."""
+        ...
+
+
+def before(module: nn.Module, see: Before, *, first: bool = False) -> Handle:
+    """Call `see(args, kwargs)` before every call of `module`; `first`: ahead of the hooks that are there already."""
+
+    def hook(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        return see(args, kwargs)
+
+    return module.register_forward_pre_hook(hook, with_kwargs=True, prepend=first)
+
+
+def after(module: nn.Module, see: After, *, first: bool = False) -> Handle:
+    """Call `see(output)` after every call of `module`; `first`: ahead of the hooks that are there already."""
+
+    def hook(_: nn.Module, __: Any, output: Any) -> Any:
+        return see(output)
+
+    return module.register_forward_hook(hook, prepend=first)
+
+
+def skips_hooks(module: nn.Module) -> bool:
+    """Whether the module's class has a `__call__` of its own, which may go straight to `forward` (vLLM's compiled models do)."""
+    return type(module).__call__ is not nn.Module.__call__
+
+
+def around(module: nn.Module, see_input: Before | None, see_output: After) -> Handle:
+    """Like `before` and `after`, but wraps the instance's `forward`: for modules that skip hooks."""
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if see_input is not None:
+            args, kwargs = see_input(args, kwargs) or (args, kwargs)
+        output = wrapped.__dict__["forward"](*args, **kwargs)
+        seen = see_output(output)
+        return output if seen is None else seen
+
+    wrapped.__dict__["forward"] = module.forward
+    return _Replaced(module.__dict__, wrapped)
+
+
+def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Handle:
+    """Have `forward` called in place of the module's own. What `around` has put there stays around it."""
+    owner = module.__dict__
+    while "forward" in getattr(owner.get("forward"), "__dict__", {}):
+        owner = owner["forward"].__dict__
+    return _Replaced(owner, forward)
+
+
+class _Replaced:
+    """A replaced `forward`, of a module or inside of a wrapper. Remove those of one module in the reverse order of their making."""
+
+    def __init__(self, owner: dict[str, Any], forward: Callable[..., Any]) -> None:
+        self._owner = owner
+        self._former = owner.get("forward")
+        owner["forward"] = forward
+
+    def remove(self) -> None:
+        self._owner.pop("forward", None)
+        if self._former is not None:
+            self._owner["forward"] = self._former

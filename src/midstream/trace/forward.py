@@ -1,0 +1,175 @@
+"""One model's forward pass as its traces see it: where it is, and the hooks by which it reports that.
+
+Hooks are on the model only while a trace is alive, and only at the points that a trace has asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from midstream import hooks
+from midstream.errors import TraceError
+from midstream.sites import Key, point_name
+from midstream.trace.remote import ALONE, Peers, Stage
+from midstream.trace.source import SourceHooks
+from midstream.trace.tree import memory_of
+from midstream.trace.visit import Visit
+
+Order = Mapping[tuple[str, str], tuple[int, int]]
+Watcher = Callable[[Visit], None]
+STEP_START: Key = ("", "step")
+LAST_POINTS: dict[Key, int] = {("", "logits"): 1 << 60, ("", "samples"): (1 << 60) + 1}  # -> moment
+_NEVER_PASSED = 1 << 61
+
+
+class Forward:
+    """Where a model's forward pass is.
+
+    Args:
+        root: the model whose modules are traced.
+        order: from `Architecture.order`: the moments of the forward at which each module is called and returns.
+        stage: this process's stage of the pipeline.
+        peers: the tensor-parallel ranks that share each layer with this one.
+
+    Attributes:
+        modules: path -> module.
+        muted: whether modules run for something else than the step.
+        reachable: the points that the step's forward passes; None for all.
+        watchers: callbacks at points, with the names of their bodies.
+        overrides: values to put at points in this step, with the names of their bodies.
+        at_barrier: the names of the bodies that wait at each barrier.
+        freed: the names of those that a barrier has let go on.
+        live_storages: the memory of this step's activations, where traces get views of them.
+    """
+
+    def __init__(self, root: nn.Module, order: Order, stage: Stage | None = None, peers: Peers = ALONE) -> None:
+        self.order = order
+        self.stage = Stage(root) if stage is None else stage
+        self.peers = peers
+        self.modules = dict(root.named_modules())
+        self.source = SourceHooks(self.modules, self.fire)
+        self.muted = False
+        self.reachable: frozenset[Key] | None = None
+        self.watchers: dict[Key, list[tuple[str, Watcher]]] = {}
+        self.overrides: dict[Key, list[tuple[str, Any]]] = {}
+        self.at_barrier: dict[Any, list[str]] = {}
+        self.freed: list[str] = []
+        self.live_storages: set[int | None] = set()
+        self._position = -1
+        self._point: Key = STEP_START
+        self._firing: Key | None = None
+        self._stepping = False
+        self._handles: dict[Key, hooks.Handle] = {}
+
+    def fire(self, key: Key, tree: Any, direct: bool = False) -> Any:
+        """The forward is at `key` with value `tree`. Returns the value to go on with."""
+        raise NotImplementedError
+
+    # Where it is.
+
+    def ordinal(self, key: Key) -> tuple[int, int]:
+        """The first and the last moment of the forward at which it is at `key`."""
+        if key in LAST_POINTS:
+            return LAST_POINTS[key], LAST_POINTS[key]
+        return self.order.get(key[:2] if len(key) == 2 else (key[0], "input"), (-1, _NEVER_PASSED))
+
+    def has_passed(self, key: Key) -> bool:
+        """Whether the forward can no longer get to `key` in this step."""
+        if not self._stepping:
+            return True
+        return key != self._firing and len(key) != 4 and self.ordinal(key)[1] <= self._position
+
+    def where(self, step: int) -> str:
+        """Where the forward is, for messages."""
+        return f"{point_name(self._point)} of step {step}" if self._point != STEP_START else f"the start of step {step}"
+
+    def is_live(self, value: torch.Tensor) -> bool:
+        """Whether `value` shares memory with an activation of this step."""
+        return memory_of(value) in self.live_storages
+
+    # What bodies ask of it.
+
+    def watch(self, body: str, key: Key, watcher: Watcher) -> None:
+        """Call `watcher` with every later visit of the body's request to `key`, after all edits there."""
+        self.peers.note(body, f"a cache of {point_name(key)}")
+        self.prepare(key)
+        self.watchers.setdefault(key, []).append((body, watcher))
+
+    def override(self, body: str, key: Key, value: Any) -> None:
+        """Replace the request's part of `key` by `value` when the forward gets there in this step."""
+        self.peers.note(body, f"a skip to {point_name(key)}")
+        self.prepare(key)
+        self.overrides.setdefault(key, []).append((body, value))
+
+    def apart(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a module on a value that is not the forward's. The points that it passes do not count."""
+        self.muted = True
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self.muted = False
+
+    def arrive(self, barrier: Any, body: str) -> None:
+        """The body is at a barrier. The last of `barrier.parties` frees the others; after that the barrier is closed again."""
+        waiting = self.at_barrier.setdefault(barrier, [])
+        if len(waiting) + 1 < barrier.parties:
+            waiting.append(body)
+        else:
+            self.freed += self.at_barrier.pop(barrier)
+
+    def is_held(self, barrier: object, body: str) -> bool:
+        """Whether the body has to go on waiting at a barrier."""
+        return body in self.at_barrier.get(barrier, ())
+
+    # Hooks.
+
+    @property
+    def hook_count(self) -> int:
+        """How many hooks are on the model."""
+        return len(self._handles)
+
+    def prepare(self, key: Key) -> None:
+        """Have the forward report when it gets to `key`."""
+        if not key[0] and key[1] not in ("input", "output"):
+            return
+        if self.reachable is not None and key not in self.reachable:
+            raise TraceError(
+                f"{point_name(key)} is not built into the compiled forward, and this trace was taken for one that needs no other "
+                "sites. This is a fault in midstream; please report the trace."
+            )
+        if len(key) == 4:
+            self.source.install(key[0])
+        elif key not in self._handles:
+            self._handles[key] = self._hook(self.modules[key[0]], key)
+
+    def _hook(self, module: nn.Module, key: Key) -> hooks.Handle:
+        if key[1] == "input":
+            return hooks.before(module, lambda args, kwargs: self.fire(key, (args, kwargs)))
+        return hooks.after(module, lambda output: self.fire(key, output))
+
+    def _watch_containers(self) -> None:
+        """Hook all modules that have children. A module looks for hooks when it is called, so one without any would not see a hook that
+        is added while it runs.
+        """
+        for path, module in self.modules.items():
+            if hooks.skips_hooks(module):
+                self._handles[(path, "input")] = self._handles[(path, "output")] = self._wrap(path, module)
+            elif next(module.children(), None) is not None:
+                self._handles[(path, "called")] = hooks.before(module, lambda *_: None)
+
+    def _wrap(self, path: str, module: nn.Module) -> hooks.Handle:
+        return hooks.around(
+            module,
+            lambda args, kwargs: self.fire((path, "input"), (args, kwargs)),
+            lambda output: self.fire((path, "output"), output),
+        )
+
+    def _remove_hooks(self) -> None:
+        self.source.remove()
+        for handle in dict.fromkeys(self._handles.values()):
+            handle.remove()
+        self._handles.clear()

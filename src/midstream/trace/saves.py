@@ -1,0 +1,262 @@
+"""What a trace brings back: values that it saved, containers and objects of the caller's, and placeholders for what it did not save.
+
+    class Probe:
+        def look(self, prompt):
+            with self.model.trace(prompt):
+                self.found.append(self.model.layers_output[3].save())
+                keep(self.model.logits)         # a function that appends to a list of its own
+
+The engine works on copies of `self` and `keep`, and so of their lists. These come back as `self.found` and `keep.kept`.
+"""
+
+from __future__ import annotations
+
+import builtins
+import sys
+import sysconfig
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from types import FrameType, FunctionType, SimpleNamespace
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from midstream.errors import UnsavedError
+from midstream.trace.frames import own_names
+from midstream.trace.remote import BINARY, COMPARISONS, UNARY
+from midstream.trace.tree import Opaque
+
+CONTAINERS = (list, dict, deque)
+_COMMON = (bool, int, str, bytes, type(None))  # equal values of these may be one object wherever they come from
+_PICKLING = ("__reduce__", "__reduce_ex__", "__getstate__")
+_LOOKED_AT = 10_000  # values in a container
+_MOST = 1000  # functions and objects to look into
+_INSTALLED = tuple(f"{sysconfig.get_paths()[name]}/" for name in ("stdlib", "purelib", "platlib"))
+
+
+class Saves:
+    """The values that one body has saved. They are known by identity."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, tuple[Any, Any, int | None]] = {}  # the value, what comes back for it, its version
+
+    def __bool__(self) -> bool:
+        return bool(self._by_id)
+
+    def put(self, value: Any, kept: Any) -> None:
+        """Bring `kept` back for `value`."""
+        self._by_id[id(value)] = (value, kept, None)
+
+    def put_with_gradient(self, value: torch.Tensor, kept: torch.Tensor) -> bool:
+        """Bring back the tensor itself as long as it does not change, else `kept`. Whether it has not changed since its first save."""
+        _, _, version = self._by_id.setdefault(id(value), (value, kept, value._version))
+        return version == value._version
+
+    def kept(self, value: Any) -> Any:
+        """What comes back for a saved value."""
+        value, kept, version = self._by_id[id(value)]
+        return value if version is not None and value._version == version else kept
+
+    def pick(self, names: Mapping[str, Any]) -> dict[str, Any]:
+        """What comes back for those of the named values that were saved."""
+        return {name: self.kept(value) for name, value in names.items() if id(value) in self._by_id}
+
+    def has_some_of(self, container: Any, is_changed: bool) -> bool:
+        """Whether a container has a saved value in it, at any depth. Numbers and texts count if the container `is_changed`."""
+        uncounted = () if is_changed else _COMMON
+        return bool(self) and any(id(v) in self._by_id and type(v) not in uncounted for v in contents(container))
+
+    def has_all_tensors_of(self, container: Any) -> bool:
+        """Whether a container has a saved value in it, and no tensor that was not saved."""
+        every = [value for value in contents(container) if type(value) not in _COMMON] if self else []
+        tensors = [value for value in every if isinstance(value, torch.Tensor)]
+        saved = [value for value in every if id(value) in self._by_id and self.kept(value) is value]
+        return bool(saved) and len(tensors) == sum(isinstance(value, torch.Tensor) for value in saved)
+
+
+# The caller's containers and objects.
+
+
+def reached(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The caller's containers and objects that functions and objects among `values` use, as `owner.name`."""
+    found: dict[str, Any] = {}
+    seen = {id(value) for value in values.values()}
+    rest = deque(values.items())
+    for _ in range(_MOST):
+        if not rest:
+            break
+        owner, value = rest.popleft()
+        for name, used in _used_by(value):
+            if id(used) in seen:
+                continue
+            seen.add(id(used))
+            rest.append((f"{owner}.{name}", used))
+            if is_container(used) or attributes_of(used) is not None:
+                found[f"{owner}.{name}"] = used
+    return found
+
+
+def is_container(value: Any) -> bool:
+    """Whether it is a list, dict or deque. None of the object's code runs, as it might with `isinstance`."""
+    return issubclass(type(value), CONTAINERS)
+
+
+def _backwards(container: Any) -> Iterator[Any]:
+    """The values in a container or a tuple, last first."""
+    kind = type(container)
+    if issubclass(kind, dict):
+        return reversed(list(dict.values(container)))
+    if issubclass(kind, deque):
+        return deque.__reversed__(container)
+    return list.__reversed__(container) if issubclass(kind, list) else reversed(list(tuple.__iter__(container)))
+
+
+def contents(container: Any) -> Iterator[Any]:
+    """The values in a container, at any depth, last first; at most 10,000."""
+    if not is_container(container):
+        return
+    seen, rest, left = {id(container)}, [container], _LOOKED_AT
+    while rest:
+        for each in _backwards(rest.pop()):
+            yield each
+            if (left := left - 1) == 0:
+                return
+            if (is_container(each) or issubclass(type(each), tuple)) and id(each) not in seen:
+                seen.add(id(each))
+                rest.append(each)
+
+
+def attributes_of(value: Any) -> dict[str, Any] | None:
+    """The attributes of an instance of a class that the caller wrote; None for anything else. None of the object's code runs."""
+    kind = type(value)
+    return _dict_of(value) if kind is SimpleNamespace or _is_callers(kind) else None
+
+
+def _is_callers(kind: type) -> bool:
+    module = kind.__module__
+    if not isinstance(module, str) or issubclass(kind, (type, nn.Module)) or module.startswith("midstream."):
+        return False
+    if any(getattr(kind, name) is not getattr(object, name) for name in _PICKLING):  # it decides itself what is sent
+        return False
+    file = getattr(sys.modules.get(module), "__file__", None)
+    installed = not isinstance(file, str) or file.startswith(_INSTALLED) or "/dist-packages/" in file
+    return module == "__main__" or not installed
+
+
+def _dict_of(value: Any) -> dict[str, Any] | None:
+    try:
+        found = object.__getattribute__(value, "__dict__")
+    except Exception:
+        return None
+    return found if type(found) is dict else None
+
+
+def _used_by(value: Any) -> Iterator[tuple[str, Any]]:
+    if type(value) is FunctionType:
+        yield from () if _is_imported(value) else _variables(value)
+    elif (own := attributes_of(value)) is not None:
+        yield from list(own.items())
+
+
+def _is_imported(function: FunctionType) -> bool:
+    """Whether the engine imports the function by name, with its module's variables, instead of copying it."""
+    here: Any = sys.modules.get(function.__module__)
+    for name in function.__qualname__.split("."):
+        here = getattr(here, name, None)
+    return here is function and function.__module__ != "__main__"
+
+
+def _variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """The names that it uses from outside, with their values."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # it has no value yet
+            continue
+    for name in function.__code__.co_names:
+        if name in function.__globals__:
+            yield name, function.__globals__[name]
+
+
+# Placeholders.
+
+_brought: weakref.WeakValueDictionary[int, torch.Tensor] = (
+    weakref.WeakValueDictionary()
+)  # tensors that traces bound, by id
+
+
+class Unsaved(Opaque):
+    """Is bound to a name that a trace set and did not save. Every use raises UnsavedError.
+
+    Python would raise NameError, or silently use the value of an earlier trace, for example in a notebook cell that lost its `.save()`.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __repr__(self) -> str:
+        return f"<{self._name} was set in a trace and not saved>"
+
+    def __reduce__(self) -> Any:
+        return Unsaved, (self._name,)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # IPython and others ask what it can do
+            raise AttributeError(name)
+        self._raise()
+
+    def _raise(self, *_: Any, **__: Any) -> NoReturn:
+        raise UnsavedError(
+            f"{self._name} was set in a trace and not saved, so it has no value outside: write `{self._name} = (...).save()` there, or "
+            f"`{self._name}.save()`."
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "_name":
+            self._raise()
+        super().__setattr__(name, value)
+
+    __hash__ = object.__hash__
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        for value in torch.utils._pytree.tree_leaves((args, kwargs)):
+            if isinstance(value, Unsaved):
+                value._raise()
+        raise UnsavedError(f"{function} was given a value that was set in a trace and not saved.")
+
+
+_OTHERS = "round trunc bool int float complex index len iter next contains getitem setitem delitem call enter exit array fspath".split()
+for _use in (*(r + name for name in (*BINARY, "divmod") for r in ("", "r")), *UNARY, *COMPARISONS, *_OTHERS):
+    setattr(Unsaved, f"__{_use}__", Unsaved._raise)
+
+
+def refuse(value: Any) -> None:
+    """Raise UnsavedError if `value` is such a placeholder."""
+    if isinstance(value, Unsaved):
+        value._raise()
+
+
+def in_place_of(names: Iterable[str], values: Mapping[str, Any], frame: FrameType) -> dict[str, Unsaved]:
+    """The placeholders to bind in the caller's frame for those `names`, set by a trace, that `values` does not have.
+
+    A name that has a value of the caller's keeps it.
+    """
+    new = [name for name in names if name not in values and _is_free(name, frame)]
+    _brought.update({id(value): value for value in values.values() if isinstance(value, torch.Tensor)})
+    return {name: Unsaved(name) for name in new}
+
+
+def _is_free(name: str, frame: FrameType) -> bool:
+    """Whether a name has no value in the frame, or only one that an earlier trace bound."""
+    if name in frame.f_locals:
+        value = frame.f_locals[name]
+    elif name in own_names(frame):
+        return True
+    elif name in frame.f_globals:
+        value = frame.f_globals[name]
+    else:
+        return not hasattr(builtins, name)
+    return isinstance(value, Unsaved) or (isinstance(value, torch.Tensor) and _brought.get(id(value)) is value)
