@@ -120,8 +120,8 @@ def wait_until(reached: Callable[[], bool], seconds: float = 20.0) -> None:
         time.sleep(0.005)
 
 
-def capture_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("midstream-capture")]
+def capture_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("midstream-capture")}
 
 
 A, B, C = ("resid_post", 14, "before", 4), ("resid_post", 14, "after", 4), ("mlp_out", 2, "before", 6)
