@@ -29,7 +29,7 @@ from midstream.errors import (
     TraceError,
     UnknownModuleError,
 )
-from midstream.runtime.trace_request import SMALL
+from midstream.runtime.request import SMALL
 from midstream.trace.body import current_body
 
 pytestmark = pytest.mark.engine

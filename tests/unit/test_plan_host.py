@@ -20,8 +20,8 @@ from midstream.runtime.captures import CaptureSender, LocalSinks, Piece
 from midstream.runtime.cpu_tables import TwinTables
 from midstream.runtime.pipeline import Pipeline
 from midstream.runtime.plan_host import PlanHost
-from midstream.runtime.plan_request import PlanRequest, packed
 from midstream.runtime.points import PointHooks, points_of
+from midstream.runtime.request import PlanRequest, packed
 from midstream.runtime.step import RequestEnd, StepView
 from midstream.runtime.store import make_run
 from midstream.runtime.tables import DeviceTables, Rows

@@ -15,7 +15,7 @@ from midstream import Capture, Plan, Steer
 from midstream.engine.replacements import apply
 from midstream.engine.scheduler import MidstreamScheduler
 from midstream.engine.seams import Role
-from midstream.runtime.plan_request import PlanRequest, packed
+from midstream.runtime.request import PlanRequest, packed
 
 BLOCK, LAYERS = 4, 3
 

@@ -21,9 +21,9 @@ from midstream.engine.scheduler import _Rules
 from midstream.engine.seams import Role
 from midstream.engine.step_mode import StepMode
 from midstream.errors import EngineClosedError, TraceError
+from midstream.runtime.request import TraceRequest
 from midstream.runtime.step import RequestEnd, StepEnds, StepView
 from midstream.runtime.trace_host import TraceHost
-from midstream.runtime.trace_request import TraceRequest
 from midstream.runtime.trace_state import TracedGroup
 from midstream.settings import NAME
 

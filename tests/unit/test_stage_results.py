@@ -20,7 +20,7 @@ from midstream.plan.layout import Layout, Plane
 from midstream.plan.values import Capture, Plan
 from midstream.ranks.merge import Absent
 from midstream.runtime.captures import LocalSinks
-from midstream.runtime.trace_request import users_id
+from midstream.runtime.request import users_id
 from midstream.trace.program import Failure, Outcome
 from midstream.trace.tracer import Result
 from midstream.transport.mailbox import Mailbox

@@ -27,7 +27,7 @@ from midstream.errors import (
     PlanError,
     UnsendableError,
 )
-from midstream.runtime.trace_request import users_id
+from midstream.runtime.request import users_id
 from midstream.transport.mailbox import Mailbox
 
 RESULT_SECONDS = 120.0  # how long to wait for the next result of requests that have ended

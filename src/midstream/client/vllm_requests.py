@@ -26,8 +26,7 @@ from midstream.errors import (
 )
 from midstream.plan.values import Plan
 from midstream.ranks.merge import merged_outcomes
-from midstream.runtime.plan_request import PlanRequest, packed
-from midstream.runtime.trace_request import Envelope, TraceRequest, requests_of
+from midstream.runtime.request import Envelope, PlanRequest, TraceRequest, packed, requests_of
 from midstream.settings import NAME
 from midstream.trace.analysis import keeps_to_graph_sites
 from midstream.trace.program import Outcome, Program, ship

@@ -24,8 +24,7 @@ from midstream.plan import fields
 from midstream.plan.checks import ModelFacts, check, check_strangers
 from midstream.plan.memory import Memory
 from midstream.plan.values import Capture, Plan
-from midstream.runtime.plan_request import PlanRequest, given_plan, packed, unpacked
-from midstream.runtime.trace_request import Envelope
+from midstream.runtime.request import Envelope, PlanRequest, given_plan, packed, unpacked
 from midstream.settings import NAME, WORKER, Settings
 
 _SIMILARITY, _MOST_KEYS = (

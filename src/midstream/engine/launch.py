@@ -18,7 +18,7 @@ from midstream.engine.plugin import register
 from midstream.engine.replacements import Replacement
 from midstream.errors import EngineClosedError, MidstreamError, ParameterError, PromptError
 from midstream.plan.values import Plan
-from midstream.runtime.trace_request import TraceRequest
+from midstream.runtime.request import TraceRequest
 from midstream.settings import RECORD_BYTES, SCHEDULER, WORKER, Settings
 
 DIED = "The engine died, or lost its results channel; its log says why. Start a new one."

@@ -17,7 +17,7 @@ from midstream.engine.replacements import Replacement
 from midstream.errors import PlanError
 from midstream.plan.keys import PlanKeys, lowest_captured
 from midstream.plan.memory import Memory
-from midstream.runtime.plan_request import PlanRequest, has_open_names, may_be_gone, share
+from midstream.runtime.request import PlanRequest, has_open_names, may_be_gone, share
 
 _COORDINATOR = "vllm.v1.core.kv_cache_manager.KVCacheManager.coordinator"
 

@@ -21,9 +21,8 @@ from midstream.engine.parent_process import follow_parent
 from midstream.engine.prefix_cache import EditedBlocks, Taken, holding_back, rekey, remember
 from midstream.engine.replacements import Replacement, apply
 from midstream.engine.seams import Role
-from midstream.runtime.plan_request import changes_kv
+from midstream.runtime.request import TraceRequest, changes_kv
 from midstream.runtime.step import RequestEnd, StepEnds
-from midstream.runtime.trace_request import TraceRequest
 from midstream.settings import Settings, is_ours
 
 

@@ -22,8 +22,7 @@ from midstream.errors import CaptureError, ChannelClosedError, PlanError
 from midstream.plan.layout import Layout
 from midstream.plan.values import Consumer, Plan
 from midstream.queues import BoundedQueue
-from midstream.runtime.plan_request import PlanRequest
-from midstream.runtime.trace_request import users_id
+from midstream.runtime.request import PlanRequest, users_id
 from midstream.sites import Point
 from midstream.transport import staging
 from midstream.transport.sender import Sender

@@ -17,7 +17,7 @@ import torch
 from midstream.plan.compile import CompiledPlan, Profile, Reach
 from midstream.plan.runs import RecordedRun
 from midstream.plan.values import Plan
-from midstream.runtime.plan_request import PlanRequest, has_open_names
+from midstream.runtime.request import PlanRequest, has_open_names
 from midstream.runtime.tables import Loaded, Tables
 from midstream.sites import Point
 

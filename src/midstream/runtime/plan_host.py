@@ -17,9 +17,9 @@ from midstream.ranks.link import Link
 from midstream.runtime.captures import DUE_BYTES, CaptureSender, Piece, rows_by_point
 from midstream.runtime.images import Image, Images, RunRow
 from midstream.runtime.pipeline import Pipeline, Sources
-from midstream.runtime.plan_request import PlanRequest
 from midstream.runtime.plan_state import PlannedRequest, RepeatedBatch, RepeatedBatches
 from midstream.runtime.points import PointHooks
+from midstream.runtime.request import PlanRequest
 from midstream.runtime.step import RequestEnd, StepView
 from midstream.runtime.store import RunStore, VectorStore, check_recorded, recorded_run
 from midstream.runtime.tables import Rows, Tables

@@ -9,7 +9,7 @@ from typing import Any
 from midstream.runtime.captures import Piece
 from midstream.runtime.images import Image
 from midstream.runtime.pipeline import Sources
-from midstream.runtime.plan_request import PlanRequest
+from midstream.runtime.request import PlanRequest
 from midstream.runtime.tables import Rows
 
 

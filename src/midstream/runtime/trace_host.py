@@ -20,8 +20,8 @@ from midstream.errors import (
 )
 from midstream.ranks.stages import Stages
 from midstream.runtime.points import trace_keys, tree_at
+from midstream.runtime.request import TraceRequest
 from midstream.runtime.step import FiniteCheck, Scheduled, StepView
-from midstream.runtime.trace_request import TraceRequest
 from midstream.runtime.trace_state import Reports, TracedGroup, TracedRequest
 from midstream.sites import Key, NotFinite, Point, point_name
 from midstream.trace.body import Body, is_in_body

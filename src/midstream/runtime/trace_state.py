@@ -8,7 +8,7 @@ from typing import Any
 
 from midstream.errors import ChannelClosedError, MidstreamError, TraceError
 from midstream.ranks.published import Fetch
-from midstream.runtime.trace_request import TraceRequest
+from midstream.runtime.request import TraceRequest
 from midstream.trace.program import Outcome, Program
 from midstream.trace.visit import Journal
 from midstream.transport.sender import Sender

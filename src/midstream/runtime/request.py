@@ -1,0 +1,228 @@
+"""What a request carries in `SamplingParams.extra_args["midstream"]`: a plan, a trace or both, and who may put what there.
+
+Trust depends on who made it. Objects that Python made in the front end's own process, midstream's code or the user's, are trusted: an
+`Envelope`, a `Plan`, interventions. Strings and dicts are what an HTTP request turns into, so they are a stranger's wherever they come
+from: they may hold a plan as data, and nothing else. `engine.admission` reads and checks them. From there on every plan travels packed,
+and the engine takes no other form.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import msgspec
+
+from midstream.errors import PlanError
+from midstream.plan import fields
+from midstream.plan.memory import Memory, plan_bytes
+from midstream.plan.runs import RecordedRun
+from midstream.plan.values import Capture, Edit, Named, Plan
+from midstream.settings import NAME
+
+# Below this, every request of a trace carries the trace's code, so that the order in which they arrive does not matter.
+SMALL = 1 << 20
+_RESERVED = {"trace", "num_layers", "capture", "record", "checked"}  # what an Envelope has beside the plan
+_SUFFIX = re.compile("-[0-9a-f]{8}$")
+_written: Memory[bytes] = Memory()
+_read: Memory[Plan] = Memory()
+
+
+class Envelope(dict[str, Any]):
+    """What midstream's own clients put into `extra_args`. Its type shows its origin: JSON becomes plain dicts."""
+
+
+def users_id(engine_id: str) -> str:
+    """A request's id as its user knows it: vLLM appends a dash and eight random digits. Samples are `0_ID`, `1_ID`, ..."""
+    return _SUFFIX.sub("", engine_id)
+
+
+def _carried(sampling_params: Any) -> Any:
+    return (getattr(sampling_params, "extra_args", None) or {}).get(NAME)
+
+
+# ---------------------------------------------------------------------------------------------------------------- plans
+
+
+def packed(plan: Plan) -> bytes:
+    """The plan as one msgpack value, which vLLM copies and sends at no cost. Raises PlanError for what cannot be sent."""
+    return _written.get(plan, lambda: msgspec.msgpack.encode(plan.to_wire()), lambda data: len(data) + plan_bytes(plan))
+
+
+def unpacked(data: bytes) -> Plan:
+    """The plan that was packed. Raises PlanError."""
+    return _read.get(data, lambda: _unpacked(data), lambda plan: len(data) + plan_bytes(plan))
+
+
+def _unpacked(data: bytes) -> Plan:
+    try:
+        return Plan.from_wire(msgspec.msgpack.decode(data))
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise PlanError(f"{NAME}.plan is not msgpack: {error}") from error
+
+
+def given_plan(given: Any) -> tuple[Plan, bool]:
+    """The plan that somebody put into `extra_args` without midstream's client, and whether it is a stranger's. Raises PlanError."""
+    if isinstance(given, Mapping) and (reserved := _RESERVED & given.keys()):
+        raise PlanError(
+            f"{NAME}.{min(reserved)} is not for plans that come as data: midstream's own clients set it. Send the plan alone."
+        )
+    if isinstance(given, Mapping) and "plan" in given:
+        if unknown := [key for key in given if key != "plan"]:
+            raise PlanError(f"{NAME} has an unknown key {fields.shown(unknown[0])}; allowed: 'plan'.")
+        given = given["plan"]
+    if _is_python(given):
+        return Plan.of(given), False
+    if isinstance(given, str):
+        return Plan.from_json(given, trusted=False), True
+    if isinstance(given, Mapping):
+        return Plan.from_wire(given, trusted=False), True
+    raise fields.refuse(NAME, fields.shown(given), "a Plan, interventions, or a plan as JSON or a dict")
+
+
+def _is_python(given: Any) -> bool:
+    """Whether it consists of plans and interventions, which nothing but Python makes."""
+    made = (Plan, Edit, Capture)
+    if isinstance(given, (list, tuple)):
+        return bool(given) and all(isinstance(item, made) for item in given)
+    return isinstance(given, made)
+
+
+class PlanRequest(msgspec.Struct, frozen=True, omit_defaults=True, rename={"wire": "plan"}):
+    """One planned request.
+
+    Attributes:
+        wire: the plan, packed.
+        num_layers: of the model; set at admission.
+        capture: `(id, index)` of the mailbox where the client waits for captured rows. None if the rows stay in the engine, or if
+            nothing is captured.
+        record: `(id, name)` of the run that the workers keep its captured rows as.
+        checked: the client knows the model and has checked the plan.
+    """
+
+    wire: bytes
+    num_layers: int = 0
+    capture: tuple[str, int] | None = None
+    record: tuple[str, str] | None = None
+    checked: bool = False
+
+    def to_extra_args(self) -> dict[str, Any]:
+        return {NAME: Envelope(msgspec.to_builtins(self, builtin_types=(bytes,)))}
+
+    @property
+    def plan(self) -> Plan:
+        """The plan. Raises PlanError."""
+        return unpacked(self.wire)
+
+    @classmethod
+    def of(cls, sampling_params: Any) -> PlanRequest | None:
+        """The plan that a request carries after admission, or in an `Envelope` before it. Raises PlanError for any other form."""
+        carried = _carried(sampling_params)
+        if carried is None:
+            return None
+        wire = carried.get("plan") if isinstance(carried, dict) else None
+        if type(wire) is bytes:
+            try:
+                return msgspec.convert(carried, cls, builtin_types=(bytes,))
+            except msgspec.ValidationError as error:
+                raise PlanError(f"{NAME} is not what midstream's client sends: {error}.") from error
+        if wire is None and TraceRequest.of(sampling_params) is not None:
+            return None
+        raise PlanError(
+            f"extra_args[{NAME!r}] reached the engine without midstream's part of the front end, which reads and checks it. Load the "
+            "plugin there: VLLM_PLUGINS, if it is set, has to name midstream, and the front end has to be vLLM's Python one."
+        )
+
+
+def changes_kv(sampling_params: Any) -> bool:
+    """Whether a request may write KV that the model alone would not: with a trace, edits, or what cannot be read."""
+    carried = _carried(sampling_params)
+    if carried is None:
+        return False
+    try:
+        request = PlanRequest.of(sampling_params)
+        return request is None or "trace" in carried or bool(request.plan.edits)
+    except PlanError:
+        return True
+
+
+def share(sampling_params: Any, wire: bytes) -> None:
+    """Have a request carry this object as its plan, which is equal: an object that many requests share is pickled for workers once."""
+    sampling_params.extra_args[NAME]["plan"] = wire
+
+
+def has_open_names(plan: Plan) -> bool:
+    """Whether it names vectors without their digests."""
+    return any(isinstance(value, Named) and value.digest is None for value in _values(plan))
+
+
+def may_be_gone(plan: Plan) -> bool:
+    """Whether it needs something that may be deleted before its request begins: a named vector or a recorded run."""
+    return any(isinstance(value, (Named, RecordedRun)) for value in _values(plan))
+
+
+def _values(plan: Plan) -> Iterator[Any]:
+    """The vectors, runs and masks of its edits."""
+    return (value for edit in plan.edits for _, value in edit.values())
+
+
+# --------------------------------------------------------------------------------------------------------------- traces
+
+
+@dataclass(frozen=True)
+class TraceRequest:
+    """One request of a trace.
+
+    Attributes:
+        trace: the trace's id; with `index` the address of the results.
+        index: which of the trace's lists of programs is this request's.
+        size: how many requests the trace has, each sample of `n > 1` counted.
+        bodies: how many of its programs are this request's: standing edits, then its own.
+        together: whether all of them must be in the same steps.
+        graph_sites: whether its code keeps to sites that are built into the compiled forward.
+        programs: the pickled programs; None if another request of the trace carries them.
+        stream: whether the worker sends after each step what has been saved so far.
+    """
+
+    trace: str
+    index: int
+    size: int
+    bodies: int
+    together: bool
+    graph_sites: bool
+    programs: bytes | None
+    stream: bool = False
+
+    def to_extra_args(self) -> dict[str, Any]:
+        return {NAME: Envelope(trace=asdict(self))}
+
+    @classmethod
+    def of(cls, sampling_params: Any) -> TraceRequest | None:
+        """The trace that a request carries, or None. Malformed ones count as none, since admission refuses them."""
+        carried = _carried(sampling_params)
+        if not isinstance(carried, Mapping) or "trace" not in carried:
+            return None
+        try:
+            return msgspec.convert(carried["trace"], cls, builtin_types=(bytes,))
+        except msgspec.ValidationError:
+            return None
+
+
+def requests_of(
+    programs: bytes,
+    bodies: list[int],
+    graph_sites: list[bool],
+    samples: list[int],
+    together: bool,
+    stream: bool = False,
+) -> list[TraceRequest]:
+    """The requests of one trace; `samples` has the `n` of each."""
+    trace, size = secrets.token_hex(8), sum(samples)
+    small = len(programs) * size <= SMALL
+    return [
+        TraceRequest(trace, i, size, count, together, keeps, programs if small or i == 0 else None, stream)
+        for i, (count, keeps) in enumerate(zip(bodies, graph_sites, strict=True))
+    ]
