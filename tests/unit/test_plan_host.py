@@ -14,10 +14,10 @@ from torch import nn
 from midstream import Capture, Consumer, Patch, Plan, RecordedRun, Steer
 from midstream.plan.checks import ModelFacts
 from midstream.plan.layout import Layout, Plane
-from midstream.runtime import images, tables
+from midstream.runtime import loaded_plans, tables
 from midstream.runtime import plan_host as host
 from midstream.runtime.captures import CaptureSender, LocalSinks, Piece
-from midstream.runtime.cpu_tables import TwinTables
+from midstream.runtime.cpu_tables import CpuTables
 from midstream.runtime.pipeline import Pipeline
 from midstream.runtime.plan_host import PlanHost
 from midstream.runtime.points import PointHooks, points_of
@@ -49,7 +49,7 @@ class Steps:
         bindings = {(site, layer): Binding(f"{site}_{layer}", "output", ()) for site, layer in POINTS}
         arch = SimpleNamespace(layers=range(LAYERS), bindings=bindings, shard_of=lambda binding: None)
         widths = dict.fromkeys(points_of(arch), WIDTH)
-        self.tables = TwinTables(points_of(arch), torch.device("cpu"))
+        self.tables = CpuTables(points_of(arch), torch.device("cpu"))
         sender = SimpleNamespace(send_together=self.sent.extend)
         self.host = PlanHost(
             self.tables,
@@ -252,10 +252,10 @@ def test_hooks_are_off_between_steps_and_on_again_in_steps_that_repeat(compiles)
 
 def test_images_at_rest_are_taken_again_and_are_bounded(steps, monkeypatch):
     """Beyond the bound the one that has rested longest goes."""
-    monkeypatch.setattr(images, "_IDLE", 3)
+    monkeypatch.setattr(loaded_plans, "_IDLE", 3)
     made = []
-    make = steps.host._images._make
-    monkeypatch.setattr(steps.host._images, "_make", lambda plan, *rest: (made.append(plan), make(plan, *rest))[1])
+    make = steps.host._loaded._make
+    monkeypatch.setattr(steps.host._loaded, "_make", lambda plan, *rest: (made.append(plan), make(plan, *rest))[1])
 
     def run(*values):
         names = {f"r{value}": steer(value) for value in values}
@@ -270,17 +270,17 @@ def test_images_at_rest_are_taken_again_and_are_bounded(steps, monkeypatch):
     assert run(4) == [4]  # 3 goes, which was used before 2 and 1
     assert run(2, 1, 4) == []
     assert run(3) == [3]
-    assert len(steps.tables.profiles) == 3 and len(steps.host._images._idle) == 3
+    assert len(steps.tables.profiles) == 3 and len(steps.host._loaded._idle) == 3
 
 
 def test_images_at_rest_are_bounded_by_the_profiles_that_they_have(steps, monkeypatch):
     """A plan may patch each position of its prompt otherwise: few numbers, and many entries in the tables."""
     steps.step({"a": [Patch("resid_post", layer=0, position=p, source=[float(p)] * WIDTH) for p in range(3)]})
-    (image,) = steps.host._images._images.values()
-    assert image.profile_count == 3 and image.size >= 3 * len(steps.tables.points) * tables.ENTRY_WORDS * 8
-    monkeypatch.setattr(images, "_IDLE_BYTES", image.size - 1)
+    (loaded,) = steps.host._loaded._loaded.values()
+    assert loaded.profile_count == 3 and loaded.size >= 3 * len(steps.tables.points) * tables.ENTRY_WORDS * 8
+    monkeypatch.setattr(loaded_plans, "_IDLE_BYTES", loaded.size - 1)
     steps.step(finished=["a"])
-    assert not steps.host._images._idle and not steps.tables.profiles
+    assert not steps.host._loaded._idle and not steps.tables.profiles
 
 
 def test_e5_a_refused_request_holds_no_lease(steps):

@@ -1,4 +1,4 @@
-"""The fused site kernel against closed forms and against its PyTorch twin (D1, E1, E9, D3: one table for every plan).
+"""The fused site kernel against closed forms and against its PyTorch counterpart (D1, E1, E9, D3: one table for every plan).
 
 On a machine without a GPU the kernel runs in Triton's interpreter, which executes the same source.
 """
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from midstream.plan.compile import CompiledPlan, Profile
 from midstream.plan.layout import Layout, Plane
 from midstream.plan.ops.edit import Op
-from midstream.runtime.cpu_tables import TwinTables
+from midstream.runtime.cpu_tables import CpuTables
 from midstream.runtime.tables import DeviceTables, Rows, Tables
 
 pytest.importorskip("triton")
@@ -132,7 +132,7 @@ def make(draw: Any, kind: str) -> Op:
 
 
 def make_tables(kind: type[Tables], rows: int) -> Tables:
-    return DeviceTables(POINTS, rows, DEVICE) if kind is DeviceTables else TwinTables(POINTS, DEVICE)
+    return DeviceTables(POINTS, rows, DEVICE) if kind is DeviceTables else CpuTables(POINTS, DEVICE)
 
 
 def same_bits(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
@@ -144,8 +144,8 @@ def same_bits(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
 
 def run(tables: Tables, plan: CompiledPlan, case: dict[str, Any]) -> tuple[dict[Any, Any], dict[int, torch.Tensor]]:
     """(hidden, residual) behind each point, starting from the same values at each; and what was captured, by profile."""
-    loaded = tables.load(plan)
-    profile = loaded.ids[np.array(case["rows"])]
+    slots = tables.load(plan)
+    profile = slots.ids[np.array(case["rows"])]
     blocks = {}
     for number in np.unique(profile).tolist():
         if number and (width := tables.profiles[number].row_width):
@@ -163,8 +163,8 @@ def run(tables: Tables, plan: CompiledPlan, case: dict[str, Any]) -> tuple[dict[
         tables.edit(i, *given)
         assert all(map(same_bits, given, copies))
         results[point] = (hidden, residual)
-    kept = {int(np.flatnonzero(loaded.ids == number)[0]): block for number, (_, block) in blocks.items()}
-    tables.unload(loaded)
+    kept = {int(np.flatnonzero(slots.ids == number)[0]): block for number, (_, block) in blocks.items()}
+    tables.unload(slots)
     return results, kept
 
 
@@ -184,7 +184,7 @@ def test_an_edit_from_outside_the_package_runs_in_the_kernel() -> None:
         "batch_axis": False,
     }
     wanted = -1.5 * (x + residual + v[0]) * (1 + 2 * mask)
-    for tables in (DeviceTables(POINTS, 64, DEVICE), TwinTables(POINTS, DEVICE)):
+    for tables in (DeviceTables(POINTS, 64, DEVICE), CpuTables(POINTS, DEVICE)):
         results, _ = run(tables, plan, case)
         hidden, second = (t.cpu() for t in results[POINTS[0]])
         assert torch.equal(hidden[0], x[0]) and torch.equal(second[3], residual[3])
@@ -194,10 +194,10 @@ def test_an_edit_from_outside_the_package_runs_in_the_kernel() -> None:
 @pytest.mark.slow
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(batches())
-def test_kernel_twin_and_closed_form_agree(case: dict[str, Any]) -> None:
+def test_kernel_pytorch_and_closed_form_agree(case: dict[str, Any]) -> None:
     plan = compiled(case["profiles"], case["bank"], case["x"].shape[1])
     kernel, kept = run(DeviceTables(POINTS, 64, DEVICE), plan, case)
-    twin, twin_kept = run(TwinTables(POINTS, DEVICE), plan, case)
+    plain, plain_kept = run(CpuTables(POINTS, DEVICE), plan, case)
     tolerance = {torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}[case["dtype"]]
     x = case["x"].to(case["dtype"])
     residual = case["residual"].to(case["dtype"]) if case["residual"] is not None else None
@@ -206,7 +206,7 @@ def test_kernel_twin_and_closed_form_agree(case: dict[str, Any]) -> None:
         for row, number in enumerate(case["rows"]):
             ops = list(plan.profiles[number].ops.get(point, ()))
             edits = [o for o in ops if o.kind != "capture"]
-            for hidden, second in (kernel[point], twin[point]):
+            for hidden, second in (kernel[point], plain[point]):
                 got = (hidden[row] if second is None else hidden[row] + second[row]).cpu()
                 if not edits:  # untouched, bit for bit, in both streams
                     assert torch.equal(hidden[row].cpu(), x[row])
@@ -215,7 +215,7 @@ def test_kernel_twin_and_closed_form_agree(case: dict[str, Any]) -> None:
                     wanted = exact(value[row], edits, case["bank"])
                     scale = 1 + wanted.abs().max()
                     assert ((got.double() - wanted).abs().max() / scale).item() <= tolerance
-    assert kept.keys() == twin_kept.keys()
+    assert kept.keys() == plain_kept.keys()
     for number, block in kept.items():
         rows = np.flatnonzero(np.array(case["rows"]) == number)[::2]
         for plane in plan.profiles[number].layout:
@@ -229,7 +229,7 @@ def test_kernel_twin_and_closed_form_agree(case: dict[str, Any]) -> None:
                 assert torch.equal(part, after[torch.from_numpy(rows).to(DEVICE)].cpu())
             torch.testing.assert_close(
                 part,
-                twin_kept[number][:, plane.offset : plane.offset + plane.width].cpu(),
+                plain_kept[number][:, plane.offset : plane.offset + plane.width].cpu(),
                 atol=tolerance,
                 rtol=tolerance,
             )
@@ -244,7 +244,7 @@ def test_rows_that_all_get_the_same_are_edited_in_copies_as_in_place(dtype: torc
     case = {"rows": [1] * 5, "x": x, "residual": more, "dtype": dtype, "batch_axis": False}
     bank = [torch.full((16,), -500.0), torch.arange(16) % 2.0]
     plan = compiled([{POINTS[0]: [op("patch", 0, 1, a=0.5)]}], bank, 16)
-    results, _ = run(TwinTables(POINTS, DEVICE), plan, case)
+    results, _ = run(CpuTables(POINTS, DEVICE), plan, case)
     hidden, residual = results[POINTS[0]]
     changed = hidden.cpu() != x.to(dtype)
     assert changed[:, 1::2].all() and not changed[:, ::2].any()
@@ -261,9 +261,7 @@ def test_elements_that_come_out_as_they_were_keep_both_streams(dtype: torch.dtyp
             vector[kept] = 0.0
         x, residual = torch.full((3, 8), 1.0), torch.full((3, 8), 2.0)
         case = {"rows": rows, "x": x, "residual": residual, "dtype": dtype, "batch_axis": False}
-        results, _ = run(
-            TwinTables(POINTS, DEVICE), compiled([{POINTS[0]: [op("steer", 0, a=1.0)]}], [vector], 8), case
-        )
+        results, _ = run(CpuTables(POINTS, DEVICE), compiled([{POINTS[0]: [op("steer", 0, a=1.0)]}], [vector], 8), case)
         changes = (torch.tensor(rows)[:, None] > 0) & (vector != 0)
         hidden, second = (stream.cpu().float() for stream in results[POINTS[0]])
         assert torch.equal(hidden, torch.where(changes, 7.0, 1.0)) and torch.equal(
@@ -271,7 +269,7 @@ def test_elements_that_come_out_as_they_were_keep_both_streams(dtype: torch.dtyp
         )
 
 
-@pytest.mark.parametrize("tables", [DeviceTables, TwinTables])
+@pytest.mark.parametrize("tables", [DeviceTables, CpuTables])
 @pytest.mark.parametrize("dual", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_full_patch_is_exact_and_a_self_patch_changes_no_bit(tables: Any, dual: bool, dtype: torch.dtype) -> None:
@@ -294,33 +292,33 @@ def test_a_full_patch_is_exact_and_a_self_patch_changes_no_bit(tables: Any, dual
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tables", [DeviceTables, TwinTables])
+@pytest.mark.parametrize("tables", [DeviceTables, CpuTables])
 def test_tables_grow_and_profiles_are_used_again(tables: Any) -> None:
     """No limit on how many different plans a batch has: 500 at once, then none, then others."""
     table = make_tables(tables, 1024)
     for turn in range(2):
         bank = [torch.full((4,), float(i + 1 + turn)) for i in range(500)]
-        loaded = [table.load(compiled([{POINTS[1]: [op("steer", 0, a=1.0)]}], [vector], 4)) for vector in bank]
-        profile = np.array([each.ids[1] for each in loaded], np.int32)
+        slots = [table.load(compiled([{POINTS[1]: [op("steer", 0, a=1.0)]}], [vector], 4)) for vector in bank]
+        profile = np.array([each.ids[1] for each in slots], np.int32)
         assert len(set(profile.tolist())) == 500
         table.begin_step(Rows(profile), {})
         hidden = torch.zeros(500, 4, device=DEVICE)
         table.edit(1, hidden, None)
         assert torch.equal(hidden.cpu(), torch.stack(bank))
-        for each in loaded:
+        for each in slots:
             table.unload(each)
         assert not table.profiles
     assert table.growths == 3  # 64 -> 512
 
 
-@pytest.mark.parametrize("tables", [DeviceTables, TwinTables])
+@pytest.mark.parametrize("tables", [DeviceTables, CpuTables])
 def test_batches_that_take_turns(tables: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """D2, D7: as those of a pipeline do, each row has its own batch's ops, and what a batch needs is uploaded, or made, once."""
     table, uploads = make_tables(tables, 8), []
-    loaded = [
+    slots = [
         table.load(compiled([{POINTS[1]: [op("steer", 0, a=float(1 + i))]}], [torch.ones(4)], 4)) for i in range(2)
     ]
-    first, second = (each.ids[1] for each in loaded)
+    first, second = (each.ids[1] for each in slots)
     if tables is DeviceTables:
         upload = table._upload
         monkeypatch.setattr(table, "_upload", lambda values, to: (uploads.append(values), upload(values, to)))
@@ -344,8 +342,8 @@ def test_strided_rows() -> None:
     wide = torch.randn(4, 96, device=DEVICE)
     before, plan = wide.clone(), compiled([{POINTS[0]: [op("steer", 0, a=1.0)]}], [torch.ones(32)], 32)
     table = DeviceTables(POINTS, 8, DEVICE)
-    loaded = table.load(plan)
-    table.begin_step(Rows(loaded.ids[np.array([1, 0, 1, 0])]), {})
+    slots = table.load(plan)
+    table.begin_step(Rows(slots.ids[np.array([1, 0, 1, 0])]), {})
     table.edit(0, wide[:, 32:64], None)
     before[[0, 2], 32:64] += 1
     assert torch.equal(wide, before)
@@ -354,12 +352,12 @@ def test_strided_rows() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("hidden", "rows"), [(4096, 3), (5120, 2), (16384, 1), (8, 1100)])
 def test_wide_rows_and_many_of_them(hidden: int, rows: int) -> None:
-    """As many programs' warps as there are, and rows that are loaded only where they are needed. Every other row has no op."""
+    """As many programs' warps as there are, and rows that are slots only where they are needed. Every other row has no op."""
     vector = torch.randn(hidden)
     table = DeviceTables(POINTS, rows, DEVICE)
-    loaded = table.load(compiled([{POINTS[1]: [op("steer", 0, a=2.0)]}], [vector], hidden))
+    slots = table.load(compiled([{POINTS[1]: [op("steer", 0, a=2.0)]}], [vector], hidden))
     has_op = np.arange(rows) % 2 == 0
-    table.begin_step(Rows(np.where(has_op, loaded.ids[1], 0).astype(np.int32)), {})
+    table.begin_step(Rows(np.where(has_op, slots.ids[1], 0).astype(np.int32)), {})
     first, second = torch.randn(rows, hidden, device=DEVICE), torch.randn(rows, hidden, device=DEVICE)
     expected = [first.clone(), second.clone()]
     here = torch.from_numpy(has_op)
@@ -446,9 +444,9 @@ def test_in_a_graph_behind_the_kernel_that_writes_its_rows() -> None:
     with torch.cuda.graph(graph):
         replayed = forward(lambda i, x: table.edit_recorded(i, x, None))
     for round_number, vector in enumerate(vectors):
-        loaded = table.load(compiled([{point: [op("steer", 0, a=1.0)] for point in points}], [vector], hidden))
+        slots = table.load(compiled([{point: [op("steer", 0, a=1.0)] for point in points}], [vector], hidden))
         has_op = (np.arange(rows) + round_number) % 3 == 0
-        table.begin_step(Rows(np.where(has_op, loaded.ids[1], 0).astype(np.int32)), {})
+        table.begin_step(Rows(np.where(has_op, slots.ids[1], 0).astype(np.int32)), {})
         graph.replay()
         here = torch.from_numpy(has_op).to(DEVICE)[:, None]
         added = vector.to(DEVICE)
@@ -457,4 +455,4 @@ def test_in_a_graph_behind_the_kernel_that_writes_its_rows() -> None:
             x.copy_(torch.where(here, (x.float() + added).to(x.dtype), x))
 
         assert torch.equal(replayed, forward(steer))
-        table.unload(loaded)
+        table.unload(slots)

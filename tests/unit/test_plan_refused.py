@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from msgspec import structs
 import torch
+from msgspec import structs
 
 vllm = pytest.importorskip("vllm")
 

@@ -67,11 +67,11 @@ def checking_plans(original: Callable[..., Any]) -> Callable[..., Any]:
         if params is None or (settings.plan is None and not params.extra_args):
             return request
         try:
-            carried = admitted(self.vllm_config, settings, request)
+            payload = admitted(self.vllm_config, settings, request)
         except PlanError as error:
             raise _refusal()(str(error)) from error
-        if carried is not None:
-            params.extra_args = {**(params.extra_args or {}), NAME: carried}
+        if payload is not None:
+            params.extra_args = {**(params.extra_args or {}), NAME: payload}
         return request
 
     return process_inputs
@@ -118,13 +118,13 @@ def admitted(config: Any, settings: Settings, request: Any) -> dict[str, Any] | 
             return None
     _check_engine(config)
     envelope = given if type(given) is Envelope else _enveloped(config, given) if given is not None else Envelope()
-    carried = PlanRequest.of(SimpleNamespace(extra_args={NAME: envelope or None}))
-    if carried is None and everyone is None:
+    payload = PlanRequest.of(SimpleNamespace(extra_args={NAME: envelope or None}))
+    if payload is None and everyone is None:
         return dict(envelope)
-    vouched = carried is not None and carried.checked and everyone is None and settings.allow_traces
-    if vouched and carried is not None and carried.num_layers:  # from midstream.VLLM, which has done everything below
+    vouched = payload is not None and payload.checked and everyone is None and settings.allow_traces
+    if vouched and payload is not None and payload.num_layers:  # from midstream.VLLM, which has done everything below
         return dict(envelope)
-    own = carried.plan if carried is not None else Plan.of(None)
+    own = payload.plan if payload is not None else Plan.of(None)
     plan = _with_paths(_everyone(everyone) + own if everyone is not None else own)
     if getattr(request, "prompt_embeds", None) is not None:
         raise PlanError(
@@ -132,20 +132,20 @@ def admitted(config: Any, settings: Settings, request: Any) -> dict[str, Any] | 
             "embeddings as patches of resid_pre at layer 0."
         )
     layers = config.model_config.hf_text_config.num_hidden_layers
-    wire = carried.wire if carried is not None and plan is own else packed(plan)
+    wire = payload.wire if payload is not None and plan is own else packed(plan)
     model = (layers, config.model_config.get_hidden_size(), str(config.model_config.dtype).removeprefix("torch."))
     case = (wire, model, len(request.prompt_token_ids or ()), params.max_tokens, bool(request.mm_features))
     _admitted.get(case, lambda: _check(*case), lambda _: len(wire))
-    carried = PlanRequest(
-        wire, layers, carried.capture if carried else None, carried.record if carried else None, checked=vouched
+    payload = PlanRequest(
+        wire, layers, payload.capture if payload else None, payload.record if payload else None, checked=vouched
     )
-    if carried.capture is None and carried.record is None and any(None in capture.sinks for capture in plan.captures):
+    if payload.capture is None and payload.record is None and any(None in capture.sinks for capture in plan.captures):
         raise PlanError(
             "Capture.to is None, and only midstream.VLLM receives captured rows. Python in the engine's front end may name a directory "
             "or a Consumer; over HTTP there are no captures yet."
         )
     trace = {"trace": envelope["trace"]} if "trace" in envelope else {}
-    return {**trace, **carried.to_extra_args()[NAME]}
+    return {**trace, **payload.to_extra_args()[NAME]}
 
 
 def _check_engine(config: Any) -> None:

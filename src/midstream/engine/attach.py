@@ -18,7 +18,7 @@ from midstream.plan.checks import ModelFacts
 from midstream.ranks.link import Link, exchange_in
 from midstream.ranks.tensor import TensorParallel
 from midstream.runtime.captures import CaptureSender, LocalSinks
-from midstream.runtime.cpu_tables import TwinTables
+from midstream.runtime.cpu_tables import CpuTables
 from midstream.runtime.pipeline import Pipeline
 from midstream.runtime.plan_host import PlanHost
 from midstream.runtime.points import PointHooks, points_of
@@ -98,7 +98,7 @@ def make_plan_host(
         behind_all_reduce = tensor_ranks is not None
         tables = DeviceTables(points, _most_rows(config), worker.device, early_launch=not behind_all_reduce)
     else:
-        tables = TwinTables(points, worker.device)
+        tables = CpuTables(points, worker.device)
     place = (stage, pipeline.size)
     local = partial(LocalSinks, config.instance_id, arch.num_layers, pipeline.layers, place)
     return PlanHost(

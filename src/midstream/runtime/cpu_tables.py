@@ -1,4 +1,4 @@
-"""The plain PyTorch twin of the site kernel and its tables: what the CPU runs, and what the kernel is tested against."""
+"""The site kernel and its tables in plain PyTorch: what the CPU runs, and what the kernel is tested against."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 
 from midstream.plan import arithmetic
 from midstream.plan.ops.edit import Op
-from midstream.runtime.tables import Loaded, Rows, Tables, flat
+from midstream.runtime.tables import ProfileSlots, Rows, Tables, flat
 from midstream.sites import Point
 
 
-class TwinTables(Tables):
+class CpuTables(Tables):
     """Without buffers or a kernel: rows of one profile are edited together."""
 
     def __init__(self, points: Sequence[Point], device: torch.device) -> None:
@@ -25,16 +25,16 @@ class TwinTables(Tables):
         self._blocks: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._overflow: dict[int, int] = {}  # row -> the first point whose edit left the finite range
 
-    def _place(self, loaded: Loaded) -> None:
-        bank = [vector.to(self._device) for vector in loaded.compiled.bank]
-        loaded.kept += bank
-        for number in loaded.ids[loaded.ids > 0].tolist():
+    def _place(self, slots: ProfileSlots) -> None:
+        bank = [vector.to(self._device) for vector in slots.compiled.bank]
+        slots.kept += bank
+        for number in slots.ids[slots.ids > 0].tolist():
             self._banks[number] = bank
 
-    def unload(self, loaded: Loaded) -> None:
-        for number in loaded.ids[loaded.ids > 0].tolist():
+    def unload(self, slots: ProfileSlots) -> None:
+        for number in slots.ids[slots.ids > 0].tolist():
             del self._banks[number]
-        super().unload(loaded)
+        super().unload(slots)
 
     def _set_rows(self, rows: Rows) -> None:
         if rows.prepared is None:

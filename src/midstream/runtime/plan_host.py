@@ -15,7 +15,7 @@ from midstream.plan.compile import CompiledPlan, compile_plan
 from midstream.plan.values import Plan
 from midstream.ranks.link import Link
 from midstream.runtime.captures import DUE_BYTES, CaptureSender, Piece, rows_by_point
-from midstream.runtime.images import Image, Images, RunRow
+from midstream.runtime.loaded_plans import LoadedPlan, LoadedPlans, RunRow
 from midstream.runtime.pipeline import Pipeline, Sources
 from midstream.runtime.plan_state import PlannedRequest, RepeatedBatch, RepeatedBatches
 from midstream.runtime.points import PointHooks
@@ -68,7 +68,7 @@ class PlanHost:
         self._pipeline, self._link, self._compiles = pipeline, link, compiles
         self._speculative = speculative
         self._requests: dict[str, PlannedRequest] = {}
-        self._images = Images(tables, self._compile, hooks.among, self._off_graph)
+        self._loaded = LoadedPlans(tables, self._compile, hooks.among, self._off_graph)
         self._batches = RepeatedBatches()
         self._batch: RepeatedBatch | None = None  # of the coming step, if one like it may come
         self._standing: RepeatedBatch | None = None  # the one that the tables still have all of
@@ -93,7 +93,7 @@ class PlanHost:
         request = self._requests.get(name) if name in self._editing else None
         if request is None:
             return None
-        return not_finite(broken, request.image.plan, self.facts.dtype)
+        return not_finite(broken, request.loaded.plan, self.facts.dtype)
 
     @property
     def requests(self) -> list[str]:
@@ -131,7 +131,7 @@ class PlanHost:
     def _all_generated(self, cached: Any) -> bool:
         known = (self._requests.get(name) for name in cached.req_ids)
         return all(
-            request is None or before >= len(request.image.prompt)
+            request is None or before >= len(request.loaded.prompt)
             for request, before in zip(known, cached.num_computed_tokens, strict=True)
         )
 
@@ -162,14 +162,14 @@ class PlanHost:
             count = scheduled.get(name)
             if count is None:
                 continue
-            image, stop = request.image, computed[name] + count
-            in_prompt, in_generated = image.acts(stop - count, stop)
+            loaded, stop = request.loaded, computed[name] + count
+            in_prompt, in_generated = loaded.acts(stop - count, stop)
             request.computed = max(request.computed, stop)
             self.step_is_planned = self.step_is_planned or in_prompt or in_generated
-            if in_prompt and image.off_graph[0]:
-                off_graph |= image.off_graph[0]
-            if in_generated and image.off_graph[1]:
-                off_graph |= image.off_graph[1]
+            if in_prompt and loaded.off_graph[0]:
+                off_graph |= loaded.off_graph[0]
+            if in_generated and loaded.off_graph[1]:
+                off_graph |= loaded.off_graph[1]
         for site in off_graph:
             self.hooks.tell(site)
         self.hooks.on = bool(off_graph) or (self.step_is_planned and len(self.hooks) > 0)
@@ -198,7 +198,7 @@ class PlanHost:
         for scheduled in view.requests:
             if (request := self._requests.get(scheduled.request_id)) is not None:
                 start, stop = scheduled.computed, scheduled.computed + scheduled.stop - scheduled.start
-                profile[scheduled.start : scheduled.stop] = request.image.profiles(start, stop)
+                profile[scheduled.start : scheduled.stop] = request.loaded.profiles(start, stop)
         return profile
 
     def _blocks(self, view: StepView) -> dict[int, tuple[np.ndarray, torch.Tensor]]:
@@ -213,7 +213,7 @@ class PlanHost:
             start, stop = scheduled.computed, scheduled.computed + scheduled.stop - scheduled.start
             fresh = max(start, request.captured)
             request.captured = max(stop, request.captured)
-            for number, first, count in request.image.kept(fresh, stop) if fresh < stop else ():
+            for number, first, count in request.loaded.kept(fresh, stop) if fresh < stop else ():
                 wanted.setdefault(number, []).append((request, scheduled.start + first - start, count, first))
         blocks: dict[int, tuple[np.ndarray, torch.Tensor]] = {}
         for number, parts in wanted.items():
@@ -236,14 +236,14 @@ class PlanHost:
     @torch.inference_mode()
     def _send_complete(self) -> None:
         for name, request in self._requests.items():
-            if request.complete or not (request.pieces or request.has_all) or request.carried.record is not None:
+            if request.complete or not (request.pieces or request.has_all) or request.payload.record is not None:
                 continue
             request.complete = request.has_all
             self._capturing -= request.complete
             if request.complete or request.size >= DUE_BYTES:
                 # A token ends its request so many steps later at most; a string, which the client looks for, at any time.
                 sure = 0 if request.stops_at_text else request.captured - (self._pipeline.size + 2)
-                self.captures.send(name, request.carried, request.take_pieces(), request.complete, sure)
+                self.captures.send(name, request.payload, request.take_pieces(), request.complete, sure)
         self.captures.flush()
 
     def take_errors(self) -> dict[str, str]:
@@ -255,55 +255,55 @@ class PlanHost:
 
     def _begin_or_extend(self, name: str, sampling: Any, prompt: Sequence[int]) -> None:
         known = self._requests.get(name)
-        carried = known.carried if known is not None else None
+        payload = known.payload if known is not None else None
         try:
             given = PlanRequest.of(sampling)
             if known is not None:
-                if given is None or given.wire != known.carried.wire:
+                if given is None or given.wire != known.payload.wire:
                     raise PlanError(
                         "A session of streaming input keeps its plan; send each of its parts with the same one."
                     )
                 return self._extend(name, known, len(prompt))
-            carried = given
-            if carried is not None and (plan := carried.plan):
-                self._begin(name, carried, plan, prompt, bool(getattr(sampling, "stop", None)))
+            payload = given
+            if payload is not None and (plan := payload.plan):
+                self._begin(name, payload, plan, prompt, bool(getattr(sampling, "stop", None)))
         except PlanError as error:
             self.errors[name] = str(error)
-            if carried is not None:
-                self.captures.fail(name, carried, str(error))
+            if payload is not None:
+                self.captures.fail(name, payload, str(error))
 
-    def _begin(self, name: str, carried: PlanRequest, plan: Plan, prompt: Sequence[int], stops_at_text: bool) -> None:
+    def _begin(self, name: str, payload: PlanRequest, plan: Plan, prompt: Sequence[int], stops_at_text: bool) -> None:
         if self._speculative and any(capture.positions in ("all_generated", "all") for capture in plan.captures):
             raise PlanError("A capture of generated positions is not supported with speculative decoding.")
-        if carried.record is not None:
+        if payload.record is not None:
             check_recorded(plan)
-        self.captures.check(carried, plan)
-        sources, image = self._take(name, carried, plan, len(prompt))
+        self.captures.check(payload, plan)
+        sources, loaded = self._take(name, payload, plan, len(prompt))
         done = not plan.captures
-        self._requests[name] = PlannedRequest(carried, image, sources, complete=done, stops_at_text=stops_at_text)
+        self._requests[name] = PlannedRequest(payload, loaded, sources, complete=done, stops_at_text=stops_at_text)
         if plan.edits:
             self._editing.add(name)
         if plan.captures:
             self._capturing += 1
-            self.captures.begin(name, carried, plan, prompt)
+            self.captures.begin(name, payload, plan, prompt)
 
-    def _take(self, name: str, carried: PlanRequest, plan: Plan, length: int) -> tuple[Sources, Image]:
-        """The image for one more request, with the sources and the hooks that it needs."""
+    def _take(self, name: str, payload: PlanRequest, plan: Plan, length: int) -> tuple[Sources, LoadedPlan]:
+        """The loaded plan for one more request, with the sources and the hooks that it needs."""
         layers = self.facts.num_layers
         sources = Sources(name, plan, length, layers, runs=self.runs, pipeline=self._pipeline, link=self._link)
         try:
-            image = self._images.take(carried, length, sources.row)
+            loaded = self._loaded.take(payload, length, sources.row)
         except BaseException:
             sources.close()
             raise
-        if image.users == 1:
-            self.hooks.need(image.hooked)
-        return sources, image
+        if loaded.users == 1:
+            self.hooks.need(loaded.hooked)
+        return sources, loaded
 
-    def _give_back(self, image: Image) -> None:
-        self._images.give_back(image)
-        if not image.users:
-            self.hooks.release(image.hooked)
+    def _give_back(self, loaded: LoadedPlan) -> None:
+        self._loaded.give_back(loaded)
+        if not loaded.users:
+            self.hooks.release(loaded.hooked)
 
     def _compile(self, plan: Plan, length: int, row: RunRow) -> CompiledPlan:
         vectors = {name: width for name, (width, _) in self.vectors.list().items()}
@@ -328,16 +328,16 @@ class PlanHost:
 
     def _extend(self, name: str, request: PlannedRequest, length: int) -> None:
         """Streaming input has made the prompt longer; or the request goes on after a preemption, where V2 has it begin anew."""
-        old = request.image
+        old = request.loaded
         if length == len(old.prompt):
             return
         if any(capture.positions != "all" for capture in old.plan.captures):
             raise PlanError(
                 "A session of streaming input captures positions='all'; what else there is counts by one prompt's length."
             )
-        sources, image = self._take(name, request.carried, old.plan, length)
+        sources, loaded = self._take(name, request.payload, old.plan, length)
         request.sources.close()
-        request.sources, request.image = sources, image
+        request.sources, request.loaded = sources, loaded
         self._give_back(old)
         if request.complete and not request.has_all:
             request.complete = False
@@ -350,31 +350,31 @@ class PlanHost:
             unsent = not request.complete
             self._capturing -= unsent
             if error is not None:
-                return self.captures.fail(name, request.carried, error)
-            if request.carried.record is not None:
+                return self.captures.fail(name, request.payload, error)
+            if request.payload.record is not None:
                 self._keep(request)
-            self.captures.end(name, request.carried, tokens, request.pieces if unsent else None)
+            self.captures.end(name, request.payload, tokens, request.pieces if unsent else None)
         except PlanError as error:
-            self.captures.fail(name, request.carried, str(error))
+            self.captures.fail(name, request.payload, str(error))
         finally:
             request.sources.close()
-            self._give_back(request.image)
+            self._give_back(request.loaded)
 
     def _keep(self, request: PlannedRequest) -> None:
         """Keep a recorded run's rows here, unless its prompt was not computed to the end."""
-        assert request.carried.record is not None
+        assert request.payload.record is not None
         pieces = request.take_pieces()
-        plan, length = request.image.plan, len(request.image.prompt)
+        plan, length = request.loaded.plan, len(request.loaded.prompt)
         if request.computed >= length:
             layers, widths, size = self.facts.num_layers, self._pipeline.each, self._dtype.itemsize
             rows = rows_by_point(pieces)
-            self.runs.add(recorded_run(request.carried.record, plan, length, layers, rows, widths, size))
+            self.runs.add(recorded_run(request.payload.record, plan, length, layers, rows, widths, size))
 
     def gauges(self) -> dict[str, int]:
         """What is alive; all but `runs` and `vectors` zero when no planned request is."""
         return {
             "plans": len(self._requests),
-            "profiles": sum(image.profile_count for image in {r.image for r in self._requests.values()}),
+            "profiles": sum(loaded.profile_count for loaded in {r.loaded for r in self._requests.values()}),
             "plan_hooks": len(self.hooks),
             "leases": self.runs.leases,
             "capture_bytes": sum(request.size for request in self._requests.values()),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from midstream.runtime.captures import Piece
-from midstream.runtime.images import Image
+from midstream.runtime.loaded_plans import LoadedPlan
 from midstream.runtime.pipeline import Sources
 from midstream.runtime.request import PlanRequest
 from midstream.runtime.tables import Rows
@@ -27,8 +27,8 @@ class PlannedRequest:
         size: their bytes.
     """
 
-    carried: PlanRequest
-    image: Image
+    payload: PlanRequest
+    loaded: LoadedPlan
     sources: Sources
     captured: int = 0
     computed: int = 0
@@ -40,7 +40,7 @@ class PlannedRequest:
     @property
     def has_all(self) -> bool:
         """Whether no further row is to be captured."""
-        return self.image.last is not None and self.captured >= self.image.last
+        return self.loaded.last is not None and self.captured >= self.loaded.last
 
     def add(self, piece: Piece) -> None:
         self.pieces.append(piece)

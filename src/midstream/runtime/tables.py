@@ -29,7 +29,7 @@ OP_WORDS, ENTRY_WORDS = 6, 8
 
 
 @dataclass
-class Loaded:
+class ProfileSlots:
     """A compiled plan that the tables hold.
 
     Attributes:
@@ -74,27 +74,27 @@ class Tables:
         self._size = _FIRST_PROFILES
         self._rows: Rows | None = None  # of the last step
 
-    def load(self, compiled: CompiledPlan) -> Loaded:
+    def load(self, compiled: CompiledPlan) -> ProfileSlots:
         """Hold `compiled` until `unload`."""
         while len(self._free) < len(compiled.profiles):
             self._free += range(2 * self._size - 1, self._size - 1, -1)
             self._size *= 2
             self._grow()
         numbers = [0 if not profile.ops else self._free.pop() for profile in compiled.profiles]
-        loaded = Loaded(compiled, np.array(numbers, np.int32), len(self.points) * ENTRY_WORDS * 8)
+        slots = ProfileSlots(compiled, np.array(numbers, np.int32), len(self.points) * ENTRY_WORDS * 8)
         for number, profile in zip(numbers, compiled.profiles, strict=True):
             if number:
                 self.profiles[number] = profile
         self._rows = None  # the numbers of the last step may mean others now
-        self._place(loaded)
-        return loaded
+        self._place(slots)
+        return slots
 
-    def unload(self, loaded: Loaded) -> None:
+    def unload(self, slots: ProfileSlots) -> None:
         """Forget a plan that no request has any more."""
-        for number in loaded.ids[loaded.ids > 0].tolist():
+        for number in slots.ids[slots.ids > 0].tolist():
             del self.profiles[number]
             self._free.append(number)
-        loaded.kept.clear()
+        slots.kept.clear()
 
     def begin_step(self, rows: Rows, blocks: Mapping[int, tuple[np.ndarray, torch.Tensor]]) -> None:
         """The coming forward's rows.
@@ -143,7 +143,7 @@ class Tables:
     def _grow(self) -> None:
         self.growths += 1
 
-    def _place(self, loaded: Loaded) -> None:
+    def _place(self, slots: ProfileSlots) -> None:
         raise NotImplementedError
 
 
@@ -176,7 +176,7 @@ class DeviceTables(Tables):
         self._stale = range(0)  # profiles whose entries on the device are old
         self._acting: set[int] | None = None  # the points at which a row of the step has ops, if anybody has asked
 
-    def load(self, compiled: CompiledPlan) -> Loaded:
+    def load(self, compiled: CompiledPlan) -> ProfileSlots:
         kinds = {op.kind for profile in compiled.profiles for ops in profile.ops.values() for op in ops}
         if unknown := kinds - kernel_codes().keys():
             raise PlanError(
@@ -200,24 +200,24 @@ class DeviceTables(Tables):
         self._upload(np.array([self._table.data_ptr()], np.int64), self._address)
         self._stale = range(self._size)
 
-    def _place(self, loaded: Loaded) -> None:
-        compiled = loaded.compiled
-        bank = self._bank(compiled.bank, loaded.kept)
+    def _place(self, slots: ProfileSlots) -> None:
+        compiled = slots.compiled
+        bank = self._bank(compiled.bank, slots.kept)
         words: list[bytes] = []
         entries: list[tuple[int, int, int, int]] = []  # (profile, point, first op, ops)
-        for number, profile in zip(loaded.ids.tolist(), compiled.profiles, strict=True):
+        for number, profile in zip(slots.ids.tolist(), compiled.profiles, strict=True):
             for point, ops in profile.ops.items() if number else ():
                 if point in self.index:
                     entries.append((number, self.index[point], len(words), len(ops)))
                     words += [self._words(op, bank) for op in ops]
         # Also without words: on the device the numbers may still have another plan's.
-        self._stale = _span([*loaded.ids[loaded.ids > 0].tolist(), *self._stale[:1], *self._stale[-1:]])
+        self._stale = _span([*slots.ids[slots.ids > 0].tolist(), *self._stale[:1], *self._stale[-1:]])
         if not words:
             return
         ops_OW = np.frombuffer(b"".join(words), np.int64).reshape(-1, OP_WORDS)
         there = torch.empty(ops_OW.size, dtype=torch.int64, device=self._device)
         self._upload(ops_OW.reshape(-1).copy(), there)
-        loaded.kept.append(there)
+        slots.kept.append(there)
         profiles, points, first, counts = np.array(entries, np.int64).T
         self._host[profiles, points, 0] = counts
         self._host[profiles, points, 1] = there.data_ptr() + first * OP_WORDS * 8
@@ -249,11 +249,11 @@ class DeviceTables(Tables):
             self._upload(host, whole)
         return addresses
 
-    def unload(self, loaded: Loaded) -> None:
-        self._host[loaded.ids[loaded.ids > 0]] = (
+    def unload(self, slots: ProfileSlots) -> None:
+        self._host[slots.ids[slots.ids > 0]] = (
             0  # no row has these profiles any more: the device may keep the old entries
         )
-        super().unload(loaded)
+        super().unload(slots)
 
     def begin_step(self, rows: Rows, blocks: Mapping[int, tuple[np.ndarray, torch.Tensor]]) -> None:
         if self._stale:

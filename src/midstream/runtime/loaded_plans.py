@@ -1,6 +1,6 @@
-"""Plans as the tables have them, one image for all requests with the same plan and prompt length.
+"""Plans in the tables. All requests with the same plan and prompt length share one `LoadedPlan`.
 
-An image stays for a while after its last request: the next one with that plan costs nothing.
+A plan stays loaded for a while after its last request, so that the next request with it costs nothing.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from midstream.plan.compile import CompiledPlan, Profile, Reach
 from midstream.plan.runs import RecordedRun
 from midstream.plan.values import Plan
 from midstream.runtime.request import PlanRequest, has_open_names
-from midstream.runtime.tables import Loaded, Tables
+from midstream.runtime.tables import ProfileSlots, Tables
 from midstream.sites import Point
 
 RunRow = Callable[[RecordedRun, str, int, int], torch.Tensor]  # (run, site, layer, position) -> [width]
-_IDLE = 128  # images without a request that are kept
-_KEPT, _FEW = 256, 4  # parts of prompts of which an image remembers what is captured, and stretches of one
+_IDLE = 128  # plans without a request that stay loaded
+_KEPT, _FEW = 256, 4  # how many ranges of positions a plan remembers the captures of, and stretches of one
 _IDLE_BYTES = 64 << 20  # of the device's memory that they may hold
 
 
 @dataclass(eq=False)
-class Image:
+class LoadedPlan:
     """A plan for prompts of one length, in the tables.
 
     Attributes:
@@ -43,7 +43,7 @@ class Image:
     """
 
     plan: Plan
-    loaded: Loaded
+    slots: ProfileSlots
     prompt: np.ndarray
     generated: int
     hooked: list[Point]
@@ -82,7 +82,7 @@ class Image:
     @cached_property
     def _capturing(self) -> set[int]:
         """The profiles that keep rows."""
-        pairs = zip(self.loaded.ids.tolist(), self.loaded.compiled.profiles, strict=True)
+        pairs = zip(self.slots.ids.tolist(), self.slots.compiled.profiles, strict=True)
         return {number for number, profile in pairs if profile.row_width}
 
     @cached_property
@@ -99,16 +99,16 @@ class Image:
     @cached_property
     def profile_count(self) -> int:
         """How many profiles of the tables are its own."""
-        return int((self.loaded.ids > 0).sum())
+        return int((self.slots.ids > 0).sum())
 
     @cached_property
     def size(self) -> int:
         """Bytes that it holds on the device, where its profiles have entries for all points."""
-        return sum(tensor.nbytes for tensor in self.loaded.kept) + self.profile_count * self.loaded.profile_bytes
+        return sum(tensor.nbytes for tensor in self.slots.kept) + self.profile_count * self.slots.profile_bytes
 
 
-class Images:
-    """The images of one worker.
+class LoadedPlans:
+    """The plans of one worker.
 
     Args:
         compiled: compiles a plan for a prompt length. Raises PlanError.
@@ -127,55 +127,55 @@ class Images:
         self._compiled = compiled
         self._hooked = hooked
         self._off_graph = off_graph
-        self._images: dict[Any, Image] = {}
-        self._idle: OrderedDict[Any, Image] = OrderedDict()  # those without a request
+        self._loaded: dict[Any, LoadedPlan] = {}
+        self._idle: OrderedDict[Any, LoadedPlan] = OrderedDict()  # those without a request
         self._idle_bytes = 0
 
-    def take(self, carried: PlanRequest, length: int, row: RunRow) -> Image:
-        """The image for one more request; `row` gives rows of recorded runs. Raises PlanError, as the compiler does."""
-        key = (carried.wire, length)
-        image = self._images.get(key)
-        if image is None:
-            image = self._make(carried.plan, length, row)
-            if not has_open_names(image.plan):  # what such a name stands for may be another vector the next time
-                image.key = key
-                self._images[key] = image
-        elif not image.users:
+    def take(self, payload: PlanRequest, length: int, row: RunRow) -> LoadedPlan:
+        """The plan for one more request; `row` gives rows of recorded runs. Raises PlanError, as the compiler does."""
+        key = (payload.wire, length)
+        loaded = self._loaded.get(key)
+        if loaded is None:
+            loaded = self._make(payload.plan, length, row)
+            if not has_open_names(loaded.plan):  # the name may stand for another vector the next time
+                loaded.key = key
+                self._loaded[key] = loaded
+        elif not loaded.users:
             del self._idle[key]
-            self._idle_bytes -= image.size
-        image.users += 1
-        return image
+            self._idle_bytes -= loaded.size
+        loaded.users += 1
+        return loaded
 
-    def give_back(self, image: Image) -> None:
+    def give_back(self, loaded: LoadedPlan) -> None:
         """One request less."""
-        image.users -= 1
-        if image.users:
+        loaded.users -= 1
+        if loaded.users:
             return
-        if image.key is None or image.runs:  # a run's memory goes when nobody uses it
-            return self._drop(image)
-        self._idle[image.key] = image
-        self._idle_bytes += image.size
+        if loaded.key is None or loaded.runs:  # a run's memory goes when nobody uses it
+            return self._drop(loaded)
+        self._idle[loaded.key] = loaded
+        self._idle_bytes += loaded.size
         while len(self._idle) > _IDLE or self._idle_bytes > _IDLE_BYTES:
             _, oldest = self._idle.popitem(last=False)
             self._idle_bytes -= oldest.size
             self._drop(oldest)
 
-    def _drop(self, image: Image) -> None:
-        self._images.pop(image.key, None)
-        self._tables.unload(image.loaded)
+    def _drop(self, loaded: LoadedPlan) -> None:
+        self._loaded.pop(loaded.key, None)
+        self._tables.unload(loaded.slots)
 
-    def _make(self, plan: Plan, length: int, row: RunRow) -> Image:
+    def _make(self, plan: Plan, length: int, row: RunRow) -> LoadedPlan:
         compiled = self._compiled(plan, length, row)
-        loaded = self._tables.load(compiled)
+        slots = self._tables.load(compiled)
         widths = np.array([profile.row_width for profile in compiled.profiles])
         captured = np.nonzero(widths[compiled.prompt])[0]
         last = None if widths[compiled.generated] else int(captured[-1]) + 1 if len(captured) else 0
         reach = compiled.reach
-        return Image(
+        return LoadedPlan(
             plan,
-            loaded,
-            loaded.ids[compiled.prompt],
-            int(loaded.ids[compiled.generated]),
+            slots,
+            slots.ids[compiled.prompt],
+            int(slots.ids[compiled.generated]),
             self._hooked(_points(compiled.profiles)),
             last,
             (self._off_graph(reach.prompt_points), self._off_graph(reach.generated_points)),
