@@ -277,3 +277,12 @@ def test_runner_shows_the_line_of_the_page(tmp_path: Path) -> None:
     entry = caught.traceback[-1]
     assert (entry.frame.code.raw.co_filename, entry.lineno + 1) == ("<page.md>", 9)
     assert linecache.getline("<page.md>", 9) == '    raise KeyError("here")\n'
+
+
+def test_the_files_that_architecture_names_exist() -> None:
+    """Also that every folder of the package has its line there."""
+    named = set(re.findall(r"`([\w/]+\.py|[\w/]+/)`", (ROOT / "docs" / "architecture.md").read_text()))
+    package, planned = ROOT / "src" / "midstream", {"serve/"}
+    assert len(named) > 50
+    assert [n for n in named - planned if not any((root / n).exists() for root in (package, ROOT))] == []
+    assert {f"{each.parent.name}/" for each in package.glob("*/__init__.py")} <= named
