@@ -372,7 +372,7 @@ def test_f3_outside_of_a_trace_it_is_said_where_things_are(engine):
     for ask in (lambda: engine.project_on_vocab(torch.zeros(1, 256)), lambda: engine.steer(2, torch.zeros(256))):
         with pytest.raises(TraceError, match="exists only in a trace"):
             ask()
-    with pytest.raises(TraceError, match=r"read in a trace: `model\.run\(lambda m: m\.lm_head\.weight, prompt\)`"):
+    with pytest.raises(TraceError, match=r"in a trace: `model\.run\(lambda m: m\.lm_head\.weight, prompt\)`"):
         engine.lm_head.weight
 
 
