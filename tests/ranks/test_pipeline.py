@@ -644,7 +644,7 @@ def test_c13_a_plain_step_is_vllms_own_once_the_traces_and_plans_are_over(pp2: V
     noted = pp2.engine.collective_rpc("note_calls", args=(False,))
     assert [list(output.outputs[0].token_ids) for output in outputs] == [plain.generate(p, 6) for p in (EIFFEL, PARIS)]
     for calls in noted:
-        own = {name.removeprefix("_patch_forward_context.<locals>.make.<locals>.") for name in calls}
+        own = {name.removeprefix("running_uncompiled.<locals>.") for name in calls}
         assert "Worker.execute_model" in own and not own - PLAIN_STEP, own - PLAIN_STEP
 
 
