@@ -27,10 +27,8 @@ from midstream.plan.values import Capture, Plan
 from midstream.runtime.request import Envelope, PlanRequest, given_plan, packed, unpacked
 from midstream.settings import NAME, WORKER, Settings
 
-_SIMILARITY, _MOST_KEYS = (
-    0.88,
-    64,
-)  # from which ratio on a key looks like "midstream" misspelt; how many keys are compared
+_SIMILARITY = 0.88  # the ratio from which on a key looks like "midstream" misspelt
+_MOST_KEYS = 64  # how many keys are compared
 _reader = ThreadPoolExecutor(1, "midstream-plans")
 _RESIDUAL = ("resid_pre", "resid_mid", "resid_post", "attn_in", "attn_out", "mlp_in", "mlp_out")
 

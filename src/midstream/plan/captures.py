@@ -26,7 +26,7 @@ class Consumer:
     options: Mapping[str, Any]
 
     def __init__(self, name: str, /, **options: Any) -> None:
-        _settle(self, name=fields.text("Consumer.name", name), options=fields.plain("Consumer options", options))
+        fields.settle(self, name=fields.text("Consumer.name", name), options=fields.plain("Consumer options", options))
 
     def __hash__(self) -> int:
         return hash((self.name, json.dumps(self.options, sort_keys=True)))
@@ -79,7 +79,7 @@ class Capture:
         sinks = tuple(_sink(sink) for sink in (self.to if many else (self.to,)))
         if not sinks:
             raise fields.refuse("Capture.to", "empty", _SINKS)
-        _settle(
+        fields.settle(
             self,
             site=fields.site("Capture.site", self.site),
             layers=fields.layers("Capture.layers", self.layers),
@@ -110,9 +110,3 @@ def _sink(to: Any) -> Sink:
     if to is None or isinstance(to, Consumer) or callable(to):
         return to
     raise fields.refuse("Capture.to", fields.shown(to), _SINKS)
-
-
-def _settle(value: Any, **attributes: Any) -> None:
-    """Put checked values into a frozen dataclass."""
-    for name, attribute in attributes.items():
-        object.__setattr__(value, name, attribute)

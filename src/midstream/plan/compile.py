@@ -18,7 +18,7 @@ from midstream.plan import fields
 from midstream.plan.captures import Capture
 from midstream.plan.layout import EMPTY, Key, Layout
 from midstream.plan.normal import SITE_ORDER, Intervention
-from midstream.plan.ops.edit import Edit, Op, Shape, position_of
+from midstream.plan.ops.edit import Edit, Op, Shape, point_of, position_of
 from midstream.plan.positions import captured_positions
 from midstream.plan.runs import RecordedRun
 from midstream.plan.values import Plan
@@ -113,7 +113,7 @@ def compile_plan(
     captures: list[Capture] = []
     items = plan.normal(num_layers, prompt_length).interventions
     for rank, item in enumerate(items):
-        point = _point(item)
+        point = point_of(item)
         if points is not None and point not in points:
             others.look_at(item)
             continue
@@ -139,11 +139,6 @@ def compile_plan(
     return CompiledPlan(bank.tensors, profiles.list, prompt, generated, _reach(items, prompt_length))
 
 
-def _point(item: Intervention) -> Point:
-    """Of an intervention in normal form."""
-    return item.site, item.at_layers[0]
-
-
 def _reach(items: Collection[Intervention], prompt_length: int) -> Reach:
     """Of interventions in normal form."""
     prompt, generated = np.zeros(prompt_length, bool), False
@@ -151,17 +146,17 @@ def _reach(items: Collection[Intervention], prompt_length: int) -> Reach:
     captured: dict[Any, set[Point]] = {}
     for item in items:
         if isinstance(item, Capture):
-            captured.setdefault(item.positions, set()).add(_point(item))
+            captured.setdefault(item.positions, set()).add(point_of(item))
         elif (position := position_of(item)) is not None:
             prompt[position] = True
-            first.add(_point(item))
+            first.add(point_of(item))
         else:
             if item.phase != "decode":
                 prompt[:] = True
-                first.add(_point(item))
+                first.add(point_of(item))
             if item.phase != "prefill":
                 generated = True
-                later.add(_point(item))
+                later.add(point_of(item))
     for selector, points in captured.items():
         positions, goes_on = captured_positions(selector, prompt_length)
         prompt[positions] = True
@@ -182,7 +177,7 @@ def _captured(captures: list[Capture], prompt_length: int) -> tuple[_Planes, fro
     """What is captured of the prompt, and at generated positions."""
     groups: dict[Any, set[Key]] = {}
     for capture in captures:
-        groups.setdefault(capture.positions, set()).add((*_point(capture), capture.when))
+        groups.setdefault(capture.positions, set()).add((*point_of(capture), capture.when))
     generated: set[Key] = set()
     codes, sets = np.zeros(prompt_length, np.int64), [frozenset[Key]()]
     for selector, keys in groups.items():
@@ -230,7 +225,7 @@ class _Bank:
 
     def _operand(self, edit: Edit, field: str, value: Any) -> int:
         """The index of what an operand holds."""
-        point, name = _point(edit), f"{type(edit).__name__}.{field}"
+        point, name = point_of(edit), f"{type(edit).__name__}.{field}"
         if isinstance(value, RecordedRun):
             row = edit.run_row()
             return self._held((value.id, *row), point, name, lambda: self._run(value, *row))

@@ -89,6 +89,12 @@ def _mismatch(cls: Any, given: Sequence[Any], named: Collection[str]) -> str | N
     return f"{cls.__name__} needs {', '.join(missing)}." if missing else None
 
 
+def settle(value: Any, **attributes: Any) -> None:
+    """Put checked values into a frozen dataclass."""
+    for name, attribute in attributes.items():
+        object.__setattr__(value, name, attribute)
+
+
 def number(field: str, value: Any, low: float = -math.inf, high: float = math.inf, *, unbounded: bool = False) -> float:
     """A real number in `[low, high]`; finite unless `unbounded`, never NaN."""
     allowed = f"a number from {low:g} to {high:g}" if math.isfinite(low) else "a finite number that float32 can hold"

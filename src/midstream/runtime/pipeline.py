@@ -165,7 +165,7 @@ class Sources:
 
 def _crossing(plan: Plan, length: int, num_layers: int, runs: RunStore, pipeline: Pipeline) -> _Crossing:
     """Which rows each stage needs from which other stage. All stages compute the same."""
-    reading = [edit for edit in plan.edits if any(isinstance(value, RecordedRun) for _, value in edit.values())]
+    reading = [edit for edit in plan.edits if edit.reads_run]
     owners, found = pipeline.owners, _Crossing()
     for edit in Plan(tuple(reading)).normal(num_layers, length).edits:
         (run,) = (value for _, value in edit.values() if isinstance(value, RecordedRun))

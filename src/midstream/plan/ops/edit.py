@@ -164,13 +164,12 @@ class Edit:
     def settle(self, **attributes: Any) -> None:
         """Put checked values into the frozen dataclass, those of the common fields among them."""
         name = type(self).__name__
-        object.__setattr__(self, "site", fields.site(f"{name}.site", self.site))
+        fields.settle(self, site=fields.site(f"{name}.site", self.site))
         if self.layer_field == "layers":
-            object.__setattr__(self, "layers", fields.layers(f"{name}.layers", self.layers))
+            fields.settle(self, layers=fields.layers(f"{name}.layers", self.layers))
             fields.one_of(f"{name}.phase", self.phase, PHASES)
-            object.__setattr__(self, "positions", self._checked_positions(f"{name}.positions"))
-        for field, value in attributes.items():
-            object.__setattr__(self, field, value)
+            fields.settle(self, positions=self._checked_positions(f"{name}.positions"))
+        fields.settle(self, **attributes)
 
     def _checked_positions(self, field: str) -> Any:
         if self.positions is None:
@@ -257,9 +256,9 @@ def check_layer(field: str, layer: int, num_layers: int | None) -> None:
         raise fields.refuse(field, str(layer), f"0 to {num_layers - 1}, since the model has {num_layers} layers")
 
 
-def point_of(edit: Edit) -> tuple[str, int]:
-    """The (site, layer) of an edit in normal form."""
-    return edit.site, edit.at_layers[0]
+def point_of(item: Any) -> tuple[str, int]:
+    """The (site, layer) of an intervention in normal form."""
+    return item.site, item.at_layers[0]
 
 
 def position_of(edit: Edit) -> int | None:
@@ -270,8 +269,7 @@ def position_of(edit: Edit) -> int | None:
 
 # ------------------------------------------------------------------------------------------------------------ the registry
 
-_kinds: dict[str, type[Edit]] = {}
-_loaded = False
+_registered: dict[str, type[Edit]] = {}
 
 
 def register(cls: E) -> E:
@@ -279,32 +277,34 @@ def register(cls: E) -> E:
     kind, there = getattr(cls, "kind", None), dataclasses.is_dataclass(cls) and issubclass(cls, Edit)
     if not there or not isinstance(kind, str) or not kind.isidentifier() or not isinstance(cls.order, int):
         raise ValueError(f"{cls.__name__} has to be a frozen dataclass, a subclass of Edit, with a kind and an order.")
-    if kind == "capture" or _kinds.get(kind, cls).__qualname__ != cls.__qualname__:
-        raise ValueError(f"The kind {kind!r} is taken by {_kinds[kind].__name__ if kind in _kinds else 'Capture'}.")
+    if kind == "capture" or _registered.get(kind, cls).__qualname__ != cls.__qualname__:
+        taken = _registered[kind].__name__ if kind in _registered else "Capture"
+        raise ValueError(f"The kind {kind!r} is taken by {taken}.")
     if len(cls.operands) > 2 or any(field not in {f.name for f in fields_of(cls)} for field in cls.operands):
         raise ValueError(f"{cls.__name__}.operands names up to two of its fields.")
-    _kinds[kind] = fields.explained(cls)
+    _registered[kind] = fields.explained(cls)
+    kinds.cache_clear()
     return cls
 
 
+@functools.cache
 def kinds() -> dict[str, type[Edit]]:
     """All kinds of edits, in the order in which they act at a site; those that installed packages offer included."""
-    global _loaded
-    if not _loaded:
-        _loaded = True
-        for entry in entry_points(group=GROUP):
-            cls = entry.load()
-            if _kinds.get(cls.kind) is not cls:
-                register(cls)
-    return dict(sorted(_kinds.items(), key=lambda item: (item[1].order, item[0])))
+    for entry in entry_points(group=GROUP):
+        cls = entry.load()
+        if _registered.get(cls.kind) is not cls:
+            register(cls)
+    return dict(sorted(_registered.items(), key=lambda item: (item[1].order, item[0])))
 
 
 def kind_of(name: str) -> type[Edit]:
     """The edit of this kind. Raises PlanError if there is none."""
-    if name not in _kinds and name not in kinds():
+    if name not in kinds():
         own = f"an edit of your own needs an entry point in the group {GROUP!r}, installed where the engine runs"
-        raise PlanError(f"There is no edit of the kind {fields.shown(name)}; {fields.nearest(name, _kinds)} And {own}.")
-    return _kinds[name]
+        raise PlanError(
+            f"There is no edit of the kind {fields.shown(name)}; {fields.nearest(name, kinds())} And {own}."
+        )
+    return kinds()[name]
 
 
 @functools.cache
