@@ -12,7 +12,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, StreamingUpdate
 
 from midstream import Capture, Plan, Steer
-from midstream.engine.replacements import apply
+from midstream.engine.plugin import apply
 from midstream.engine.scheduler import MidstreamScheduler
 from midstream.engine.seams import Role
 from midstream.runtime.request import PlanRequest, packed

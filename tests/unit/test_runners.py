@@ -14,12 +14,11 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from midstream.engine import launch
 from midstream.engine import runners as runners_module
-from midstream.engine.parent_process import ProcessEnd
-from midstream.engine.replacements import Replacement
+from midstream.engine.graphs import StepMode
+from midstream.engine.plugin import ProcessEnd, Replacement
 from midstream.engine.runners import V1Runner, V2Runner, Watch, keeping_from_graphs
 from midstream.engine.scheduler import _Rules
 from midstream.engine.seams import Role
-from midstream.engine.step_mode import StepMode
 from midstream.errors import EngineClosedError, TraceError
 from midstream.runtime.request import TraceRequest
 from midstream.runtime.step import RequestEnd, StepEnds, StepView

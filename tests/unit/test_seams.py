@@ -17,7 +17,7 @@ import pytest
 
 from midstream import cli
 from midstream.engine.doctor import Sources, examine, find_vllm
-from midstream.engine.replacements import Replacement
+from midstream.engine.plugin import Replacement
 from midstream.engine.seams import SEAMS, Does, Role, Seam
 
 SRC = Path(__file__).resolve().parents[2] / "src"
@@ -75,9 +75,7 @@ def assignments(source: str) -> Iterator[str]:
                 yield f"line {node.lineno}: {text}"
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in ENGINE if path.name != "replacements.py"], ids=lambda path: path.name
-)
+@pytest.mark.parametrize("path", [path for path in ENGINE if path.name != "plugin.py"], ids=lambda path: path.name)
 def test_k2_no_attribute_of_vllm_is_assigned_outside_the_table(path: Path) -> None:
     assert list(assignments(path.read_text())) == []
 
@@ -134,7 +132,7 @@ def test_k2_what_has_no_row_cannot_be_replaced() -> None:
 @needs_vllm
 @pytest.mark.parametrize("role", [Role.FRONT_END, Role.SCHEDULER, Role.WORKER])
 def test_k2_a_role_replaces_its_rows_once(role: Role) -> None:
-    from midstream.engine.replacements import apply
+    from midstream.engine.plugin import apply
 
     apply(role)
     functions = [resolve_name(seam.target) for seam in SEAMS if seam.role is role]

@@ -6,7 +6,7 @@ import pytest
 from vllm import envs
 from vllm.config import CUDAGraphMode
 
-from midstream.engine.attach import refuse_unsupported
+from midstream.engine.worker import refuse_unsupported
 from midstream.errors import MidstreamError
 
 

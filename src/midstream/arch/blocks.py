@@ -1,14 +1,248 @@
-"""The sites inside a block: what attention and MLP read and write, and the residual stream between them."""
+"""Where each site's value lies: the residual stream that enters and leaves the blocks, and the sites inside a block.
+
+The stream is one tensor, or the sum of two; the next block decides which. A block may return several tensors of the stream's shape; the
+stream consists of those that the next block takes and uses together. StableLM returns a second tensor that no block takes, and Command-R
+one that the next block takes and ignores: adding those would count them twice.
+"""
 
 from __future__ import annotations
 
+import inspect
+from collections import Counter
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from midstream.arch.names import BARE_MLP, Names, is_linear, is_moe, is_norm
-from midstream.arch.probe import Call, Leaf, Probe
-from midstream.arch.streams import Layout, entering_leaf, stream_leaves, stream_of
-from midstream.sites import Binding
+from midstream.arch.probe import Call, Leaf, Probe, planted_embedding
+from midstream.errors import ArchitectureError
+from midstream.sites import Binding, Ref, follow
+
+PREFERRED = ("hidden_states", "hidden_state", "x", "inputs")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The leaves of a block's call that hold the stream. `*_second` is None if the stream is one tensor."""
+
+    entering: Ref
+    entering_second: Ref | None
+    leaving: Ref
+    leaving_second: Ref | None
+
+    @property
+    def dual(self) -> bool:
+        return self.leaving_second is not None
+
+
+def stream_leaves(found: list[Leaf], like: Leaf) -> list[Leaf]:
+    """The leaves with the stream's width and number of tokens, those named as hidden states first."""
+    wide = [
+        leaf
+        for leaf in found
+        if leaf.floating and leaf.shape[-1:] == like.shape[-1:] and leaf.tensor.numel() == like.tensor.numel()
+    ]
+    return sorted(wide, key=lambda leaf: leaf.name not in PREFERRED)
+
+
+def stream_of(call: Call) -> Leaf:
+    """The first floating tensor with a token axis that a block returns. It has the stream's shape."""
+    leaf = next((leaf for leaf in call.outputs if leaf.floating and len(leaf.shape) > 1), None)
+    if leaf is None:
+        raise ArchitectureError(
+            f"{call.path} ({type(call.module).__name__}) returned {describe(call.outputs)}; expected the hidden "
+            f"states, a floating tensor [tokens, hidden], as the output or its first element"
+        )
+    if not any(other.shape == leaf.shape for other in call.inputs if other.floating):
+        raise ArchitectureError(
+            f"{call.path} ({type(call.module).__name__}) was called with {describe(call.inputs)} and returned "
+            f"{describe(call.outputs)}; expected a floating argument of the same shape as the hidden states that it "
+            f"returns, {list(leaf.shape)}"
+        )
+    return leaf
+
+
+def find_layout(probe: Probe, blocks: list[Call]) -> Layout:
+    """The layout that the blocks share, found by comparing what each block returns with what the next one takes.
+
+    The majority decides, since a model may change one of the two tensors between some of its blocks.
+    """
+    for block in blocks:
+        stream_of(block)
+    seen = Counter(layout for pair in pairwise(blocks) if (layout := _handover(probe, *pair)) is not None)
+    return seen.most_common(1)[0][0] if seen else _alone(probe, blocks[0])
+
+
+def _handover(probe: Probe, block: Call, following: Call) -> Layout | None:
+    passed = [(out, into) for out in block.outputs if out.floating for into in following.inputs if into.same(out)]
+    if not passed:
+        return None
+    like = stream_of(block)
+    streams = [(out, into) for out, into in passed if out.shape == like.shape]
+    check_shapes(block, following)
+    streams = list({out.ref: (out, into) for out, into in reversed(streams)}.values())[::-1]
+    if not streams:
+        return None
+    (first, into_first), *rest = streams
+    if rest and _used_together(probe, following, into_first, rest[0][1]):
+        second, into_second = rest[0]
+        return Layout(into_first.ref, into_second.ref, first.ref, second.ref)
+    return Layout(into_first.ref, None, first.ref, None)
+
+
+def check_shapes(block: Call, following: Call) -> None:
+    """Raise ArchitectureError if a block hands two floating tensors of different shapes to the next."""
+    passed = [out for out in block.outputs if out.floating and any(leaf.same(out) for leaf in following.inputs)]
+    if len(block.outputs) == 2 and len({out.shape for out in passed}) > 1:
+        raise ArchitectureError(
+            f"{block.path} hands two streams of different shapes to {following.path}: {describe(block.outputs)}; "
+            f"expected hidden states and residual of one shape"
+        )
+
+
+def _used_together(probe: Probe, block: Call, hidden: Leaf, residual: Leaf) -> bool:
+    """Whether the first module in a block that takes the hidden states takes the residual as well.
+
+    If no module takes the hidden states, the block itself adds the two.
+    """
+    for call in probe.within(block):
+        if any(leaf.same(hidden) for leaf in call.inputs):
+            return any(leaf.same(residual) for leaf in call.inputs)
+    return True
+
+
+def _alone(probe: Probe, block: Call) -> Layout:
+    """The layout if no block hands a tensor to the next: there is only one, or the model changes the stream between them."""
+    like = stream_of(block)
+    leaving = [leaf for leaf in block.outputs if leaf.floating and leaf.shape == like.shape]
+    entering = stream_leaves(block.inputs, like)
+    second = _residual_argument(block)
+    fused = any(_takes_two(call, like) for call in probe.within(block, direct=True))
+    if len(leaving) == 2 and second is not None and fused:
+        first = next(leaf for leaf in entering if leaf.ref != second)
+        return Layout(first.ref, second, leaving[0].ref, leaving[1].ref)
+    return Layout(entering[0].ref, None, like.ref, None)
+
+
+def _residual_argument(block: Call) -> Ref | None:
+    """The argument named residual, which is None for the first block of a model."""
+    args, kwargs = block.tree
+    names = list(inspect.signature(type(block.module).forward).parameters)[1:]
+    for position, name in enumerate(names):
+        if "residual" in name:
+            return (0, position) if position < len(args) else (1, name) if name in kwargs else None
+    return None
+
+
+def _takes_two(call: Call, like: Leaf) -> bool:
+    wide = stream_leaves(call.inputs, like)
+    return len(wide) > 1 and not wide[0].same(wide[1])
+
+
+def bind_streams(block: Call, index: int, layout: Layout) -> dict[tuple[str, int | None], Binding]:
+    """`resid_pre` and `resid_post` of one block. Raises ArchitectureError if its call does not fit the layout."""
+    like = stream_of(block)
+    first = next((leaf for leaf in block.inputs if leaf.ref == layout.entering), None)
+    if first is None or first.shape != like.shape:
+        raise ArchitectureError(
+            f"{block.path} was called with {describe(block.inputs)}; expected hidden states of shape "
+            f"{list(like.shape)} at {spell(layout.entering)}, as in the other layers"
+        )
+    leaving = {leaf.ref: leaf for leaf in block.outputs if leaf.floating}
+    for ref in filter(lambda ref: ref is not None, (layout.leaving, layout.leaving_second)):
+        if ref not in leaving or leaving[ref].shape != like.shape:
+            raise ArchitectureError(
+                f"{block.path} returned {describe(block.outputs)}; expected a floating tensor of shape "
+                f"{list(like.shape)} at {ref}, as in the other layers"
+            )
+    second = layout.entering_second if _present(block, layout.entering_second) else None
+    return {
+        ("resid_pre", index): Binding(block.path, "input", layout.entering, second),
+        ("resid_post", index): Binding(block.path, "output", layout.leaving, layout.leaving_second),
+    }
+
+
+def _present(block: Call, ref: Ref | None) -> bool:
+    """Whether the call has this argument, even if it is None."""
+    if ref is None:
+        return False
+    try:
+        follow(block.tree, ref)
+    except (LookupError, TypeError):
+        return False
+    return True
+
+
+def entering_leaf(block: Call, layout: Layout) -> Leaf:
+    return next(leaf for leaf in block.inputs if leaf.ref == layout.entering)
+
+
+def spell(ref: Ref) -> str:
+    """An input leaf in words."""
+    return f"argument {ref[1]!r}" if ref[0] == 1 else f"positional argument {ref[1]}"
+
+
+def describe(found: list[Leaf]) -> str:
+    """Tensors in words, for messages."""
+    if not found:
+        return "no tensor"
+    return ", ".join(f"{leaf.name or 'tensor'}: {str(leaf.tensor.dtype)[6:]}{list(leaf.shape)}" for leaf in found)
+
+
+def bind_embed(probe: Probe, first: Call, layout: Layout, names: Names) -> Binding | None:
+    """The token embedding's output, times the factor that the model applies before the first block."""
+    before = [call for call in probe.calls if 0 <= call.ended < first.started and _embeds(call)]
+    named = [call for call in before if names.rank(call.path, "embed") is not None]
+    largest = sorted(before, key=lambda call: -len(getattr(call.module, "weight", ())))
+    call = min(named, key=lambda call: names.rank(call.path, "embed") or 0) if named else next(iter(largest), None)
+    if call is None:
+        return None
+    out = next(leaf for leaf in call.outputs if leaf.floating)
+    return Binding(call.path, "output", out.ref, scale=_scale(probe, first, call, out, entering_leaf(first, layout)))
+
+
+def _embeds(call: Call) -> bool:
+    """Whether this call looked up integers in a table."""
+    takes_ids = any(not leaf.floating for leaf in call.inputs) and not any(leaf.floating for leaf in call.inputs)
+    weight = getattr(call.module, "weight", None)
+    return takes_ids and getattr(weight, "ndim", 0) == 2 and any(leaf.floating for leaf in call.outputs)
+
+
+def _scale(probe: Probe, first: Call, embed: Call, out: Leaf, entering: Leaf) -> float:
+    """The factor between the planted embedding and what reached the first block; 1.0 if they are not in one proportion.
+
+    Doubling is exact in every float dtype, so a product has the same ratio to the planted values everywhere. A norm in between is not
+    a factor.
+    """
+    if out.shape[-1] != entering.shape[-1] or entering.snapshot is None:
+        return 1.0
+    between = [call for call in probe.calls if embed.ended < call.started and call.ended < first.started]
+    for call in between:
+        if _takes(call, out) and not any(leaf.same(out) for leaf in call.returned):
+            return 1.0
+    arrived = entering.snapshot.view(entering.tensor.dtype).view(-1, entering.shape[-1])
+    factors = arrived / planted_embedding(arrived)
+    factor = float(factors[0, 0])
+    uniform = bool((factors == factor).all())
+    return factor if uniform and factor not in (0.0, float("inf")) else 1.0
+
+
+def _takes(call: Call, leaf: Leaf) -> bool:
+    return any(taken.same(leaf) for taken in call.inputs)
+
+
+def bind_final_norm(probe: Probe, last: Call, layout: Layout, names: Names) -> Binding | None:
+    """The norm that reads what leaves the last block. A fused norm returns a pair, whose first element is the value."""
+    left = next(leaf for leaf in last.outputs if leaf.ref == layout.leaving)
+    after = [call for call in probe.calls if call.started > last.ended]
+    reads = [call for call in after if any(leaf.same(left) for leaf in call.inputs)]
+    named = [call for call in after if names.rank(call.path, "final_norm") is not None]
+    for call in [*reads, *named]:
+        out = stream_leaves(call.outputs, stream_of(last))
+        if out and not is_linear(call.module) and is_norm(call.module, call.path):
+            return Binding(call.path, "output", out[0].ref)
+    return None
+
 
 Sites = dict[tuple[str, int | None], Binding]
 

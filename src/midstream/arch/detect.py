@@ -10,7 +10,7 @@ the module's output before scaling. The backends handle the sites `logits` and `
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Protocol
@@ -18,19 +18,17 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from midstream.arch.blocks import Block
-from midstream.arch.describe import shapes_of
-from midstream.arch.names import Names, is_placeholder, text_config
-from midstream.arch.probe import Plant, Probe, record
-from midstream.arch.streams import (
+from midstream.arch.blocks import (
+    Block,
     bind_embed,
     bind_final_norm,
     bind_streams,
     check_shapes,
     find_layout,
-    planted_embedding,
     stream_of,
 )
+from midstream.arch.names import Names, is_placeholder, text_config
+from midstream.arch.probe import Plant, Probe, planted_embedding, record, shapes_of
 from midstream.errors import ArchitectureError, UnknownSiteError
 from midstream.sites import LAYER_SITES, MODEL_SITES, Binding, Kind, Ref
 
@@ -325,3 +323,51 @@ def _the_container(
 
 def _has_parts(blocks: Any, modules: Mapping[str, nn.Module], names: Names) -> bool:
     return any(names.child(modules[b], b, "attn") or names.child(modules[b], b, "mlp") for b in blocks)
+
+
+def show_tree(modules: Mapping[str, Any], shapes: Mapping[str, str], sites: Iterable[str]) -> str:
+    """Indented lines `name: Class -> shape`, with equal neighbouring layers on one line.
+
+    Args:
+        modules: path -> module, or the name of its class.
+        shapes: path -> shape of what it returned (`shapes_of`).
+    """
+    children: dict[str, list[str]] = {}
+    for path in modules:
+        if path:
+            children.setdefault(path.rpartition(".")[0], []).append(path)
+    lines = [_class_name(modules.get("", "model"))]
+    _show("", 1, modules, shapes, children, lines)
+    return "\n".join([*lines, f"sites: {', '.join(sites)}, logits, samples"])
+
+
+def _class_name(module: Any) -> str:
+    return module if isinstance(module, str) else type(module).__name__
+
+
+def _show(
+    parent: str,
+    depth: int,
+    modules: Mapping[str, Any],
+    shapes: Mapping[str, str],
+    children: Mapping[str, list[str]],
+    lines: list[str],
+) -> None:
+    folded: tuple[str, ...] = ()
+    first = 0
+    for path in children.get(parent, ()):
+        name = path.rpartition(".")[2]
+        own: list[str] = []
+        _show(path, depth + 1, modules, shapes, children, own)
+        head = f"{_class_name(modules[path])}{f' -> {shapes[path]}' if path in shapes else ''}"
+        look = (head, *own)
+        if name.isdigit() and look == folded:
+            lines[first] = f"{'  ' * depth}{_range(lines[first], name)}: {head}"
+            continue
+        folded, first = look, len(lines)
+        lines += [f"{'  ' * depth}{name}: {head}", *own]
+
+
+def _range(line: str, last: str) -> str:
+    start = line.strip().partition(":")[0].partition("-")[0]
+    return f"{start}-{last}"

@@ -169,3 +169,45 @@ def leaves(tree: Any, ref: Ref = (), *, snapshot: bool = False) -> list[Leaf]:
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """A copy to compare: bytes, since a NaN equals nothing, and flat, since a view of another shape is the same value."""
     return tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+
+
+def planted_embedding(output: torch.Tensor) -> torch.Tensor:
+    """Alternating ones and twos: a product keeps their ratio and a sum does not, whatever the weights are."""
+    return (torch.arange(output.shape[-1], device=output.device) % 2 + 1).to(output.dtype).expand_as(output).clone()
+
+
+def shapes_of(probe: Probe, stream: Leaf) -> dict[str, str]:
+    """path -> the shape of what the module's first call returned. T stands for the token axis, B for a batch axis before it.
+
+    Engines pass a flat batch: if the ids that enter the model have no batch axis, a leading axis of 1 is shown as 1.
+    """
+    tokens = stream.shape[-2]
+    flat = any(len(leaf.shape) == 1 for call in probe.calls[:1] for leaf in call.inputs if not leaf.floating)
+    found: dict[str, str] = {}
+    for call in probe.calls:
+        if call.path not in found:
+            found[call.path] = _written(call.result, tokens, flat)
+    return found
+
+
+def _written(tree: Any, tokens: int, flat: bool) -> str:
+    if isinstance(tree, torch.Tensor):
+        return _shape(tuple(tree.shape), tokens, flat)
+    if isinstance(tree, (tuple, list)):
+        inner = [_written(item, tokens, flat) for item in tree]
+        return f"({', '.join(inner)}{',' if len(inner) == 1 else ''})"
+    if isinstance(tree, Mapping):
+        return f"{{{', '.join(f'{key}: {_written(value, tokens, flat)}' for key, value in tree.items())}}}"
+    return "None" if tree is None else type(tree).__name__
+
+
+def _shape(shape: tuple[int, ...], tokens: int, flat: bool) -> str:
+    axes = [str(size) for size in shape]
+    # With four axes tokens come third: [batch, heads, tokens, dim].
+    order = [2, 1, 0] if len(shape) == 4 else [0] if len(shape) <= 2 else [1, 0]
+    axis = next((axis for axis in order if axis < len(shape) and shape[axis] == tokens), None)
+    if axis is not None:
+        axes[axis] = "T"
+        if axis > 0 and not flat:
+            axes[0] = "B"
+    return f"[{', '.join(axes)}]"

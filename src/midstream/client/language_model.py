@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from midstream.arch import detect
-from midstream.arch.describe import show_tree
+from midstream.arch.detect import show_tree
 from midstream.capture.consumers import CaptureInfo
 from midstream.capture.sinks import RequestCapture, Sinks
 from midstream.client.language_model_batch import PaddedBatch

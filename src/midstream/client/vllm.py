@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from midstream.arch.describe import show_tree
+from midstream.arch.detect import show_tree
 from midstream.capture.sinks import Sinks
 from midstream.client.model import TraceModel
 from midstream.client.requests import Invoke, InvokeResult, Planner, Prompt, encode, raise_failures, refuse_multimodal

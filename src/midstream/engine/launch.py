@@ -13,9 +13,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mappi
 from concurrent.futures import InvalidStateError, ThreadPoolExecutor
 from typing import Any
 
-from midstream.engine.parent_process import PREFIX, SOCKETS
-from midstream.engine.plugin import register
-from midstream.engine.replacements import Replacement
+from midstream.engine.plugin import PREFIX, SOCKETS, Replacement, register
 from midstream.errors import EngineClosedError, MidstreamError, ParameterError, PromptError
 from midstream.plan.values import Plan
 from midstream.runtime.request import TraceRequest

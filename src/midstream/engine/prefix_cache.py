@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from midstream.engine.replacements import Replacement
+from midstream.engine.plugin import Replacement
 from midstream.errors import PlanError
 from midstream.plan.keys import PlanKeys, lowest_captured
 from midstream.plan.memory import Memory

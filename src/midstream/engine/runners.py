@@ -17,11 +17,10 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from midstream import hooks
-from midstream.arch.streams import planted_embedding
-from midstream.engine.graphs import Fire, Pieces
-from midstream.engine.replacements import Replacement, apply
+from midstream.arch.probe import planted_embedding
+from midstream.engine.graphs import Fire, Pieces, StepMode
+from midstream.engine.plugin import Replacement, apply
 from midstream.engine.seams import Role
-from midstream.engine.step_mode import StepMode
 from midstream.errors import ArchitectureError
 from midstream.runtime.step import StepView
 

@@ -17,9 +17,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.request import RequestStatus
 
-from midstream.engine.parent_process import follow_parent
+from midstream.engine.plugin import Replacement, apply, follow_parent
 from midstream.engine.prefix_cache import EditedBlocks, Taken, holding_back, rekey, remember
-from midstream.engine.replacements import Replacement, apply
 from midstream.engine.seams import Role
 from midstream.runtime.request import TraceRequest, changes_kv
 from midstream.runtime.step import RequestEnd, StepEnds

@@ -1,6 +1,6 @@
 """Every place where midstream touches vLLM, in one table.
 
-A row says what midstream does to a part of vLLM, which code does it, why, and what it expects of that part. `replacements` puts
+A row says what midstream does to a part of vLLM, which code does it, why, and what it expects of that part. `plugin` puts
 replacements in place, and takes none without a row here. `midstream doctor` compares the rows with any vLLM without importing it
 (see `doctor`), so this file imports nothing of vLLM.
 """
@@ -49,7 +49,7 @@ class Seam:
             parameters are `a` and `b`, another is named `c`, and it returns a tuple that begins with an X. Without `**rest` it has no
             other parameters, or, where midstream only calls it, none without a default.
         members: what a class has to have, separated by semicolons: attributes, and methods as `name(signature)`.
-        role: the processes in which `replacements.apply` replaces the target for good; None if a `Replacement` does on one object or for a
+        role: the processes in which `plugin.apply` replaces the target for good; None if a `Replacement` does on one object or for a
             while, or if nothing is replaced.
         seen: the versions on which tests have run through this row.
         optional: what happens where vLLM does not have the target; empty if midstream needs it.
@@ -167,7 +167,7 @@ _FRONT_END = (
 _CONFIG = (
     Seam("vllm.__version__", READS, "midstream.engine.seams.check_vllm_version",
          "Refuses versions that the table does not fit."),
-    Seam("vllm.config.VllmConfig", READS, "midstream.engine.attach.make_plan_host",
+    Seam("vllm.config.VllmConfig", READS, "midstream.engine.worker.Worker._make_plan_host",
          "The engine's configuration; midstream's settings are in additional_config, which is part of vLLM's compile-cache key.",
          members="model_config; parallel_config; scheduler_config; compilation_config; speculative_config; kv_transfer_config; "
                  "additional_config; instance_id"),
@@ -175,29 +175,29 @@ _CONFIG = (
          "What plans and prompts are checked against.",
          members="dtype; hf_text_config; max_model_len; tokenizer; get_hidden_size(); get_vocab_size(); get_head_size(); "
                  "get_num_attention_heads(parallel_config)"),
-    Seam("vllm.config.ParallelConfig", READS, "midstream.engine.attach.refuse_unsupported",
+    Seam("vllm.config.ParallelConfig", READS, "midstream.engine.worker.refuse_unsupported",
          "Says whether the engine has midstream's worker, and whether its batches and prompts are split.",
          members="worker_cls; use_ray; use_ubatching; prefill_context_parallel_size; data_parallel_size; nnodes"),
     Seam("vllm.config.SchedulerConfig", READS, "midstream.engine.launch.check_prompts",
          "The limits of a step; also names midstream's scheduler.",
          members="scheduler_cls; async_scheduling; max_num_batched_tokens; max_num_seqs"),
-    Seam("vllm.config.CompilationConfig", READS, "midstream.engine.attach.has_graphs",
+    Seam("vllm.config.CompilationConfig", READS, "midstream.engine.worker.has_graphs",
          "Says whether steps run compiled code or CUDA graphs, and holds the layers' KV caches.",
          members="cudagraph_mode; mode; pass_config; max_cudagraph_capture_size; static_forward_context"),
-    Seam("vllm.config.compilation.PassConfig.enable_sp", READS, "midstream.engine.attach.refuse_unsupported",
+    Seam("vllm.config.compilation.PassConfig.enable_sp", READS, "midstream.engine.worker.refuse_unsupported",
          "Sequence parallelism splits the residual stream's rows over ranks, so such an engine is refused.",
          optional="0.32 and later have no such pass."),
-    Seam("vllm.config.VllmConfig.compilation_config", SETS, "midstream.engine.step_mode.EagerKernels",
+    Seam("vllm.config.VllmConfig.compilation_config", SETS, "midstream.engine.graphs.EagerKernels",
          "On a copy of the configuration: asks which kernels an engine without compilation prefers."),
-    Seam("vllm.config.CompilationConfig.mode", SETS, "midstream.engine.step_mode.EagerKernels", "As above, on a copy."),
-    Seam("vllm.config.CUDAGraphMode", READS, "midstream.engine.attach.has_graphs",
+    Seam("vllm.config.CompilationConfig.mode", SETS, "midstream.engine.graphs.EagerKernels", "As above, on a copy."),
+    Seam("vllm.config.CUDAGraphMode", READS, "midstream.engine.worker.has_graphs",
          "Tells full graphs from graphs of pieces.", members="NONE; PIECEWISE; FULL"),
-    Seam("vllm.config.CompilationMode", READS, "midstream.engine.attach.compiles",
+    Seam("vllm.config.CompilationMode", READS, "midstream.engine.worker.compiles",
          "Says that nothing is compiled.", members="NONE"),
-    Seam("vllm.envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND", READS, "midstream.engine.attach.refuse_unsupported",
+    Seam("vllm.envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND", READS, "midstream.engine.worker.refuse_unsupported",
          "The older Ray executor does not call the worker's execute_model, so such an engine is refused.",
          optional="0.33 and later have no older Ray executor."),
-    Seam("vllm.compilation.breakable_cudagraph.is_breakable_cudagraph_enabled", CALLS, "midstream.engine.attach.refuse_unsupported",
+    Seam("vllm.compilation.breakable_cudagraph.is_breakable_cudagraph_enabled", CALLS, "midstream.engine.worker.refuse_unsupported",
          "Breakable CUDA graphs have no sites in them, so such an engine is refused.", signature="()"),
 )
 
@@ -261,10 +261,10 @@ _SCHEDULER = (
 )
 
 _WORKER = (
-    Seam("vllm.forward_context.create_forward_context", REPLACES, "midstream.engine.step_mode.running_uncompiled",
+    Seam("vllm.forward_context.create_forward_context", REPLACES, "midstream.engine.graphs.running_uncompiled",
          "Runs single steps uncompiled: vLLM's own runners set skip_compiled for encoders only.", signature="(**rest)",
          role=Role.WORKER),
-    Seam("vllm.forward_context.ForwardContext", SETS, "midstream.engine.step_mode.running_uncompiled",
+    Seam("vllm.forward_context.ForwardContext", SETS, "midstream.engine.graphs.running_uncompiled",
          "Carries skip_compiled; says which graph a step replays.", members="skip_compiled; cudagraph_runtime_mode; batch_descriptor"),
     Seam("vllm.forward_context.get_forward_context", CALLS, "midstream.engine.graphs._run",
          "The context of the step that is running.", signature="() -> ForwardContext"),
@@ -284,18 +284,18 @@ _WORKER = (
          signature="(hidden_states, **rest)"),
     Seam("vllm.sequence.IntermediateTensors", CALLS, "midstream.engine.runners.Runner.probe",
          "Fills what a later pipeline stage is handed with values that can be told apart.", members="items()"),
-    Seam("vllm.model_executor.custom_op.CustomOp._forward_method", REPLACES, "midstream.engine.step_mode.EagerKernels",
+    Seam("vllm.model_executor.custom_op.CustomOp._forward_method", REPLACES, "midstream.engine.graphs.EagerKernels",
          "In uncompiled steps: uses vLLM's kernels instead of the plain PyTorch code that compiled engines have there."),
-    Seam("vllm.model_executor.custom_op.CustomOp", READS, "midstream.engine.step_mode.EagerKernels",
+    Seam("vllm.model_executor.custom_op.CustomOp", READS, "midstream.engine.graphs.EagerKernels",
          "Knows its kernel for each platform.", members="forward_cuda; forward_cpu"),
     Seam("vllm.platforms.current_platform", READS, "midstream.engine.worker",
          "Chooses the CPU's or the GPU's worker."),
-    Seam("vllm.platforms.interface.Platform", CALLS, "midstream.engine.step_mode.EagerKernels",
+    Seam("vllm.platforms.interface.Platform", CALLS, "midstream.engine.graphs.EagerKernels",
          "Tells CUDA from the CPU.", members="is_cuda(); is_cpu()"),
-    Seam("vllm.platforms.interface.Platform.get_default_ir_op_priority", CALLS, "midstream.engine.step_mode.EagerKernels",
+    Seam("vllm.platforms.interface.Platform.get_default_ir_op_priority", CALLS, "midstream.engine.graphs.EagerKernels",
          "In uncompiled steps: the kernels that an eager engine prefers.", signature="(vllm_config) -> 'IrOpPriorityConfig'",
          optional="The compiled engine's preferences stay."),
-    Seam("vllm.config.kernel.IrOpPriorityConfig", CALLS, "midstream.engine.step_mode.EagerKernels",
+    Seam("vllm.config.kernel.IrOpPriorityConfig", CALLS, "midstream.engine.graphs.EagerKernels",
          "Sets that preference for a block of code.", members="set_priority()"),
     Seam("vllm.compilation.cuda_graph.CUDAGraphWrapper.__call__", REPLACES, "midstream.engine.graphs._calling_pieces_by",
          "While graphs are recorded a second time, and in traced steps: decides for each piece whether its graph is replayed."),

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import vllm.envs as envs
+from vllm.compilation.breakable_cudagraph import is_breakable_cudagraph_enabled
+from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.distributed import get_pp_group, get_tp_group
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
@@ -13,22 +17,27 @@ from vllm.utils.network_utils import get_ip
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from midstream.arch import Architecture, detect
-from midstream.engine.attach import compiles, has_graphs, make_plan_host, refuse_unsupported
-from midstream.engine.graphs import SiteOp, build_in, buildable_points
-from midstream.engine.parent_process import follow_parent, raise_if_ending
-from midstream.engine.replacements import apply
+from midstream.engine.graphs import EagerKernels, SiteOp, StepMode, build_in, buildable_points
+from midstream.engine.plugin import apply, follow_parent, raise_if_ending
 from midstream.engine.runners import Watch, adapt
 from midstream.engine.seams import Role
-from midstream.engine.step_mode import EagerKernels, StepMode
+from midstream.errors import MidstreamError
+from midstream.plan.checks import ModelFacts
 from midstream.ranks.link import Link, exchange_in
 from midstream.ranks.shards import Finder
 from midstream.ranks.stages import StageParts, Stages
 from midstream.ranks.tensor import TensorParallel
+from midstream.runtime.captures import CaptureSender, LocalSinks
+from midstream.runtime.cpu_tables import CpuTables
+from midstream.runtime.pipeline import Pipeline
 from midstream.runtime.plan_host import PlanHost
+from midstream.runtime.points import PointHooks, points_of
 from midstream.runtime.step import FiniteCheck, StepEnds, StepView
+from midstream.runtime.tables import DeviceTables, Tables
 from midstream.runtime.trace_host import TraceHost
 from midstream.runtime.trace_state import Reports
 from midstream.settings import Settings, is_ours
+from midstream.sites import Point
 from midstream.trace.envoy import ModelEnvoy
 from midstream.trace.interleaver import Interleaver
 from midstream.trace.remote import ALONE
@@ -89,6 +98,51 @@ def _place_in(group: Any) -> tuple[int, int]:
     return group.rank_in_group, group.world_size
 
 
+def refuse_unsupported(config: Any) -> None:
+    """Raise MidstreamError for a vLLM config under which plans and traces would do nothing, or see only part of a batch."""
+    parallel, compilation = config.parallel_config, config.compilation_config
+    if parallel.use_ubatching:
+        raise MidstreamError(
+            "Dual batch overlap splits a step's batch, and midstream needs all of it. Start the engine without dual batch overlap."
+        )
+    if parallel.prefill_context_parallel_size > 1:
+        raise MidstreamError(
+            "Prefill context parallelism splits prompts over ranks, and midstream needs each prompt on one rank. Start the engine with "
+            "prefill_context_parallel_size=1."
+        )
+    if getattr(compilation.pass_config, "enable_sp", None):
+        raise MidstreamError(
+            "With sequence parallelism each rank has only some of the residual stream's rows, and midstream needs all of them. Start the "
+            "engine with compilation_config={'pass_config': {'enable_sp': False, 'fuse_gemm_comms': False}}."
+        )
+    if parallel.use_ray and not getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True):  # 0.33 has no older executor
+        raise MidstreamError(
+            "vLLM's older Ray executor runs the model without calling midstream's worker, so plans and traces would do nothing. Set "
+            "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1."
+        )
+    if has_graphs(config) and is_breakable_cudagraph_enabled():
+        raise MidstreamError(
+            "Breakable CUDA graphs have no sites in them, so plans and traces would do nothing. Set VLLM_USE_BREAKABLE_CUDAGRAPH=0, or "
+            "start the engine with enforce_eager=True."
+        )
+
+
+def has_graphs(config: Any) -> bool:
+    """Whether the engine replays CUDA graphs."""
+    return config.compilation_config.cudagraph_mode not in (None, CUDAGraphMode.NONE)
+
+
+def compiles(config: Any) -> bool:
+    """Whether steps run compiled code or CUDA graphs, which hooks that are added later are not part of."""
+    return has_graphs(config) or config.compilation_config.mode != CompilationMode.NONE
+
+
+def _most_rows(config: Any) -> int:
+    """The largest number of rows of a batch, with padding to a graph's size."""
+    largest_graph = config.compilation_config.max_cudagraph_capture_size or 0
+    return max(config.scheduler_config.max_num_batched_tokens, largest_graph, config.scheduler_config.max_num_seqs) + 8
+
+
 class Worker(PlatformWorker):
     """A worker that runs traces and plans."""
 
@@ -121,10 +175,7 @@ class Worker(PlatformWorker):
         self._stages = self._make_stages(model, arch)
         built_in = buildable_points(arch, settings.graph_sites) if compiles(config) else []
         self.midstream = self._make_trace_host(arch, settings)
-        link = self._stages.link if self._stages is not None else None
-        self.plans = make_plan_host(
-            self, arch, settings, built_in, lambda: self.midstream.reports.sender, link, self._tensor_ranks
-        )
+        self.plans = self._make_plan_host(arch, settings, built_in)
         self._has_built_in = bool(built_in)
         # In a graph, vLLM's all-reduce reads different buffers of the other ranks than outside of it. So either all ranks replay a graph
         # or none does.
@@ -177,6 +228,35 @@ class Worker(PlatformWorker):
         reports = Reports(get_pp_group().rank_in_group, speaks=get_tp_group().rank_in_group == 0)
         limits = config.model_config.max_model_len, config.model_config.get_vocab_size()
         return TraceHost(envoy, interleaver, arch, settings.allow_traces, *limits, reports, stages)
+
+    def _make_plan_host(self, arch: Architecture, settings: Settings, built_in: Sequence[Point]) -> PlanHost:
+        """All ranks of a pipeline have to call this together. `built_in` has the points that the compiled forward has sites for."""
+        config = self.vllm_config
+        stage, first_of_stage = get_pp_group().rank_in_group, get_tp_group().rank_in_group == 0
+        points = points_of(arch)
+        widths = {point: arch.widths[point] for point in points}
+        pipeline = Pipeline.gathered(stage, widths, built_in, exchange_in(get_pp_group()))
+        facts = ModelFacts(arch.num_layers, pipeline.widths, str(config.model_config.dtype).removeprefix("torch."))
+        tables: Tables
+        if self.device.type == "cuda":
+            behind_all_reduce = self._tensor_ranks is not None
+            tables = DeviceTables(points, _most_rows(config), self.device, early_launch=not behind_all_reduce)
+        else:
+            tables = CpuTables(points, self.device)
+        local = partial(LocalSinks, config.instance_id, arch.num_layers, pipeline.layers, (stage, pipeline.size))
+        return PlanHost(
+            tables,
+            PointHooks(self._runner.model, arch, built_in, tables, self._tensor_ranks or ALONE),
+            facts,
+            pipeline,
+            link=self._stages.link if self._stages is not None else None,
+            compiles=compiles(config),
+            device=self.device,
+            dtype=config.model_config.dtype,
+            record_bytes=settings.record_bytes,
+            captures=CaptureSender(lambda: self.midstream.reports.sender, local, stage, speaks=first_of_stage),
+            speculative=config.speculative_config is not None,
+        )
 
     def compile_or_warm_up_model(self) -> Any:
         if has_graphs(self.vllm_config) and self._has_built_in:
