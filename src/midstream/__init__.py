@@ -11,8 +11,7 @@ if TYPE_CHECKING:
     from midstream.client.language_model import LanguageModel
     from midstream.client.vllm import VLLM
     from midstream.engine.launch import engine_arguments
-    from midstream.plan.runs import RecordedRun
-    from midstream.plan.values import Capture, Clamp, Consumer, Patch, Plan, Span, Steer
+    from midstream.plan.values import Capture, Clamp, Consumer, Patch, Plan, RecordedRun, Span, Steer
     from midstream.trace.tracer import backward, save
 
 __version__ = "0.1.0"
@@ -41,7 +40,7 @@ _HOMES = {
     "LanguageModel": "midstream.client.language_model",
     "Patch": "midstream.plan.values",
     "Plan": "midstream.plan.values",
-    "RecordedRun": "midstream.plan.runs",
+    "RecordedRun": "midstream.plan.values",
     "Span": "midstream.plan.values",
     "Steer": "midstream.plan.values",
     "VLLM": "midstream.client.vllm",

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from midstream.capture.consumers import CaptureInfo
 from midstream.capture.rows import RowChunk, routes
 from midstream.capture.sinks import Sinks
-from midstream.plan.layout import Layout
+from midstream.plan.captures import Layout
 from midstream.plan.values import Capture
 
 BITS = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}

@@ -18,8 +18,8 @@ from midstream.client import vllm_captures
 from midstream.client.requests import PreparedPlan
 from midstream.client.vllm_captures import RowReceiver, RowThread
 from midstream.errors import CaptureError, EngineClosedError
+from midstream.plan.captures import Layout
 from midstream.plan.checks import ModelFacts
-from midstream.plan.layout import Layout
 from midstream.plan.values import Capture, Plan
 from midstream.transport.mailbox import Mailbox
 from midstream.transport.receiver import Receiver

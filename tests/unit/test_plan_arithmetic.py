@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from midstream.plan.arithmetic import apply
-from midstream.plan.ops.edit import Op
+from midstream.plan.ops.edit import Op, apply
 
 torch.set_num_threads(1)
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from midstream import Capture, Consumer, Patch, Plan, RecordedRun, Steer
+from midstream.plan.captures import Layout, Plane
 from midstream.plan.checks import ModelFacts
-from midstream.plan.layout import Layout, Plane
 from midstream.runtime import loaded_plans, tables
 from midstream.runtime import plan_host as host
 from midstream.runtime.captures import CaptureSender, LocalSinks, Piece

@@ -15,8 +15,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from midstream.plan.captures import Layout, Plane
 from midstream.plan.compile import CompiledPlan, Profile
-from midstream.plan.layout import Layout, Plane
 from midstream.plan.ops.edit import Op
 from midstream.runtime.cpu_tables import CpuTables
 from midstream.runtime.tables import DeviceTables, Rows, Tables

@@ -20,14 +20,13 @@ from test_link import linked
 from midstream import Capture, Clamp, Patch, Plan, Steer, open_captures
 from midstream.client.vectors_and_runs import Runs
 from midstream.errors import CaptureError, PlanError
+from midstream.plan.captures import Layout
 from midstream.plan.compile import CompiledPlan, compile_plan
 from midstream.plan.keys import PlanKeys
-from midstream.plan.layout import Layout
-from midstream.plan.memory import Memory, plan_bytes
-from midstream.plan.runs import RecordedRun
-from midstream.plan.values import Named
+from midstream.plan.values import Named, RecordedRun
 from midstream.runtime.captures import LocalSinks
 from midstream.runtime.pipeline import Pipeline, Sources
+from midstream.runtime.request import Memory, plan_bytes
 from midstream.runtime.store import Run, RunStore
 
 WIDTH, LAYERS, LENGTH = 4, 6, 5

@@ -16,7 +16,7 @@ from midstream.client.requests import raise_failures
 from midstream.client.vllm_async import _Saves
 from midstream.client.vllm_engine import collect
 from midstream.errors import EngineClosedError, InterventionError, StageFailedError
-from midstream.plan.layout import Layout, Plane
+from midstream.plan.captures import Layout, Plane
 from midstream.plan.values import Capture, Plan
 from midstream.ranks.merge import Absent
 from midstream.runtime.captures import LocalSinks

@@ -17,7 +17,7 @@ import torch
 
 from midstream.capture.consumers import CaptureInfo, Destination, RowConsumer, takes_when
 from midstream.errors import CaptureError
-from midstream.plan.layout import Key
+from midstream.plan.captures import Key
 from midstream.queues import BoundedQueue
 
 _log = logging.getLogger(__name__)

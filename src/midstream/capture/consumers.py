@@ -21,8 +21,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from midstream.errors import CaptureError
+from midstream.plan.captures import Key
 from midstream.plan.fields import nearest
-from midstream.plan.layout import Key
 
 GROUP = "midstream.consumers"
 

@@ -35,7 +35,7 @@ import torch
 from midstream.capture.consumers import CaptureInfo
 from midstream.capture.rows import arrange, describe
 from midstream.errors import CaptureError
-from midstream.plan.layout import Key
+from midstream.plan.captures import Key
 from midstream.trace.tree import as_bytes
 
 FORMAT = {"format": "midstream captures", "version": "1"}

@@ -21,9 +21,8 @@ import numpy as np
 import torch
 
 from midstream.errors import CaptureError
+from midstream.plan.captures import Key, Layout, captured_positions
 from midstream.plan.fields import nearest
-from midstream.plan.layout import Key, Layout
-from midstream.plan.positions import captured_positions
 from midstream.plan.values import Capture, Consumer
 
 V = TypeVar("V")

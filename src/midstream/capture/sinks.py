@@ -48,7 +48,7 @@ from midstream.capture.rows import (
     select_rows,
 )
 from midstream.errors import CaptureError
-from midstream.plan.layout import Key
+from midstream.plan.captures import Key
 from midstream.plan.values import Consumer
 
 JOINED_BYTES = 16 << 20  # rows that were held are handed on in pieces up to this size

@@ -30,8 +30,8 @@ from midstream.capture.consumers import Collected
 from midstream.capture.directory import FORMAT
 from midstream.capture.rows import Arranged, ByPlane, CapturedPositions, NotCapturedError, arrange, describe
 from midstream.errors import CaptureError
+from midstream.plan.captures import Key
 from midstream.plan.fields import nearest
-from midstream.plan.layout import Key
 
 _log = logging.getLogger(__name__)
 OPEN_SHARDS = 32  # kept open by a reader; a tensor in use keeps its own shard mapped

@@ -34,8 +34,7 @@ from midstream.client.requests import (
 from midstream.client.vectors_and_runs import Runs, Vectors
 from midstream.errors import MidstreamError, ParameterError, PromptError
 from midstream.plan.checks import ModelFacts
-from midstream.plan.runs import RecordedRun
-from midstream.plan.values import Plan
+from midstream.plan.values import Plan, RecordedRun
 from midstream.runtime.store import RunStore, make_run
 from midstream.settings import RECORD_BYTES
 from midstream.sites import ACCESSORS, LAYER_SITES

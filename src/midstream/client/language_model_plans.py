@@ -19,11 +19,10 @@ from midstream.capture.rows import Captured, RowChunk
 from midstream.capture.sinks import RequestCapture
 from midstream.client.requests import PreparedPlan
 from midstream.errors import NotFiniteError
-from midstream.plan.arithmetic import apply
+from midstream.plan.captures import Layout, Plane
 from midstream.plan.checks import not_finite
 from midstream.plan.compile import compile_plan
-from midstream.plan.layout import Layout, Plane
-from midstream.plan.ops.edit import Op
+from midstream.plan.ops.edit import Op, apply
 from midstream.runtime.store import RunStore
 from midstream.sites import LAYER_SITES, Binding, NotFinite, Point
 from midstream.trace.rows import BatchRows, Event

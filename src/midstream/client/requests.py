@@ -17,10 +17,9 @@ from midstream.capture.sinks import destination
 from midstream.client.vectors_and_runs import Runs, Vectors
 from midstream.errors import InterventionErrorGroup, MidstreamError, PlanError, PromptError, RequestErrorGroup
 from midstream.plan.checks import ModelFacts, check
-from midstream.plan.memory import Memory, plan_bytes
 from midstream.plan.ops.edit import changed
-from midstream.plan.runs import RecordedRun
-from midstream.plan.values import Capture, Edit, Plan, has_spans, resolve_spans, with_digests
+from midstream.plan.values import Capture, Edit, Plan, RecordedRun, has_spans, resolve_spans, with_digests
+from midstream.runtime.request import Memory, plan_bytes
 from midstream.trace.block import Block
 from midstream.trace.program import BlockProgram, Outcome, Program
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from midstream.errors import MidstreamError, PlanError
 from midstream.plan.fields import nearest
-from midstream.plan.runs import RecordedRun
+from midstream.plan.values import RecordedRun
 from midstream.plan.vectors import Named, Vector, as_vector, load_vectors
 
 # Sends a request to every worker and returns their answers: ("list" | "delete" | "lease", arguments). Awaitable on an async engine.

@@ -17,8 +17,7 @@ from midstream.client.vllm_requests import EngineRequests, RecordAs, make_reques
 from midstream.engine import launch
 from midstream.errors import MidstreamError, TraceError, UnknownModuleError
 from midstream.plan.checks import ModelFacts
-from midstream.plan.runs import RecordedRun
-from midstream.plan.values import Plan
+from midstream.plan.values import Plan, RecordedRun
 from midstream.settings import RECORD_BYTES, Settings
 from midstream.sites import ACCESSORS, LAYER_SITES
 from midstream.trace.envoy import nearest

@@ -22,9 +22,8 @@ from typing import Any
 from midstream.errors import PlanError
 from midstream.plan import fields
 from midstream.plan.checks import ModelFacts, check, check_strangers
-from midstream.plan.memory import Memory
 from midstream.plan.values import Capture, Plan
-from midstream.runtime.request import Envelope, PlanRequest, given_plan, packed, unpacked
+from midstream.runtime.request import Envelope, Memory, PlanRequest, given_plan, packed, unpacked
 from midstream.settings import NAME, WORKER, Settings
 
 _SIMILARITY = 0.88  # the ratio from which on a key looks like "midstream" misspelt

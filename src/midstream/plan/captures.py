@@ -1,15 +1,19 @@
-"""Capture: keep rows of a site, and where they go."""
+"""Captures: which rows of a site to keep, where they go, and how a captured row is laid out."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar, TypeAlias
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple, Self, TypeAlias
+
+import numpy as np
 
 from midstream.plan import fields
-from midstream.plan.positions import as_positions
+from midstream.plan.fields import as_positions
+from midstream.plan.ops.edit import Edit
 
 POSITIONS = ("last_prompt", "all_prompt", "all_generated", "all")
 _SINKS = "None for the output, a directory, a callable, a Consumer, or a tuple of these"
@@ -104,9 +108,103 @@ class Capture:
         return self.to if isinstance(self.to, tuple) else (self.to,)
 
 
+Intervention: TypeAlias = Edit | Capture
+
+
 def _sink(to: Any) -> Sink:
     if isinstance(to, (str, os.PathLike)):
         return fields.text("Capture.to", os.fspath(to))
     if to is None or isinstance(to, Consumer) or callable(to):
         return to
     raise fields.refuse("Capture.to", fields.shown(to), _SINKS)
+
+
+class Positions(NamedTuple):
+    """Captured positions.
+
+    Attributes:
+        prompt: int64, ascending, each below the prompt's length.
+        generated: whether all from the prompt's length on are captured too.
+    """
+
+    prompt: np.ndarray
+    generated: bool
+
+
+def captured_positions(selector: str | fields.Span | tuple[int, ...], prompt_length: int) -> Positions:
+    """What `Capture.positions` selects of a prompt of that length. Raises PlanError for a position outside, or a span not resolved yet."""
+    nothing, prompt = np.empty(0, np.int64), np.arange(prompt_length, dtype=np.int64)
+    match selector:
+        case "last_prompt":
+            return Positions(prompt[-1:], False)
+        case "all_prompt":
+            return Positions(prompt, False)
+        case "all_generated":
+            return Positions(nothing, True)
+        case "all":
+            return Positions(prompt, True)
+        case fields.Span():
+            raise fields.unresolved("Capture.positions", selector)
+    assert not isinstance(selector, str)
+    return Positions(np.unique(fields.resolved_positions("Capture.positions", selector, prompt_length)), False)
+
+
+Key = tuple[str, int, str]  # site, layer, when
+
+
+class Plane(NamedTuple):
+    """One site's value in a captured row: `row[offset : offset + width]`."""
+
+    site: str
+    layer: int
+    when: str
+    offset: int
+    width: int
+
+
+class Layout(tuple[Plane, ...]):
+    """The planes of a row. The rows of many requests have the same one, which therefore keeps what can be told of it."""
+
+    _keys: Mapping[Key, Any] | None = None  # what `has_just` last said yes to
+
+    @classmethod
+    def of(cls, keys: Iterable[Key], width: Callable[[str, int], int]) -> Self:
+        """These planes one after another, each as wide as its site at its layer."""
+        planes, offset = [], 0
+        for site, layer, when in keys:
+            planes.append(Plane(site, layer, when, offset, width(site, layer)))
+            offset += planes[-1].width
+        return cls(planes)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return super().__hash__()
+
+    @cached_property
+    def by_key(self) -> dict[Key, Plane]:
+        return {(plane.site, plane.layer, plane.when): plane for plane in self}
+
+    def has_just(self, keys: Mapping[Key, Any]) -> bool:
+        """Whether it has a plane for each of the keys and no other.
+
+        Quick where the last yes was for the same mapping, which must not change.
+        """
+        if self._keys is not keys:
+            if self.by_key.keys() != keys.keys():
+                return False
+            self._keys = keys
+        return True
+
+    @cached_property
+    def width(self) -> int:
+        """Up to the end of the last plane, in elements."""
+        return max((plane.offset + plane.width for plane in self), default=0)
+
+    def __reduce__(self) -> Any:
+        return Layout, (tuple(self),)
+
+
+EMPTY = Layout()

@@ -11,13 +11,11 @@ from itertools import islice
 
 from midstream.errors import NOT_FINITE, PlanError
 from midstream.plan import fields
-from midstream.plan.captures import Capture
-from midstream.plan.normal import Intervention
+from midstream.plan.captures import Capture, Intervention
+from midstream.plan.fields import check_resolved, resolved_list
 from midstream.plan.ops.edit import Edit
-from midstream.plan.positions import check_resolved, resolved_list
-from midstream.plan.runs import RecordedRun
 from midstream.plan.values import Plan
-from midstream.plan.vectors import Named, Vector
+from midstream.plan.vectors import Named, RecordedRun, Vector
 from midstream.plan.wire import MAX_STRANGERS_EDITS
 from midstream.sites import LAYER_SITES, NotFinite
 

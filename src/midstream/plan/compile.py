@@ -15,14 +15,10 @@ import numpy as np
 import torch
 
 from midstream.plan import fields
-from midstream.plan.captures import Capture
-from midstream.plan.layout import EMPTY, Key, Layout
-from midstream.plan.normal import SITE_ORDER, Intervention
+from midstream.plan.captures import EMPTY, Capture, Intervention, Key, Layout, captured_positions
 from midstream.plan.ops.edit import Edit, Op, Shape, point_of, position_of
-from midstream.plan.positions import captured_positions
-from midstream.plan.runs import RecordedRun
-from midstream.plan.values import Plan
-from midstream.plan.vectors import Named, Vector
+from midstream.plan.values import SITE_ORDER, Plan
+from midstream.plan.vectors import Named, RecordedRun, Vector
 from midstream.sites import Point
 
 _Ranked: TypeAlias = dict[Point, list[tuple[int, Op]]]  # ops with their places in the normal form

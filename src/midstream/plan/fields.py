@@ -1,4 +1,4 @@
-"""Checks of single fields. Every message names the field, what was given, and what is allowed."""
+"""Checks of single fields, positions among them. Every message names the field, what was given, and what is allowed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numbers
 import operator
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -221,52 +222,88 @@ def plain(field: str, value: Any, depth: int = 8) -> Any:
     raise refuse(field, shown(value), allowed)
 
 
-def finite_float32(field: str, value: Any, *, booleans: bool = False) -> np.ndarray:
-    """A tensor, an array or a list `[hidden]` or `[1, hidden]` as a read-only float32 copy `[hidden]`.
-
-    Args:
-        booleans: whether True and False count as 1 and 0, as masks have them.
-    """
-    allowed = "numbers of shape [hidden]"
-    array = _array(field, value, allowed)
-    if array.dtype.kind not in ("fiub" if booleans else "fiu"):
-        raise refuse(field, shown(value), allowed)
-    if array.ndim == 2 and array.shape[0] == 1:  # one captured row
-        array = array[0]
-    if array.ndim != 1 or not array.size:
-        hint = ", such as one row of it, [0], or the mean over rows, .mean(0)" if array.ndim == 2 else ""
-        raise refuse(field, f"of shape {list(array.shape)}", f"shape [hidden]{hint}")
-    for what, wrong in (("NaN", np.isnan(array)), ("infinity", np.isinf(array))):
-        if wrong.any():
-            raise refuse(field, f"{what} at index {int(wrong.argmax())}", "finite numbers")
-    with np.errstate(over="ignore"):
-        found = array.astype("<f4")
-    if not np.isfinite(found).all():
-        index = int((~np.isfinite(found)).argmax())
-        raise refuse(field, f"{array[index]:g} at index {index}", "numbers that float32 can hold")
-    found.setflags(write=False)
-    return found
-
-
-def unit(vector: np.ndarray) -> np.ndarray | None:
-    """The vector at length 1, float32; None for zero. One that has length 1 up to rounding is returned as it is."""
-    length = float(np.linalg.norm(vector.astype(np.float64)))
-    if length == 0.0:
-        return None
-    return vector if abs(length - 1.0) < 1e-6 else (vector.astype(np.float64) / length).astype(np.float32)
-
-
 def _is_many(value: Any) -> bool:
     return getattr(value, "ndim", 0) > 0 or isinstance(value, (Sequence, range))
 
 
-def _array(field: str, value: Any, allowed: str) -> np.ndarray:
-    try:
-        if hasattr(value, "detach"):  # a tensor, wherever it lies; torch need not be imported to tell
-            value = value.detach().cpu()
-            return np.asarray(value.double().numpy() if value.is_floating_point() else value.numpy())
-        if isinstance(value, np.ndarray) or (isinstance(value, (list, tuple)) and len(value)):
-            return np.asarray(value)
-    except Exception as error:  # ragged lists, meta tensors, arrays of objects: each has errors of its own
-        raise refuse(field, shown(value), allowed) from error
-    raise refuse(field, shown(value), allowed)
+@dataclass(frozen=True)
+class Span:
+    """The tokens of the prompt that overlap `text`: `Span("Paris")`, or `Span("Paris", 1)` for the second place where it stands.
+
+    Whoever has the tokenizer turns it into positions, with `resolve_spans`.
+    """
+
+    text: str
+    occurrence: int = 0
+
+    def __post_init__(self) -> None:
+        text("Span.text", self.text)
+        object.__setattr__(self, "occurrence", integer("Span.occurrence", self.occurrence, 0))
+
+
+def as_positions(field: str, value: object, names: tuple[str, ...] = ()) -> str | tuple[int, ...] | Span:
+    """What a user gives as positions: one or several, a `Span`, or one of `names`. Raises PlanError."""
+    if isinstance(value, Span) or (isinstance(value, str) and value in names):
+        return value
+    named = f"{', '.join(map(repr, names))}, " if names else ""
+    return integers(field, value, f"{named}a position, a sequence of positions, or Span(text)")
+
+
+def check_resolved(field: str, place: object, prompt_length: int | None) -> None:
+    """Raise PlanError for a `Span` where the prompt's length is known, since by then somebody had to resolve it."""
+    if isinstance(place, Span) and prompt_length is not None:
+        raise unresolved(field, place)
+
+
+def span_positions(
+    span: Span, text: str, offsets: Sequence[tuple[int, int]], field: str = "the span"
+) -> tuple[int, ...]:
+    """The positions of the tokens that overlap the span's text. Raises PlanError as `resolve_spans`."""
+    begin = _find(span, text)
+    if begin is None:
+        found = text.count(span.text)
+        there = f"which stands there {found} time{'s' if found != 1 else ''}" if found else "which does not stand there"
+        raise refuse(
+            field,
+            f"{span} in the prompt {shown(text)}, {there}",
+            "a text that the prompt has; occurrence from 0",
+        )
+    end = begin + len(span.text)
+    positions = tuple(i for i, (first, last) in enumerate(offsets) if first < end and begin < last and first < last)
+    if not positions:
+        raise PlanError(f"{field} is {span}, at characters {begin} to {end} of the prompt, which no token stands for.")
+    return positions
+
+
+def _find(span: Span, text: str) -> int | None:
+    """Where the span begins; occurrences are counted as `str.count` does, without overlaps."""
+    begin = -len(span.text)
+    for _ in range(span.occurrence + 1):
+        begin = text.find(span.text, begin + len(span.text))
+        if begin < 0:
+            return None
+    return begin
+
+
+def unresolved(field: str, span: Span) -> PlanError:
+    return refuse(
+        field,
+        f"{span}, which needs the prompt's text",
+        "positions where the prompt was given as token ids or embeddings",
+    )
+
+
+def resolved_positions(field: str, positions: Iterable[int], length: int, of: str = "the prompt") -> np.ndarray:
+    """int64 positions counted from the begin, in the order given. Raises PlanError if one lies outside."""
+    given = np.fromiter(positions, np.int64)
+    outside = (given < -length) | (given >= length)
+    if outside.any():
+        raise refuse(field, str(given[outside][0]), f"from {-length} to {length - 1}, since {of} has {length} tokens")
+    return np.where(given < 0, given + length, given)
+
+
+def resolved_list(field: str, positions: tuple[int, ...], length: int, of: str = "the prompt") -> list[int]:
+    """The same as a list; quick for a single position, of which a plan may have thousands."""
+    if len(positions) == 1 and -length <= positions[0] < length:
+        return [positions[0] % length]
+    return resolved_positions(field, positions, length, of).tolist()

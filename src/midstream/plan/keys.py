@@ -14,10 +14,9 @@ from itertools import groupby, pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from midstream.plan.normal import SITE_ORDER, encoded
+from midstream.plan.captures import captured_positions
 from midstream.plan.ops.edit import Edit, changed, point_of, position_of
-from midstream.plan.positions import captured_positions
-from midstream.plan.values import Plan
+from midstream.plan.values import SITE_ORDER, Plan, encoded
 from midstream.plan.vectors import Named, digest
 
 FOREVER = 2**62

@@ -1,4 +1,4 @@
-"""What edits add, write or project on: vectors given with the plan, and names of vectors that the engine holds.
+"""What edits add, write or project on: vectors given with the plan, names of vectors that the engine holds, and recorded runs.
 
 Named vectors come from safetensors files, which hold numbers and nothing that runs:
 
@@ -21,6 +21,7 @@ import numpy as np
 
 from midstream.errors import PlanError
 from midstream.plan import fields
+from midstream.sites import LAYER_SITES
 
 DIGEST_BYTES = 16
 
@@ -44,7 +45,7 @@ class Vector:
     field: str = "vector"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "data", fields.finite_float32(self.field, self.data))
+        object.__setattr__(self, "data", _finite_float32(self.field, self.data))
 
     @cached_property
     def digest(self) -> str:
@@ -111,14 +112,14 @@ def as_vector_or_name(
         raise fields.refuse(field, fields.shown(value), "numbers of shape [hidden], or a name")
     if shape is None:
         return as_vector(field, value)
-    data = value.data if isinstance(value, Vector) else fields.finite_float32(field, value, booleans=True)
+    data = value.data if isinstance(value, Vector) else _finite_float32(field, value, booleans=True)
     shaped = shape(data, field)
     return value if isinstance(value, Vector) and shaped is data else Vector(shaped, field)
 
 
 def as_unit(vector: np.ndarray, field: str) -> np.ndarray:
     """The vector at length 1. Raises PlanError for zero."""
-    unit = fields.unit(vector)
+    unit = _unit(vector)
     if unit is None:
         raise fields.refuse(field, "zero", "a vector with a direction")
     return unit
@@ -171,3 +172,92 @@ def save_vectors(vectors: Mapping[str, Any], path: str | os.PathLike[str]) -> No
 
 def as_vector(field: str, value: Any) -> Vector:
     return value if isinstance(value, Vector) else Vector(value, field)
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """A recorded run, as `model.record(prompt, ...)` returns it; a source of `Patch`.
+
+    Attributes:
+        name: what the user called it.
+        id: unique over engines and time.
+        prompt_token_ids: what was run.
+        sites: the sites that were recorded,
+        layers: at each of these layers,
+        positions: at these positions, counted from the prompt's begin; ascending.
+    """
+
+    name: str
+    id: str
+    prompt_token_ids: tuple[int, ...]
+    sites: tuple[str, ...]
+    layers: tuple[int, ...]
+    positions: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        fields.text("RecordedRun.name", self.name)
+        fields.text("RecordedRun.id", self.id)
+        if any(not isinstance(site, str) or site not in LAYER_SITES for site in self.sites):
+            raise fields.refuse("RecordedRun.sites", fields.shown(self.sites), ", ".join(LAYER_SITES))
+        for name in ("prompt_token_ids", "layers", "positions"):
+            checked = tuple(fields.integer(f"RecordedRun.{name}", item, 0) for item in getattr(self, name))
+            object.__setattr__(self, name, checked if name == "prompt_token_ids" else tuple(sorted(checked)))
+        object.__setattr__(self, "sites", tuple(self.sites))
+
+    def __repr__(self) -> str:
+        return f"RecordedRun({self.name!r}, {len(self.prompt_token_ids)} tokens, {list(self.sites)}, {len(self.layers)} layers)"
+
+    def check_point(self, field: str, site: str, layer: int) -> None:
+        """Raises PlanError if the run has no rows of that site and layer."""
+        if site not in self.sites:
+            raise fields.refuse(field, f"{site!r}, which the run {self.name!r} lacks", ", ".join(self.sites) or "none")
+        if layer not in self.layers:
+            there = ", ".join(map(str, self.layers))
+            raise PlanError(f"{field} asks for layer {layer}, which the run {self.name!r} lacks; allowed: {there}.")
+
+
+def _finite_float32(field: str, value: Any, *, booleans: bool = False) -> np.ndarray:
+    """A tensor, an array or a list `[hidden]` or `[1, hidden]` as a read-only float32 copy `[hidden]`.
+
+    Args:
+        booleans: whether True and False count as 1 and 0, as masks have them.
+    """
+    allowed = "numbers of shape [hidden]"
+    array = _array(field, value, allowed)
+    if array.dtype.kind not in ("fiub" if booleans else "fiu"):
+        raise fields.refuse(field, fields.shown(value), allowed)
+    if array.ndim == 2 and array.shape[0] == 1:  # one captured row
+        array = array[0]
+    if array.ndim != 1 or not array.size:
+        hint = ", such as one row of it, [0], or the mean over rows, .mean(0)" if array.ndim == 2 else ""
+        raise fields.refuse(field, f"of shape {list(array.shape)}", f"shape [hidden]{hint}")
+    for what, wrong in (("NaN", np.isnan(array)), ("infinity", np.isinf(array))):
+        if wrong.any():
+            raise fields.refuse(field, f"{what} at index {int(wrong.argmax())}", "finite numbers")
+    with np.errstate(over="ignore"):
+        found = array.astype("<f4")
+    if not np.isfinite(found).all():
+        index = int((~np.isfinite(found)).argmax())
+        raise fields.refuse(field, f"{array[index]:g} at index {index}", "numbers that float32 can hold")
+    found.setflags(write=False)
+    return found
+
+
+def _unit(vector: np.ndarray) -> np.ndarray | None:
+    """The vector at length 1, float32; None for zero. One that has length 1 up to rounding is returned as it is."""
+    length = float(np.linalg.norm(vector.astype(np.float64)))
+    if length == 0.0:
+        return None
+    return vector if abs(length - 1.0) < 1e-6 else (vector.astype(np.float64) / length).astype(np.float32)
+
+
+def _array(field: str, value: Any, allowed: str) -> np.ndarray:
+    try:
+        if hasattr(value, "detach"):  # a tensor, wherever it lies; torch need not be imported to tell
+            value = value.detach().cpu()
+            return np.asarray(value.double().numpy() if value.is_floating_point() else value.numpy())
+        if isinstance(value, np.ndarray) or (isinstance(value, (list, tuple)) and len(value)):
+            return np.asarray(value)
+    except Exception as error:  # ragged lists, meta tensors, arrays of objects: each has errors of its own
+        raise fields.refuse(field, fields.shown(value), allowed) from error
+    raise fields.refuse(field, fields.shown(value), allowed)

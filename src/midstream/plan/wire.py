@@ -21,12 +21,10 @@ import numpy as np
 
 from midstream.errors import PlanError
 from midstream.plan import fields
-from midstream.plan.captures import Capture, Consumer
-from midstream.plan.normal import Intervention
+from midstream.plan.captures import Capture, Consumer, Intervention
+from midstream.plan.fields import Span
 from midstream.plan.ops.edit import Edit, fields_of, kind_of, kinds
-from midstream.plan.positions import Span
-from midstream.plan.runs import RecordedRun
-from midstream.plan.vectors import Named, Vector, Zeros
+from midstream.plan.vectors import Named, RecordedRun, Vector, Zeros
 
 VERSION = 1
 MAX_INTERVENTIONS = 1 << 16

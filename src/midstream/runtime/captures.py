@@ -19,7 +19,7 @@ from midstream.capture.consumers import CaptureInfo, find_consumer
 from midstream.capture.rows import Route, RowChunk, routes
 from midstream.capture.sinks import Sinks
 from midstream.errors import CaptureError, ChannelClosedError, PlanError
-from midstream.plan.layout import Layout
+from midstream.plan.captures import Layout
 from midstream.plan.values import Consumer, Plan
 from midstream.queues import BoundedQueue
 from midstream.runtime.request import PlanRequest, users_id

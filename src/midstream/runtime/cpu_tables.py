@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import torch
 
-from midstream.plan import arithmetic
-from midstream.plan.ops.edit import Op
+from midstream.plan.ops.edit import Op, edited
 from midstream.runtime.tables import ProfileSlots, Rows, Tables, flat
 from midstream.sites import Point
 
@@ -97,7 +96,7 @@ class CpuTables(Tables):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Both streams of rows that all have `number`, edited. Elements that come out as they were are bit-identical in both."""
         old = first if second is None else (first + second).to(first.dtype)
-        new = arithmetic.edited(old, ops, self._banks[number])
+        new = edited(old, ops, self._banks[number])
         if not math.isfinite(new.sum(dtype=torch.float32)):  # one pass; the sum of finite numbers may overflow as well
             numbers = torch.arange(rows.stop)[rows] if isinstance(rows, slice) else rows.cpu()
             for row in numbers[_not_finite(new).cpu()].tolist():

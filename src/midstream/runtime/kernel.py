@@ -13,7 +13,7 @@ Legend: T rows of the batch, H hidden.
 
 One op is `tables.OP_WORDS` int64 words: vector's address, mask's address (0 for none), kind, offset in the captured row (elements), and
 three float32 `a, b, c` in the last two words. What a kind of edit does with them is the `kernel` of its class in `midstream.plan.ops`, a
-function of Triton's; `_make_edit` puts the kinds together. `midstream.plan.arithmetic` is the same in plain PyTorch.
+function of Triton's; `_make_edit` puts the kinds together. `midstream.plan.ops.edit.apply` is the same in plain PyTorch.
 A table entry is `tables.ENTRY_WORDS`: the number of ops, the address of all of them, and the first one.
 """
 

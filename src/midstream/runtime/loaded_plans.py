@@ -15,8 +15,7 @@ import numpy as np
 import torch
 
 from midstream.plan.compile import CompiledPlan, Profile, Reach
-from midstream.plan.runs import RecordedRun
-from midstream.plan.values import Plan
+from midstream.plan.values import Plan, RecordedRun
 from midstream.runtime.request import PlanRequest, has_open_names
 from midstream.runtime.tables import ProfileSlots, Tables
 from midstream.sites import Point

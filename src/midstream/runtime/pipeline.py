@@ -12,8 +12,7 @@ import torch
 
 from midstream.errors import NeverReachedError, PlanError
 from midstream.plan.ops.edit import point_of
-from midstream.plan.runs import RecordedRun
-from midstream.plan.values import Plan
+from midstream.plan.values import Plan, RecordedRun
 from midstream.ranks.link import Link
 from midstream.runtime.store import RunStore
 from midstream.sites import Point

@@ -10,25 +10,27 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterator, Mapping
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from midstream.errors import PlanError
 from midstream.plan import fields
-from midstream.plan.memory import Memory, plan_bytes
-from midstream.plan.runs import RecordedRun
-from midstream.plan.values import Capture, Edit, Named, Plan
+from midstream.plan.values import Capture, Edit, Named, Plan, RecordedRun, Vector
 from midstream.settings import NAME
 
 # Below this, every request of a trace carries the trace's code, so that the order in which they arrive does not matter.
 SMALL = 1 << 20
 _RESERVED = {"trace", "num_layers", "capture", "record", "checked"}  # what an Envelope has beside the plan
 _SUFFIX = re.compile("-[0-9a-f]{8}$")
-_written: Memory[bytes] = Memory()
-_read: Memory[Plan] = Memory()
+BYTES = 64 << 20
+_ENTRY_BYTES = 512  # what an entry, or an intervention, costs beside its numbers
+_POSITION_BYTES = 64
+V = TypeVar("V")
 
 
 class Envelope(dict[str, Any]):
@@ -44,7 +46,60 @@ def _carried(sampling_params: Any) -> Any:
     return (getattr(sampling_params, "extra_args", None) or {}).get(NAME)
 
 
+# ------------------------------------------------------------------------------------------------------------ caching
+
+
+class Memory(Generic[V]):
+    """Values by key, within a number of bytes; the least recently used are dropped first. Requests bring the same plans again.
+
+    Args:
+        budget: bytes that keys and values may take together; what is larger is not kept at all.
+    """
+
+    def __init__(self, budget: int = BYTES) -> None:
+        self._budget = budget
+        self._entries: OrderedDict[Hashable, tuple[V, int]] = OrderedDict()
+        self._lock = threading.Lock()
+        self.size = 0
+
+    def get(self, key: Hashable, make: Callable[[], V], size: Callable[[V], int]) -> V:
+        """The value of `key`, made if it is not known; `size` tells the bytes of both. Raises what `make` raises."""
+        with self._lock:
+            known = self._entries.get(key)
+            if known is not None:
+                self._entries.move_to_end(key)
+                return known[0]
+        value = make()
+        bytes_ = size(value) + _ENTRY_BYTES
+        with self._lock:
+            if key not in self._entries and bytes_ <= self._budget:
+                self._entries[key] = value, bytes_
+                self.size += bytes_
+            while self.size > self._budget:
+                self.size -= self._entries.popitem(last=False)[1][1]
+        return value
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+def plan_bytes(plan: Plan) -> int:
+    """About what a plan takes in memory."""
+    total = 0
+    for item in plan.interventions:
+        listed = [each for each in (item.place, item.at_layers) if isinstance(each, tuple)]
+        total += _ENTRY_BYTES + _POSITION_BYTES * sum(map(len, listed))
+        total += sum(value.data.nbytes for value in vars(item).values() if isinstance(value, Vector))
+    return total
+
+
 # ---------------------------------------------------------------------------------------------------------------- plans
+
+_written: Memory[bytes] = Memory()
+_read: Memory[Plan] = Memory()
 
 
 def packed(plan: Plan) -> bytes:

@@ -11,9 +11,8 @@ import numpy as np
 import torch
 
 from midstream.errors import PlanError
-from midstream.plan.positions import captured_positions
-from midstream.plan.runs import RecordedRun
-from midstream.plan.values import Named, Plan
+from midstream.plan.captures import captured_positions
+from midstream.plan.values import Named, Plan, RecordedRun
 from midstream.sites import Point
 
 

@@ -7,10 +7,9 @@ from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from midstream.plan import fields
+from midstream.plan.fields import Span, as_positions, check_resolved, resolved_list
 from midstream.plan.ops.edit import Edit, Shape, changed, check_layer, register
-from midstream.plan.positions import Span, as_positions, check_resolved, resolved_list
-from midstream.plan.runs import RecordedRun
-from midstream.plan.vectors import Zeros, as_mask, as_vector_or_name, is_zero
+from midstream.plan.vectors import RecordedRun, Zeros, as_mask, as_vector_or_name, is_zero
 
 if TYPE_CHECKING:
     import torch
