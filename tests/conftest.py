@@ -20,7 +20,7 @@ if importlib.util.find_spec("triton") and not Path("/dev/nvidiactl").exists():
 
     del os.environ["TRITON_INTERPRET"]
 
-from midstream.trace.modes import Modes
+from midstream.trace.body import Modes
 
 if TYPE_CHECKING:
     from clients import Client

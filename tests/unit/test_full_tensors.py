@@ -18,9 +18,9 @@ from midstream.errors import DivergedError, NeverReachedError
 from midstream.ranks.shards import Finder, Layout, Layouts, Segment, Shards, Summands
 from midstream.ranks.tensor import TensorParallel
 from midstream.sites import Binding, replaced
-from midstream.trace.modes import Randomness
+from midstream.trace.body import Randomness
+from midstream.trace.forward import SourceHooks
 from midstream.trace.rows import Event, FlatRows
-from midstream.trace.source import SourceHooks
 from midstream.trace.visit import Journal, Visit
 
 T, D = 3, 2  # tokens, and elements of a head

@@ -12,10 +12,9 @@ import torch
 from torch import nn
 
 from midstream.errors import OutOfOrderError
-from midstream.trace.body import Body
+from midstream.trace.body import Body, Modes, Randomness
 from midstream.trace.envoy import Envoy
 from midstream.trace.interleaver import Interleaver
-from midstream.trace.modes import Modes, Randomness
 from midstream.trace.program import FunctionProgram, make_body
 from midstream.trace.rows import FlatRows
 from midstream.trace.tracer import Barrier

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 from midstream.client.requests import Invoke, InvokeResult, Prompt, raise_failures
 from midstream.errors import TraceError
 from midstream.plan.values import Plan
-from midstream.trace.block import Block, capture, link, push, skip, skipped
+from midstream.trace.block import Block, capture, in_place_of, link, push, skip, skipped
 from midstream.trace.program import BlockProgram
-from midstream.trace.saves import CONTAINERS, attributes_of, in_place_of, refuse
+from midstream.trace.saves import CONTAINERS, attributes_of, refuse
 from midstream.trace.tracer import Barrier, BodyTracer, steps_of
 
 _LEFT_IN_ENGINE = (

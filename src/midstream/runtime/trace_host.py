@@ -24,11 +24,10 @@ from midstream.runtime.request import TraceRequest
 from midstream.runtime.step import FiniteCheck, Scheduled, StepView
 from midstream.runtime.trace_state import Reports, TracedGroup, TracedRequest
 from midstream.sites import Key, NotFinite, Point, point_name
-from midstream.trace.body import Body, is_in_body
+from midstream.trace.body import Body, Randomness, is_in_body
 from midstream.trace.envoy import Envoy, ModelEnvoy
 from midstream.trace.forward import LAST_POINTS
 from midstream.trace.interleaver import Interleaver
-from midstream.trace.modes import Randomness
 from midstream.trace.program import Failure, Outcome, Program, make_body, outcome, unship
 from midstream.trace.rows import FlatRows
 from midstream.trace.tracer import BodyTracer

@@ -20,9 +20,8 @@ from midstream.arch.names import Sizes, text_config
 from midstream.errors import ShapeError, TraceError, UnknownModuleError, UnknownSiteError
 from midstream.sites import ACCESSORS, LAYER_SITES, Binding, Key
 from midstream.trace.body import current_body
-from midstream.trace.forward import Forward
+from midstream.trace.forward import Forward, forward_source
 from midstream.trace.remote import RemoteValue, real
-from midstream.trace.source import forward_source
 from midstream.trace.visit import Visit
 
 

@@ -12,16 +12,35 @@ import copy
 import dis
 import functools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import CodeType
 
 from midstream.errors import SourceUnavailableError, TraceError
-from midstream.trace.frames import Site
 
 INJECTED = frozenset({"__save__", "__backward__", "__steps__", "__builtins__"})
 _FUTURES = functools.reduce(
     lambda flags, name: flags | getattr(__future__, name).compiler_flag, __future__.all_feature_names, 0
 )
 _GLOBAL_OPS = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "STORE_GLOBAL", "DELETE_GLOBAL"}
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """A with statement that a frame is entering.
+
+    Attributes:
+        target: what follows `as`.
+        body: of the entered item. Later items of the same statement are a nested with statement in it.
+        class_name: of the class around the statement, in which a name like `__x` means `_Class__x`.
+        lines: of the statement.
+    """
+
+    filename: str
+    node: ast.With
+    target: ast.expr | None
+    body: list[ast.stmt]
+    class_name: str | None
+    lines: tuple[str, ...]
 
 
 # Statements that a body may not have.

@@ -11,20 +11,17 @@ The engine works on copies of `self` and `keep`, and so of their lists. These co
 
 from __future__ import annotations
 
-import builtins
 import sys
 import sysconfig
-import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from types import FrameType, FunctionType, SimpleNamespace
+from collections.abc import Iterator, Mapping
+from types import FunctionType, SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from midstream.errors import UnsavedError
-from midstream.trace.frames import own_names
 from midstream.trace.remote import BINARY, COMPARISONS, UNARY
 from midstream.trace.tree import Opaque
 
@@ -182,10 +179,6 @@ def _variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
 
 # Placeholders.
 
-_brought: weakref.WeakValueDictionary[int, torch.Tensor] = (
-    weakref.WeakValueDictionary()
-)  # tensors that traces bound, by id
-
 
 class Unsaved(Opaque):
     """Is bound to a name that a trace set and did not save. Every use raises UnsavedError.
@@ -237,26 +230,3 @@ def refuse(value: Any) -> None:
     """Raise UnsavedError if `value` is such a placeholder."""
     if isinstance(value, Unsaved):
         value._raise()
-
-
-def in_place_of(names: Iterable[str], values: Mapping[str, Any], frame: FrameType) -> dict[str, Unsaved]:
-    """The placeholders to bind in the caller's frame for those `names`, set by a trace, that `values` does not have.
-
-    A name that has a value of the caller's keeps it.
-    """
-    new = [name for name in names if name not in values and _is_free(name, frame)]
-    _brought.update({id(value): value for value in values.values() if isinstance(value, torch.Tensor)})
-    return {name: Unsaved(name) for name in new}
-
-
-def _is_free(name: str, frame: FrameType) -> bool:
-    """Whether a name has no value in the frame, or only one that an earlier trace bound."""
-    if name in frame.f_locals:
-        value = frame.f_locals[name]
-    elif name in own_names(frame):
-        return True
-    elif name in frame.f_globals:
-        value = frame.f_globals[name]
-    else:
-        return not hasattr(builtins, name)
-    return isinstance(value, Unsaved) or (isinstance(value, torch.Tensor) and _brought.get(id(value)) is value)
