@@ -10,7 +10,7 @@ The bound is in bytes: tensors wait here, and their number says nothing about th
 producer down, and `blocked_seconds` says by how much; nothing is dropped.
 
 `transport.sender` queues results for the client, `capture.consumer_thread` rows for one consumer, and `runtime.captures` rows
-for the consumers in the worker. `transport.mailbox` uses a `ByteBudget` alone, for all mailboxes of a client together.
+for the consumers in the worker. `transport.receiver` uses a `ByteBudget` alone, for all mailboxes of a client together.
 """
 
 from __future__ import annotations

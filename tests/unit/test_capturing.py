@@ -21,8 +21,7 @@ from midstream.errors import CaptureError, EngineClosedError
 from midstream.plan.captures import Layout
 from midstream.plan.checks import ModelFacts
 from midstream.plan.values import Capture, Plan
-from midstream.transport.mailbox import Mailbox
-from midstream.transport.receiver import Receiver
+from midstream.transport.receiver import Mailbox, Receiver
 from midstream.transport.sender import Sender
 
 LAYERS, WIDTH, LENGTH = 4, 3, 5

@@ -15,8 +15,7 @@ from torch import nn
 
 from midstream.arch.probe import Plant, Probe, record
 from midstream.errors import DivergedError, NeverReachedError
-from midstream.ranks.shards import Finder, Layout, Layouts, Segment, Shards, Summands
-from midstream.ranks.tensor import TensorParallel
+from midstream.ranks.tensor import Finder, Layout, Layouts, Segment, Shards, Summands, TensorParallel
 from midstream.sites import Binding, replaced
 from midstream.trace.body import Randomness
 from midstream.trace.forward import SourceHooks

@@ -29,8 +29,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from midstream.errors import ChannelClosedError, ChannelError, UnsendableError
-from midstream.transport import codec, staging, wire
 from midstream.transport import receiver as receiving
+from midstream.transport import staging, wire
 from midstream.transport.receiver import Receiver
 from midstream.transport.sender import Sender
 
@@ -1030,7 +1030,7 @@ def stand_in(monkeypatch):
 def test_windows_of_pinned_memory_add_up_to_the_payload(stand_in):
     sizes = [1, 64, 999, 1000, 1001, 5000, 3, 0, 12_345, 64]
     tensors = [filled(torch.uint8, (size,), salt=i) for i, size in enumerate(sizes)]
-    offsets, total = codec.lay_out(tensors)
+    offsets, total = wire.lay_out(tensors)
     payload, tasks, copier = torch.zeros(192 + total, dtype=torch.uint8), [], staging.Copier(threads=3)
     placed = [(192 + offset, tensor) for offset, tensor in zip(offsets, tensors, strict=True) if tensor.numel()]
     copier._from_device(payload, placed, torch.device("cuda:0"), "ready", tasks)
@@ -1044,7 +1044,7 @@ def test_windows_of_pinned_memory_add_up_to_the_payload(stand_in):
 
 def test_every_shape_and_layout_passes_through_pinned_memory(stand_in):
     tensors = [make().detach() for make in SHAPES.values()]
-    offsets, total = codec.lay_out(tensors)
+    offsets, total = wire.lay_out(tensors)
     payload, tasks, copier = torch.zeros(total, dtype=torch.uint8), [], staging.Copier(threads=3)
     placed = [(offset, tensor) for offset, tensor in zip(offsets, tensors, strict=True) if tensor.numel()]
     copier._from_device(payload, placed, torch.device("cuda:0"), "ready", tasks)
@@ -1073,7 +1073,7 @@ def test_a_slot_that_is_free_is_taken_before_another_one_is_pinned(stand_in):
 def test_the_layout_is_aligned_apart_and_groups_devices():
     tensors = [torch.empty(3), torch.empty(5, device="meta"), torch.empty(0), torch.empty(7, dtype=torch.int8)]
     tensors += [torch.empty(100, 3, device="meta", dtype=torch.bfloat16), torch.tensor(1.0)]
-    offsets, total = codec.lay_out(tensors)
+    offsets, total = wire.lay_out(tensors)
     ends = [offset + t.numel() * t.element_size() for offset, t in zip(offsets, tensors, strict=True)]
     assert all(offset % 64 == 0 for offset in offsets) and max(ends) <= total
     ranges = sorted((offset, end, t.device.type) for offset, end, t in zip(offsets, ends, tensors, strict=True))

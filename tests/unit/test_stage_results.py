@@ -23,8 +23,7 @@ from midstream.runtime.captures import LocalSinks
 from midstream.runtime.request import users_id
 from midstream.trace.program import Failure, Outcome
 from midstream.trace.tracer import Result
-from midstream.transport.mailbox import Mailbox
-from midstream.transport.receiver import Receiver
+from midstream.transport.receiver import Mailbox, Receiver
 from midstream.transport.sender import Sender
 
 KEY = ("trace", 0)

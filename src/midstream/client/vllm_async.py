@@ -31,7 +31,7 @@ from midstream.client.vllm_requests import (
 from midstream.engine import launch
 from midstream.errors import ChannelClosedError, EngineClosedError, TraceError
 from midstream.trace.program import Outcome
-from midstream.transport.mailbox import Mailbox
+from midstream.transport.receiver import Mailbox
 
 _SINK_THREADS = 1024  # how many requests can wait for their sinks at a time
 _DROP_SECONDS = 10.0  # a trace that is being abandoned may block a worker

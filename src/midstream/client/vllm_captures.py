@@ -28,7 +28,7 @@ from midstream.errors import (
     UnsendableError,
 )
 from midstream.runtime.request import users_id
-from midstream.transport.mailbox import Mailbox
+from midstream.transport.receiver import Mailbox
 
 RESULT_SECONDS = 120.0  # how long to wait for the next result of requests that have ended
 

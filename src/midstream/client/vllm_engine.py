@@ -27,8 +27,7 @@ from midstream.client.vllm_requests import (
 from midstream.engine import launch
 from midstream.errors import ChannelClosedError, EngineClosedError, MidstreamError, TraceError
 from midstream.ranks.merge import merged_description
-from midstream.transport.mailbox import Mailbox
-from midstream.transport.receiver import Receiver
+from midstream.transport.receiver import Mailbox, Receiver
 
 _CLOSED = "This engine is closed; make a new VLLM(...)."
 

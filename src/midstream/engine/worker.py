@@ -24,9 +24,8 @@ from midstream.engine.seams import Role
 from midstream.errors import MidstreamError
 from midstream.plan.checks import ModelFacts
 from midstream.ranks.link import Link, exchange_in
-from midstream.ranks.shards import Finder
 from midstream.ranks.stages import StageParts, Stages
-from midstream.ranks.tensor import TensorParallel
+from midstream.ranks.tensor import Finder, TensorParallel
 from midstream.runtime.captures import CaptureSender, LocalSinks
 from midstream.runtime.cpu_tables import CpuTables
 from midstream.runtime.pipeline import Pipeline

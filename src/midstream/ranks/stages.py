@@ -14,8 +14,7 @@ from torch import nn
 
 from midstream.arch import Architecture
 from midstream.errors import SourceUnavailableError, StageFailedError, text_of
-from midstream.ranks.link import Link
-from midstream.ranks.published import Fetch
+from midstream.ranks.link import Fetch, Link
 from midstream.sites import Key
 from midstream.trace.forward import LAST_POINTS
 from midstream.trace.remote import CALL, Claim, Place, Stage

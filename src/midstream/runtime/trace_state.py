@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from midstream.errors import ChannelClosedError, MidstreamError, TraceError
-from midstream.ranks.published import Fetch
+from midstream.ranks.link import Fetch
 from midstream.runtime.request import TraceRequest
 from midstream.trace.program import Outcome, Program
 from midstream.trace.visit import Journal

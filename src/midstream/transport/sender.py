@@ -20,7 +20,7 @@ import torch
 
 from midstream.errors import ChannelClosedError, ChannelError, UnsendableError
 from midstream.queues import BoundedQueue
-from midstream.transport import codec, staging, wire
+from midstream.transport import staging, wire
 
 _log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class _Job(NamedTuple):
 
     header: bytes
     stream: str | None
-    packed: codec.Packed | None
+    packed: wire.Packed | None
     ready: Mapping[torch.device, torch.cuda.Event]
     size: int  # bytes that it counts in the queue
 
@@ -53,7 +53,7 @@ class Sender:
         self.name = name or f"pid {os.getpid()}"
         self._queue: BoundedQueue[_Job] = BoundedQueue(queue_bytes)
         self._messages = self._bytes = 0
-        self._streams: dict[str, codec.Stream] = {}
+        self._streams: dict[str, wire.Stream] = {}
         self._sock = _connect(address, self.name, timeout)
         self._copier = staging.Copier()
         self._queue.start("midstream-send", self._run)
@@ -84,14 +84,14 @@ class Sender:
             ChannelClosedError: the channel is closed.
         """
         hash(header["key"])
-        known = self._streams.setdefault(stream, codec.Stream()) if stream is not None else None
-        self._put(pickle.dumps(dict(header)), stream, codec.pack(value, known, exact), ready)
+        known = self._streams.setdefault(stream, wire.Stream()) if stream is not None else None
+        self._put(pickle.dumps(dict(header)), stream, wire.pack(value, known, exact), ready)
 
     def send_together(self, messages: Sequence[tuple[Mapping[str, Any], Any]]) -> None:
         """As `send` for each (header, value), in one frame: what they share, tensors too, is sent once."""
         if messages:
             header = pickle.dumps({"keys": [header["key"] for header, _ in messages]})
-            self._put(header, None, codec.pack([(dict(header), value) for header, value in messages]), None)
+            self._put(header, None, wire.pack([(dict(header), value) for header, value in messages]), None)
 
     def end(self, stream: str) -> None:
         """Forget a stream, here and on the client. Every stream has to be ended, also one whose request was aborted."""
@@ -127,7 +127,7 @@ class Sender:
         self,
         header: bytes,
         stream: str | None,
-        packed: codec.Packed | None,
+        packed: wire.Packed | None,
         ready: Mapping[torch.device, torch.cuda.Event] | None,
     ) -> None:
         size = len(packed.body) + packed.size if packed is not None else 0
@@ -207,7 +207,7 @@ class _Frame:
         """Send an error in place of the value."""
         _log.error("results channel of %s: a result could not be copied", self._name, exc_info=error)
         self.close()
-        self._packed, self._payload = codec.pack(UnsendableError("result", f"copying it failed: {error!r}")), None
+        self._packed, self._payload = wire.pack(UnsendableError("result", f"copying it failed: {error!r}")), None
 
     @property
     def is_copied(self) -> bool:

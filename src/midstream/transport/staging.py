@@ -64,7 +64,7 @@ class Copier:
     ) -> Copying:
         """Begin to write each of `tensors` row-major into `payload` (uint8, flat, CPU) at its offset (bytes).
 
-        The caller has to wait for the result: until then the payload is written to. `offsets` come from `codec.lay_out`, `ready` from
+        The caller has to wait for the result: until then the payload is written to. `offsets` come from `wire.lay_out`, `ready` from
         `mark_ready`. If `ready` has an event for host memory, it is waited for: a device is still copying to the tensors there.
         """
         placed = sorted(zip(offsets, tensors, strict=True), key=itemgetter(0))
