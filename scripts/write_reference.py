@@ -47,7 +47,7 @@ SECTIONS = {
     "Captures": [
         ("midstream.capture.rows:Captured", "output.captures", "positions"),
         ("midstream:open_captures", "", ""),
-        ("midstream.capture.store:Store", "store", "failed refresh"),
+        ("midstream.capture.directory:Store", "store", "failed refresh"),
     ],
 }
 

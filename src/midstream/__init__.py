@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from midstream.bundled import demo_model
-    from midstream.capture.store import open_captures
+    from midstream.capture.directory import open_captures
     from midstream.client.language_model import LanguageModel
     from midstream.client.vllm import VLLM
     from midstream.engine.launch import engine_arguments
@@ -47,7 +47,7 @@ _HOMES = {
     "backward": "midstream.trace.tracer",
     "demo_model": "midstream.bundled",
     "engine_arguments": "midstream.engine.launch",
-    "open_captures": "midstream.capture.store",
+    "open_captures": "midstream.capture.directory",
     "save": "midstream.trace.tracer",
 }
 

@@ -9,7 +9,7 @@
 The bound is in bytes: tensors wait here, and their number says nothing about the memory that they hold. A full queue slows the
 producer down, and `blocked_seconds` says by how much; nothing is dropped.
 
-`transport.sender` queues results for the client, `capture.consumer_thread` rows for one consumer, and `runtime.captures` rows
+`transport.sender` queues results for the client, `capture.consumers` rows for one consumer, and `runtime.sending` rows
 for the consumers in the worker. `transport.receiver` uses a `ByteBudget` alone, for all mailboxes of a client together.
 """
 

@@ -23,7 +23,7 @@ from here import settle, start_stock, submit, tokens, values
 from oracle import Plain, close
 
 from midstream import Capture, Clamp, Consumer, Patch, Plan, RecordedRun, Span, Steer, open_captures
-from midstream.capture.store import Store, StoredCapture
+from midstream.capture.directory import Store, StoredCapture
 from midstream.engine import admission
 from midstream.errors import CaptureError, PlanError
 from midstream.plan.values import Vector

@@ -25,8 +25,7 @@ from oracle import Plain, close
 
 from midstream import Capture, LanguageModel, Span, Steer, demo_model, open_captures
 from midstream.capture.consumers import CaptureInfo
-from midstream.capture.directory import DirectorySink, remove_orphans
-from midstream.capture.store import Store
+from midstream.capture.directory import DirectorySink, Store, remove_orphans
 from midstream.client import collecting
 from midstream.client.language_model_plans import RunningPlan
 from midstream.errors import CaptureError, ParameterError, PlanError, PromptError

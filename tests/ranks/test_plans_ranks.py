@@ -19,7 +19,7 @@ from oracle import Plain, close, differs
 from plan_cases import EIFFEL, FRANCE, GREEDY, ITALY, LAYERS, after_rows, everything, toward_rome, vector
 
 from midstream import VLLM, Capture, Clamp, Patch, Plan, Span, Steer, open_captures
-from midstream.capture.store import StoredCapture
+from midstream.capture.directory import StoredCapture
 from midstream.errors import PlanError
 
 pytestmark = pytest.mark.engine

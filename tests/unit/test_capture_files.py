@@ -45,10 +45,9 @@ from safetensors.torch import load_file
 
 from midstream.capture import directory as directory_module
 from midstream.capture.consumers import CaptureInfo
-from midstream.capture.directory import DirectorySink
+from midstream.capture.directory import DirectorySink, open_captures
 from midstream.capture.rows import NotCapturedError, RowChunk
 from midstream.capture.sinks import Sinks
-from midstream.capture.store import open_captures
 from midstream.errors import CaptureError
 
 # -------------------------------------------------------------------------------------------------- bit for bit

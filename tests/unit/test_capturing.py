@@ -11,9 +11,9 @@ import pytest
 import torch
 from capture_tools import capture_threads, wait_until
 
+from midstream.capture.directory import open_captures
 from midstream.capture.rows import routes
 from midstream.capture.sinks import Sinks
-from midstream.capture.store import open_captures
 from midstream.client import vllm_captures
 from midstream.client.requests import PreparedPlan
 from midstream.client.vllm_captures import RowReceiver, RowThread

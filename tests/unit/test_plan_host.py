@@ -16,15 +16,13 @@ from midstream.plan.captures import Layout, Plane
 from midstream.plan.checks import ModelFacts
 from midstream.runtime import loaded_plans, tables
 from midstream.runtime import plan_host as host
-from midstream.runtime.captures import CaptureSender, LocalSinks, Piece
-from midstream.runtime.cpu_tables import CpuTables
-from midstream.runtime.pipeline import Pipeline
 from midstream.runtime.plan_host import PlanHost
-from midstream.runtime.points import PointHooks, points_of
+from midstream.runtime.points import Pipeline, PointHooks, points_of
 from midstream.runtime.request import PlanRequest, packed
+from midstream.runtime.sending import CaptureSender, LocalSinks, Piece
 from midstream.runtime.step import RequestEnd, StepView
 from midstream.runtime.store import make_run
-from midstream.runtime.tables import DeviceTables, Rows
+from midstream.runtime.tables import CpuTables, DeviceTables, Rows
 from midstream.sites import Binding
 
 LAYERS, WIDTH, PROMPT = 2, 4, [1, 2, 3]

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from midstream.plan.captures import Layout, Plane
 from midstream.plan.compile import CompiledPlan, Profile
 from midstream.plan.ops.edit import Op
-from midstream.runtime.cpu_tables import CpuTables
-from midstream.runtime.tables import DeviceTables, Rows, Tables
+from midstream.runtime.tables import CpuTables, DeviceTables, Rows, Tables
 
 pytest.importorskip("triton")
 

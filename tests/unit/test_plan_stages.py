@@ -24,10 +24,10 @@ from midstream.plan.captures import Layout
 from midstream.plan.compile import CompiledPlan, compile_plan
 from midstream.plan.keys import PlanKeys
 from midstream.plan.values import Named, RecordedRun
-from midstream.runtime.captures import LocalSinks
-from midstream.runtime.pipeline import Pipeline, Sources
+from midstream.runtime.points import Pipeline
 from midstream.runtime.request import Memory, plan_bytes
-from midstream.runtime.store import Run, RunStore
+from midstream.runtime.sending import LocalSinks
+from midstream.runtime.store import Run, RunStore, Sources
 
 WIDTH, LAYERS, LENGTH = 4, 6, 5
 POINTS = [(site, layer) for site in ("resid_post", "mlp_out") for layer in range(LAYERS)]

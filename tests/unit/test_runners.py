@@ -22,8 +22,7 @@ from midstream.engine.seams import Role
 from midstream.errors import EngineClosedError, TraceError
 from midstream.runtime.request import TraceRequest
 from midstream.runtime.step import RequestEnd, StepEnds, StepView
-from midstream.runtime.trace_host import TraceHost
-from midstream.runtime.trace_state import TracedGroup
+from midstream.runtime.trace_host import TracedGroup, TraceHost
 from midstream.settings import NAME
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from midstream.capture.store import open_captures
+from midstream.capture.directory import open_captures
 from midstream.client.requests import raise_failures
 from midstream.client.vllm_async import _Saves
 from midstream.client.vllm_engine import collect
@@ -19,8 +19,8 @@ from midstream.errors import EngineClosedError, InterventionError, StageFailedEr
 from midstream.plan.captures import Layout, Plane
 from midstream.plan.values import Capture, Plan
 from midstream.ranks.merge import Absent
-from midstream.runtime.captures import LocalSinks
 from midstream.runtime.request import users_id
+from midstream.runtime.sending import LocalSinks
 from midstream.trace.program import Failure, Outcome
 from midstream.trace.tracer import Result
 from midstream.transport.receiver import Mailbox, Receiver

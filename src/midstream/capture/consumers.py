@@ -5,16 +5,18 @@
     [project.entry-points."midstream.consumers"]
     mine = "my_package.probes:MyConsumer"        # MyConsumer(**options) returns an object with the methods of RowConsumer
 
-Each consumer has a thread of its own, which calls begin, rows and end of the requests one after the other. `sinks` says what
-happens when a consumer raises or stalls.
+Each consumer has a `ConsumerThread` with a queue, which calls begin, rows and end of the requests one after the other. However slow a
+consumer is, and however it fails, others are not held up.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from typing import Any, NamedTuple, Protocol
 
@@ -23,6 +25,9 @@ import torch
 from midstream.errors import CaptureError
 from midstream.plan.captures import Key
 from midstream.plan.fields import nearest
+from midstream.queues import BoundedQueue
+
+_log = logging.getLogger(__name__)
 
 GROUP = "midstream.consumers"
 
@@ -180,3 +185,323 @@ def find_consumer(name: str) -> Callable[..., RowConsumer]:
         raise CaptureError(f"consumer {name!r} is offered by several packages: {sorted(found)}")
     hint = nearest(name, (entry.name for entry in offered))
     raise CaptureError(f"no installed package offers the consumer {name!r} (entry points {GROUP!r}): {hint}")
+
+
+LINGER = 1.0  # seconds for which ended requests wait for others before a consumer that writes in batches writes them
+
+Piece = tuple[Key, list[int], torch.Tensor]
+
+
+class Delivery:
+    """What one consumer gets of one request.
+
+    Attributes:
+        error: why the consumer did not get all of it.
+        begun: the consumer's `begin` has returned.
+        ended: the consumer has been told the end, or will not be.
+        done: nothing more happens; `wait` returns.
+    """
+
+    def __init__(self, info: CaptureInfo) -> None:
+        self.info = info
+        self.error: CaptureError | None = None
+        self.begun = self.ended = self.done = False
+
+
+class _Job(NamedTuple):
+    delivery: Delivery
+    run: Callable[[], None]
+
+
+class ConsumerThread:
+    """See the module. `queue_bytes` bounds what is queued or being taken, except that any one job fits an empty queue."""
+
+    def __init__(self, destination: Destination, queue_bytes: int, timeout: float) -> None:
+        self.name = destination.name
+        self._make, self._idle, self._may_write = destination.make, destination.idle, destination.may_write
+        self._timeout = timeout
+        self._consumer: RowConsumer | None = None
+        self._takes_when = False
+        self._queue: BoundedQueue[_Job] = BoundedQueue(queue_bytes)
+        self._changed = self._queue.changed  # guards what follows, too
+        self._open: set[Delivery] = set()
+        self._unflushed: list[Delivery] = []  # ended requests that the consumer has yet to make lasting
+        self._unflushed_since = self._used = time.monotonic()
+        self._waiters = 0  # callers that want ended requests flushed now
+        self._call_now: tuple[str, float] | None = None  # the consumer's method that is running, and since when
+        self._stalled = self._finished = False
+        self._close_error: BaseException | None = None
+        self._warned = False
+        self._queue.start(f"midstream-capture {self.name}", self._run)
+
+    # Called by producers.
+
+    @property
+    def full(self) -> bool:
+        return self._queue.used >= self._queue.limit
+
+    @property
+    def closed(self) -> bool:
+        """Whether it takes no more requests: after `close`, or for want of requests."""
+        return self._queue.closed
+
+    @property
+    def queued_bytes(self) -> int:
+        return self._queue.used
+
+    @property
+    def blocked_seconds(self) -> float:
+        return self._queue.blocked_seconds
+
+    def open(self, info: CaptureInfo) -> Delivery | None:
+        """A request begins. None if the thread is closed."""
+        delivery = Delivery(info)
+        with self._changed:
+            if self.closed:
+                return None
+            self._find_stall()
+            if self._stalled and self._call_now:
+                delivery.error, delivery.done = self._stall_error(delivery, *self._call_now), True
+                return delivery
+            self._open.add(delivery)
+            self._put(delivery, partial(self._begin, delivery))
+        return delivery
+
+    def give(self, delivery: Delivery, pieces: list[Piece], size: int) -> None:
+        """Queue rows; blocks while the queue is full. Rows of a request that has failed here are dropped."""
+        with self._changed:
+            if delivery.error is None and not self._queue.has_room(size):
+                self._warn_once()
+                self._queue.wait_for_room(
+                    size, lambda has_room: self._wait_until(lambda: has_room() or delivery.error is not None)
+                )
+            if delivery.error is None:
+                self._put(delivery, partial(self._rows, delivery, pieces), size)
+
+    def end(self, delivery: Delivery, error: Exception | None) -> None:
+        """The request has ended; with an error, its rows are not complete."""
+        with self._changed:
+            if not delivery.done:
+                self._put(delivery, partial(self._end, delivery, error))
+
+    def wait(self, delivery: Delivery, patient: bool = False) -> CaptureError | None:
+        """Wait until the consumer has taken all of an ended request and made it lasting. Returns what went wrong, if anything did.
+
+        `patient`: let it wait for others to be written together with them.
+        """
+        with self._changed:
+            self._waiters += not patient
+            self._changed.notify_all()
+            try:
+                self._wait_until(lambda: delivery.done)
+            finally:
+                self._waiters -= not patient
+        return delivery.error
+
+    def is_done(self, delivery: Delivery) -> bool:
+        """Whether `wait` would return at once."""
+        with self._changed:
+            self._find_stall()
+            return delivery.done
+
+    def close(self) -> None:
+        """Let the consumer take what is queued, and end; then call `join`."""
+        self._queue.close()
+
+    def join(self) -> BaseException | None:
+        """Wait for the end, unless the consumer has stalled. The error of the consumer's own `close`, if it raised."""
+        with self._changed:
+            self._wait_until(lambda: self._finished or self._stalled)
+            return self._close_error
+
+    def _put(self, delivery: Delivery, run: Callable[[], None], size: int = 0) -> None:
+        if not self._queue.put(_Job(delivery, run), size):
+            request = delivery.info.request_id
+            delivery.error = CaptureError(f"{self.name} was closed before the capture of request {request!r} ended")
+            self._finish(delivery)
+
+    def _warn_once(self) -> None:
+        if not self._warned:
+            self._warned = True
+            _log.warning(
+                "%s takes captured rows more slowly than they come: %.0f MB are queued, so the engine's results wait for it "
+                "(this is logged once; the gauge `blocked_seconds` shows how long)",
+                self.name,
+                self._queue.used / 1e6,
+            )
+
+    def _wait_until(self, reached: Callable[[], bool]) -> None:
+        """Wait for something that the thread does, and look for a stall."""
+        while not reached():
+            self._find_stall()
+            if reached():
+                return
+            since = self._call_now[1] if self._call_now and not self._stalled else time.monotonic()
+            self._changed.wait(max(since + self._timeout - time.monotonic(), 0.001))
+
+    def _find_stall(self) -> None:
+        if self._stalled or not self._call_now or time.monotonic() - self._call_now[1] < self._timeout:
+            return
+        self._stalled = True
+        what, since = self._call_now
+        _log.error(
+            "%s has not returned from %s for %.1f s: the captures that it has open fail", self.name, what, self._timeout
+        )
+        ends = []
+        for delivery in list(self._open):
+            error = delivery.error = delivery.error or self._stall_error(delivery, what, since)
+            if not delivery.ended:  # if the consumer returns after all, it is told that these requests are over
+                ends.append(_Job(delivery, partial(self._end, delivery, error)))
+            self._finish(delivery)
+        self._unflushed.clear()
+        self._queue.drop(instead=ends)
+
+    def _stall_error(self, delivery: Delivery, what: str, since: float) -> CaptureError:
+        return CaptureError(
+            f"{self.name}: the capture of request {delivery.info.request_id!r} was not taken: "
+            f"the consumer has not returned from {what} for {time.monotonic() - since:.1f} s (allowed: {self._timeout:g} s)"
+        )
+
+    def _finish(self, delivery: Delivery) -> None:
+        delivery.done = True
+        self._open.discard(delivery)
+
+    # On the thread.
+
+    def _run(self) -> None:
+        with torch.no_grad():
+            while self._step():
+                pass
+            if self._consumer is not None:
+                self._close_error = self._call("close()", self._consumer.close)
+        if self._close_error is not None:
+            _log.error("%s raised %r in close()", self.name, self._close_error)
+        with self._changed:
+            self._finished = True
+            self._changed.notify_all()
+
+    def _step(self) -> bool:
+        """Wait for the next job and do it. Holds no rows afterwards. False once the thread is to end."""
+        job = self._next()
+        if job is None:
+            return False
+        try:
+            job.run()
+        except BaseException as error:  # nobody may wait for a thread that has died
+            self._fail(job.delivery, "handling its capture", error)
+            self._finish(job.delivery)
+        with self._changed:
+            self._used = time.monotonic()
+            self._queue.task_done()
+            self._changed.notify_all()
+        return True
+
+    def _next(self) -> _Job | None:
+        """The next job. None if the thread is to end: it was closed, or has been idle for too long."""
+        with self._changed:
+            while True:
+                now = time.monotonic()
+                flush_in = self._unflushed_since + LINGER - now if self._unflushed else None
+                if flush_in is not None and flush_in <= 0:
+                    return _Job(self._unflushed[0], self._flush)
+                close_in = self._used + self._idle - now if self._idle is not None and not self._open else None
+                timeout = close_in if flush_in is None else flush_in
+                job = self._queue.get(timeout, unless=lambda: bool(self._unflushed and self._waiters))
+                if job is not None:
+                    return job
+                if self._unflushed and (self._waiters or self.closed):
+                    return _Job(self._unflushed[0], self._flush)
+                if not self.closed and (flush_in is not None or close_in is None or close_in > 0):
+                    continue
+                self._queue.close()
+                return None
+
+    def _call(self, what: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> BaseException | None:
+        """Call the consumer; returns what it raised."""
+        with self._changed:
+            self._call_now = (what, time.monotonic())
+            self._changed.notify_all()
+        try:
+            function(*arguments, **named)
+        except BaseException as error:  # even a SystemExit of the user's ends a request's capture and nothing more
+            return error
+        finally:
+            with self._changed:
+                if self._stalled:
+                    _log.warning(
+                        "%s returned from %s after %.1f s", self.name, what, time.monotonic() - self._call_now[1]
+                    )
+                self._call_now, self._stalled = None, False
+                self._changed.notify_all()
+        return None
+
+    def _try(self, delivery: Delivery, what: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> bool:
+        """Call the consumer for a request, which fails if the call raises. Whether it did not."""
+        what = f"{what} of request {delivery.info.request_id!r}"
+        error = self._call(what, function, *arguments, **named)
+        if error is not None:
+            self._fail(delivery, what, error)
+        return error is None
+
+    def _fail(self, delivery: Delivery, what: str, error: BaseException) -> None:
+        if delivery.error is not None:
+            _log.error("%s raised %r in %s, which had failed already", self.name, error, what)
+            return
+        failed = CaptureError(f"{self.name} raised in {what}: {type(error).__name__}: {error}")
+        failed.__cause__ = error
+        delivery.error = failed
+
+    def _begin(self, delivery: Delivery) -> None:
+        if self._consumer is None and not self._try(delivery, "its construction, for the capture", self._construct):
+            return
+        planes = delivery.info.planes
+        if not self._takes_when and len({key[:2] for key in planes}) < len(planes):
+            missing = TypeError(
+                "rows() has no parameter `when` to tell a site before its edits from the same after them"
+            )
+            return self._fail(delivery, "begin()", missing)
+        delivery.begun = self._try(delivery, "begin()", self._consumer.begin, delivery.info)  # type: ignore[union-attr]
+
+    def _construct(self) -> None:
+        consumer = self._make()
+        self._takes_when = takes_when(consumer.rows)
+        self._consumer = consumer
+
+    def _rows(self, delivery: Delivery, pieces: list[Piece]) -> None:
+        for (site, layer, when), positions, tensor in pieces:
+            if delivery.error is not None or self._consumer is None:
+                return
+            named = {"when": when} if self._takes_when else {}
+            arguments = (delivery.info.request_id, site, layer, positions, tensor)
+            self._try(delivery, f"rows() at {site}[{layer}]", self._hand_over, *arguments, **named)
+
+    def _hand_over(
+        self, request_id: str, site: str, layer: int, positions: list[int], tensor: torch.Tensor, **named: str
+    ) -> None:
+        own = tensor.clone() if self._may_write else tensor  # others have the same tensor
+        self._consumer.rows(request_id, site, layer, positions, own, **named)  # type: ignore[union-attr]
+
+    def _end(self, delivery: Delivery, error: Exception | None) -> None:
+        delivery.ended = True
+        if delivery.begun and self._consumer is not None:  # else it has never heard of the request
+            self._try(delivery, "end()", self._consumer.end, delivery.info.request_id, delivery.error or error)
+        with self._changed:
+            if delivery.done:
+                return
+            if delivery.error is None and hasattr(self._consumer, "flush"):
+                if not self._unflushed:
+                    self._unflushed_since = time.monotonic()
+                self._unflushed.append(delivery)
+            else:
+                self._finish(delivery)
+
+    def _flush(self) -> None:
+        """Make what has ended lasting; only then it is done."""
+        with self._changed:
+            batch, self._unflushed = self._unflushed, []
+        error = self._call(f"flush() of {len(batch)} requests", self._consumer.flush)  # type: ignore[union-attr]
+        with self._changed:
+            for delivery in batch:
+                if error is not None:
+                    self._fail(delivery, f"flush() of request {delivery.info.request_id!r}", error)
+                self._finish(delivery)

@@ -30,8 +30,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from midstream.capture.consumer_thread import ConsumerThread, Delivery, Piece
-from midstream.capture.consumers import CallableSink, CaptureInfo, Destination, find_consumer
+from midstream.capture.consumers import (
+    CallableSink,
+    CaptureInfo,
+    ConsumerThread,
+    Delivery,
+    Destination,
+    Piece,
+    find_consumer,
+)
 from midstream.capture.directory import DirectorySink
 from midstream.capture.rows import (
     Captured,

@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 
 from midstream.capture.consumers import Collected
-from midstream.capture.directory import remove_orphans
-from midstream.capture.store import open_captures
+from midstream.capture.directory import open_captures, remove_orphans
 from midstream.client.requests import Invoke, Planner, Prompt, encode
 from midstream.errors import CaptureError, ParameterError, PlanError, PromptError
 from midstream.plan.values import Capture, Plan, has_spans, with_digests

@@ -10,7 +10,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from midstream.arch.names import Sizes
-from midstream.capture.store import Store, open_captures
+from midstream.capture.directory import Store, open_captures
 from midstream.client.collecting import Collection
 from midstream.client.requests import (
     Answers,

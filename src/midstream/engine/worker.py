@@ -26,15 +26,12 @@ from midstream.plan.checks import ModelFacts
 from midstream.ranks.link import Link, exchange_in
 from midstream.ranks.stages import StageParts, Stages
 from midstream.ranks.tensor import Finder, TensorParallel
-from midstream.runtime.captures import CaptureSender, LocalSinks
-from midstream.runtime.cpu_tables import CpuTables
-from midstream.runtime.pipeline import Pipeline
 from midstream.runtime.plan_host import PlanHost
-from midstream.runtime.points import PointHooks, points_of
+from midstream.runtime.points import Pipeline, PointHooks, points_of
+from midstream.runtime.sending import CaptureSender, LocalSinks, Reports
 from midstream.runtime.step import FiniteCheck, StepEnds, StepView
-from midstream.runtime.tables import DeviceTables, Tables
+from midstream.runtime.tables import CpuTables, DeviceTables, Tables
 from midstream.runtime.trace_host import TraceHost
-from midstream.runtime.trace_state import Reports
 from midstream.settings import Settings, is_ours
 from midstream.sites import Point
 from midstream.trace.envoy import ModelEnvoy

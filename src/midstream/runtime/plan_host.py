@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,18 +15,54 @@ from midstream.plan.checks import ModelFacts, check, not_finite
 from midstream.plan.compile import CompiledPlan, compile_plan
 from midstream.plan.values import Plan
 from midstream.ranks.link import Link
-from midstream.runtime.captures import DUE_BYTES, CaptureSender, Piece, rows_by_point
 from midstream.runtime.loaded_plans import LoadedPlan, LoadedPlans, RunRow
-from midstream.runtime.pipeline import Pipeline, Sources
-from midstream.runtime.plan_state import PlannedRequest, RepeatedBatch, RepeatedBatches
-from midstream.runtime.points import PointHooks
+from midstream.runtime.points import Pipeline, PointHooks
 from midstream.runtime.request import PlanRequest
-from midstream.runtime.step import RequestEnd, StepView
-from midstream.runtime.store import RunStore, VectorStore, check_recorded, recorded_run
+from midstream.runtime.sending import DUE_BYTES, CaptureSender, Piece, rows_by_point
+from midstream.runtime.step import RepeatedBatch, RepeatedBatches, RequestEnd, StepView
+from midstream.runtime.store import RunStore, Sources, VectorStore, check_recorded, recorded_run
 from midstream.runtime.tables import Rows, Tables
 from midstream.sites import NotFinite, Point
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass
+class PlannedRequest:
+    """One running request with a plan.
+
+    Attributes:
+        sources: recorded rows for its patches.
+        captured: positions below this have been captured.
+        computed: positions below this have been computed, or will be in the coming step.
+        complete: all its captured rows are sent, if there are any.
+        stops_at_text: whether a stop string may end it.
+        pieces: captured rows that are not sent.
+        size: their bytes.
+    """
+
+    payload: PlanRequest
+    loaded: LoadedPlan
+    sources: Sources
+    captured: int = 0
+    computed: int = 0
+    complete: bool = False
+    stops_at_text: bool = False
+    pieces: list[Piece] = field(default_factory=list)
+    size: int = 0
+
+    @property
+    def has_all(self) -> bool:
+        """Whether no further row is to be captured."""
+        return self.loaded.last is not None and self.captured >= self.loaded.last
+
+    def add(self, piece: Piece) -> None:
+        self.pieces.append(piece)
+        self.size += piece.size
+
+    def take_pieces(self) -> list[Piece]:
+        pieces, self.pieces, self.size = self.pieces, [], 0
+        return pieces
 
 
 class PlanHost:

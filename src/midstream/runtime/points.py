@@ -9,7 +9,9 @@ from __future__ import annotations
 import functools
 import logging
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -164,3 +166,45 @@ class PointHooks:
             else:
                 tree = replaced(tree, ref, after)
         return tree
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Which sites each pipeline stage has. An engine without a pipeline is a single stage.
+
+    Attributes:
+        rank: which stage this is.
+        each: for each stage, (site, layer) -> width.
+        built_in: the points that are in the graphs, of all stages.
+    """
+
+    rank: int
+    each: tuple[Mapping[Point, int], ...]
+    built_in: frozenset[Point]
+
+    @classmethod
+    def gathered(
+        cls, rank: int, widths: Mapping[Point, int], built_in: Collection[Point], exchange: Callable[[Any], list[Any]]
+    ) -> Pipeline:
+        """From what each stage knows of itself. `exchange` is collective: it returns what every stage passed, in their order."""
+        told = exchange((dict(widths), sorted(built_in)))
+        return cls(rank, tuple(each for each, _ in told), frozenset(point for _, points in told for point in points))
+
+    @property
+    def size(self) -> int:
+        return len(self.each)
+
+    @cached_property
+    def widths(self) -> dict[Point, int]:
+        """(site, layer) -> width, of the whole model."""
+        return {point: width for widths in self.each for point, width in widths.items()}
+
+    @cached_property
+    def owners(self) -> dict[Point, int]:
+        """Point -> its stage."""
+        return {point: stage for stage, widths in enumerate(self.each) for point in widths}
+
+    @cached_property
+    def layers(self) -> frozenset[int]:
+        """The layers of this stage."""
+        return frozenset(layer for _, layer in self.each[self.rank])

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from midstream.runtime.tables import Rows
 from midstream.sites import NotFinite, Point
 
 
@@ -125,3 +126,57 @@ class RequestEnd(NamedTuple):
 
     tokens: int
     error: str | None = None
+
+
+@dataclass
+class RepeatedBatch:
+    """A batch in which every request generates one token: the next step usually has the same requests.
+
+    Attributes:
+        requests: in the scheduler's order.
+        active: whether a plan acts in it.
+        hooked: whether hooks may have to act.
+        laid_out: the requests in the runner's order, once it has laid them out.
+        rows: the batch's rows, from then on.
+    """
+
+    requests: list[str]
+    active: bool
+    hooked: bool
+    laid_out: list[str] = field(default_factory=list)
+    rows: Rows | None = None
+
+    def is_laid_out(self, request_ids: Sequence[str], total: int) -> bool:
+        """Whether `rows` are of a batch with these requests, in this order, and as much padding."""
+        return self.rows is not None and self.laid_out == request_ids and len(self.rows.profile_T) == total
+
+
+class RepeatedBatches:
+    """The batches that may repeat. A pipeline has several on their way, one for each stage, which take turns."""
+
+    def __init__(self) -> None:
+        self._by_first: dict[str, RepeatedBatch] = {}  # by the first request; ended requests stay until `forget`
+
+    def find(self, scheduler_output: Any) -> RepeatedBatch | None:
+        """The earlier batch that the coming step repeats, one token further, if it repeats one."""
+        cached = scheduler_output.scheduled_cached_reqs
+        batch = self._by_first.get(cached.req_ids[0]) if cached.req_ids else None
+        if (
+            batch is None
+            or scheduler_output.scheduled_new_reqs
+            or scheduler_output.finished_req_ids
+            or scheduler_output.total_num_scheduled_tokens != len(batch.requests)
+            or cached.req_ids != batch.requests
+            or cached.resumed_req_ids  # after a reset of the prefix cache, requests begin anew from one step to the next
+        ):
+            return None
+        return batch
+
+    def remember(self, requests: Sequence[str], active: bool, hooked: bool) -> RepeatedBatch:
+        """A batch that may repeat. `requests` is not empty."""
+        batch = self._by_first[requests[0]] = RepeatedBatch(list(requests), active, hooked)
+        return batch
+
+    def forget(self) -> None:
+        """No earlier batch may repeat as it was."""
+        self._by_first.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,11 +19,12 @@ from midstream.errors import (
     TraceError,
     TracesNotAllowedError,
 )
+from midstream.ranks.link import Fetch
 from midstream.ranks.stages import Stages
 from midstream.runtime.points import trace_keys, tree_at
 from midstream.runtime.request import TraceRequest
+from midstream.runtime.sending import Reports
 from midstream.runtime.step import FiniteCheck, Scheduled, StepView
-from midstream.runtime.trace_state import Reports, TracedGroup, TracedRequest
 from midstream.sites import Key, NotFinite, Point, point_name
 from midstream.trace.body import Body, Randomness, is_in_body
 from midstream.trace.envoy import Envoy, ModelEnvoy
@@ -32,6 +34,96 @@ from midstream.trace.program import Failure, Outcome, Program, make_body, outcom
 from midstream.trace.rows import FlatRows
 from midstream.trace.tracer import BodyTracer
 from midstream.trace.visit import Journal
+
+
+@dataclass
+class TracedGroup:
+    """One trace: the programs of its requests, and what its invokes share.
+
+    Attributes:
+        programs: for each request, the programs of its bodies.
+        failure: why the programs could not be loaded. One of the requests may carry them for all.
+        shared: values shared by invokes, by name.
+        running: the engine's ids of the requests that run.
+        ended: how many have ended.
+    """
+
+    programs: list[list[Program]]
+    failure: MidstreamError | None = None
+    shared: dict[str, Any] = field(default_factory=dict)
+    running: set[str] = field(default_factory=set)
+    ended: int = 0
+
+    def programs_of(self, index: int) -> list[Program]:
+        """The programs of one request. Raises MidstreamError if there are none."""
+        if self.failure is not None:
+            raise self.failure.with_traceback(None)
+        if not 0 <= index < len(self.programs):
+            there = len(self.programs)
+            raise TraceError(
+                f"Request {index} of a trace came with code for {there}; send its requests with the code made for them."
+            )
+        return self.programs[index]
+
+
+@dataclass
+class TracedRequest:
+    """One running request with a trace.
+
+    Attributes:
+        programs: by the name of the body.
+        main: name of the trace's own body; the others are standing edits.
+        seen: positions that the bodies have processed.
+        generated: tokens generated so far.
+        outcomes: of the bodies that have ended.
+        journals: of its bodies, in their order.
+        goes_on: fetches from the last pipeline stage whether the bodies have another step.
+    """
+
+    trace: TraceRequest
+    programs: dict[str, Program]
+    main: str
+    prompt_length: int
+    sampling: Any
+    seen: int = 0
+    generated: int = 0
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    journals: list[Journal] = field(default_factory=list)
+    goes_on: Fetch | None = None
+
+    @property
+    def bodies(self) -> list[str]:
+        """The names of its bodies in the order in which they run: standing edits first, then the trace's own."""
+        return [*(f"{self.main}#{number}" for number in range(self.trace.bodies - 1)), self.main]
+
+    @property
+    def steps(self) -> str:
+        """The name under which the last pipeline stage publishes that the bodies have another step."""
+        return f"{self.main} steps"
+
+    @property
+    def open_bodies(self) -> list[str]:
+        """The bodies that have not ended."""
+        return [name for name in self.programs if name not in self.outcomes]
+
+    @property
+    def has_failed(self) -> bool:
+        return any(outcome.failure is not None for outcome in self.outcomes.values())
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether a token can end the request."""
+        return self.sampling.eos_token_id is not None or bool(self.sampling.stop_token_ids)
+
+    def is_over(self, token: int | None, max_model_len: int) -> bool:
+        """Whether the engine ends the request with this token. The async scheduler may run one more step, which the trace must not see."""
+        sampling = self.sampling
+        if sampling.max_tokens is not None and self.generated >= sampling.max_tokens:
+            return True
+        if self.prompt_length + self.generated >= max_model_len:
+            return True
+        stops = token is not None and (token == sampling.eos_token_id or token in (sampling.stop_token_ids or ()))
+        return stops and self.generated >= sampling.min_tokens
 
 
 class TraceHost:

@@ -22,8 +22,9 @@ from midstream.errors import CaptureError, ChannelClosedError, PlanError
 from midstream.plan.captures import Layout
 from midstream.plan.values import Consumer, Plan
 from midstream.queues import BoundedQueue
-from midstream.runtime.request import PlanRequest, users_id
+from midstream.runtime.request import PlanRequest, TraceRequest, users_id
 from midstream.sites import Point
+from midstream.trace.program import Outcome
 from midstream.transport import staging
 from midstream.transport.sender import Sender
 
@@ -353,3 +354,47 @@ class LocalSinks:
             return True
         self.failures += 1
         return False
+
+
+class Reports:
+    """Sends what traces gave to the client.
+
+    Args:
+        stage: pipeline stage of this worker.
+        speaks: whether this worker reports. Of the tensor-parallel ranks of a stage, which all have the same, only one does.
+
+    Attributes:
+        sender: the channel to the client, once it has connected.
+    """
+
+    def __init__(self, stage: int = 0, speaks: bool = True) -> None:
+        self.speaks = speaks
+        self.sender: Sender | None = None
+        self._stage = stage
+        self._client_gone = False
+
+    @property
+    def queued_bytes(self) -> int:
+        return self.sender.queued_bytes if self.sender is not None else 0
+
+    def send(self, name: str, trace: TraceRequest, outcomes: list[Outcome], final: bool = True) -> None:
+        """What a request's bodies gave; if not `final`, what they have saved so far."""
+        if not self.speaks:
+            return
+        if self.sender is None:
+            _log.error("A trace's results are lost: the client has not connected to this worker.")
+            return
+        header = {"key": (trace.trace, trace.index), "request": name, "final": final, "stage": self._stage}
+        try:
+            self.sender.send(header, outcomes, name if trace.stream else None, exact=final)
+            if final:
+                self.sender.end(name)
+        except ChannelClosedError as error:  # the client is closing and has yet to tell the engine
+            if not self._client_gone:
+                _log.warning("A trace's results are lost: %s", error)
+            self._client_gone = True
+
+    def end(self, name: str) -> None:
+        """Nothing more is sent for the request."""
+        if self.sender is not None:
+            self.sender.end(name)
