@@ -1,9 +1,10 @@
-"""Engines shared by the tests: each is started once, by the first test that needs it."""
+"""Engines shared by the tests: each is started once, by the first test that needs it, in each process that runs tests."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,8 @@ if importlib.util.find_spec("triton") and not Path("/dev/nvidiactl").exists():
 
     del os.environ["TRITON_INTERPRET"]
 
+import torch
+
 from midstream.trace.body import Modes
 
 if TYPE_CHECKING:
@@ -29,17 +32,24 @@ if TYPE_CHECKING:
     from midstream import VLLM, LanguageModel
 
 
+FOLDERS = ["ranks", "engine", "docs", "models", "gpu", "unit"]  # the longest first: two processes then end together
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--ranks", choices=list(ranks.SIZES), help="run the engines' tests on engines of several ranks")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and tests send it
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)  # the other tests need the other core
     if (name := config.getoption("--ranks")) is not None:
         RANKS.update(ranks.SIZES[name])
         ENGINE["gpu_memory_utilization"] = 0.1
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: FOLDERS.index(item.path.parent.name))
     for item in items:
         if {"engine", "compiled"} & {*getattr(item, "fixturenames", ())}:
             item.add_marker("engine")

@@ -26,7 +26,7 @@ NOT_APPLICABLE = {
     "test_lifecycle.py::test_ctrl_c_leaves_the_engine_usable_and_then_nothing_behind": _SCRIPT,
     "test_lifecycle.py::test_a_killed_client_takes_its_workers_with_it": _OWN_PROCESS,
     "test_lifecycle.py::test_preempted_requests_are_as_if_they_had_run_alone": _OWN_PROCESS,
-    "test_lifecycle.py::test_500_traces_leave_memory_flat": _CALIBRATED,
+    "test_lifecycle.py::test_memory_is_flat_over_500_requests": _CALIBRATED,
 }
 
 # What CI runs on several ranks: all that traces and plans do on one. Engines that compile, and those of single tests, by `./test --ranks`.
