@@ -41,8 +41,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and tests send it
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        torch.set_num_threads(1)  # the other tests need the other core
+    torch.set_num_threads(1)  # the models are small, and the other core is an engine's
     if (name := config.getoption("--ranks")) is not None:
         RANKS.update(ranks.SIZES[name])
         ENGINE["gpu_memory_utilization"] = 0.1

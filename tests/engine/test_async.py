@@ -56,7 +56,7 @@ def drive(model: VLLM, runner: asyncio.Runner) -> Iterator[Drive]:
         assert not run(left(model))
 
 
-async def left(model: VLLM, seconds: float = 5.0) -> list[dict[str, int]]:
+async def left(model: VLLM, seconds: float = 30.0) -> list[dict[str, int]]:
     """What is alive on the workers, once it has had time to end."""
     deadline = time.monotonic() + seconds
     while True:
@@ -377,7 +377,7 @@ def test_e4_answers_come_with_the_first_output(model: VLLM, drive: Drive, plain:
     torch.testing.assert_close(torch.tensor(list(seen[0].values())), expected, rtol=1e-4, atol=1e-4)
 
 
-async def written(directory: Path, seconds: float = 20.0) -> None:
+async def written(directory: Path, seconds: float = 60.0) -> None:
     """Until there are captures, which the workers write when they hear of the request's end."""
     deadline = time.monotonic() + seconds
     while not list(directory.glob("index-*.jsonl")) or not len(open_captures(directory)):

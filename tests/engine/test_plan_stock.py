@@ -76,7 +76,7 @@ def nothing_left_on_stock_engines(request: pytest.FixtureRequest) -> Iterator[No
         }
 
 
-def stored(directory: Path, count: int, seconds: float = 10.0) -> Store:
+def stored(directory: Path, count: int, seconds: float = 60.0) -> Store:
     """The captures, once so many requests are there: consumers work beside the engine."""
     deadline = time.monotonic() + seconds
     while True:
@@ -267,7 +267,7 @@ def consumers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Collecting]]:
     yield Collecting.made
 
 
-def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline

@@ -33,7 +33,7 @@ def start_spawned(**arguments: Any) -> VLLM:
     return VLLM(demo_model(), **{**ENGINE, **RANKS, **arguments})
 
 
-def alive(model: VLLM, seconds: float = 5.0) -> list[dict[str, int]]:
+def alive(model: VLLM, seconds: float = 30.0) -> list[dict[str, int]]:
     """What is left on the workers.
 
     The client has its results a moment before the sender counts them as gone, and outputs a step before the workers hear of the end of

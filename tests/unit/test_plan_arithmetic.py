@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 
 from midstream.plan.ops.edit import Op, apply
 
-torch.set_num_threads(1)
-
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 

@@ -288,10 +288,10 @@ def test_keys_of_a_long_prompt_are_cheap():
     plan = Plan.of(
         [Steer("resid_post", vector=[1.0]), Patch("resid_post", layer=3, position=range(length), source=run)]
     )
-    start = time.perf_counter()
+    start = time.thread_time()
     keys = PlanKeys(plan, length, 32)
     found = [keys.at(end) for end in range(16, length + 1, 16)]
-    assert time.perf_counter() - start < 3
+    assert time.thread_time() - start < 3
     assert len(set(found)) == 512
 
 

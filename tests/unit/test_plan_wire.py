@@ -194,11 +194,11 @@ def test_a_strangers_dict_is_measured_before_it_is_read():
 
 def test_what_is_wrong_with_a_large_plan_is_told_soon():
     """It is read on the server's event loop; a message that compares all with all takes minutes."""
-    begun = time.monotonic()
+    begun = time.thread_time()
     with pytest.raises(PlanError, match=r"which has 7 twice"):
         Plan.from_json(json.dumps(patch(position=[*range(300_000), 7])))
     assert nearest("0" * 32, [f"{i:032x}" for i in range(100_000)]).startswith("there are '0000")
-    assert time.monotonic() - begun < 5
+    assert time.thread_time() - begun < 5
 
 
 def steer(**fields):
