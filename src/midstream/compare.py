@@ -143,6 +143,9 @@ EDITS = {
 }
 
 
+ENTRIES = (*READS, *EDITS)
+
+
 def run_edit(edit: Edit, at: int, layers: Sequence[int], donor: torch.Tensor, model: Any) -> Values:
     """The residual stream downstream of the edit, and the logits."""
     edit.apply(model, at, donor)
@@ -174,29 +177,31 @@ class Side:
             told[name] = str(first).splitlines()[0]
 
 
-def collect(model: TraceModel, prompts: Sequence[str], layers: Sequence[int]) -> Side:
-    """Run every accessor and every edit on one backend.
+def collect(model: TraceModel, prompts: Sequence[str], layers: Sequence[int], names: Sequence[str] = ENTRIES) -> Side:
+    """Run accessors and edits on one backend.
 
     Args:
         layers: the layers to read. Edits are made at the first and the middle one.
+        names: the accessors and edits.
     """
     side, texts = Side(), list(prompts)
-    for name in READS:
-        fn = (
-            partial(read_once, name)
-            if name in ONCE
-            else partial(read_lens, layers)
-            if name == LENS
-            else partial(read_layers, name, layers)
-        )
-        side.take(name, partial(model.run, fn, texts))
     spots = sorted({layers[0], layers[len(layers) // 2]})
-    donors = {at: model.run(partial(read_state, at), texts[0]) for at in spots}
-    for name, edit in EDITS.items():
-        side.take(
-            name, partial(_run_edits, model, edit, spots if edit.per_layer else [layers[0]], layers, donors, texts)
-        )
+    donors: dict[int, torch.Tensor] = {}
+    for name in names:
+        if name in EDITS:
+            edit = EDITS[name]
+            donors = donors or {at: model.run(partial(read_state, at), texts[0]) for at in spots}
+            at = spots if edit.per_layer else [layers[0]]
+            side.take(name, partial(_run_edits, model, edit, at, layers, donors, texts))
+        else:
+            side.take(name, partial(model.run, _reader(name, layers), texts))
     return side
+
+
+def _reader(name: str, layers: Sequence[int]) -> Callable[[Any], Values]:
+    if name in ONCE:
+        return partial(read_once, name)
+    return partial(read_lens, layers) if name == LENS else partial(read_layers, name, layers)
 
 
 def _run_edits(
@@ -246,7 +251,7 @@ class Comparison:
     sites: tuple[str, ...]
     differences: dict[str, Difference]
 
-    def largest(self, names: Sequence[str] = (*READS, *EDITS)) -> Difference:
+    def largest(self, names: Sequence[str] = ENTRIES) -> Difference:
         """The largest of the differences at `names`."""
         found = [d for n, d in self.differences.items() if n in names and d.value is not None]
         return max(found, key=lambda d: d.value if d.value is not None else 0.0)
@@ -254,10 +259,11 @@ class Comparison:
 
 def differences(vllm: Side, reference: Side) -> dict[str, Difference]:
     """Each accessor's and edit's difference."""
-    return {name: _difference(name, vllm, reference) for name in (*READS, *EDITS)}
+    return {name: difference(name, vllm, reference) for name in ENTRIES}
 
 
-def _difference(name: str, vllm: Side, reference: Side) -> Difference:
+def difference(name: str, vllm: Side, reference: Side) -> Difference:
+    """The difference of one accessor or edit."""
     for side, label in ((vllm, "vLLM"), (reference, "transformers")):
         if name in side.failed:
             return Difference(None, note=f"failed on {label}", reason=side.failed[name])
@@ -336,14 +342,14 @@ def compare(
 
 def text_table(rows: Sequence[Comparison]) -> str:
     """Accessors and edits down, models across, some models at a time."""
-    first = max(map(len, (*READS, *EDITS)))
+    first = max(map(len, ENTRIES))
     parts = []
     for start in range(0, len(rows), COLUMNS):
         some = rows[start : start + COLUMNS]
         width = max(18, *(len(row.name) for row in some))
         lines = [" " * first + "".join(f"  {row.name:>{width}}" for row in some)]
         lines.append(" " * first + "".join(f"  {row.route:>{width}}" for row in some))
-        for entry in (*READS, *EDITS):
+        for entry in ENTRIES:
             lines.append(f"{entry:<{first}}" + "".join(f"  {row.differences[entry]!s:>{width}}" for row in some))
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
@@ -386,7 +392,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         print("Largest difference, relative to the largest value, of vLLM from transformers", f"({args.dtype}):\n")
         print(text_table(rows))
-    found = [difference for row in rows for difference in row.differences.values()]
+    found = [each for row in rows for each in row.differences.values()]
     return int(any(d.note.startswith("failed") or (d.value or 0) > args.tolerance for d in found))
 
 

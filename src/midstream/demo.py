@@ -10,12 +10,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import math
 import os
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -27,6 +28,10 @@ EIFFEL = "The Eiffel Tower is in the city of"
 FRANCE, ITALY = "The capital of France is", "The capital of Italy is"
 PROMPTS = (EIFFEL, FRANCE, "When Mary and John went to the store, John gave a drink to")
 LARGEST_DIFFERENCE = 1e-4  # relative, float32
+COMPARED = (
+    "token_embeddings", "layers_input", "attentions_input", "attn_z", "attentions_output", "mlps_input", "mlps_output",
+    "layers_output", "logits",
+)  # fmt: skip
 
 ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -71,25 +76,13 @@ def bad(text: str) -> str:
 
 @contextlib.contextmanager
 def waiting(text: str) -> Iterator[None]:
-    """Show progress: a running clock on a terminal, else a line at the start and at the end."""
-    start, done, live = time.monotonic(), threading.Event(), sys.stderr.isatty()
-
-    def tick() -> None:
-        while not done.wait(0.2):
-            print(f"\r  {text} ... {time.monotonic() - start:.0f} s", end="", file=sys.stderr, flush=True)
-
-    clock = threading.Thread(target=tick, daemon=True)
-    if live:
-        clock.start()
-    else:
-        print(f"  {text} ...", file=sys.stderr, flush=True)
+    """Show progress: a line at the start, and one with the time at the end."""
+    start = time.monotonic()
+    print(f"  {text} ...", file=sys.stderr, flush=True)
     try:
         yield
     finally:
-        done.set()
-        if live:
-            clock.join()
-        print(f"{chr(13) if live else ''}  {text}: {time.monotonic() - start:.0f} s   ", file=sys.stderr, flush=True)
+        print(f"  {text}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
 
 
 # Traces. Functions whose only parameter is `model` run inside the forward pass.
@@ -133,17 +126,11 @@ def logit_lens(model: VLLM, paris: int) -> None:
         print(good(line) if probs.argmax() == paris else line)
 
 
-def without_mlp(layer: int) -> Callable[[Any], torch.Tensor]:
+def without(accessor: str, layer: int, part: Any) -> Callable[[Any], torch.Tensor]:
+    """A trace that sets `part` of a value to zero. Returns the next-token probabilities."""
+
     def run(model: Any) -> torch.Tensor:
-        model.mlps_output[layer][:] = 0
-        return model.next_token_probs[0]
-
-    return run
-
-
-def without_head(layer: int, head: int) -> Callable[[Any], torch.Tensor]:
-    def run(model: Any) -> torch.Tensor:
-        model.attn_z[layer][:, head] = 0
+        getattr(model, accessor)[layer][part] = 0
         return model.next_token_probs[0]
 
     return run
@@ -154,8 +141,8 @@ def ablate(model: VLLM, paris: int) -> None:
     decode = model.tokenizer.decode
     cases = {
         "nothing": lambda model: model.next_token_probs[0],
-        **{f"MLP of layer {layer}": without_mlp(layer) for layer in (0, 3, 7)},
-        **{f"head {head} of layer 0": without_head(0, head) for head in (0, 1)},
+        **{f"MLP of layer {layer}": without("mlps_output", layer, slice(None)) for layer in (0, 3, 7)},
+        **{f"head {head} of layer 0": without("attn_z", 0, (slice(None), head)) for head in (0, 1)},
     }
     for name, case in cases.items():
         probs = model.run(case, EIFFEL)
@@ -219,13 +206,13 @@ def plans(model: VLLM) -> None:
     from midstream import Clamp, Steer
 
     code("plan=Steer('resid_post', layers=5, vector=kindness, scale=-0.5)")
-    compare(model, ["I think this film is"], Steer("resid_post", layers=5, vector=kindness, scale=-0.5), "steered")
+    show_changes(model, ["I think this film is"], Steer("resid_post", layers=5, vector=kindness, scale=-0.5), "steered")
     code("plan=Clamp('resid_post', direction=kindness)     # ablated: nothing of it is left, at any layer")
-    compare(model, ["I dislike this hotel, it was", FRANCE], Clamp("resid_post", direction=kindness), "ablated")
+    show_changes(model, ["I dislike this hotel, it was", FRANCE], Clamp("resid_post", direction=kindness), "ablated")
     patch_from_a_run(model)
 
 
-def compare(model: VLLM, prompts: list[str], plan: Any, label: str) -> None:
+def show_changes(model: VLLM, prompts: list[str], plan: Any, label: str) -> None:
     """Print the continuation of each prompt without and with the plan, run as one batch."""
     twice = [prompt for prompt in prompts for _ in range(2)]
     outputs = model.generate(twice, plan=[None, [plan]] * len(prompts), max_tokens=1, temperature=0.0)
@@ -283,7 +270,7 @@ def patch_from_a_run(model: VLLM) -> None:
     del model.runs["demo"]
 
 
-def planned_captures(model: Any) -> list[list[torch.Tensor]]:
+def planned_captures(model: Any) -> list[dict[str, torch.Tensor]]:
     """The residual stream of each prompt after the edits of a plan with every kind of intervention."""
     from midstream import Capture, Clamp, Patch, Steer
 
@@ -297,40 +284,28 @@ def planned_captures(model: Any) -> list[list[torch.Tensor]]:
     ]
     outputs = model.generate(list(PROMPTS), plan=plan, max_tokens=1)
     del model.runs["demo"]
-    return [[output.captures["resid_post", layer] for layer in range(model.num_layers)] for output in outputs]
-
-
-def every_site(model: Any) -> dict[str, list[torch.Tensor]]:
-    """The values of the standard accessors, in the order of the forward pass."""
-    names = (
-        "layers_input", "attentions_input", "attn_z", "attentions_output", "mlps_input", "mlps_output", "layers_output",
-    )  # fmt: skip
-    values: dict[str, list[torch.Tensor]] = {"token_embeddings": [model.token_embeddings.clone()]}
-    for layer in range(model.num_layers):
-        for name in names:
-            values.setdefault(name, []).append(getattr(model, name)[layer].clone())
-    return values | {"logits": [model.logits]}
-
-
-def values_of(model: Any) -> list[dict[str, list[torch.Tensor]]]:
-    """The values that a trace reads and a plan captures of each prompt."""
-    traced, planned = model.run(every_site, list(PROMPTS)), planned_captures(model)
-    return [{**values, "planned_captures": captures} for values, captures in zip(traced, planned, strict=True)]
+    return [{f"layer {layer}": rows for (_, layer), rows in output.captures.items()} for output in outputs]
 
 
 def differences(model: VLLM, hf: LanguageModel) -> float:
-    """Print the table. Returns the largest relative difference."""
-    heading(7, f"vLLM against transformers: {len(PROMPTS)} prompts in a batch, every layer, float32")
+    """Print the largest relative difference of each accessor, and of a plan's captures. Returns the largest."""
     import torch
 
+    from midstream import compare
+
+    heading(7, f"vLLM against transformers: {len(PROMPTS)} prompts in a batch, every layer, float32")
+    layers, sides = range(model.num_layers), []
     with torch.no_grad():
-        pairs = list(zip(values_of(model), values_of(hf), strict=True))
+        for each in (model, hf):
+            side = compare.collect(each, PROMPTS, layers, COMPARED)
+            side.take("planned_captures", partial(planned_captures, each))
+            sides.append(side)
     print("   accessor            largest relative difference")
     found = []
-    for name in pairs[0][0]:
-        each = [(v.cpu(), h.cpu()) for ours, theirs in pairs for v, h in zip(ours[name], theirs[name], strict=True)]
-        largest = max(((v - h).abs().max() / h.abs().max()).item() for v, h in each)
-        print(f"   {name:<19} {(good if largest <= LARGEST_DIFFERENCE else bad)(f'{largest:.1e}')}")
+    for name in (*COMPARED, "planned_captures"):
+        difference = compare.difference(name, *sides)
+        largest = math.inf if difference.value is None else difference.value
+        print(f"   {name:<19} {(good if largest <= LARGEST_DIFFERENCE else bad)(str(difference))}")
         found.append(largest)
     return max(found)
 

@@ -75,8 +75,8 @@ def test_d1_other_extra_args_stay(engine: VLLM) -> None:
     from midstream.client.requests import Invoke
 
     plan = Plan.of(Steer("resid_post", vector=vector()))
-    requests = engine._prepare([Invoke(FRANCE, None, {"extra_args": {"mine": 1}}, plan)])()
-    assert requests.params[0].extra_args["mine"] == 1 and set(requests.params[0].extra_args["midstream"]) >= {"plan"}
+    (request,) = engine._requests([Invoke(FRANCE, None, {"extra_args": {"mine": 1}}, plan)], [[1, 2]])
+    assert request.params.extra_args["mine"] == 1 and set(request.params.extra_args["midstream"]) >= {"plan"}
 
 
 def test_d4_samples_of_one_request_have_their_own_captures(engine: VLLM, plain: Plain) -> None:

@@ -27,7 +27,7 @@ from midstream import Capture, LanguageModel, Span, Steer, demo_model, open_capt
 from midstream.capture.consumers import CaptureInfo
 from midstream.capture.directory import DirectorySink, Store, remove_orphans
 from midstream.client import collecting
-from midstream.client.language_model_plans import RunningPlan
+from midstream.client.language_model_batch import RunningPlan
 from midstream.errors import CaptureError, ParameterError, PlanError, PromptError
 
 if TYPE_CHECKING:
@@ -90,10 +90,10 @@ def test_a_text_and_its_tokens_are_one_prompt(hf: LanguageModel, tmp_path: Path,
 def test_prompts_are_submitted_in_parts(hf: LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is held for each prompt of a part goes before the next part: memory does not grow with the collection."""
     parts: list[int] = []
-    really = LanguageModel._outputs
+    really = LanguageModel._run
     monkeypatch.setattr(collecting, "PART", 3)
     monkeypatch.setattr(
-        LanguageModel, "_outputs", lambda self, invokes: parts.append(len(invokes)) or really(self, invokes)
+        LanguageModel, "_run", lambda self, invokes: parts.append(len(invokes)) or really(self, invokes)
     )
     store = hf.collect([[1, i] for i in range(8)], plan=LAST, to=tmp_path)
     assert parts == [3, 3, 2] and len(store) == 8

@@ -89,7 +89,7 @@ def on_transformers(rows: Path, log: Any) -> None:
 
     def run(self: Any) -> Any:
         done = really(self)
-        print(time.time(), self.names[0], file=log, flush=True)
+        print(time.time(), self.requests[0].name, file=log, flush=True)
         time.sleep(PACE)
         return done
 

@@ -4,20 +4,24 @@ import asyncio
 
 import pytest
 
+from midstream import Patch, Plan, RecordedRun
+from midstream.capture.rows import Routes
+from midstream.client.requests import PreparedPlan
 from midstream.client.vectors_and_runs import Runs
 from midstream.client.vllm_async import OutputStream
-from midstream.client.vllm_engine import EngineConnection
-from midstream.client.vllm_requests import EngineRequests
+from midstream.client.vllm_engine import EngineRequest
+from midstream.plan.checks import ModelFacts
+
+RUN = RecordedRun("a", "a", (1,), ("resid_post",), (0,), (0,))
 
 
 class Connection:
     """The workers' side of the leases, and the methods that a stream calls before it submits its requests."""
 
-    release_runs_later = EngineConnection.release_runs_later
-
     def __init__(self) -> None:
         self.leases = 0
         self.answered = asyncio.Event()
+        self.sending = asyncio.Lock()
         self.runs = Runs(self._ask, True)
 
     async def _ask(self, what, ids, by):
@@ -38,7 +42,9 @@ def test_a_stream_that_is_cancelled_while_the_workers_answer_gives_its_leases_ba
 
     async def run():
         connection = Connection()
-        requests = EngineRequests([], [], [], [], [], [], ["a"])
+        plan = Plan.of(Patch("resid_post", layer=0, position=0, source=RUN))
+        prepared = PreparedPlan(plan, [1], Routes({}, ()), ModelFacts())
+        requests = [EngineRequest({}, None, None, prepared, None, {})]
         waiting = asyncio.ensure_future(OutputStream(connection, lambda: requests))
         while not connection.leases:
             await asyncio.sleep(0)

@@ -5,6 +5,7 @@ Stages are threads with real links between them; what is expected is a closed fo
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ import torch
 from test_link import linked
 
 from midstream import Capture, Clamp, Patch, Plan, Steer, open_captures
-from midstream.client.vectors_and_runs import Runs
+from midstream.client.vectors_and_runs import Runs, run_now
 from midstream.errors import CaptureError, PlanError
 from midstream.plan.captures import Layout
 from midstream.plan.compile import CompiledPlan, compile_plan
@@ -242,11 +243,15 @@ def test_runs_are_dropped_alike_on_all_stages() -> None:
 def ranks() -> Iterator[tuple[Runs, list[RunStore]]]:
     """A client's runs on two workers, one of which has lost the second run."""
     stores = [RunStore(1000), RunStore(1000)]
-    runs = Runs(lambda what, *args: [getattr(store, what)(*args) for store in stores], False)
+
+    async def ask(what: str, *args: Any) -> list[Any]:
+        return [getattr(store, what)(*args) for store in stores]
+
+    runs = Runs(ask, False)
     for name in ("one", "two"):
         for store in stores:
             store.add(make(name, (10, 20)))
-        runs.add(RecordedRun(name, name, (1,), ("resid_post",), (0,), (0,)))
+        run_now(runs.add(RecordedRun(name, name, (1,), ("resid_post",), (0,), (0,))))
     stores[1].delete(["two"])
     yield runs, stores
 
@@ -254,11 +259,11 @@ def ranks() -> Iterator[tuple[Runs, list[RunStore]]]:
 def test_e5_a_lease_that_one_worker_refuses_is_held_on_none(ranks: tuple[Runs, list[RunStore]]) -> None:
     """Also where that request's other runs are in use by somebody else."""
     runs, stores = ranks
-    runs.lease(["one"], 1)
+    run_now(runs.lease(["one"]))
     with pytest.raises(PlanError, match="'two' is not there any more"):
-        runs.lease(["one", "two"], 1)
+        run_now(runs.lease(["one", "two"]))
     assert [store.leases for store in stores] == [1, 1]
-    runs.lease(["one"], -1)
+    run_now(runs.release(["one"]))
     assert [store.leases for store in stores] == [0, 0]
 
 
@@ -266,11 +271,11 @@ async def test_e5_the_same_on_an_async_engine(ranks: tuple[Runs, list[RunStore]]
     _, stores = ranks
 
     async def ask(what: str, *args: Any) -> list[Any]:
+        await asyncio.sleep(0)
         return [getattr(store, what)(*args) for store in stores]
 
-    runs = Runs(ask, True)
     with pytest.raises(PlanError, match="not there any more"):
-        await runs.lease(["one", "two"], 1)
+        await Runs(ask, True).lease(["one", "two"])
     assert [store.leases for store in stores] == [0, 0]
 
 

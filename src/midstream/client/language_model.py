@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import uuid
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -17,31 +16,17 @@ from midstream.arch import detect
 from midstream.arch.detect import show_tree
 from midstream.capture.consumers import CaptureInfo
 from midstream.capture.sinks import RequestCapture, Sinks
-from midstream.client.language_model_batch import PaddedBatch
-from midstream.client.language_model_plans import PlanHooks, RunningPlan
+from midstream.client.language_model_batch import BatchRequest, PaddedBatch, RunningPlan, plan_hooks
 from midstream.client.model import TraceModel
-from midstream.client.requests import (
-    Invoke,
-    InvokeResult,
-    Planner,
-    PreparedPlan,
-    Prompt,
-    encode,
-    raise_failures,
-    refuse_multimodal,
-    runs_of,
-)
-from midstream.client.vectors_and_runs import Runs, Vectors
+from midstream.client.requests import Invoke, InvokeResult, PreparedPlan, runs_of, token_ids
+from midstream.client.vectors_and_runs import Runs, Vectors, run_now
 from midstream.errors import MidstreamError, ParameterError, PromptError
 from midstream.plan.checks import ModelFacts
-from midstream.plan.values import Plan, RecordedRun
 from midstream.runtime.store import RunStore, make_run
 from midstream.settings import RECORD_BYTES
 from midstream.sites import ACCESSORS, LAYER_SITES
 from midstream.trace.envoy import ModelEnvoy
 from midstream.trace.interleaver import Interleaver
-
-_Row = tuple[InvokeResult, RunningPlan | None]
 
 
 class LanguageModel(TraceModel):
@@ -154,99 +139,81 @@ class LanguageModel(TraceModel):
         }
         return ModelFacts(self.arch.num_layers, widths, str(self.module.dtype).removeprefix("torch."))
 
-    @property
-    def planner(self) -> Planner:
-        return Planner(self.facts, lambda: self.tokenizer, self.vectors, self.runs)
-
     def _run(self, invokes: list[Invoke], together: bool = False) -> list[InvokeResult]:
         """Run traces as one batch; without traces, run prompts that have plans one after the other."""
         invokes = self._with_plan(invokes)
-        plans = self._plans(invokes)
-        alone = any(plans) and all(invoke.program is None for invoke in invokes)
-        size = 1 if alone else len(invokes)
-        with ExitStack() as stack:
-            rows: list[_Row] = []
-            for i in range(0, len(invokes), size):
-                rows += self._run_batch(invokes[i : i + size], plans[i : i + size], stack)
-            return _put_captures(rows)
-
-    def _plans(self, invokes: Sequence[Invoke]) -> list[PreparedPlan | None]:
-        """The plan of each invoke, checked."""
-        planner = self.planner
-        plans: list[PreparedPlan | None] = []
+        prompts = [self._token_ids(invoke) for invoke in invokes]
+        plans = self.planner.prepare_all(invokes, prompts)
         for invoke in invokes:
-            refuse_multimodal(invoke.plan, invoke.prompt)
-            ids = encode(invoke.prompt, lambda: self.tokenizer)
-            self._check_ids(ids)
-            plans.append(planner.prepare(invoke.plan, invoke.prompt, ids, invoke.params) if invoke.plan else None)
             if (most := invoke.params.get("max_tokens")) is not None and most < 1:
                 raise ParameterError(f"max_tokens is {most}; allowed: at least 1.")
-        return plans
+        alone = any(plans) and all(invoke.program is None for invoke in invokes)
+        size = 1 if alone else len(invokes)
+        requests = [
+            BatchRequest(str(next(self._numbers)), invoke, ids, plan)
+            for invoke, ids, plan in zip(invokes, prompts, plans, strict=True)
+        ]
+        with ExitStack() as stack:
+            for i in range(0, len(requests), size):
+                self._run_batch(requests[i : i + size], stack)
+            return [self._result(request) for request in requests]
 
-    def _check_ids(self, ids: list[int]) -> None:
+    def _token_ids(self, invoke: Invoke) -> list[int]:
+        ids = token_ids(invoke, lambda: self.tokenizer)
         rows = len(self.module.get_input_embeddings().weight)
         if wrong := [token for token in ids if not 0 <= token < rows]:
             raise PromptError(f"The prompt has the token id {wrong[0]}; this model's are 0 to {rows - 1}.")
+        return ids
 
-    def _run_batch(self, invokes: list[Invoke], plans: Sequence[PreparedPlan | None], until: ExitStack) -> list[_Row]:
+    def _run_batch(self, requests: Sequence[BatchRequest], until: ExitStack) -> None:
         """Run one batch to the end of its requests. Calls from several threads run one after the other.
 
-        At the end of `until`, captured rows are dropped unless `_put_captures` has taken them.
+        At the end of `until`, captured rows are dropped unless `_result` has taken them.
         """
         with ExitStack() as stack:
             stack.enter_context(self._lock)
-            if runs := runs_of(plans):
-                self.runs.lease(runs, 1)
-                stack.callback(self.runs.lease, runs, -1)
-            names = [str(next(self._numbers)) for _ in invokes]
-            running: dict[int, RunningPlan] = {}
-            for index, plan in enumerate(plans):
-                if plan is not None:
-                    running[index] = self._running(plan, names[index], invokes[index])
-                    until.callback(running[index].discard)
-            hooks = PlanHooks(self.module, self.arch, running, lambda: self._interleaver.muted)
-            with hooks.on():
-                results = PaddedBatch(
-                    self, self.module, self.tokenizer, self._interleaver, self.edits, invokes, hooks, names
-                ).run()
-            for index, each in running.items():
-                each.end(len(results[index].output.token_ids))
-        return [(result, running.get(index)) for index, result in enumerate(results)]
+            if runs := runs_of([request.plan for request in requests]):
+                run_now(self.runs.lease(runs))
+                stack.callback(lambda: run_now(self.runs.release(runs)))
+            for request in requests:
+                if request.plan is not None:
+                    request.running = self._running(request.plan, request)
+                    until.callback(request.running.discard)
+            with plan_hooks(self.module, self.arch, requests, lambda: self._interleaver.muted):
+                PaddedBatch(self, self._interleaver, requests).run()
+            for request in requests:
+                if request.running is not None:
+                    request.running.end(len(request.generated))
 
-    def _running(self, plan: PreparedPlan, name: str, invoke: Invoke) -> RunningPlan:
-        info = CaptureInfo(name, tuple(plan.prompt), collected=invoke.collected)
+    def _running(self, plan: PreparedPlan, request: BatchRequest) -> RunningPlan:
+        info = CaptureInfo(request.name, tuple(plan.prompt), collected=request.invoke.collected)
 
         def capture() -> RequestCapture:
-            return RequestCapture(info, plan.routes, self.sinks, lambda: plan.empty_chunk(name))
+            return RequestCapture(info, plan.routes, self.sinks, lambda: plan.empty_chunk(request.name))
 
-        return RunningPlan(plan, name, self.arch, self.vectors, self._run_store, capture)
+        return RunningPlan(plan, request.name, self.arch, self.vectors, self._run_store, capture)
+
+    def _result(self, request: BatchRequest) -> InvokeResult:
+        """The result with captures on its output, once the sinks have taken theirs, or with an error."""
+        result = request.result
+        if request.running is not None:
+            result.output.captures = None
+            try:
+                result.output.captures = request.running.result(len(request.generated))
+                if request.invoke.record is not None:
+                    self._keep(result, *request.invoke.record)
+            except MidstreamError as error:
+                result.error = error
+        return result
 
     # Recorded runs.
 
-    def _record(self, prompt: Prompt, plan: Plan, name: str) -> RecordedRun:
-        invoke = Invoke(prompt, None, {"max_tokens": 1, "temperature": 0.0}, plan)
-        (prepared,) = self._plans([invoke])
-        assert prepared is not None
-        with ExitStack() as stack:
-            (result,) = _put_captures(self._run_batch([invoke], [prepared], stack))
-        raise_failures([result])
-        run = prepared.recorded_run(name, uuid.uuid4().hex)
+    def _keep(self, result: InvokeResult, run_id: str, name: str) -> None:
+        """Keep the captured rows of a result as a recorded run."""
+        assert result.plan is not None
         device = self.module.device
         planes = {(site, layer): rows.to(device) for (site, layer), rows in result.output.captures.items()}
-        self._run_store.add(make_run(run.id, name, planes, run.positions))
-        return self.runs.add(run)
+        self._run_store.add(make_run(run_id, name, planes, result.plan.recorded_run(run_id, name).positions))
 
-    def _ask_runs(self, what: str, *args: Any) -> Any:
+    async def _ask_runs(self, what: str, *args: Any) -> list[Any]:
         return [getattr(self._run_store, what)(*args)]
-
-
-def _put_captures(rows: Sequence[_Row]) -> list[InvokeResult]:
-    """Put captures on the outputs, once the sinks have taken theirs. A failed request gets an error on its result."""
-    for result, plan in rows:
-        if plan is not None:
-            result.output.captures = None
-            try:
-                result.output.captures = plan.result(len(result.output.token_ids))
-            except MidstreamError as error:
-                result.error = error
-    return [result for result, _ in rows]

@@ -1,28 +1,39 @@
 """One batch of requests on a transformers model: its steps, and the traces and plans that run on it.
 
-Shape suffixes: B requests, S positions of the padded batch, V the vocabulary.
+Plans run as forward hooks. Tests compare the engine's kernels with this implementation.
+
+Shape suffixes: B requests, S positions of the padded batch, V the vocabulary, t the tokens of one request in this step, H the site's width.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
+import numpy as np
 import torch
+from torch import nn
 
 from midstream import hooks
-from midstream.capture.rows import Captured
-from midstream.client.language_model_plans import PlanHooks
-from midstream.client.requests import Answers, Invoke, InvokeResult, encode
-from midstream.errors import ParameterError, TraceError
+from midstream.arch import Architecture
+from midstream.capture.rows import Captured, RowChunk
+from midstream.capture.sinks import RequestCapture
+from midstream.client.requests import Invoke, InvokeResult, PreparedPlan
+from midstream.errors import NotFiniteError, ParameterError, TraceError
+from midstream.plan.captures import Layout, Plane
+from midstream.plan.checks import not_finite
+from midstream.plan.compile import compile_plan
+from midstream.plan.ops.edit import Op, apply
+from midstream.runtime.store import RunStore
+from midstream.sites import LAYER_SITES, Binding, NotFinite, Point
 from midstream.trace.interleaver import Interleaver
 from midstream.trace.program import Outcome, Program, make_body, outcome
-from midstream.trace.rows import BatchRows
+from midstream.trace.rows import BatchRows, Event
 from midstream.trace.tracer import Result
 from midstream.trace.tree import map_objects
 
@@ -70,55 +81,63 @@ class Generated:
         return [self]
 
 
-def _strings(stop: str | Sequence[str] | None) -> Sequence[str]:
-    return [stop] if isinstance(stop, str) else stop or ()
+@dataclass
+class BatchRequest:
+    """One request of a batch.
+
+    Attributes:
+        name: its id.
+        prompt: token ids.
+        plan: its plan.
+        running: the same, while it runs.
+        generated: the tokens generated so far.
+        finish_reason: None while it runs.
+        graded: the log-probabilities of its answers.
+        rows: its rows of the current step.
+        result: set when the batch has ended.
+    """
+
+    name: str
+    invoke: Invoke
+    prompt: list[int]
+    plan: PreparedPlan | None
+    running: RunningPlan | None = None
+    generated: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    graded: dict[str | int, float] | None = None
+    rows: BatchRows = field(init=False)
+    result: InvokeResult = field(init=False)
 
 
 class PaddedBatch:
-    """One left-padded batch, and the bodies and plans that run on it.
+    """One left-padded batch, and the bodies that run on it.
 
     Args:
-        model: what the bodies know as the model.
-        module: the transformers model.
+        model: the LanguageModel.
         interleaver: runs the bodies.
-        edits: the model's standing edits, by name.
-        plans: the requests' plans.
-        names: the requests' ids.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        module: Any,
-        tokenizer: Any,
-        interleaver: Interleaver,
-        edits: Mapping[str, Program],
-        invokes: list[Invoke],
-        plans: PlanHooks,
-        names: Sequence[str],
-    ) -> None:
-        self.module, self.tokenizer, self.interleaver = module, tokenizer, interleaver
-        self.names = names
-        self.prompts = [encode(invoke.prompt, lambda: tokenizer) for invoke in invokes]
-        self.plans = plans
-        self.params = self._common_params(invokes)
-        self.length = max(map(len, self.prompts))
+    def __init__(self, model: Any, interleaver: Interleaver, requests: Sequence[BatchRequest]) -> None:
+        self.module: Any = model.module
+        self.tokenizer: Any = model.tokenizer
+        self.interleaver = interleaver
+        self.requests = requests
+        self.params = self._common_params([request.invoke for request in requests])
+        self.length = max(len(request.prompt) for request in requests)
         self.programs: dict[str, Program] = {}
         self.outcomes: dict[str, Outcome] = {}
-        self.rows_of: dict[str, int] = {}
-        self.generated: list[list[int]] = [[] for _ in invokes]
-        self.finish_reasons: list[str | None] = [None] * len(invokes)
-        self.answers = [invoke.answers for invoke in invokes]
-        self.graded: list[dict[str | int, float] | None] = [None if each else {} for each in self.answers]
+        self.request_of: dict[str, BatchRequest] = {}
         shared: dict[str, Any] = {}
-        for row, invoke in enumerate(invokes):
-            own = {f"{row}": invoke.program} if invoke.program is not None else {}
-            for name, program in {**{f"{row}#{n}": e for n, e in edits.items()}, **own}.items():
-                self.programs[name], self.rows_of[name] = program, row
+        for row, request in enumerate(requests):
+            programs = {f"{row}#{name}": edit for name, edit in model.edits.items()}
+            if request.invoke.program is not None:
+                programs[f"{row}"] = request.invoke.program
+            for name, program in programs.items():
+                self.programs[name], self.request_of[name] = program, request
                 interleaver.add(make_body(name, program, model, shared, snapshots=False, journals=False))
 
     @staticmethod
-    def _common_params(invokes: list[Invoke]) -> dict[str, Any]:
+    def _common_params(invokes: Sequence[Invoke]) -> dict[str, Any]:
         params = invokes[0].params
         if any(invoke.params != params for invoke in invokes):
             raise TraceError("On transformers all invokes of a trace need the same sampling parameters.")
@@ -133,7 +152,8 @@ class PaddedBatch:
             raise ParameterError(f"stop is {stop!r}; allowed: a non-empty string, or a list of them.")
         return params
 
-    def run(self) -> list[InvokeResult]:
+    def run(self) -> None:
+        """Run the requests to their end, and set their results."""
         try:
             with self._step_hook():
                 if self.params["max_tokens"] == 1:
@@ -145,24 +165,31 @@ class PaddedBatch:
         finally:
             for name in list(self.interleaver.bodies):
                 self.interleaver.discard(name)
-        return [self._result(row) for row in range(len(self.prompts))]
+        for row, request in enumerate(self.requests):
+            request.result = self._result(row, request)
 
-    def _result(self, row: int) -> InvokeResult:
-        own = self.outcomes.get(str(row))
+    def _result(self, row: int, request: BatchRequest) -> InvokeResult:
+        own = self.outcomes.pop(str(row), None)
         failed = [
-            o
-            for name, o in self.outcomes.items()
-            if self.rows_of[name] == row and o.failure is not None and o is not own
+            other
+            for name, other in self.outcomes.items()
+            if self.request_of[name] is request and other.failure is not None
         ]
         outcomes = ([own] if own is not None else []) + failed
-        tokens = self.generated[row]
-        name, (text, _) = self.names[row], self._text(row)
-        reason = self.finish_reasons[row] or "length"
-        output = Generated(name, self.prompts[row], tokens, text, reason, {}, Captured.nothing(name), self.graded[row])
+        output = Generated(
+            request_id=request.name,
+            prompt_token_ids=request.prompt,
+            token_ids=request.generated,
+            text=self._text(request)[0],
+            finish_reason=request.finish_reason or "length",
+            saves={},
+            captures=Captured.nothing(request.name),
+            answers=request.graded if request.invoke.answers else {},
+        )
         for each in outcomes:
             each.values = map_objects(each.values, Result, lambda _: output)
         output.saves = own.values if own is not None else {}
-        return InvokeResult(outcomes, output)
+        return InvokeResult(outcomes, output, request.plan)
 
     def _finish(self, name: str) -> None:
         body = self.interleaver.finish(name)
@@ -185,39 +212,39 @@ class PaddedBatch:
             handle.remove()
 
     def _begin_step(self, length: int) -> None:
-        rows: list[BatchRows] = []
-        first: list[int] = []
-        for prompt, generated in zip(self.prompts, self.generated, strict=True):
-            is_prompt = length == self.length and not generated
-            rows.append(BatchRows(len(rows), self.length - len(prompt) if is_prompt else 0, len(self.prompts), length))
-            first.append(0 if is_prompt else len(prompt) + len(generated) - 1)
-        self.plans.begin_step(rows, first)
-        self.interleaver.begin_step({name: rows[self.rows_of[name]] for name in self.interleaver.bodies})
+        for row, request in enumerate(self.requests):
+            is_prompt = length == self.length and not request.generated
+            pad = self.length - len(request.prompt) if is_prompt else 0
+            request.rows = BatchRows(row, pad, len(self.requests), length)
+            if request.running is not None:
+                first = 0 if is_prompt else len(request.prompt) + len(request.generated) - 1
+                request.running.begin_step(first, request.rows.count)
+        rows = {name: self.request_of[name].rows for name in self.interleaver.bodies}
+        self.interleaver.begin_step(rows)
 
     def _end_step(self, samples: torch.Tensor) -> None:
         self.interleaver.end_step()
-        for row, token in enumerate(samples.tolist()):
-            if self.finish_reasons[row] is None:
-                self.generated[row].append(token)
-                self.finish_reasons[row] = self._reason(row, token)
+        for request, token in zip(self.requests, samples.tolist(), strict=True):
+            if request.finish_reason is None:
+                request.generated.append(token)
+                request.finish_reason = self._reason(request, token)
         for name, body in list(self.interleaver.bodies.items()):
+            request = self.request_of[name]
             if body.done and body.failure is not None:
-                self.finish_reasons[self.rows_of[name]] = self.finish_reasons[self.rows_of[name]] or "length"
-            if self.finish_reasons[self.rows_of[name]] is not None:
+                request.finish_reason = request.finish_reason or "length"
+            if request.finish_reason is not None:
                 self._finish(name)
-        for row, planned in self.plans.rows.items():
-            planned.has_ended = self.finish_reasons[row] is not None
 
-    def _reason(self, row: int, token: int) -> str | None:
+    def _reason(self, request: BatchRequest, token: int) -> str | None:
         """Why the request ends with this token; None if it continues."""
-        if token in self._stop_tokens() or (self.params.get("stop") and self._text(row)[1]):
+        if token in self._stop_tokens() or (self.params.get("stop") and self._text(request)[1]):
             return "stop"
-        return "length" if len(self.generated[row]) >= self.params["max_tokens"] else None
+        return "length" if len(request.generated) >= self.params["max_tokens"] else None
 
-    def _text(self, row: int) -> tuple[str, bool]:
+    def _text(self, request: BatchRequest) -> tuple[str, bool]:
         """The generated text up to the first complete string of `stop`, and whether there is one."""
-        decode = functools.partial(self.tokenizer.decode, skip_special_tokens=True)
-        tokens, before = self.generated[row], self.prompts[row][-_CONTEXT:]
+        decode = partial(self.tokenizer.decode, skip_special_tokens=True)
+        tokens, before = request.generated, request.prompt[-_CONTEXT:]
         shown = tokens[:-1] if tokens and tokens[-1] in self._stop_tokens() else tokens
         text = decode(before + shown)[len(decode(before)) :]
         ends = [(at + len(stop), at) for stop in _strings(self.params.get("stop")) if (at := text.find(stop)) >= 0]
@@ -231,16 +258,19 @@ class PaddedBatch:
     def _inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
         device = self.module.device
         pad = self.tokenizer.pad_token_id or 0
-        ids_BS = torch.tensor([[pad] * (self.length - len(p)) + p for p in self.prompts], device=device)
-        mask_BS = torch.tensor([[0] * (self.length - len(p)) + [1] * len(p) for p in self.prompts], device=device)
+        padded = [(self.length - len(request.prompt), request.prompt) for request in self.requests]
+        ids_BS = torch.tensor([[pad] * count + prompt for count, prompt in padded], device=device)
+        mask_BS = torch.tensor([[0] * count + [1] * len(prompt) for count, prompt in padded], device=device)
         return ids_BS, mask_BS
 
     def _forward_once(self) -> None:
         """One forward in the caller's gradient mode; transformers' generate would turn gradients off."""
         ids_BS, mask_BS = self._inputs()
         kwargs: dict[str, Any] = {}
-        if any(len(p) < self.length for p in self.prompts):
-            kwargs = {"attention_mask": mask_BS, **self._positions(mask_BS)}
+        if not mask_BS.all():
+            kwargs = {"attention_mask": mask_BS}
+            if "position_ids" in inspect.signature(self.module.forward).parameters:
+                kwargs["position_ids"] = (mask_BS.cumsum(-1) - 1).clamp(min=0)
         logits_BV = self.module(input_ids=ids_BS, use_cache=False, **kwargs).logits[:, -1]
         logits_BV = self.interleaver.fire(("", "logits"), logits_BV)
         self._grade(logits_BV)
@@ -249,14 +279,10 @@ class PaddedBatch:
 
     def _grade(self, logits_BV: torch.Tensor) -> None:
         """Grade the answers by the logits of the first generated tokens."""
-        for row, answers in enumerate(self.answers):
-            if self.graded[row] is None:
-                self.graded[row] = _log_probabilities(logits_BV[row], answers)
-
-    def _positions(self, mask_BS: torch.Tensor) -> dict[str, torch.Tensor]:
-        if "position_ids" not in inspect.signature(self.module.forward).parameters:
-            return {}
-        return {"position_ids": (mask_BS.cumsum(-1) - 1).clamp(min=0)}
+        for request, logits_V in zip(self.requests, logits_BV, strict=True):
+            if request.graded is None and request.invoke.answers:
+                logprobs_V = logits_V.detach().float().log_softmax(-1)
+                request.graded = {answer: float(logprobs_V[token]) for answer, token in request.invoke.answers.items()}
 
     def _sample(self, logits_BV: torch.Tensor) -> torch.Tensor:
         from transformers import LogitsProcessorList
@@ -303,7 +329,8 @@ class PaddedBatch:
             sampled_B = so_far_BS[:, -1]
             so_far_BS[:, -1] = self.interleaver.fire(("", "samples"), sampled_B)
             self._end_step(so_far_BS[:, -1])
-            return torch.tensor([reason is not None for reason in self.finish_reasons], device=so_far_BS.device)
+            ended = [request.finish_reason is not None for request in self.requests]
+            return torch.tensor(ended, device=so_far_BS.device)
 
         eos = self.module.generation_config.eos_token_id
         self.module.generate(
@@ -317,6 +344,168 @@ class PaddedBatch:
         )
 
 
-def _log_probabilities(logits_V: torch.Tensor, answers: Answers) -> dict[str | int, float]:
-    logprobs_V = logits_V.detach().float().log_softmax(-1)
-    return {answer: float(logprobs_V[token]) for answer, token in answers.items()}
+def _strings(stop: str | Sequence[str] | None) -> Sequence[str]:
+    return [stop] if isinstance(stop, str) else stop or ()
+
+
+# Plans.
+
+
+class RunningPlan:
+    """One request's plan: edits the values of its sites in each step, and captures their rows.
+
+    Args:
+        name: the request's id.
+        vectors: the model's named vectors.
+        runs: the model's recorded runs.
+        capture: makes the object that takes the captured rows; called if the plan can run.
+
+    Raises:
+        PlanError: a recorded run is gone.
+    """
+
+    def __init__(
+        self,
+        plan: PreparedPlan,
+        name: str,
+        arch: Architecture,
+        vectors: Mapping[str, Any],
+        runs: RunStore,
+        capture: Callable[[], RequestCapture],
+    ) -> None:
+        self._plan, self._name = plan, name
+        self._compiled = compile_plan(
+            plan.plan,
+            len(plan.prompt),
+            arch.num_layers,
+            width=lambda site, layer: arch.widths[site, layer],
+            vector=lambda named: vectors[named.name].data,
+            run=runs.row,
+        )
+        self._capture = capture()
+        self.points = {point for profile in self._compiled.profiles for point in profile.ops}
+        self._first = 0
+        self._groups: list[tuple[int, torch.Tensor]] = []  # profile, rows of this step that have it
+        self._not_finite: NotFinite | None = None
+
+    def begin_step(self, first: int, count: int) -> None:
+        """The next forward computes `count` positions from `first` on."""
+        length = len(self._plan.prompt)
+        positions = np.arange(first, first + count)
+        profiles = np.where(
+            positions < length, self._compiled.prompt[np.minimum(positions, length - 1)], self._compiled.generated
+        )
+        self._first = first
+        self._groups = [(int(n), torch.from_numpy(np.flatnonzero(profiles == n))) for n in np.unique(profiles) if n]
+
+    def edit(self, point: Point, x_tH: torch.Tensor) -> torch.Tensor:
+        """The value of a site after the plan: the same tensor if nothing is edited."""
+        new_tH = x_tH
+        for number, rows in self._groups:
+            ops = self._compiled.profiles[number].ops.get(point)
+            if ops is None:
+                continue
+            old = x_tH[rows.to(x_tH.device)]
+            edited = apply(old, ops, self._compiled.bank)
+            if edited is not old:
+                self._check_finite(point, rows, edited)
+                new_tH = new_tH.index_put((rows.to(x_tH.device),), edited)
+            for op, value in _captured(ops, old, edited):
+                self._keep(point, number, op, rows, value)
+        return new_tH
+
+    def _check_finite(self, point: Point, rows: torch.Tensor, edited_tH: torch.Tensor) -> None:
+        if self._not_finite is None and not torch.isfinite(edited_tH).all():
+            row = int((~torch.isfinite(edited_tH)).any(-1).nonzero()[0])
+            self._not_finite = NotFinite(self._first + int(rows[row]), point)
+
+    def _keep(self, point: Point, number: int, op: Op, rows: torch.Tensor, value: torch.Tensor) -> None:
+        layout = self._compiled.profiles[number].layout
+        when = next(plane.when for plane in layout if plane[:2] == point and plane.offset == op.offset)
+        plane = Plane(*point, when, 0, value.shape[-1])
+        positions = rows.numpy() + self._first
+        self._capture.add([RowChunk(self._name, positions, Layout((plane,)), value.detach().cpu().clone())])
+
+    def end(self, generated: int) -> None:
+        """The request has ended with so many tokens."""
+        self._capture.end(self._stop(generated))
+
+    def _stop(self, generated: int) -> int:
+        return len(self._plan.prompt) + generated - 1
+
+    def result(self, generated: int) -> Captured:
+        """The output's captures. Raises CaptureError, or NotFiniteError if an edit made activations infinite or NaN."""
+        if self._not_finite is not None:
+            self.discard()
+            raise NotFiniteError(not_finite(self._not_finite, self._plan.plan, self._plan.facts.dtype))
+        return self._capture.result(self._stop(generated))
+
+    def discard(self) -> None:
+        """Drop the captured rows: nobody will ask for the result."""
+        self._capture.discard()
+
+
+def _captured(ops: Sequence[Op], old: torch.Tensor, edited: torch.Tensor) -> Iterator[tuple[Op, torch.Tensor]]:
+    """The captures among `ops`, with their rows. A capture that comes first takes the value before the edits."""
+    for i, op in enumerate(ops):
+        if op.kind == "capture":
+            yield op, old if i == 0 else edited
+
+
+@contextmanager
+def plan_hooks(
+    model: nn.Module, arch: Architecture, requests: Sequence[BatchRequest], is_muted: Callable[[], bool]
+) -> Iterator[None]:
+    """Register the plans of a batch as hooks on the model.
+
+    The hooks run before those of traces that begin later, and have to be removed after them.
+
+    Args:
+        requests: those of the batch.
+        is_muted: whether the modules run for another reason than the step.
+    """
+    order = {site: i for i, site in enumerate(LAYER_SITES)}
+    points = {point for request in requests if request.running is not None for point in request.running.points}
+    hooked: dict[tuple[str, str], list[tuple[Point, Binding]]] = {}  # by module and whether it is its input or output
+    for point in sorted(points, key=lambda p: (p[1], order[p[0]])):
+        binding = arch.binding(*point)
+        hooked.setdefault((binding.path, binding.kind), []).append((point, binding))
+
+    def edited(key: tuple[str, str], tree: Any) -> Any:
+        if is_muted():
+            return tree
+        event = Event(key, tree)
+        for point, binding in hooked[key]:
+            for request in requests:
+                if request.running is not None and request.finish_reason is None and point in request.running.points:
+                    _edit(event, point, binding, request.running, request.rows)
+        return event.tree
+
+    handles = [_hook(model.get_submodule(path), kind, partial(edited, (path, kind))) for path, kind in hooked]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _hook(module: nn.Module, kind: str, edited: Callable[[Any], Any]) -> Any:
+    if kind == "input":
+        return hooks.before(module, lambda args, kwargs: edited((args, kwargs)))
+    if hooks.skips_hooks(module):  # a trace wraps its `forward`, and would read the output before a hook edits it
+        return hooks.around(module, None, edited)
+    return hooks.after(module, edited)
+
+
+def _edit(event: Event, point: Point, binding: Binding, plan: RunningPlan, rows: BatchRows) -> None:
+    def leaf(ref: Any) -> Any:
+        full = event.leaf(ref)
+        return full if full is None or full.ndim == 1 else rows.take_tokens(full)
+
+    value = binding.read(leaf)
+    old_tH = value.flatten(-2) if binding.heads is not None else value
+    new_tH = plan.edit(point, old_tH)
+    if new_tH is old_tH:
+        return
+    for ref, part in binding.leaves(new_tH.view(value.shape), leaf):
+        event.write(ref, part, rows, tokens=True, in_place=binding.in_place)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence, Sized
+import uuid
+from collections.abc import Callable, Coroutine, Iterable, Sequence, Sized
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from midstream.arch.names import Sizes
 from midstream.capture.directory import Store, open_captures
@@ -18,12 +19,13 @@ from midstream.client.requests import (
     InvokeResult,
     Planner,
     Prompt,
+    RecordAs,
     answers_of,
     plans_of,
     raise_failures,
 )
 from midstream.client.tracing import BlockContext, Tracer, in_with_header
-from midstream.client.vectors_and_runs import Runs, Vectors
+from midstream.client.vectors_and_runs import Runs, Vectors, run_now
 from midstream.errors import PlanError, PromptError, TraceError, UnsendableError
 from midstream.plan.checks import ModelFacts
 from midstream.plan.values import Capture, Plan, RecordedRun
@@ -98,6 +100,7 @@ class TraceModel(Sizes):
     vectors: Vectors
     runs: Runs
     _plan: Plan = Plan()
+    _planner: tuple[Any, Planner] | None = None  # what it was made with
     _is_async = False
     _ships = False  # whether traces run in another process, on copies of what they use
 
@@ -113,21 +116,11 @@ class TraceModel(Sizes):
 
     # What each model provides.
 
-    def _run(self, invokes: list[Invoke], together: bool = False) -> list[InvokeResult]:
-        """Run `invokes` to their end; `together` if they must be in the same steps."""
-        raise NotImplementedError
+    def _run(self, invokes: list[Invoke], together: bool = False) -> Any:
+        """Run `invokes` to their end; `together` if they must be in the same steps.
 
-    def _stream(self, invokes: list[Invoke], together: bool = False) -> Any:
-        """Run `invokes` on an async engine: an `OutputStream`."""
-        raise NotImplementedError
-
-    def _record(self, prompt: Prompt, plan: Plan, name: str) -> Any:
-        """Run `plan`, which captures, and keep its rows as the run `name`."""
-        raise NotImplementedError
-
-    @property
-    def planner(self) -> Planner:
-        """Prepares plans for this model, with the vectors and runs that exist now."""
+        Returns their InvokeResults. On an async engine, an OutputStream, which runs them once it is awaited or iterated over.
+        """
         raise NotImplementedError
 
     @property
@@ -140,6 +133,37 @@ class TraceModel(Sizes):
         """In tokens; None if it is not bounded."""
         return None
 
+    # What they share.
+
+    @property
+    def planner(self) -> Planner:
+        """Prepares plans for this model, with the vectors and runs that exist now."""
+        facts = self.facts
+        known = (facts, self.vectors.digests, [run.id for run in self.runs.handles])
+        if self._planner is None or self._planner[0] != known:
+            self._planner = known, Planner(facts, lambda: self.tokenizer, self.vectors, self.runs)
+        return self._planner[1]
+
+    def _with_plan(self, invokes: list[Invoke]) -> list[Invoke]:
+        """The invokes, with the model's own plan before theirs; before that of a run to record, with its edits alone."""
+        if not self.plan:
+            return invokes
+        edits = Plan(self.plan.edits)
+        composed = {id(each.plan): (edits if each.record else self.plan) + each.plan for each in invokes}
+        return [replace(invoke, plan=composed[id(invoke.plan)]) for invoke in invokes]
+
+    async def _results(self, running: Any) -> list[InvokeResult]:
+        """The results of requests, from what `_run` has returned. Raises their errors."""
+        if self._is_async:
+            await running
+            return running.results  # type: ignore[no-any-return]
+        raise_failures(running)
+        return running  # type: ignore[no-any-return]
+
+    def _finish(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """The coroutine's result; the coroutine itself on an async engine, for the user to await."""
+        return coroutine if self._is_async else run_now(coroutine)
+
     # What users call.
 
     @property
@@ -150,13 +174,6 @@ class TraceModel(Sizes):
     @plan.setter
     def plan(self, plan: Any) -> None:
         self._plan = Plan.of(plan)
-
-    def _with_plan(self, invokes: list[Invoke]) -> list[Invoke]:
-        """The invokes, with the model's own plan before theirs."""
-        if not self.plan:
-            return invokes
-        composed = {id(invoke.plan): self.plan + invoke.plan for invoke in invokes}
-        return [replace(invoke, plan=composed[id(invoke.plan)]) for invoke in invokes]
 
     def trace(self, prompt: Prompt | None = None, *, plan: Any = None, **params: Any) -> Tracer:
         """`with model.trace(prompt) as tracer:` runs the block inside the model's forward pass on `prompt`.
@@ -202,11 +219,18 @@ class TraceModel(Sizes):
                 "or `with model.trace(prompt, plan=...) as tracer:`, whose tracer.outputs have captures."
             )
         invokes = [Invoke(p, program, _sampling(params, 1), q) for p, q in zip(prompts, plans, strict=True)]
-        if self._is_async:
-            return _returned_later(self._stream(invokes), many)
-        results = self._run(invokes)
-        raise_failures(results)
-        return _returned(results, many)
+        return self._finish(self._returned(self._run(invokes), many))
+
+    async def _returned(self, running: Any, many: bool) -> Any:
+        """The function's return value in each invoke, or in the only one."""
+        values = []
+        for result in await self._results(running):
+            samples = [outcome.values.get(RETURNED) for outcome in result.outcomes]
+            for value in samples:
+                if isinstance(value, UnsendableError):
+                    raise TraceError(f"The function's return value could not be sent: {value}.")
+            values.append(samples[0] if len(samples) == 1 else samples)
+        return values if many else values[0]
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt] | None = None, *, plan: Any = None, answers: Any = None, **params: Any
@@ -239,7 +263,11 @@ class TraceModel(Sizes):
         each, single = _each(prompts, "generate")
         plans, params = plans_of(plan, len(each), single), _sampling(params, 16)
         asked = self._answers(answers, len(each), params)
-        return self._outputs([Invoke(p, None, params, q, a) for p, q, a in zip(each, plans, asked, strict=True)])
+        running = self._run([Invoke(p, None, params, q, a) for p, q, a in zip(each, plans, asked, strict=True)])
+        if self._is_async:
+            return running
+        raise_failures(running)
+        return [result.output for result in running]
 
     def collect(
         self,
@@ -273,26 +301,14 @@ class TraceModel(Sizes):
         """
         _refuse_in_trace("collect")
         collection = Collection(_each(prompts, "collect")[0], plan, to, ids, _sampling(params, 1))
-        if self._is_async:
-            return self._collect_later(collection)
-        for part in collection.parts(self.model_name, self.plan, self.planner, self.longest_prompt):
-            self._outputs(part)
-        return open_captures(collection.directory)
+        return self._finish(self._collect(collection))
 
-    async def _collect_later(self, collection: Collection) -> Store:
-        model: Any = self
-        await model.start()
-        for part in collection.parts(self.model_name, self.plan, self.planner, self.longest_prompt):
-            await self._outputs(part)
-        return open_captures(collection.directory)
-
-    def _outputs(self, invokes: list[Invoke]) -> Any:
-        """The outputs of requests; a stream of them on an async engine."""
+    async def _collect(self, collection: Collection) -> Store:
         if self._is_async:
-            return self._stream(invokes)
-        results = self._run(invokes)
-        raise_failures(results)
-        return [result.output for result in results]
+            await cast(Any, self).start()
+        for part in collection.parts(self.model_name, self.plan, self.planner, self.longest_prompt):
+            await self._results(self._run(part))
+        return open_captures(collection.directory)
 
     def _answers(self, given: Any, prompts: int, params: dict[str, Any]) -> list[Answers]:
         if given is None:
@@ -331,7 +347,14 @@ class TraceModel(Sizes):
         if not each:
             raise PlanError("record: sites is empty. Allowed: one site or several.")
         plan = Plan(tuple(Capture(site, layers=layers, positions=positions, when="after") for site in each))
-        return self._record(prompt, Plan(self.plan.edits) + plan, self.runs.new_name() if name is None else name)
+        record = (uuid.uuid4().hex, self.runs.new_name() if name is None else name)
+        invoke = Invoke(prompt, None, {"max_tokens": 1, "temperature": 0.0}, plan, record=record)
+        return self._finish(self._recorded(self._run([invoke]), record))  # type: ignore[no-any-return]
+
+    async def _recorded(self, running: Any, record: RecordAs) -> RecordedRun:
+        (result,) = await self._results(running)
+        assert result.plan is not None
+        return await self.runs.add(result.plan.recorded_run(*record))
 
     def edit(self, name: str = "default") -> EditContext:
         """`with model.edit("name"):` keeps the block on the model: it runs in every step of every later request."""
@@ -343,20 +366,3 @@ class TraceModel(Sizes):
             raise TraceError(f"There is no edit {name!r}; there are: {', '.join(self.edits) or 'none'}.")
         for gone in [name] if name is not None else list(self.edits):
             del self.edits[gone]
-
-
-async def _returned_later(stream: Any, many: bool) -> Any:
-    await stream
-    return _returned(stream.results, many)
-
-
-def _returned(results: list[InvokeResult], many: bool) -> Any:
-    """What the function returned in each invoke, or in the only one."""
-    values = []
-    for result in results:
-        samples = [outcome.values.get(RETURNED) for outcome in result.outcomes]
-        for value in samples:
-            if isinstance(value, UnsendableError):
-                raise TraceError(f"The function's return value could not be sent: {value}.")
-        values.append(samples[0] if len(samples) == 1 else samples)
-    return values if many else values[0]

@@ -25,6 +25,7 @@ from midstream.trace.program import BlockProgram, Outcome, Program
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Answers = Mapping[str | int, int]  # an answer, as a text or a token id -> its token id
+RecordAs = tuple[str, str]  # id and name of a recorded run
 _NOT_TEXT = ("multi_modal", "pixel_values", "image", "video", "audio", "input_features")
 _PLANE_BYTES = 256
 _INTERVENTIONS = (Edit, Capture)
@@ -38,6 +39,7 @@ class Invoke:
         answers: the answers to grade.
         is_elsewhere: whether its block is in another function than the trace, so that its names are not the caller's.
         collected: for a request of `model.collect`.
+        record: for a request of `model.record`, the run that its captured rows are kept as.
     """
 
     prompt: Prompt
@@ -47,6 +49,7 @@ class Invoke:
     answers: Answers = field(default_factory=dict)
     is_elsewhere: bool = False
     collected: Collected | None = None
+    record: RecordAs | None = None
 
     @property
     def block(self) -> Block | None:
@@ -60,11 +63,13 @@ class InvokeResult:
     Attributes:
         outcomes: of its bodies, the invoke's own first; one for each sample if n > 1.
         output: the request's final output.
+        plan: the plan that it ran with.
         error: why its plan or its captures failed.
     """
 
     outcomes: list[Outcome]
     output: Any
+    plan: PreparedPlan | None = None
     error: MidstreamError | None = None
 
     def errors(self) -> Iterator[MidstreamError]:
@@ -110,6 +115,13 @@ def is_multimodal(prompt: Any) -> bool:
     return isinstance(prompt, Mapping) and any(
         str(key).startswith(_NOT_TEXT) and value is not None for key, value in prompt.items()
     )
+
+
+def token_ids(invoke: Invoke, tokenizer: Callable[[], Any]) -> list[int]:
+    """The token ids of its prompt. Raises PromptError, or PlanError for a plan with positions in a prompt that has images."""
+    if invoke.plan and is_multimodal(invoke.prompt):
+        check(invoke.plan, ModelFacts(), None, None, vectors=None, runs=None, multimodal=True)
+    return encode(invoke.prompt, tokenizer)
 
 
 def encode(prompt: Prompt, tokenizer: Callable[[], Any]) -> list[int]:
@@ -232,12 +244,6 @@ def plans_of(given: Any, prompts: int, single: bool = False) -> list[Plan]:
     return [Plan.of(item) for item in given]
 
 
-def refuse_multimodal(plan: Plan, prompt: Prompt) -> None:
-    """Raise PlanError for a plan with positions in a prompt that has images, sound or video."""
-    if plan and is_multimodal(prompt):
-        check(plan, ModelFacts(), None, None, vectors=None, runs=None, multimodal=True)
-
-
 @dataclass(frozen=True)
 class PreparedPlan:
     """One request's plan, checked and ready to run.
@@ -261,13 +267,8 @@ class PreparedPlan:
         dtype = getattr(torch, self.facts.dtype)
         return empty_chunk(request_id, keys, lambda site, layer: self.facts.widths[site, layer], dtype)
 
-    @property
-    def bare(self) -> Plan:
-        """The plan without destinations, as it is sent: the engine returns all captured rows to the client, which has the routes."""
-        return _bare(self.plan)
-
-    def recorded_run(self, name: str, run_id: str) -> RecordedRun:
-        """The handle of the run that the workers keep this plan's captured rows as."""
+    def recorded_run(self, run_id: str, name: str) -> RecordedRun:
+        """The handle of the run that this plan's captured rows are kept as."""
         selected = self.routes.output
         return RecordedRun(
             name,
@@ -279,7 +280,8 @@ class PreparedPlan:
         )
 
 
-def _bare(plan: Plan) -> Plan:
+def without_destinations(plan: Plan) -> Plan:
+    """The plan as it is sent: the engine returns all captured rows to the client, which has the routes."""
     if all(capture.to is None for capture in plan.captures):
         return plan
     return Plan(tuple(replace(item, to=None) if isinstance(item, Capture) else item for item in plan.interventions))
@@ -313,22 +315,29 @@ class Planner:
     def vectors(self) -> dict[str, str]:
         return self._vectors.digests
 
+    def prepare_all(self, invokes: Sequence[Invoke], prompts: Sequence[list[int]]) -> list[PreparedPlan | None]:
+        """The plan of each invoke; `prompts` has their token ids. None for an invoke without a plan."""
+        try:
+            return [
+                self.prepare(invoke.plan, invoke.prompt, ids, invoke.params) if invoke.plan else None
+                for invoke, ids in zip(invokes, prompts, strict=True)
+            ]
+        finally:  # release the user's functions and the objects that they refer to
+            self._with_functions = Memory()
+
     def prepare(self, plan: Plan, prompt: Prompt, ids: list[int], params: Mapping[str, Any]) -> PreparedPlan:
         """Raises PlanError if the plan cannot be done to this prompt on this model, CaptureError if it has an unknown consumer."""
         max_tokens = params.get("max_tokens")
         if has_spans(plan):
             return self._prepare(resolve_spans(plan, *_offsets_of(prompt, ids, self.tokenizer())), ids, max_tokens)
         sinks = tuple(tuple(map(identity, capture.sinks)) for capture in plan.captures)  # equal functions may differ
-        known = (self._with_functions if _has_functions(plan) else self._known).get(
-            (_bare(plan), sinks, len(ids), max_tokens),
+        has_functions = any(callable(to) for capture in plan.captures for to in capture.sinks)
+        known = (self._with_functions if has_functions else self._known).get(
+            (without_destinations(plan), sinks, len(ids), max_tokens),
             lambda: replace(self._prepare(plan, ids, max_tokens), prompt=[]),  # shared by prompts of this length
             lambda prepared: plan_bytes(plan) + _bytes(prepared),
         )
         return PreparedPlan(known.plan, ids, known.routes, known.facts)
-
-    def forget_functions(self) -> None:
-        """Call this when all prompts of a call are prepared: the user's functions, and what they refer to, are then released."""
-        self._with_functions = Memory()
 
     def _prepare(self, plan: Plan, ids: list[int], max_tokens: int | None) -> PreparedPlan:
         if max_tokens is not None and max_tokens < 1:
@@ -355,11 +364,6 @@ class Planner:
                 for item in plan.interventions
             )
         )
-
-
-def _has_functions(plan: Plan) -> bool:
-    """Whether captured rows go to functions of the user's."""
-    return any(callable(to) for capture in plan.captures for to in capture.sinks)
 
 
 def _bytes(prepared: PreparedPlan) -> int:

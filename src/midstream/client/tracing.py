@@ -42,16 +42,14 @@ class Backend(Protocol):
     """The model that a trace runs on.
 
     Attributes:
-        _is_async: whether it has `_stream` and not `_run`.
+        _is_async: whether `_run` returns a stream of outputs, and not the results.
         _ships: whether traces run in another process, on copies of what they use.
     """
 
     _is_async: Any
     _ships: bool
 
-    def _run(self, invokes: list[Invoke], together: bool) -> list[InvokeResult]: ...
-
-    def _stream(self, invokes: list[Invoke], together: bool) -> Any: ...
+    def _run(self, invokes: list[Invoke], together: bool) -> Any: ...
 
 
 class BlockContext:
@@ -177,12 +175,13 @@ class Tracer(BlockContext):
             )
         together = together or self._has_barrier
         place = frame.f_code.co_filename, frame.f_lineno
+        running = self._model._run(self.invokes, together)
         if self._model._is_async:
-            self.backend = self._model._stream(self.invokes, together)
+            self.backend = running
             self.outputs = self.backend.outputs
             self.backend.when_done = lambda results: _warn(place, self._left_warnings(results))
             return
-        results = self._model._run(self.invokes, together)
+        results: list[InvokeResult] = running
         self.outputs = [result.output for result in results]
         mine = [result for invoke, result in zip(self.invokes, results, strict=True) if not invoke.is_elsewhere]
         values = saved_values(outer, self._saved, self.invokes, results)

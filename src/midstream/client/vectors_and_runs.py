@@ -14,9 +14,8 @@ Recorded runs share a byte budget: a run that no request uses may be dropped to 
 
 from __future__ import annotations
 
-import inspect
 import os
-from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 from midstream.errors import MidstreamError, PlanError
@@ -24,9 +23,18 @@ from midstream.plan.fields import nearest
 from midstream.plan.values import RecordedRun
 from midstream.plan.vectors import Named, Vector, as_vector, load_vectors
 
-# Sends a request to every worker and returns their answers: ("list" | "delete" | "lease", arguments). Awaitable on an async engine.
-AskWorkers = Callable[..., Any]
+# Sends a request to every worker and returns their answers: ("list" | "delete" | "lease", arguments).
+AskWorkers = Callable[..., Awaitable[list[Any]]]
 VectorChanges = tuple[dict[str, Vector], list[str]]  # set, deleted
+
+
+def run_now(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Run a coroutine that never waits, because every answer is there at once, as on a sync engine. Returns its result."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        return end.value
+    raise AssertionError("the coroutine waits")
 
 
 class Vectors(MutableMapping[str, Vector]):
@@ -122,9 +130,9 @@ class RunInfo(NamedTuple):
 class Runs(Mapping[str, RecordedRun]):
     """The recorded runs by name. On an async engine, `await runs.listing()` and `await runs.delete(name)`."""
 
-    def __init__(self, ask: AskWorkers, deferred: bool) -> None:
+    def __init__(self, ask: AskWorkers, is_async: bool) -> None:
         self._ask = ask
-        self._deferred = deferred
+        self._is_async = is_async
         self._handles: dict[str, RecordedRun] = {}  # by name; the workers may have dropped some
 
     def __getitem__(self, name: str) -> RecordedRun:
@@ -134,7 +142,7 @@ class Runs(Mapping[str, RecordedRun]):
         return there[name]
 
     def __delitem__(self, name: str) -> None:
-        if self._deferred:
+        if self._is_async:
             raise MidstreamError(f"On an async engine: await model.runs.delete({name!r}).")
         self.delete(name)
 
@@ -145,25 +153,28 @@ class Runs(Mapping[str, RecordedRun]):
         return len(self._there())
 
     def __repr__(self) -> str:
-        if self._deferred:
+        if self._is_async:
             return f"<runs: {', '.join(self._handles) or 'none'}>"
         shown = [f"{run.name} {run.bytes / 1e6:.1f} MB" + " (in use)" * bool(run.leases) for run in self.listing()]
         return f"<runs: {', '.join(shown) or 'none'}>"
 
     def listing(self) -> Any:
         """A RunInfo for each run, the least recently used first. Awaitable on an async engine."""
-        return _then(self._ask("list"), self._listed)
+        return self._list() if self._is_async else run_now(self._list())
 
     def delete(self, name: str) -> Any:
         """Forget a run. Running requests that use it go on. Awaitable on an async engine. Raises KeyError for an unknown name."""
-        handle = self._handles[name] if self._deferred else self[name]
+        handle = self._handles[name] if self._is_async else self[name]
         del self._handles[name]
-        return _then(self._ask("delete", [handle.id]), _nothing)
+        deletion = self._delete(handle)
+        return deletion if self._is_async else run_now(deletion)
 
-    def add(self, run: RecordedRun) -> Any:
-        """Add a recorded run, in the place of an older one of its name. Awaitable on an async engine."""
+    async def add(self, run: RecordedRun) -> RecordedRun:
+        """Add a recorded run, in the place of an older one of its name."""
         older, self._handles[run.name] = self._handles.get(run.name), run
-        return _then(self._ask("delete", [older.id] if older is not None else []), lambda _: run)
+        if older is not None:
+            await self._delete(older)
+        return run
 
     def new_name(self) -> str:
         """The first of `run-1`, `run-2`, ... that is free."""
@@ -174,17 +185,12 @@ class Runs(Mapping[str, RecordedRun]):
         """The runs that were recorded by this model and not deleted."""
         return list(self._handles.values())
 
-    def lease(self, ids: list[str], by: int) -> Any:
-        """Add `by` to the leases of runs. Raises PlanError if a run is gone. Awaitable on an async engine."""
-        return _then(self._ask("lease", ids, by), (lambda answers: self._leased(ids, answers)) if by > 0 else _nothing)
-
-    def _leased(self, ids: list[str], answers: list[list[str]]) -> Any:
-        """If a worker lacks a run, give the leases back to all workers and raise."""
-        if missing := {run_id for answer in answers for run_id in answer}:
-            return _then(self._ask("lease", ids, -1), lambda _: self._refuse(missing))
-        return None
-
-    def _refuse(self, missing: set[str]) -> None:
+    async def lease(self, ids: list[str]) -> None:
+        """Lease runs. If a worker lacks one of them, none is leased, and PlanError is raised."""
+        missing = {run_id for answer in await self._ask("lease", ids, 1) for run_id in answer}
+        if not missing:
+            return
+        await self.release(ids)
         names = [name for name, run in self._handles.items() if run.id in missing]
         self._handles = {name: run for name, run in self._handles.items() if run.id not in missing}
         raise PlanError(
@@ -192,24 +198,29 @@ class Runs(Mapping[str, RecordedRun]):
             "or dropped to make room for others. Record it again, with a larger record_bytes if need be."
         )
 
+    async def release(self, ids: list[str]) -> None:
+        """Give leases back."""
+        await self._ask("lease", ids, -1)
+
+    async def _delete(self, run: RecordedRun) -> None:
+        await self._ask("delete", [run.id])
+
     def _there(self) -> dict[str, RecordedRun]:
-        if not self._deferred:
+        if not self._is_async:
             self.listing()
         return self._handles
 
-    def _listed(self, answers: list[list[dict[str, Any]]]) -> list[RunInfo]:
-        there = [{run["id"]: run for run in answer} for answer in answers]
-        everywhere = [
-            each for run_id in there[0] if len(each := [runs[run_id] for runs in there if run_id in runs]) == len(there)
+    async def _list(self) -> list[RunInfo]:
+        """The runs that every worker has. The handles of other runs are dropped."""
+        there = [{run["id"]: run for run in answer} for answer in await self._ask("list")]
+        infos = [
+            _info(parts)
+            for run_id in there[0]
+            if len(parts := [runs[run_id] for runs in there if run_id in runs]) == len(there)
         ]
-        infos = [_info(parts) for parts in everywhere]
         ids = {info.id for info in infos}
         self._handles = {name: run for name, run in self._handles.items() if run.id in ids}
         return infos
-
-
-def _nothing(_: Any) -> None:
-    pass
 
 
 def _info(parts: list[dict[str, Any]]) -> RunInfo:
@@ -217,15 +228,3 @@ def _info(parts: list[dict[str, Any]]) -> RunInfo:
     run = parts[0]
     places = (tuple(run[field]) for field in ("sites", "layers", "positions"))
     return RunInfo(run["name"], run["id"], run["bytes"], max(part["leases"] for part in parts), *places)
-
-
-def _then(answer: Any, do: Callable[[Any], Any]) -> Any:
-    """`do(answer)`, as an awaitable if the answer is one."""
-    if not inspect.isawaitable(answer):
-        return do(answer)
-
-    async def later(pending: Awaitable[Any]) -> Any:
-        done = do(await pending)
-        return await done if inspect.isawaitable(done) else done
-
-    return later(answer)

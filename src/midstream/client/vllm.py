@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Callable, Mapping, Sequence
+import copy
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
 from types import TracebackType
 from typing import Any, Literal, Self
 
 from midstream.arch.detect import show_tree
+from midstream.capture.rows import Routes
 from midstream.capture.sinks import Sinks
 from midstream.client.model import TraceModel
-from midstream.client.requests import Invoke, InvokeResult, Planner, Prompt, encode, raise_failures, refuse_multimodal
+from midstream.client.requests import Invoke, InvokeResult, PreparedPlan, token_ids, without_destinations
 from midstream.client.vllm_async import OutputStream
-from midstream.client.vllm_engine import EngineConnection, run_requests
-from midstream.client.vllm_requests import EngineRequests, RecordAs, make_requests, take_plan
+from midstream.client.vllm_captures import RowReceiver
+from midstream.client.vllm_engine import EngineConnection, EngineRequest, run_requests
 from midstream.engine import launch
-from midstream.errors import MidstreamError, TraceError, UnknownModuleError
+from midstream.errors import MidstreamError, ParameterError, PlanError, TraceError, UnknownModuleError
 from midstream.plan.checks import ModelFacts
-from midstream.plan.values import Plan, RecordedRun
-from midstream.settings import RECORD_BYTES, Settings
+from midstream.plan.values import Plan
+from midstream.runtime.request import Envelope, PlanRequest, TraceRequest, packed, requests_of
+from midstream.settings import NAME, RECORD_BYTES, Settings
 from midstream.sites import ACCESSORS, LAYER_SITES
+from midstream.trace.analysis import keeps_to_graph_sites
 from midstream.trace.envoy import nearest
+from midstream.trace.program import ship
 
 _IN_TRACES = ("logits", "samples", "next_token_probs", "project_on_vocab", "steer", "skip_layers")
 _HELD = ("weight", "bias", "parameters", "state_dict", "forward")
@@ -119,7 +126,6 @@ class VLLM(TraceModel):
         self._connection = EngineConnection(started, self.sinks, mode == "async")
         self.config = self._connection.config
         self.vectors, self.runs = self._connection.vectors, self._connection.runs
-        self._planner: tuple[Any, Planner] | None = None
         self._tokenizer: Any = None
 
     _is_async = property(lambda self: self.mode == "async")  # type: ignore[assignment]
@@ -180,7 +186,7 @@ class VLLM(TraceModel):
         """The module tree, its shapes and sites, from the workers."""
         return self._connection.description
 
-    @property
+    @cached_property
     def facts(self) -> ModelFacts:
         """The facts about the model that plans are checked against."""
         described = self.description
@@ -188,14 +194,6 @@ class VLLM(TraceModel):
         return ModelFacts(
             described["num_layers"], {(site, int(layer)): width for site, layer, width in points}, described["dtype"]
         )
-
-    @property
-    def planner(self) -> Planner:
-        """Prepares plans for this engine, with the vectors and runs that exist now."""
-        known = (self.vectors.digests, [run.id for run in self.runs.handles])
-        if self._planner is None or self._planner[0] != known:
-            self._planner = known, Planner(self.facts, lambda: self.tokenizer, self.vectors, self.runs)
-        return self._planner[1]
 
     @property
     def longest_prompt(self) -> int:
@@ -232,59 +230,109 @@ class VLLM(TraceModel):
 
     # Running.
 
-    def _prepare(
-        self, invokes: list[Invoke], together: bool = False, record: RecordAs | None = None
-    ) -> Callable[[], EngineRequests]:
-        """Encode the prompts. The returned function checks the plans and makes the requests; the engine has to be started."""
-        for invoke in invokes:
-            refuse_multimodal(invoke.plan, invoke.prompt)
-        prompts = [encode(invoke.prompt, lambda: self.tokenizer) for invoke in invokes]
-        return lambda: make_requests(
-            invokes,
-            prompts,
-            together,
-            self.config,
-            edits=list(self.edits.values()),
-            planner=lambda: self.planner,
-            sinks=self.sinks,
-            stream=self._is_async,
-            record=record,
-        )
-
-    def _composed(self, invokes: list[Invoke]) -> list[Invoke]:
-        """The invokes with all their plans: the model's own, and those in `extra_args`."""
-        return self._with_plan([take_plan(invoke) for invoke in invokes])
-
-    def _run(self, invokes: list[Invoke], together: bool = False) -> list[InvokeResult]:
-        requests = self._prepare(self._composed(invokes), together)()
-        return run_requests(self._connection, requests, self.progress)
-
-    def _stream(self, invokes: list[Invoke], together: bool = False) -> OutputStream:
-        return self._streamed(self._composed(invokes), together)
-
-    def _streamed(self, invokes: list[Invoke], together: bool = False, record: RecordAs | None = None) -> OutputStream:
-        prepare = self._prepare(invokes, together, record)
+    def _run(self, invokes: list[Invoke], together: bool = False) -> list[InvokeResult] | OutputStream:
+        invokes = self._with_plan([_with_carried_plan(invoke) for invoke in invokes])
+        prompts = [token_ids(invoke, lambda: self.tokenizer) for invoke in invokes]
+        if not self._is_async:
+            requests = self._requests(invokes, prompts, together)
+            return run_requests(self._connection, requests, self.progress)
         if not self._connection.is_described and any(invoke.plan for invoke in invokes):
-            return OutputStream(self._connection, prepare)  # plans are checked once the engine has started
-        requests = prepare()
+            # Plans are checked once the engine has started.
+            return OutputStream(self._connection, lambda: self._requests(invokes, prompts, together))
+        requests = self._requests(invokes, prompts, together)
         return OutputStream(self._connection, lambda: requests)
 
-    def _record(self, prompt: Prompt, plan: Plan, name: str) -> Any:
-        run_id = uuid.uuid4().hex
-        invoke = Invoke(prompt, None, {"max_tokens": 1, "temperature": 0.0}, plan)
-        if self._is_async:
-            return self._recorded_later(self._streamed([invoke], record=(run_id, name)), name, run_id)
-        requests = self._prepare([invoke], record=(run_id, name))()
-        raise_failures(run_requests(self._connection, requests))
-        return self.runs.add(_recorded_run(requests, name, run_id))
+    def _requests(
+        self, invokes: Sequence[Invoke], prompts: Sequence[list[int]], together: bool = False
+    ) -> list[EngineRequest]:
+        """The requests of `invokes`; `prompts` has their token ids. `together`: whether all of them must be in the same steps.
 
-    async def _recorded_later(self, stream: OutputStream, name: str, run_id: str) -> RecordedRun:
-        await stream
-        assert stream.requests is not None
-        return await self.runs.add(_recorded_run(stream.requests, name, run_id))
+        Requests with equal parameters and plans share their parameters.
+
+        Raises:
+            PromptError: a prompt that cannot be traced in one step.
+            PlanError: a plan that cannot be done on this model, or to its prompt.
+        """
+        traces: Sequence[TraceRequest | None] = [None] * len(invokes)
+        if self.edits or any(invoke.program is not None for invoke in invokes):
+            traces = self._traces(invokes, prompts, together)
+        plans: Sequence[PreparedPlan | None] = [None] * len(invokes)
+        if any(invoke.plan for invoke in invokes):
+            plans = self.planner.prepare_all(invokes, prompts)
+        shared: dict[Any, Any] = {}
+        requests = []
+        for invoke, ids, trace, plan in zip(invokes, prompts, traces, plans, strict=True):
+            rows = self._receiver(invoke, plan) if plan is not None and plan.plan.captures else None
+            same = (id(invoke.params), id(invoke.answers))
+            if trace is not None:
+                params = _with_plan(_sampling_params(invoke, trace), plan, rows, invoke)
+            else:
+                if same not in shared:
+                    shared[same] = _sampling_params(invoke, None)
+                params = shared[same]
+                if plan is not None and rows is not None:  # its rows have an address of their own
+                    params = _with_plan(copy.copy(params), plan, rows, invoke)
+                elif plan is not None:
+                    if (same, plan.plan) not in shared:
+                        shared[same, plan.plan] = _with_plan(copy.copy(params), plan, None, invoke)
+                    params = shared[same, plan.plan]
+            salt = secrets.token_hex(8) if trace is not None else None
+            requests.append(EngineRequest(launch.engine_prompt(ids, salt), params, trace, plan, rows, invoke.answers))
+        return requests
+
+    def _traces(
+        self, invokes: Sequence[Invoke], prompts: Sequence[list[int]], together: bool
+    ) -> Sequence[TraceRequest | None]:
+        if self.config.speculative_config is not None:
+            raise TraceError(
+                "Traces are not supported with speculative decoding: they would see draft tokens as the request's own. Start the engine "
+                "without speculative_config, or send a plan."
+            )
+        edits = list(self.edits.values())
+        programs = [[*edits, *([invoke.program] if invoke.program is not None else [])] for invoke in invokes]
+        samples = [invoke.params.get("n", 1) for invoke in invokes]
+        launch.check_prompts(
+            self.config, [p for p, n in zip(prompts, samples, strict=True) for _ in range(n)], together
+        )
+        keep = [all(map(keeps_to_graph_sites, each)) for each in programs]
+        return requests_of(ship(programs), [len(each) for each in programs], keep, samples, together, self._is_async)
+
+    def _receiver(self, invoke: Invoke, plan: PreparedPlan) -> RowReceiver:
+        """Receives the request's captured rows. Rows of a recorded run stay in the workers."""
+        plan = plan if invoke.record is None else replace(plan, routes=Routes({}, ()))
+        samples = invoke.params.get("n", 1)
+        return RowReceiver(plan, samples, self.sinks, self._connection.stages, invoke.collected)
 
 
-def _recorded_run(requests: EngineRequests, name: str, run_id: str) -> RecordedRun:
-    (plan,) = requests.plans
-    assert plan is not None
-    return plan.recorded_run(name, run_id)
+def _with_carried_plan(invoke: Invoke) -> Invoke:
+    """The invoke with the plan of its `extra_args`, if they have one, as its plan.
+
+    Raises PlanError if it has another plan, ParameterError if `extra_args` is no dict.
+    """
+    extra = invoke.params.get("extra_args") or {}
+    if not isinstance(extra, Mapping):
+        raise ParameterError(f"extra_args is {extra!r}; allowed: a dict.")
+    if NAME not in extra:
+        return invoke
+    if invoke.plan:
+        raise PlanError(f"The plan was given twice: as plan=, and as extra_args[{NAME!r}].")
+    given = extra[NAME]
+    given = given["plan"] if isinstance(given, Mapping) and "plan" in given else given
+    rest = {name: value for name, value in extra.items() if name != NAME}
+    return replace(invoke, plan=Plan.of(given), params={**invoke.params, "extra_args": rest})
+
+
+def _sampling_params(invoke: Invoke, trace: TraceRequest | None) -> Any:
+    answers = {"logprob_token_ids": list(invoke.answers.values())} if invoke.answers else {}
+    return launch.sampling_params({**invoke.params, **answers}, trace)
+
+
+def _with_plan(params: Any, plan: PreparedPlan | None, rows: RowReceiver | None, invoke: Invoke) -> Any:
+    """`params`, changed in place to carry the plan, and the address of its rows."""
+    if plan is not None:
+        wire = packed(without_destinations(plan.plan))
+        key = rows.key if rows is not None else None
+        request = PlanRequest(wire, plan.facts.num_layers, capture=key, record=invoke.record, checked=True)
+        extra = params.extra_args or {}
+        params.extra_args = {**extra, NAME: Envelope({**extra.get(NAME, {}), **request.to_extra_args()[NAME]})}
+    return params

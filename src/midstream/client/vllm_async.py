@@ -10,22 +10,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
-from midstream.client.requests import InvokeResult, raise_failures
+from midstream.client.requests import InvokeResult, raise_failures, runs_of
+from midstream.client.vectors_and_runs import Runs
 from midstream.client.vllm_captures import RESULT_SECONDS, rows_missing, sample_index
-from midstream.client.vllm_engine import EngineConnection
-from midstream.client.vllm_requests import (
-    EngineRequests,
+from midstream.client.vllm_engine import (
+    EngineConnection,
+    EngineRequest,
     graded,
     merge_stages,
     put_captures,
     results_lost,
     saves_of,
+    trace_ids,
     traced_result,
 )
 from midstream.engine import launch
@@ -56,13 +58,12 @@ class OutputStream(Awaitable[list[Any]]):
         when_done: called with the results.
     """
 
-    def __init__(self, connection: EngineConnection, prepare: Callable[[], EngineRequests]) -> None:
+    def __init__(self, connection: EngineConnection, prepare: Callable[[], list[EngineRequest]]) -> None:
         self.outputs: list[Any] = []
         self.results: list[InvokeResult] = []
         self.when_done: Callable[[list[InvokeResult]], None] = lambda _: None
         self._connection = connection
         self._prepare = prepare
-        self.requests: EngineRequests | None = None
         self._items: asyncio.Queue[_Item] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -86,17 +87,25 @@ class OutputStream(Awaitable[list[Any]]):
         return self.outputs
 
     async def _iterate(self, items: asyncio.Queue[_Item]) -> AsyncIterator[Any]:
-        await self._connection.start()
+        connection = self._connection
+        await connection.start()
         self._loop = asyncio.get_running_loop()
-        requests = self.requests = self._prepare()
+        requests = self._prepare()
         done: dict[int, InvokeResult] = {}
         async with AsyncExitStack() as stack:
-            await self._connection.send_vectors()
-            if requests.runs:
-                lease = asyncio.ensure_future(self._connection.runs.lease(requests.runs, 1))
-                stack.push_async_callback(self._connection.release_runs_later, requests.runs, lease)
+            async with connection.sending:
+                await connection.send_vectors()
+            if runs := runs_of([request.plan for request in requests]):
+                lease = asyncio.ensure_future(connection.runs.lease(runs))
+                stack.push_async_callback(_release, connection.runs, runs, lease)
                 await asyncio.shield(lease)
-            tasks = self._submit(requests, items, stack)
+            boxes = connection.mailboxes(requests, stack)
+            connection.streams.add(self)
+            stack.callback(connection.streams.discard, self)
+            each = [
+                _AsyncRequest(request, *both, connection.stages) for request, both in zip(requests, boxes, strict=True)
+            ]
+            tasks = [asyncio.create_task(self._follow(index, request, items)) for index, request in enumerate(each)]
             stack.push_async_callback(self._leave, requests, tasks, done)
             while len(done) < len(tasks):
                 item = await items.get()
@@ -113,34 +122,18 @@ class OutputStream(Awaitable[list[Any]]):
         raise_failures(self.results)
         self.when_done(self.results)
 
-    def _submit(
-        self, requests: EngineRequests, items: asyncio.Queue[_Item], stack: AsyncExitStack
-    ) -> list[asyncio.Task[None]]:
-        trace_boxes, row_boxes = self._connection.mailboxes(requests)
-        for box in filter(None, [*trace_boxes, *row_boxes]):
-            stack.callback(box.close)
-        for receiver in filter(None, requests.receivers):
-            stack.callback(receiver.discard)
-        self._connection.streams.add(self)
-        stack.callback(self._connection.streams.discard, self)
-        each = [
-            _AsyncRequest(requests, i, *boxes, self._connection.stages)
-            for i, boxes in enumerate(zip(trace_boxes, row_boxes, strict=True))
-        ]
-        return [asyncio.create_task(self._follow(request, items)) for request in each]
-
     async def _leave(
-        self, requests: EngineRequests, tasks: list[asyncio.Task[None]], done: dict[int, InvokeResult]
+        self, requests: Sequence[EngineRequest], tasks: list[asyncio.Task[None]], done: dict[int, InvokeResult]
     ) -> None:
         for task in tasks:
             task.cancel()  # vLLM aborts a request whose consumer is cancelled
         await asyncio.gather(*tasks, return_exceptions=True)
-        if len(done) < len(tasks) and requests.trace_ids and self._connection.is_open:
-            drop = self._connection.ask("midstream_drop", requests.trace_ids)
+        if len(done) < len(tasks) and (traces := trace_ids(requests)) and self._connection.is_open:
+            drop = self._connection.ask("midstream_drop", traces)
             with contextlib.suppress(Exception):  # a dead engine has dropped them
                 await asyncio.wait_for(drop, _DROP_SECONDS)
 
-    async def _follow(self, request: _AsyncRequest, items: asyncio.Queue[_Item]) -> None:
+    async def _follow(self, index: int, request: _AsyncRequest, items: asyncio.Queue[_Item]) -> None:
         """Pass one request's outputs on, with saves and captures on them."""
         try:
             async with request.rows_followed():
@@ -148,66 +141,68 @@ class OutputStream(Awaitable[list[Any]]):
                     output.answers = request.graded(output)
                     if not output.finished:
                         output.saves, output.captures = request.saves.latest(), None
-                        items.put_nowait((request.index, output, None))
+                        items.put_nowait((index, output, None))
                         continue
                     result = traced_result(await request.saves.final(), output)
                     await request.put_captures(result)
-                    items.put_nowait((request.index, output, result))
+                    items.put_nowait((index, output, result))
         except Exception as error:
             self._connection.has_died |= isinstance(error, EngineClosedError)
             items.put_nowait(error)
 
 
+async def _release(runs: Runs, ids: list[str], lease: Awaitable[Any]) -> None:
+    """Release leases once `lease` is done: the task that waited for it may have been cancelled."""
+    with contextlib.suppress(Exception):  # a lease that failed has nothing to release, and a dead engine holds none
+        await lease
+        await runs.release(ids)
+
+
 class _AsyncRequest:
     """One running request."""
 
-    def __init__(
-        self, requests: EngineRequests, index: int, saves: Mailbox | None, rows: Mailbox | None, stages: int
-    ) -> None:
-        self.index = index
-        self.saves = _Saves(saves, requests.params[index].n, stages)
-        self._prompt, self._params = requests.prompts[index], requests.params[index]
-        self._receiver = requests.receivers[index]
-        self._answers = requests.answers[index]
+    def __init__(self, request: EngineRequest, saves: Mailbox | None, rows: Mailbox | None, stages: int) -> None:
+        self._request, self._rows = request, rows
+        self._samples: int = request.params.n
+        self.saves = _Saves(saves, self._samples, stages)
         self._graded: dict[str | int, float] | None = None
-        self._rows = rows
         self._following: asyncio.Task[None] | None = None
-        self._generated = [0] * self._params.n
+        self._generated = [0] * self._samples
 
     def graded(self, output: Any) -> dict[str | int, float] | None:
         """The answers' log-probabilities, kept from the first output with a token: vLLM may stream each token once."""
         if self._graded is None:
-            self._graded = graded(output, self._answers)
+            self._graded = graded(output, self._request.answers)
         return self._graded
 
     async def outputs(self, engine: Any) -> AsyncIterator[Any]:
         """vLLM's outputs. The last one has all samples."""
         samples: dict[int, Any] = {}
-        outputs = launch.stream(engine, self._prompt, self._params, secrets.token_hex(8))
+        outputs = launch.stream(engine, self._request.prompt, self._request.params, secrets.token_hex(8))
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 samples.update((sample.index, sample) for sample in output.outputs)
                 self._count(output)
-                if output.finished and self._params.n > 1 and len(samples) == self._params.n:
-                    output.outputs = [samples[i] for i in range(self._params.n)]  # vLLM streams samples one by one
+                if output.finished and len(samples) == self._samples > 1:
+                    output.outputs = [samples[i] for i in range(self._samples)]  # vLLM streams samples one by one
                 yield output
 
     def _count(self, output: Any) -> None:
         """Count the tokens of each sample: their rows are the user's."""
-        is_delta = self._params.output_kind.name == "DELTA"
+        is_delta = self._request.params.output_kind.name == "DELTA"
         for sample in output.outputs:
             before = self._generated[sample.index] if is_delta else 0
             self._generated[sample.index] = before + len(sample.token_ids)
-        if self._receiver is not None and len(self._generated) == 1:
-            self._receiver.stop = len(self._prompt["prompt_token_ids"]) + self._generated[0] - 1
+        if self._request.rows is not None and self._samples == 1:
+            self._request.rows.stop = len(self._request.prompt["prompt_token_ids"]) + self._generated[0] - 1
 
     @contextlib.asynccontextmanager
     async def rows_followed(self) -> AsyncIterator[None]:
         """Take captured rows as they arrive."""
-        if self._receiver is None or self._rows is None:
+        if self._request.rows is None or self._rows is None:
             yield
             return
-        self._following = asyncio.create_task(self._receiver.follow(self._rows, _pool()))
+        self._following = asyncio.create_task(self._request.rows.follow(self._rows, _pool()))
         try:
             yield
         finally:
@@ -215,22 +210,18 @@ class _AsyncRequest:
             await asyncio.gather(self._following, return_exceptions=True)
 
     async def put_captures(self, result: InvokeResult) -> None:
-        receiver, following = self._receiver, self._following
-        if receiver is None or following is None:
-            return put_captures(result, None, self._generated)
+        rows, following = self._request.rows, self._following
+        if rows is None or following is None:
+            return put_captures(result, self._request, self._generated)
         while not (await asyncio.wait([following], timeout=RESULT_SECONDS))[0]:
-            if not receiver.has_progressed():
+            if not rows.has_progressed():
                 raise rows_missing()
         following.result()
-
-        def end() -> None:
-            receiver.end(self._generated)
-            put_captures(result, receiver, self._generated, patient=receiver.collected is not None)
-
-        if receiver.has_sinks:
-            await asyncio.get_running_loop().run_in_executor(_pool(), end)
+        put = partial(put_captures, result, self._request, self._generated, patient=rows.collected is not None)
+        if rows.has_sinks:
+            await asyncio.get_running_loop().run_in_executor(_pool(), put)
         else:
-            end()
+            put()
 
 
 @cache

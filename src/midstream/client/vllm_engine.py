@@ -6,30 +6,61 @@ import asyncio
 import contextlib
 import threading
 import weakref
-from collections.abc import Awaitable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Sequence
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from midstream.capture.rows import Captured
 from midstream.capture.sinks import Sinks
-from midstream.client.requests import InvokeResult
-from midstream.client.vectors_and_runs import Runs, VectorChanges, Vectors
-from midstream.client.vllm_captures import RESULT_SECONDS, RowReceiver, RowThread
-from midstream.client.vllm_requests import (
-    EngineRequests,
-    counts_of,
-    graded,
-    merge_stages,
-    put_captures,
-    results_lost,
-    traced_result,
-)
+from midstream.client.requests import Answers, InvokeResult, PreparedPlan, runs_of
+from midstream.client.vectors_and_runs import Runs, Vectors, run_now
+from midstream.client.vllm_captures import RESULT_SECONDS, RowReceiver, RowThread, sample_index
 from midstream.engine import launch
-from midstream.errors import ChannelClosedError, EngineClosedError, MidstreamError, TraceError
-from midstream.ranks.merge import merged_description
+from midstream.errors import (
+    NOT_FINITE,
+    ChannelClosedError,
+    EngineClosedError,
+    MidstreamError,
+    NotFiniteError,
+    PlanError,
+    TraceError,
+    UnsendableError,
+)
+from midstream.ranks.merge import merged_description, merged_outcomes
+from midstream.runtime.request import TraceRequest
+from midstream.trace.program import Outcome
+from midstream.trace.tracer import Result
+from midstream.trace.tree import map_objects
 from midstream.transport.receiver import Mailbox, Receiver
 
 _CLOSED = "This engine is closed; make a new VLLM(...)."
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """A request to submit.
+
+    Attributes:
+        prompt: as vLLM takes it.
+        params: its SamplingParams, which carry the plan and the trace.
+        trace: what a traced request carries.
+        plan: its plan.
+        rows: receives captured rows.
+        answers: the answers to grade.
+    """
+
+    prompt: dict[str, Any]
+    params: Any
+    trace: TraceRequest | None
+    plan: PreparedPlan | None
+    rows: RowReceiver | None
+    answers: Answers
+
+
+def trace_ids(requests: Sequence[EngineRequest]) -> list[str]:
+    return sorted({request.trace.trace for request in requests if request.trace is not None})
 
 
 class EngineConnection:
@@ -47,6 +78,7 @@ class EngineConnection:
         has_died: a call to the workers of a dead engine may never return.
         interrupted: ids of traces whose requests were aborted.
         lock: a `vllm.LLM` may be used by one thread at a time.
+        sending: held on an async engine while changed vectors are sent.
         streams: the async streams that are being iterated over.
     """
 
@@ -63,15 +95,18 @@ class EngineConnection:
         self._end = weakref.finalize(self, _end, engine, self.receiver, sinks)  # at the latest when Python ends
         self._description: dict[str, Any] | None = None
         self._senders: list[str] = []
-        self.vectors = Vectors((lambda: None) if is_async else self._send_vectors_now)
-        self.runs = Runs(lambda what, *args: self.ask(f"midstream_{what}_runs", *args), is_async)
-        self._sending = asyncio.Lock()
-        self._loop = _running_loop() if is_async else None
+        self.vectors = Vectors((lambda: None) if is_async else (lambda: run_now(self.send_vectors())))
+        self.runs = Runs(lambda what, *args: self.answers(f"midstream_{what}_runs", *args), is_async)
+        self.sending = asyncio.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._starting: asyncio.Task[None] | None = None
-        if not is_async:
+        if is_async:
+            with contextlib.suppress(RuntimeError):  # made outside of an event loop
+                self._loop = asyncio.get_running_loop()
+        else:
             if not launch.is_in_process(engine):
                 self.receiver.when_gone = partial(launch.wake_waiting_callers, engine)
-            self._senders = _senders(self.ask("midstream_connect", self.receiver.address))
+            run_now(self._connect())
 
     @property
     def engine(self) -> Any:
@@ -95,6 +130,11 @@ class EngineConnection:
         """Call a method of every worker; returns a list of their answers, awaitable on an async engine."""
         return launch.ask(self.engine, method, *args)
 
+    async def answers(self, method: str, *args: Any) -> list[Any]:
+        """The answers of every worker to a call, on either kind of engine."""
+        answers = self.ask(method, *args)
+        return await answers if self.is_async else answers
+
     async def start(self) -> None:
         """Connect the workers of an async engine. Called before its first request."""
         loop = asyncio.get_running_loop()
@@ -110,8 +150,9 @@ class EngineConnection:
 
     async def _connect(self) -> None:
         assert self.receiver is not None
-        self._senders = _senders(await self.ask("midstream_connect", self.receiver.address))
-        self._description = merged_description(await self.ask("midstream_describe"))
+        names = await self.answers("midstream_connect", self.receiver.address)
+        self._senders = [name for name in names if name is not None]  # one worker of each stage sends results
+        self._description = merged_description(await self.answers("midstream_describe"))
 
     def close(self) -> None:
         """End the engine and its processes. Closing again does nothing."""
@@ -122,16 +163,14 @@ class EngineConnection:
 
     @property
     def is_described(self) -> bool:
-        """Whether `description` is there without asking the workers."""
+        """Whether the workers have described the model: from the start on a sync engine, after `start` on an async one."""
         return self._description is not None
 
     @property
     def description(self) -> dict[str, Any]:
         """The model's module tree, shapes and sites, from the workers."""
         if self._description is None:
-            if self.is_async:
-                raise TraceError("With mode='async' call `await model.start()` first.")
-            self._description = merged_description(self.ask("midstream_describe"))
+            raise TraceError("With mode='async' call `await model.start()` first.")
         return self._description
 
     def drop_interrupted(self) -> None:
@@ -141,75 +180,47 @@ class EngineConnection:
             self.ask("midstream_drop", traces)
 
     def mailboxes(
-        self, requests: EngineRequests, share: bool = False
-    ) -> tuple[list[Mailbox | None], list[Mailbox | None]]:
-        """A mailbox for the trace's results of each request, and one for the captured rows of each; None where nothing will come.
+        self, requests: Sequence[EngineRequest], stack: ExitStack | AsyncExitStack, share: bool = False
+    ) -> list[tuple[Mailbox | None, Mailbox | None]]:
+        """A mailbox for the results of each request's trace, and one for its captured rows; None where nothing will come.
+
+        At the end of `stack` the mailboxes are closed, and rows that nobody has asked for are dropped.
 
         `share`: requests without sinks have one mailbox for their rows, which appears for each of them.
         """
-        receiver = self.receiver
-        if receiver is None:
+        if (receiver := self.receiver) is None:
             raise EngineClosedError(_CLOSED)
-        traces = [
-            receiver.expect((trace.trace, trace.index), self._senders) if trace is not None else None
-            for trace in requests.traces
-        ]
-        late = [rows.key for rows in requests.receivers if rows is not None and not rows.has_sinks] if share else []
-        shared = receiver.expect_all(late, self._senders) if late else None
 
-        def box_for(rows: RowReceiver) -> Mailbox:
-            if shared is not None and not rows.has_sinks:
-                return shared
-            return receiver.expect(rows.key, self._senders, paced=rows.has_sinks)
+        def opened(box: Mailbox) -> Mailbox:
+            stack.callback(box.close)
+            return box
 
-        return traces, [box_for(rows) if rows is not None else None for rows in requests.receivers]
+        late = [each.rows.key for each in requests if share and each.rows is not None and not each.rows.has_sinks]
+        shared = opened(receiver.expect_all(late, self._senders)) if late else None
+        boxes = []
+        for request in requests:
+            trace, rows, row_box = request.trace, request.rows, None
+            key = (trace.trace, trace.index) if trace is not None else None
+            trace_box = opened(receiver.expect(key, self._senders)) if key is not None else None
+            if rows is not None:
+                late_rows = None if rows.has_sinks else shared
+                row_box = late_rows or opened(receiver.expect(rows.key, self._senders, paced=rows.has_sinks))
+                stack.callback(rows.discard)
+            boxes.append((trace_box, row_box))
+        return boxes
 
-    # Vectors and runs in the workers.
-
-    def release_runs(self, ids: list[str]) -> None:
-        """Release the leases of requests that have ended."""
-        with contextlib.suppress(Exception):  # a dead engine holds no leases
-            self.runs.lease(ids, -1)
-
-    async def release_runs_later(self, ids: list[str], lease: Awaitable[Any]) -> None:
-        """Release leases on an async engine, once `lease` is done: the task that waited for it may have been cancelled."""
-        with contextlib.suppress(Exception):  # a lease that failed has nothing to release
-            await lease
-            await self.runs.lease(ids, -1)
-
-    def _send_vectors_now(self) -> None:
-        changes = self.vectors.take_changes()
+    async def send_vectors(self) -> None:
+        """Send changed vectors to the workers."""
+        put, gone = changes = self.vectors.take_changes()
         try:
-            for method, argument in _vector_calls(changes):
-                self.ask(method, argument)
+            if gone:
+                await self.answers("midstream_delete_vectors", gone)
+            if put:
+                data = {name: (vector.data.tobytes(), vector.digest) for name, vector in put.items()}
+                await self.answers("midstream_set_vectors", data)
         except BaseException:
             self.vectors.put_back(changes)
             raise
-
-    async def send_vectors(self) -> None:
-        """Send changed vectors to the workers of an async engine."""
-        async with self._sending:
-            changes = self.vectors.take_changes()
-            try:
-                for method, argument in _vector_calls(changes):
-                    await self.ask(method, argument)
-            except BaseException:
-                self.vectors.put_back(changes)
-                raise
-
-
-def _vector_calls(changes: VectorChanges) -> Iterator[tuple[str, Any]]:
-    """The workers' methods to call, and the argument of each."""
-    put, gone = changes
-    if gone:
-        yield "midstream_delete_vectors", gone
-    if put:
-        yield "midstream_set_vectors", {name: (vector.data.tobytes(), vector.digest) for name, vector in put.items()}
-
-
-def _senders(names: Sequence[str | None]) -> list[str]:
-    """The workers that send results: one for each pipeline stage."""
-    return [name for name in names if name is not None]
 
 
 def _end(engine: Any, receiver: Receiver, sinks: Sinks) -> None:
@@ -218,17 +229,12 @@ def _end(engine: Any, receiver: Receiver, sinks: Sinks) -> None:
     sinks.close()
 
 
-def _running_loop() -> asyncio.AbstractEventLoop | None:
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None
-
-
 # Requests on a sync engine.
 
 
-def run_requests(connection: EngineConnection, requests: EngineRequests, progress: bool = False) -> list[InvokeResult]:
+def run_requests(
+    connection: EngineConnection, requests: Sequence[EngineRequest], progress: bool = False
+) -> list[InvokeResult]:
     """Run requests on a `vllm.LLM` to their end. Calls from several threads run one after the other.
 
     `progress`: whether to show vLLM's progress bar if there are several requests.
@@ -236,54 +242,49 @@ def run_requests(connection: EngineConnection, requests: EngineRequests, progres
     with ExitStack() as stack:
         stack.enter_context(connection.lock)
         connection.drop_interrupted()
-        if requests.runs:
-            connection.runs.lease(requests.runs, 1)
-            stack.callback(connection.release_runs, requests.runs)
-        return _run(connection, requests, progress and len(requests.prompts) > 1, stack)
-
-
-def _run(
-    connection: EngineConnection, requests: EngineRequests, progress: bool, stack: ExitStack
-) -> list[InvokeResult]:
-    engine = connection.engine
-    trace_boxes, row_boxes = connection.mailboxes(requests, share=True)
-    for box in dict.fromkeys(filter(None, [*trace_boxes, *row_boxes])):
-        stack.callback(box.close)
-    for receiver in filter(None, requests.receivers):
-        stack.callback(receiver.discard)
-    thread = _row_thread(requests, row_boxes)
-    if thread is not None:
-        stack.callback(thread.close)
-
-    def ended(output: Any) -> None:
+        if runs := runs_of([request.plan for request in requests]):
+            run_now(connection.runs.lease(runs))
+            stack.callback(_release, connection, runs)
+        engine = connection.engine
+        boxes = connection.mailboxes(requests, stack, share=True)
+        thread = _row_thread(requests, [rows for _, rows in boxes])
         if thread is not None:
-            thread.end(output.request_id, counts_of(output))
+            stack.callback(thread.close)
 
-    try:
-        outputs = launch.generate(engine, requests.prompts, requests.params, progress, ended)
-        if launch.is_in_process(engine) and (any(trace_boxes) or any(requests.plans)):
-            connection.ask("midstream_finish")
-        for output in outputs:
-            ended(output)
-        if thread is not None:
-            thread.wait()
-        results = [collect(box, output, connection.stages) for box, output in zip(trace_boxes, outputs, strict=True)]
-    except BaseException as error:
-        connection.interrupted += requests.trace_ids
-        connection.has_died |= isinstance(error, EngineClosedError)
-        raise
-    counts = [counts_of(output) for output in outputs]
-    for rows, count in zip(requests.receivers, counts, strict=True):
-        if rows is not None:
-            rows.end(count)
-    for i, result in enumerate(results):
-        put_captures(result, requests.receivers[i], counts[i])
-        result.output.answers = graded(result.output, requests.answers[i])
-    return results
+        def ended(output: Any) -> None:
+            if thread is not None:
+                thread.end(output.request_id, counts_of(output))
+
+        prompts, params = [request.prompt for request in requests], [request.params for request in requests]
+        try:
+            outputs = launch.generate(engine, prompts, params, progress and len(requests) > 1, ended)
+            if launch.is_in_process(engine) and any(request.trace or request.plan for request in requests):
+                connection.ask("midstream_finish")
+            for output in outputs:
+                ended(output)
+            if thread is not None:
+                thread.wait()
+            results = [collect(box, output, connection.stages) for (box, _), output in zip(boxes, outputs, strict=True)]
+        except BaseException as error:
+            connection.interrupted += trace_ids(requests)
+            connection.has_died |= isinstance(error, EngineClosedError)
+            raise
+        for request, output in zip(requests, outputs, strict=True):
+            if request.rows is not None:  # all sinks begin to take their rows before the first is waited for
+                request.rows.end(counts_of(output))
+        for request, result in zip(requests, results, strict=True):
+            put_captures(result, request, counts_of(result.output))
+            result.output.answers = graded(result.output, request.answers)
+        return results
 
 
-def _row_thread(requests: EngineRequests, boxes: Sequence[Mailbox | None]) -> RowThread | None:
-    pairs = [(rows, box) for rows, box in zip(requests.receivers, boxes, strict=True) if rows and box is not None]
+def _release(connection: EngineConnection, runs: list[str]) -> None:
+    with contextlib.suppress(Exception):  # a dead engine holds no leases
+        run_now(connection.runs.release(runs))
+
+
+def _row_thread(requests: Sequence[EngineRequest], boxes: Sequence[Mailbox | None]) -> RowThread | None:
+    pairs = [(each.rows, box) for each, box in zip(requests, boxes, strict=True) if each.rows and box is not None]
     if not pairs:
         return None
     sharing = [(rows, box) for rows, box in pairs if not rows.has_sinks]
@@ -293,12 +294,80 @@ def _row_thread(requests: EngineRequests, boxes: Sequence[Mailbox | None]) -> Ro
 
 def collect(box: Mailbox | None, output: Any, stages: int) -> InvokeResult:
     """The result of a request, once every pipeline stage has sent its part of every sample."""
-    if box is None:
-        output.saves = {}
-        return InvokeResult([], output)
     samples = len(output.outputs)
     try:
-        messages = [box.get(RESULT_SECONDS) for _ in range(stages * samples)]
+        messages = [box.get(RESULT_SECONDS) for _ in range(stages * samples)] if box is not None else []
     except ChannelClosedError as error:
         raise results_lost(error) from error
     return traced_result(merge_stages(messages, samples), output)
+
+
+# Results, on either kind of engine.
+
+
+def graded(output: Any, answers: Answers) -> dict[str | int, float] | None:
+    """The answers' log-probabilities, in nats; None if the output has no first token."""
+    if not answers:
+        return {}
+    if not (logprobs := output.outputs[0].logprobs):
+        return None
+    return {answer: logprobs[0][token].logprob for answer, token in answers.items()}
+
+
+def counts_of(output: Any) -> list[int]:
+    """The number of tokens of each sample."""
+    return [len(sample.token_ids) for sample in output.outputs]
+
+
+def put_captures(result: InvokeResult, request: EngineRequest, counts: Sequence[int], patient: bool = False) -> None:
+    """Put the captures of a request that has ended on its output, or the error on its result. All its rows have come.
+
+    Args:
+        counts: the number of tokens of each sample.
+        patient: as of `Sinks.result`.
+    """
+    output, rows, result.plan = result.output, request.rows, request.plan
+    output.captures = None
+    if rows is not None:
+        rows.end(counts)
+    try:
+        _raise_if_refused(output)
+        output.captures = rows.result(counts, patient) if rows is not None else Captured.nothing(output.request_id)
+    except MidstreamError as error:
+        result.error = error
+
+
+def _raise_if_refused(output: Any) -> None:
+    """Raise PlanError or NotFiniteError if the engine ended the request because of its plan or trace."""
+    for sample in output.outputs:
+        if sample.finish_reason == "error" and isinstance(sample.stop_reason, str):
+            raise (NotFiniteError if sample.stop_reason.startswith(NOT_FINITE) else PlanError)(sample.stop_reason)
+
+
+def results_lost(error: ChannelClosedError) -> MidstreamError:
+    return EngineClosedError(f"The engine has gone before a trace's results came: {error}")
+
+
+def merge_stages(messages: Iterable[tuple[dict[str, Any], list[Outcome]]], samples: int) -> list[list[Outcome]]:
+    """The outcomes of each of a request's samples, merged from the messages of the pipeline stages."""
+    each: dict[int, dict[int, list[Outcome]]] = {}
+    for header, outcomes in messages:
+        if isinstance(outcomes, UnsendableError):
+            raise TraceError(f"The saved values of the trace could not be sent: {outcomes}.")
+        each.setdefault(sample_index(header["request"], samples), {})[header["stage"]] = outcomes
+    return [merged_outcomes([of_stage for _, of_stage in sorted(each[sample].items())]) for sample in sorted(each)]
+
+
+def traced_result(samples: Sequence[list[Outcome]], output: Any) -> InvokeResult:
+    """The result of a traced request, with the saved values on its output."""
+    outcomes = [outcome for sample in samples for outcome in sample]
+    for outcome in outcomes:
+        outcome.values = map_objects(outcome.values, Result, lambda _: output)
+    output.saves = saves_of(samples)
+    return InvokeResult(outcomes, output)
+
+
+def saves_of(samples: Sequence[list[Outcome]]) -> Any:
+    """The values that the request's own body saved: a dict, or a list of dicts for n > 1."""
+    own = [outcomes[0].values for outcomes in samples]
+    return own[0] if len(own) == 1 else own or {}
