@@ -32,26 +32,7 @@ _DELEGATES = {  # name: (module, help)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program and return its exit status."""
-    try:
-        return _main(list(sys.argv[1:] if argv is None else argv))
-    except MidstreamError as error:
-        print(f"midstream: {error}", file=sys.stderr)
-        return 1
-
-
-def _main(argv: list[str]) -> int:
-    if argv and argv[0] in _DELEGATES:
-        return importlib.import_module(_DELEGATES[argv[0]][0]).main(argv[1:]) or 0
-    parser = _parser()
-    arguments = parser.parse_args(argv)
-    if arguments.command is None:
-        parser.print_help()
-        return 0
-    print("\n".join(versions()))
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
+    given = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
         prog="midstream",
         description="Read, change and save a language model's activations in its forward pass, on stock vLLM.",
@@ -61,7 +42,17 @@ def _parser() -> argparse.ArgumentParser:
     for name, (_, text) in _DELEGATES.items():
         commands.add_parser(name, help=text, add_help=False)
     commands.add_parser("version", help="versions of midstream and of what it runs on")
-    return parser
+    try:
+        if given and given[0] in _DELEGATES:
+            return importlib.import_module(_DELEGATES[given[0]][0]).main(given[1:]) or 0
+        if parser.parse_args(given).command is None:
+            parser.print_help()
+        else:
+            print("\n".join(versions()))
+    except MidstreamError as error:
+        print(f"midstream: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def versions() -> list[str]:

@@ -101,7 +101,7 @@ async def test_c3_snapshots_are_of_one_step(stages: Stages) -> None:
     for step in (1, 2, 3):
         stages.send(0, {"first": step, "last": absent(), "hs": list(range(step))}, step, False)
     stages.send(0, {"first": 3, "last": absent(), "hs": [0, 1, 2]}, 3, True)
-    await until(lambda: saves.latest() or len(saves._came.get(0, {}).get(0, ())) == 4)
+    await until(lambda: saves.latest() or len(saves._received.get(0, {}).get(0, ())) == 4)
     assert saves.latest() == {}
     for step in (1, 2):
         stages.send(1, {"first": absent(), "last": step, "hs": [absent()] * step}, step, False)

@@ -18,7 +18,7 @@ import numpy as np
 
 from midstream.capture.consumers import Collected
 from midstream.capture.directory import open_captures, remove_orphans
-from midstream.client.requests import Invoke, Planner, Prompt, encode
+from midstream.client.requests import Invoke, Prompt, encode
 from midstream.errors import CaptureError, ParameterError, PlanError, PromptError
 from midstream.plan.values import Capture, Plan, has_spans, with_digests
 from midstream.plan.vectors import digest
@@ -59,18 +59,13 @@ class Collection:
                 "max_tokens is 1, and the last generated token has no row: give collect a larger one to capture generated rows."
             )
 
-    def parts(
-        self, model_name: str, standing: Plan, planner: Planner, longest_prompt: int | None
-    ) -> Iterator[list[Invoke]]:
-        """What is to be run, part by part. All of it is checked before the first part is returned.
+    def parts(self, model: Any) -> Iterator[list[Invoke]]:
+        """The requests to run, part by part. All of them are checked before the first part is returned.
 
-        Args:
-            model_name: as the model was given.
-            standing: the model's own plan.
-            longest_prompt: in tokens; None if it is not bounded.
+        `model`: the TraceModel that will run them.
         """
-        collected = self._identity(model_name, standing, planner)
-        missing = self._missing(collected, self._listed(collected), standing, planner, longest_prompt)
+        collected = self._identity(model)
+        missing = self._missing(model, collected, self._listed(collected))
         remove_orphans(self.directory)
         there, count = len(self._prompts) - len(missing), len(self._prompts)
         if there:  # a warning, so that it shows without any logging set up
@@ -83,14 +78,14 @@ class Collection:
     def _has_generated(self) -> bool:
         return any(capture.positions in ("all_generated", "all") for capture in self._plan.captures)
 
-    def _identity(self, model_name: str, standing: Plan, planner: Planner) -> Collected:
+    def _identity(self, model: Any) -> Collected:
         """The index entry of each prompt, without its id."""
-        path = Path(model_name).expanduser()
-        name = str(path.resolve()) if path.is_dir() else model_name
-        plan = with_digests(Plan(standing.edits) + self._plan, planner.vectors)
+        path, facts = Path(model.model_name).expanduser(), model.facts
+        name = str(path.resolve()) if path.is_dir() else model.model_name
+        plan = with_digests(Plan(model.plan.edits) + self._plan, model.vectors.digests)
         params = json.dumps(self._params, sort_keys=True, default=str) if self._has_generated else ""
-        plan_hash = plan.normal(planner.facts.num_layers).hash
-        return Collected("", f"{name} ({planner.facts.dtype})", digest(f"{plan_hash} {params}".encode()))
+        plan_hash = plan.normal(facts.num_layers).hash
+        return Collected("", f"{name} ({facts.dtype})", digest(f"{plan_hash} {params}".encode()))
 
     def _listed(self, expected: Collected) -> dict[str, str]:
         """The digest of each prompt in the directory, by id. Raises CaptureError if the directory has another collection."""
@@ -114,17 +109,16 @@ class Collection:
             listed[collected.id] = _digest(prompt)
         return listed
 
-    def _missing(
-        self,
-        collected: Collected,
-        listed: Mapping[str, str],
-        standing: Plan,
-        planner: Planner,
-        longest_prompt: int | None,
-    ) -> list[Invoke]:
+    def _missing(self, model: Any, collected: Collected, listed: Mapping[str, str]) -> list[Invoke]:
         """The prompts that are not listed, checked, in their order."""
-        own = Plan(tuple(_directed(item, self.directory) for item in self._plan.interventions))
-        plan = standing + own
+        planner, longest_prompt = model.planner, model.longest_prompt
+        own = Plan(
+            tuple(
+                replace(item, to=str(self.directory)) if isinstance(item, Capture) else item
+                for item in self._plan.interventions
+            )
+        )
+        plan = model.plan + own
         by_text, seen = has_spans(plan), Counter[str]()
         invokes = []
         for number, prompt in enumerate(self._prompts):
@@ -162,10 +156,6 @@ def _own_plan(given: Any) -> Plan:
             "plan has a Capture with to=. Leave it out: collect writes all captured rows to the directory of its own to=."
         )
     return plan
-
-
-def _directed(item: Any, directory: Path) -> Any:
-    return replace(item, to=str(directory)) if isinstance(item, Capture) else item
 
 
 def _checked_ids(given: Sequence[Any], count: int) -> list[str]:

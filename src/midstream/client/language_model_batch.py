@@ -154,15 +154,16 @@ class PaddedBatch:
 
     def run(self) -> None:
         """Run the requests to their end, and set their results."""
+        hook = hooks.before(self.module, self._before_forward, first=True)
         try:
-            with self._step_hook():
-                if self.params["max_tokens"] == 1:
-                    self._forward_once()
-                else:
-                    self._generate()
+            if self.params["max_tokens"] == 1:
+                self._forward_once()
+            else:
+                self._generate()
             for name in list(self.interleaver.bodies):
                 self._finish(name)
         finally:
+            hook.remove()
             for name in list(self.interleaver.bodies):
                 self.interleaver.discard(name)
         for row, request in enumerate(self.requests):
@@ -199,19 +200,10 @@ class PaddedBatch:
 
     # Steps.
 
-    @contextmanager
-    def _step_hook(self) -> Iterator[None]:
-        def begin(_: Any, kwargs: dict[str, Any]) -> None:
-            if not self.interleaver.muted:
-                self._begin_step(kwargs["input_ids"].shape[1])
-
-        handle = hooks.before(self.module, begin, first=True)
-        try:
-            yield
-        finally:
-            handle.remove()
-
-    def _begin_step(self, length: int) -> None:
+    def _before_forward(self, _: Any, kwargs: dict[str, Any]) -> None:
+        if self.interleaver.muted:
+            return
+        length = kwargs["input_ids"].shape[1]
         for row, request in enumerate(self.requests):
             is_prompt = length == self.length and not request.generated
             pad = self.length - len(request.prompt) if is_prompt else 0
@@ -219,8 +211,7 @@ class PaddedBatch:
             if request.running is not None:
                 first = 0 if is_prompt else len(request.prompt) + len(request.generated) - 1
                 request.running.begin_step(first, request.rows.count)
-        rows = {name: self.request_of[name].rows for name in self.interleaver.bodies}
-        self.interleaver.begin_step(rows)
+        self.interleaver.begin_step({name: self.request_of[name].rows for name in self.interleaver.bodies})
 
     def _end_step(self, samples: torch.Tensor) -> None:
         self.interleaver.end_step()
@@ -410,8 +401,9 @@ class RunningPlan:
             if edited is not old:
                 self._check_finite(point, rows, edited)
                 new_tH = new_tH.index_put((rows.to(x_tH.device),), edited)
-            for op, value in _captured(ops, old, edited):
-                self._keep(point, number, op, rows, value)
+            for i, op in enumerate(ops):
+                if op.kind == "capture":  # one that comes first takes the value before the edits
+                    self._keep(point, number, op, rows, old if i == 0 else edited)
         return new_tH
 
     def _check_finite(self, point: Point, rows: torch.Tensor, edited_tH: torch.Tensor) -> None:
@@ -443,13 +435,6 @@ class RunningPlan:
     def discard(self) -> None:
         """Drop the captured rows: nobody will ask for the result."""
         self._capture.discard()
-
-
-def _captured(ops: Sequence[Op], old: torch.Tensor, edited: torch.Tensor) -> Iterator[tuple[Op, torch.Tensor]]:
-    """The captures among `ops`, with their rows. A capture that comes first takes the value before the edits."""
-    for i, op in enumerate(ops):
-        if op.kind == "capture":
-            yield op, old if i == 0 else edited
 
 
 @contextmanager

@@ -306,7 +306,7 @@ class TraceModel(Sizes):
     async def _collect(self, collection: Collection) -> Store:
         if self._is_async:
             await cast(Any, self).start()
-        for part in collection.parts(self.model_name, self.plan, self.planner, self.longest_prompt):
+        for part in collection.parts(self):
             await self._results(self._run(part))
         return open_captures(collection.directory)
 

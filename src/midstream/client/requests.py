@@ -298,7 +298,6 @@ class Planner:
     Attributes:
         facts: the model's sites, layers and widths.
         tokenizer: returns the model's tokenizer.
-        vectors: digest of each named vector.
     """
 
     def __init__(self, facts: ModelFacts, tokenizer: Callable[[], Any], vectors: Vectors, runs: Runs) -> None:
@@ -310,10 +309,6 @@ class Planner:
         self._layers_of: dict[str, tuple[int, ...]] = {}  # the layers that have each site
         for site, layer in sorted(facts.widths):
             self._layers_of[site] = (*self._layers_of.get(site, ()), layer)
-
-    @property
-    def vectors(self) -> dict[str, str]:
-        return self._vectors.digests
 
     def prepare_all(self, invokes: Sequence[Invoke], prompts: Sequence[list[int]]) -> list[PreparedPlan | None]:
         """The plan of each invoke; `prompts` has their token ids. None for an invoke without a plan."""

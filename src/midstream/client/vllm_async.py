@@ -37,9 +37,8 @@ from midstream.transport.receiver import Mailbox
 
 _SINK_THREADS = 1024  # how many requests can wait for their sinks at a time
 _DROP_SECONDS = 10.0  # a trace that is being abandoned may block a worker
-_Item = (
-    tuple[int, Any, InvokeResult | None] | BaseException
-)  # number of a request, its output, its result if it has finished
+# The number of a request, its output, and its result if it has finished; or an error.
+_Item = tuple[int, Any, InvokeResult | None] | BaseException
 _StageMessage = tuple[dict[str, Any], list[Outcome]]
 
 
@@ -134,18 +133,9 @@ class OutputStream(Awaitable[list[Any]]):
                 await asyncio.wait_for(drop, _DROP_SECONDS)
 
     async def _follow(self, index: int, request: _AsyncRequest, items: asyncio.Queue[_Item]) -> None:
-        """Pass one request's outputs on, with saves and captures on them."""
+        """Run one request, and put its outputs or its error into `items`."""
         try:
-            async with request.rows_followed():
-                async for output in request.outputs(self._connection.engine):
-                    output.answers = request.graded(output)
-                    if not output.finished:
-                        output.saves, output.captures = request.saves.latest(), None
-                        items.put_nowait((index, output, None))
-                        continue
-                    result = traced_result(await request.saves.final(), output)
-                    await request.put_captures(result)
-                    items.put_nowait((index, output, result))
+            await request.run(self._connection.engine, lambda *found: items.put_nowait((index, *found)))
         except Exception as error:
             self._connection.has_died |= isinstance(error, EngineClosedError)
             items.put_nowait(error)
@@ -162,30 +152,32 @@ class _AsyncRequest:
     """One running request."""
 
     def __init__(self, request: EngineRequest, saves: Mailbox | None, rows: Mailbox | None, stages: int) -> None:
-        self._request, self._rows = request, rows
+        self._request, self._row_box = request, rows
         self._samples: int = request.params.n
-        self.saves = _Saves(saves, self._samples, stages)
-        self._graded: dict[str | int, float] | None = None
-        self._following: asyncio.Task[None] | None = None
+        self._saves = _Saves(saves, self._samples, stages)
         self._generated = [0] * self._samples
 
-    def graded(self, output: Any) -> dict[str | int, float] | None:
-        """The answers' log-probabilities, kept from the first output with a token: vLLM may stream each token once."""
-        if self._graded is None:
-            self._graded = graded(output, self._request.answers)
-        return self._graded
-
-    async def outputs(self, engine: Any) -> AsyncIterator[Any]:
-        """vLLM's outputs. The last one has all samples."""
-        samples: dict[int, Any] = {}
-        outputs = launch.stream(engine, self._request.prompt, self._request.params, secrets.token_hex(8))
-        async with contextlib.aclosing(outputs):
+    async def run(self, engine: Any, emit: Callable[[Any, InvokeResult | None], None]) -> None:
+        """Run the request. `emit` takes each output, with saves and captures on it, and with the last one the result."""
+        request, samples = self._request, dict[int, Any]()
+        answers: dict[str | int, float] | None = None
+        outputs = launch.stream(engine, request.prompt, request.params, secrets.token_hex(8))
+        async with self._rows_followed() as following, contextlib.aclosing(outputs):
             async for output in outputs:
                 samples.update((sample.index, sample) for sample in output.outputs)
                 self._count(output)
-                if output.finished and len(samples) == self._samples > 1:
-                    output.outputs = [samples[i] for i in range(self._samples)]  # vLLM streams samples one by one
-                yield output
+                if output.finished and len(samples) == self._samples > 1:  # vLLM streams samples one by one
+                    output.outputs = [samples[i] for i in range(self._samples)]
+                if answers is None:  # from the first output with a token: vLLM may stream each token once
+                    answers = graded(output, request.answers)
+                output.answers = answers
+                if not output.finished:
+                    output.saves, output.captures = self._saves.latest(), None
+                    emit(output, None)
+                    continue
+                result = traced_result(await self._saves.final(), output)
+                await self._put_captures(result, following)
+                emit(output, result)
 
     def _count(self, output: Any) -> None:
         """Count the tokens of each sample: their rows are the user's."""
@@ -197,20 +189,20 @@ class _AsyncRequest:
             self._request.rows.stop = len(self._request.prompt["prompt_token_ids"]) + self._generated[0] - 1
 
     @contextlib.asynccontextmanager
-    async def rows_followed(self) -> AsyncIterator[None]:
-        """Take captured rows as they arrive."""
-        if self._request.rows is None or self._rows is None:
-            yield
+    async def _rows_followed(self) -> AsyncIterator[asyncio.Task[None] | None]:
+        """Take captured rows as they arrive, in a task that ends with the last one."""
+        if self._request.rows is None or self._row_box is None:
+            yield None
             return
-        self._following = asyncio.create_task(self._request.rows.follow(self._rows, _pool()))
+        following = asyncio.create_task(self._request.rows.follow(self._row_box, _pool()))
         try:
-            yield
+            yield following
         finally:
-            self._following.cancel()
-            await asyncio.gather(self._following, return_exceptions=True)
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
 
-    async def put_captures(self, result: InvokeResult) -> None:
-        rows, following = self._request.rows, self._following
+    async def _put_captures(self, result: InvokeResult, following: asyncio.Task[None] | None) -> None:
+        rows = self._request.rows
         if rows is None or following is None:
             return put_captures(result, self._request, self._generated)
         while not (await asyncio.wait([following], timeout=RESULT_SECONDS))[0]:
@@ -237,7 +229,7 @@ class _Saves:
         self._box = box
         self._samples, self._stages = samples, stages
         # By sample and stage, in the order of the steps. Messages about steps before the last complete one are dropped.
-        self._came: dict[int, dict[int, list[_StageMessage]]] = {}
+        self._received: dict[int, dict[int, list[_StageMessage]]] = {}
 
     def latest(self) -> Any:
         """The saved values after the last step for which all stages' snapshots have arrived."""
@@ -257,12 +249,12 @@ class _Saves:
         return merge_stages([each[-1] for each in self._each()], self._samples)
 
     def _each(self) -> list[list[_StageMessage]]:
-        return [each for stages in self._came.values() for each in stages.values()]
+        return [each for stages in self._received.values() for each in stages.values()]
 
     def _at_one_step(self) -> list[_StageMessage]:
         """The latest messages of all stages about one step, for the samples for which every stage has sent a message."""
         found = []
-        for stages in self._came.values():
+        for stages in self._received.values():
             if len(stages) == self._stages:
                 step = min((_step(each[-1]) for each in stages.values() if not each[-1][0]["final"]), default=None)
                 for each in stages.values():
@@ -273,7 +265,7 @@ class _Saves:
 
     def _keep(self, message: _StageMessage) -> None:
         header = message[0]
-        stages = self._came.setdefault(sample_index(header["request"], self._samples), {})
+        stages = self._received.setdefault(sample_index(header["request"], self._samples), {})
         stages.setdefault(header["stage"], []).append(message)
 
 
