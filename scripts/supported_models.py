@@ -59,7 +59,7 @@ def summary(rows: Rows, on_several: dict[str, Rows]) -> str:
     for row, *others in zip(rows, *on_several.values(), strict=True):
         lacking = [f"`{site}`" for site in sites if site not in row.sites]
         have = f"all but {', '.join(lacking)}" if lacking else "all"
-        reads, edits = row.largest(compare.READS), row.largest(tuple(compare.EDITS))
+        reads, edits = row.largest(tuple(compare.READS)), row.largest(tuple(compare.EDITS))
         several = [other.largest() for other in others]
         cells = [row.name, f"`{row.architecture}`", row.route, have, reads, edits, *several]
         lines.append(f"| {' | '.join(map(str, cells))} |")
@@ -74,7 +74,7 @@ def tables(rows: Rows, on_several: dict[str, Rows]) -> dict[str, str]:
     return {
         "summary": f"{measured_on}\n\n{summary(rows, on_several)}",
         "unsupported": "\n".join(["| model | what vLLM says |", "|---|---|", *unsupported]),
-        "reads": compare.markdown_table(rows, compare.READS),
+        "reads": compare.markdown_table(rows, tuple(compare.READS)),
         "edits": compare.markdown_table(rows, tuple(compare.EDITS)),
     }
 

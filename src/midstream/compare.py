@@ -46,8 +46,6 @@ PER_LAYER = (
 ) + tuple(site for site in LAYER_SITES if site not in ACCESSORS.values())
 ONCE = ("token_embeddings", "final_norm", "logits", "next_token_probs")
 LENS = "project_on_vocab"
-READS = (*PER_LAYER, *ONCE, LENS)
-
 Values = dict[str, torch.Tensor]  # by where it was read: `layers_output[3]`
 
 
@@ -67,13 +65,20 @@ def read_layers(name: str, layers: Sequence[int], model: Any) -> Values:
     return values
 
 
-def read_once(name: str, model: Any) -> Values:
+def read_once(name: str, layers: Sequence[int], model: Any) -> Values:
     return {name: save(getattr(model, name))}
 
 
 def read_lens(layers: Sequence[int], model: Any) -> Values:
     """The logit lens: the next-token logits of the last token at each layer."""
     return {f"{LENS}[{i}]": model.project_on_vocab(model.layers_output[i][-1:]) for i in layers}
+
+
+READS: dict[str, Callable[[Sequence[int], Any], Values]] = {
+    **{name: partial(read_layers, name) for name in PER_LAYER},
+    **{name: partial(read_once, name) for name in ONCE},
+    LENS: read_lens,
+}
 
 
 # The edits. `donor` is another prompt's residual stream after the layer, at its last token.
@@ -194,14 +199,8 @@ def collect(model: TraceModel, prompts: Sequence[str], layers: Sequence[int], na
             at = spots if edit.per_layer else [layers[0]]
             side.take(name, partial(_run_edits, model, edit, at, layers, donors, texts))
         else:
-            side.take(name, partial(model.run, _reader(name, layers), texts))
+            side.take(name, partial(model.run, partial(READS[name], layers), texts))
     return side
-
-
-def _reader(name: str, layers: Sequence[int]) -> Callable[[Any], Values]:
-    if name in ONCE:
-        return partial(read_once, name)
-    return partial(read_lens, layers) if name == LENS else partial(read_layers, name, layers)
 
 
 def _run_edits(
@@ -388,7 +387,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"comparing {model} ...", file=sys.stderr)
         rows.append(compare(model, prompts=args.prompts or PROMPTS, layers=args.layers, dtype=args.dtype, **engine))
     if args.markdown:
-        print(markdown_table(rows, READS), markdown_table(rows, tuple(EDITS)), sep="\n\n")
+        print(markdown_table(rows, tuple(READS)), markdown_table(rows, tuple(EDITS)), sep="\n\n")
     else:
         print("Largest difference, relative to the largest value, of vLLM from transformers", f"({args.dtype}):\n")
         print(text_table(rows))

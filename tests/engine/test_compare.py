@@ -271,4 +271,4 @@ def test_tables() -> None:
     table = compare.markdown_table(rows, ("attn_z", "logits")).splitlines()
     assert table[0] == "| model | attn_z | logits |"
     assert table[2] == "| a | 0.0e+00 | 2.5e-01 |"
-    assert rows[0].largest(compare.READS).where == "logits, prompt 0"
+    assert rows[0].largest(tuple(compare.READS)).where == "logits, prompt 0"

@@ -120,15 +120,13 @@ class VLLM(TraceModel):
         arguments = launch.llm_arguments(model, settings, engine)
         self.edits = {}
         self.mode, self.model_name = mode, model
+        self._is_async = mode == "async"
         self.progress = progress
         self.sinks = Sinks()
-        started: Any = (launch.start_async_llm if mode == "async" else launch.start_llm)(arguments)
-        self._connection = EngineConnection(started, self.sinks, mode == "async")
+        started: Any = (launch.start_async_llm if self._is_async else launch.start_llm)(arguments)
+        self._connection = EngineConnection(started, self.sinks, self._is_async)
         self.config = self._connection.config
         self.vectors, self.runs = self._connection.vectors, self._connection.runs
-        self._tokenizer: Any = None
-
-    _is_async = property(lambda self: self.mode == "async")  # type: ignore[assignment]
 
     def __midstream_reference__(self) -> Any:
         return ("model",)
@@ -145,14 +143,12 @@ class VLLM(TraceModel):
         """Whether the engine is neither closed nor known to be dead."""
         return self._connection.is_open
 
-    @property
+    @cached_property
     def tokenizer(self) -> Any:
         """The model's tokenizer, from transformers."""
-        if self._tokenizer is None:
-            from transformers import AutoTokenizer
+        from transformers import AutoTokenizer
 
-            self._tokenizer = AutoTokenizer.from_pretrained(self.config.model_config.tokenizer)
-        return self._tokenizer
+        return AutoTokenizer.from_pretrained(self.config.model_config.tokenizer)
 
     async def start(self) -> Self:
         """Connect the workers of an async engine. The first trace calls it; call it yourself to use the module tree before."""
@@ -247,8 +243,6 @@ class VLLM(TraceModel):
     ) -> list[EngineRequest]:
         """The requests of `invokes`; `prompts` has their token ids. `together`: whether all of them must be in the same steps.
 
-        Requests with equal parameters and plans share their parameters.
-
         Raises:
             PromptError: a prompt that cannot be traced in one step.
             PlanError: a plan that cannot be done on this model, or to its prompt.
@@ -263,19 +257,7 @@ class VLLM(TraceModel):
         requests = []
         for invoke, ids, trace, plan in zip(invokes, prompts, traces, plans, strict=True):
             rows = self._receiver(invoke, plan) if plan is not None and plan.plan.captures else None
-            same = (id(invoke.params), id(invoke.answers))
-            if trace is not None:
-                params = _with_plan(_sampling_params(invoke, trace), plan, rows, invoke)
-            else:
-                if same not in shared:
-                    shared[same] = _sampling_params(invoke, None)
-                params = shared[same]
-                if plan is not None and rows is not None:  # its rows have an address of their own
-                    params = _with_plan(copy.copy(params), plan, rows, invoke)
-                elif plan is not None:
-                    if (same, plan.plan) not in shared:
-                        shared[same, plan.plan] = _with_plan(copy.copy(params), plan, None, invoke)
-                    params = shared[same, plan.plan]
+            params = _params(invoke, trace, plan, rows, shared)
             salt = secrets.token_hex(8) if trace is not None else None
             requests.append(EngineRequest(launch.engine_prompt(ids, salt), params, trace, plan, rows, invoke.answers))
         return requests
@@ -320,6 +302,28 @@ def _with_carried_plan(invoke: Invoke) -> Invoke:
     given = given["plan"] if isinstance(given, Mapping) and "plan" in given else given
     rest = {name: value for name, value in extra.items() if name != NAME}
     return replace(invoke, plan=Plan.of(given), params={**invoke.params, "extra_args": rest})
+
+
+def _params(
+    invoke: Invoke,
+    trace: TraceRequest | None,
+    plan: PreparedPlan | None,
+    rows: RowReceiver | None,
+    shared: dict[Any, Any],
+) -> Any:
+    """The request's SamplingParams. Requests with equal parameters and plans share one object; `shared` has those made so far."""
+    if trace is not None:
+        return _with_plan(_sampling_params(invoke, trace), plan, rows, invoke)
+    same = (id(invoke.params), id(invoke.answers))
+    if same not in shared:
+        shared[same] = _sampling_params(invoke, None)
+    if plan is None:
+        return shared[same]
+    if rows is not None:  # its rows have an address of their own
+        return _with_plan(copy.copy(shared[same]), plan, rows, invoke)
+    if (same, plan.plan) not in shared:
+        shared[same, plan.plan] = _with_plan(copy.copy(shared[same]), plan, None, invoke)
+    return shared[same, plan.plan]
 
 
 def _sampling_params(invoke: Invoke, trace: TraceRequest | None) -> Any:
