@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -12,8 +13,7 @@ from typing import Any, ClassVar, NamedTuple, Self, TypeAlias
 import numpy as np
 
 from midstream.plan import fields
-from midstream.plan.fields import as_positions
-from midstream.plan.ops.edit import Edit
+from midstream.plan.ops.edit import Intervention, changed
 
 POSITIONS = ("last_prompt", "all_prompt", "all_generated", "all")
 _SINKS = "None for the output, a directory, a callable, a Consumer, or a tuple of these"
@@ -21,9 +21,9 @@ _SINKS = "None for the output, a directory, a callable, a Consumer, or a tuple o
 
 @dataclass(frozen=True, init=False)
 class Consumer:
-    """Somebody's code that takes captured rows, by the name of its entry point in the group `midstream.consumers`.
+    """An installed consumer of captured rows, by the name of its entry point in the group `midstream.consumers`.
 
-    `options` are handed to it when it is made: strings, numbers, booleans, None, and lists and dicts of them.
+    It receives `options` when it is made: strings, numbers, booleans, None, and lists and dicts of them.
     """
 
     name: str
@@ -39,11 +39,7 @@ class Consumer:
         return f"Consumer({', '.join([repr(self.name), *(f'{key}={value!r}' for key, value in self.options.items())])})"
 
     def __reduce__(self) -> Any:
-        return _consumer, (self.name, dict(self.options))
-
-
-def _consumer(name: str, options: dict[str, Any]) -> Consumer:
-    return Consumer(name, **options)
+        return functools.partial(Consumer, self.name, **self.options), ()
 
 
 Sink: TypeAlias = str | Callable[..., Any] | Consumer | None
@@ -51,7 +47,7 @@ Sink: TypeAlias = str | Callable[..., Any] | Consumer | None
 
 @fields.explained
 @dataclass(frozen=True)
-class Capture:
+class Capture(Intervention):
     """Keep rows of a site.
 
     Args:
@@ -60,16 +56,14 @@ class Capture:
         positions: `"last_prompt"`, `"all_prompt"`, `"all_generated"`, `"all"`, positions of the prompt (one or several; negatives
             count from its end) or a `Span`. The last generated token is never fed back into the model, so it has no row.
         when: `"before"` or `"after"` the edits of the same site.
-        to: None puts them on the request's output; a directory (str or Path) writes safetensors files there; a callable is called with
-            them; `Consumer(name, ...)` is an installed consumer; or a tuple of these.
+        to: None puts the rows on the request's output; a directory (str or Path) writes safetensors files there; a callable is called
+            with them; `Consumer(name, ...)` is an installed consumer; or a tuple of these.
 
     Raises:
         PlanError: a field is not as above.
     """
 
     kind: ClassVar[str] = "capture"
-    layer_field: ClassVar[str] = "layers"
-    position_field: ClassVar[str] = "positions"
 
     site: str
     _: KW_ONLY
@@ -83,32 +77,21 @@ class Capture:
         sinks = tuple(_sink(sink) for sink in (self.to if many else (self.to,)))
         if not sinks:
             raise fields.refuse("Capture.to", "empty", _SINKS)
-        fields.settle(
-            self,
-            site=fields.site("Capture.site", self.site),
-            layers=fields.layers("Capture.layers", self.layers),
-            positions=as_positions("Capture.positions", self.positions, POSITIONS),
+        self.settle(
+            positions=fields.positions("Capture.positions", self.positions, POSITIONS),
             when=fields.one_of("Capture.when", self.when, ("before", "after")),
             to=sinks if many else sinks[0],
         )
-
-    @property
-    def at_layers(self) -> Any:
-        """`"all"` or a tuple of layers, as of an `Edit`."""
-        return self.layers
-
-    @property
-    def place(self) -> Any:
-        """As of an `Edit`: a name, a tuple of positions or a `Span`."""
-        return self.positions
 
     @property
     def sinks(self) -> tuple[Sink, ...]:
         """Where the rows go, one by one: a directory, a callable, a Consumer, or None for the output."""
         return self.to if isinstance(self.to, tuple) else (self.to,)
 
-
-Intervention: TypeAlias = Edit | Capture
+    def placed(self, prompt_length: int | None) -> Self:
+        """The capture with listed positions in ascending order; with `prompt_length`, counted from the start."""
+        place = self.place_in(prompt_length)
+        return changed(self, positions=tuple(sorted(set(place)))) if isinstance(place, (tuple, list)) else self
 
 
 def _sink(to: Any) -> Sink:
@@ -132,21 +115,13 @@ class Positions(NamedTuple):
 
 
 def captured_positions(selector: str | fields.Span | tuple[int, ...], prompt_length: int) -> Positions:
-    """What `Capture.positions` selects of a prompt of that length. Raises PlanError for a position outside, or a span not resolved yet."""
-    nothing, prompt = np.empty(0, np.int64), np.arange(prompt_length, dtype=np.int64)
-    match selector:
-        case "last_prompt":
-            return Positions(prompt[-1:], False)
-        case "all_prompt":
-            return Positions(prompt, False)
-        case "all_generated":
-            return Positions(nothing, True)
-        case "all":
-            return Positions(prompt, True)
-        case fields.Span():
-            raise fields.unresolved("Capture.positions", selector)
-    assert not isinstance(selector, str)
-    return Positions(np.unique(fields.resolved_positions("Capture.positions", selector, prompt_length)), False)
+    """The positions that `Capture.positions` selects. Raises PlanError for a position outside the prompt, or a span not resolved yet."""
+    if not isinstance(selector, str):
+        found = fields.resolved("Capture.positions", selector, prompt_length)
+        return Positions(np.unique(np.array(found, np.int64)), False)
+    prompt = np.arange(prompt_length, dtype=np.int64)
+    first = {"last_prompt": max(prompt_length - 1, 0), "all_generated": prompt_length}.get(selector, 0)
+    return Positions(prompt[first:], selector in ("all_generated", "all"))
 
 
 Key = tuple[str, int, str]  # site, layer, when
@@ -163,9 +138,9 @@ class Plane(NamedTuple):
 
 
 class Layout(tuple[Plane, ...]):
-    """The planes of a row. The rows of many requests have the same one, which therefore keeps what can be told of it."""
+    """The planes of a captured row. Many requests share a layout, so it caches what is derived from it."""
 
-    _keys: Mapping[Key, Any] | None = None  # what `has_just` last said yes to
+    _keys: Mapping[Key, Any] | None = None  # the latest mapping that `has_just` confirmed
 
     @classmethod
     def of(cls, keys: Iterable[Key], width: Callable[[str, int], int]) -> Self:
@@ -190,7 +165,7 @@ class Layout(tuple[Plane, ...]):
     def has_just(self, keys: Mapping[Key, Any]) -> bool:
         """Whether it has a plane for each of the keys and no other.
 
-        Quick where the last yes was for the same mapping, which must not change.
+        Quick if the latest confirmed mapping was the same one, which must not change.
         """
         if self._keys is not keys:
             if self.by_key.keys() != keys.keys():

@@ -1,6 +1,6 @@
-"""Whether a model can do what a plan says, to a given prompt: all that shows only once these are known.
+"""Checks of a plan against the model and the prompt.
 
-Whoever admits a request checks it, with what it knows; the workers know all of it. The first thing wrong raises a PlanError.
+Whoever admits a request checks it with what it knows; the workers know everything. The first problem raises PlanError.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from itertools import islice
 
 from midstream.errors import NOT_FINITE, PlanError
 from midstream.plan import fields
-from midstream.plan.captures import Capture, Intervention
-from midstream.plan.fields import check_resolved, resolved_list
-from midstream.plan.ops.edit import Edit
+from midstream.plan.captures import Capture
+from midstream.plan.ops.edit import Edit, Intervention
 from midstream.plan.values import Plan
 from midstream.plan.vectors import Named, RecordedRun, Vector
 from midstream.plan.wire import MAX_STRANGERS_EDITS
@@ -25,7 +24,7 @@ MAX_PLACED_EDITS = 1 << 16
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What plans need to know of a model. What is not known is left empty, and not checked.
+    """What checks need to know of a model. Unknown facts are empty, and are not checked.
 
     Attributes:
         num_layers: of all pipeline stages together; 0 if not known.
@@ -48,7 +47,7 @@ def check(
     runs: Mapping[str, str] | None,
     multimodal: bool = False,
 ) -> None:
-    """Raise PlanError for the first thing in `plan` that cannot be done.
+    """Raise PlanError for the first intervention in `plan` that the model cannot carry out.
 
     Args:
         facts: of the model.
@@ -56,34 +55,38 @@ def check(
         max_tokens: that the request may generate.
         vectors: name -> width of the engine's named vectors.
         runs: name -> id of the engine's recorded runs.
-        multimodal: whether the prompt has parts that are no text, which moves positions.
+        multimodal: whether the prompt has parts other than text, which move positions.
 
-    Each may be None where it is not known, and is not checked then.
+    An argument that is None is not known, and not checked.
     """
     _check_size(plan, facts.num_layers)
-    checker = _Checker(facts, prompt_length, vectors, runs)
     for item in plan.interventions:
-        if multimodal:
-            _check_text(item)
-        checker.check(item)
+        _check_positions(item, prompt_length, multimodal)
         if isinstance(item, Capture) and item.positions == "all_generated" and max_tokens == 0:
             allowed = "positions of the prompt, or more max_tokens"
             raise fields.refuse("Capture.positions", "'all_generated' with max_tokens=0", allowed)
+        layers = item.layers_in(facts.num_layers)
+        _check_site(item, layers, facts.widths)
+        if isinstance(item, Edit):
+            for name, value in item.values():
+                if isinstance(value, RecordedRun):
+                    _check_run_exists(item.label(name), value, runs)
+                    item.check_run(item.label(name), value, facts.widths)
+                elif isinstance(value, Vector):
+                    _check_width(item, name, f"of width {value.width}", value.width, layers, facts.widths)
+                elif isinstance(value, Named) and vectors is not None:
+                    _check_name_exists(item, name, value.name, vectors, runs or {})
+                    width = vectors[value.name]
+                    _check_width(item, name, f"{value.name!r}, of width {width}", width, layers, facts.widths)
 
 
-def _check_size(plan: Plan, num_layers: int) -> None:
-    everywhere = placed = 0
-    for edit in plan.edits:
-        if edit.place is None:
-            everywhere += _count(edit, num_layers)
-        else:
-            placed += _count(edit, num_layers)
-    if everywhere > MAX_EDITS:  # each is one for every row
-        allowed = f"up to {MAX_EDITS} of them, counted once for each layer"
-        raise fields.refuse("the plan", f"{everywhere} steers and clamps", allowed)
-    if placed > MAX_PLACED_EDITS:
-        allowed = f"up to {MAX_PLACED_EDITS} of them, counted once for each layer and position"
-        raise fields.refuse("the plan", f"{placed} edits at positions", allowed)
+def check_strangers(plan: Plan, num_layers: int) -> None:
+    """Raise PlanError for a plan that would make other requests wait too long."""
+    count = sum(_count(item, num_layers) for item in plan.interventions)
+    if count > MAX_STRANGERS_EDITS:
+        counted = "counted once for each layer and listed position"
+        allowed = f"up to {MAX_STRANGERS_EDITS} edits and captures over HTTP, {counted}"
+        raise fields.refuse("the plan", f"{count} edits and captures", allowed)
 
 
 def not_finite(broken: NotFinite, plan: Plan, dtype: str) -> str:
@@ -103,111 +106,71 @@ def _shown_place(edit: Edit) -> str:
     return f"{edit.site} of layer{'s' if len(layers) > 1 else ''} {fields.ranges(layers)}"
 
 
-def check_strangers(plan: Plan, num_layers: int) -> None:
-    """Raise PlanError for a plan that costs the engine more than others should have to wait for."""
-    count = sum(_count(item, num_layers) for item in plan.interventions)
-    if count > MAX_STRANGERS_EDITS:
-        allowed = (
-            f"up to {MAX_STRANGERS_EDITS} edits and captures over HTTP, counted once for each layer and listed position"
-        )
-        raise fields.refuse("the plan", f"{count} edits and captures", allowed)
+def _check_size(plan: Plan, num_layers: int) -> None:
+    everywhere = sum(_count(edit, num_layers) for edit in plan.edits if edit.place is None)
+    placed = sum(_count(edit, num_layers) for edit in plan.edits if edit.place is not None)
+    if everywhere > MAX_EDITS:  # each acts at every row
+        allowed = f"up to {MAX_EDITS} of them, counted once for each layer"
+        raise fields.refuse("the plan", f"{everywhere} steers and clamps", allowed)
+    if placed > MAX_PLACED_EDITS:
+        allowed = f"up to {MAX_PLACED_EDITS} of them, counted once for each layer and position"
+        raise fields.refuse("the plan", f"{placed} edits at positions", allowed)
 
 
 def _count(item: Intervention, num_layers: int) -> int:
     """An intervention, counted once for each layer and listed position."""
     positions = len(item.place) if isinstance(item.place, tuple) else 1
-    layers = num_layers if item.at_layers == "all" else len(item.at_layers)
-    return layers * positions
+    return positions * (num_layers if item.at_layers == "all" else len(item.at_layers))
 
 
-def _check_text(item: Intervention) -> None:
-    if item.place is not None and not isinstance(item.place, str):
-        given = f"{fields.shown(item.place)} in a multimodal prompt, whose positions are not those of its text"
-        raise fields.refuse(_position_field(item), given, "such positions in prompts of text only")
+def _check_positions(item: Intervention, prompt_length: int | None, multimodal: bool) -> None:
+    field, place = item.label(item.position_field), item.place
+    if place is None or isinstance(place, str):
+        return
+    if multimodal:
+        given = f"{fields.shown(place)} in a multimodal prompt, whose positions are not those of its text"
+        raise fields.refuse(field, given, "such positions in prompts of text only")
+    if prompt_length is not None and len(set(item.place_in(prompt_length))) < len(place):
+        given = f"{fields.shown(place)}, which has one twice in a prompt of {prompt_length} tokens"
+        raise fields.refuse(field, given, "each once")
 
 
-def _position_field(item: Intervention) -> str:
-    return f"{type(item).__name__}.{item.position_field}"
+def _check_site(item: Intervention, layers: Iterable[int], widths: Mapping[tuple[str, int], int]) -> None:
+    for layer in layers if widths else ():
+        if (item.site, layer) in widths:
+            continue
+        if have := [at for site, at in widths if site == item.site]:
+            given = f"site {item.site!r} at layer {layer} ({item.label(item.layer_field)})"
+            raise PlanError(f"The model has no {given}; it has it at {fields.ranges(have)}.")
+        there = {site for site, _ in widths}
+        sites = ", ".join(site for site in LAYER_SITES if site in there)
+        raise PlanError(f"The model has no site {item.site!r} ({item.label('site')}); it has {sites}.")
 
 
-class _Checker:
-    def __init__(
-        self,
-        facts: ModelFacts,
-        prompt_length: int | None,
-        vectors: Mapping[str, int] | None,
-        runs: Mapping[str, str] | None,
-    ) -> None:
-        self._facts, self._length, self._vectors, self._runs = facts, prompt_length, vectors, runs
+def _check_width(
+    edit: Edit, field: str, given: str, width: int, layers: Iterable[int], widths: Mapping[tuple[str, int], int]
+) -> None:
+    for layer in layers:
+        expected = widths.get((edit.site, layer), width)
+        if width != expected:
+            raise fields.refuse(edit.label(field), given, f"{expected}, the width of {edit.site} at layer {layer}")
 
-    def check(self, item: Intervention) -> None:
-        self._check_place(_position_field(item), item.place)
-        name = type(item).__name__
-        listed = range(self._facts.num_layers) if item.at_layers == "all" else item.at_layers
-        self._check_layers(f"{name}.{item.layer_field}", item.site, listed)
-        if isinstance(item, Edit):
-            for field, value in item.values():
-                self._check_operand(item, f"{name}.{field}", value, listed)
 
-    def _check_layers(self, field: str, site: str, layers: Iterable[int]) -> None:
-        count, widths = self._facts.num_layers, self._facts.widths
-        for layer in layers:
-            if count and layer >= count:
-                raise fields.refuse(field, str(layer), f"0 to {count - 1}, since the model has {count} layers")
-            if widths and (site, layer) not in widths:
-                raise self._lacking(field, site, layer)
+def _check_name_exists(edit: Edit, field: str, name: str, vectors: Mapping[str, int], runs: Mapping[str, str]) -> None:
+    if name in vectors:
+        return
+    hint = fields.nearest(name, vectors)
+    if name in runs and field in edit.run_operands:
+        hint = f"a recorded run is given itself: source=model.runs[{name!r}], or what model.record returned"
+    raise PlanError(f"{edit.label(field)}: the engine has no vector {name!r}; {hint}")
 
-    def _lacking(self, field: str, site: str, layer: int) -> PlanError:
-        widths = self._facts.widths
-        have = [layer for other, layer in widths if other == site]
-        if have:
-            return PlanError(
-                f"The model has no site {site!r} at layer {layer} ({field}); it has it at {fields.ranges(have)}."
-            )
-        sites = [other for other in LAYER_SITES if any(other == site for site, _ in widths)]
-        return PlanError(f"The model has no site {site!r} ({field.split('.')[0]}.site); it has {', '.join(sites)}.")
 
-    def _check_place(self, field: str, place: object) -> None:
-        if self._length is None or place is None or isinstance(place, str):
-            return
-        check_resolved(field, place, self._length)
-        assert isinstance(place, tuple)
-        positions = resolved_list(field, place, self._length)
-        if len(set(positions)) < len(positions):
-            raise fields.refuse(
-                field, f"{fields.shown(place)}, which has one twice in a prompt of {self._length} tokens", "each once"
-            )
-
-    def _check_operand(self, edit: Edit, field: str, value: object, layers: Iterable[int]) -> None:
-        if isinstance(value, RecordedRun):
-            self._check_is_there(field, value)
-            edit.check_run(field, value, self._facts.widths)
-        if isinstance(value, Named):
-            if self._vectors is None:
-                return
-            if value.name not in self._vectors:
-                hint = fields.nearest(value.name, self._vectors)
-                if self._runs and value.name in self._runs and field.split(".")[1] in edit.run_operands:
-                    hint = f"a recorded run is given itself: source=model.runs[{value.name!r}], or what model.record returned"
-                raise PlanError(f"{field}: the engine has no vector {value.name!r}; {hint}")
-            width = self._vectors[value.name]
-        elif isinstance(value, Vector):
-            width = value.width
-        else:
-            return
-        for layer in layers:
-            expected = self._facts.widths.get((edit.site, layer), width)
-            if width != expected:
-                given = f"{value.name!r}, of width {width}" if isinstance(value, Named) else f"of width {width}"
-                raise fields.refuse(field, given, f"{expected}, the width of {edit.site} at layer {layer}")
-
-    def _check_is_there(self, field: str, run: RecordedRun) -> None:
-        if self._runs is None or run.id in self._runs.values():
-            return
-        if run.name in self._runs:
-            raise PlanError(
-                f"{field}: the recorded run {run.name!r} is not there any more, but another of that name, recorded later: "
-                "take the handle that `record` gave for that."
-            )
-        hint = fields.nearest(run.name, self._runs)
-        raise PlanError(f"{field}: the engine has no recorded run {run.name!r} any more; {hint}")
+def _check_run_exists(field: str, run: RecordedRun, runs: Mapping[str, str] | None) -> None:
+    if runs is None or run.id in runs.values():
+        return
+    if run.name in runs:
+        raise PlanError(
+            f"{field}: the recorded run {run.name!r} is not there any more, but another of that name, recorded later: "
+            "take the handle that `record` gave for that."
+        )
+    raise PlanError(f"{field}: the engine has no recorded run {run.name!r} any more; {fields.nearest(run.name, runs)}")

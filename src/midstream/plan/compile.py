@@ -1,7 +1,7 @@
-"""From a plan to what each row gets: a few profiles, and for each position the number of its profile.
+"""Compiles a plan for one prompt length: a few profiles, and for each position the number of its profile.
 
-A profile says what to do to a row at every site and layer. Positions that get the same share one, and 0 is the profile that does nothing,
-so an engine has one number per row to look up. Everything that several ops refer to lies in a bank of vectors.
+A profile lists the ops of a row at every site and layer. Positions with the same ops share a profile, and profile 0 does nothing, so an
+engine looks up one number for each row. The vectors that ops refer to lie in a bank.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from midstream.plan import fields
-from midstream.plan.captures import EMPTY, Capture, Intervention, Key, Layout, captured_positions
-from midstream.plan.ops.edit import Edit, Op, Shape, point_of, position_of
+from midstream.plan.captures import EMPTY, Capture, Key, Layout, captured_positions
+from midstream.plan.ops.edit import Edit, Op, point_of, position_of
 from midstream.plan.values import SITE_ORDER, Plan
-from midstream.plan.vectors import Named, RecordedRun, Vector
+from midstream.plan.vectors import Named, RecordedRun, Vector, Zeros
 from midstream.sites import Point
 
 _Ranked: TypeAlias = dict[Point, list[tuple[int, Op]]]  # ops with their places in the normal form
@@ -26,11 +26,11 @@ _Ranked: TypeAlias = dict[Point, list[tuple[int, Op]]]  # ops with their places 
 
 @dataclass(frozen=True)
 class Profile:
-    """What a row gets.
+    """The ops of a row.
 
     Attributes:
-        ops: (site, layer) -> capture before, edits in the order of their kinds, capture after; sites with none are not there.
-        layout: what a captured row holds.
+        ops: (site, layer) -> capture before, edits in the order of their kinds, capture after; without the sites that have none.
+        layout: of the captured row.
     """
 
     ops: dict[Point, tuple[Op, ...]]
@@ -43,12 +43,12 @@ class Profile:
 
 
 class Reach(NamedTuple):
-    """Where a plan acts in the whole model, whichever part of it was compiled for: the stages of a pipeline decide alike by it.
+    """Where a plan acts in the whole model, for whichever stage it was compiled, so that all pipeline stages decide alike.
 
     Attributes:
-        prompt: bool `[prompt_length]`, the positions of the prompt at which it does anything.
-        generated: whether it does at later ones.
-        prompt_points, generated_points: the (site, layer) at which it does.
+        prompt: bool `[prompt_length]`, the positions of the prompt at which it acts.
+        generated: whether it acts at later positions.
+        prompt_points, generated_points: the (site, layer) at which it acts there.
     """
 
     prompt: np.ndarray
@@ -65,8 +65,8 @@ class CompiledPlan:
     """A plan for one prompt length, ready for the rows.
 
     Attributes:
-        bank: float32 `[width]` each, on the CPU or where the engine had them.
-        profiles: what rows get; the first does nothing.
+        bank: float32 `[width]` each, on the CPU or on the device where the engine holds them.
+        profiles: the first does nothing.
         prompt: int32 `[prompt_length]`, the profile of each position of the prompt.
         generated: the profile of every later position.
     """
@@ -89,7 +89,7 @@ def compile_plan(
     points: Collection[Point] | None = None,
     on_host: Callable[[Named], np.ndarray] | None = None,
 ) -> CompiledPlan:
-    """What each row gets of `plan`.
+    """Compile `plan` for prompts of one length.
 
     Args:
         prompt_length: in tokens; later positions are generated.
@@ -98,30 +98,27 @@ def compile_plan(
         vector: gives a named vector, float32 `[width]`, numpy or torch.
         run: gives a recorded run's row at a site, layer and position, `[width]`, on any device.
         points: the (site, layer) to compile for, those of one pipeline stage; None for all.
-        on_host: gives a named vector that has to be put into shape, where `vector` gives one that the host would have to wait for.
+        on_host: gives a named vector for `Edit.shape`, if the host would have to wait for the one from `vector`.
 
     Raises:
-        PlanError: what `Plan.normal` finds, a vector of another width, or what `vector` and `run` raise.
+        PlanError: raised by `Plan.normal`, `vector` or `run`, or for a vector of another width.
     """
     bank, others = (_Bank(width, vector, run, on_host or vector) for _ in range(2))
     edits: dict[str, _Ranked] = {"prefill": {}, "decode": {}}
     placed: dict[int, _Ranked] = {}
-    captures: list[Capture] = []
-    items = plan.normal(num_layers, prompt_length).interventions
-    for rank, item in enumerate(items):
-        point = point_of(item)
+    normal = plan.normal(num_layers, prompt_length)
+    for rank, edit in enumerate(normal.edits):
+        point = point_of(edit)
         if points is not None and point not in points:
-            others.look_at(item)
+            others.check_names(edit)
             continue
-        if isinstance(item, Capture):
-            captures.append(item)
-            continue
-        op = rank, bank.op(item)
-        if (position := position_of(item)) is not None:
+        op = rank, bank.op(edit)
+        if (position := position_of(edit)) is not None:
             placed.setdefault(position, {}).setdefault(point, []).append(op)
             continue
-        for phase in edits if item.phase == "both" else (item.phase,):
+        for phase in edits if edit.phase == "both" else (edit.phase,):
             edits[phase].setdefault(point, []).append(op)
+    captures = [capture for capture in normal.captures if points is None or point_of(capture) in points]
     profiles = _Profiles(edits, width)
     planes_P, generated_planes = _captured(captures, prompt_length)
     generated = profiles.number(generated_planes, "decode")
@@ -132,27 +129,27 @@ def compile_plan(
         prompt[position] = profiles.number(planes_P.sets[planes_P.codes[position]], "prefill", here)
     for code in np.unique(planes_P.codes[rest]).tolist():
         prompt[rest & (planes_P.codes == code)] = profiles.number(planes_P.sets[code], "prefill")
-    return CompiledPlan(bank.tensors, profiles.list, prompt, generated, _reach(items, prompt_length))
+    return CompiledPlan(bank.tensors, profiles.list, prompt, generated, _reach(normal, prompt_length))
 
 
-def _reach(items: Collection[Intervention], prompt_length: int) -> Reach:
-    """Of interventions in normal form."""
+def _reach(normal: Plan, prompt_length: int) -> Reach:
+    """Where a plan in normal form acts."""
     prompt, generated = np.zeros(prompt_length, bool), False
     first, later = set[Point](), set[Point]()
-    captured: dict[Any, set[Point]] = {}
-    for item in items:
-        if isinstance(item, Capture):
-            captured.setdefault(item.positions, set()).add(point_of(item))
-        elif (position := position_of(item)) is not None:
+    for edit in normal.edits:
+        position = position_of(edit)
+        if position is not None:
             prompt[position] = True
-            first.add(point_of(item))
-        else:
-            if item.phase != "decode":
-                prompt[:] = True
-                first.add(point_of(item))
-            if item.phase != "prefill":
-                generated = True
-                later.add(point_of(item))
+        elif edit.phase != "decode":
+            prompt[:] = True
+        if position is not None or edit.phase != "decode":
+            first.add(point_of(edit))
+        if position is None and edit.phase != "prefill":
+            generated = True
+            later.add(point_of(edit))
+    captured: dict[Any, set[Point]] = {}
+    for capture in normal.captures:
+        captured.setdefault(capture.positions, set()).add(point_of(capture))
     for selector, points in captured.items():
         positions, goes_on = captured_positions(selector, prompt_length)
         prompt[positions] = True
@@ -163,14 +160,14 @@ def _reach(items: Collection[Intervention], prompt_length: int) -> Reach:
 
 
 class _Planes(NamedTuple):
-    """What is captured at each position of the prompt: `sets[codes[position]]`."""
+    """The planes to capture at each position of the prompt: `sets[codes[position]]`."""
 
     codes: np.ndarray
     sets: list[frozenset[Key]]
 
 
 def _captured(captures: list[Capture], prompt_length: int) -> tuple[_Planes, frozenset[Key]]:
-    """What is captured of the prompt, and at generated positions."""
+    """The planes to capture in the prompt, and at generated positions."""
     groups: dict[Any, set[Key]] = {}
     for capture in captures:
         groups.setdefault(capture.positions, set()).add((*point_of(capture), capture.when))
@@ -200,68 +197,60 @@ class _Bank:
         self._index: dict[Any, int] = {}
         self._ops: dict[Any, Op] = {}
 
-    def look_at(self, item: Intervention) -> None:
-        """Raise PlanError for a named vector that another stage, whose edit this is, refuses: the request ends on all or on none."""
-        if isinstance(item, Edit):
-            for field, value in item.values():
-                if isinstance(value, Named):
-                    self._operand(item, field, value)
+    def check_names(self, edit: Edit) -> None:
+        """Raise PlanError for a named vector that the stage of this edit refuses: the request ends on all stages or on none."""
+        for field, value in edit.values():
+            if isinstance(value, Named):
+                self._operand(edit, field, value)
 
     def op(self, edit: Edit) -> Op:
         """The op of an edit in normal form; a plan may have the same one at many positions."""
         key = (*edit.what(), edit.run_row()) if edit.reads_run else edit.what()
         if key not in self._ops:
-            given = dict(edit.values())
-            first, second = (
-                self._operand(edit, field, given[field]) if field in given else -1
-                for field in (*edit.operands, None, None)[:2]
-            )
+            given = {field: self._operand(edit, field, value) for field, value in edit.values()}
+            first, second = (given.get(field, -1) for field in (*edit.operands, "", "")[:2])
             self._ops[key] = Op(edit.kind, first, second, *edit.numbers())
         return self._ops[key]
 
-    def _operand(self, edit: Edit, field: str, value: Any) -> int:
+    def _operand(self, edit: Edit, field: str, value: Vector | Named | RecordedRun | Zeros) -> int:
         """The index of what an operand holds."""
-        point, name = point_of(edit), f"{type(edit).__name__}.{field}"
-        if isinstance(value, RecordedRun):
-            row = edit.run_row()
-            return self._held((value.id, *row), point, name, lambda: self._run(value, *row))
-        if isinstance(value, (Vector, Named)):
-            return self._value(value, point, name, edit.shape(field))
-        zeros = self._width(*point)
-        return self._held(("zeros", zeros), point, name, lambda: torch.zeros(zeros))
-
-    def _value(
-        self,
-        source: Vector | Named,
-        point: Point,
-        field: str,
-        shape: Shape | None = None,
-    ) -> int:
-        """The index of a given or a named vector, put into shape."""
-
-        def make() -> torch.Tensor:
-            given = self._vector if shape is None else self._on_host
-            data = source.data if isinstance(source, Vector) else given(source)
-            data = data if shape is None else shape(np.asarray(data), f"{field} ({source!r})")
-            return data if isinstance(data, torch.Tensor) else torch.tensor(data)
-
-        return self._held((source, shape), point, field, make)
-
-    def _held(self, key: Any, point: Point, field: str, make: Callable[[], torch.Tensor]) -> int:
+        site, layer = point_of(edit)
+        width, key = self._width(site, layer), self._key(edit, field, value)
         if key not in self._index:
-            self.tensors.append(make().detach().to(torch.float32).contiguous())
+            self.tensors.append(self._tensor(edit, field, value).detach().to(torch.float32).contiguous())
             self._index[key] = len(self.tensors) - 1
         index = self._index[key]
-        shape, (site, layer) = list(self.tensors[index].shape), point
-        if shape != [self._width(site, layer)]:
-            raise fields.refuse(
-                field, f"of shape {shape}", f"[{self._width(site, layer)}], the width of {site} at layer {layer}"
-            )
+        shape = list(self.tensors[index].shape)
+        if shape != [width]:
+            allowed = f"[{width}], the width of {site} at layer {layer}"
+            raise fields.refuse(edit.label(field), f"of shape {shape}", allowed)
         return index
+
+    def _key(self, edit: Edit, field: str, value: Vector | Named | RecordedRun | Zeros) -> Any:
+        """Operands with equal keys share a tensor."""
+        if isinstance(value, RecordedRun):
+            return value.id, *edit.run_row()
+        if isinstance(value, Zeros):
+            return "zeros", self._width(*point_of(edit))
+        return value, edit.shape(field)
+
+    def _tensor(self, edit: Edit, field: str, value: Vector | Named | RecordedRun | Zeros) -> torch.Tensor:
+        if isinstance(value, RecordedRun):
+            return self._run(value, *edit.run_row())
+        if isinstance(value, Zeros):
+            return torch.zeros(self._width(*point_of(edit)))
+        shape = edit.shape(field)
+        if isinstance(value, Vector):
+            data: Any = value.data
+        else:
+            data = self._vector(value) if shape is None else self._on_host(value)
+        if shape is not None:
+            data = shape(np.asarray(data), f"{edit.label(field)} ({value!r})")
+        return data if isinstance(data, torch.Tensor) else torch.tensor(data)
 
 
 class _Profiles:
-    """Profiles by what makes them up, each once."""
+    """All profiles, each once."""
 
     def __init__(self, edits: dict[str, _Ranked], width: Callable[[str, int], int]) -> None:
         self.list = [Profile({})]
@@ -303,8 +292,6 @@ class _Profiles:
 
 def _in_order(ops: Collection[tuple[int, Op]]) -> tuple[Op, ...]:
     """By their places in the normal form."""
-    if len(ops) == 1:
-        return tuple(op for _, op in ops)
     return tuple(op for _, op in sorted(ops, key=itemgetter(0)))
 
 

@@ -1,4 +1,4 @@
-"""Checks of single fields, positions among them. Every message names the field, what was given, and what is allowed."""
+"""Checks of single fields. Every message names the field, the given value and what is allowed."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ import numpy as np
 from midstream.errors import PlanError
 from midstream.sites import LAYER_SITES, MODEL_SITES
 
-# What is larger cannot be a layer, a position or a token of any model, and has no room in the engine's int32 tables.
+# No layer, position or token is larger, and the engine's int32 tables hold no larger number.
 MAX_INDEX = 2**31 - 1
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 T = TypeVar("T")
-_MOST_NAMES, _LONGEST_NAME = 2000, 100  # that are searched for one like another
+_MOST_NAMES, _LONGEST_NAME = 2000, 100  # the limits of a search for similar names
 
 
 def refuse(field: str, given: str, allowed: str) -> PlanError:
-    """The error that says so."""
+    """The error for a field that holds something else than what is allowed."""
     return PlanError(f"{field} is {given}; allowed: {allowed}{'' if allowed.endswith('?') else '.'}")
 
 
@@ -47,7 +47,7 @@ def shown(value: Any) -> str:
 def nearest(name: str, names: Iterable[str]) -> str:
     """The names most like `name`, else all of them, as the end of a message."""
     there = sorted(set(names))
-    few = len(there) <= _MOST_NAMES and len(name) <= _LONGEST_NAME  # strangers' plans choose how many and how long
+    few = len(there) <= _MOST_NAMES and len(name) <= _LONGEST_NAME  # a stranger's plan may have many and long ones
     near = difflib.get_close_matches(name, there, 3, 0.5) if few else []
     if near:
         return f"did you mean {' or '.join(map(repr, near))}?"
@@ -59,7 +59,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def explained(cls: type[T]) -> type[T]:
-    """A dataclass that says by PlanError which of its fields it was not given, and which it does not have."""
+    """Let a dataclass raise PlanError, with the name of the field, if a field is missing or unknown."""
     init = cls.__init__
 
     @functools.wraps(init)
@@ -155,8 +155,8 @@ def integer(field: str, value: Any, low: int = -MAX_INDEX, high: int = MAX_INDEX
     return found
 
 
-def integers(field: str, value: Any, allowed: str, low: int = -MAX_INDEX) -> tuple[int, ...]:
-    """One whole number or several different ones, as a tuple in the order given."""
+def integers(field: str, value: Any, allowed: str, low: int = -MAX_INDEX, *, distinct: bool = True) -> tuple[int, ...]:
+    """One whole number or several, which must differ if `distinct`, as a tuple in the order given."""
     if isinstance(value, (str, bytes)) or not (_is_many(value) or hasattr(value, "__index__")):
         raise refuse(field, shown(value), allowed)
     if not _is_many(value):
@@ -164,10 +164,14 @@ def integers(field: str, value: Any, allowed: str, low: int = -MAX_INDEX) -> tup
     found = tuple(integer(f"{field}[{i}]", item, low) for i, item in enumerate(value))
     if not found:
         raise refuse(field, "empty", allowed)
-    if len(set(found)) < len(found):
+    if distinct and len(set(found)) < len(found):
         twice, _ = Counter(found).most_common(1)[0]
         raise refuse(field, f"{shown(value)}, which has {twice} twice", "each once")
     return found
+
+
+def _is_many(value: Any) -> bool:
+    return getattr(value, "ndim", 0) > 0 or isinstance(value, (Sequence, range))
 
 
 def layers(field: str, value: Any) -> str | tuple[int, ...]:
@@ -187,14 +191,6 @@ def site(field: str, value: Any) -> str:
     return value
 
 
-def repeatable(field: str, value: Any, allowed: str) -> tuple[int, ...]:
-    """One whole number or several, which need not differ."""
-    many = not isinstance(value, str) and (isinstance(value, (list, tuple, range)) or getattr(value, "ndim", 0) > 0)
-    if not many:
-        return integers(field, value, allowed)
-    return tuple(integer(f"{field}[{i}]", item) for i, item in enumerate(value))
-
-
 def ranges(numbers: Iterable[int]) -> str:
     """Numbers as ranges, for messages: "0 to 3, 7"."""
     ordered = sorted(set(numbers))
@@ -205,7 +201,7 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def plain(field: str, value: Any, depth: int = 8) -> Any:
-    """A deep copy of what every wire can hold: strings, numbers, booleans, None, and lists and dicts of them."""
+    """A deep copy of plain data: strings, numbers, booleans, None, and lists and dicts of them."""
     allowed = "strings, finite numbers, booleans, None, and lists and dicts of them, nested up to 8 deep"
     if value is None or isinstance(value, bool):
         return value
@@ -222,15 +218,14 @@ def plain(field: str, value: Any, depth: int = 8) -> Any:
     raise refuse(field, shown(value), allowed)
 
 
-def _is_many(value: Any) -> bool:
-    return getattr(value, "ndim", 0) > 0 or isinstance(value, (Sequence, range))
+# ------------------------------------------------------------------------------------------------------------ positions
 
 
 @dataclass(frozen=True)
 class Span:
-    """The tokens of the prompt that overlap `text`: `Span("Paris")`, or `Span("Paris", 1)` for the second place where it stands.
+    """The tokens of the prompt that overlap `text`: `Span("Paris")`, or `Span("Paris", 1)` for its second occurrence.
 
-    Whoever has the tokenizer turns it into positions, with `resolve_spans`.
+    `resolve_spans` turns it into positions, where the tokenizer is.
     """
 
     text: str
@@ -238,36 +233,29 @@ class Span:
 
     def __post_init__(self) -> None:
         text("Span.text", self.text)
-        object.__setattr__(self, "occurrence", integer("Span.occurrence", self.occurrence, 0))
+        settle(self, occurrence=integer("Span.occurrence", self.occurrence, 0))
 
 
-def as_positions(field: str, value: object, names: tuple[str, ...] = ()) -> str | tuple[int, ...] | Span:
-    """What a user gives as positions: one or several, a `Span`, or one of `names`. Raises PlanError."""
-    if isinstance(value, Span) or (isinstance(value, str) and value in names):
+def positions(field: str, value: object, words: tuple[str, ...] = ()) -> str | tuple[int, ...] | Span:
+    """Positions as users give them: one or several, a `Span`, or one of `words`. Raises PlanError."""
+    if isinstance(value, Span) or (isinstance(value, str) and value in words):
         return value
-    named = f"{', '.join(map(repr, names))}, " if names else ""
-    return integers(field, value, f"{named}a position, a sequence of positions, or Span(text)")
-
-
-def check_resolved(field: str, place: object, prompt_length: int | None) -> None:
-    """Raise PlanError for a `Span` where the prompt's length is known, since by then somebody had to resolve it."""
-    if isinstance(place, Span) and prompt_length is not None:
-        raise unresolved(field, place)
+    listed = f"{', '.join(map(repr, words))}, " if words else ""
+    return integers(field, value, f"{listed}a position, a sequence of positions, or Span(text)")
 
 
 def span_positions(
     span: Span, text: str, offsets: Sequence[tuple[int, int]], field: str = "the span"
 ) -> tuple[int, ...]:
     """The positions of the tokens that overlap the span's text. Raises PlanError as `resolve_spans`."""
-    begin = _find(span, text)
-    if begin is None:
-        found = text.count(span.text)
-        there = f"which stands there {found} time{'s' if found != 1 else ''}" if found else "which does not stand there"
-        raise refuse(
-            field,
-            f"{span} in the prompt {shown(text)}, {there}",
-            "a text that the prompt has; occurrence from 0",
-        )
+    begin = -len(span.text)
+    for _ in range(span.occurrence + 1):  # counted as `str.count` does, without overlaps
+        begin = text.find(span.text, begin + len(span.text))
+        if begin < 0:
+            found = text.count(span.text)
+            there = f"stands there {found} time{'s' if found != 1 else ''}" if found else "does not stand there"
+            given = f"{span} in the prompt {shown(text)}, which {there}"
+            raise refuse(field, given, "a text that the prompt has; occurrence from 0")
     end = begin + len(span.text)
     positions = tuple(i for i, (first, last) in enumerate(offsets) if first < end and begin < last and first < last)
     if not positions:
@@ -275,35 +263,16 @@ def span_positions(
     return positions
 
 
-def _find(span: Span, text: str) -> int | None:
-    """Where the span begins; occurrences are counted as `str.count` does, without overlaps."""
-    begin = -len(span.text)
-    for _ in range(span.occurrence + 1):
-        begin = text.find(span.text, begin + len(span.text))
-        if begin < 0:
-            return None
-    return begin
-
-
-def unresolved(field: str, span: Span) -> PlanError:
-    return refuse(
-        field,
-        f"{span}, which needs the prompt's text",
-        "positions where the prompt was given as token ids or embeddings",
-    )
-
-
-def resolved_positions(field: str, positions: Iterable[int], length: int, of: str = "the prompt") -> np.ndarray:
-    """int64 positions counted from the begin, in the order given. Raises PlanError if one lies outside."""
-    given = np.fromiter(positions, np.int64)
-    outside = (given < -length) | (given >= length)
-    if outside.any():
-        raise refuse(field, str(given[outside][0]), f"from {-length} to {length - 1}, since {of} has {length} tokens")
-    return np.where(given < 0, given + length, given)
-
-
-def resolved_list(field: str, positions: tuple[int, ...], length: int, of: str = "the prompt") -> list[int]:
-    """The same as a list; quick for a single position, of which a plan may have thousands."""
-    if len(positions) == 1 and -length <= positions[0] < length:
+def resolved(field: str, positions: Span | Sequence[int], length: int, of: str = "the prompt") -> list[int]:
+    """Positions counted from the start, in the order given. Raises PlanError for one outside, or a `Span`, which needs the text."""
+    if isinstance(positions, Span):
+        given = f"{positions}, which needs the prompt's text"
+        raise refuse(field, given, "positions where the prompt was given as token ids or embeddings")
+    if len(positions) == 1 and -length <= positions[0] < length:  # quick: a plan may have thousands of these
         return [positions[0] % length]
-    return resolved_positions(field, positions, length, of).tolist()
+    given_P = np.fromiter(positions, np.int64)
+    outside = (given_P < -length) | (given_P >= length)
+    if outside.any():
+        allowed = f"from {-length} to {length - 1}, since {of} has {length} tokens"
+        raise refuse(field, str(given_P[outside][0]), allowed)
+    return np.where(given_P < 0, given_P + length, given_P).tolist()  # type: ignore[no-any-return]

@@ -1,17 +1,16 @@
-"""Who may share KV blocks with whom: keys of a planned request's prefix-cache blocks.
+"""Who may share KV blocks with whom: the prefix-cache keys of a planned request's blocks.
 
-The KV of a position depends on the tokens up to it and on every edit, up to it, of what a later attention reads. Two requests may share
-the block of positions `[begin, end)` if and only if they have the same tokens and the same such edits at all positions below `end`; engines
-take care of the tokens, `PlanKeys.at(end)` of the edits.
+The KV of a position depends on the tokens up to it, and on every edit up to it that a later attention reads. Two requests may share
+the block of positions `[begin, end)` if and only if they have the same tokens and the same such edits at all positions below `end`. The
+engine compares the tokens; `PlanKeys.at(end)` stands for the edits.
 """
 
 from __future__ import annotations
 
 import secrets
 from bisect import bisect_left
-from collections.abc import Iterator
-from itertools import groupby, pairwise
-from operator import itemgetter
+from collections import defaultdict
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from midstream.plan.captures import captured_positions
@@ -26,6 +25,16 @@ _STRETCH_BYTES = 320  # two numbers and two hashes, in lists
 def changes_kv(site: str, layer: int, num_layers: int) -> bool:
     """Whether the value at a site is part of any key or value of attention: at the last layer, only what goes into its attention."""
     return layer < num_layers - 1 or site in ("resid_pre", "attn_in")
+
+
+class _Active(NamedTuple):
+    """An edit and the positions `[start, stop)` at which it acts. Sorting gives the order in which edits act."""
+
+    order: tuple[int, int, int, str]
+    place: int  # in the normal form: edits of one kind at one point keep their order
+    start: int
+    stop: int
+    text: str
 
 
 class _Stretch(NamedTuple):
@@ -49,22 +58,22 @@ class PlanKeys:
     """
 
     def __init__(self, plan: Plan, prompt_length: int, num_layers: int) -> None:
-        nonces: dict[str, str] = {}
-        texts: dict[Any, str] = {}
-        edits = [
-            (*_range(edit, prompt_length), _order(edit), _text(edit, nonces, texts))
-            for edit in plan.normal(num_layers, prompt_length).edits
-            if changes_kv(*point_of(edit), num_layers)
-        ]
+        texts = _Texts()
+        active = []
+        for place, edit in enumerate(plan.normal(num_layers, prompt_length).edits):
+            site, layer = point_of(edit)
+            if changes_kv(site, layer, num_layers):
+                order = SITE_ORDER[site], layer, edit.order, edit.kind
+                active.append(_Active(order, place, *_range(edit, prompt_length), texts.of(edit)))
         self._starts: list[int] = []
         self._stops: list[int] = []
         self._within: list[str] = []  # the key inside of each stretch, up to its end
         self._behind: list[str] = []  # and behind it
         below = ""
-        for start, stop, active in _stretches(edits):
+        for start, stop, edits in _stretches(sorted(active)):
             self._starts.append(start)
             self._stops.append(stop)
-            self._within.append(digest("\n".join([below, str(start), *active]).encode()))
+            self._within.append(digest("\n".join([below, str(start), *edits]).encode()))
             below = digest(f"{self._within[-1]} {stop}".encode())
             self._behind.append(below)
 
@@ -87,7 +96,7 @@ class PlanKeys:
 
 
 def lowest_captured(plan: Plan, prompt_length: int) -> int | None:
-    """The lowest position of the prompt that is captured, which cache hits must not pass; None if none is."""
+    """The lowest captured position of the prompt, which cache hits must not pass; None if none is captured."""
     prompts = [
         captured_positions(selector, prompt_length).prompt
         for selector in {capture.positions for capture in plan.captures}
@@ -102,59 +111,39 @@ def _range(edit: Edit, prompt_length: int) -> tuple[int, int]:
     return {"both": (0, FOREVER), "prefill": (0, prompt_length), "decode": (prompt_length, FOREVER)}[edit.phase]
 
 
-def _order(edit: Edit) -> tuple[int, int, int, str]:
-    """Edits of different points, or of different kinds at one point, are in no order of their own."""
-    site, layer = point_of(edit)
-    return SITE_ORDER[site], layer, edit.order, edit.kind
+class _Texts:
+    """What edits do to a row, in short, without where. Cached, since a plan may have the same edit at many positions."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, str] = {}
+        self._nonces: dict[str, str] = defaultdict(lambda: secrets.token_hex(16))
+
+    def of(self, edit: Edit) -> str:
+        key = edit.what()
+        if key not in self._known:
+            attributes: dict[str, Any] = {field: None for field in edit.place_fields & vars(edit).keys()}
+            for field, value in vars(edit).items():
+                if (
+                    isinstance(value, Named) and value.digest is None
+                ):  # nobody knows its vector: equal to no other plan's
+                    attributes[field] = Named(self._nonces[value.name])
+            self._known[key] = digest(encoded(changed(edit, **attributes)).encode())
+        return f"{self._known[key]} {edit.run_row()[2]}" if edit.reads_run else self._known[key]
 
 
-def _text(edit: Edit, nonces: dict[str, str], texts: dict[Any, str]) -> str:
-    """What an edit does to a row, in short; `texts` remembers, for a plan may have the same edit at many positions."""
-    key = edit.what()
-    if key not in texts:
-        texts[key] = digest(_written(edit, nonces).encode())
-    return f"{texts[key]} {edit.run_row()[2]}" if edit.reads_run else texts[key]
-
-
-def _written(edit: Edit, nonces: dict[str, str]) -> str:
-    """What the edit does to a row, as text without where; names whose vector nobody knows are like no other."""
-    attributes: dict[str, Any] = {field: None for field in edit.place_fields & vars(edit).keys()}
-    for field, value in vars(edit).items():
-        if isinstance(value, Named) and value.digest is None:
-            attributes[field] = Named(nonces.setdefault(value.name, secrets.token_hex(16)))
-    return encoded(changed(edit, **attributes))
-
-
-def _stretches(edits: list[tuple[int, int, tuple[int, int, int, str], str]]) -> Iterator[_Stretch]:
+def _stretches(edits: list[_Active]) -> list[_Stretch]:
     """The positions that have edits, cut wherever these change and nowhere else."""
-    edits = sorted(edits, key=itemgetter(2))  # a stable sort: edits of one kind at one point keep their order
-    events = sorted((border, index) for index, edit in enumerate(edits) for border in edit[:2])
-    active: list[int] = []
-    last: _Stretch | None = None
-    for (border, now), (following, _) in pairwise([*_grouped(events), (FOREVER, [])]):
-        for index in now:
-            _toggle(active, index)
-        here = _Stretch(border, following, tuple(edits[index][3] for index in active))
-        if last is not None and last.stop == here.start and last.edits == here.edits:
-            last = last._replace(stop=here.stop)
-            continue
-        if last is not None and last.edits:
-            yield last
-        last = here
-    if last is not None and last.edits:
-        yield last
-
-
-def _grouped(events: list[tuple[int, int]]) -> Iterator[tuple[int, list[int]]]:
-    """Border -> the edits that start or stop there."""
-    for border, here in groupby(events, itemgetter(0)):
-        yield border, [index for _, index in here]
-
-
-def _toggle(active: list[int], index: int) -> None:
-    """Put `index` into a sorted list, or take it out."""
-    place = bisect_left(active, index)
-    if place < len(active) and active[place] == index:
-        del active[place]
-    else:
-        active.insert(place, index)
+    changes: dict[int, set[int]] = defaultdict(set)  # position -> places in `edits` of those that start or stop there
+    for i, edit in enumerate(edits):
+        changes[edit.start] ^= {i}
+        changes[edit.stop] ^= {i}
+    active: set[int] = set()
+    found: list[_Stretch] = []
+    for start, stop in pairwise(sorted(changes)):
+        active ^= changes[start]
+        here = tuple(edits[i].text for i in sorted(active))
+        if found and found[-1].stop == start and found[-1].edits == here:
+            found[-1] = found[-1]._replace(stop=stop)
+        elif here:
+            found.append(_Stretch(start, stop, here))
+    return found

@@ -207,14 +207,6 @@ class RecordedRun:
     def __repr__(self) -> str:
         return f"RecordedRun({self.name!r}, {len(self.prompt_token_ids)} tokens, {list(self.sites)}, {len(self.layers)} layers)"
 
-    def check_point(self, field: str, site: str, layer: int) -> None:
-        """Raises PlanError if the run has no rows of that site and layer."""
-        if site not in self.sites:
-            raise fields.refuse(field, f"{site!r}, which the run {self.name!r} lacks", ", ".join(self.sites) or "none")
-        if layer not in self.layers:
-            there = ", ".join(map(str, self.layers))
-            raise PlanError(f"{field} asks for layer {layer}, which the run {self.name!r} lacks; allowed: {there}.")
-
 
 def _finite_float32(field: str, value: Any, *, booleans: bool = False) -> np.ndarray:
     """A tensor, an array or a list `[hidden]` or `[1, hidden]` as a read-only float32 copy `[hidden]`.

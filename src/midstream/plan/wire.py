@@ -1,43 +1,41 @@
-"""A plan as data that any transport can hold: for msgpack (`to_wire`) and as JSON (`to_json`). No pickle, and no code in it.
+"""The wire form of a plan: plain data for msgpack (`to_wire`) or as JSON (`to_json`), without pickle and without code.
 
     {"version": 1,
      "interventions": [{"kind": "steer", "site": "resid_post", "layers": [14], "vector": {"vector": DIGEST}, "scale": 4.0}, ...],
      "vectors": {DIGEST: little-endian float32, bytes or in JSON base64},
      "runs": {ID: {"name": ..., "prompt_token_ids": [...], "sites": [...], "layers": [...], "positions": [...]}}}
 
-Fields that are left out have their defaults. Where a vector is asked for there may also stand a list of numbers, or a name. What comes in
-may be anybody's: every key, type and size is checked, by the constructors of `values` too, and a digest is computed, not believed.
+Fields that are left out have their defaults. A vector may also be written as a list of numbers, or a name. Input may come from anybody:
+every key, type and size is checked, here and by the constructors, and digests are computed, not believed.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
+import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from midstream.errors import PlanError
 from midstream.plan import fields
-from midstream.plan.captures import Capture, Consumer, Intervention
+from midstream.plan.captures import Capture, Consumer
 from midstream.plan.fields import Span
-from midstream.plan.ops.edit import Edit, fields_of, kind_of, kinds
+from midstream.plan.ops.edit import Edit, Intervention, kind_of, kinds
 from midstream.plan.vectors import Named, RecordedRun, Vector, Zeros
 
 VERSION = 1
 MAX_INTERVENTIONS = 1 << 16
 MAX_ITEMS = 1 << 20  # layers, positions, tokens or numbers in one list
 MAX_VECTOR_BYTES = 1 << 30  # of all vectors of a plan
-MAX_STRANGERS_EDITS = 1 << 10  # a plan with so many keeps the engine from its other requests for less than 100 ms
+MAX_STRANGERS_EDITS = 1 << 10  # a plan with so many delays the engine's other requests by less than 100 ms
 MAX_STRANGERS_BYTES = 4 << 20  # of a plan that came over HTTP
-_ITEM_BYTES = 8  # that a number, a list or a dict counts for
+_ITEM_BYTES = 8  # for a number, a list or a dict in it
 _MAX_DEPTH = 16
-
-RUN_LISTS = ("prompt_token_ids", "sites", "layers", "positions")
-
-T = TypeVar("T")
+_RUN_LISTS = ("prompt_token_ids", "sites", "layers", "positions")
 
 
 # ------------------------------------------------------------------------------------------------------------ writing
@@ -54,20 +52,17 @@ def to_wire(interventions: Sequence[Intervention]) -> dict[str, Any]:
 
 
 def to_json(interventions: Sequence[Intervention]) -> str:
-    """The same as JSON, vectors in base64."""
-    wire = to_wire(interventions)
-    if "vectors" in wire:
-        wire["vectors"] = {key: base64.b64encode(data).decode() for key, data in wire["vectors"].items()}
-    return json.dumps(wire, allow_nan=False)
+    """The same as JSON, with vectors in base64."""
+    return json.dumps(to_wire(interventions), allow_nan=False, default=lambda data: base64.b64encode(data).decode())
 
 
 def _written(item: Intervention, tables: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    written: dict[str, Any] = {"kind": item.kind}
-    for field in fields_of(item):
-        value = getattr(item, field.name)
-        if field.default is MISSING or value != field.default:
-            written[field.name] = _written_value(value, tables)
-    return written
+    given = ((field, getattr(item, field.name)) for field in _fields_of(item))
+    return {"kind": item.kind} | {
+        field.name: _written_value(value, tables)
+        for field, value in given
+        if field.default is dataclasses.MISSING or value != field.default
+    }
 
 
 def _written_value(value: Any, tables: dict[str, dict[str, Any]]) -> Any:
@@ -80,7 +75,7 @@ def _written_value(value: Any, tables: dict[str, dict[str, Any]]) -> Any:
         case Zeros():
             return {"zeros": True}
         case RecordedRun():
-            tables["runs"][value.id] = _written_run(value)
+            tables["runs"][value.id] = {"name": value.name} | {name: list(getattr(value, name)) for name in _RUN_LISTS}
             return {"run": value.id}
         case Span():
             return {"span": value.text} | ({"occurrence": value.occurrence} if value.occurrence else {})
@@ -94,15 +89,15 @@ def _written_value(value: Any, tables: dict[str, dict[str, Any]]) -> Any:
     return None if isinstance(value, float) and np.isinf(value) else value  # bounds of a clamp
 
 
-def _written_run(run: RecordedRun) -> dict[str, Any]:
-    return {"name": run.name} | {name: list(getattr(run, name)) for name in RUN_LISTS}
+def _fields_of(intervention: Any) -> tuple[dataclasses.Field[Any], ...]:
+    return dataclasses.fields(intervention)
 
 
 # ------------------------------------------------------------------------------------------------------------ reading
 
 
 def from_json(text: str, *, trusted: bool = True) -> tuple[Intervention, ...]:
-    """The plan that `to_json` wrote, or somebody by hand. `trusted` as for `from_wire`. Raises PlanError for anything else."""
+    """The plan that `to_json` or a person wrote. `trusted` as for `from_wire`. Raises PlanError for anything else."""
     if not isinstance(text, str):
         raise fields.refuse("the plan", fields.shown(text), "JSON as a string")
     if not trusted:
@@ -118,29 +113,30 @@ def from_wire(wire: Mapping[str, Any], *, trusted: bool = True) -> tuple[Interve
     """The plan that `to_wire` wrote.
 
     Args:
-        trusted: False for the plan of a stranger, which may be `MAX_STRANGERS_BYTES` long at most, name no directories and consumers of
-            the machine that reads it, and not vouch for the content of named vectors.
+        trusted: False for a stranger's plan. It may have `MAX_STRANGERS_BYTES` at most, may not name directories or consumers of the
+            machine that reads it, and may not vouch for the content of named vectors.
 
     Raises:
-        PlanError: it is no such thing, in any way whatever. The message names the place, what stands there and what is allowed.
+        PlanError: anything is wrong. The message names the place, the given value and what is allowed.
     """
     if not trusted:
         _check_size(wire)
     wire = _dict("the plan", wire, ("interventions",), ("version", "vectors", "runs"))
     if type(version := wire.get("version", VERSION)) is not int or version != VERSION:
-        raise fields.refuse(
-            "the plan's version", fields.shown(version), f"{VERSION}, which is all that this midstream reads"
-        )
-    tables = _Tables(_vectors(_dict("vectors", wire.get("vectors", {}))), _runs(_dict("runs", wire.get("runs", {}))))
-    longest = MAX_INTERVENTIONS if trusted else MAX_STRANGERS_EDITS
-    items = _list("interventions", wire["interventions"], longest)
-    return tuple(_intervention(f"interventions[{i}]", item, tables, trusted) for i, item in enumerate(items))
+        allowed = f"{VERSION}, which is all that this midstream reads"
+        raise fields.refuse("the plan's version", fields.shown(version), allowed)
+    vectors, runs = _vectors(wire.get("vectors", {})), _runs(wire.get("runs", {}))
+    items = _list("interventions", wire["interventions"], MAX_INTERVENTIONS if trusted else MAX_STRANGERS_EDITS)
+    reader = _Reader(trusted, vectors, runs)
+    return tuple(reader.intervention(f"interventions[{i}]", item) for i, item in enumerate(items))
 
 
 def _check_size(given: Any) -> None:
-    """Raise PlanError for more than a stranger may send, having looked at no more than that."""
+    """Raise PlanError for more than a stranger may send, after a look at no more than that."""
     size, depth, level = 0, 0, [given]
     while level:
+        if depth > _MAX_DEPTH:
+            raise fields.refuse("the plan", f"nested more than {_MAX_DEPTH} deep", f"up to {_MAX_DEPTH}")
         below: list[Any] = []
         for value in level:
             size += len(value) if isinstance(value, (str, bytes)) else _ITEM_BYTES
@@ -149,115 +145,20 @@ def _check_size(given: Any) -> None:
             elif isinstance(value, (list, tuple)):
                 below += value
             if size + _ITEM_BYTES * len(below) > MAX_STRANGERS_BYTES:
-                given = f"over {MAX_STRANGERS_BYTES >> 20} MiB"
                 allowed = f"up to {MAX_STRANGERS_BYTES >> 20} MiB; vectors are shortest in base64, or as names"
-                raise fields.refuse("the plan", given, allowed)
-        depth += 1
-        if depth > _MAX_DEPTH:
-            raise fields.refuse("the plan", f"nested more than {_MAX_DEPTH} deep", f"up to {_MAX_DEPTH}")
-        level = below
+                raise fields.refuse("the plan", f"over {MAX_STRANGERS_BYTES >> 20} MiB", allowed)
+        depth, level = depth + 1, below
 
 
-class _Tables(NamedTuple):
-    vectors: dict[str, Vector]
-    runs: dict[str, RecordedRun]
-
-
-def _intervention(place: str, item: Any, tables: _Tables, trusted: bool) -> Intervention:
-    if not isinstance(item, dict):
-        raise fields.refuse(place, fields.shown(item), "a dict")
-    cls = _class_of(f"{place}.kind", item.get("kind"))
-    known = {field.name: field.default is MISSING for field in fields_of(cls)}
-    required = [name for name, needed in known.items() if needed]
-    item = _dict(f"{place} ({cls.kind})", item, ("kind", *required), tuple(known))
-    read = {name: _value(f"{place}.{name}", name, value, tables, cls) for name, value in item.items() if name != "kind"}
-    if not trusted:
-        _refuse_rights(place, read)
-    make: Callable[..., Intervention] = cls
-    return _made(place, make, **read)
-
-
-def _refuse_rights(place: str, read: dict[str, Any]) -> None:
-    """Raise PlanError for a field that only the engine's own side may set."""
-    if read.get("to") is not None:
-        allowed = "None; who sends this plan may not name where the engine writes"
-        raise fields.refuse(f"{place}.to", fields.shown(read["to"]), allowed)
-    for name, value in read.items():
-        if isinstance(value, Named) and value.digest is not None:
-            allowed = "None; who sends this plan may not say what the engine has under a name"
-            raise fields.refuse(f"{place}.{name}.digest", fields.shown(value.digest), allowed)
-
-
-def _made(place: str, make: Callable[..., T], *args: Any, **attributes: Any) -> T:
-    """What `make` makes; its errors say where in the plan it was to be."""
-    try:
-        return make(*args, **attributes)
-    except PlanError as error:
-        raise PlanError(f"{place}: {error}") from error
-
-
-def _class_of(place: str, kind: Any) -> type[Edit] | type[Capture]:
-    if kind == Capture.kind:
-        return Capture
-    fields.one_of(place, kind, [*kinds(), Capture.kind])
-    return kind_of(kind)
-
-
-def _value(place: str, name: str, value: Any, tables: _Tables, cls: type[Edit] | type[Capture]) -> Any:
-    """A field's value for its constructor, which checks what lies beyond its form."""
-    operands = cls.operands if issubclass(cls, Edit) else ()
-    if name in operands and isinstance(value, dict):
-        return _source(place, value, tables, issubclass(cls, Edit) and name in cls.run_operands)
-    if name in operands and isinstance(value, list):
-        return _numbers(place, value)
-    if name == cls.position_field and isinstance(value, dict):
-        _dict(place, value, ("span",), ("occurrence",))
-        return _made(place, Span, value["span"], value.get("occurrence", 0))
-    if name == "to":
-        return (
-            tuple(_sink(place, sink) for sink in _list(place, value))
-            if isinstance(value, list)
-            else _sink(place, value)
-        )
-    return _list(place, value) if isinstance(value, list) else value
-
-
-def _source(place: str, value: dict[str, Any], tables: _Tables, is_source: bool) -> Any:
-    match value:
-        case {"vector": str(key), **rest} if not rest:
-            return _looked_up(place, "vectors", key, tables.vectors)
-        case {"run": str(key), **rest} if not rest and is_source:
-            return _looked_up(place, "runs", key, tables.runs)
-        case {"zeros": True, **rest} if not rest and is_source:
-            return Zeros()
-        case {"named": str(name), **rest} if rest.keys() <= {"digest"}:
-            return _made(place, Named, name, rest.get("digest"))
-    allowed = ["{'vector': digest}", "{'named': name}", *(["{'run': id}", "{'zeros': True}"] if is_source else [])]
-    raise fields.refuse(place, fields.shown(value), " or ".join(allowed))
-
-
-def _looked_up(place: str, table: str, key: str, there: Mapping[str, T]) -> T:
-    if key not in there:
-        raise fields.refuse(place, fields.shown(key), f"a key of the plan's {table!r}: {fields.nearest(key, there)}")
-    return there[key]
-
-
-def _sink(place: str, value: Any) -> Any:
-    if isinstance(value, dict):
-        _dict(place, value, ("consumer",), ("options",))
-        return _made(place, Consumer, value["consumer"], **_dict(f"{place}.options", value.get("options", {})))
-    if value is None or isinstance(value, str):
-        return value
-    raise fields.refuse(
-        place, fields.shown(value), "None, a directory, {'consumer': name, 'options': {...}}, or a list of these"
-    )
-
-
-def _vectors(table: dict[str, Any]) -> dict[str, Vector]:
+def _vectors(table: Any) -> dict[str, Vector]:
     size, read = 0, {}
-    for key, data in table.items():
+    for key, data in _dict("vectors", table).items():
         place = f"vectors[{fields.shown(key)}]"
-        data = _decoded(key, data) if isinstance(data, str) else data
+        if isinstance(data, str):
+            try:
+                data = base64.b64decode(data, validate=True)
+            except ValueError as error:
+                raise fields.refuse(place, fields.shown(data), "float32 in base64") from error
         if not isinstance(data, bytes) or not data or len(data) % 4:
             given = f"{len(data)} bytes" if isinstance(data, bytes) else fields.shown(data)
             raise fields.refuse(place, given, "float32 as bytes or in base64, 4 bytes for each dimension")
@@ -270,39 +171,124 @@ def _vectors(table: dict[str, Any]) -> dict[str, Vector]:
     return read
 
 
-def _runs(table: dict[str, Any]) -> dict[str, RecordedRun]:
+def _runs(table: Any) -> dict[str, RecordedRun]:
     read = {}
-    for key, run in table.items():
+    for key, run in _dict("runs", table).items():
         place = f"runs[{fields.shown(key)}]"
-        _dict(place, run, ("name", *RUN_LISTS))
-        lists = {name: tuple(_list(f"{place}.{name}", run[name])) for name in RUN_LISTS}
-        read[key] = _made(place, RecordedRun, name=run["name"], id=key, **lists)
+        _dict(place, run, ("name", *_RUN_LISTS))
+        lists = {name: tuple(_list(f"{place}.{name}", run[name])) for name in _RUN_LISTS}
+        with _errors_at(place):
+            read[key] = RecordedRun(name=run["name"], id=key, **lists)
     return read
 
 
-def _decoded(key: str, data: Any) -> bytes:
+@dataclasses.dataclass
+class _Reader:
+    """Reads interventions. Their constructors check what lies beyond the form."""
+
+    trusted: bool
+    vectors: dict[str, Vector]
+    runs: dict[str, RecordedRun]
+
+    def intervention(self, place: str, item: Any) -> Intervention:
+        if not isinstance(item, dict):
+            raise fields.refuse(place, fields.shown(item), "a dict")
+        kind = fields.one_of(f"{place}.kind", item.get("kind"), [*kinds(), Capture.kind])
+        cls: Any = Capture if kind == Capture.kind else kind_of(kind)
+        required = [field.name for field in _fields_of(cls) if field.default is dataclasses.MISSING]
+        _dict(f"{place} ({kind})", item, ("kind", *required), [field.name for field in _fields_of(cls)])
+        values = {
+            name: self._value(f"{place}.{name}", name, value, cls) for name, value in item.items() if name != "kind"
+        }
+        with _errors_at(place):
+            return cls(**values)  # type: ignore[no-any-return]
+
+    def _value(self, place: str, name: str, value: Any, cls: type[Intervention]) -> Any:
+        if name == "to":
+            return self._to(place, value)
+        if issubclass(cls, Edit) and name in cls.operands:
+            if isinstance(value, dict):
+                return self._operand(place, value, name in cls.run_operands)
+            for i, item in enumerate(_list(place, value) if isinstance(value, list) else ()):
+                if type(item) not in (int, float):
+                    raise fields.refuse(f"{place}[{i}]", fields.shown(item), "a number")
+            return value
+        if name == cls.position_field and isinstance(value, dict):
+            _dict(place, value, ("span",), ("occurrence",))
+            with _errors_at(place):
+                return Span(value["span"], value.get("occurrence", 0))
+        return _list(place, value) if isinstance(value, list) else value
+
+    def _operand(self, place: str, value: dict[str, Any], may_be_run: bool) -> Any:
+        match value:
+            case {"vector": str(key), **rest} if not rest:
+                return _looked_up(place, "vectors", key, self.vectors)
+            case {"run": str(key), **rest} if not rest and may_be_run:
+                return _looked_up(place, "runs", key, self.runs)
+            case {"zeros": True, **rest} if not rest and may_be_run:
+                return Zeros()
+            case {"named": str(name), **rest} if rest.keys() <= {"digest"}:
+                digest = rest.get("digest")
+                with _errors_at(place):
+                    named = Named(name, digest)
+                if digest is not None and not self.trusted:
+                    allowed = "None; who sends this plan may not say what the engine has under a name"
+                    raise fields.refuse(f"{place}.digest", fields.shown(digest), allowed)
+                return named
+        forms = ["{'vector': digest}", "{'named': name}", *(["{'run': id}", "{'zeros': True}"] if may_be_run else [])]
+        raise fields.refuse(place, fields.shown(value), " or ".join(forms))
+
+    def _to(self, place: str, value: Any) -> Any:
+        if value is not None and not self.trusted:
+            allowed = "None; who sends this plan may not name where the engine writes"
+            raise fields.refuse(place, fields.shown(value), allowed)
+        return (
+            tuple(_sink(place, sink) for sink in _list(place, value))
+            if isinstance(value, list)
+            else _sink(place, value)
+        )
+
+
+def _sink(place: str, value: Any) -> Any:
+    if isinstance(value, dict):
+        _dict(place, value, ("consumer",), ("options",))
+        options = _dict(f"{place}.options", value.get("options", {}))
+        with _errors_at(place):
+            return Consumer(value["consumer"], **options)
+    if value is None or isinstance(value, str):
+        return value
+    allowed = "None, a directory, {'consumer': name, 'options': {...}}, or a list of these"
+    raise fields.refuse(place, fields.shown(value), allowed)
+
+
+def _looked_up(place: str, table: str, key: str, there: Mapping[str, Any]) -> Any:
+    if key not in there:
+        raise fields.refuse(place, fields.shown(key), f"a key of the plan's {table!r}: {fields.nearest(key, there)}")
+    return there[key]
+
+
+@contextlib.contextmanager
+def _errors_at(place: str) -> Iterator[None]:
+    """Let errors of constructors say where in the plan the value stands."""
     try:
-        return base64.b64decode(data, validate=True)
-    except (TypeError, ValueError) as error:
-        raise fields.refuse(f"vectors[{fields.shown(key)}]", fields.shown(data), "float32 in base64") from error
+        yield
+    except PlanError as error:
+        raise PlanError(f"{place}: {error}") from error
 
 
-def _dict(
-    place: str, value: Any, required: Sequence[str] = (), optional: Sequence[str] | None = None
-) -> dict[str, Any]:
-    """A dict with string keys: all of `required`, and beyond these only `optional` ones, if any are named at all."""
+def _dict(place: str, value: Any, required: Sequence[str] = (), optional: Sequence[str] = ()) -> dict[str, Any]:
+    """A dict with string keys. It has all `required` keys, and no others than the `optional` ones, if either is given."""
     if not isinstance(value, dict):
         raise fields.refuse(place, fields.shown(value), "a dict")
     for key in required:
         if key not in value:
             raise PlanError(f"{place} has no {key!r}; it has {fields.shown(list(value))}.")
+    known = [*required, *optional]
     for key in value:
         if not isinstance(key, str):
             raise fields.refuse(f"a key of {place}", fields.shown(key), "a string")
-        if (required or optional is not None) and key not in (*required, *(optional or ())):
-            raise PlanError(
-                f"{place} has an unknown key {fields.shown(key)}: {fields.nearest(key, [*required, *(optional or ())])}"
-            )
+        if known and key not in known:
+            raise PlanError(f"{place} has an unknown key {fields.shown(key)}: {fields.nearest(key, known)}")
     return value
 
 
@@ -312,11 +298,4 @@ def _list(place: str, value: Any, longest: int | None = None) -> list[Any]:
     longest = MAX_ITEMS if longest is None else longest
     if len(value) > longest:
         raise fields.refuse(place, f"a list of {len(value)} items", f"up to {longest}")
-    return value
-
-
-def _numbers(place: str, value: list[Any]) -> list[float]:
-    for i, item in enumerate(_list(place, value)):
-        if type(item) not in (int, float):
-            raise fields.refuse(f"{place}[{i}]", fields.shown(item), "a number")
     return value

@@ -1,7 +1,7 @@
-"""What all edits have in common, and the registry of their kinds.
+"""What all edits share: base classes, the registry of kinds, and how the edits of a site are applied in PyTorch.
 
-One class in one file is everything about an edit: its fields, its arithmetic in PyTorch (`reference`) and in Triton (`kernel`), and when it
-changes nothing. The wire form, the checks, the normal form, the keys of the prefix cache and the engine's tables are derived from that:
+An edit is one class in one file: its fields, its arithmetic in PyTorch (`reference`) and in Triton (`kernel`), and when it changes nothing.
+The wire form, the checks, the normal form, the keys of the prefix cache and the engine's tables follow from it:
 
     @register
     @dataclass(frozen=True)
@@ -32,7 +32,9 @@ changes nothing. The wire form, the checks, the normal form, the keys of the pre
         def kernel(h, v, w, a, b, c):
             return a * h
 
-A package offers its edits to engines by an entry point in the group `midstream.ops` that names the class, so that every process finds them.
+A package offers its edits by an entry point in the group `midstream.ops` that names the class, so that every process of an engine finds it.
+
+Legend: T tokens, H the site's width.
 """
 
 from __future__ import annotations
@@ -47,7 +49,6 @@ import numpy as np
 
 from midstream.errors import PlanError
 from midstream.plan import fields
-from midstream.plan.fields import Span, as_positions, check_resolved, resolved_list
 from midstream.plan.vectors import RecordedRun
 
 if TYPE_CHECKING:
@@ -55,20 +56,19 @@ if TYPE_CHECKING:
 
 PHASES = ("both", "prefill", "decode")
 GROUP = "midstream.ops"
-Shape = Callable[
-    [np.ndarray, str], np.ndarray
-]  # (numbers, what to call them in messages) -> the numbers that the arithmetic takes
+Shape = Callable[[np.ndarray, str], np.ndarray]  # (numbers, name for messages) -> the numbers that the arithmetic takes
 E = TypeVar("E", bound="type[Edit]")
+Item = TypeVar("Item", bound="Intervention")
 
 
 class Op(NamedTuple):
-    """One thing to do to a row at a site, as tables and kernels have it.
+    """One operation on a row at a site, as tables and kernels read it.
 
     Attributes:
         kind: `Edit.kind`, or "capture".
-        vector, mask: indices in a bank of vectors, of the edit's first and second operand; -1 for none.
+        vector, mask: indices of the first and the second operand in a bank of vectors; -1 for none.
         a, b, c: `Edit.numbers`.
-        offset: of a capture, in elements, where the row's value goes in the captured row.
+        offset: for a capture, where the value starts in the captured row, in elements.
     """
 
     kind: str
@@ -80,39 +80,92 @@ class Op(NamedTuple):
     offset: int = 0
 
 
-class Edit:
-    """Base of all edits: frozen dataclasses with a `site` and, unless they say otherwise, `layers`, `phase` and `positions`.
+class Intervention:
+    """Base of edits and `Capture`: frozen dataclasses with a site, layers and positions.
 
     Attributes:
         kind: its name on the wire.
-        order: edits of a lower order come first at a site. `Patch` has 10, `Steer` 20, `Clamp` 30.
-        adds: whether the arithmetic gives a summand rather than the new value. The summands of all such edits that follow each other are
-            computed from the same h and added to it once, so their order does not matter.
-        operands: the fields that hold a vector: the arithmetic's v and w. At most two.
-        run_operands: those of them that may also hold a `RecordedRun` or zeros; `run_row` says which row.
         layer_field, position_field: the names of the fields for layers and positions.
-        place_fields: the fields that say at which positions it acts, rather than what it does there. All others are part of the keys of KV
-            blocks; a run's row is, too.
     """
 
     kind: ClassVar[str]
+    layer_field: ClassVar[str] = "layers"
+    position_field: ClassVar[str] = "positions"
+
+    site: str
+    layers: Any
+    positions: Any
+
+    @property
+    def at_layers(self) -> Any:
+        """`"all"` or a tuple of layers."""
+        return self.layers
+
+    @property
+    def place(self) -> Any:
+        """A tuple of positions of the prompt or a `Span`; None for every position of an edit's phase, or a capture's word."""
+        return self.positions
+
+    def label(self, field: str) -> str:
+        """A field's name in messages."""
+        return f"{type(self).__name__}.{field}"
+
+    def settle(self, **attributes: Any) -> None:
+        """Check site and layers, and put checked values into the frozen dataclass."""
+        attributes["site"] = fields.site(self.label("site"), self.site)
+        if self.layer_field == "layers":
+            attributes["layers"] = fields.layers(self.label("layers"), self.layers)
+        fields.settle(self, **attributes)
+
+    def layers_in(self, num_layers: int) -> Sequence[int]:
+        """Its layers in a model of `num_layers`, 0 if that is unknown. Raises PlanError for a layer outside the model."""
+        if self.at_layers == "all":
+            return range(num_layers)
+        for layer in self.at_layers:
+            if num_layers and layer >= num_layers:
+                allowed = f"0 to {num_layers - 1}, since the model has {num_layers} layers"
+                raise fields.refuse(self.label(self.layer_field), str(layer), allowed)
+        return self.at_layers  # type: ignore[no-any-return]
+
+    def place_in(self, prompt_length: int | None) -> Any:
+        """Its place, with listed positions counted from the start. Raises PlanError for a position outside, or a `Span`."""
+        if prompt_length is None or self.place is None or isinstance(self.place, str):
+            return self.place
+        return fields.resolved(self.label(self.position_field), self.place, prompt_length)
+
+    def per_layer(self, num_layers: int | None) -> Iterator[Self]:
+        """The same for each of its `layers`; itself if these are "all" of an unknown number."""
+        if self.layers == "all" and num_layers is None:
+            yield self
+            return
+        for layer in self.layers_in(num_layers or 0):
+            yield changed(self, layers=(layer,))
+
+
+class Edit(Intervention):
+    """Base of all edits. They have `layers`, `phase` and `positions`, unless `layer_field` and `position_field` say otherwise.
+
+    Attributes:
+        order: edits of a lower order come first at a site. `Patch` has 10, `Steer` 20, `Clamp` 30.
+        adds: whether the arithmetic gives a summand rather than the new value. Consecutive edits that add are computed from the same h
+            and added to it in one sum, so their order does not matter.
+        operands: the fields that hold a vector: the arithmetic's v and w. At most two.
+        run_operands: those of them that may also hold a `RecordedRun` or zeros; `run_row` says which row.
+        place_fields: the fields that say where it acts. All others, and a run's row, are part of the keys of KV blocks.
+    """
+
     order: ClassVar[int]
     adds: ClassVar[bool] = False
     operands: ClassVar[tuple[str, ...]] = ()
     run_operands: ClassVar[tuple[str, ...]] = ()
-    layer_field: ClassVar[str] = "layers"
-    position_field: ClassVar[str] = "positions"
     place_fields: ClassVar[frozenset[str]] = frozenset({"positions", "phase"})
 
-    site: str
-    layers: Any
     phase: str
-    positions: Any
 
-    # What each kind says of itself.
+    # Each kind defines these.
 
     def changes_nothing(self) -> bool:
-        """Whether it leaves every value as it is, so that plans with and without it are the same plan."""
+        """Whether it leaves every value as it is, so that plans with and without it are equal."""
         raise NotImplementedError
 
     def numbers(self) -> tuple[float, float, float]:
@@ -120,7 +173,7 @@ class Edit:
         return 0.0, 0.0, 0.0
 
     def shape(self, field: str) -> Shape | None:
-        """What the numbers of an operand have to be put through, if they come by name; None for nothing."""
+        """The function that a named vector in this operand passes through; None for none."""
         return None
 
     def run_row(self) -> tuple[str, int, int]:
@@ -128,7 +181,7 @@ class Edit:
         raise NotImplementedError
 
     def check_run(self, field: str, run: RecordedRun, widths: Mapping[tuple[str, int], int]) -> None:
-        """Raise PlanError if the edit cannot read what it asks for from `run`."""
+        """Raise PlanError if the edit cannot read its row from `run`."""
 
     @staticmethod
     def reference(
@@ -145,39 +198,24 @@ class Edit:
         """
         raise NotImplementedError
 
-    # The same in Triton, for one row, `[H]`; `tl` is triton.language. w is 1 where there is no second operand. A static method without
-    # annotations, which Triton does not allow. None: the edit runs on CPUs alone.
+    # The same in Triton, for one row, `[H]`; `tl` is triton.language, and w is 1 without a second operand. A static method without
+    # annotations, which Triton does not allow. None: the edit runs on CPUs only.
     kernel: ClassVar[Callable[..., Any] | None] = None
 
-    # What follows from the fields.
-
-    @property
-    def at_layers(self) -> Any:
-        """`"all"` or a tuple of layers."""
-        return self.layers
-
-    @property
-    def place(self) -> Any:
-        """A tuple of positions of the prompt, a `Span`, or None for every position of `phase`."""
-        return self.positions
+    # These follow from the fields.
 
     def settle(self, **attributes: Any) -> None:
-        """Put checked values into the frozen dataclass, those of the common fields among them."""
-        name = type(self).__name__
-        fields.settle(self, site=fields.site(f"{name}.site", self.site))
-        if self.layer_field == "layers":
-            fields.settle(self, layers=fields.layers(f"{name}.layers", self.layers))
-            fields.one_of(f"{name}.phase", self.phase, PHASES)
-            fields.settle(self, positions=self._checked_positions(f"{name}.positions"))
-        fields.settle(self, **attributes)
-
-    def _checked_positions(self, field: str) -> Any:
-        if self.positions is None:
-            return None
-        if self.phase != "both":
-            given = f"{fields.shown(self.positions)} beside phase={self.phase!r}"
-            raise fields.refuse(field, given, "one of them: positions are of the prompt")
-        return as_positions(field, self.positions)
+        """Check the common fields, and put checked values into the frozen dataclass."""
+        super().settle(**attributes)
+        if self.position_field != "positions":
+            return
+        fields.one_of(self.label("phase"), self.phase, PHASES)
+        if self.positions is not None:
+            field = self.label("positions")
+            if self.phase != "both":
+                given = f"{fields.shown(self.positions)} beside phase={self.phase!r}"
+                raise fields.refuse(field, given, "one of them: positions are of the prompt")
+            fields.settle(self, positions=fields.positions(field, self.positions))
 
     @property
     def reads_run(self) -> bool:
@@ -185,22 +223,20 @@ class Edit:
         return any([isinstance(getattr(self, field), RecordedRun) for field in self.run_operands])
 
     def what(self) -> tuple[Any, ...]:
-        """What it does, without where, as a key: runs by their ids, which hash quicker than runs."""
-        values = vars(self)
-        found = [values[name] for name in _what_fields(type(self))]  # type: ignore[arg-type]
-        if self.reads_run:
-            found = [value.id if isinstance(value, RecordedRun) else value for value in found]
-        return (self.kind, *found)
+        """What it does, without where, as a key. Runs are there by their ids, which hash quicker."""
+        names = field_names(type(self))  # type: ignore[arg-type]
+        values = [getattr(self, name) for name in names if name not in self.place_fields]
+        return (self.kind, *(value.id if isinstance(value, RecordedRun) else value for value in values))
 
     def values(self) -> Iterator[tuple[str, Any]]:
-        """The operands that are given: (field, vector, name, run or zeros)."""
+        """The given operands: (field, `Vector`, `Named`, `RecordedRun` or `Zeros`)."""
         for field in self.operands:
             value = getattr(self, field)
             if value is not None:
                 yield field, value
 
     def spread(self, num_layers: int | None, prompt_length: int | None) -> Iterator[Self]:
-        """One edit for each layer and position: the normal form of one edit.
+        """The edit's normal form: one edit for each layer and position.
 
         Args:
             num_layers: the model's; None leaves `layers="all"` as it is.
@@ -209,29 +245,17 @@ class Edit:
         Raises:
             PlanError: a layer lies outside the model, a position outside the prompt; with `prompt_length`, a span is not resolved yet.
         """
-        place, field = self.place, f"{type(self).__name__}.{self.position_field}"
-        check_resolved(field, place, prompt_length)
-        if place is None or isinstance(place, Span):
-            yield from per_layer(self, num_layers)
-            return
-        if prompt_length is not None:
-            place = resolved_list(field, place, prompt_length)
-        for one in per_layer(self, num_layers):
-            for position in place:
-                yield changed(one, positions=(position,))
-
-
-Item = TypeVar("Item")
+        place = self.place_in(prompt_length)
+        for one in self.per_layer(num_layers):
+            if place is None or isinstance(place, fields.Span):
+                yield one
+            else:
+                yield from (changed(one, positions=(position,)) for position in place)
 
 
 @functools.cache
-def _what_fields(cls: Any) -> tuple[str, ...]:
-    return tuple(field.name for field in fields_of(cls) if field.init and field.name not in cls.place_fields)
-
-
-def fields_of(intervention: Any) -> tuple[dataclasses.Field[Any], ...]:
-    """The fields of an intervention or its class."""
-    return dataclasses.fields(intervention)
+def field_names(cls: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(cls))
 
 
 def changed(item: Item, **attributes: Any) -> Item:
@@ -241,22 +265,7 @@ def changed(item: Item, **attributes: Any) -> Item:
     return made
 
 
-def per_layer(item: Any, num_layers: int | None) -> Iterator[Any]:
-    """An intervention with `layers`, once for each of them."""
-    if item.layers == "all" and num_layers is None:
-        yield item
-        return
-    for layer in range(num_layers or 0) if item.layers == "all" else item.layers:
-        check_layer(f"{type(item).__name__}.layers", layer, num_layers)
-        yield changed(item, layers=(layer,))
-
-
-def check_layer(field: str, layer: int, num_layers: int | None) -> None:
-    if num_layers is not None and layer >= num_layers:
-        raise fields.refuse(field, str(layer), f"0 to {num_layers - 1}, since the model has {num_layers} layers")
-
-
-def point_of(item: Any) -> tuple[str, int]:
+def point_of(item: Intervention) -> tuple[str, int]:
     """The (site, layer) of an intervention in normal form."""
     return item.site, item.at_layers[0]
 
@@ -273,14 +282,14 @@ _registered: dict[str, type[Edit]] = {}
 
 
 def register(cls: E) -> E:
-    """Make an edit known by its kind, in this process. Raises ValueError if the kind is taken or is none of a name's form."""
-    kind, there = getattr(cls, "kind", None), dataclasses.is_dataclass(cls) and issubclass(cls, Edit)
-    if not there or not isinstance(kind, str) or not kind.isidentifier() or not isinstance(cls.order, int):
+    """Make an edit known by its kind, in this process. Raises ValueError if the kind is taken or is not a name."""
+    kind, is_edit = getattr(cls, "kind", None), dataclasses.is_dataclass(cls) and issubclass(cls, Edit)
+    if not is_edit or not isinstance(kind, str) or not kind.isidentifier() or not isinstance(cls.order, int):
         raise ValueError(f"{cls.__name__} has to be a frozen dataclass, a subclass of Edit, with a kind and an order.")
     if kind == "capture" or _registered.get(kind, cls).__qualname__ != cls.__qualname__:
         taken = _registered[kind].__name__ if kind in _registered else "Capture"
         raise ValueError(f"The kind {kind!r} is taken by {taken}.")
-    if len(cls.operands) > 2 or any(field not in {f.name for f in fields_of(cls)} for field in cls.operands):
+    if len(cls.operands) > 2 or not set(cls.operands) <= set(field_names(cls)):  # type: ignore[arg-type]
         raise ValueError(f"{cls.__name__}.operands names up to two of its fields.")
     _registered[kind] = fields.explained(cls)
     kinds.cache_clear()
@@ -289,7 +298,7 @@ def register(cls: E) -> E:
 
 @functools.cache
 def kinds() -> dict[str, type[Edit]]:
-    """All kinds of edits, in the order in which they act at a site; those that installed packages offer included."""
+    """All kinds of edits, those of installed packages too, in the order in which they act at a site."""
     for entry in entry_points(group=GROUP):
         cls = entry.load()
         if _registered.get(cls.kind) is not cls:
@@ -309,21 +318,23 @@ def kind_of(name: str) -> type[Edit]:
 
 @functools.cache
 def kernel_codes() -> dict[str, int]:
-    """The numbers of the kinds that have a kernel, in the tables that it reads. Kinds that are registered later are not in the kernel."""
+    """The kernel's numbers of the kinds that have one. Kinds that are registered later are not in the kernel."""
     return {kind: 1 + i for i, (kind, cls) in enumerate(kinds().items()) if cls.kernel is not None} | {"capture": 0}
 
 
-def apply(x_TH: torch.Tensor, ops: Sequence[Op], bank: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The value of a site after the edits `ops`, which all of the rows get. `x_TH` is left as it is.
+# ------------------------------------------------------------------------------------------------------------ in PyTorch
 
-    In float32, in the order of the ops: an edit's `reference` gives the new value; the summands of edits that add and follow each other are
-    computed from the same value and their sum is added once. Rounded to the dtype of `x_TH` at the end. A row's result does not depend on
-    the rows beside it.
+
+def apply(x_TH: torch.Tensor, ops: Sequence[Op], bank: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The value of a site after the edits `ops`, each at all rows. Leaves `x_TH` as it is.
+
+    Computes in float32, in the order of the ops, and rounds to the dtype of `x_TH` at the end. A row's result does not depend on the rows
+    beside it.
 
     Args:
         x_TH: `[T, H]`, float32, float16 or bfloat16.
         ops: in the order of `compile.Profile.ops`; captures are skipped.
-        bank: float32 `[H]` each, what `Op.vector` and `Op.mask` are indices of.
+        bank: float32 `[H]` each, which `Op.vector` and `Op.mask` index.
 
     Returns:
         `[T, H]` in the dtype of `x_TH`, equal to it bit for bit wherever nothing changed.
@@ -335,7 +346,7 @@ def apply(x_TH: torch.Tensor, ops: Sequence[Op], bank: Sequence[torch.Tensor]) -
 
 
 def edited(x_TH: torch.Tensor, ops: Sequence[Op], bank: Sequence[torch.Tensor]) -> torch.Tensor:
-    """`apply` for callers that write only what is not equal to the old value, and so leave a 0 its sign themselves."""
+    """`apply` for callers that write only the values that differ from the old ones, and so keep a 0's sign themselves."""
     h_TH = x_TH.float()
     added: torch.Tensor | None = None  # the sum of the latest edits that add
     for op in ops:
@@ -343,11 +354,11 @@ def edited(x_TH: torch.Tensor, ops: Sequence[Op], bank: Sequence[torch.Tensor]) 
             continue
         edit = kind_of(op.kind)
         v_H, w_H = (bank[i].to(h_TH.device) if i >= 0 else None for i in (op.vector, op.mask))
-        if edit.adds:
-            summand = edit.reference(h_TH, v_H, w_H, op.a, op.b, op.c)  # type: ignore[arg-type]
-            added = summand if added is None else added + summand
-            continue
-        if added is not None:
+        if not edit.adds and added is not None:
             h_TH, added = h_TH + added, None
-        h_TH = edit.reference(h_TH, v_H, w_H, op.a, op.b, op.c)  # type: ignore[arg-type]
+        new = edit.reference(h_TH, v_H, w_H, op.a, op.b, op.c)  # type: ignore[arg-type]
+        if edit.adds:
+            added = new if added is None else added + new
+        else:
+            h_TH = new
     return (h_TH if added is None else h_TH + added).to(x_TH.dtype)

@@ -1,4 +1,4 @@
-"""Patch: put another value in the place of one."""
+"""Patch: replace a value."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from midstream.errors import PlanError
 from midstream.plan import fields
-from midstream.plan.fields import Span, as_positions, check_resolved, resolved_list
-from midstream.plan.ops.edit import Edit, Shape, changed, check_layer, register
+from midstream.plan.fields import Span
+from midstream.plan.ops.edit import Edit, Shape, changed, register
 from midstream.plan.vectors import RecordedRun, Zeros, as_mask, as_vector_or_name, is_zero
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 @register
 @dataclass(frozen=True)
 class Patch(Edit):
-    """Put another value in the place of one at chosen positions of the prompt: `h = (1 - a) * h + a * source`, exactly `source` at a = 1.
+    """Replace the value at chosen positions of the prompt: `h = (1 - a) * h + a * source`, exactly `source` at a = 1.
 
     Activation patching (causal tracing): Meng et al. 2022 (arXiv:2202.05262), Wang et al. 2022 (arXiv:2211.00593). Several at one
     position are applied in their order.
@@ -63,29 +64,28 @@ class Patch(Edit):
             source = as_vector_or_name("Patch.source", source)
         self.settle(
             layer=fields.integer("Patch.layer", self.layer, 0),
-            position=as_positions("Patch.position", self.position),
+            position=fields.positions("Patch.position", self.position),
             source=source,
             alpha=fields.number("Patch.alpha", self.alpha, 0.0, 1.0),
             mask=None if self.mask is None else as_vector_or_name("Patch.mask", self.mask, as_mask),
         )
-        self._settle_source(isinstance(source, RecordedRun))
-
-    def _settle_source(self, is_run: bool) -> None:
         for name in ("source_position", "source_layer", "source_site"):
             given = getattr(self, name)
-            if given is not None and not is_run:
+            if given is not None and not isinstance(source, RecordedRun):
                 raise fields.refuse(f"Patch.{name}", fields.shown(given), "None, since the source is no recorded run")
         if self.source_layer is not None:
-            self.settle(source_layer=fields.integer("Patch.source_layer", self.source_layer, 0))
+            fields.settle(self, source_layer=fields.integer("Patch.source_layer", self.source_layer, 0))
         if self.source_site is not None:
-            self.settle(source_site=fields.site("Patch.source_site", self.source_site))
+            fields.settle(self, source_site=fields.site("Patch.source_site", self.source_site))
         if self.source_position is not None:
-            allowed = "a position of the run or one for each of Patch.position"
-            given = fields.repeatable("Patch.source_position", self.source_position, allowed)
-            if not isinstance(self.position, Span) and len(given) not in (1, len(self.position)):
-                found = f"{len(given)} positions for {len(self.position)}"
-                raise fields.refuse("Patch.source_position", found, allowed)
-            self.settle(source_position=given)
+            fields.settle(self, source_position=self._checked_source_position())
+
+    def _checked_source_position(self) -> tuple[int, ...]:
+        field, allowed = "Patch.source_position", "a position of the run or one for each of Patch.position"
+        given = fields.integers(field, self.source_position, allowed, distinct=False)
+        if not isinstance(self.position, Span) and len(given) not in (1, len(self.position)):
+            raise fields.refuse(field, f"{len(given)} positions for {len(self.position)}", allowed)
+        return given
 
     @property
     def at_layers(self) -> tuple[int]:
@@ -104,45 +104,48 @@ class Patch(Edit):
     def shape(self, field: str) -> Shape | None:
         return as_mask if field == "mask" else None
 
+    def _source_point(self) -> tuple[str, int]:
+        """The (site, layer) of the run that it reads."""
+        return self.source_site or self.site, self.layer if self.source_layer is None else self.source_layer
+
     def spread(self, num_layers: int | None, prompt_length: int | None) -> Iterator[Patch]:
-        """One patch for each position, with all that its source needs written out."""
-        check_layer("Patch.layer", self.layer, num_layers)
-        check_resolved("Patch.position", self.position, prompt_length)
-        patch, run = self, self.source if isinstance(self.source, RecordedRun) else None
+        """One patch for each position, with all fields of its source filled in."""
+        self.layers_in(num_layers or 0)
+        positions, sources = self.place_in(prompt_length), self.source_position or self.position
+        patch, run = self, self.source if self.reads_run else None
         if run is not None:
-            layer = self.layer if self.source_layer is None else self.source_layer
-            patch = changed(self, source_layer=layer, source_site=self.source_site or self.site)
-        if isinstance(self.position, Span):
+            site, layer = self._source_point()
+            patch = changed(self, source_site=site, source_layer=layer)
+            if prompt_length is not None:
+                length, of = len(run.prompt_token_ids), f"the run {run.name!r}"
+                sources = fields.resolved("Patch.source_position", sources, length, of)
+        if isinstance(positions, Span):
             yield patch
             return
-        positions, sources = self.position, self.source_position or self.position
-        if prompt_length is not None:
-            positions = resolved_list("Patch.position", positions, prompt_length)
-            if run is not None:
-                length, of = len(run.prompt_token_ids), f"the run {run.name!r}"
-                sources = resolved_list("Patch.source_position", sources, length, of)
         for i, position in enumerate(positions):
             source = sources[i] if len(sources) > 1 else sources[0]
             yield changed(patch, position=(position,), source_position=None if run is None else (source,))
 
     def run_row(self) -> tuple[str, int, int]:
-        assert self.source_site is not None and self.source_layer is not None  # written out in a normal form
-        return self.source_site, self.source_layer, self.source_position[0]
+        return *self._source_point(), self.source_position[0]
 
     def check_run(self, field: str, run: RecordedRun, widths: Mapping[tuple[str, int], int]) -> None:
-        site = self.source_site or self.site
-        layer = self.layer if self.source_layer is None else self.source_layer
-        run.check_point(field, site, layer)
+        site, layer = self._source_point()
+        if site not in run.sites:
+            raise fields.refuse(field, f"{site!r}, which the run {run.name!r} lacks", ", ".join(run.sites) or "none")
+        if layer not in run.layers:
+            there = ", ".join(map(str, run.layers))
+            raise PlanError(f"{field} asks for layer {layer}, which the run {run.name!r} lacks; allowed: {there}.")
         width, expected = (widths.get(point) for point in ((site, layer), (self.site, self.layer)))
         if width is not None and expected is not None and width != expected:
             given = f"a run's {site} at layer {layer}, of width {width}"
             raise fields.refuse(field, given, f"{expected}, the width of {self.site} at layer {self.layer}")
-        written = self.source_position or self.position
-        if isinstance(written, Span):
+        positions = self.source_position or self.position
+        if isinstance(positions, Span):
             return
         name = "Patch.source_position" if self.source_position else "Patch.position (and so Patch.source_position)"
         recorded = set(run.positions)
-        for position in resolved_list(name, written, len(run.prompt_token_ids), f"the run {run.name!r}"):
+        for position in fields.resolved(name, positions, len(run.prompt_token_ids), f"the run {run.name!r}"):
             if position not in recorded:
                 given = f"{position}, which the run {run.name!r} did not record"
                 raise fields.refuse(name, given, fields.ranges(run.positions))
