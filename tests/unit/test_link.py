@@ -305,7 +305,7 @@ def test_readers_bound_how_long_a_value_is_kept():
     with linked(3) as links:
         early = links[1].fetch(0, "a", 1)
         eventually(lambda: links[0].gauges()["parked_requests"] == 1)
-        links[0].publish("a", 1, torch.ones(3), readers=2)
+        links[0].publish("a", 1, torch.ones(3), readers=[1, 2])
         wait(early)
         assert links[0].gauges()["published"] == 1
         wait(links[2].fetch(0, "a", 1))
@@ -327,8 +327,10 @@ def test_dropped_bodies_leave_nothing_and_do_not_come_back(pair):
         with pytest.raises(NeverReachedError, match="aborted"):
             wait(fetch)
     pair[0].publish("a", 3, torch.ones(3))
-    pair[1]._post(0, {"kind": "ahead", "body": "a", "number": 9, "place": "p", "ref": ()}, torch.ones(3))
-    pair[1]._post(0, {"kind": "used", "places": {"a": [("p", ())]}})
+    pair[1]._post(
+        0, {"kind": "value", "body": "a", "number": 9, "ref": (), "failed": False, "ahead": "p"}, torch.ones(3)
+    )
+    pair[1]._post(0, {"kind": "used", "places": [("a", "p", ())]})
     pair[1].drop(["a", "never heard of"])
     pair[1].publish("b", 1, 0)
     wait(pair[0].fetch(1, "b", 1))  # by now rank 0 has seen all of it

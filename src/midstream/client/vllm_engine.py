@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from midstream.capture.rows import Captured
@@ -105,7 +104,7 @@ class EngineConnection:
                 self._loop = asyncio.get_running_loop()
         else:
             if not launch.is_in_process(engine):
-                self.receiver.when_gone = partial(launch.wake_waiting_callers, engine)
+                self.receiver.when_gone = lambda _: launch.wake_waiting_callers(engine)
             run_now(self._connect())
 
     @property

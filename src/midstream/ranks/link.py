@@ -19,14 +19,14 @@ and so on as long as it uses those (`benchmarks/link_latency.py`: 0.1 ms).
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import itertools
 import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -53,64 +53,80 @@ _UNBOUNDED = 1 << 62  # bytes queued: those of published values, which are kept 
 _NAMES_KEPT = 4096  # of bodies that are over; far more than can run at once
 _CLOSE_SECONDS = 5.0
 
+Reader = tuple[int, Ref]  # a rank, and the part of a value that it fetches
+
 
 class Held(NamedTuple):
-    """A value, and the events after which its tensors are complete."""
+    """A value, and the events after which its tensors are complete; or, if `failed`, the error that a fetch of it raises."""
 
     value: Any
     ready: Mapping[torch.device, torch.cuda.Event]
+    failed: bool = False
+
+    @classmethod
+    def error(cls, error: Exception) -> Held:
+        return cls(error, {}, failed=True)
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Published:
-    """A published value. `held` is replaced, never changed, so that it can be sent while it is being moved.
+    """A published value.
 
     Attributes:
-        readers: how many more ranks may fetch it before it is forgotten; None: any number.
+        held: replaced, never changed, so that it can be sent while it is being moved.
+        ranks: those that may still fetch it. Without any it is forgotten.
+        once: whether each of them fetches it only once.
         place: the point of the model that it was read at, for what is sent ahead.
     """
 
     held: Held
-    readers: int | None
-    place: Hashable | None
+    ranks: set[int]
+    once: bool = False
+    place: Hashable | None = None
+
+
+class Fetch:
+    """A value that was requested from another rank. Made by `Link.fetch`.
+
+    Attributes:
+        owner: the rank that has it.
+        answer: the message that brings it, or the reason why none comes.
+    """
+
+    def __init__(self, owner: int) -> None:
+        self.owner = owner
+        self.answer: Future[Message] = Future()
 
     @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for _, tensor in leaves(self.held.value))
+    def done(self) -> bool:
+        """Whether `wait` returns at once."""
+        return self.answer.done()
 
+    def fail(self, error: MidstreamError) -> None:
+        """There will be no answer."""
+        self.answer.set_exception(
+            copy.copy(error)
+        )  # a raised error keeps its frames alive, and other fetches get the same
 
-def hold(value: Any) -> Held:
-    """`value`, whose tensors are complete once the caller's current streams have done what they have been given."""
-    return Held(value, mark_ready([tensor for _, tensor in leaves(value)]))
+    def wait(self) -> Any:
+        """The value, its tensors on the CPU.
 
+        Raises NeverReachedError if it will never exist, EngineClosedError if its owner has gone, TraceError if it cannot
+        be sent, and LookupError or TypeError if it has no such part.
+        """
+        return self._value
 
-def move_to_host(all_published: Iterable[Published]) -> None:
-    """Move tensors on this rank's CUDA device to pinned host memory, in one copy for each dtype, without waiting for it."""
-    moving = [published for published in all_published if published.held.ready]
-    by_dtype: defaultdict[torch.dtype, dict[int, torch.Tensor]] = defaultdict(dict)
-    for published in moving:
-        for _, tensor in leaves(published.held.value):
-            if tensor.is_cuda and is_raw(tensor):
-                by_dtype[tensor.dtype][id(tensor)] = tensor
-    moved: dict[int, torch.Tensor] = {}
-    for dtype, tensors in by_dtype.items():
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors.values()])
-        host = torch.empty(flat.shape, dtype=dtype, pin_memory=True).copy_(flat, non_blocking=True)
-        parts = host.split([tensor.numel() for tensor in tensors.values()])
-        moved |= {key: part.view(tensors[key].shape) for key, part in zip(tensors, parts, strict=True)}
-    if moved:
-        copied = torch.cuda.current_stream(flat.device).record_event()
-        for published in moving:
-            value = map_tensors(published.held.value, lambda _, tensor: moved.get(id(tensor), tensor))
-            published.held = Held(value, {**published.held.ready, _HOST: copied})
-
-
-class Request(NamedTuple):
-    """Another rank's fetch of a value, or of the part of it at `ref`. `id` tells it from that rank's other fetches."""
-
-    rank: int
-    ref: Ref
-    id: int
+    @cached_property
+    def _value(self) -> Any:
+        header, value = self.answer.result().open()
+        if (unsendable := _unsendable(value)) is not None:
+            raise TraceError(
+                f"a value of type {unsendable.type_name} lies on rank {self.owner} and cannot be brought here, where the "
+                f"trace uses it ({unsendable.reason}); use what it holds, such as its tensors, instead."
+            )
+        if header["failed"]:
+            raise value
+        return value
 
 
 @dataclass(slots=True)
@@ -123,12 +139,11 @@ class SharedBody:
         failure: what the body failed with on another rank.
         ended: the ranks that have ended it, this one included.
         values: published here, by number.
-        refused: numbers that never get a value, and why.
-        waived: number -> the ranks that will not fetch it.
-        used_up: the largest number of a value that was forgotten because no rank would fetch it any more.
-        parked: requests for values that are not published yet, by number.
-        subscribers: place -> (rank, part) that the next value of the place is sent to without a request.
-        ahead: (rank, number, part) -> place and message of values that other ranks sent without a request and that were not fetched yet.
+        forgotten: the largest number of a value that was forgotten because no rank would fetch it any more.
+        waived: number -> the ranks that will not fetch it, before it is published.
+        parked: number -> who has requested it, before it is published.
+        subscribers: place -> who is sent the next value of the place without a request.
+        ahead: (rank, place, part) -> number and message of the newest value that was sent without a request and not fetched yet.
     """
 
     reason: MidstreamError | None = None
@@ -136,138 +151,47 @@ class SharedBody:
     failure: StageFailedError | None = None
     ended: set[int] = field(default_factory=set)
     values: dict[int, Published] = field(default_factory=dict)
-    refused: dict[int, MidstreamError] = field(default_factory=dict)
+    forgotten: int = -1
     waived: defaultdict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
-    used_up: int = -1
-    parked: defaultdict[int, list[Request]] = field(default_factory=lambda: defaultdict(list))
-    subscribers: defaultdict[Hashable, set[tuple[int, Ref]]] = field(default_factory=lambda: defaultdict(set))
-    ahead: dict[tuple[int, int, Ref], tuple[Hashable, Message]] = field(default_factory=dict)
+    parked: defaultdict[int, set[Reader]] = field(default_factory=lambda: defaultdict(set))
+    subscribers: defaultdict[Hashable, set[Reader]] = field(default_factory=lambda: defaultdict(set))
+    ahead: dict[tuple[int, Hashable, Ref], tuple[int, Message]] = field(default_factory=dict)
 
-    def note_answer(self, number: int, rank: int, ref: Ref, subscribe: bool = True) -> None:
-        """A rank is given the value, or the part of it at `ref`: it gets the place's next value too, and was maybe the last reader."""
+    def note_answer(self, number: int, reader: Reader) -> None:
+        """Someone who has asked for the value is given it: they get the place's next value too, and were maybe the last reader."""
         published = self.values[number]
-        if published.place is not None and subscribe:
-            self.subscribers[published.place].add((rank, ref))
-        if published.readers is not None:
-            published.readers -= 1
-            if published.readers <= 0:
-                del self.values[number]
-                self.used_up = max(self.used_up, number)
+        if published.place is not None:
+            self.subscribers[published.place].add(reader)
+        if published.once:
+            self.without(reader[0], [number])
 
-    def take_subscribers(self, number: int, place: Hashable | None, asked: Iterable[Request]) -> list[tuple[int, Ref]]:
-        """The (rank, part) that value `number` is sent to without a request: subscribers of `place` that may want it."""
-        if place is None:
-            return []
-        without = self.ended | self.waived.get(number, set())
-        asking = {(request.rank, request.ref) for request in asked}
-        return [reader for reader in self.subscribers.pop(place, set()) - asking if reader[0] not in without]
+    def without(self, rank: int, numbers: Iterable[int]) -> None:
+        """A rank will not fetch these values. Those that no rank will fetch are forgotten."""
+        for number in numbers:
+            if (published := self.values.get(number)) is not None:
+                published.ranks.discard(rank)
+                self.forget_if_unread(number)
+            elif number > self.forgotten:
+                self.waived[number].add(rank)
 
-    def drop_if_waived(self, number: int, peers: Iterable[int]) -> bool:
-        """Forget a value, or why there is none, if none of `peers` will fetch it. Whether it was forgotten."""
-        there = number in self.values or number in self.refused
-        if not there or not (self.ended | self.waived.get(number, set())).issuperset(peers):
-            return False
-        self.values.pop(number, None)
-        self.refused.pop(number, None)
-        self.waived.pop(number, None)
-        self.used_up = max(self.used_up, number)
-        return True
+    def forget_if_unread(self, number: int) -> None:
+        if number in self.values and not self.values[number].ranks:
+            del self.values[number]
+            self.forgotten = max(self.forgotten, number)
 
-    def keep_ahead(self, peer: int, number: int, ref: Ref, place: Hashable, message: Message) -> None:
-        """Keep a value that `peer` has sent without a request, instead of an older one of the same place."""
-        for key in [key for key, (its, _) in self.ahead.items() if its == place and (key[0], key[2]) == (peer, ref)]:
-            del self.ahead[key]
-        self.ahead[peer, number, ref] = place, message
+    def leave(self, rank: int) -> None:
+        """A rank has no use for the body any more."""
+        for readers in self.parked.values():
+            readers -= {reader for reader in readers if reader[0] == rank}
+        self.without(rank, list(self.values))
 
-    def drop_ahead(self, peer: int, numbers: Collection[int]) -> None:
-        """Forget the values that `peer` sent under these numbers."""
-        gone = set(numbers)
-        for key in [key for key in self.ahead if key[0] == peer and key[1] in gone]:
-            del self.ahead[key]
-
-    def take_parked(self) -> list[Request]:
-        """All parked requests, to be answered with an error."""
-        taken = [request for requests in self.parked.values() for request in requests]
-        self.parked.clear()
-        return taken
-
-    def forget_requests(self, rank: int) -> None:
-        """A rank does not wait for anything any more."""
-        for number, requests in list(self.parked.items()):
-            self.parked[number] = [request for request in requests if request.rank != rank]
-            if not self.parked[number]:
-                del self.parked[number]
-
-
-class Fetch:
-    """A value that was requested from another rank. Made by `Link.fetch`.
-
-    Attributes:
-        address: rank, body, number and part of the value.
-        done: whether `wait` returns at once: the value is here, or an error.
-    """
-
-    def __init__(self, peer: int, body: str, number: int, ref: Ref, answered: threading.Condition) -> None:
-        self.address = (peer, body, number, ref)
-        self.done = False
-        self._answered = answered
-        self._message: Message | None = None
-        self._value: Any = None
-        self._error: Exception | None = None
-
-    def wait(self) -> Any:
-        """The value, its tensors on the CPU.
-
-        Raises NeverReachedError if it will never exist, EngineClosedError if its owner has gone, TraceError if it cannot
-        be sent, and LookupError or TypeError if it has no such part.
-        """
-        if not self.done:
-            with self._answered:
-                self._answered.wait_for(lambda: self.done)
-        if self._message is not None:
-            self._open(self._message)
-            self._message = None
-        if self._error is not None:
-            raise self._error
-        return self._value
-
-    def settle(self, message: Message) -> None:
-        """The owner has answered."""
-        self._message = message
-        self._finish()
-
-    def fail(self, error: MidstreamError) -> None:
-        """There will be no answer."""
-        self._error = copy.copy(error)  # other fetches get the same error, and a raised error keeps its frames alive
-        self._finish()
-
-    def _finish(self) -> None:
-        with self._answered:
-            self.done = True
-            self._answered.notify_all()
-
-    def _open(self, message: Message) -> None:
-        header, self._value = message.open()
-        unsendable = _unsendable(self._value)
-        if unsendable is not None:
-            self._error = TraceError(
-                f"a value of type {unsendable.type_name} lies on rank {self.address[0]} and cannot be brought here, where the "
-                f"trace uses it ({unsendable.reason}); use what it holds, such as its tensors, instead."
-            )
-        elif header.get("failed"):
-            self._error = self._value
-
-
-def _unsendable(tree: Any) -> UnsendableError | None:
-    """The first `UnsendableError` that stands in `tree` in place of a value."""
-    if isinstance(tree, UnsendableError):
-        return tree
-    inside: Iterable[Any] = ()
-    if isinstance(tree, (tuple, list)):
-        inside = tree
-    elif isinstance(tree, Mapping):
-        inside = tree.values()
-    return next((found for item in inside if (found := _unsendable(item)) is not None), None)
+    def take_ahead(self, rank: int, number: int, ref: Ref) -> tuple[Hashable, Message] | None:
+        """The place and message of a value that has come without a request."""
+        for key, (its, message) in self.ahead.items():
+            if its == number and (key[0], key[2]) == (rank, ref):
+                del self.ahead[key]
+                return key[1], message
+        return None
 
 
 def exchange_in(group: Any) -> Callable[[Any], list[Any]]:
@@ -299,98 +223,86 @@ class Link:
         machines = exchange(wire.machine())
         self.size = len(machines)
         self._lock = threading.Lock()
-        self._answered = threading.Condition()  # notified when any fetch is done
         self._bodies: dict[str, SharedBody] = {}
         self._over: dict[str, MidstreamError] = {}  # recent bodies that are over, and why
-        self._open: dict[int, Fetch] = {}
-        self._ids = itertools.count()
+        self._open: dict[tuple[int, str, int, Ref], list[Fetch]] = {}  # (rank, body, number, part)
         self._gone: set[int] = set()
         self._closed = False
         self._on_device: weakref.WeakSet[Published] = weakref.WeakSet()
-        # Values sent ahead to this rank that it has used in this step: owner -> body -> (place, part).
-        self._used: defaultdict[int, defaultdict[str, set[tuple[Hashable, Ref]]]]
-        self._used = defaultdict(lambda: defaultdict(set))
-        self._receiver = Receiver(None if len(set(machines)) == 1 else host)
-        self._senders: dict[int, Sender] = {}
+        # Values sent ahead to this rank that it has used in this step: owner -> (body, place, part).
+        self._used: defaultdict[int, set[tuple[str, Hashable, Ref]]] = defaultdict(set)
         self._peers = [peer for peer in range(self.size) if peer != rank]
-        for peer in self._peers:
-            self._serve(peer)
+        names = {self._sender_name(peer): peer for peer in self._peers}
+        self._receiver = Receiver(None if len(set(machines)) == 1 else host, handle=self._handle)
+        self._receiver.when_gone = lambda name: self._lose(names[name])
+        self._senders: dict[int, Sender] = {}
         addresses = exchange(self._receiver.address)
         for peer in self._peers:
             self._senders[peer] = Sender(addresses[peer], self._sender_name(rank), queue_bytes=_UNBOUNDED)
         exchange(None)  # from here on every rank can answer
 
     def publish(
-        self, body: str, number: int, value: Any, readers: int | None = None, place: Hashable | None = None
+        self,
+        body: str,
+        number: int,
+        value: Any,
+        readers: Collection[int] | None = None,
+        place: Hashable | None = None,
     ) -> None:
         """Make `value` available to the other ranks, and answer those that wait for it. Returns at once.
 
         Args:
             value: a tree of tensors, which nobody writes to afterwards, and of values that can be pickled. It is kept until every
                 rank has ended the body or waived the value.
-            readers: keep it only until this many ranks have fetched it, once each.
+            readers: the only ranks that fetch it, once each. Default: any rank, any number of times.
             place: the same for values of one point of the model. A rank that fetches one is sent the next one without asking.
         """
-        if not self._peers:
-            return
-        held = hold(value)
-        with self._lock:
-            known = self._under_way(body)
-            if known is None:
-                return
-            published = known.values[number] = Published(held, readers, place)
-            asked = known.parked.pop(number, [])
-            if not asked and known.drop_if_waived(number, self._peers):
-                return
-            if held.ready:
-                self._on_device.add(published)
-            ahead = known.take_subscribers(number, place, asked)
-            for request in asked:
-                known.note_answer(number, request.rank, request.ref)
-            for rank, ref in ahead:  # `end_step` there renews the subscription
-                known.note_answer(number, rank, ref, subscribe=False)
-        for request in asked:
-            self._answer(request, held)
-        for rank, ref in ahead:
-            with contextlib.suppress(
-                LookupError, TypeError
-            ):  # without such a part this time: an error if it is fetched
-                header = {"kind": "ahead", "body": body, "number": number, "place": place, "ref": ref}
-                self._post(rank, header, follow(held.value, ref), held)
+        held = Held(value, mark_ready([tensor for _, tensor in leaves(value)]))
+        ranks = set(self._peers if readers is None else readers)
+        self._offer(body, number, Published(held, ranks, readers is not None, place))
 
     def refuse(self, body: str, number: int, error: MidstreamError) -> None:
         """There never will be a value under this number: fetches of it raise `error`."""
-        if not self._peers:
-            return
+        self._offer(body, number, Published(Held.error(error), set(self._peers)))
+
+    def _offer(self, body: str, number: int, published: Published) -> None:
         with self._lock:
-            known = self._under_way(body)
-            if known is None:
+            if not self._peers or (known := self._under_way(body)) is None:
                 return
-            known.refused[number] = error
-            asked = known.parked.pop(number, [])
-            known.drop_if_waived(number, self._peers)
-        for request in asked:
-            self._answer(request, error)
+            held, place = published.held, published.place
+            published.ranks -= known.ended | known.waived.pop(number, set()) | self._gone
+            asked = known.parked.pop(number, set())
+            waiting = known.subscribers.pop(place, set()) - asked if place is not None else set()
+            ahead = [reader for reader in waiting if reader[0] in published.ranks]
+            known.values[number] = published
+            for reader in asked:
+                known.note_answer(number, reader)
+            known.forget_if_unread(number)
+            if held.ready and number in known.values:
+                self._on_device.add(published)
+        for reader in asked:
+            self._answer(reader, body, number, held)
+        for reader in ahead:  # `end_step` there renews the subscription
+            self._answer(reader, body, number, held, place)
 
     def fetch(self, peer: int, body: str, number: int, ref: Ref = ()) -> Fetch:
         """Request what `peer` publishes under `number`, or only the part of it at `ref`. Returns at once."""
-        fetch = Fetch(peer, body, number, ref, self._answered)
+        fetch = Fetch(peer)
         with self._lock:
             known = self._known(body)
             reason = self._over[body] if known is None else known.reason
+            if reason is None and (self._closed or peer in self._gone):
+                reason = self._gone_error(peer)
             if reason is not None:
                 fetch.fail(reason)
-            elif self._closed or peer in self._gone:
-                fetch.fail(self._gone_error(peer))
-            elif known is not None and (here := known.ahead.pop((peer, number, ref), None)) is not None:
+            elif known is not None and (here := known.take_ahead(peer, number, ref)) is not None:
                 place, message = here
-                self._used[peer][body].add((place, ref))
-                fetch.settle(message)
+                self._used[peer].add((body, place, ref))
+                fetch.answer.set_result(message)
             else:
-                identity = next(self._ids)
-                self._open[identity] = fetch
+                self._open.setdefault((peer, body, number, ref), []).append(fetch)
         if not fetch.done:
-            self._post(peer, {"kind": "fetch", "id": identity, "body": body, "number": number, "ref": ref})
+            self._post(peer, {"kind": "fetch", "body": body, "number": number, "ref": ref})
         return fetch
 
     def waive(self, peer: int, numbers: Mapping[str, Collection[int]]) -> None:
@@ -398,14 +310,17 @@ class Link:
         with self._lock:
             under_way = {body: known for body in numbers if (known := self._under_way(body)) is not None}
             for body, known in under_way.items():
-                known.drop_ahead(peer, numbers[body])
+                useless = [
+                    key for key, (number, _) in known.ahead.items() if key[0] == peer and number in numbers[body]
+                ]
+                for key in useless:
+                    del known.ahead[key]
         if under_way:
             self._post(peer, {"kind": "waived", "numbers": {body: list(numbers[body]) for body in under_way}})
 
     def wait_any(self, fetches: Collection[Fetch]) -> None:
         """Wait until one of `fetches` is done."""
-        with self._answered:
-            self._answered.wait_for(lambda: any(fetch.done for fetch in fetches))
+        wait([fetch.answer for fetch in fetches], return_when=FIRST_COMPLETED)
 
     def silence(self, body: str, reason: str, failed: bool = False) -> None:
         """This rank publishes nothing more for the body, but may still fetch, and be fetched from. Arguments as for `end`."""
@@ -415,9 +330,8 @@ class Link:
             if known is None:
                 return
             known.silent = error
-            refused = known.take_parked()
-        for request in refused:
-            self._answer(request, error)
+            parked, known.parked = known.parked, defaultdict(set)
+        self._refuse_parked(body, parked, error)
         for peer in self._peers if failed else ():
             self._post(peer, {"kind": "failed", "body": body, "failure": error})
 
@@ -426,7 +340,7 @@ class Link:
 
         `failed`: it is over because of an error of its own, which other ranks also learn by `failure_of`.
         """
-        self._finish([body], _no_more(reason, failed), at_once=False)
+        self._finish([body], _no_more(reason, failed))
 
     def failure_of(self, body: str) -> StageFailedError | None:
         """What the body failed with on another rank, if this rank has heard of it."""
@@ -437,103 +351,112 @@ class Link:
         """These bodies were aborted: forget them at once."""
         self._finish(bodies, NeverReachedError("the request was aborted."), at_once=True)
 
+    def _finish(self, bodies: Collection[str], reason: MidstreamError, at_once: bool = False) -> None:
+        parked: dict[str, dict[int, set[Reader]]] = {}
+        with self._lock:
+            bodies = [body for body in bodies if body not in self._over]
+            if not bodies or not self._peers:
+                return
+            for body in bodies:
+                known = self._bodies.setdefault(body, SharedBody())
+                known.reason = reason
+                known.ended.add(self.rank)
+                parked[body], known.parked = known.parked, defaultdict(set)
+                known.ahead.clear()
+                known.subscribers.clear()
+                self._forget_if_over(body, known, at_once)
+            fetches = self._take_open(lambda peer, body: body in bodies)
+        for fetch in fetches:
+            fetch.fail(reason)
+        for body in bodies:
+            self._refuse_parked(body, parked[body], reason)
+        failure = reason if isinstance(reason, StageFailedError) else None
+        for peer in self._peers:
+            self._post(peer, {"kind": "end", "bodies": bodies, "failure": failure})
+
     def end_step(self) -> None:
         """Call it after each step: ask for the next values of the places whose values were used, and free device memory.
 
         What was published since the last call, and is still kept, moves to host memory.
         """
-        used, self._used = self._used, defaultdict(lambda: defaultdict(set))
+        used, self._used = self._used, defaultdict(set)
         for peer, places in used.items():
-            self._post(peer, {"kind": "used", "places": {body: list(each) for body, each in places.items()}})
+            self._post(peer, {"kind": "used", "places": list(places)})
         with self._lock:
             published = list(self._on_device)
             self._on_device.clear()
-        move_to_host(published)
+        _move_to_host(published)
 
     def gauges(self) -> dict[str, int]:
         """What is held for running bodies: zero when there are none."""
         with self._lock:
-            published = [published for known in self._bodies.values() for published in known.values.values()]
+            bodies = list(self._bodies.values())
+            published = [published for known in bodies for published in known.values.values()]
             return {
                 "published": len(published),
-                "published_bytes": sum(one.nbytes for one in published),
-                "parked_requests": sum(len(some) for known in self._bodies.values() for some in known.parked.values()),
-                "open_fetches": len(self._open),
-                "sent_ahead": sum(len(known.ahead) for known in self._bodies.values()),
-                "bodies": len(self._bodies),
+                "published_bytes": sum(tensor.nbytes for one in published for _, tensor in leaves(one.held.value)),
+                "parked_requests": sum(len(readers) for known in bodies for readers in known.parked.values()),
+                "open_fetches": sum(map(len, self._open.values())),
+                "sent_ahead": sum(len(known.ahead) for known in bodies),
+                "bodies": len(bodies),
             }
 
     def close(self) -> None:
         """Disconnect; open fetches, and later ones, raise EngineClosedError. Idempotent."""
         with self._lock:
             self._closed = True
-            fetches = list(self._open.values())
-            self._open.clear()
+            fetches = self._take_open(lambda peer, body: True)
             self._bodies.clear()
         for fetch in fetches:
-            fetch.fail(EngineClosedError(f"the engine was closed before rank {fetch.address[0]} had sent a value."))
+            fetch.fail(EngineClosedError(f"the engine was closed before rank {fetch.owner} had sent a value."))
         for sender in self._senders.values():
             sender.close(timeout=_CLOSE_SECONDS)
         self._receiver.close()
 
     # Called on the receiving threads.
 
-    def _serve(self, peer: int) -> None:
-        def handle(message: Message) -> None:
-            getattr(self, f"_on_{message.header['kind']}")(peer, message.header, message)
-
-        self._receiver.serve(peer, self._sender_name(peer), handle, lambda: self._lose(peer))
+    def _handle(self, message: Message) -> None:
+        header = message.header
+        getattr(self, f"_on_{header['kind']}")(header["key"], header, message)
 
     def _on_fetch(self, peer: int, header: dict[str, Any], _: Message) -> None:
-        request, body, number = Request(peer, header["ref"], header["id"]), header["body"], header["number"]
+        body, number, reader = header["body"], header["number"], (peer, header["ref"])
         with self._lock:
             known = self._known(body)
             if known is None:
-                outcome: Held | MidstreamError = self._over[body]
+                held = Held.error(self._over[body])
             elif number in known.values:
-                outcome = known.values[number].held
-                known.note_answer(number, peer, request.ref)
-            elif (why := known.refused.get(number) or known.reason or known.silent) is not None:
-                outcome = why
-            elif number <= known.used_up:
-                outcome = TraceError(f"value {number} of {body!r} was forgotten: no rank was to fetch it again.")
+                held = known.values[number].held
+                known.note_answer(number, reader)
+            elif (why := known.reason or known.silent) is not None:
+                held = Held.error(why)
+            elif number <= known.forgotten:
+                text = f"value {number} of {body!r} was forgotten: no rank was to fetch it again."
+                held = Held.error(TraceError(text))
             else:
-                return known.parked[number].append(request)
-        self._answer(request, outcome)
+                return known.parked[number].add(reader)
+        self._answer(reader, body, number, held)
 
-    def _on_answer(self, peer: int, header: dict[str, Any], message: Message) -> None:
+    def _on_value(self, peer: int, header: dict[str, Any], message: Message) -> None:
+        body, number, ref, place = (header[key] for key in ("body", "number", "ref", "ahead"))
         with self._lock:
-            fetch = self._open.pop(header["id"], None)
-        if fetch is not None:
-            fetch.settle(message)
-
-    def _on_ahead(self, peer: int, header: dict[str, Any], message: Message) -> None:
-        body, number, ref, place = (header[key] for key in ("body", "number", "ref", "place"))
-        with self._lock:
-            known = self._under_way(body)
-            if known is None:
-                return
-            waiting = [id for id, fetch in self._open.items() if fetch.address == (peer, body, number, ref)]
-            fetches = [self._open.pop(id) for id in waiting]
-            if not fetches:
-                known.keep_ahead(peer, number, ref, place, message)
+            fetches = self._open.pop((peer, body, number, ref), [])
+            if not fetches and place is not None and (known := self._under_way(body)) is not None:
+                known.ahead[peer, place, ref] = number, message
         for fetch in fetches:
-            fetch.settle(message)
+            fetch.answer.set_result(message)
 
     def _on_used(self, peer: int, header: dict[str, Any], _: Message) -> None:
         with self._lock:
-            for body, places in header["places"].items():
+            for body, place, ref in header["places"]:
                 if (known := self._under_way(body)) is not None:
-                    for place, ref in places:
-                        known.subscribers[place].add((peer, ref))
+                    known.subscribers[place].add((peer, ref))
 
     def _on_waived(self, peer: int, header: dict[str, Any], _: Message) -> None:
         with self._lock:
             for body, numbers in header["numbers"].items():
                 if (known := self._under_way(body)) is not None:
-                    for number in numbers:
-                        known.waived[number].add(peer)
-                        known.drop_if_waived(number, self._peers)
+                    known.without(peer, numbers)
 
     def _on_failed(self, peer: int, header: dict[str, Any], _: Message) -> None:
         with self._lock:
@@ -545,20 +468,17 @@ class Link:
             for body in header["bodies"]:
                 if (known := self._known(body)) is not None:
                     known.ended.add(peer)
-                    known.failure = known.failure or header.get("failure")
-                    known.forget_requests(peer)
-                    for number in [*known.values, *known.refused]:
-                        known.drop_if_waived(number, self._peers)
+                    known.failure = known.failure or header["failure"]
+                    known.leave(peer)
                     self._forget_if_over(body, known)
 
     def _lose(self, peer: int) -> None:
         """The peer is gone."""
         with self._lock:
             self._gone.add(peer)
-            lost = [id for id, fetch in self._open.items() if fetch.address[0] == peer]
-            fetches = [self._open.pop(id) for id in lost]
+            fetches = self._take_open(lambda owner, body: owner == peer)
             for body, known in list(self._bodies.items()):
-                known.forget_requests(peer)
+                known.leave(peer)
                 self._forget_if_over(body, known)
         for fetch in fetches:
             fetch.fail(self._gone_error(peer))
@@ -576,57 +496,49 @@ class Link:
         known = self._known(body)
         return known if known is not None and known.reason is None else None
 
-    def _forget_if_over(self, body: str, known: SharedBody) -> None:
-        if known.reason is not None and len(known.ended | self._gone) == self.size:
-            self._forget(body, known.reason)
-
-    def _forget(self, body: str, reason: MidstreamError) -> None:
+    def _forget_if_over(self, body: str, known: SharedBody, at_once: bool = False) -> None:
+        if known.reason is None or not (at_once or len(known.ended | self._gone) == self.size):
+            return
         self._bodies.pop(body, None)
-        self._over[body] = reason
+        self._over[body] = known.reason
         if len(self._over) > _NAMES_KEPT:
             del self._over[next(iter(self._over))]
 
+    def _take_open(self, matches: Callable[[int, str], bool]) -> list[Fetch]:
+        """The open fetches for whose rank and body `matches` is true: they get no answer any more."""
+        keys = [key for key in self._open if matches(key[0], key[1])]
+        return [fetch for key in keys for fetch in self._open.pop(key)]
+
     # Called without the lock.
 
-    def _finish(self, bodies: Collection[str], reason: MidstreamError, at_once: bool) -> None:
-        refused: list[Request] = []
-        with self._lock:
-            bodies = [body for body in bodies if body not in self._over]
-            if not bodies or not self._peers:
-                return
-            for body in bodies:
-                known = self._bodies.setdefault(body, SharedBody())
-                known.reason = reason
-                known.ended.add(self.rank)
-                refused += known.take_parked()
-                known.ahead.clear()
-                known.subscribers.clear()
-                if at_once:
-                    self._forget(body, reason)
-                else:
-                    self._forget_if_over(body, known)
-            mine = [id for id, fetch in self._open.items() if fetch.address[1] in bodies]
-            fetches = [self._open.pop(id) for id in mine]
-        for fetch in fetches:
-            fetch.fail(reason)
-        for request in refused:
-            self._answer(request, reason)
-        failure = reason if isinstance(reason, StageFailedError) else None
-        for peer in self._peers:
-            self._post(peer, {"kind": "end", "bodies": bodies, "failure": failure})
-
-    def _answer(self, request: Request, outcome: Held | Exception) -> None:
-        if isinstance(outcome, Held):
+    def _answer(self, reader: Reader, body: str, number: int, held: Held, ahead: Hashable | None = None) -> None:
+        """Send a value, or the part of it that the reader wants. `ahead`: its place, if it was not requested."""
+        rank, ref = reader
+        value, ready, failed = held
+        if not failed:
             try:
-                value = follow(outcome.value, request.ref)
-                return self._post(request.rank, {"kind": "answer", "id": request.id}, value, outcome)
+                value = follow(value, ref)
             except (LookupError, TypeError) as error:
-                outcome = error
-        self._post(request.rank, {"kind": "answer", "id": request.id, "failed": True}, outcome)
+                if ahead is not None:
+                    return  # the place's value has no such part this time; if it is fetched, that is an error
+                value, ready, failed = Held.error(error)
+        header = {"kind": "value", "body": body, "number": number, "ref": ref, "failed": failed, "ahead": ahead}
+        self._post(rank, header, value, ready)
 
-    def _post(self, peer: int, header: Mapping[str, Any], value: Any = None, held: Held | None = None) -> None:
+    def _refuse_parked(self, body: str, parked: Mapping[int, set[Reader]], error: MidstreamError) -> None:
+        for number, readers in parked.items():
+            for reader in readers:
+                self._answer(reader, body, number, Held.error(error))
+
+    def _post(
+        self,
+        peer: int,
+        header: Mapping[str, Any],
+        value: Any = None,
+        ready: Mapping[torch.device, torch.cuda.Event] | None = None,
+    ) -> None:
         try:
-            self._senders[peer].send({"key": self.rank, **header}, value, ready=held.ready if held else {})
+            self._senders[peer].send({"key": self.rank, **header}, value, ready=ready or {})
         except ChannelClosedError:
             self._lose(peer)
 
@@ -640,3 +552,35 @@ class Link:
 def _no_more(reason: str, failed: bool) -> MidstreamError:
     """What a fetch raises for a value that its owner's body has not published and will not."""
     return StageFailedError(reason) if failed else NeverReachedError(reason)
+
+
+def _move_to_host(moving: Collection[Published]) -> None:
+    """Move tensors on this rank's CUDA device to pinned host memory, in one copy for each dtype, without waiting for it."""
+    by_dtype: defaultdict[torch.dtype, dict[int, torch.Tensor]] = defaultdict(dict)
+    for published in moving:
+        for _, tensor in leaves(published.held.value):
+            if tensor.is_cuda and is_raw(tensor):
+                by_dtype[tensor.dtype][id(tensor)] = tensor
+    moved: dict[int, torch.Tensor] = {}
+    for dtype, tensors in by_dtype.items():
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors.values()])
+        host = torch.empty(flat.shape, dtype=dtype, pin_memory=True).copy_(flat, non_blocking=True)
+        parts = host.split([tensor.numel() for tensor in tensors.values()])
+        moved |= {key: part.view(tensors[key].shape) for key, part in zip(tensors, parts, strict=True)}
+    if moved:
+        copied = torch.cuda.current_stream(flat.device).record_event()
+        for published in moving:
+            value = map_tensors(published.held.value, lambda _, tensor: moved.get(id(tensor), tensor))
+            published.held = Held(value, {**published.held.ready, _HOST: copied})
+
+
+def _unsendable(tree: Any) -> UnsendableError | None:
+    """The first `UnsendableError` that stands in `tree` in place of a value."""
+    if isinstance(tree, UnsendableError):
+        return tree
+    inside: Iterable[Any] = ()
+    if isinstance(tree, (tuple, list)):
+        inside = tree
+    elif isinstance(tree, Mapping):
+        inside = tree.values()
+    return next((found for item in inside if (found := _unsendable(item)) is not None), None)

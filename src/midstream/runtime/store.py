@@ -272,7 +272,7 @@ class Sources:
             if owner == pipeline.rank:
                 assert link is not None
                 rows = tuple(_rows(runs, plane, positions) for plane, positions in planes.items())
-                link.publish(self._body, reader, rows, readers=1)
+                link.publish(self._body, reader, rows, readers=[reader])
 
     def row(self, run: RecordedRun, site: str, layer: int, position: int) -> torch.Tensor:
         """`[width]`. Waits for the stage that has the row. Raises PlanError."""

@@ -518,7 +518,7 @@ class TraceHost:
         if request.trace.stream:
             self._send_snapshot(name, request)
         if (stages := self._stages) is not None:
-            stages.link.publish(request.steps, request.generated, None, readers=stages.size - 1)
+            stages.link.publish(request.steps, request.generated, None, readers=range(stages.size - 1))
 
     def _gather_done(self, request: TracedRequest) -> None:
         for body_name in request.open_bodies:

@@ -8,9 +8,9 @@
     box.close()
 
 `send` pickles the value without its tensors, queues it and returns. The sender's thread copies the tensors (`staging`) and writes the
-frame (`wire`). On one host the bytes lie in a memfd that the client maps, so the copy into it is the only one. Here a thread
-for each worker routes messages to mailboxes. The reader of a mailbox unpickles the values; messages that were sent together
-are unpickled by the receiving thread.
+frame (`wire`). On one host the bytes lie in a memfd that the client maps, so the copy into it is the only one. Here a thread for each
+worker routes messages to mailboxes. The reader of a mailbox unpickles the values; messages that were sent together are unpickled by the
+receiving thread.
 
 Tensors arrive on the CPU, contiguous, without grad. They lie in the memory of the message that brought them, which is freed with the
 last of them. Messages of one stream share the tensors that they have in common.
@@ -185,21 +185,6 @@ class Mailbox:
                 loop.call_soon_threadsafe(_settle, future)
 
 
-class Handler(Mailbox):
-    """Keeps no messages: `handle` is called with each one on the thread that received it, and `gone` when the sender has gone."""
-
-    def __init__(self, key: Hashable, sender: str, handle: Callable[[Message], None], gone: Callable[[], None]) -> None:
-        super().__init__([key], frozenset({sender}), lambda _: None)
-        self._handle = handle
-        self._gone = gone
-
-    def deliver(self, message: Message) -> None:
-        self._handle(message)
-
-    def fail(self, error: ChannelClosedError) -> None:
-        self._gone()
-
-
 def _settle(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
@@ -211,15 +196,26 @@ class Receiver:
     Args:
         host: also listen on TCP at this address, for workers on other hosts; they must be able to reach it. Bytes on TCP are neither
             encrypted nor signed after the handshake, so the network has to be trusted.
-        port: for TCP; 0 for any.
         paced_bytes: bound of the bytes that wait in `paced` mailboxes together, plus one frame of each worker. Beyond it no worker is
             read from until readers have taken some.
+        handle: takes every message, on the thread that received it. There are no mailboxes then.
+
+    Attributes:
+        when_gone: called with a worker's name when it has gone, on a thread of its own.
 
     Gauges: `open_mailboxes`; `paced_waiting`, bytes in paced mailboxes; `connected`, names of the connected workers; `lost`, names of
     workers that went without closing; `dropped`, messages without a mailbox.
     """
 
-    def __init__(self, host: str | None = None, port: int = 0, *, paced_bytes: int = 256 << 20) -> None:
+    def __init__(
+        self,
+        host: str | None = None,
+        *,
+        paced_bytes: int = 256 << 20,
+        handle: Callable[[Message], None] | None = None,
+    ) -> None:
+        self.when_gone: Callable[[str], None] | None = None
+        self._handle = handle
         name = f"midstream-{os.getpid()}-{secrets.token_hex(8)}"
         self._key = secrets.token_bytes(32)
         self._lock = threading.Lock()
@@ -229,13 +225,12 @@ class Receiver:
         self._connections: dict[socket.socket, str | None] = {}
         self._threads: dict[socket.socket, threading.Thread] = {}
         self.lost: list[str] = []
-        self.when_gone: Callable[[], None] | None = None  # called on a thread of its own when a worker has gone
         self.dropped = 0
         self._paced = ByteBudget(paced_bytes)
         self._listeners = [_listen_unix(name)]
         if host is not None:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            self._listeners.append(socket.create_server((host, port), family=family, backlog=1024))
+            self._listeners.append(socket.create_server((host, 0), family=family, backlog=1024))
         tcp = [host, self._listeners[1].getsockname()[1]] if host is not None else None
         self.address: dict[str, Any] = {"unix": name, "tcp": tcp, "key": self._key.hex(), "host": wire.machine()}
         for listener in self._listeners:
@@ -265,15 +260,17 @@ class Receiver:
     def expect_all(self, keys: Sequence[Hashable], senders: Collection[str] = (), *, paced: bool = False) -> Mailbox:
         """One mailbox for the messages with any of these keys, at least one."""
         mailbox = Mailbox(keys, frozenset(senders), self._forget, self._paced if paced else None)
-        self._add(mailbox)
+        with self._lock:
+            if self._closed:
+                raise ChannelClosedError("the results channel is closed")
+            for key in keys:
+                if key in self._mailboxes:
+                    raise ChannelError(f"results for {key!r} are expected already; close that mailbox first")
+            self._mailboxes.update(dict.fromkeys(keys, mailbox))
+            gone = self._gone & mailbox.senders
+        for name in gone:
+            mailbox.fail(_gone_error(name))
         return mailbox
-
-    def serve(self, key: Hashable, sender: str, handle: Callable[[Message], None], gone: Callable[[], None]) -> None:
-        """Call `handle` with each message that has this key, on the thread that reads from its sender.
-
-        `gone` is called when `sender` has gone or this end was closed, possibly more than once.
-        """
-        self._add(Handler(key, sender, handle, gone))
 
     def close(self) -> None:
         """Disconnect the workers, wake every mailbox with ChannelClosedError, end the threads. Idempotent."""
@@ -295,18 +292,6 @@ class Receiver:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _add(self, mailbox: Mailbox) -> None:
-        with self._lock:
-            if self._closed:
-                raise ChannelClosedError("the results channel is closed")
-            for key in mailbox.keys:
-                if key in self._mailboxes:
-                    raise ChannelError(f"results for {key!r} are expected already; close that mailbox first")
-            self._mailboxes.update(dict.fromkeys(mailbox.keys, mailbox))
-            gone = self._gone & mailbox.senders
-        for name in gone:
-            mailbox.fail(_gone_error(name))
 
     def _forget(self, mailbox: Mailbox) -> None:
         with self._lock:
@@ -391,7 +376,7 @@ class Receiver:
         for mailbox in waiting:
             mailbox.fail(_gone_error(name))
         if self.when_gone is not None:
-            threading.Thread(target=self.when_gone, name="midstream-gone", daemon=True).start()
+            threading.Thread(target=self.when_gone, args=(name,), name="midstream-gone", daemon=True).start()
 
     def _read(self, sock: socket.socket) -> None:
         """Handle frames until the sender says goodbye. Raises ConnectionError if the connection ends otherwise."""
@@ -405,9 +390,7 @@ class Receiver:
                     case wire.StreamEnd(stream=stream):
                         streams.pop(stream, None)
                     case wire.MessageFrame():
-                        body = wire.read(sock, frame.body)
-                        inline = wire.read_payload(sock, frame.payload) if descriptor is None else None
-                        self._deliver(frame, body, inline, descriptor, streams)
+                        self._deliver(sock, frame, descriptor, streams)
             finally:
                 if descriptor is not None:
                     os.close(descriptor)
@@ -415,18 +398,20 @@ class Receiver:
 
     def _deliver(
         self,
+        sock: socket.socket,
         frame: wire.MessageFrame,
-        body: bytearray,
-        payload: torch.Tensor | None,
         descriptor: int | None,
         streams: dict[str, dict[int, torch.Tensor]],
     ) -> None:
+        body = wire.read(sock, frame.body)
+        payload = wire.read_payload(sock, frame.payload) if descriptor is None else None
         header = pickle.loads(frame.header)
         keys = header["keys"] if "keys" in header else [header["key"]]
         mailboxes = [self._mailboxes.get(key) for key in keys]
+        takers = [self._handle or (mailbox.deliver if mailbox is not None else None) for mailbox in mailboxes]
         with self._lock:
-            self.dropped += mailboxes.count(None)
-        if not any(mailboxes):
+            self.dropped += takers.count(None)
+        if not any(takers):
             if frame.stream is not None:
                 streams.pop(frame.stream, None)
             return
@@ -441,9 +426,9 @@ class Receiver:
         message = Message(header, frame.payload, load)
         # Messages sent together are unpickled here: their readers have just ended a run of many requests and are busy.
         messages = _apart(message, keys) if "keys" in header else [message]
-        for mailbox, each in zip(mailboxes, messages, strict=True):
-            if mailbox is not None:
-                mailbox.deliver(each)
+        for take, each in zip(takers, messages, strict=True):
+            if take is not None:
+                take(each)
 
 
 def _apart(message: Message, keys: Sequence[Hashable]) -> list[Message]:

@@ -291,8 +291,6 @@ def read_frame(sock: socket.socket) -> tuple[Frame, int | None]:
 
     Raises ConnectionError at the end of the connection, and msgspec's errors for anything but a frame.
     """
-    if sock.family != socket.AF_UNIX:
-        return _decode(read(sock, *_LENGTH.unpack(read(sock, _LENGTH.size)))), None
     data, descriptors, _, _ = socket.recv_fds(sock, _LENGTH.size, 1, socket.MSG_CMSG_CLOEXEC)
     descriptor = descriptors[0] if descriptors else None
     try:
