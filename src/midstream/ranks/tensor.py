@@ -23,6 +23,7 @@ import hashlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -93,20 +94,11 @@ class Shards:
 
     def columns(self, first: int, width: int) -> Shards | None:
         """The layout of `width` columns from `first` on; None unless they are complete segments."""
-        at, inside = 0, []
-        for segment in self.segments:
-            if first <= at and at + segment.width <= first + width:
-                inside.append(segment)
-            at += segment.width
-        found = Shards(tuple(inside), self.ranks)
-        return found if inside and found.part == width and self._starts_at(first) else None
-
-    def _starts_at(self, first: int) -> bool:
-        starts, at = set(), 0
-        for segment in self.segments:
-            starts.add(at)
-            at += segment.width
-        return first in starts
+        starts = [0, *accumulate(segment.width for segment in self.segments)]
+        placed = zip(starts, self.segments, strict=False)
+        inside = tuple(segment for at, segment in placed if first <= at and at + segment.width <= first + width)
+        complete = inside and first in starts and sum(segment.width for segment in inside) == width
+        return Shards(inside, self.ranks) if complete else None
 
 
 @dataclass(frozen=True)
@@ -155,18 +147,15 @@ class Finder(ShardFinder):
         for place, leaves in found.layouts.items():
             for ref, layout in leaves.items():
                 everywhere = all(layouts.get(place, {}).get(ref) == layout for layouts, _ in ranks)
-                if everywhere and not _is_reduced([digests.get((*place, ref)) for _, digests in ranks]):
+                digests = {digests.get((*place, ref)) for _, digests in ranks}
+                is_sum = None not in digests and len(digests) == 1  # experts' output that is equal on all ranks
+                if everywhere and not is_sum:
                     agreed.setdefault(place, {})[ref] = layout
         return agreed
 
 
 def _ramp(value: torch.Tensor) -> torch.Tensor:
     return torch.linspace(-1, 1, value.numel()).view_as(value).to(value)
-
-
-def _is_reduced(digests: list[bytes | None]) -> bool:
-    """Whether a possible summand is the same on every rank: then it is the sum already."""
-    return None not in digests and len(set(digests)) == 1
 
 
 def _returns_summands(module: nn.Module) -> bool:
@@ -180,7 +169,7 @@ class _Search:
         self.layouts: Layouts = {}
         self.digests: dict[tuple[str, Kind, Ref], bytes] = {}
         self._known: list[tuple[Leaf, Layout]] = []
-        self._doubtful: set[bytes] = set()  # digests of what experts returned
+        self._from_experts: set[bytes] = set()  # digests of experts' output
         self._modules = {call.path: call.module for call in probe.calls}
         linear = next((c for c in probe.calls if is_a(c.module, "LinearBase") and _floating(c.inputs)), probe.calls[0])
         self._tokens = next((leaf.shape[-2] for leaf in _floating(linear.inputs) if len(leaf.shape) > 1), 0)
@@ -202,32 +191,26 @@ class _Search:
             layout = told[leaf.ref] if leaf.ref in told else self._by_memory(leaf)
             if layout is None and leaf.ref not in told and kind == "output":
                 layout = self._by_shape(call, leaf, found)
-            if layout is not None and self._fits(leaf, layout):
+            if layout is not None and (isinstance(layout, Summands) or layout.part == self._width(leaf)):
                 found[leaf.ref] = layout
                 self._known.append((leaf, layout))
                 if kind == "output" and call.outputs is not call.returned:
                     self._known += [(planted, layout) for planted in call.outputs if planted.ref == leaf.ref]
-                if isinstance(layout, Summands):
-                    self._note_doubt(
-                        leaf, (call.path, kind, leaf.ref), kind == "output" and is_a(call.module, *_EXPERTS)
-                    )
+                if isinstance(layout, Summands) and leaf.snapshot is not None:
+                    self._note_digest(kind, call, leaf)
 
-    def _note_doubt(self, leaf: Leaf, where: tuple[str, Kind, Ref], from_experts: bool) -> None:
+    def _note_digest(self, kind: Kind, call: Call, leaf: Leaf) -> None:
         """Note the digest of experts' output and its copies: experts may have reduced it already. (Equal weights on all ranks hide it.)"""
-        if leaf.snapshot is None:
-            return
+        assert leaf.snapshot is not None
         digest = hashlib.blake2b(leaf.snapshot.cpu().numpy().tobytes()).digest()
-        if from_experts:
-            self._doubtful.add(digest)
-        if digest in self._doubtful:
-            self.digests[where] = digest
+        if kind == "output" and is_a(call.module, *_EXPERTS):
+            self._from_experts.add(digest)
+        if digest in self._from_experts:
+            self.digests[call.path, kind, leaf.ref] = digest
 
     def _width(self, leaf: Leaf) -> int:
         """Elements of one token."""
         return leaf.tensor.numel() if len(leaf.shape) == 1 else leaf.tensor.numel() // max(self._tokens, 1)
-
-    def _fits(self, leaf: Leaf, layout: Layout) -> bool:
-        return not isinstance(layout, Shards) or layout.part == self._width(leaf)
 
     def _by_class(self, kind: Kind, call: Call) -> dict[Ref, Layout | None]:
         """The layouts that follow from the module's class; None for a full tensor."""
@@ -289,16 +272,15 @@ class _Search:
     def _by_memory(self, leaf: Leaf) -> Layout | None:
         """The layout of the known leaf that this one equals or is a part of the columns of."""
         for known, layout in reversed(self._known):
-            if isinstance(layout, Summands):
-                found: Layout | None = layout if leaf.same(known) else None
+            if isinstance(layout, Shards):
+                found: Layout | None = self._columns(leaf, known, layout)
             else:
-                found = self._columns(leaf, known, layout)
+                found = layout if leaf.same(known) else None
             if found is not None:
                 return found
         return None
 
-    def _columns(self, leaf: Leaf, known: Leaf, layout: Layout) -> Layout | None:
-        assert isinstance(layout, Shards)
+    def _columns(self, leaf: Leaf, known: Leaf, layout: Shards) -> Layout | None:
         if known.tensor.untyped_storage().data_ptr() != leaf.tensor.untyped_storage().data_ptr():
             return None
         first = int(leaf.tensor.storage_offset() - known.tensor.storage_offset())

@@ -227,7 +227,9 @@ class Receiver:
         self.lost: list[str] = []
         self.dropped = 0
         self._paced = ByteBudget(paced_bytes)
-        self._listeners = [_listen_unix(name)]
+        self._listeners = [socket.socket(socket.AF_UNIX)]
+        self._listeners[0].bind(f"\0{name}")  # the leading NUL keeps it off the filesystem
+        self._listeners[0].listen(1024)  # a full queue would refuse a worker at once
         if host is not None:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             self._listeners.append(socket.create_server((host, 0), family=family, backlog=1024))
@@ -442,13 +444,6 @@ def _apart(message: Message, keys: Sequence[Hashable]) -> list[Message]:
 
 def _already(value: Any) -> Callable[[], Any]:
     return lambda: value
-
-
-def _listen_unix(name: str) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(f"\0{name}")  # the leading NUL keeps it off the filesystem
-    listener.listen(1024)  # a full queue would refuse a worker at once
-    return listener
 
 
 def _is_welcome(sock: socket.socket) -> bool:

@@ -14,7 +14,7 @@ import pickle
 import socket
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -23,16 +23,85 @@ from midstream.queues import BoundedQueue
 from midstream.transport import staging, wire
 
 _log = logging.getLogger(__name__)
+_CONNECT_SECONDS = 10.0
 
 
-class _Job(NamedTuple):
-    """One frame to write. Without `packed` it ends `stream`."""
+class _Frame:
+    """A frame to write. Its tensors are copied first: into a memfd if they are large and the client can take one.
 
-    header: bytes
-    stream: str | None
-    packed: wire.Packed | None
-    ready: Mapping[torch.device, torch.cuda.Event]
-    size: int  # bytes that it counts in the queue
+    Attributes:
+        packed: the value; None if the frame ends `stream`.
+        size: bytes that it counts in the queue.
+    """
+
+    def __init__(
+        self,
+        header: bytes,
+        stream: str | None,
+        packed: wire.Packed | None,
+        ready: Mapping[torch.device, torch.cuda.Event],
+    ) -> None:
+        self.packed = packed
+        self.size = len(packed.body) + packed.size if packed is not None else 0
+        self._header, self._stream, self._ready = header, stream, ready
+        self._descriptor: int | None = None
+        self._payload: torch.Tensor | None = None
+        self._memory = contextlib.ExitStack()  # the memfd and its mapping
+        self._copying = staging.Copying()
+
+    def begin(self, copier: staging.Copier, takes_descriptors: bool) -> None:
+        """Begin to copy the tensors."""
+        if self.packed is None:
+            return
+        try:
+            if takes_descriptors and self.packed.size > wire.INLINE_LIMIT:
+                self._payload = self._map(self.packed.size)
+            else:
+                self._payload = torch.empty(self.packed.size, dtype=torch.uint8)
+            self._copying = copier.begin(self._payload, self.packed.tensors, self.packed.offsets, self._ready)
+        except Exception as error:
+            self._lose(error)
+
+    def _map(self, size: int) -> torch.Tensor:
+        self._descriptor = os.memfd_create("midstream-results")
+        self._memory.callback(os.close, self._descriptor)
+        os.ftruncate(self._descriptor, size)
+        mapping = mmap.mmap(self._descriptor, size)
+        self._memory.callback(mapping.close)
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            mapping.madvise(mmap.MADV_HUGEPAGE)  # helps where the system has shmem_enabled=advise
+        return torch.frombuffer(mapping, dtype=torch.uint8)
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether `write` would not have to wait for its tensors."""
+        return self._copying.is_done
+
+    def write(self, sock: socket.socket) -> None:
+        """Wait for the copy, and send the frame."""
+        if self.packed is None:
+            assert self._stream is not None
+            return wire.write(sock, wire.StreamEnd(self._stream))
+        try:
+            self._copying.wait()
+        except Exception as error:
+            self._lose(error)
+        packed = self.packed
+        head = wire.MessageFrame(self._header, self._stream, packed.table, len(packed.body), packed.size)
+        wire.write(sock, head, packed.body, self._payload, self._descriptor)
+
+    def _lose(self, error: Exception) -> None:
+        """Send an error in place of the value."""
+        _log.error("results channel: a result could not be copied", exc_info=error)
+        self.close()
+        self.packed = wire.pack(UnsendableError("result", f"copying it failed: {error!r}"))
+
+    def close(self) -> None:
+        """Wait for the copy, and free its memory and descriptor. Idempotent."""
+        with contextlib.suppress(Exception):  # `write` has reported it
+            self._copying.wait()
+        self._payload = self._descriptor = None
+        self._memory.close()
 
 
 class Sender:
@@ -41,20 +110,17 @@ class Sender:
     Args:
         name: tells this worker from the engine's others, in the client's `lost` and `expect`.
         queue_bytes: bound of what is queued and not yet written. Beyond it `send` blocks, except that any message fits an empty queue.
-        timeout: seconds to connect.
 
     Raises:
         ChannelError: the client cannot be reached, or one side does not have the key.
     """
 
-    def __init__(
-        self, address: Mapping[str, Any], name: str | None = None, *, queue_bytes: int = 1 << 30, timeout: float = 10.0
-    ) -> None:
+    def __init__(self, address: Mapping[str, Any], name: str | None = None, *, queue_bytes: int = 1 << 30) -> None:
         self.name = name or f"pid {os.getpid()}"
-        self._queue: BoundedQueue[_Job] = BoundedQueue(queue_bytes)
+        self._queue: BoundedQueue[_Frame] = BoundedQueue(queue_bytes)
         self._messages = self._bytes = 0
         self._streams: dict[str, wire.Stream] = {}
-        self._sock = _connect(address, self.name, timeout)
+        self._sock = _connect(address, self.name)
         self._copier = staging.Copier()
         self._queue.start("midstream-send", self._run)
 
@@ -115,13 +181,8 @@ class Sender:
 
     @property
     def stats(self) -> dict[str, float]:
-        """Since the start: `messages` and `bytes` queued, `blocked_seconds` in `send`; and `queued_bytes` now."""
-        return {
-            "messages": self._messages,
-            "bytes": self._bytes,
-            "blocked_seconds": self._queue.blocked_seconds,
-            "queued_bytes": self._queue.used,
-        }
+        """Since the start: `messages` and `bytes` queued, and `blocked_seconds` in `send`."""
+        return {"messages": self._messages, "bytes": self._bytes, "blocked_seconds": self._queue.blocked_seconds}
 
     def _put(
         self,
@@ -130,27 +191,28 @@ class Sender:
         packed: wire.Packed | None,
         ready: Mapping[torch.device, torch.cuda.Event] | None,
     ) -> None:
-        size = len(packed.body) + packed.size if packed is not None else 0
         if ready is None:
             ready = staging.mark_ready(packed.tensors if packed is not None else ())
+        frame = _Frame(header, stream, packed, ready)
         with self._queue.changed:
-            if not self._queue.put(_Job(header, stream, packed, ready, size), size):
+            if not self._queue.put(frame, frame.size):
                 error = self._queue.error
                 raise ChannelClosedError(f"results channel of {self.name}: {error or 'closed'}") from error
-            self._bytes += size
+            self._bytes += frame.size
             self._messages += packed is not None
 
     def _run(self) -> None:
-        # At most two frames: while the older one is written, the tensors of the other are copied.
-        frames: deque[_Frame] = deque()
+        frames: deque[_Frame] = deque()  # at most two: while the older one is written, the other's tensors are copied
+        takes_descriptors = self._sock.family == socket.AF_UNIX
         try:
             with torch.no_grad():
-                while (job := self._queue.get(0 if frames else None)) is not None or frames:
+                while (frame := self._queue.get(0 if frames else None)) is not None or frames:
                     if frames and frames[0].is_copied:
                         self._write(frames.popleft())
-                    if job is not None:
-                        frames.append(_Frame(job, self._copier, self._sock.family == socket.AF_UNIX, self.name))
-                    if frames and (job is None or len(frames) > 1):
+                    if frame is not None:
+                        frames.append(frame)
+                        frame.begin(self._copier, takes_descriptors)
+                    if frames and (frame is None or len(frames) > 1):
                         self._write(frames.popleft())
             wire.write(self._sock, wire.Goodbye())
         except BaseException as error:
@@ -172,75 +234,7 @@ class Sender:
             self._queue.task_done()
 
 
-class _Frame:
-    """A job whose tensors are being copied: into a memfd if they are large and the client can take one."""
-
-    def __init__(self, job: _Job, copier: staging.Copier, takes_descriptors: bool, name: str) -> None:
-        self.job = job
-        self._name = name
-        self._packed = job.packed
-        self._descriptor: int | None = None
-        self._mapping: mmap.mmap | None = None
-        self._payload: torch.Tensor | None = None
-        self._copying = staging.Copying()
-        if job.packed is None:
-            return
-        try:
-            size = job.packed.size
-            if takes_descriptors and size > wire.INLINE_LIMIT:
-                self._payload = self._map(size)
-            else:
-                self._payload = torch.empty(size, dtype=torch.uint8)
-            self._copying = copier.begin(self._payload, job.packed.tensors, job.packed.offsets, job.ready)
-        except Exception as error:
-            self._lose(error)
-
-    def _map(self, size: int) -> torch.Tensor:
-        self._descriptor = os.memfd_create("midstream-results")
-        os.ftruncate(self._descriptor, size)
-        self._mapping = mmap.mmap(self._descriptor, size)
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            self._mapping.madvise(mmap.MADV_HUGEPAGE)  # of use where the system has shmem_enabled=advise
-        return torch.frombuffer(self._mapping, dtype=torch.uint8)
-
-    def _lose(self, error: Exception) -> None:
-        """Send an error in place of the value."""
-        _log.error("results channel of %s: a result could not be copied", self._name, exc_info=error)
-        self.close()
-        self._packed, self._payload = wire.pack(UnsendableError("result", f"copying it failed: {error!r}")), None
-
-    @property
-    def is_copied(self) -> bool:
-        """Whether `write` would not have to wait for its tensors."""
-        return self._copying.is_done
-
-    def write(self, sock: socket.socket) -> None:
-        """Wait for the copy, and send the frame."""
-        if self._packed is None:
-            assert self.job.stream is not None
-            return wire.write(sock, wire.StreamEnd(self.job.stream))
-        try:
-            self._copying.wait()
-        except Exception as error:
-            self._lose(error)
-        packed = self._packed
-        head = wire.MessageFrame(self.job.header, self.job.stream, packed.table, len(packed.body), packed.size)
-        wire.write(sock, head, packed.body, self._payload, self._descriptor)
-
-    def close(self) -> None:
-        """Wait for the copy, and free its memory and descriptor. Idempotent."""
-        with contextlib.suppress(Exception):  # `write` has reported it
-            self._copying.wait()
-        self._payload = None
-        if self._mapping is not None:
-            self._mapping.close()
-            self._mapping = None
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-
-
-def _connect(address: Mapping[str, Any], name: str, timeout: float) -> socket.socket:
+def _connect(address: Mapping[str, Any], name: str) -> socket.socket:
     """A connection to the client after the handshake: by Unix socket on its own host, by TCP from another."""
     place: str | tuple[str, int]
     if address["host"] == wire.machine():
@@ -249,16 +243,14 @@ def _connect(address: Mapping[str, Any], name: str, timeout: float) -> socket.so
         family, place = socket.AF_INET6 if ":" in address["tcp"][0] else socket.AF_INET, tuple(address["tcp"])
     else:
         raise ChannelError("this worker runs on another host than the client: the receiver has to be given a `host`")
-    sock = socket.socket(family)
-    try:
-        sock.settimeout(timeout)
-        sock.connect(place)
-        wire.introduce(sock, bytes.fromhex(address["key"]), name)
-        sock.settimeout(None)
-    except OSError as error:
-        sock.close()
-        raise ChannelError(f"the client cannot be reached at {place!r}: {error}") from error
-    except ChannelError:
-        sock.close()
-        raise
+    with contextlib.ExitStack() as on_error:
+        sock = on_error.enter_context(socket.socket(family))
+        try:
+            sock.settimeout(_CONNECT_SECONDS)
+            sock.connect(place)
+            wire.introduce(sock, bytes.fromhex(address["key"]), name)
+            sock.settimeout(None)
+        except OSError as error:
+            raise ChannelError(f"the client cannot be reached at {place!r}: {error}") from error
+        on_error.pop_all()
     return sock
