@@ -1,14 +1,14 @@
-"""Every error that midstream raises on its own account. Each message says what was given and what to do about it."""
+"""All of midstream's errors. Each message says what was given and what to do about it."""
 
 from __future__ import annotations
 
 
 def text_of(error: BaseException) -> str:
-    """Its message, whatever class of somebody's it is."""
+    """The error's message, even if its class cannot make one."""
     try:
         return str(error)
     except Exception as failure:
-        return f"(its message cannot be had: {type(failure).__name__})"
+        return f"(its message cannot be read: {type(failure).__name__})"
 
 
 class MidstreamError(Exception):
@@ -20,7 +20,7 @@ class UnsupportedVersionError(MidstreamError):
 
 
 class ArchitectureError(MidstreamError):
-    """The model's structure could not be placed. Raised when the model is loaded, never at first use."""
+    """midstream cannot find the model's sites. Raised when the model is loaded, never at first use."""
 
 
 class UnknownSiteError(MidstreamError, LookupError):
@@ -32,7 +32,7 @@ class UnknownModuleError(MidstreamError, AttributeError):
 
 
 class TraceError(MidstreamError):
-    """A trace that cannot be run as it was written."""
+    """A trace cannot run as it is written."""
 
 
 class SourceUnavailableError(TraceError):
@@ -40,7 +40,7 @@ class SourceUnavailableError(TraceError):
 
 
 class UnsavedError(TraceError, NameError):
-    """A value was used outside of the trace that set it, which has not saved it."""
+    """A value that the trace set but did not save is used after the trace."""
 
 
 class OutOfOrderError(TraceError):
@@ -48,15 +48,15 @@ class OutOfOrderError(TraceError):
 
 
 class NeverReachedError(TraceError):
-    """The request ended, or the step ended, before the forward pass came to the value that the trace waited for."""
+    """The request or the step ended before the forward pass reached the value that the trace waited for."""
 
 
 class StageFailedError(NeverReachedError):
-    """The trace failed on another pipeline stage, whose error says why; this one ends its stage's run of the trace."""
+    """The trace failed on another pipeline stage, whose error says why."""
 
 
 class StageMismatchWarning(UserWarning):
-    """A saved value came out differently on the pipeline stages, all of which run the trace's code."""
+    """A saved value differs between the pipeline stages, all of which run the trace's code."""
 
 
 class ShapeError(TraceError, ValueError):
@@ -64,7 +64,7 @@ class ShapeError(TraceError, ValueError):
 
 
 class DivergedError(TraceError):
-    """A trace's body did one thing on one tensor-parallel rank and something else on another."""
+    """A trace's body did different things on different tensor-parallel ranks."""
 
 
 class BarrierError(TraceError):
@@ -83,9 +83,7 @@ class PlanError(MidstreamError, ValueError):
     """A plan, or a field of one, that cannot be carried out. The message names the field, what was given and what is allowed."""
 
 
-NOT_FINITE = (
-    "Not finite: "  # what a message of `NotFiniteError` begins with, by which it is known where only text arrives
-)
+NOT_FINITE = "Not finite: "  # every message of `NotFiniteError` begins with it, also where only the text arrives
 
 
 class NotFiniteError(PlanError, TraceError):
@@ -93,7 +91,7 @@ class NotFiniteError(PlanError, TraceError):
 
 
 class CaptureError(MidstreamError):
-    """Captured rows that did not come whole, or a consumer of them that failed."""
+    """Captured rows are incomplete, or a consumer of them failed."""
 
 
 class EngineClosedError(MidstreamError):
@@ -109,7 +107,7 @@ class ChannelClosedError(ChannelError):
 
 
 class UnsendableError(ChannelError):
-    """Stands in a result in place of a value that could not be sent or rebuilt. The channel does not raise it."""
+    """Stands in a result for a value that could not be sent or rebuilt. The channel does not raise it."""
 
     def __init__(self, type_name: str, reason: str) -> None:
         super().__init__(type_name, reason)
@@ -127,8 +125,8 @@ class TracesNotAllowedError(MidstreamError):
 class InterventionError(MidstreamError):
     """The trace's own code raised.
 
-    What is raised is a subclass of both this class and the exception's own builtin type, so `except ValueError` in
-    the caller works as it would have in place. The text ends with the user's own traceback.
+    The raised error's class is a subclass of this class and of the exception's own builtin type, so `except ValueError` in
+    the caller works. The text ends with the user's own traceback.
     """
 
 
@@ -137,4 +135,4 @@ class InterventionErrorGroup(InterventionError, ExceptionGroup):
 
 
 class RequestErrorGroup(MidstreamError, ExceptionGroup):
-    """Several requests of one call failed; `exceptions` holds each one's error, `outputs` what there is of all of them."""
+    """Several requests of one call failed; `exceptions` holds each one's error, `outputs` the outputs of all requests so far."""

@@ -1,6 +1,6 @@
-"""What an engine is told at its start, in vLLM's `additional_config`.
+"""Engine settings, which travel in vLLM's `additional_config`.
 
-It enters vLLM's config hash, and with it the key of the compile cache: nothing that differs from start to start belongs here.
+They are part of vLLM's config hash, and so of the compile cache's key: nothing that differs from start to start belongs here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ NAME = "midstream"
 WORKER = "midstream.engine.worker.Worker"
 SCHEDULER = "midstream.engine.scheduler.make_scheduler"
 RECORD_BYTES = 1 << 30
-# Where a write in place reaches what comes after the site and nothing else.
+# At these sites a write in place changes all of the later forward pass and nothing else.
 BUILDABLE = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")
 
 

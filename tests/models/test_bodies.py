@@ -86,7 +86,7 @@ ERRORS = [
     (skip_with_a_wrong_shape, ShapeError, r"model\.layers\.3\.output is .*\[2, 3\] was written"),
     (cache_on_a_device_that_is_none, InterventionError, "nowhere"),
     (cache_as_a_dtype_that_is_none, InterventionError, "dtype|to\\(\\)"),
-    (an_error_without_words, InterventionError, "Mute: .its message cannot be had: TypeError"),
+    (an_error_without_words, InterventionError, "Mute: .its message cannot be read: TypeError"),
     (stop_iteration, InterventionError, "StopIteration"),
     (system_exit, InterventionError, "SystemExit: 3"),
 ]

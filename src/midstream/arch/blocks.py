@@ -30,10 +30,6 @@ class Layout:
     leaving: Ref
     leaving_second: Ref | None
 
-    @property
-    def dual(self) -> bool:
-        return self.leaving_second is not None
-
 
 def stream_leaves(found: list[Leaf], like: Leaf) -> list[Leaf]:
     """The leaves with the stream's width and number of tokens, those named as hidden states first."""
@@ -117,7 +113,8 @@ def _alone(probe: Probe, block: Call) -> Layout:
     leaving = [leaf for leaf in block.outputs if leaf.floating and leaf.shape == like.shape]
     entering = stream_leaves(block.inputs, like)
     second = _residual_argument(block)
-    fused = any(_takes_two(call, like) for call in probe.within(block, direct=True))
+    taken = [stream_leaves(call.inputs, like) for call in probe.within(block, direct=True)]
+    fused = any(len(found) > 1 and not found[0].same(found[1]) for found in taken)
     if len(leaving) == 2 and second is not None and fused:
         first = next(leaf for leaf in entering if leaf.ref != second)
         return Layout(first.ref, second, leaving[0].ref, leaving[1].ref)
@@ -134,11 +131,6 @@ def _residual_argument(block: Call) -> Ref | None:
     return None
 
 
-def _takes_two(call: Call, like: Leaf) -> bool:
-    wide = stream_leaves(call.inputs, like)
-    return len(wide) > 1 and not wide[0].same(wide[1])
-
-
 def bind_streams(block: Call, index: int, layout: Layout) -> dict[tuple[str, int | None], Binding]:
     """`resid_pre` and `resid_post` of one block. Raises ArchitectureError if its call does not fit the layout."""
     like = stream_of(block)
@@ -146,7 +138,8 @@ def bind_streams(block: Call, index: int, layout: Layout) -> dict[tuple[str, int
     if first is None or first.shape != like.shape:
         raise ArchitectureError(
             f"{block.path} was called with {describe(block.inputs)}; expected hidden states of shape "
-            f"{list(like.shape)} at {spell(layout.entering)}, as in the other layers"
+            f"{list(like.shape)} at {'' if layout.entering[0] == 1 else 'positional '}argument {layout.entering[1]!r}, as in the other "
+            "layers"
         )
     leaving = {leaf.ref: leaf for leaf in block.outputs if leaf.floating}
     for ref in filter(lambda ref: ref is not None, (layout.leaving, layout.leaving_second)):
@@ -175,11 +168,6 @@ def _present(block: Call, ref: Ref | None) -> bool:
 
 def entering_leaf(block: Call, layout: Layout) -> Leaf:
     return next(leaf for leaf in block.inputs if leaf.ref == layout.entering)
-
-
-def spell(ref: Ref) -> str:
-    """An input leaf in words."""
-    return f"argument {ref[1]!r}" if ref[0] == 1 else f"positional argument {ref[1]}"
 
 
 def describe(found: list[Leaf]) -> str:
@@ -218,17 +206,13 @@ def _scale(probe: Probe, first: Call, embed: Call, out: Leaf, entering: Leaf) ->
         return 1.0
     between = [call for call in probe.calls if embed.ended < call.started and call.ended < first.started]
     for call in between:
-        if _takes(call, out) and not any(leaf.same(out) for leaf in call.returned):
+        if any(leaf.same(out) for leaf in call.inputs) and not any(leaf.same(out) for leaf in call.returned):
             return 1.0
     arrived = entering.snapshot.view(entering.tensor.dtype).view(-1, entering.shape[-1])
     factors = arrived / planted_embedding(arrived)
     factor = float(factors[0, 0])
     uniform = bool((factors == factor).all())
     return factor if uniform and factor not in (0.0, float("inf")) else 1.0
-
-
-def _takes(call: Call, leaf: Leaf) -> bool:
-    return any(taken.same(leaf) for taken in call.inputs)
 
 
 def bind_final_norm(probe: Probe, last: Call, layout: Layout, names: Names) -> Binding | None:
@@ -255,15 +239,6 @@ class Part:
     last: Call
     projection: Call | None  # of the output projection
     source: Leaf  # its input
-    raw: Leaf  # its output
-
-    @property
-    def started(self) -> int:
-        return self.first.started
-
-    @property
-    def ended(self) -> int:
-        return self.last.ended
 
 
 class Block:
@@ -299,16 +274,15 @@ class Block:
         source, raw = stream_leaves(call.inputs, self.like), stream_leaves(call.returned, self.like)
         if not source or not raw:
             return None
-        return Part(call, call, self._projection(call, raw[0], projection_role), source[0], raw[0])
+        return Part(call, call, self._projection(call, raw[0], projection_role), source[0])
 
     def _bare_mlp(self) -> Part | None:
         byname = {child.path.rpartition(".")[2]: child for child in self.children}
         for up, down in BARE_MLP:
             if up in byname and down in byname:
                 source = stream_leaves(byname[up].inputs, self.like)
-                raw = stream_leaves(byname[down].returned, self.like)
-                if source and raw:
-                    return Part(byname[up], byname[down], byname[down], source[0], raw[0])
+                if source and stream_leaves(byname[down].returned, self.like):
+                    return Part(byname[up], byname[down], byname[down], source[0])
         return None
 
     def _projection(self, call: Call, raw: Leaf, role: str) -> Call | None:
@@ -329,7 +303,7 @@ class Block:
             out = stream_leaves(part.projection.returned, self.like)[0]
             return Binding(part.projection.path, "output", out.ref)
         out = stream_leaves(part.last.outputs, self.like)[0]
-        norm = self._norm_of(out, after=part.ended)
+        norm = self._norm_of(out, after=part.last.ended)
         if norm is not None:
             return Binding(norm.path, "output", stream_leaves(norm.outputs, self.like)[0].ref)
         width = self.like.shape[-1]
@@ -359,7 +333,7 @@ class Block:
         norm = self._producer(mlp)
         if norm is not None:
             reader, taken = norm, stream_leaves(norm.inputs, self.like)
-        if not taken or reader.started < attn.ended:
+        if not taken or reader.started < attn.last.ended:
             return None
         if len(taken) > 1 and not taken[0].same(taken[1]):
             return Binding(reader.path, "input", taken[0].ref, taken[1].ref)
@@ -372,7 +346,7 @@ class Block:
 
     def _producer(self, mlp: Part) -> Call | None:
         """The norm whose output the MLP reads. Modules in between that return their input, such as dropout, are skipped."""
-        before = [child for child in self.children if child.ended < mlp.started]
+        before = [child for child in self.children if child.ended < mlp.first.started]
         for child in reversed(before):
             given = any(leaf.same(mlp.source) for leaf in child.returned)
             unchanged = any(leaf.same(mlp.source) for leaf in child.inputs)

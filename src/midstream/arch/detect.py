@@ -253,41 +253,28 @@ def _probed(
 ) -> Probe:
     """Record the forward. If it fails because two streams have different shapes, raise ArchitectureError about these."""
     modules, probe = dict(root.named_modules()), Probe()
-    watch = _watched(containers, modules) | shards.watch(modules)
-    plant = shards.plants(modules) | _plants(containers, modules, names)
+    blocks = [block for found in containers.values() for block in found.values()]
+    children = {f"{block}.{name}" for block in blocks for name, _ in modules[block].named_children()}
+    watch = {*blocks, *children, *shards.watch(modules)}
+    # Zeros of an attention that a dummy run leaves out could not be told from those of a used one.
+    plant = shards.plants(modules)
+    plant |= {
+        path: planted_embedding
+        for path, module in modules.items()
+        if names.rank(path, "embed") is not None and getattr(getattr(module, "weight", None), "ndim", 0) == 2
+    }
+    plant |= {attn: torch.ones_like for block in blocks if (attn := names.child(modules[block], block, "attn"))}
     try:
         return record(root, run, watch=watch, plant=plant, probe=probe)
     except Exception as error:
-        for blocks in containers.values():
-            begun = [call for path in blocks.values() if (call := probe.first(path)) is not None]
+        for layers in containers.values():
+            begun = [call for path in layers.values() if (call := probe.first(path)) is not None]
             for block, following in pairwise(begun):
                 try:
                     check_shapes(block, following)
                 except ArchitectureError as reason:
                     raise reason from error
         raise
-
-
-def _watched(containers: Mapping[str, dict[int, str]], modules: Mapping[str, nn.Module]) -> set[str]:
-    blocks = {block for blocks in containers.values() for block in blocks.values()}
-    children = {f"{block}.{name}" for block in blocks for name, _ in modules[block].named_children()}
-    return blocks | children
-
-
-def _plants(
-    containers: Mapping[str, dict[int, str]], modules: Mapping[str, nn.Module], names: Names
-) -> dict[str, Plant]:
-    """Give attention and embedding recognisable outputs: zeros of an unused attention could not be told from those of a used one."""
-    plants: dict[str, Plant] = {
-        path: planted_embedding
-        for path, module in modules.items()
-        if names.rank(path, "embed") is not None and getattr(getattr(module, "weight", None), "ndim", 0) == 2
-    }
-    for blocks in containers.values():
-        for block in blocks.values():
-            if attn := names.child(modules[block], block, "attn"):
-                plants[attn] = torch.ones_like
-    return plants
 
 
 def _the_container(
@@ -299,8 +286,11 @@ def _the_container(
     called = [path for path in called if path not in inner]
     if own := [path for path in called if (names.rank(path, "layers") or 0) < len(names.own("layers"))]:
         called = own
-    with_parts = [path for path in called if _has_parts(containers[path].values(), modules, names)]
-    called = with_parts or called
+
+    def has_parts(block: str) -> bool:
+        return any(names.child(modules[block], block, role) for role in ("attn", "mlp"))
+
+    called = [path for path in called if any(map(has_parts, containers[path].values()))] or called
     if len(called) == 1:
         return called[0]
     if called:
@@ -321,10 +311,6 @@ def _the_container(
     )
 
 
-def _has_parts(blocks: Any, modules: Mapping[str, nn.Module], names: Names) -> bool:
-    return any(names.child(modules[b], b, "attn") or names.child(modules[b], b, "mlp") for b in blocks)
-
-
 def show_tree(modules: Mapping[str, Any], shapes: Mapping[str, str], sites: Iterable[str]) -> str:
     """Indented lines `name: Class -> shape`, with equal neighbouring layers on one line.
 
@@ -332,42 +318,25 @@ def show_tree(modules: Mapping[str, Any], shapes: Mapping[str, str], sites: Iter
         modules: path -> module, or the name of its class.
         shapes: path -> shape of what it returned (`shapes_of`).
     """
+    classes = {path: each if isinstance(each, str) else type(each).__name__ for path, each in modules.items()}
     children: dict[str, list[str]] = {}
-    for path in modules:
-        if path:
-            children.setdefault(path.rpartition(".")[0], []).append(path)
-    lines = [_class_name(modules.get("", "model"))]
-    _show("", 1, modules, shapes, children, lines)
-    return "\n".join([*lines, f"sites: {', '.join(sites)}, logits, samples"])
+    for path in filter(None, modules):
+        children.setdefault(path.rpartition(".")[0], []).append(path)
 
+    def lines_below(parent: str, indent: str) -> list[str]:
+        lines: list[str] = []
+        folded: list[str] = []  # the layer before, whose first line is lines[at]
+        at = 0
+        for path in children.get(parent, ()):
+            name, below = path.rpartition(".")[2], lines_below(path, f"{indent}  ")
+            head = f"{classes[path]}{f' -> {shapes[path]}' if path in shapes else ''}"
+            if name.isdigit() and [head, *below] == folded:
+                first = lines[at].strip().partition(":")[0].partition("-")[0]
+                lines[at] = f"{indent}{first}-{name}: {head}"
+            else:
+                folded, at = [head, *below], len(lines)
+                lines += [f"{indent}{name}: {head}", *below]
+        return lines
 
-def _class_name(module: Any) -> str:
-    return module if isinstance(module, str) else type(module).__name__
-
-
-def _show(
-    parent: str,
-    depth: int,
-    modules: Mapping[str, Any],
-    shapes: Mapping[str, str],
-    children: Mapping[str, list[str]],
-    lines: list[str],
-) -> None:
-    folded: tuple[str, ...] = ()
-    first = 0
-    for path in children.get(parent, ()):
-        name = path.rpartition(".")[2]
-        own: list[str] = []
-        _show(path, depth + 1, modules, shapes, children, own)
-        head = f"{_class_name(modules[path])}{f' -> {shapes[path]}' if path in shapes else ''}"
-        look = (head, *own)
-        if name.isdigit() and look == folded:
-            lines[first] = f"{'  ' * depth}{_range(lines[first], name)}: {head}"
-            continue
-        folded, first = look, len(lines)
-        lines += [f"{'  ' * depth}{name}: {head}", *own]
-
-
-def _range(line: str, last: str) -> str:
-    start = line.strip().partition(":")[0].partition("-")[0]
-    return f"{start}-{last}"
+    last = f"sites: {', '.join(sites)}, logits, samples"
+    return "\n".join([classes.get("", "model"), *lines_below("", "  "), last])

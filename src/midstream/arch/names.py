@@ -26,9 +26,6 @@ STANDARD: dict[str, tuple[str, ...]] = {
 }
 ROLES = tuple(STANDARD)
 
-# Classes that stand for a layer of another pipeline stage.
-PLACEHOLDERS = ("PPMissingLayer",)
-
 # Blocks that have the two linear layers of the MLP as direct children, with no MLP module around them (OPT, XGLM).
 BARE_MLP = (("fc1", "fc2"), ("fc_in", "fc_out"), ("linear1", "linear2"))
 
@@ -66,7 +63,7 @@ class Names:
 
 def is_placeholder(module: nn.Module) -> bool:
     """Whether this stands for a module of another pipeline stage. Transformers models in vLLM have a plain Identity there."""
-    return is_a(module, *PLACEHOLDERS) or type(module) is nn.Identity
+    return is_a(module, "PPMissingLayer") or type(module) is nn.Identity
 
 
 def is_a(module: nn.Module, *names: str) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,56 +100,39 @@ def record(
         watch: paths of the modules whose tensors get snapshots.
         plant: path -> a function that makes the replacement of the module's first floating output with a token axis.
     """
-    recorder = _Recorder(probe, watch, plant)
+    active: list[Call] = []
+
+    def begin(path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        inputs = leaves((args, kwargs), snapshot=path in watch)
+        call = Call(path, module, (args, kwargs), probe.tick(path, "input"), inputs)
+        probe.calls.append(call)
+        active.append(call)
+
+    def end(path: str, output: Any) -> Any:
+        call = active.pop()
+        while call.path != path:  # that call raised, and its caller went on
+            call = active.pop()
+        call.returned = call.outputs = leaves(output, snapshot=path in watch)
+        target = next((leaf for leaf in call.returned if leaf.floating and len(leaf.shape) > 1), None)
+        if path in plant and target is not None:
+            output = replaced(output, target.ref, plant[path](target.tensor))
+            call.outputs = leaves(output, snapshot=path in watch)
+        call.result = output
+        call.ended = probe.tick(path, "output")
+        return output
+
     with ExitStack() as stack:
         for path, module in root.named_modules():
-            recorder.attach(path, module, stack)
+            see_input, see_output = partial(begin, path, module), partial(end, path)
+            if hooks.skips_hooks(module):
+                stack.callback(hooks.around(module, see_input, see_output).remove)
+            else:
+                stack.callback(hooks.before(module, see_input).remove)
+                stack.callback(hooks.after(module, see_output).remove)
         with torch.no_grad():
             run()
     probe.calls = [call for call in probe.calls if call.ended >= 0]
     return probe
-
-
-class _Recorder:
-    def __init__(self, probe: Probe, watch: set[str], plant: Mapping[str, Plant]) -> None:
-        self.probe, self.watch, self.plant = probe, watch, plant
-        self.active: list[Call] = []
-
-    def attach(self, path: str, module: nn.Module, stack: ExitStack) -> None:
-        """Record the calls of `module` until `stack` is closed."""
-
-        def begin(args: Any, kwargs: Any) -> None:
-            self.begin(path, module, args, kwargs)
-
-        def end(output: Any) -> Any:
-            return self.end(path, output)
-
-        if hooks.skips_hooks(module):
-            stack.callback(hooks.around(module, begin, end).remove)
-        else:
-            stack.callback(hooks.before(module, begin).remove)
-            stack.callback(hooks.after(module, end).remove)
-
-    def begin(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs = leaves((args, kwargs), snapshot=path in self.watch)
-        call = Call(path, module, (args, kwargs), self.probe.tick(path, "input"), inputs)
-        self.probe.calls.append(call)
-        self.active.append(call)
-
-    def end(self, path: str, output: Any) -> Any:
-        call = self.active.pop()
-        while call.path != path:  # that call raised, and its caller went on
-            call = self.active.pop()
-        watched = call.path in self.watch
-        call.returned = call.outputs = leaves(output, snapshot=watched)
-        plant = self.plant.get(call.path)
-        target = next((leaf for leaf in call.returned if leaf.floating and len(leaf.shape) > 1), None)
-        if plant is not None and target is not None:
-            output = replaced(output, target.ref, plant(target.tensor))
-            call.outputs = leaves(output, snapshot=watched)
-        call.result = output
-        call.ended = self.probe.tick(call.path, "output")
-        return output
 
 
 def leaves(tree: Any, ref: Ref = (), *, snapshot: bool = False) -> list[Leaf]:

@@ -123,7 +123,7 @@ class VLLM(TraceModel):
         self._is_async = mode == "async"
         self.progress = progress
         self.sinks = Sinks()
-        started: Any = (launch.start_async_llm if self._is_async else launch.start_llm)(arguments)
+        started: Any = launch.start(arguments, is_async=self._is_async)
         self._connection = EngineConnection(started, self.sinks, self._is_async)
         self.config = self._connection.config
         self.vectors, self.runs = self._connection.vectors, self._connection.runs

@@ -257,8 +257,6 @@ def run_requests(
         prompts, params = [request.prompt for request in requests], [request.params for request in requests]
         try:
             outputs = launch.generate(engine, prompts, params, progress and len(requests) > 1, ended)
-            if launch.is_in_process(engine) and any(request.trace or request.plan for request in requests):
-                connection.ask("midstream_finish")
             for output in outputs:
                 ended(output)
             if thread is not None:

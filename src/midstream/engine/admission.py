@@ -19,6 +19,8 @@ from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
+from msgspec.structs import replace
+
 from midstream.errors import PlanError
 from midstream.plan import fields
 from midstream.plan.checks import ModelFacts, check, check_strangers
@@ -39,11 +41,8 @@ def parsing_on_a_thread(original: Callable[..., Any]) -> Callable[..., Any]:
     async def add_request(self: Any, request_id: Any, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         extra = getattr(params, "extra_args", None)
         given = (extra or {}).get(NAME)
-        if (
-            isinstance(given, (str, Mapping))
-            and not isinstance(given, Envelope)
-            and not isinstance(prompt, EngineCoreRequest)
-        ):
+        is_strangers = isinstance(given, (str, Mapping)) and not isinstance(given, Envelope)
+        if is_strangers and not isinstance(prompt, EngineCoreRequest):
             try:
                 own = await asyncio.get_running_loop().run_in_executor(_reader, _enveloped, self.vllm_config, given)
             except PlanError as error:
@@ -116,12 +115,14 @@ def admitted(config: Any, settings: Settings, request: Any) -> dict[str, Any] | 
     _check_engine(config)
     envelope = given if type(given) is Envelope else _enveloped(config, given) if given is not None else Envelope()
     payload = PlanRequest.of(SimpleNamespace(extra_args={NAME: envelope or None}))
-    if payload is None and everyone is None:
+    if payload is None:
+        if everyone is None:
+            return dict(envelope)
+        payload = PlanRequest(packed(Plan.of(None)))
+    vouched = payload.checked and everyone is None and settings.allow_traces
+    if vouched and payload.num_layers:  # from midstream.VLLM, which has done everything below
         return dict(envelope)
-    vouched = payload is not None and payload.checked and everyone is None and settings.allow_traces
-    if vouched and payload is not None and payload.num_layers:  # from midstream.VLLM, which has done everything below
-        return dict(envelope)
-    own = payload.plan if payload is not None else Plan.of(None)
+    own = payload.plan
     plan = _with_paths(_everyone(everyone) + own if everyone is not None else own)
     if getattr(request, "prompt_embeds", None) is not None:
         raise PlanError(
@@ -129,13 +130,11 @@ def admitted(config: Any, settings: Settings, request: Any) -> dict[str, Any] | 
             "embeddings as patches of resid_pre at layer 0."
         )
     layers = config.model_config.hf_text_config.num_hidden_layers
-    wire = payload.wire if payload is not None and plan is own else packed(plan)
+    wire = payload.wire if plan is own else packed(plan)
     model = (layers, config.model_config.get_hidden_size(), str(config.model_config.dtype).removeprefix("torch."))
     case = (wire, model, len(request.prompt_token_ids or ()), params.max_tokens, bool(request.mm_features))
     _admitted.get(case, lambda: _check(*case), lambda _: len(wire))
-    payload = PlanRequest(
-        wire, layers, payload.capture if payload else None, payload.record if payload else None, checked=vouched
-    )
+    payload = replace(payload, wire=wire, num_layers=layers, checked=vouched)
     if payload.capture is None and payload.record is None and any(None in capture.sinks for capture in plan.captures):
         raise PlanError(
             "Capture.to is None, and only midstream.VLLM receives captured rows. Python in the engine's front end may name a directory "

@@ -114,31 +114,26 @@ def _differences(name: str, expected: str, found: object, does: Does) -> list[st
         return [f"{name} is no function any more."]
     want = ast.parse(f"def f{expected}: ...").body[0]
     assert isinstance(want, Function)
+    args = found.args
+    positional, keywords = [arg.arg for arg in (*args.posonlyargs, *args.args)], [arg.arg for arg in args.kwonlyargs]
+    required = positional[: len(positional) - len(args.defaults)]
+    required += [name for name, default in zip(keywords, args.kw_defaults, strict=True) if default is None]
     is_static = any(ast.unparse(decorator) == "staticmethod" for decorator in found.decorator_list)
-    positional = [arg.arg for arg in (*found.args.posonlyargs, *found.args.args)]
     if positional[:1] in (["self"], ["cls"]) and not is_static:
-        del positional[0]
-    keywords = [*positional, *(arg.arg for arg in found.args.kwonlyargs)]
+        required.remove(positional.pop(0))
+    keywords = [*positional, *keywords]
     first, named = [arg.arg for arg in want.args.args], [arg.arg for arg in want.args.kwonlyargs]
     problems = []
     if positional[: len(first)] != first:
         problems.append(f"{name} begins with the parameters {_listed(first)}; here it has {_listed(positional)}.")
     problems += [f"{name} has no parameter {parameter} any more." for parameter in named if parameter not in keywords]
     if want.args.kwarg is None:
-        needed = keywords if does in (Does.REPLACES, Does.SUBCLASSES) else _without_default(found)
+        needed = keywords if does in (Does.REPLACES, Does.SUBCLASSES) else required
         if more := [parameter for parameter in needed if parameter not in first + named]:
             problems.append(f"{name} has the new parameter {_listed(more)}.")
     if want.returns is not None and found.returns is not None and not _returns(want.returns, found.returns):
         problems.append(f"{name} returns {ast.unparse(found.returns)}, not {ast.unparse(want.returns)}.")
     return problems
-
-
-def _without_default(function: Function) -> list[str]:
-    args = function.args
-    positional = [arg.arg for arg in (*args.posonlyargs, *args.args)]
-    required = positional[: len(positional) - len(args.defaults)]
-    required += [arg.arg for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True) if default is None]
-    return [name for name in required if name not in ("self", "cls")]
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -178,8 +173,6 @@ def report(findings: Sequence[Finding], sources: Sources) -> Iterator[str]:
 
 
 class _Module(NamedTuple):
-    name: str
-    is_package: bool
     names: dict[str, ast.stmt | str]  # a statement that defines the name, or the dotted path that it is imported from
     stars: list[str]  # modules from which all names are imported
 
@@ -261,10 +254,10 @@ class Sources:
         file = next((file for file in files if file.is_file()), None)
         if file is None or name.partition(".")[0] != self._name:
             return None
-        module = _Module(name, file.name == "__init__.py", {}, [])
+        module, package = _Module({}, []), name if file.name == "__init__.py" else name.rpartition(".")[0]
         for statement in _statements(ast.parse(file.read_text()).body):
             if isinstance(statement, ast.ImportFrom):
-                source = _source(statement, module)
+                source = importlib.util.resolve_name("." * statement.level + (statement.module or ""), package)
                 for alias in statement.names:
                     if alias.name == "*":
                         module.stars.append(source)
@@ -281,16 +274,6 @@ class Sources:
 class _Class(NamedTuple):
     definition: ast.ClassDef
     module: _Module
-
-
-def _source(statement: ast.ImportFrom, module: _Module) -> str:
-    """The module that a statement imports from."""
-    if not statement.level:
-        return statement.module or ""
-    parents = module.name.split(".")[: 1 - statement.level if module.is_package else -statement.level] or [module.name]
-    if module.is_package and statement.level == 1:
-        parents = module.name.split(".")
-    return ".".join([*parents, *([statement.module] if statement.module else [])])
 
 
 def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:

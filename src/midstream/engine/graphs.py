@@ -118,16 +118,6 @@ class SiteOp:
     edit: Fire | None = None
     fire: Fire | None = None
 
-    @classmethod
-    @contextlib.contextmanager
-    def editing(cls, edit: Fire) -> Iterator[None]:
-        """Call `edit` in the block."""
-        cls.edit = edit
-        try:
-            yield
-        finally:
-            cls.edit = None
-
 
 def _site(hidden: torch.Tensor, residual: torch.Tensor | None, point: LayerName) -> None:
     if is_in_body():  # a trace's code calls a layer on a value of its own
@@ -156,18 +146,14 @@ def _register() -> None:
 
 def buildable_points(arch: Architecture, sites: Sequence[str]) -> list[Point]:
     """The (site, layer) of `sites` that can be built in."""
-    found = [(site, layer) for site in sites for layer in arch.layers if (site, layer) in arch.bindings]
-    return [
-        (site, layer)
-        for site, layer in found
-        if arch.shard_of(arch.bindings[site, layer]) is None and _is_plain(arch.bindings[site, layer], site)
-    ]
 
+    def is_buildable(binding: Binding, site: str) -> bool:
+        """Whether the value is a full tensor of the forward, or the sum of two streams."""
+        beside_a_bias = site in ("attn_out", "mlp_out") and binding.residual is not None
+        return arch.shard_of(binding) is None and binding.scale == 1.0 and not beside_a_bias
 
-def _is_plain(binding: Binding, site: str) -> bool:
-    """Whether the value is a tensor of the forward, or the sum of two streams."""
-    beside_a_bias = site in ("attn_out", "mlp_out") and binding.residual is not None
-    return binding.scale == 1.0 and not beside_a_bias
+    points = [(site, layer) for site in sites for layer in arch.layers if (site, layer) in arch.bindings]
+    return [(site, layer) for site, layer in points if is_buildable(arch.bindings[site, layer], site)]
 
 
 def build_in(model: nn.Module, arch: Architecture, points: Sequence[Point], index: Callable[[Point], int]) -> None:
@@ -175,25 +161,19 @@ def build_in(model: nn.Module, arch: Architecture, points: Sequence[Point], inde
     _register()
     for point in points:
         binding = arch.bindings[point]
-        module = model.get_submodule(binding.path)
-        if binding.kind == "input":
-            hooks.before(module, _on_input(point, arch, index(point)))
-        else:
-            hooks.after(module, _on_output(point, arch, index(point)))
+        install: Any = hooks.before if binding.kind == "input" else hooks.after
+        install(model.get_submodule(binding.path), _site_hook(binding, index(point)))
 
 
-def _call(tree: Any, point: Point, arch: Architecture, index: int) -> None:
-    binding = arch.bindings[point]
-    second = follow(tree, binding.residual) if binding.residual is not None else None
-    torch.ops.midstream.site(follow(tree, binding.hidden), second, LayerName(str(index)))
+def _site_hook(binding: Binding, index: int) -> Callable[..., None]:
+    def on_output(tree: Any) -> None:
+        second = follow(tree, binding.residual) if binding.residual is not None else None
+        torch.ops.midstream.site(follow(tree, binding.hidden), second, LayerName(str(index)))
 
+    def on_input(args: Any, kwargs: Any) -> None:
+        on_output((args, kwargs))
 
-def _on_output(point: Point, arch: Architecture, index: int) -> Callable[[Any], None]:
-    return lambda output: _call(output, point, arch, index)
-
-
-def _on_input(point: Point, arch: Architecture, index: int) -> Callable[[Any, Any], None]:
-    return lambda args, kwargs: _call((args, kwargs), point, arch, index)
+    return on_input if binding.kind == "input" else on_output
 
 
 class Pieces:
@@ -213,8 +193,12 @@ class Pieces:
                 self._points[self._running].add(point)
             edit(point, hidden, residual)
 
-        with _calling_pieces_by(self._record), SiteOp.editing(note_and_edit):
-            yield
+        with _calling_pieces_by(self._record):
+            SiteOp.edit = note_and_edit
+            try:
+                yield
+            finally:
+                SiteOp.edit = None
 
     def _record(self, vllms: Call, piece: CUDAGraphWrapper, *args: Any, **kwargs: Any) -> Any:
         if piece not in self._second_graphs:

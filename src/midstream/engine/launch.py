@@ -82,52 +82,32 @@ def llm_arguments(model: str, settings: Settings, given: Mapping[str, Any]) -> d
     }
 
 
-def start_llm(arguments: dict[str, Any]) -> Any:
-    """A `vllm.LLM`."""
+def start(arguments: dict[str, Any], *, is_async: bool) -> Any:
+    """A `vllm.LLM` or a `vllm.v1.engine.async_llm.AsyncLLM`.
 
-    def load() -> Any:
+    It has its own directory for sockets, since vLLM leaves their files behind. The engine's processes remove the directory if the client
+    dies.
+    """
+
+    def load() -> Callable[[], Any]:
         register()
+        if is_async:
+            from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.v1.engine.async_llm import AsyncLLM
+
+            return lambda: AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         from vllm import LLM
 
-        return LLM
+        return lambda: LLM(**arguments)
 
     make = _loaded(load)
-    return _start(lambda: make(**arguments))
-
-
-def start_async_llm(arguments: dict[str, Any]) -> Any:
-    """A `vllm.v1.engine.async_llm.AsyncLLM`."""
-
-    def load() -> Any:
-        register()
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        return lambda: AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
-
-    return _start(_loaded(load))
-
-
-def _loaded(load: Callable[[], Any]) -> Any:
-    """Call `load`, which imports vLLM, on a separate thread.
-
-    vLLM keeps errors of failed imports, and so all frames of the thread: those of the caller would keep its engine alive. Seen on 0.32
-    without torchcodec.
-    """
-    with ThreadPoolExecutor(1, "midstream-import") as pool:
-        return pool.submit(load).result()
-
-
-def _start(start: Callable[[], Any]) -> Any:
-    """Start an engine with its own directory for sockets, since vLLM leaves their files behind. The engine's processes remove the directory
-    if the client dies."""
     before = {name: os.environ.get(name) for name in (_BASE, SOCKETS)}
     directory = tempfile.mkdtemp(prefix=PREFIX, dir=before[_BASE])
     os.environ[SOCKETS] = os.path.abspath(directory)
     if len(directory) <= _LONGEST_DIRECTORY:
         os.environ[_BASE] = directory
     try:
-        engine = start()
+        engine = make()
     except BaseException:
         shutil.rmtree(directory, ignore_errors=True)
         raise
@@ -140,6 +120,16 @@ def _start(start: Callable[[], Any]) -> Any:
             os.rmdir(directory)
     engine.midstream_sockets = directory
     return engine
+
+
+def _loaded(load: Callable[[], Any]) -> Any:
+    """Call `load`, which imports vLLM, on a separate thread.
+
+    vLLM keeps errors of failed imports, and so all frames of the thread: those of the caller would keep its engine alive. Seen on 0.32
+    without torchcodec.
+    """
+    with ThreadPoolExecutor(1, "midstream-import") as pool:
+        return pool.submit(load).result()
 
 
 def config_of(engine: Any) -> Any:
@@ -168,9 +158,7 @@ def shut_down(engine: Any) -> None:
 
 def is_in_process(engine: Any) -> bool:
     """Whether the engine runs in this process, and so makes no steps between calls."""
-    return hasattr(engine, "llm_engine") and not engine.llm_engine.engine_core.__class__.__name__.startswith(
-        ("Sync", "Async", "DP")
-    )
+    return hasattr(engine, "llm_engine") and type(engine.llm_engine.engine_core).__name__ == "InprocClient"
 
 
 def sampling_params(params: Mapping[str, Any], request: TraceRequest | None) -> Any:
@@ -193,8 +181,7 @@ def sampling_params(params: Mapping[str, Any], request: TraceRequest | None) -> 
 
 def engine_prompt(token_ids: Sequence[int], salt: str | None) -> dict[str, Any]:
     """A prompt for vLLM. The KV of a prompt with a salt is shared only with prompts that have the same salt."""
-    prompt: dict[str, Any] = {"prompt_token_ids": list(token_ids)}
-    return {**prompt, "cache_salt": salt} if salt is not None else prompt
+    return {"prompt_token_ids": list(token_ids), **({"cache_salt": salt} if salt is not None else {})}
 
 
 def check_prompts(config: Any, prompts: Sequence[Sequence[int]], together: bool) -> None:
@@ -225,14 +212,14 @@ def ask(engine: Any, method: str, *args: Any) -> Any:
     Raises:
         EngineClosedError: the engine is dead.
     """
+
+    async def awaited(answers: Awaitable[Any]) -> Any:
+        with _own_errors():
+            return await answers
+
     with _own_errors():
         answers = engine.collective_rpc(method, args=args)
-    return _awaited(answers) if inspect.isawaitable(answers) else answers
-
-
-async def _awaited(answers: Awaitable[Any]) -> Any:
-    with _own_errors():
-        return await answers
+    return awaited(answers) if inspect.isawaitable(answers) else answers
 
 
 def wake_waiting_callers(llm: Any) -> None:
@@ -268,7 +255,8 @@ def generate(
         except BaseException:
             # The interruption matters more than an error here, and a dead engine has dropped the requests.
             with contextlib.suppress(Exception):
-                _abort_all(llm)
+                if pending := list(llm.llm_engine.output_processor.request_states):
+                    llm.llm_engine.abort_request(pending, internal=True)
             raise
 
 
@@ -288,13 +276,6 @@ def _reporting_finished(engine: Any, finished: Callable[[Any], None]) -> Iterato
         yield
 
 
-def _abort_all(llm: Any) -> None:
-    engine = llm.llm_engine
-    pending = list(engine.output_processor.request_states)
-    if pending:
-        engine.abort_request(pending, internal=True)
-
-
 async def stream(engine: Any, prompt: dict[str, Any], params: Any, request_id: str) -> AsyncGenerator[Any]:
     """The outputs of one request on an `AsyncLLM`. If cancelled or closed, it aborts the request."""
     with _own_errors():
@@ -309,23 +290,16 @@ def _own_errors() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if (own := _own_error(error)) is not None:
-            raise own from error
-        raise
-
-
-def _own_error(error: Exception) -> MidstreamError | None:
-    kinds = {each.__name__ for each in type(error).__mro__}
-    if "EngineDeadError" in kinds:
-        return EngineClosedError(DIED)
-    if not kinds & {"VLLMClientError", "VLLMValidationError"} and not (
-        "ValueError" in kinds and _is_about_input(error)
-    ):
-        return None
-    text = str(error)
-    if text.startswith("Token id") or "prompt (length" in text or "context length" in text:
-        return PromptError(f"vLLM does not take this prompt: {text}")
-    return ParameterError(f"vLLM does not take these sampling parameters: {text}")
+        kinds, text = {each.__name__ for each in type(error).__mro__}, str(error)
+        if "EngineDeadError" in kinds:
+            raise EngineClosedError(DIED) from error
+        if not (
+            kinds & {"VLLMClientError", "VLLMValidationError"} or ("ValueError" in kinds and _is_about_input(error))
+        ):
+            raise
+        if text.startswith("Token id") or "prompt (length" in text or "context length" in text:
+            raise PromptError(f"vLLM does not take this prompt: {text}") from error
+        raise ParameterError(f"vLLM does not take these sampling parameters: {text}") from error
 
 
 def _is_about_input(error: BaseException) -> bool:

@@ -103,7 +103,7 @@ class Replacement:
 
 
 class ProcessEnd:
-    """What this process knows of its own end.
+    """Flags of this process about its end.
 
     Attributes:
         follows_parent: `follow_parent` has run.
@@ -121,7 +121,13 @@ def follow_parent() -> None:
     ProcessEnd.follows_parent = True
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        _note_termination()
+        if callable(handler := signal.getsignal(signal.SIGTERM)):
+
+            def note(number: int, frame: FrameType | None) -> None:
+                ProcessEnd.requested = True
+                handler(number, frame)
+
+            signal.signal(signal.SIGTERM, note)
     threading.Thread(target=_watch, args=(os.getppid(),), name="midstream-parent", daemon=True).start()
 
 
@@ -131,29 +137,13 @@ def raise_if_ending() -> None:
         raise SystemExit
 
 
-def _note_termination() -> None:
-    handler = signal.getsignal(signal.SIGTERM)
-
-    def note(number: int, frame: FrameType | None) -> None:
-        ProcessEnd.requested = True
-        if callable(handler):
-            handler(number, frame)
-
-    if callable(handler):
-        signal.signal(signal.SIGTERM, note)
-
-
 def _watch(parent: int) -> None:
+    """Wait for the parent's end. Then remove the sockets, which the client would have removed, and end this process."""
     while os.getppid() == parent:
         time.sleep(_POLL_SECONDS)
-    _remove_sockets()
+    directory = Path(os.environ.get(SOCKETS, ""))
+    if directory.name.startswith(PREFIX) and directory.is_absolute():  # other processes may be removing it as well
+        shutil.rmtree(directory, ignore_errors=True)
     os.kill(os.getpid(), signal.SIGTERM)  # lets vLLM free its shared memory
     time.sleep(_GRACE_SECONDS)
     os._exit(1)
-
-
-def _remove_sockets() -> None:
-    """Remove the directory that the client would have removed. Several processes may do so at once; missing files are ignored."""
-    directory = Path(os.environ.get(SOCKETS, ""))
-    if directory.name.startswith(PREFIX) and directory.is_absolute():
-        shutil.rmtree(directory, ignore_errors=True)

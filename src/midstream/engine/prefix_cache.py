@@ -1,4 +1,4 @@
-"""Plans and vLLM's prefix cache, in the scheduler's process: which KV blocks a planned request may read, and who may read its own.
+"""Plans and vLLM's prefix cache, in the scheduler's process: which KV blocks a planned request may read, and who may read its blocks.
 
 A block's hash gets a key made of everything that the plan has changed before the block's end. Blocks before the first change get no key and
 are shared with all requests; blocks that differ in any edit are never shared. A request that captures part of its prompt takes cache hits
@@ -60,6 +60,8 @@ def _is_plain(request: Any) -> bool:
 class _UniqueKey:
     """A key that no other request has."""
 
+    size = 0
+
     def __init__(self) -> None:
         self._key = secrets.token_hex(16)
 
@@ -68,18 +70,27 @@ class _UniqueKey:
 
 
 class _Rules(NamedTuple):
-    """What a request's plan means for the cache, for a prompt of `length` tokens.
+    """What a plan means for the cache, for prompts of `length` tokens.
 
     Attributes:
-        keys: of its blocks; None if it shares all of them.
+        keys: of the request's blocks; None if it shares all of them.
         hit: see `longest_hit`.
         may_be_gone: whether the plan needs something that may be deleted before the request begins.
+        is_open: whether the plan names vectors that may be replaced by others later.
+        wire: the packed plan, one object for all requests that have it.
     """
 
     length: int
-    keys: PlanKeys | _UniqueKey | None
-    hit: int | None
+    keys: PlanKeys | _UniqueKey | None = None
+    hit: int | None = None
     may_be_gone: bool = False
+    is_open: bool = False
+    wire: bytes = b""
+
+    @property
+    def size(self) -> int:
+        """The bytes that remembering them takes. Those of an open plan are never remembered."""
+        return sys.maxsize if self.is_open else len(self.wire) + (self.keys.size if self.keys is not None else 0)
 
 
 def _rules_of(request: Any) -> _Rules:
@@ -98,48 +109,26 @@ def _make_rules(request: Any, length: int) -> _Rules:
     try:
         planned = PlanRequest.of(request.sampling_params)
         if planned is None:
-            return _Rules(length, None, None)
-        known = _known_keys.get(
-            (planned.wire, length, planned.num_layers),
-            lambda: _make_keys(planned, length),
-            lambda found: sys.maxsize if found.is_open else len(planned.wire) + (found.keys.size if found.keys else 0),
-        )
-        if not known.is_open:
-            share(request.sampling_params, known.wire)
-        if known.keys is None or known.keys.floor is None:
-            return _Rules(length, None, known.hit)
-        return _Rules(length, known.keys, known.hit, known.may_be_gone)
+            return _Rules(length)
+        case = (planned.wire, length, planned.num_layers)
+        rules = _known_rules.get(case, lambda: _planned_rules(planned, length), lambda rules: rules.size)
     except PlanError:  # the worker will refuse the plan
         return _Rules(length, _UniqueKey(), 0)
+    if not rules.is_open:
+        share(request.sampling_params, rules.wire)
+    return rules
 
 
-class _PlanKeys(NamedTuple):
-    """What a plan means for the cache, for prompts of one length.
-
-    Attributes:
-        keys: None if the plan is empty.
-        hit: see `longest_hit`.
-        wire: the packed plan, one object for all requests that have it.
-        is_open: whether it names vectors that may be replaced by others later.
-        may_be_gone: see `_Rules`.
-    """
-
-    keys: PlanKeys | None
-    hit: int | None
-    wire: bytes
-    is_open: bool
-    may_be_gone: bool
+_known_rules: Memory[_Rules] = Memory()
 
 
-_known_keys: Memory[_PlanKeys] = Memory()
-
-
-def _make_keys(planned: PlanRequest, length: int) -> _PlanKeys:
+def _planned_rules(planned: PlanRequest, length: int) -> _Rules:
     plan = planned.plan
     if not plan:
-        return _PlanKeys(None, None, planned.wire, False, False)
-    keys = PlanKeys(plan, length, planned.num_layers)
-    return _PlanKeys(keys, lowest_captured(plan, length), planned.wire, has_open_names(plan), may_be_gone(plan))
+        return _Rules(length, wire=planned.wire)
+    keys, hit = PlanKeys(plan, length, planned.num_layers), lowest_captured(plan, length)
+    changes_any = keys.floor is not None
+    return _Rules(length, keys if changes_any else None, hit, may_be_gone(plan), has_open_names(plan), planned.wire)
 
 
 class Taken:
@@ -203,11 +192,16 @@ class EditedBlocks:
         return blocks
 
 
-class _LimitedCoordinator:
-    """vLLM's KVCacheCoordinator, with cache hits of at most `longest` tokens."""
+class _Coordinator:
+    """vLLM's KVCacheCoordinator with limits.
 
-    def __init__(self, coordinator: Any, longest: int) -> None:
-        self._coordinator, self._longest = coordinator, longest
+    Args:
+        longest: how many tokens a cache hit may have.
+        held: request id -> the position up to which its blocks are cached.
+    """
+
+    def __init__(self, coordinator: Any, longest: int, held: Mapping[str, int]) -> None:
+        self._coordinator, self._longest, self._held = coordinator, longest, held
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._coordinator, name)
@@ -216,16 +210,6 @@ class _LimitedCoordinator:
         longest = min(max_cache_hit_length, self._longest)
         return self._coordinator.find_longest_cache_hit(block_hashes, longest, *args, **kwargs)
 
-
-class _HoldingCoordinator:
-    """vLLM's KVCacheCoordinator, which caches the blocks of the requests in `held` only up to the position given there."""
-
-    def __init__(self, coordinator: Any, held: Mapping[str, int]) -> None:
-        self._coordinator, self._held = coordinator, held
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._coordinator, name)
-
     def cache_blocks(self, request: Any, num_computed_tokens: int, *args: Any, **kwargs: Any) -> None:
         tokens = min(num_computed_tokens, self._held.get(request.request_id, num_computed_tokens))
         self._coordinator.cache_blocks(request, tokens, *args, **kwargs)
@@ -233,7 +217,7 @@ class _HoldingCoordinator:
 
 def holding_back(manager: Any, held: Mapping[str, int]) -> Replacement:
     """Hold blocks of vLLM's KVCacheManager back in a with-block: `held` is request id -> `Taken.held_from`."""
-    return Replacement(_COORDINATOR, manager, _HoldingCoordinator(manager.coordinator, held))
+    return Replacement(_COORDINATOR, manager, _Coordinator(manager.coordinator, sys.maxsize, held))
 
 
 def adding_plan_keys(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -256,7 +240,7 @@ def limiting_hits(original: Callable[..., Any]) -> Callable[..., Any]:
         longest = longest_hit(request)
         if longest is None:
             return original(self, request, *args, **kwargs)
-        with Replacement(_COORDINATOR, self, _LimitedCoordinator(self.coordinator, longest)):
+        with Replacement(_COORDINATOR, self, _Coordinator(self.coordinator, longest, {})):
             return original(self, request, *args, **kwargs)
 
     return get_computed_blocks

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +22,9 @@ from midstream.engine.graphs import Fire, Pieces, StepMode
 from midstream.engine.plugin import Replacement, apply
 from midstream.engine.seams import Role
 from midstream.errors import ArchitectureError
+from midstream.runtime.plan_host import PlanHost
 from midstream.runtime.step import StepView
+from midstream.runtime.trace_host import TraceHost
 
 _COMPUTE_LOGITS = "vllm.model_executor.models.interfaces_base.VllmModelForTextGeneration.compute_logits"
 
@@ -35,19 +37,23 @@ class Watch(IntEnum):
     ALL = 2  # logits and samples as well
 
 
-class Host(Protocol):
-    """What the adapters call."""
+class Host:
+    """The traces and plans of a worker, as the adapters call them."""
+
+    def __init__(self, traces: TraceHost, plans: PlanHost) -> None:
+        self._traces, self._plans = traces, plans
+        self.stands = plans.stands
+        self.see_logits, self.see_samples = traces.see_logits, traces.see_samples
 
     @property
-    def step_is_traced(self) -> bool: ...
+    def step_is_traced(self) -> bool:
+        return self._traces.step_is_traced
 
-    def stands(self, request_ids: list[str], total: int) -> bool: ...
-
-    def begin_step(self, view: StepView) -> None: ...
-
-    def see_logits(self, logits: torch.Tensor) -> torch.Tensor: ...
-
-    def see_samples(self, samples: torch.Tensor) -> torch.Tensor: ...
+    def begin_step(self, view: StepView) -> None:
+        if self._plans.step_is_planned:
+            self._plans.begin_step(view)
+        if self._traces.step_is_traced:
+            self._traces.begin_step(view)
 
 
 class Runner:
@@ -68,10 +74,8 @@ class Runner:
 
     def prepare(self, watched: Watch, second_graphs: bool) -> None:
         """Prepare the coming steps: `watch` and `use_second_graphs`."""
-        if watched is not self.watched:
-            self.watch(watched)
-        if second_graphs is not self._second:
-            self.use_second_graphs(second_graphs)
+        self.watch(watched)
+        self.use_second_graphs(second_graphs)
 
     def watch(self, what: Watch) -> None:
         """Choose what the host is called for from now on."""
@@ -193,12 +197,19 @@ class Runner:
 
         self._replace_while(Watch.ROWS, _COMPUTE_LOGITS, self.model, compute_logits)
 
-    @staticmethod
-    def _trace_samples(host: Host, sampler_output: Any) -> None:
-        samples_R = sampler_output.sampled_token_ids[:, 0]
-        changed_R = host.see_samples(samples_R)
-        if changed_R is not samples_R:
-            samples_R.copy_(changed_R)
+    def _watch_samples(self, host: Host, target: str) -> None:
+        sample = getattr(self.runner, target.rpartition(".")[2])
+
+        def sample_tokens(*args: Any, **kwargs: Any) -> Any:
+            output = sample(*args, **kwargs)
+            if host.step_is_traced:
+                samples_R = (output[0] if isinstance(output, tuple) else output).sampled_token_ids[:, 0]
+                changed_R = host.see_samples(samples_R)
+                if changed_R is not samples_R:
+                    samples_R.copy_(changed_R)
+            return output
+
+        self._replace_while(Watch.ALL, target, self.runner, sample_tokens)
 
 
 class V1Runner(Runner):
@@ -223,11 +234,7 @@ class V1Runner(Runner):
 
     def connect(self, host: Host) -> None:
         runner, dispatcher = self.runner, self.runner.cudagraph_dispatcher
-        determine, sample, dispatch = (
-            runner._determine_batch_execution_and_padding,
-            runner._sample,
-            dispatcher.dispatch,
-        )
+        determine, dispatch = runner._determine_batch_execution_and_padding, dispatcher.dispatch
 
         def determine_batch(*args: Any, **kwargs: Any) -> Any:
             if StepMode.no_graphs:
@@ -240,12 +247,6 @@ class V1Runner(Runner):
                 host.begin_step(StepView(batch.req_ids, counts, computed, total))
             return determined
 
-        def sample_tokens(*args: Any, **kwargs: Any) -> Any:
-            output = sample(*args, **kwargs)
-            if host.step_is_traced:
-                self._trace_samples(host, output)
-            return output
-
         def dispatch_cudagraph(*args: Any, **kwargs: Any) -> Any:
             if StepMode.no_full_graph:
                 kwargs["invalid_modes"] = {CUDAGraphMode.FULL, *(kwargs.get("invalid_modes") or ())}
@@ -253,9 +254,9 @@ class V1Runner(Runner):
 
         target = f"{self._RUNNER}._determine_batch_execution_and_padding"
         self._replace_while(Watch.ROWS, target, runner, determine_batch)
-        self._replace_while(Watch.ALL, f"{self._RUNNER}._sample", runner, sample_tokens)
         target = "vllm.v1.cudagraph_dispatcher.CudagraphDispatcher.dispatch"
         self._replace_while(Watch.ALL, target, dispatcher, dispatch_cudagraph)
+        self._watch_samples(host, f"{self._RUNNER}._sample")
         self._watch_logits(host)
 
     def record_second_graphs(self, edit: Fire) -> None:
@@ -301,7 +302,7 @@ class V2Runner(Runner):
 
     def connect(self, host: Host) -> None:
         runner = self.runner
-        prepare, sample = runner.prepare_inputs, runner.sample
+        prepare = runner.prepare_inputs
 
         def prepare_inputs(*args: Any, **kwargs: Any) -> Any:
             batch = prepare(*args, **kwargs)
@@ -311,14 +312,8 @@ class V2Runner(Runner):
                 host.begin_step(StepView(batch.req_ids, counts, computed, batch.num_tokens_after_padding))
             return batch
 
-        def sample_tokens(*args: Any, **kwargs: Any) -> Any:
-            output = sample(*args, **kwargs)
-            if host.step_is_traced:
-                self._trace_samples(host, output[0])
-            return output
-
         self._replace_while(Watch.ROWS, f"{self._RUNNER}.prepare_inputs", runner, prepare_inputs)
-        self._replace_while(Watch.ALL, f"{self._RUNNER}.sample", runner, sample_tokens)
+        self._watch_samples(host, f"{self._RUNNER}.sample")
         self._watch_logits(host)
 
 

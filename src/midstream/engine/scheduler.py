@@ -8,7 +8,6 @@ Everything else is vLLM's: chunked prefill, prefix caching and async scheduling 
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -54,9 +53,7 @@ class _Rules:
 
     def add_request(self, request: Any) -> None:
         super().add_request(request)  # type: ignore[misc]
-        if (
-            not is_ours(request) or request.request_id not in self.requests
-        ):  # a request that ends a session has the session's id
+        if not is_ours(request) or request.request_id not in self.requests:  # what ends a session has the session's id
             return
         self._ours.add(request.request_id)
         if changes_kv(request.sampling_params):
@@ -140,34 +137,26 @@ class _Rules:
 
     def _take_held_back(self) -> list[Any]:
         """Take the requests that have to wait off the queue: the first trace that does not fit, and all requests behind it."""
-        waiting = list(self.waiting)
-        budget = self.max_num_scheduled_tokens - sum(_to_compute(request) for request in self.running)
+        waiting = [(request, _unstarted_trace(request)) for request in self.waiting]
+        together: dict[str, list[Any]] = {}
+        for request, trace in waiting:
+            if trace is not None and trace.together:
+                together.setdefault(trace.trace, []).append(request)
+        budget = self.max_num_scheduled_tokens - sum(map(_to_compute, self.running))
         slots = self.scheduler_config.max_num_seqs - len(self.running)
-        together = Counter(t.trace for r in waiting if (t := _unstarted_trace(r)) is not None and t.together)
-        sizes: Counter[str] = Counter()
-        for request in waiting:
-            if (trace := _unstarted_trace(request)) is not None and trace.together:
-                sizes[trace.trace] += _to_compute(request)
-        admitted: set[str] = set()
-        for position, request in enumerate(waiting):
-            trace = _unstarted_trace(request)
-            need, requests = _to_compute(request), 1
-            if trace is not None and trace.together and trace.trace not in admitted:
-                need, requests = sizes[trace.trace], trace.size
-                here = together[trace.trace] == trace.size
-                admitted.add(trace.trace)
-                if not here or need > budget or requests > slots:
-                    return self._hold(waiting[position:])
-            elif trace is not None and trace.trace not in admitted and need > budget:
-                return self._hold(waiting[position:])
-            elif trace is not None and trace.together:
+        for position, (request, trace) in enumerate(waiting):
+            group = together[trace.trace] if trace is not None and trace.together else [request]
+            if request is not group[0]:
                 continue  # counted with the first request of its trace
-            budget, slots = budget - need, slots - requests
+            need = sum(map(_to_compute, group))
+            if trace is not None:
+                all_fit = not trace.together or len(group) == trace.size <= slots
+                if need > budget or not all_fit:
+                    held = [request for request, _ in waiting[position:]]
+                    self.waiting.remove_requests(held)
+                    return held
+            budget, slots = budget - need, slots - len(group)
         return []
-
-    def _hold(self, requests: list[Any]) -> list[Any]:
-        self.waiting.remove_requests(requests)
-        return requests
 
     def _update(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         step_ends: StepEnds | None = getattr(model_runner_output, "midstream", None)

@@ -19,7 +19,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 from midstream.arch import Architecture, detect
 from midstream.engine.graphs import EagerKernels, SiteOp, StepMode, build_in, buildable_points
 from midstream.engine.plugin import apply, follow_parent, raise_if_ending
-from midstream.engine.runners import Watch, adapt
+from midstream.engine.runners import Host, Watch, adapt
 from midstream.engine.seams import Role
 from midstream.errors import MidstreamError
 from midstream.plan.checks import ModelFacts
@@ -29,7 +29,7 @@ from midstream.ranks.tensor import Finder, TensorParallel
 from midstream.runtime.plan_host import PlanHost
 from midstream.runtime.points import Pipeline, PointHooks, points_of
 from midstream.runtime.sending import CaptureSender, LocalSinks, Reports
-from midstream.runtime.step import FiniteCheck, StepEnds, StepView
+from midstream.runtime.step import FiniteCheck, StepEnds
 from midstream.runtime.tables import CpuTables, DeviceTables, Tables
 from midstream.runtime.trace_host import TraceHost
 from midstream.settings import Settings, is_ours
@@ -68,30 +68,6 @@ def _with_endings(output: Any, endings: StepEnds | None) -> Any:
     if endings is not None:
         output.midstream = endings
     return output
-
-
-class StepHost:
-    """What the runner's adapter calls for traces and plans."""
-
-    def __init__(self, traces: TraceHost, plans: PlanHost) -> None:
-        self._traces, self._plans = traces, plans
-        self.stands = plans.stands
-        self.see_logits, self.see_samples = traces.see_logits, traces.see_samples
-
-    @property
-    def step_is_traced(self) -> bool:
-        return self._traces.step_is_traced
-
-    def begin_step(self, view: StepView) -> None:
-        if self._plans.step_is_planned:
-            self._plans.begin_step(view)
-        if self._traces.step_is_traced:
-            self._traces.begin_step(view)
-
-
-def _place_in(group: Any) -> tuple[int, int]:
-    """(rank, size)."""
-    return group.rank_in_group, group.world_size
 
 
 def refuse_unsupported(config: Any) -> None:
@@ -133,15 +109,11 @@ def compiles(config: Any) -> bool:
     return has_graphs(config) or config.compilation_config.mode != CompilationMode.NONE
 
 
-def _most_rows(config: Any) -> int:
-    """The largest number of rows of a batch, with padding to a graph's size."""
-    largest_graph = config.compilation_config.max_cudagraph_capture_size or 0
-    return max(config.scheduler_config.max_num_batched_tokens, largest_graph, config.scheduler_config.max_num_seqs) + 8
-
-
 class Worker(PlatformWorker):
     """A worker that runs traces and plans."""
 
+    _stages: Stages | None = None  # the pipeline of which this worker is a stage, if there is one
+    _tensor_ranks: TensorParallel | None = None  # the ranks that share each layer with this worker, if there are any
     _is_awake = False  # whether a request with a trace or a plan is alive
     _rows: FiniteCheck | None = None  # of the current step, if a request in it has edits or a trace
 
@@ -157,7 +129,7 @@ class Worker(PlatformWorker):
         config = self.vllm_config
         settings = Settings.of(config)
         runner = self._runner = adapt(self.model_runner)
-        model, tensor = runner.model, get_tp_group()
+        model, tensor, pipeline = runner.model, get_tp_group(), get_pp_group()
         self._eager_kernels = EagerKernels(model, config)
         arch = detect(
             model,
@@ -167,8 +139,14 @@ class Worker(PlatformWorker):
             rename=settings.rename,
             shards=Finder(tensor.world_size, exchange_in(tensor)) if tensor.world_size > 1 else None,
         )
-        self._tensor_ranks = self._make_tensor_ranks(arch, tensor)
-        self._stages = self._make_stages(model, arch)
+        if tensor.world_size > 1:
+            layouts: Any = arch.shards
+            link = Link(tensor.rank_in_group, exchange_in(tensor), "tensor", get_ip())
+            self._tensor_ranks = TensorParallel(layouts, lambda part: tensor.all_gather(part.unsqueeze(0), 0), link)
+        if pipeline.world_size > 1:
+            exchange = exchange_in(pipeline)
+            link = Link(pipeline.rank_in_group, exchange, "pipeline", get_ip())
+            self._stages = Stages(exchange(StageParts.of(model, arch)), link, self.device)
         built_in = buildable_points(arch, settings.graph_sites) if compiles(config) else []
         self.midstream = self._make_trace_host(arch, settings)
         self.plans = self._make_plan_host(arch, settings, built_in)
@@ -178,33 +156,11 @@ class Worker(PlatformWorker):
         self._stops_alone = self._tensor_ranks is None and config.parallel_config.data_parallel_size == 1
         self.midstream.watch_graph_sites(built_in)
         build_in(model, arch, built_in, self.plans.tables.index.__getitem__)
-        runner.connect(StepHost(self.midstream, self.plans))
+        runner.connect(Host(self.midstream, self.plans))
 
     def _probe(self) -> None:
         with self._eager_kernels.on():
             self._runner.probe(_PROBE_TOKENS)
-
-    def _make_stages(self, model: torch.nn.Module, arch: Architecture) -> Stages | None:
-        """The pipeline of which this worker is a stage, if there is one."""
-        pipeline = get_pp_group()
-        if pipeline.world_size == 1:
-            return None
-        exchange = exchange_in(pipeline)
-        link = Link(pipeline.rank_in_group, exchange, "pipeline", get_ip())
-        return Stages(exchange(StageParts.of(model, arch)), link, self.device)
-
-    @staticmethod
-    def _make_tensor_ranks(arch: Architecture, group: Any) -> TensorParallel | None:
-        """The ranks that share each layer with this worker, if there are any."""
-        if group.world_size == 1:
-            return None
-        link = Link(group.rank_in_group, exchange_in(group), "tensor", get_ip())
-
-        def gather(part: torch.Tensor) -> torch.Tensor:
-            return group.all_gather(part.unsqueeze(0), 0)
-
-        layouts: Any = arch.shards
-        return TensorParallel(layouts, gather, link)
 
     def _make_trace_host(self, arch: Architecture, settings: Settings) -> TraceHost:
         model, config = self._runner.model, self.vllm_config
@@ -235,8 +191,9 @@ class Worker(PlatformWorker):
         facts = ModelFacts(arch.num_layers, pipeline.widths, str(config.model_config.dtype).removeprefix("torch."))
         tables: Tables
         if self.device.type == "cuda":
-            behind_all_reduce = self._tensor_ranks is not None
-            tables = DeviceTables(points, _most_rows(config), self.device, early_launch=not behind_all_reduce)
+            scheduler, largest = config.scheduler_config, config.compilation_config.max_cudagraph_capture_size or 0
+            most_rows = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, largest) + 8  # padded to a graph
+            tables = DeviceTables(points, most_rows, self.device, early_launch=self._tensor_ranks is None)
         else:
             tables = CpuTables(points, self.device)
         local = partial(LocalSinks, config.instance_id, arch.num_layers, pipeline.layers, (stage, pipeline.size))
@@ -388,12 +345,13 @@ class Worker(PlatformWorker):
     def midstream_describe(self) -> dict[str, Any]:
         """This worker's modules, sites and place among the ranks, for the client."""
         arch, modules = self.midstream.arch, self.midstream.interleaver.modules
+        pipeline, tensor = get_pp_group(), get_tp_group()
         return {
             "modules": {path: type(module).__name__ for path, module in modules.items()},
             "shapes": dict(arch.shapes),
             "sites": list(arch.sites),
-            "stage": list(_place_in(get_pp_group())),
-            "tensor": list(_place_in(get_tp_group())),
+            "stage": [pipeline.rank_in_group, pipeline.world_size],
+            "tensor": [tensor.rank_in_group, tensor.world_size],
             "layers": list(arch.layers),
             "num_layers": arch.num_layers,
             "hidden_size": arch.hidden_size,
@@ -415,12 +373,6 @@ class Worker(PlatformWorker):
             **(self._stages.link.gauges() if self._stages is not None else {}),
             **(self._tensor_ranks.gauges() if self._tensor_ranks is not None else {}),
         }
-
-    def midstream_finish(self) -> None:
-        """End the traces of all requests: an in-process engine makes no step after a call, in which this worker would hear of their
-        ends."""
-        self.midstream.schedule({}, (), set(self.midstream.requests))
-        self.plans.schedule({}, {}, dict.fromkeys(self.plans.requests), {})
 
     def midstream_drop(self, traces: list[str]) -> None:
         """Forget traces whose requests the client has aborted."""
@@ -451,10 +403,10 @@ class Worker(PlatformWorker):
     def shutdown(self) -> None:
         if (host := getattr(self, "midstream", None)) is not None and host.reports.sender is not None:
             host.reports.sender.close(flush=False)
-        if (stages := getattr(self, "_stages", None)) is not None:
-            stages.link.close()
-        if (ranks := getattr(self, "_tensor_ranks", None)) is not None:
-            ranks.close()
+        if self._stages is not None:
+            self._stages.link.close()
+        if self._tensor_ranks is not None:
+            self._tensor_ranks.close()
         try:
             if (plans := getattr(self, "plans", None)) is not None:
                 plans.captures.close()  # raises what a consumer raised
