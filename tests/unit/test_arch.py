@@ -215,7 +215,7 @@ def test_rename() -> None:
     rename = {"my_blocks": "layers", "mixer": "attn", "expander": "mlp", "lookup": "embed", "ln_last": "final_norm"}
     architecture = probe(Custom(), rename=rename)
     assert architecture.sites == probe(Model(Single, by_position)).sites
-    assert architecture.parts["attn"] == "my_blocks.{}.mixer"
+    assert architecture.binding("attn_in", 1).path == "my_blocks.1.mixer"
     with pytest.raises(ArchitectureError, match=r"'layer'.* did you mean 'layers'"):
         probe(Custom(), rename={"my_blocks": "layer"})
 

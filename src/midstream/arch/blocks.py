@@ -70,13 +70,11 @@ def find_layout(probe: Probe, blocks: list[Call]) -> Layout:
 
 
 def _handover(probe: Probe, block: Call, following: Call) -> Layout | None:
-    passed = [(out, into) for out in block.outputs if out.floating for into in following.inputs if into.same(out)]
-    if not passed:
-        return None
     like = stream_of(block)
-    streams = [(out, into) for out, into in passed if out.shape == like.shape]
     check_shapes(block, following)
-    streams = list({out.ref: (out, into) for out, into in reversed(streams)}.values())[::-1]
+    alike = [out for out in block.outputs if out.floating and out.shape == like.shape]
+    taken = [(out, next((leaf for leaf in following.inputs if leaf.same(out)), None)) for out in alike]
+    streams = [(out, into) for out, into in taken if into is not None]
     if not streams:
         return None
     (first, into_first), *rest = streams

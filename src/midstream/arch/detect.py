@@ -70,8 +70,6 @@ class Architecture:
         layers: those in this process.
         hidden_size: width of the residual stream.
         bindings: `(site, layer)`, or `(site, None)` for sites that the model has once, -> where the value lies.
-        parts: role -> path: `layers`, and `embed`, `final_norm`, `lm_head` if they are in this process; `attn` and `mlp` with `{}` for
-            the layer.
         order: `(path, "input" | "output")` -> the first and the last moment of the forward at which the module was called or returned.
             Moments count the inputs and outputs of all modules. The root's path is "".
         shapes: path -> shape of its output, T for the token axis and B for a batch axis.
@@ -84,7 +82,6 @@ class Architecture:
     layers: tuple[int, ...]
     hidden_size: int
     bindings: dict[tuple[str, int | None], Binding]
-    parts: dict[str, str]
     order: dict[tuple[str, str], tuple[int, int]]
     shapes: dict[str, str]
     widths: dict[tuple[str, int | None], int]
@@ -176,7 +173,6 @@ def detect(
         layers=tuple(sorted(calls)),
         hidden_size=stream_of(first).shape[-1],
         bindings=bindings,
-        parts=_parts(root, container, blocks, bindings, names),
         order=dict(probe.order),
         shapes=shapes_of(probe, stream_of(first)),
         widths=_widths_of(probe, bindings),
@@ -206,30 +202,6 @@ def _widths_of(probe: Probe, bindings: Mapping[tuple[str, int | None], Binding])
         leaves = call.inputs if binding.kind == "input" else call.returned
         found[point] = next(leaf for leaf in leaves if leaf.ref == binding.hidden).shape[-1]
     return found
-
-
-def _parts(
-    root: nn.Module,
-    container: str,
-    blocks: Mapping[int, Block],
-    bindings: Mapping[tuple[str, int | None], Binding],
-    names: Names,
-) -> dict[str, str]:
-    """role -> path, for the roles that a single module has."""
-    parts = {"layers": container}
-    for block in blocks.values():
-        for role, part in (("attn", block.attn), ("mlp", block.mlp)):
-            if part is not None and part.first is part.last:
-                parts.setdefault(role, f"{container}.{{}}{part.first.path[len(block.call.path) :]}")
-    for role in ("embed", "final_norm"):
-        if (role, None) in bindings:
-            parts[role] = bindings[role, None].path
-    # A tied head is the embedding module itself under a second path, so duplicates count.
-    paths = [path for path, module in root.named_modules(remove_duplicate=False) if not is_placeholder(module)]
-    heads = [(path.count("."), rank, path) for path in paths if (rank := names.rank(path, "lm_head")) is not None]
-    if outside := [path for _, _, path in sorted(heads) if not path.startswith(f"{container}.")]:
-        parts["lm_head"] = outside[0]
-    return parts
 
 
 def _indices(container: nn.Module) -> list[int]:

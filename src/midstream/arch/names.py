@@ -20,7 +20,6 @@ STANDARD: dict[str, tuple[str, ...]] = {
     "mlp": ("mlp", "feed_forward", "feedforward", "ffn", "ff", "block_sparse_moe", "sparse_moe", "moe", "mlp_block"),
     "embed": ("embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings", "token_embedding", "embeddings"),
     "final_norm": ("norm", "ln_f", "final_layer_norm", "final_layernorm", "final_norm", "norm_f", "ln_out"),
-    "lm_head": ("lm_head", "embed_out", "output", "output_projection"),
     "attn_proj": ("o_proj", "out_proj", "c_proj", "dense", "wo", "proj", "out"),
     "mlp_proj": ("down_proj", "c_proj", "fc2", "fc_out", "dense_4h_to_h", "w2", "proj"),
 }

@@ -94,7 +94,7 @@ class LanguageModel(TraceModel):
             self.module(input_ids=torch.tensor([[0, 1, 2]], device=self.module.device), use_cache=False)
 
     def _unembed(self, hidden: torch.Tensor) -> torch.Tensor:
-        norm = self.module.get_submodule(self.arch.parts["final_norm"])
+        norm = self.module.get_submodule(self.arch.binding("final_norm").path)
         head = self.module.get_output_embeddings()
         config = self.module.config.get_text_config()
         logits = head(norm(hidden.to(head.weight.dtype)))

@@ -168,12 +168,10 @@ class Worker(PlatformWorker):
         model_arch = stages.arch if stages is not None else arch
         interleaver = Interleaver(model, model_arch.order, stages, self._tensor_ranks or ALONE)
         compute_logits: Any = model.compute_logits
-        norm = model.get_submodule(arch.parts["final_norm"]) if "final_norm" in arch.parts else None
 
         def unembed(hidden: torch.Tensor) -> torch.Tensor:
-            assert norm is not None
-            hidden = hidden.to(config.model_config.dtype)
-            normed = norm(hidden)
+            norm = model.get_submodule(arch.binding("final_norm").path)
+            normed = norm(hidden.to(config.model_config.dtype))
             return compute_logits(normed[0] if isinstance(normed, tuple) else normed)  # Command-R's norm returns a pair
 
         envoy = ModelEnvoy(model, model_arch, interleaver, unembed, self._tokenizer)

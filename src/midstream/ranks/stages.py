@@ -70,7 +70,6 @@ def merged_architecture(parts: Sequence[Architecture]) -> Architecture:
         parts[-1],
         layers=tuple(sorted({layer for part in parts for layer in part.layers})),
         bindings={point: binding for part in parts for point, binding in part.bindings.items()},
-        parts={role: path for part in reversed(parts) for role, path in part.parts.items()},
         order=order,
         shapes={path: shape for part in parts for path, shape in part.shapes.items()},
         widths={point: width for part in parts for point, width in part.widths.items()},
