@@ -242,9 +242,12 @@ class Worker(PlatformWorker):
         traced = traces.step_is_traced
         uncompiled = off_graph or (traced and traces.step_is_uncompiled)
         StepMode.set(traced or off_graph, uncompiled or (traced and not self._stops_alone), uncompiled)
-        SiteOp.fire = self._see_site if traced and not uncompiled else None
+        points = plans.tables.points
+        if traced and not uncompiled:
+            SiteOp.fire = lambda point, hidden, residual: traces.see_site(points[point], hidden, residual)
+        pieces = self._runner.pieces.stopping_at(lambda point: traces.expects(points[point]))
         try:
-            with self._eager_kernels.on() if uncompiled else self._runner.pieces.stopping_at(self._is_expected):
+            with self._eager_kernels.on() if uncompiled else pieces:
                 output = self._execute_planned(scheduler_output)
             traces.end_stage()
             return output
@@ -295,12 +298,6 @@ class Worker(PlatformWorker):
         off_graph = self.plans.schedule(begun, scheduled, {name: ends.get(name) for name in finished}, computed)
         self.plans.settle(scheduler_output, may_repeat=self.midstream.is_idle and not off_graph)
         return off_graph
-
-    def _is_expected(self, point: int) -> bool:
-        return self.midstream.expects(self.plans.tables.points[point])
-
-    def _see_site(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        self.midstream.see_site(self.plans.tables.points[point], hidden, residual)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         if self._rows is None and self._runner.watched is not Watch.ALL:
