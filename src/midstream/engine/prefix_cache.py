@@ -23,20 +23,13 @@ _COORDINATOR = "vllm.v1.core.kv_cache_manager.KVCacheManager.coordinator"
 
 def block_key(request: Any, end: int) -> str | None:
     """The key of a request's block that ends at position `end`; None if it may be shared with all requests."""
-    if _is_plain(request):
-        return None
-    keys = _rules_of(request).keys
+    keys = _sharing_of(request).keys
     return keys.at(end) if keys is not None else None
 
 
 def longest_hit(request: Any) -> int | None:
     """How many of the request's tokens may come from the cache; None if there is no limit."""
-    return None if _is_plain(request) else _rules_of(request).hit
-
-
-def remember(request: Any) -> None:
-    """Has to be called before a request of streaming input gets other sampling parameters: its blocks so far have the current ones."""
-    _rules_of(request)
+    return _sharing_of(request).hit
 
 
 def rekey(request: Any) -> None:
@@ -45,16 +38,10 @@ def rekey(request: Any) -> None:
     A session's plan applies to all positions that are computed again, including those that were first computed before the plan came. Their
     blocks have older keys.
     """
-    rules: _Rules | None = getattr(request, "midstream_cache", None)
-    if rules is not None and isinstance(rules.keys, _UniqueKey):
+    known: _Sharing | None = getattr(request, "midstream_cache", None)
+    if known is not None and isinstance(known.keys, _UniqueKey):
         request.block_hashes.clear()
         request.update_block_hashes()
-
-
-def _is_plain(request: Any) -> bool:
-    """Whether the request has no plan and, if its input is streamed, never had one. Has to be quick: it is called for every request."""
-    rules: _Rules | None = getattr(request, "midstream_cache", None)
-    return getattr(request.sampling_params, "extra_args", None) is None and (rules is None or rules.keys is None)
 
 
 class _UniqueKey:
@@ -69,8 +56,8 @@ class _UniqueKey:
         return self._key
 
 
-class _Rules(NamedTuple):
-    """What a plan means for the cache, for prompts of `length` tokens.
+class _Sharing(NamedTuple):
+    """How a plan restricts the sharing of blocks, for prompts of `length` tokens.
 
     Attributes:
         keys: of the request's blocks; None if it shares all of them.
@@ -89,46 +76,60 @@ class _Rules(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The bytes that remembering them takes. Those of an open plan are never remembered."""
+        """The bytes that it takes to remember this. It is never remembered for an open plan."""
         return sys.maxsize if self.is_open else len(self.wire) + (self.keys.size if self.keys is not None else 0)
 
 
-def _rules_of(request: Any) -> _Rules:
+_UNRESTRICTED = _Sharing(0)
+_known: Memory[_Sharing] = Memory()
+
+
+def _sharing_of(request: Any) -> _Sharing:
+    """The restrictions of a request. Has to be quick for a request that has and had no plan: it is called for every request."""
+    if getattr(request.sampling_params, "extra_args", None) is None:
+        known: _Sharing | None = getattr(request, "midstream_cache", None)
+        if known is None or known.keys is None:
+            return _UNRESTRICTED
+    return remember(request)
+
+
+def remember(request: Any) -> _Sharing:
+    """Note the restrictions of a request under its current sampling parameters.
+
+    Has to be called before a request of streaming input gets other parameters: its blocks so far have the current ones.
+    """
     # The prompt itself: vLLM hashes the blocks of streaming input before it counts them.
     length = len(request.prompt_token_ids) if request.prompt_token_ids is not None else request.num_prompt_tokens
-    rules: _Rules | None = getattr(request, "midstream_cache", None)
-    if rules is None or rules.length != length:
-        made = _make_rules(request, length)
-        if rules is not None and (rules.keys is not None or made.keys is not None):
+    known: _Sharing | None = getattr(request, "midstream_cache", None)
+    if known is None or known.length != length:
+        made = _make_sharing(request, length)
+        if known is not None and (known.keys is not None or made.keys is not None):
             made = made._replace(keys=_UniqueKey())  # streaming input: the edits so far were for a shorter prompt
-        rules = request.midstream_cache = made
-    return rules
+        known = request.midstream_cache = made
+    return known
 
 
-def _make_rules(request: Any, length: int) -> _Rules:
+def _make_sharing(request: Any, length: int) -> _Sharing:
     try:
         planned = PlanRequest.of(request.sampling_params)
         if planned is None:
-            return _Rules(length)
+            return _Sharing(length)
         case = (planned.wire, length, planned.num_layers)
-        rules = _known_rules.get(case, lambda: _planned_rules(planned, length), lambda rules: rules.size)
+        made = _known.get(case, lambda: _plans_sharing(planned, length), lambda made: made.size)
     except PlanError:  # the worker will refuse the plan
-        return _Rules(length, _UniqueKey(), 0)
-    if not rules.is_open:
-        share(request.sampling_params, rules.wire)
-    return rules
+        return _Sharing(length, _UniqueKey(), 0)
+    if not made.is_open:
+        share(request.sampling_params, made.wire)
+    return made
 
 
-_known_rules: Memory[_Rules] = Memory()
-
-
-def _planned_rules(planned: PlanRequest, length: int) -> _Rules:
+def _plans_sharing(planned: PlanRequest, length: int) -> _Sharing:
     plan = planned.plan
     if not plan:
-        return _Rules(length, wire=planned.wire)
+        return _Sharing(length, wire=planned.wire)
     keys, hit = PlanKeys(plan, length, planned.num_layers), lowest_captured(plan, length)
     changes_any = keys.floor is not None
-    return _Rules(length, keys if changes_any else None, hit, may_be_gone(plan), has_open_names(plan), planned.wire)
+    return _Sharing(length, keys if changes_any else None, hit, may_be_gone(plan), has_open_names(plan), planned.wire)
 
 
 class Taken:
@@ -142,11 +143,11 @@ class Taken:
 
         None if the plan is sure to be taken, or if no other request has the same keys.
         """
-        rules = None if _is_plain(request) else _rules_of(request)
-        if rules is None or not isinstance(rules.keys, PlanKeys):
+        sharing = _sharing_of(request)
+        if not isinstance(sharing.keys, PlanKeys):
             return None
-        is_sure = not rules.may_be_gone and _case(request.sampling_params) in self._plans
-        return None if is_sure else rules.keys.floor
+        is_sure = not sharing.may_be_gone and _case(request.sampling_params) in self._plans
+        return None if is_sure else sharing.keys.floor
 
     def add(self, sampling_params: Any) -> None:
         """Note that the workers have begun a request without refusing its plan."""
