@@ -31,7 +31,7 @@ class Collection:
     """One call of `collect`.
 
     Args:
-        prompts, plan, to, ids: as of `TraceModel.collect`.
+        prompts, plan, to, ids: as in `TraceModel.collect`.
         params: sampling parameters, `max_tokens` among them.
 
     Raises:

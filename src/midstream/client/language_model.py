@@ -14,11 +14,10 @@ from torch import nn
 
 from midstream.arch import detect
 from midstream.arch.detect import show_tree
-from midstream.capture.consumers import CaptureInfo
-from midstream.capture.sinks import RequestCapture, Sinks
+from midstream.capture.sinks import Sinks
 from midstream.client.language_model_batch import BatchRequest, PaddedBatch, RunningPlan, plan_hooks
 from midstream.client.model import TraceModel
-from midstream.client.requests import Invoke, InvokeResult, PreparedPlan, runs_of, token_ids
+from midstream.client.requests import Invoke, InvokeResult, runs_of, token_ids
 from midstream.client.vectors_and_runs import Runs, Vectors, run_now
 from midstream.errors import MidstreamError, ParameterError, PromptError
 from midstream.plan.checks import ModelFacts
@@ -177,21 +176,13 @@ class LanguageModel(TraceModel):
                 stack.callback(lambda: run_now(self.runs.release(runs)))
             for request in requests:
                 if request.plan is not None:
-                    request.running = self._running(request.plan, request)
+                    request.running = RunningPlan(request, self.arch, self.vectors, self._run_store, self.sinks)
                     until.callback(request.running.discard)
             with plan_hooks(self.module, self.arch, requests, lambda: self._interleaver.muted):
                 PaddedBatch(self, self._interleaver, requests).run()
             for request in requests:
                 if request.running is not None:
                     request.running.end(len(request.generated))
-
-    def _running(self, plan: PreparedPlan, request: BatchRequest) -> RunningPlan:
-        info = CaptureInfo(request.name, tuple(plan.prompt), collected=request.invoke.collected)
-
-        def capture() -> RequestCapture:
-            return RequestCapture(info, plan.routes, self.sinks, lambda: plan.empty_chunk(request.name))
-
-        return RunningPlan(plan, request.name, self.arch, self.vectors, self._run_store, capture)
 
     def _result(self, request: BatchRequest) -> InvokeResult:
         """The result with captures on its output, once the sinks have taken theirs, or with an error."""

@@ -21,8 +21,9 @@ from torch import nn
 
 from midstream import hooks
 from midstream.arch import Architecture
+from midstream.capture.consumers import CaptureInfo
 from midstream.capture.rows import Captured, RowChunk
-from midstream.capture.sinks import RequestCapture
+from midstream.capture.sinks import RequestCapture, Sinks
 from midstream.client.requests import Invoke, InvokeResult, PreparedPlan
 from midstream.errors import NotFiniteError, ParameterError, TraceError
 from midstream.plan.captures import Layout, Plane
@@ -37,18 +38,9 @@ from midstream.trace.rows import BatchRows, Event
 from midstream.trace.tracer import Result
 from midstream.trace.tree import map_objects
 
-_SAMPLING = {
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "seed",
-    "ignore_eos",
-    "stop",
-    "stop_token_ids",
-}
+_SAMPLING = set(
+    "max_tokens temperature top_p top_k min_p repetition_penalty seed ignore_eos stop stop_token_ids".split()
+)
 _CONTEXT = 6  # tokens of the prompt to decode generated tokens with: a token's text may depend on those before it
 
 
@@ -297,11 +289,8 @@ class PaddedBatch:
             torch.manual_seed(params["seed"])
         settings: dict[str, Any] = {"do_sample": temperature > 0, "max_new_tokens": params["max_tokens"]}
         if temperature > 0:
-            settings |= {
-                "temperature": temperature,
-                "top_p": params.get("top_p", 1.0),
-                "top_k": max(params.get("top_k", 0), 0),
-            }
+            top_p, top_k = params.get("top_p", 1.0), max(params.get("top_k", 0), 0)
+            settings |= {"temperature": temperature, "top_p": top_p, "top_k": top_k}
         settings |= {k: params[k] for k in ("min_p", "repetition_penalty") if k in params}
         return settings
 
@@ -346,25 +335,20 @@ class RunningPlan:
     """One request's plan: edits the values of its sites in each step, and captures their rows.
 
     Args:
-        name: the request's id.
+        request: has a plan.
         vectors: the model's named vectors.
         runs: the model's recorded runs.
-        capture: makes the object that takes the captured rows; called if the plan can run.
+        sinks: take captured rows.
 
     Raises:
         PlanError: a recorded run is gone.
     """
 
     def __init__(
-        self,
-        plan: PreparedPlan,
-        name: str,
-        arch: Architecture,
-        vectors: Mapping[str, Any],
-        runs: RunStore,
-        capture: Callable[[], RequestCapture],
+        self, request: BatchRequest, arch: Architecture, vectors: Mapping[str, Any], runs: RunStore, sinks: Sinks
     ) -> None:
-        self._plan, self._name = plan, name
+        assert request.plan is not None
+        plan, name = self._plan, self._name = request.plan, request.name
         self._compiled = compile_plan(
             plan.plan,
             len(plan.prompt),
@@ -373,7 +357,8 @@ class RunningPlan:
             vector=lambda named: vectors[named.name].data,
             run=runs.row,
         )
-        self._capture = capture()
+        info = CaptureInfo(name, tuple(plan.prompt), collected=request.invoke.collected)
+        self._capture = RequestCapture(info, plan.routes, sinks, lambda: plan.empty_chunk(name))
         self.points = {point for profile in self._compiled.profiles for point in profile.ops}
         self._first = 0
         self._groups: list[tuple[int, torch.Tensor]] = []  # profile, rows of this step that have it
@@ -433,7 +418,7 @@ class RunningPlan:
         return self._capture.result(self._stop(generated))
 
     def discard(self) -> None:
-        """Drop the captured rows: nobody will ask for the result."""
+        """Drop the captured rows. Called when no one asks for the result."""
         self._capture.discard()
 
 

@@ -114,7 +114,7 @@ class TraceModel(Sizes):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    # What each model provides.
+    # Each model provides these.
 
     def _run(self, invokes: list[Invoke], together: bool = False) -> Any:
         """Run `invokes` to their end; `together` if they must be in the same steps.
@@ -133,7 +133,7 @@ class TraceModel(Sizes):
         """In tokens; None if it is not bounded."""
         return None
 
-    # What they share.
+    # Shared by the models.
 
     @property
     def planner(self) -> Planner:
@@ -164,7 +164,7 @@ class TraceModel(Sizes):
         """The coroutine's result; the coroutine itself on an async engine, for the user to await."""
         return coroutine if self._is_async else run_now(coroutine)
 
-    # What users call.
+    # The interface for users.
 
     @property
     def plan(self) -> Plan:
@@ -201,11 +201,11 @@ class TraceModel(Sizes):
         Args:
             fn: returns the values to bring back: tensors, or containers of them.
             prompt: one prompt, or a list of prompts, which run as one batch; `fn` is called for each.
-            plan: as of `trace`, for all prompts; or a list with one for each.
-            params: as of `trace`.
+            plan: as in `trace`, for all prompts; or a list with one for each.
+            params: as in `trace`.
 
         Returns:
-            What `fn` returned, with tensors on the CPU; a list for a list of prompts. Awaitable with `mode="async"`.
+            The return value of `fn`, with tensors on the CPU; a list for a list of prompts. Awaitable with `mode="async"`.
         """
         _refuse_in_trace("run")
         many = isinstance(prompt, list) and not all(isinstance(token, int) for token in prompt)
@@ -281,7 +281,7 @@ class TraceModel(Sizes):
         """Run the prompts whose captures a directory lacks, and write their captures to the directory.
 
         Each request is listed there within about a second of its end, while others run. A call that was killed can be repeated: it
-        continues where it stopped, and logs how many prompts are there already.
+        continues where it stopped, and logs how many prompts the directory has already.
 
         Args:
             prompts: one prompt or several.
@@ -330,7 +330,7 @@ class TraceModel(Sizes):
         The model's own plan and edits apply. A run that no request uses may be dropped to make room for others.
 
         Args:
-            sites: such as `["resid_post"]`; `layers` and `positions` are as of `Capture`, positions of the prompt.
+            sites: such as `["resid_post"]`; `layers` and `positions` are as in `Capture`, with positions of the prompt.
             name: of the run; it replaces an older run of that name. "run-1" and so on if None.
 
         Returns:

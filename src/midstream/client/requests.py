@@ -261,7 +261,7 @@ class PreparedPlan:
     facts: ModelFacts
 
     def empty_chunk(self, request_id: str) -> RowChunk:
-        """Tells sinks and outputs what is captured, even if no row of it is computed."""
+        """A chunk without rows. It tells sinks and outputs which sites are captured, even if no row is computed."""
         selected = (self.routes.output, *(sink.selected for sink in self.routes.sinks))
         keys = dict.fromkeys(key for rows in selected for key in rows)
         dtype = getattr(torch, self.facts.dtype)

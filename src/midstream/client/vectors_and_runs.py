@@ -1,4 +1,4 @@
-"""What plans refer to by name: `model.vectors` and `model.runs`.
+"""Vectors and runs, which plans refer to by name: `model.vectors` and `model.runs`.
 
     model.vectors["truth"] = tensor                         # [hidden]
     model.vectors.load("directions.safetensors")
@@ -92,7 +92,7 @@ class Vectors(MutableMapping[str, Vector]):
         return {name: vector.digest for name, vector in self._vectors.items()}
 
     def take_changes(self) -> VectorChanges:
-        """What was set and deleted since the last call. Deletions are to be applied first."""
+        """The vectors set and deleted since the last call. Apply deletions first."""
         changes = self._set, self._deleted
         self._set, self._deleted = {}, []
         return changes

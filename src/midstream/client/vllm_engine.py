@@ -183,7 +183,7 @@ class EngineConnection:
     ) -> list[tuple[Mailbox | None, Mailbox | None]]:
         """A mailbox for the results of each request's trace, and one for its captured rows; None where nothing will come.
 
-        At the end of `stack` the mailboxes are closed, and rows that nobody has asked for are dropped.
+        At the end of `stack` the mailboxes are closed, and rows that have not been asked for are dropped.
 
         `share`: requests without sinks have one mailbox for their rows, which appears for each of them.
         """
@@ -321,7 +321,7 @@ def put_captures(result: InvokeResult, request: EngineRequest, counts: Sequence[
 
     Args:
         counts: the number of tokens of each sample.
-        patient: as of `Sinks.result`.
+        patient: as in `Sinks.result`.
     """
     output, rows, result.plan = result.output, request.rows, request.plan
     output.captures = None
