@@ -1,8 +1,9 @@
-"""What the benchmarks share: both engines alive in one run, measured in turns, printed as ratios."""
+"""Engines that are alive at the same time take turns on the same load, and a ratio compares two runs of one round."""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import datetime
 import functools
@@ -13,10 +14,12 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import psutil
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -36,106 +39,127 @@ LLAMA_31_8B = {
     "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000, "tie_word_embeddings": False,
     "torch_dtype": "bfloat16", "hidden_act": "silu", "attention_bias": False,
 }  # fmt: skip
-AWAKE_SECONDS = 1.2  # vLLM's workers look out for work for a second, and take a core for that
 SHAPES = {"qwen3-0.6b": QWEN3_06B, "llama-3.1-8b": LLAMA_31_8B}
-Runs = dict[str, list[Callable[[], Any]]]  # a run, on each engine that it is measured on
-Seconds = dict[str, list[list[float]]]  # of each run, each engine and each round
+AWAKE_SECONDS = 1.2  # vLLM's workers poll for work for a second, and each takes a core for that time
+RESAMPLES = 2000
 
 
-class Measured(NamedTuple):
-    """What the rounds took.
+class Run(NamedTuple):
+    """The times of one run, in seconds.
 
     Attributes:
-        runs: from the call to its return.
-        steps: the median of a run's steps. A host's hiccups, which move runs by several percent, do not move it; prompts are no part of it.
+        seconds: the whole run.
+        requests: from each request's arrival to its end.
+        step: the median of a sync run's steps, which a short disturbance of the host does not move.
     """
 
-    runs: Seconds
-    steps: Seconds
+    seconds: float
+    requests: list[float]
+    step: float | None = None
 
 
-def shape_dir(config: dict[str, Any]) -> str:
-    """A model directory with a config alone, for dummy weights."""
-    directory = Path(tempfile.mkdtemp(prefix="shape-"))
-    (directory / "config.json").write_text(json.dumps(config))
-    return str(directory)
+Runs = dict[str, list[Callable[[], Run]]]  # by name, a call for each engine
+Measured = dict[str, list[list[Run]]]  # by name, for each round, for each engine
+
+
+# Engines.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--cpu", action="store_true", help="the bundled model on the CPU build")
-    parser.add_argument("--compiled", action="store_true", help="with --cpu: compile, too")
-    parser.add_argument("--eager", action="store_true", help="on a GPU: without compilation and CUDA graphs")
-    parser.add_argument("--runner", choices=["v1", "v2"], default="v1", help="which model runner (GPU)")
+    parser.add_argument("--cpu", action="store_true", help="the bundled model on vLLM's CPU build")
     parser.add_argument(
-        "--shape", choices=sorted(SHAPES), default="qwen3-0.6b", help="dummy weights of this shape (GPU)"
+        "--eager",
+        action=argparse.BooleanOptionalAction,
+        help="without compilation and CUDA graphs; the default with --cpu",
     )
-    parser.add_argument(
-        "--engines",
-        type=int,
-        default=1,
-        help="so many of each kind: one engine's all-reduces, say, are slower than another's of the same code",
-    )
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument(
-        "--seconds", type=float, default=float("inf"), help="after the first round, begin none later than this"
-    )
-    parser.add_argument("--json", type=Path, help="also write the seconds of each run and its median step to this file")
+    parser.add_argument("--runner", choices=["v1", "v2"], default="v1", help="the model runner (GPU)")
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b", help="the model's shape, dummy weights (GPU)")
+    parser.add_argument("--mode", choices=["sync", "async"], default="sync", help="LLM, or AsyncLLM")
+    parser.add_argument("--pp", type=int, default=1, help="pipeline stages")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks of each stage")
+    parser.add_argument("--engines", type=int, default=1, help="engines of each kind: two with equal code differ, too")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=360, help="begin no round later than this")
+    parser.add_argument("--json", type=Path, help="also write the times of every run to this file")
 
 
-def choose_runner(arguments: argparse.Namespace) -> None:
-    """To be called before vLLM is imported."""
+def settle(arguments: argparse.Namespace) -> None:
+    """Fill in defaults that depend on other arguments. Call it before vLLM is imported."""
+    if arguments.eager is None:
+        arguments.eager = arguments.cpu
     if not arguments.cpu:
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if arguments.runner == "v2" else "0"
 
 
 def engine_arguments(arguments: argparse.Namespace) -> tuple[str, dict[str, Any]]:
+    """The model's directory, and the arguments of every engine."""
+    common = {
+        "enforce_eager": arguments.eager,
+        "pipeline_parallel_size": arguments.pp,
+        "tensor_parallel_size": arguments.tp,
+    }
     if arguments.cpu:
         from midstream import demo_model
 
-        common = {"dtype": "float32", "enforce_eager": not arguments.compiled, "gpu_memory_utilization": 0.2}
-        return demo_model(), {**common, "max_model_len": 512, "max_num_seqs": 64}
-    common = {
+        sizes = {"max_model_len": 512, "max_num_seqs": 64, "gpu_memory_utilization": 0.2}
+        return demo_model(), {**common, **sizes, "dtype": "float32"}
+    directory = tempfile.mkdtemp(prefix="shape-")
+    (Path(directory) / "config.json").write_text(json.dumps(SHAPES[arguments.shape]))
+    return directory, {
+        **common,
         "dtype": "bfloat16",
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "attention_backend": "FLASH_ATTN",
-    }
-    sizes = {"max_model_len": 2048, "max_num_seqs": 128, "max_num_batched_tokens": 16384}
-    graphs = {
-        "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128]
-    }  # engines start sooner than with all sizes between
-    own = {"gpu_memory_utilization": min(0.3, 0.4 / arguments.engines), "compilation_config": graphs}
-    return shape_dir(SHAPES[arguments.shape]), {
-        **common,
-        **sizes,
-        **own,
+        "max_model_len": 2048,
+        "max_num_seqs": 128,
+        "max_num_batched_tokens": 16384,
+        "gpu_memory_utilization": 0.4 / arguments.engines,
+        "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128]},  # few, for a quick start
         "seed": 0,
-        "enforce_eager": arguments.eager,
     }
 
 
-def start_engines(arguments: argparse.Namespace, start: Callable[[bool], Any]) -> tuple[list[Any], list[Any]]:
-    """Stock engines and midstream's, as many as asked for; neither kind always starts before the other.
+def start_engine(arguments: argparse.Namespace, stack: ExitStack, *, stock: bool = False, **changed: Any) -> Any:
+    """An engine that lives as long as `stack`."""
+    path, given = engine_arguments(arguments)
+    given |= changed
+    began = time.perf_counter()
+    with on_the_same_cores(arguments):
+        engine = start_stock(path, arguments.mode, given, stack) if stock else start_midstream(path, arguments, given)
+    if not stock:
+        stack.enter_context(engine)
+    print(f"{'stock' if stock else 'midstream'} engine started in {time.perf_counter() - began:.0f} s")
+    return engine
 
-    Args:
-        start: makes a stock engine (True) or midstream's (False).
-    """
-    engines: tuple[list[Any], list[Any]] = ([], [])
-    for number in range(arguments.engines):
-        for stock in (True, False) if number % 2 == 0 else (False, True):
-            began = time.perf_counter()
-            with on_the_same_cores(arguments):
-                engines[not stock].append(start(stock))
-            print(f"{'stock' if stock else 'midstream'} engine started in {time.perf_counter() - began:.0f} s")
-    return engines
+
+def start_midstream(path: str, arguments: argparse.Namespace, given: dict[str, Any]) -> Any:
+    from midstream import VLLM
+
+    return VLLM(path, mode=arguments.mode, **given)
+
+
+def start_stock(path: str, mode: str, given: dict[str, Any], stack: ExitStack) -> Any:
+    if mode == "async":
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=path, **given))
+        stack.callback(engine.shutdown)
+        return engine
+    from vllm import LLM
+
+    llm = LLM(path, **given)
+    stack.callback(llm.llm_engine.engine_core.shutdown)
+    return llm
 
 
 @contextlib.contextmanager
 def on_the_same_cores(arguments: argparse.Namespace) -> Iterator[None]:
-    """Put the loops of the engine that starts in the block on cores of their own, the same ones in every block.
+    """Pin the loops of the engine that starts in the block to cores: the same ones for every engine.
 
-    A small model's steps take as long as these loops, and cores of one machine were seen to differ by a fifth. Engines take turns, so
-    they can share. On the CPU build all cores have work: nothing is done.
+    A small model's step takes as long as these loops, and cores of one machine differ by up to a fifth. Engines take turns, so they can
+    share cores. The CPU build uses all cores, and nothing is pinned.
     """
     if arguments.cpu:
         yield
@@ -144,178 +168,99 @@ def on_the_same_cores(arguments: argparse.Namespace) -> Iterator[None]:
     yield
     started = [process for process in psutil.Process().children(recursive=True) if process.pid not in before]
     loops = [process.pid for process in started if "resource_tracker" not in " ".join(process.cmdline())]
-    cores = sorted(os.sched_getaffinity(0))[2::2]  # of two hyperthreads one
+    cores = sorted(os.sched_getaffinity(0))[2::2]  # one of two hyperthreads
     for loop, core in zip(sorted(loops), cores, strict=False):
-        os.sched_setaffinity(loop, {core})  # on Linux of the main thread alone
+        os.sched_setaffinity(loop, {core})  # on Linux this pins the main thread only
 
 
-def stock_runs(engines: Sequence[Any], prompts: Sequence[list[int]], params: dict[str, Any]) -> Runs:
-    """Plain generation on stock engines, which all else is compared with."""
-    from vllm import SamplingParams
-
-    given = [{"prompt_token_ids": prompt} for prompt in prompts]
-
-    def plain(llm: Any) -> Callable[[], Any]:
-        return lambda: llm.generate(given, SamplingParams(**params), use_tqdm=False)
-
-    return {"stock vLLM": list(map(plain, engines))}
+# Runs.
 
 
 @functools.cache
-def ends_of_steps() -> list[float]:
-    """When the client had the outputs of each step of any engine, from the first call on."""
+def steps_seen() -> tuple[list[float], dict[str, float]]:
+    """When the client received each step of any sync engine, and the end of each request by its id. The first call begins it."""
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    ends: list[float] = []
+    steps: list[float] = []
+    ends: dict[str, float] = {}
     step = LLMEngine.step
 
     def timed(engine: Any) -> Any:
         outputs = step(engine)
-        ends.append(time.perf_counter())
+        steps.append(time.perf_counter())
+        ends.update((output.request_id, steps[-1]) for output in outputs if output.finished)
         return outputs
 
     LLMEngine.step = timed
-    return ends
+    return steps, ends
+
+
+def run_sync(call: Callable[[], Any]) -> Run:
+    """Time `call`, which runs all requests of a sync engine: they arrive together."""
+    steps, ends = steps_seen()
+    steps.clear()
+    ends.clear()
+    start = time.perf_counter()
+    call()
+    seconds = time.perf_counter() - start
+    requests = [ends[name] - start for name in sorted(ends, key=int)]
+    return Run(seconds, requests, statistics.median(b - a for a, b in itertools.pairwise([start, *steps])))
+
+
+async def run_async(submit: Callable[[int], Awaitable[Any]], arrivals: Sequence[float]) -> Run:
+    """Time requests of an async engine. `submit(i)` runs request i to its end; `arrivals` has the seconds until each arrives."""
+    start = time.perf_counter()
+
+    async def one(number: int) -> float:
+        arrival = start + arrivals[number]
+        await asyncio.sleep(arrival - time.perf_counter())
+        await submit(number)
+        return time.perf_counter() - arrival
+
+    requests = await asyncio.gather(*map(one, range(len(arrivals))))
+    return Run(time.perf_counter() - start, requests)
 
 
 def in_turns(runs: Runs, arguments: argparse.Namespace) -> Measured:
-    """Seconds of each run and of its steps, round by round.
+    """Measure every run on each of its engines once a round, after one round that does not count.
 
-    Every round has each of them once on each of its engines, after one round that does not count. It begins one run further than the
-    round before, so that none of them always has the same place in it. Before each, engines with worker processes get time to rest.
+    Each round begins with another run, so that none always has the same place. Engines with worker processes get time to fall asleep
+    before a run.
     """
-    has_workers = arguments.cpu or getattr(arguments, "pp", 1) * getattr(arguments, "tp", 1) > 1
-    pause, deadline = (AWAKE_SECONDS if has_workers else 0.0), time.monotonic() + arguments.seconds
+    has_workers = arguments.cpu or arguments.pp * arguments.tp > 1
+    deadline = time.monotonic() + arguments.seconds
     places = [(name, engine) for name in runs for engine in range(len(runs[name]))]
-    seconds: Seconds = {name: [[] for _ in each] for name, each in runs.items()}
-    steps: Seconds = {name: [[] for _ in each] for name, each in runs.items()}
-    ends = ends_of_steps()
-    for round_number in range(arguments.rounds + 1):
-        if round_number > 1 and time.monotonic() > deadline:
+    measured: Measured = {name: [] for name in runs}
+    for number in range(arguments.rounds + 1):
+        if number > 1 and time.monotonic() > deadline:
             break
-        first = round_number % len(places)
+        first = number % len(places)
+        found: dict[str, dict[int, Run]] = {name: {} for name in runs}
         for name, engine in places[first:] + places[:first]:
-            time.sleep(pause)
-            ends.clear()
-            start = time.perf_counter()
-            runs[name][engine]()
-            if round_number:
-                seconds[name][engine].append(time.perf_counter() - start)
-                steps[name][engine].append(statistics.median(b - a for a, b in itertools.pairwise([start, *ends])))
-    return Measured(seconds, steps)
-
-
-def print_table(measured: Measured, tokens: int, arguments: argparse.Namespace) -> None:
-    """Tokens a second, and the ratio to the first row, which is stock vLLM, in the same round: what slows all of a round drops out.
-
-    Where there are several engines of a kind, a round has their mean, and the last column the ratio of each one's median. The fastest
-    tenth of the runs, of all engines together, is what neighbours on the host disturbed least.
-    """
+            time.sleep(AWAKE_SECONDS if has_workers else 0)
+            found[name][engine] = runs[name][engine]()
+        if number:
+            for name, each in found.items():
+                measured[name].append([each[engine] for engine in sorted(each)])
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(measured._asdict()))
-    runs, steps = _means(measured.runs), _means(measured.steps)
-    stock = next(iter(runs))
-    mode = "compiled" if arguments.compiled else "eager"
-    if not arguments.cpu:
-        mode = f"{arguments.shape} shape, {arguments.runner}{', eager' if arguments.eager else ''}"
-    count = f", {arguments.engines} engines of each kind" if arguments.engines > 1 else ""
-    print(f"\n{describe_machine()}\n{tokens} tokens a run, {mode}{count}, medians of {len(runs[stock])} rounds")
-    print(
-        "| run | tok/s | of stock in the same round | fastest tenth | a step | of stock's in the same round | engine by engine |"
-        "\n|---|---|---|---|---|---|---|"
-    )
-    for name, engines in measured.runs.items():
-        own = ", ".join(f"{statistics.median(runs[stock]) / statistics.median(engine):.3f}" for engine in engines)
-        fastest = _fastest(measured.runs[stock]) / _fastest(engines)
-        print(
-            f"| {name} | {tokens / statistics.median(runs[name]):,.0f} | {_ratios(runs[stock], runs[name])} | {fastest:.3f} "
-            f"| {statistics.median(steps[name]) * 1e3:.3f} ms | {_ratios(steps[stock], steps[name])} | {own} |"
-        )
+        arguments.json.write_text(json.dumps(measured))
+    return measured
 
 
-def _means(seconds: Seconds) -> dict[str, list[float]]:
-    """Of each run and round, over the engines."""
-    return {name: [statistics.mean(each) for each in zip(*engines, strict=True)] for name, engines in seconds.items()}
+# Ratios.
 
 
-def _fastest(engines: list[list[float]]) -> float:
-    """The mean seconds of the fastest tenth of a kind's runs."""
-    seconds = sorted(itertools.chain.from_iterable(engines))
-    return statistics.mean(seconds[: -(-len(seconds) // 10)])
+def mean(rounds: Sequence[Sequence[Run]], of: Callable[[Run], float]) -> list[float]:
+    """`of` each round, as the mean over its engines."""
+    return [statistics.mean(map(of, engines)) for engines in rounds]
 
 
-def _ratios(stock: list[float], run: list[float]) -> str:
-    """The median over the rounds, and the quartiles."""
-    low, middle, high = quartiles([before / after for before, after in zip(stock, run, strict=True)])
-    return f"{middle:.3f} ({low:.3f} to {high:.3f})"
-
-
-def compare(
-    doc: str | None,
-    runs_of: Callable[[list[Any], list[list[int]], dict[str, Any]], Runs],
-    captured: Callable[[Any, list[list[int]]], Iterable[Any]],
-) -> None:
-    """A benchmark of one rank, from its command line to what it prints.
-
-    Args:
-        doc: what it is, for `--help`.
-        runs_of: the rows below stock vLLM's, of midstream's engines, prompts and sampling parameters.
-        captured: every layer of these prompts, at all positions, at the client; tensors.
-    """
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
-    arguments = parser.parse_args()
-    choose_runner(arguments)
-    from vllm import LLM
-
-    from midstream import VLLM
-
-    path, engine = engine_arguments(arguments)
-    prompts, params = load_of(arguments)
-    stock, models = start_engines(arguments, lambda plain: LLM(path, **engine) if plain else VLLM(path, **engine))
-    runs = {**stock_runs(stock, prompts, params), **runs_of(models, prompts, params)}
-    print_table(in_turns(runs, arguments), len(prompts) * params["max_tokens"], arguments)
-    print_captured(models[0], captured, 8 if arguments.cpu else 64, 64 if arguments.cpu else 512)
-    for model in models:
-        model.close()
-    for llm in stock:
-        llm.llm_engine.engine_core.shutdown()
-
-
-def load_of(arguments: argparse.Namespace) -> tuple[list[list[int]], dict[str, Any]]:
-    """The prompts and sampling parameters of one run."""
-    requests, tokens = (32, 32) if arguments.cpu else (64, 128)
-    return prompts_of(requests, 16), {
-        "max_tokens": tokens,
-        "temperature": 0.0,
-        "ignore_eos": True,
-        "detokenize": False,
-    }
-
-
-def prompts_of(count: int, length: int, seed: int = 0) -> list[list[int]]:
-    """Token ids, different from prompt to prompt."""
-    return [[(7 * i + 3 * j + seed) % 1000 + 1 for j in range(length)] for i in range(count)]
-
-
-def print_captured(
-    model: Any, captured: Callable[[Any, list[list[int]]], Iterable[Any]], count: int, length: int
-) -> None:
-    """Seconds and GB/s for every layer's residual stream of `count` prompts x `length` tokens, the best of four times."""
-    best, size = float("inf"), 0
-    for attempt in range(4):
-        prompts = prompts_of(count, length, attempt)
-        start = time.perf_counter()
-        tensors = list(captured(model, prompts))
-        best = min(best, time.perf_counter() - start)
-        size = sum(t.numel() * t.element_size() for t in tensors)
-        assert sum(t.numel() for t in tensors) == count * length * model.num_layers * model.hidden_size
-    print(f"capture of every layer, {count} x {length} tokens: {best:.2f} s, {size / best / 1e9:.2f} GB/s")
-
-
-def quartiles(values: list[float]) -> list[float]:
-    """The lower quartile, the median and the upper quartile."""
-    return statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+def ratio(before: Sequence[float], after: Sequence[float]) -> str:
+    """The median over the rounds of `before / after`, with its 95 % bootstrap interval: rounds are drawn again, with replacement."""
+    ratios = np.array(before) / np.array(after)
+    draws = np.random.default_rng(0).choice(ratios, (RESAMPLES, len(ratios)))
+    low, high = np.percentile(np.median(draws, axis=1), [2.5, 97.5])
+    return f"{np.median(ratios):.3f} ({low:.3f} to {high:.3f})"
 
 
 def describe_machine() -> str:

@@ -1,0 +1,354 @@
+"""The cost of plans and traces against stock vLLM. Both engines are alive in one run and take turns.
+
+    python benchmarks/overhead.py plans --cpu                                    # the bundled model, a small load
+    python benchmarks/overhead.py plans --runner v2 --shape llama-3.1-8b --load mixed
+    python benchmarks/overhead.py traces --runner v2 --load mixed --mode async   # requests arrive while others run
+    python benchmarks/overhead.py plans --pp 2                                   # two GPUs; also --tp 2
+    python benchmarks/overhead.py captures                                       # every layer of long prompts, to the client
+    python benchmarks/overhead.py stages --pp 2                                  # a trace over stages, against one rank
+
+Loads: `equal` has requests of equal length, `short` has short prompts and outputs of 16 to 256 tokens, and `mixed` also has prompts of 32
+to 1,024 tokens (shorter with --cpu). Every run has new prompts, so no run finds its prompts in the prefix cache.
+
+With `--mode async` the requests of each run arrive at the same random times (Poisson), faster than stock vLLM finishes them. A share of
+the requests is traced only there, because a sync engine runs one call at a time.
+
+A ratio is the median over the rounds with its 95 % bootstrap interval; below 1 means slower than stock vLLM. "The others" are the
+requests without an intervention: their times from arrival to end are compared with those of the same requests in stock vLLM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import functools
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from side_by_side import (
+    Measured,
+    Run,
+    Runs,
+    add_arguments,
+    describe_machine,
+    in_turns,
+    mean,
+    ratio,
+    run_async,
+    run_sync,
+    settle,
+    start_engine,
+)
+
+# Requests, and the fewest and most tokens of a prompt and of an output.
+LOADS = {
+    "equal": (64, (16, 16), (128, 128)),
+    "short": (256, (16, 16), (16, 256)),
+    "mixed": (256, (32, 1024), (16, 256)),
+}
+CPU_LOADS = {"equal": (32, (16, 16), (32, 32)), "short": (32, (16, 16), (4, 32)), "mixed": (32, (8, 128), (4, 32))}
+PARAMS = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
+RATE = 1.25  # arrivals for each request that stock vLLM finishes
+ONE_IN = 20  # where a share of the requests is traced
+
+
+class Load:
+    """The requests of a run: the same lengths and arrivals in every run, and new prompts.
+
+    Attributes:
+        params: the sampling parameters of each request; requests with equal ones share a dict.
+        arrivals: seconds from the start to each request. All are zero until `spread`.
+    """
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.count, prompt, output = (CPU_LOADS if arguments.cpu else LOADS)[arguments.load]
+        self._numbers = itertools.count(1)
+        random = np.random.default_rng(0)
+        self._prompts = random.integers(*prompt, self.count, endpoint=True)
+        outputs = random.integers(*output, self.count, endpoint=True).tolist()
+        shared = {tokens: {"max_tokens": tokens, **PARAMS} for tokens in outputs}
+        self.params = [shared[tokens] for tokens in outputs]
+        self.tokens = sum(outputs)
+        self.arrivals = [0.0] * self.count
+
+    def prompts(self) -> list[list[int]]:
+        random = np.random.default_rng(next(self._numbers))
+        return [random.integers(1, 1000, tokens).tolist() for tokens in self._prompts]
+
+    def spread(self, seconds: float) -> None:
+        """Have the requests arrive at random over about this time."""
+        gaps = np.random.default_rng(0).exponential(seconds / self.count, self.count)
+        self.arrivals = (gaps.cumsum() - gaps[0]).tolist()
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kind of run on midstream's engine.
+
+    Attributes:
+        plan: as of `model.generate`.
+        trace: a function, as of `model.run`.
+        one_in: how many requests have the trace; 1 means all.
+    """
+
+    name: str
+    plan: Any = None
+    trace: Callable[..., Any] | None = None
+    one_in: int = 1
+
+    def is_traced(self, number: int) -> bool:
+        return self.trace is not None and number % self.one_in == 0
+
+    def others(self, load: Load) -> list[int]:
+        """The requests without an intervention."""
+        return [i for i in range(load.count) if self.plan is None and not self.is_traced(i)]
+
+
+def plan_rows(model: Any, load: Load) -> list[Row]:
+    import torch
+
+    from midstream import Capture, Steer
+
+    vector = torch.full((model.hidden_size,), 0.01)
+    middle = model.num_layers // 2
+    return [
+        Row("no plan"),
+        Row("every request steered, one layer", [Steer("resid_post", layers=[middle], vector=vector)]),
+        Row("every request steered, all layers", [Steer("resid_post", vector=vector)]),
+        Row(f"{load.count} different plans", different_plans(model.hidden_size, model.num_layers, load.count)),
+        Row("last prompt token captured, all layers", [Capture("resid_post")]),
+        Row("every token captured, one layer", [Capture("resid_post", layers=[middle], positions="all")]),
+    ]
+
+
+def different_plans(hidden_size: int, num_layers: int, requests: int) -> list[Any]:
+    """A plan for each request: steers at three layers, a patch, a clamp, all with vectors of their own."""
+    import torch
+
+    from midstream import Clamp, Patch, Steer
+
+    generator = torch.Generator().manual_seed(0)
+
+    def vector() -> Any:
+        return torch.randn(hidden_size, generator=generator) * 0.01
+
+    return [
+        [
+            *[Steer("resid_post", layers=[(i + k) % num_layers], vector=vector()) for k in (0, 5, 11)],
+            Patch("resid_post", layer=(i + 2) % num_layers, position=3, source=vector(), alpha=0.5),
+            Clamp("resid_post", layers=[(i + 7) % num_layers], direction=vector()),
+        ]
+        for i in range(requests)
+    ]
+
+
+def trace_rows(model: Any, load: Load) -> list[Row]:
+    import torch
+
+    vector = torch.full((model.hidden_size,), 0.01)
+    middle = model.num_layers // 2
+
+    def read(m: Any) -> Any:
+        return m.layers_output[middle]
+
+    def add(m: Any, tracer: Any) -> None:
+        for _ in tracer.iter[:]:
+            m.layers_output[middle] += vector
+
+    def change_mlp(m: Any, tracer: Any) -> None:
+        for _ in tracer.iter[:]:
+            m.mlps_output[middle] += vector
+
+    traces: dict[str, Callable[..., Any]] = {
+        "reads one layer of its prompt": read,
+        "adds a vector in every step": add,
+        "changes an MLP's output in every step (uncompiled)": change_mlp,
+    }
+    rows = [Row("no trace")]
+    for one_in in (ONE_IN, 1) if model.mode == "async" else (1,):
+        traced = f"{-(-load.count // one_in)} of {load.count} traced"
+        rows += [Row(f"{traced}: {name}", None, trace, one_in) for name, trace in traces.items()]
+    return rows
+
+
+# One run of a load.
+
+
+def run_stock(engine: Any, load: Load, loop: asyncio.Runner) -> Run:
+    from vllm import SamplingParams
+
+    prompts: Any = [{"prompt_token_ids": prompt} for prompt in load.prompts()]
+
+    def generate() -> None:
+        shared = {id(params): SamplingParams(**params) for params in {id(p): p for p in load.params}.values()}
+        engine.generate(prompts, [shared[id(params)] for params in load.params], use_tqdm=False)
+
+    async def submit(number: int) -> None:
+        params = SamplingParams(**load.params[number])
+        async for _ in engine.generate(prompts[number], params, f"{number}"):
+            pass
+
+    is_async = not hasattr(engine, "llm_engine")
+    return loop.run(run_async(submit, load.arrivals)) if is_async else run_sync(generate)
+
+
+def run_midstream(model: Any, row: Row, load: Load, loop: asyncio.Runner) -> Run:
+    """As `model.generate` and `model.run` do, but with each request's own number of tokens."""
+    from midstream.client.requests import Invoke, plans_of
+    from midstream.trace.program import FunctionProgram
+
+    prompts = load.prompts()
+
+    def invoke(number: int, plan: Any) -> Invoke:
+        program = FunctionProgram(row.trace) if row.trace is not None and row.is_traced(number) else None
+        return Invoke(prompts[number], program, load.params[number], plan)
+
+    if model.mode == "sync":
+        return run_sync(lambda: model._outputs(list(map(invoke, range(load.count), plans_of(row.plan, load.count)))))
+    plans = plans_of(row.plan, load.count)
+
+    async def submit(number: int) -> None:
+        await model._outputs([invoke(number, plans[number])])
+
+    return loop.run(run_async(submit, load.arrivals))
+
+
+# What the command prints.
+
+
+def compare(arguments: argparse.Namespace, rows_of: Callable[[Any, Load], list[Row]]) -> None:
+    """Stock vLLM and the rows, on one load."""
+    load = Load(arguments)
+    with asyncio.Runner() as loop, ExitStack() as stack:
+        engines: tuple[list[Any], list[Any]] = ([], [])
+        for number in range(arguments.engines):
+            for stock in (True, False) if number % 2 == 0 else (False, True):  # neither kind always starts first
+                engines[not stock].append(start_engine(arguments, stack, stock=stock))
+        stocks, models = engines
+        if arguments.mode == "async":
+            for model in models:
+                loop.run(model.start())
+            alone = [run_stock(stocks[0], load, loop).seconds for _ in range(3)][-1]
+            load.spread(alone / RATE)
+            print(
+                f"stock vLLM takes {alone:.2f} s for all requests at once; they arrive over {load.arrivals[-1]:.2f} s"
+            )
+        rows = [Row("stock vLLM"), *rows_of(models[0], load)]
+        runs: Runs = {rows[0].name: [functools.partial(run_stock, engine, load, loop) for engine in stocks]}
+        for row in rows[1:]:
+            runs[row.name] = [functools.partial(run_midstream, model, row, load, loop) for model in models]
+        print_table(in_turns(runs, arguments), rows, load, arguments)
+
+
+def print_table(measured: Measured, rows: list[Row], load: Load, arguments: argparse.Namespace) -> None:
+    stock = measured[rows[0].name]
+    model = "bundled model" if arguments.cpu else f"{arguments.shape} shape, {arguments.runner}"
+    print(
+        f"\n{describe_machine()}\n{model}{', eager' if arguments.eager else ''}, {arguments.pp} stages x {arguments.tp} ranks, "
+        f"{arguments.engines} engines of each kind; load {arguments.load}, {arguments.mode}: {load.count} requests, "
+        f"{load.tokens:,} generated tokens; {len(stock)} rounds\n"
+    )
+    is_sync = arguments.mode == "sync"
+    print(f"| run | tok/s | of stock | the others, of stock |{' a step | of stock |' if is_sync else ''}")
+    print("|---" * (6 if is_sync else 4) + "|")
+    for row in rows:
+        rounds = measured[row.name]
+        seconds, others = mean(rounds, lambda run: run.seconds), row.others(load)
+        cells = [row.name, f"{load.tokens / statistics.median(seconds):,.0f}"]
+        cells.append(ratio(mean(stock, lambda run: run.seconds), seconds))
+
+        def waited(run: Run, others: list[int] = others) -> float:
+            return sum(run.requests[i] for i in others)
+
+        cells.append(ratio(mean(stock, waited), mean(rounds, waited)) if others else "")
+        if is_sync:
+            steps = mean(rounds, lambda run: run.step or 0)
+            cells += [f"{statistics.median(steps) * 1e3:.3f} ms", ratio(mean(stock, lambda run: run.step or 0), steps)]
+        print(f"| {' | '.join(cells)} |")
+
+
+def long_prompts(count: int, length: int, seed: int) -> list[list[int]]:
+    return np.random.default_rng(seed).integers(1, 1000, (count, length)).tolist()
+
+
+def every_layer(model: Any) -> Any:
+    return [model.layers_output[i] for i in range(model.num_layers)]
+
+
+def captures(arguments: argparse.Namespace) -> None:
+    """Every layer's residual stream at all positions of long prompts, to the client: the best of four times."""
+    from midstream import Capture
+
+    count, length = (8, 64) if arguments.cpu else (64, 512)
+
+    def by_plan(prompts: list[list[int]]) -> Iterator[Any]:
+        plan = [Capture("resid_post", positions="all_prompt")]
+        for output in model.generate(prompts, plan=plan, max_tokens=1, **PARAMS):
+            yield from output.captures.values()
+
+    def by_trace(prompts: list[list[int]]) -> Iterable[Any]:
+        return itertools.chain.from_iterable(model.run(every_layer, prompts, **PARAMS))
+
+    with ExitStack() as stack:
+        model = start_engine(arguments, stack)
+        print(f"\n{describe_machine()}\nevery layer of {count} x {length} tokens")
+        for name, captured in (("a plan", by_plan), ("a trace", by_trace)):
+            best, size = float("inf"), 0
+            for seed in range(4):
+                prompts = long_prompts(count, length, seed)
+                start = time.perf_counter()
+                tensors = list(captured(prompts))
+                best = min(best, time.perf_counter() - start)
+                size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+                assert (
+                    sum(tensor.numel() for tensor in tensors) == count * length * model.num_layers * model.hidden_size
+                )
+            print(f"captured by {name}: {best:.2f} s, {size / best / 1e9:.2f} GB/s")
+
+
+def stages(arguments: argparse.Namespace) -> None:
+    """A trace that saves every layer over several stages, against one rank."""
+    prompts = long_prompts(8, 32, 0)
+    arguments.eager = True
+    with ExitStack() as stack:
+        alone = start_engine(arguments, stack, pipeline_parallel_size=1, tensor_parallel_size=1)
+        model = start_engine(arguments, stack)
+
+        def traced(engine: Any) -> Run:
+            return run_sync(lambda: engine.run(every_layer, prompts, **PARAMS))
+
+        runs: Runs = {"one rank": [lambda: traced(alone)], "several": [lambda: traced(model)]}
+        measured = in_turns(runs, arguments)
+        before, after = (mean(measured[name], lambda run: run.seconds) for name in runs)
+        print(
+            f"\n{describe_machine()}\na trace that saves every layer of 8 x 32 tokens: {ratio(after, before)} x "
+            f"the time on one rank ({statistics.median(after) * 1e3:.1f} ms, {statistics.median(before) * 1e3:.1f} ms)"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["plans", "traces", "captures", "stages"])
+    parser.add_argument("--load", choices=LOADS, default="equal", help="for plans and traces")
+    add_arguments(parser)
+    arguments = parser.parse_args()
+    settle(arguments)
+    if arguments.cpu and arguments.pp > 1 and (arguments.eager or arguments.what == "stages"):
+        parser.error(
+            "stock vLLM's CPU build has pipeline stages only if it compiles: add --no-eager, with plans or traces"
+        )
+    if arguments.what in ("plans", "traces"):
+        return compare(arguments, plan_rows if arguments.what == "plans" else trace_rows)
+    if arguments.mode == "async":
+        parser.error(f"{arguments.what} has no async mode")
+    (captures if arguments.what == "captures" else stages)(arguments)
+
+
+if __name__ == "__main__":
+    main()
