@@ -28,7 +28,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from itertools import repeat
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from side_by_side import (
@@ -45,6 +46,9 @@ from side_by_side import (
     settle,
     start_engine,
 )
+
+if TYPE_CHECKING:
+    from midstream import VLLM
 
 # Requests, and the fewest and most tokens of a prompt and of an output.
 LOADS = {
@@ -198,23 +202,28 @@ def run_stock(engine: Any, load: Load, loop: asyncio.Runner) -> Run:
     return loop.run(run_async(submit, load.arrivals)) if is_async else run_sync(generate)
 
 
-def run_midstream(model: Any, row: Row, load: Load, loop: asyncio.Runner) -> Run:
-    """As `model.generate` and `model.run` do, but with each request's own number of tokens."""
-    from midstream.client.requests import Invoke, plans_of
+def run_midstream(model: VLLM, row: Row, load: Load, loop: asyncio.Runner) -> Run:
+    from midstream.client.requests import Invoke, plans_of, raise_failures
     from midstream.trace.program import FunctionProgram
 
     prompts = load.prompts()
 
-    def invoke(number: int, plan: Any) -> Invoke:
-        program = FunctionProgram(row.trace) if row.trace is not None and row.is_traced(number) else None
-        return Invoke(prompts[number], program, load.params[number], plan)
+    def generate() -> None:
+        """As `model.generate` and `model.run` do, but with each request's own number of tokens."""
+        program = FunctionProgram(row.trace) if row.trace is not None else None
+        plans = plans_of(row.plan, load.count)
+        results: Any = model._run([Invoke(*each) for each in zip(prompts, repeat(program), load.params, plans)])
+        raise_failures(results)
 
     if model.mode == "sync":
-        return run_sync(lambda: model._outputs(list(map(invoke, range(load.count), plans_of(row.plan, load.count)))))
+        return run_sync(generate)
     plans = plans_of(row.plan, load.count)
 
     async def submit(number: int) -> None:
-        await model._outputs([invoke(number, plans[number])])
+        if row.trace is not None and row.is_traced(number):
+            await model.run(row.trace, prompts[number], **load.params[number])
+        else:
+            await model.generate(prompts[number], plan=plans[number], **load.params[number])
 
     return loop.run(run_async(submit, load.arrivals))
 
