@@ -6,7 +6,9 @@ What is expected comes from plain transformers with torch hooks, where there are
 from __future__ import annotations
 
 import collections
+import itertools
 import os
+import statistics
 import threading
 import time
 import warnings
@@ -19,6 +21,7 @@ import torch
 from engines import alive
 from forked import start_ranks
 from oracle import Plain, close, differs
+from timing import least
 
 from midstream import VLLM, Capture, Steer, save
 from midstream.errors import (
@@ -386,10 +389,13 @@ def test_c5_using_every_layer_has_no_stall(pp2: VLLM) -> None:
     def traced(function: Callable[[Any], Any]) -> float:
         return quickest(lambda: pp2.run(function, EIFFEL, **GREEDY))
 
+    def stall() -> float:
+        plainly = quickest(lambda: pp2.generate([EIFFEL], max_tokens=1, **GREEDY))
+        saved, used = traced(save_all), traced(use_all)
+        return max(saved - plainly, used - saved)
+
     traced(use_all)
-    plainly = quickest(lambda: pp2.generate([EIFFEL], max_tokens=1, **GREEDY))
-    saved, used = traced(save_all), traced(use_all)
-    assert saved - plainly < 0.1 and used - saved < 0.1, (plainly, saved, used)
+    assert least(stall, 0.1) < 0.1
 
 
 def test_c6_what_is_fetched_has_its_type_and_shape(pp2: VLLM, plain: Plain) -> None:
@@ -582,7 +588,7 @@ def test_c14_a_trace_that_one_stage_cannot_load_ends_on_all(pp2: VLLM, plain: Pl
 
 
 def test_c10_c11_nothing_grows(pp2: VLLM) -> None:
-    """1,000 requests, and a long generation, that read layers of both stages: the values would be some 100 MB on each, were they kept."""
+    """C10: 500 requests, and long generations, that read layers of both stages. A leak grows in every window, an allocator in some."""
 
     def read(model: Any, tracer: Any) -> Any:
         total = 0.0
@@ -592,19 +598,20 @@ def test_c10_c11_nothing_grows(pp2: VLLM) -> None:
         return total
 
     prompts = [EIFFEL * 6, PARIS * 8] * 8
-    for _ in range(32):  # what the allocators keep
-        pp2.generate(prompts, max_tokens=3, **GREEDY)
-    for _ in range(8):
-        pp2.run(read, prompts, max_tokens=3, **GREEDY)
-    pp2.run(read, [EIFFEL], max_tokens=300, **GREEDY)
-    before = pp2.engine.collective_rpc("process")
+
+    def window() -> list[dict[str, int]]:
+        for _ in range(8):
+            pp2.run(read, prompts, max_tokens=3, **GREEDY)
+        pp2.run(read, [EIFFEL], max_tokens=75, **GREEDY)
+        return pp2.engine.collective_rpc("process")
+
+    window()  # what the allocators keep
     threads = threading.active_count()
-    for _ in range(64):
-        pp2.run(read, prompts, max_tokens=3, **GREEDY)
-    pp2.run(read, [EIFFEL], max_tokens=300, **GREEDY)
-    after = pp2.engine.collective_rpc("process")
-    assert all(now["memory"] < then["memory"] + 60 for then, now in zip(before, after, strict=True)), (before, after)
-    assert [now["threads"] for now in after] == [then["threads"] for then in before]
+    windows = [window() for _ in range(5)]
+    for stage in zip(*windows, strict=True):
+        grown = [now["memory"] - then["memory"] for then, now in itertools.pairwise(stage)]
+        assert statistics.median(grown) < 6, windows  # the values of a window are 12 MB
+        assert stage[0]["threads"] == stage[-1]["threads"], windows
     assert threading.active_count() <= threads + 1
 
 

@@ -102,7 +102,9 @@ engines = pytest.mark.parametrize(
     "run",
     [
         pytest.param((ONE, {}, TP), id="tp2"),
-        pytest.param((TWO, APART, PP), id="pp2-two-nodes"),
+        pytest.param(
+            (TWO, APART, PP), id="pp2-two-nodes", marks=pytest.mark.matrix
+        ),  # the next one has two stages, too
         pytest.param((TWO_OF_TWO, APART, {**PP, **TP}), id="pp2tp2-two-nodes"),
     ],
     indirect=True,

@@ -29,16 +29,20 @@ NOT_APPLICABLE = {
     "test_lifecycle.py::test_memory_is_flat_over_500_requests": _CALIBRATED,
 }
 
-# What CI runs on several ranks: all that traces and plans do on one. Engines that compile, and those of single tests, by `./test --ranks`.
-SUITES = [
-    "tests/models/test_traces.py",
-    "tests/models/test_saves.py",
-    "tests/models/test_errors.py",
-    "tests/models/test_steps.py",
-    "tests/engine/test_prefix_and_chunks.py",
-    "tests/engine/test_async.py",
-    "tests/models/test_plans.py",
-]
+# All that traces and plans do on one rank. Engines that compile, and those of single tests, by `./test --ranks`.
+SUITES = {
+    "steps": [
+        "tests/models/test_traces.py",
+        "tests/models/test_steps.py",
+        "tests/engine/test_prefix_and_chunks.py",
+        "tests/engine/test_async.py",
+    ],
+    "results": [
+        "tests/models/test_saves.py",
+        "tests/models/test_errors.py",
+        "tests/models/test_plans.py",
+    ],
+}
 
 
 def why_not(node: str) -> str | None:
