@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from limits import least
 from servers import Server, serving
-from timing import least
 
 from midstream import Capture, Consumer, Patch, Plan, RecordedRun, Steer
 from midstream.plan.vectors import Named, digest

@@ -46,7 +46,8 @@ class _FromServer(context.ForkServerContext):
 
 @contextlib.contextmanager
 def _contexts(chosen: context.BaseContext) -> Iterator[None]:
-    """Within the block vLLM makes its processes so."""
+    """Within the block vLLM makes its processes so, and none to look at a model's class, which takes ten seconds."""
+    import vllm.model_executor.models.registry as registry
     import vllm.utils.system_utils as system
     import vllm.v1.engine.utils as engines
     import vllm.v1.executor.multiproc_executor as executor
@@ -55,6 +56,7 @@ def _contexts(chosen: context.BaseContext) -> Iterator[None]:
         for place in (system, engines, executor):
             if hasattr(place, "get_mp_context"):
                 stack.enter_context(mock.patch.object(place, "get_mp_context", lambda: chosen))
+        stack.enter_context(mock.patch.object(registry, "_run_in_subprocess", lambda look: look()))
         yield
 
 
@@ -70,13 +72,14 @@ def forked(server: bool = True) -> Iterator[None]:
         return
     _inside = True
     try:
-        with _contexts(_from_server() if server else multiprocessing.get_context("fork")):
+        with _contexts(server_context() if server else multiprocessing.get_context("fork")):
             yield
     finally:
         _inside = False
 
 
-def _from_server() -> context.BaseContext:
+def server_context() -> context.BaseContext:
+    """Makes processes that are forked from the server."""
     forkserver.set_forkserver_preload(IMPORTS)
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path))):
         forkserver.ensure_running()

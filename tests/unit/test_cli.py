@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from timing import cpu_seconds_of_children
+from limits import cpu_seconds_of_children
 
 from midstream import __version__, cli
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 
 import pytest
 import torch
-from timing import least
+from limits import least
 
 from midstream.errors import EngineClosedError, MidstreamError, NeverReachedError, StageFailedError, TraceError
 from midstream.ranks.link import Link

@@ -27,7 +27,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from timing import least
+from limits import least
 
 from midstream.errors import ChannelClosedError, ChannelError, UnsendableError
 from midstream.transport import receiver as receiving

@@ -13,7 +13,7 @@ from pkgutil import resolve_name
 from types import SimpleNamespace
 
 import pytest
-from timing import cpu_seconds_of_children
+from limits import cpu_seconds_of_children
 
 from midstream import cli
 from midstream.engine.doctor import Sources, examine, find_vllm
