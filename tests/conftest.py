@@ -48,7 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: FOLDERS.index(item.path.parent.name))
+    items.sort(key=lambda item: (*FOLDERS, item.path.parent.name).index(item.path.parent.name))
     for item in items:
         if {"engine", "compiled"} & {*getattr(item, "fixturenames", ())}:
             item.add_marker("engine")
