@@ -374,7 +374,7 @@ def test_c12_random_numbers_are_the_same_on_all_ranks(tp2: VLLM) -> None:
 
 
 def test_c10_nothing_grows(tp2: VLLM) -> None:
-    """320 requests that read sharded sites whole: the values would be some 200 MB on each rank, were they kept."""
+    """200 requests that read sharded sites whole."""
 
     def read(model: Any, tracer: Any) -> Any:
         total = 0.0
@@ -384,7 +384,7 @@ def test_c10_nothing_grows(tp2: VLLM) -> None:
         return total
 
     def window() -> list[dict[str, int]]:
-        for _ in range(5):
+        for _ in range(3):
             tp2.run(read, [EIFFEL * 6, PARIS * 8] * 8, max_tokens=2, temperature=0.0, ignore_eos=True)
         return tp2.engine.collective_rpc("process")
 
@@ -392,6 +392,6 @@ def test_c10_nothing_grows(tp2: VLLM) -> None:
     threads = threading.active_count()
     windows = [window() for _ in range(5)]
     for rank in zip(*windows, strict=True):
-        assert least_growth([process["memory"] for process in rank]) < 12, windows  # the values of a window are 50 MB
+        assert least_growth([process["memory"] for process in rank]) < 10, windows  # the values of a window are 30 MB
         assert rank[0]["threads"] == rank[-1]["threads"], windows
     assert threading.active_count() <= threads
