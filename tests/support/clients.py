@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import re
-import runpy
 import shutil
 import signal
 import subprocess
@@ -14,64 +13,29 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import Any
-
-from forked import server_context
 
 SCRIPT = Path(__file__).with_name("lifecycle_script.py")
-
-
-class ForkedScript:
-    """A script in a process that has imported vLLM already, with the methods of `Popen` that tests use."""
-
-    def __init__(self, arguments: list[str], directory: Path, environment: dict[str, str]) -> None:
-        self._process = server_context().Process(target=run_script, args=(arguments, directory, environment))
-        self._process.start()
-        self.pid = self._process.pid
-
-    def poll(self) -> int | None:
-        return self._process.exitcode
-
-    def wait(self, timeout: float | None = None) -> int:
-        self._process.join(timeout)
-        assert self._process.exitcode is not None, f"it runs on after {timeout} seconds"
-        return self._process.exitcode
-
-    def kill(self) -> None:
-        self._process.kill()
-
-
-def run_script(arguments: list[str], directory: Path, environment: dict[str, str]) -> None:
-    os.setsid()
-    for descriptor, name in ((1, "output"), (2, "errors")):
-        os.dup2(os.open(directory / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
-    os.environ.update(environment)
-    resource_tracker._resource_tracker.__init__()  # type: ignore[misc]  # one of its own, that clears up when it is killed
-    sys.argv = arguments
-    runpy.run_path(arguments[0], run_name="__main__")
 
 
 class Client:
     """`lifecycle_script.py` in a session of its own, and all processes that it starts.
 
-    A client of one rank is a program as users have it. One of several ranks is forked, as its engine is.
-    `sizes`: the ranks, and further arguments of the script.
+    `more`: further arguments of the script.
     """
 
-    def __init__(self, mode: str, directory: Path, *sizes: str) -> None:
+    def __init__(self, mode: str, directory: Path, *more: str) -> None:
         self.directory = directory
         self.output = directory / "output"
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "VLLM_RPC_BASE_PATH": str(directory)}
-        arguments = [str(SCRIPT), mode, str(directory), *sizes]
-        if sizes:
-            self.process: Any = ForkedScript(arguments, directory, environment)
-        else:
-            with self.output.open("w") as output, (directory / "errors").open("w") as errors:
-                self.process = subprocess.Popen(
-                    [sys.executable, *arguments], start_new_session=True, stdout=output, stderr=errors, env=environment
-                )
+        with self.output.open("w") as output, (directory / "errors").open("w") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, str(SCRIPT), mode, str(directory), *more],
+                start_new_session=True,
+                stdout=output,
+                stderr=errors,
+                env=environment,
+            )
 
     def wait_for(self, mark: str, seconds: float = 240.0) -> None:
         deadline = time.monotonic() + seconds

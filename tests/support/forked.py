@@ -72,14 +72,13 @@ def forked(server: bool = True) -> Iterator[None]:
         return
     _inside = True
     try:
-        with _contexts(server_context() if server else multiprocessing.get_context("fork")):
+        with _contexts(_from_server() if server else multiprocessing.get_context("fork")):
             yield
     finally:
         _inside = False
 
 
-def server_context() -> context.BaseContext:
-    """Makes processes that are forked from the server."""
+def _from_server() -> context.BaseContext:
     forkserver.set_forkserver_preload(IMPORTS)
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path))):
         forkserver.ensure_running()
