@@ -284,7 +284,7 @@ def test_c9_equal_specials_are_equal() -> None:
 
 
 def made(values: dict[str, Any], steps: int = 1, error: Exception | None = None, **more: Any) -> Outcome:
-    return Outcome(values, Failure.of(error) if error is not None else None, name="r/0", steps=steps, **more)
+    return Outcome(values, failure=Failure.of(error) if error is not None else None, name="r/0", steps=steps, **more)
 
 
 def test_c9_a_step_past_the_end_is_dropped() -> None:

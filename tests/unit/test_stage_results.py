@@ -41,7 +41,7 @@ class Stages:
     ) -> None:
         failure = Failure.of(error) if error is not None else None
         header = {"key": KEY, "request": sample, "final": final, "stage": stage}
-        self.senders[stage].send(header, [Outcome(values, failure, name=f"{sample}/0", steps=steps)])
+        self.senders[stage].send(header, [Outcome(values, failure=failure, name=f"{sample}/0", steps=steps)])
 
     def flush(self, stage: int) -> None:
         """All that this stage sent has come."""

@@ -63,7 +63,7 @@ class BlockContext:
         frame = sys._getframe(1)
         self._block = capture(frame)
         self._frame = frame
-        skip(frame)
+        skip(frame, self._block.target, self)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> bool:
@@ -185,7 +185,7 @@ class Tracer(BlockContext):
         self.outputs = [result.output for result in results]
         mine = [result for invoke, result in zip(self.invokes, results, strict=True) if not invoke.is_elsewhere]
         values = saved_values(outer, self._saved, self.invokes, results)
-        unsaved = [*block.set_of(outer, values), *_names(mine, "unsaved")]
+        unsaved = [*(name for name in outer if name not in block.captured), *_names(mine, "unsaved")]
         push(frame, {**in_place_of(unsaved, values, frame), **values})
         raise_failures(results)
         _warn(place, self._warnings(results, bool(values)))

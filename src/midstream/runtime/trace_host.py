@@ -354,7 +354,7 @@ class TraceHost:
                 stages.link.end(
                     published, f"The trace cannot begin on pipeline stage {stages.index}: {error}", failed=True
                 )
-        self.reports.send(name, request.trace, [Outcome({}, Failure.of(error), name=request.main)])
+        self.reports.send(name, request.trace, [Outcome(failure=Failure.of(error), name=request.main)])
         self.stops.append(name)
 
     def _end(self, name: str, goes_on: bool = False) -> None:

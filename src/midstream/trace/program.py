@@ -7,14 +7,13 @@ import functools
 import inspect
 import io
 import linecache
-import operator
 import pickle
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from types import CodeType, TracebackType
+from types import CodeType
 from typing import Any
 
 import cloudpickle
@@ -34,12 +33,13 @@ _HASHED_BYTES = 1 << 24  # of the largest array that is looked at for changes
 
 @dataclass
 class Found:
-    """What comes back of a trace, by name, and the names of what does not.
+    """What comes back of a trace.
 
     Attributes:
-        left: the caller's containers and tensors that the trace has changed and not saved.
+        values: the saved values by name.
+        left: names of the caller's containers and tensors that the trace has changed and not saved.
         unsaved: names that it has set and not saved.
-        counted: the caller's numbers and texts whose names it has bound anew and not saved.
+        counted: names of the caller's numbers and texts that it has bound anew and not saved.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -77,7 +77,7 @@ class FunctionProgram(Program):
         return Found({RETURNED: map_tensors(returned, lambda _, t: body.save(t))})
 
     def recover(self, error: BaseException, body: Body) -> Found:
-        return Found(body.saves.pick(_locals_of(error.__traceback__, _code_of(self.fn))))
+        return Found(body.saves.pick(locals_at(error, _code_of(self.fn))))
 
 
 def _takes_tracer(fn: Callable[..., Any]) -> bool:
@@ -99,22 +99,6 @@ def _code_of(fn: Any) -> CodeType | None:
     return code
 
 
-def _locals_of(tb: TracebackType | None, code: Any) -> dict[str, Any]:
-    while tb is not None:
-        if tb.tb_frame.f_code is code:
-            return dict(tb.tb_frame.f_locals)
-        tb = tb.tb_next
-    return {}
-
-
-@dataclass
-class _Entry:
-    """The values that a block got from the caller, as they were when it began, by name."""
-
-    states: dict[str, Any] = field(default_factory=dict)
-    attributes: dict[str, Any] = field(default_factory=dict)  # of objects, by `owner.name`
-
-
 @dataclass
 class BlockProgram(Program):
     """A with-block. Those of its variables that were saved come back.
@@ -130,29 +114,28 @@ class BlockProgram(Program):
 
     def run(self, model: Any, shared: dict[str, Any]) -> Found:
         body = current_body()
+        body.entry = {name: _state(value) for name, value in self._outside().items()}, self._attributes()
         for name in self.saved:
             body.save(self.block.captured[name])
-        states = {name: _state(value) for name, value in self._outside().items()}
-        body.entry = entry = _Entry(states, self._attributes())
-        names = self.block.function()(
-            {**self.injected, "__save__": save, "__backward__": backward, "__steps__": steps_of},
-            shared,
-            body.wait_for_sibling,
-        )
+        injected = {**self.injected, "__save__": save, "__backward__": backward, "__steps__": steps_of}
+        names = self.block.function()(injected, shared, body.wait_for_sibling)
         saved = self._saved(body, names)
-        left = [name for name, v in self._outside().items() if name not in saved and _is_changed(entry, name, v)]
+        left = [name for name, v in self._outside().items() if name not in saved and _is_changed(body, name, v)]
         counted = [name for name, v in names.items() if name not in saved and self._goes_on(name, v)]
-        return Found(saved, left, self.block.set_of(names, saved), counted)
+        return Found(saved, left, self._unsaved(names, saved), counted)
 
     def _goes_on(self, name: str, value: Any) -> bool:
         """Whether the block has read a number or text of the caller's and bound its name anew."""
         before = self.block.captured.get(name)
         return isinstance(before, (int, float, complex, str)) and value is not before
 
+    def _unsaved(self, names: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+        return [name for name in names if name not in saved and name not in self.block.captured]
+
     def recover(self, error: BaseException, body: Body) -> Found:
-        names = locals_at(error, self.block)
+        names = locals_at(error, self.block.code)
         saved = self._saved(body, names)
-        return Found(saved, unsaved=self.block.set_of(names, saved))
+        return Found(saved, unsaved=self._unsaved(names, saved))
 
     def snapshot(self, body: Body) -> dict[str, Any]:
         frame = body.frame_of(self.block.code)
@@ -161,14 +144,17 @@ class BlockProgram(Program):
     def _saved(self, body: Body, names: Mapping[str, Any]) -> dict[str, Any]:
         """The saved values among the block's names, the values from outside, and the attributes that it has set on objects from outside.
 
-        A container from outside comes back if it holds a saved value, and one that the block made if all tensors in it were saved.
+        A container from outside comes back if the block has changed it and it holds a saved value, and one that the block made if all
+        tensors in it were saved.
         """
-        outside, entry = self._outside(), body.entry or _Entry()
-        found = {n: v for n, v in names.items() if v is not outside.get(n) and body.saves.has_all_tensors_of(v)}
-        containers = {n: v for n, v in outside.items() if is_container(v)} if body.saves else {}
-        found |= {n: v for n, v in containers.items() if body.saves.has_some_of(v, _is_changed(entry, n, v))}
-        bound = {n: v for n, v in self._attributes().items() if v is not entry.attributes.get(n)}
-        return {**found, **body.saves.pick({**bound, **outside, **names})}
+        outside, saves = self._outside(), body.saves
+        if not saves:
+            return {}
+        made = {n: v for n, v in names.items() if v is not outside.get(n) and saves.has_all_tensors_of(v)}
+        filled = {n: v for n, v in outside.items() if saves.has_some_of(v) and _is_changed(body, n, v)}
+        before = body.entry[1]
+        bound = {n: v for n, v in self._attributes().items() if v is not before.get(n)}
+        return {**made, **filled, **saves.pick({**bound, **outside, **names})}
 
     def _outside(self) -> dict[str, Any]:
         return {name: value for name, value in self.block.outside.items() if name not in self.injected}
@@ -179,24 +165,28 @@ class BlockProgram(Program):
         return {f"{owner}.{name}": value for owner, own in objects.items() for name, value in own.items()}
 
 
-def _is_changed(entry: _Entry, name: str, value: Any) -> bool:
+def _is_changed(body: Body, name: str, value: Any) -> bool:
     """Whether a value of the caller's has been changed since the block began."""
-    now, before = _state(value), entry.states.get(name)
+    before, now = body.entry[0].get(name), _state(value)
     if isinstance(now, list) and isinstance(before, list):
-        return len(now) != len(before) or not all(map(operator.is_, now, before))
+        return len(now) != len(before) or any(a is not b or m != n for (a, m), (b, n) in zip(now, before, strict=True))
     return now is not None and now != before
 
 
-def _state(value: Any) -> list[Any] | int | None:
-    """What shows that a value was changed: the values in a container at any depth, the size of a set, the version of a tensor."""
+def _state(value: Any) -> list[tuple[Any, int]] | int | None:
+    """What shows that a value was changed: a container's values with their versions, a set's size, a tensor's version."""
     kind = type(value)  # isinstance might run the object's own code
     if is_container(value):
-        return list(contents(value))
+        return [(each, _version(each)) for each in contents(value)]
     if issubclass(kind, set):
         return set.__len__(value)
     if issubclass(kind, np.ndarray) and not value.dtype.hasobject and value.nbytes <= _HASHED_BYTES:
         return hash(value.tobytes())
-    return value._version if issubclass(kind, torch.Tensor) and not value.is_inference() else None
+    return _version(value) if issubclass(kind, torch.Tensor) else None
+
+
+def _version(value: Any) -> int:
+    return value._version if issubclass(type(value), torch.Tensor) and not value.is_inference() else 0
 
 
 @dataclass
@@ -215,7 +205,6 @@ class Failure:
     bases: list[str]
     message: str
     frames: list[tuple[str, int, str, str]]
-    midstream: bool
     secondary: bool = False
 
     @classmethod
@@ -229,7 +218,6 @@ class Failure:
             bases=builtin,
             message=text_of(error) + _hint(error),
             frames=[(f.filename, f.lineno or 0, f.name, f.line or "") for f in frames],
-            midstream=own,
             secondary=isinstance(error, StageFailedError),
         )
 
@@ -284,28 +272,22 @@ def _picklable(error: BaseException) -> bool:
 
 
 @dataclass
-class Outcome:
+class Outcome(Found):
     """The result of one request's trace.
 
     Attributes:
-        values: the saved values by name.
         stopped: whether the body called `tracer.stop()`.
         order: counts the outcomes of an engine, so that the last of several is known.
         name: of the body.
         steps: how many steps the body took part in.
-        left, unsaved, counted: names of values that did not come back (see `Found`).
         saved: whether it has saved anything; what it saved may have no name to come back under.
     """
 
-    values: dict[str, Any]
     failure: Failure | None = None
     stopped: bool = False
     order: int = 0
     name: str = ""
     steps: int = 0
-    left: list[str] = field(default_factory=list)
-    unsaved: list[str] = field(default_factory=list)
-    counted: list[str] = field(default_factory=list)
     saved: bool = False
 
 
@@ -322,14 +304,11 @@ def outcome(body: Body, program: Program) -> Outcome:
     found = (body.result or Found()) if error is None else program.recover(error, body)
     failure = Failure.of(body.error) if body.error is not None else None
     return Outcome(
-        found.values,
-        failure,
+        **vars(found),
+        failure=failure,
         stopped=isinstance(error, StopTrace),
         name=body.name,
         steps=body.now + 1,
-        left=found.left,
-        unsaved=found.unsaved,
-        counted=found.counted,
         saved=bool(body.saves),
     )
 
@@ -370,9 +349,10 @@ class _Unpickler(pickle.Unpickler):
 
 def ship(programs: list[list[Program]]) -> bytes:
     """Programs as bytes. Objects that they share stay shared. Raises TraceError, with the name of a value that cannot be sent."""
-    buffer = io.BytesIO()
+    buffer = io.BytesIO(bytes(sys.version_info[:2]))
+    buffer.seek(2)
     try:
-        _Pickler(buffer).dump((sys.version_info[:2], programs))
+        _Pickler(buffer).dump(programs)
     except Exception as error:
         names = [name for each in programs for program in each for name in _unsendable(program)]
         what = f", {names[0]}," if names else ""
@@ -393,15 +373,20 @@ def _unsendable(program: Program) -> Iterator[str]:
 
 
 def unship(data: bytes, resolve: Callable[[Any], Any], device: torch.device | None = None) -> list[list[Program]]:
-    """The programs, with references resolved by `resolve`, and tensors on `device`."""
+    """The programs, with references resolved by `resolve`, and tensors on `device`.
+
+    Raises TraceError if another minor version of Python has sent them: code travels as bytecode.
+    """
+    written, here = tuple(data[:2]), tuple(sys.version_info[:2])
+    if written != here:
+        raise TraceError(
+            f"The trace was compiled by Python {written[0]}.{written[1]} and this process runs {here[0]}.{here[1]}. "
+            "Code travels as bytecode: run the client and the engine on the same minor version of Python."
+        )
     token = _DEVICE.set(device)
     try:
         with torch.inference_mode(False):
-            version, programs = _Unpickler(data, resolve).load()
+            programs: list[list[Program]] = _Unpickler(data[2:], resolve).load()
     finally:
         _DEVICE.reset(token)
-    if tuple(version) != sys.version_info[:2]:
-        raise TraceError(
-            f"The trace was written on Python {version}, the engine runs {sys.version_info[:2]}; use the same on both."
-        )
     return programs

@@ -26,7 +26,6 @@ from midstream.trace.remote import BINARY, COMPARISONS, UNARY
 from midstream.trace.tree import Opaque
 
 CONTAINERS = (list, dict, deque)
-_COMMON = (bool, int, str, bytes, type(None))  # equal values of these may be one object wherever they come from
 _PICKLING = ("__reduce__", "__reduce_ex__", "__getstate__")
 _LOOKED_AT = 10_000  # values in a container
 _MOST = 1000  # functions and objects to look into
@@ -60,17 +59,19 @@ class Saves:
         """What comes back for those of the named values that were saved."""
         return {name: self.kept(value) for name, value in names.items() if id(value) in self._by_id}
 
-    def has_some_of(self, container: Any, is_changed: bool) -> bool:
-        """Whether a container has a saved value in it, at any depth. Numbers and texts count if the container `is_changed`."""
-        uncounted = () if is_changed else _COMMON
-        return bool(self) and any(id(v) in self._by_id and type(v) not in uncounted for v in contents(container))
+    def has_some_of(self, container: Any) -> bool:
+        """Whether a container has a saved value in it, at any depth."""
+        return bool(self) and any(id(value) in self._by_id for value in contents(container))
 
     def has_all_tensors_of(self, container: Any) -> bool:
         """Whether a container has a saved value in it, and no tensor that was not saved."""
-        every = [value for value in contents(container) if type(value) not in _COMMON] if self else []
-        tensors = [value for value in every if isinstance(value, torch.Tensor)]
+        every = list(contents(container)) if self else []
         saved = [value for value in every if id(value) in self._by_id and self.kept(value) is value]
-        return bool(saved) and len(tensors) == sum(isinstance(value, torch.Tensor) for value in saved)
+        return bool(saved) and sum(map(_is_tensor, saved)) == sum(map(_is_tensor, every))
+
+
+def _is_tensor(value: Any) -> bool:
+    return issubclass(type(value), torch.Tensor)
 
 
 # The caller's containers and objects.
@@ -127,8 +128,13 @@ def contents(container: Any) -> Iterator[Any]:
 
 def attributes_of(value: Any) -> dict[str, Any] | None:
     """The attributes of an instance of a class that the caller wrote; None for anything else. None of the object's code runs."""
-    kind = type(value)
-    return _dict_of(value) if kind is SimpleNamespace or _is_callers(kind) else None
+    if type(value) is not SimpleNamespace and not _is_callers(type(value)):
+        return None
+    try:
+        found = object.__getattribute__(value, "__dict__")
+    except Exception:
+        return None
+    return found if type(found) is dict else None
 
 
 def _is_callers(kind: type) -> bool:
@@ -142,19 +148,11 @@ def _is_callers(kind: type) -> bool:
     return module == "__main__" or not installed
 
 
-def _dict_of(value: Any) -> dict[str, Any] | None:
-    try:
-        found = object.__getattribute__(value, "__dict__")
-    except Exception:
-        return None
-    return found if type(found) is dict else None
-
-
 def _used_by(value: Any) -> Iterator[tuple[str, Any]]:
-    if type(value) is FunctionType:
-        yield from () if _is_imported(value) else _variables(value)
-    elif (own := attributes_of(value)) is not None:
-        yield from list(own.items())
+    if type(value) is not FunctionType:
+        yield from list((attributes_of(value) or {}).items())
+    elif not _is_imported(value):
+        yield from variables_of(value)
 
 
 def _is_imported(function: FunctionType) -> bool:
@@ -165,16 +163,15 @@ def _is_imported(function: FunctionType) -> bool:
     return here is function and function.__module__ != "__main__"
 
 
-def _variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """The names that it uses from outside, with their values."""
+def variables_of(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """The names that a function uses from outside, with their values."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             yield name, cell.cell_contents
         except ValueError:  # it has no value yet
             continue
-    for name in function.__code__.co_names:
-        if name in function.__globals__:
-            yield name, function.__globals__[name]
+    names = function.__globals__
+    yield from ((name, names[name]) for name in function.__code__.co_names if name in names)
 
 
 # Placeholders.
