@@ -53,11 +53,6 @@ def is_in_body() -> bool:
     return CURRENT.get(None) is not None
 
 
-def _may_be_interrupted() -> bool:
-    """Whether a KeyboardInterrupt in a body means Ctrl-C. Engine processes ignore that signal, so there the body raised it itself."""
-    return signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
-
-
 class StopTrace(BaseException):
     """Unwinds a body after `tracer.stop()`. Not an Exception, so that a user's `except Exception` does not catch it."""
 
@@ -113,7 +108,7 @@ class Body:
         self._copied: list[tuple[torch.Tensor, int, torch.Tensor]] = []  # saved copies of those: copy, version, value
         self._run = run
         self._around = Modes.now()  # torch's modes where the forward gave control
-        self._greenlet = greenlet(lambda _=None: at_stack_end(self._main))
+        self._greenlet = greenlet(lambda _=None: self._begin())
         self._resumer: greenlet | None = None  # the forward's
 
     @property
@@ -135,6 +130,19 @@ class Body:
         while frame is not None and frame.f_code is not code:
             frame = frame.f_back
         return frame
+
+    def _begin(self) -> None:
+        raised: list[BaseException] = []
+
+        def caught() -> None:
+            try:
+                self._main()
+            except BaseException as error:  # ctypes would print it and go on
+                raised.append(error)
+
+        _at_stack_end(caught)
+        if raised:
+            raise raised.pop()
 
     def _main(self) -> None:
         CURRENT.set(self)
@@ -171,19 +179,21 @@ class Body:
             self._give_control(self._greenlet.throw, error)
         else:
             self._give_control(self._greenlet.switch, visit)
-        if isinstance(self.failure, KeyboardInterrupt) and not self.interrupted and _may_be_interrupted():
+        if isinstance(self.failure, KeyboardInterrupt) and not self.interrupted:
             self.interrupted = True
-            raise self.failure
+            # Ctrl-C. Engine processes ignore that signal, so there the body has raised the exception itself.
+            if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+                raise self.failure
 
     def _give_control(self, switch: Callable[[Any], Any], with_what: Any) -> None:
         modes = Modes.now()
         if self.started and modes.inference != self._around.inference:  # outside of the forward that it was parked in
-            with self._around.again():
+            with _in_modes(self._around):
                 return self._give_control(switch, with_what)
         self._resumer, self._around = getcurrent(), modes
         with self.random:
             switch(with_what)
-        modes.put_back()
+        modes.put()
 
     def fail(self, error: Exception) -> None:
         """End with `error`, even if the body's code catches it."""
@@ -213,20 +223,15 @@ class Body:
         assert self._resumer is not None
         self.parked = parked
         self.forward.peers.note(self.name, f"{point_name(parked[0])} of step {parked[1]}")
-        away = Away(self._around)
-        try:
+        with _in_modes(self._around):
             return self._resumer.switch()
-        finally:
-            away.back()
 
     def _leave(self) -> None:
         visit, self.visit = self.visit, None
         if visit is not None:
             visit.leave()
         for kept, version, value in self._copied:
-            if (
-                kept._version != version
-            ):  # it was edited: the edit takes effect on the value's stage, and the save stays as it was
+            if kept._version != version:  # the edit takes effect on the value's stage, and the save stays as it was
                 self.saves.put(value, value)
                 self.saves.put(kept, value)
         self._copied.clear()
@@ -396,15 +401,10 @@ class Body:
         return kept
 
 
+# What a body must not share with the forward, although both run on one thread: torch's modes, random numbers, and the C stack.
+
 # Do not ask here whether the machine has CUDA: a process that has asked cannot be forked any more, and vLLM forks its engine.
 _KINDS = ("cpu", "cuda")
-
-
-def _autocast() -> tuple[tuple[bool, torch.dtype], ...]:
-    return tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _KINDS)
-
-
-_NO_AUTOCAST = _autocast()  # the state at import
 
 
 class Modes(NamedTuple):
@@ -412,17 +412,18 @@ class Modes(NamedTuple):
 
     grad: bool
     inference: bool
-    autocast: tuple[tuple[bool, torch.dtype], ...]
+    autocast: tuple[tuple[bool, torch.dtype], ...] | None  # None if it is off everywhere, as nearly always
     functions: int
     dispatches: int
 
     @classmethod
     def now(cls) -> Modes:
         """Those in force."""
+        on = torch._C._is_any_autocast_enabled()
         return cls(
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
-            _autocast() if torch._C._is_any_autocast_enabled() else _NO_AUTOCAST,
+            tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _KINDS) if on else None,
             torch._C._len_torch_function_stack(),
             torch._C._len_torch_dispatch_stack(),
         )
@@ -430,61 +431,37 @@ class Modes(NamedTuple):
     def put(self) -> None:
         """Restore gradients and autocast."""
         torch.set_grad_enabled(self.grad)
-        for kind, (on, dtype) in zip(_KINDS, self.autocast, strict=True):
-            torch.set_autocast_enabled(kind, on)
-            torch.set_autocast_dtype(kind, dtype)
+        if self.autocast is not None:
+            for kind, (on, dtype) in zip(_KINDS, self.autocast, strict=True):
+                torch.set_autocast_enabled(kind, on)
+                torch.set_autocast_dtype(kind, dtype)
+        elif torch._C._is_any_autocast_enabled():
+            for kind in _KINDS:
+                torch.set_autocast_enabled(kind, False)
 
-    def put_back(self) -> None:
-        """The same after other code had control, faster if no autocast is involved."""
-        if self.autocast is _NO_AUTOCAST and not torch._C._is_any_autocast_enabled():  # nearly always
-            torch.set_grad_enabled(self.grad)
-        else:
-            self.put()
 
-    @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """Restore gradients, inference mode and autocast within the block."""
-        before = Modes.now()
-        with torch.inference_mode(self.inference):
-            self.put()
-            try:
+@contextlib.contextmanager
+def _in_modes(modes: Modes) -> Iterator[None]:
+    """Leave within the block all modes that were entered since `modes` were in force: a body that waits inside of
+    `with torch.autocast(...)` must not leave the forward in that mode."""
+    own = Modes.now()
+    try:
+        if own == modes:  # nearly always; this runs at every read
+            yield
+            return
+        functions = [pop_function_mode() for _ in range(own.functions - modes.functions)]
+        dispatches = [pop_dispatch_mode() for _ in range(own.dispatches - modes.dispatches)]
+        try:
+            with torch.inference_mode(modes.inference):
+                modes.put()
                 yield
-            finally:
-                before.put()
-
-
-class Away:
-    """Leaves all modes that were entered since `base`, until `back` enters them again.
-
-    Args:
-        base: the modes in force when this code was given control.
-    """
-
-    def __init__(self, base: Modes) -> None:
-        self._own = own = Modes.now()
-        self._guard: Any = None
-        self._functions: list[Any] = []
-        self._dispatches: list[Any] = []
-        self._differs = own != base
-        if not self._differs:  # nearly always; this runs at every read
-            return
-        self._functions = [pop_function_mode() for _ in range(own.functions - base.functions)]
-        self._dispatches = [pop_dispatch_mode() for _ in range(own.dispatches - base.dispatches)]
-        if own.inference != base.inference:
-            self._guard = torch._C._InferenceMode(base.inference)
-        base.put()
-
-    def back(self) -> None:
-        """Enter the modes again. To be called when `base` is in force."""
-        if not self._differs:
-            torch.set_grad_enabled(self._own.grad)
-            return
-        self._guard = None  # restores inference mode
-        self._own.put()
-        for mode in reversed(self._dispatches):
-            push_dispatch_mode(mode)
-        for mode in reversed(self._functions):
-            push_function_mode(mode)
+        finally:
+            for mode in reversed(dispatches):
+                push_dispatch_mode(mode)
+            for mode in reversed(functions):
+                push_function_mode(mode)
+    finally:
+        own.put()
 
 
 class Randomness:
@@ -498,78 +475,49 @@ class Randomness:
     """
 
     def __init__(self, seed_text: str, device: torch.device) -> None:
-        generators = [torch.default_generator]
+        self._generators = [torch.default_generator]
         if device.type == "cuda":
-            generators.append(torch.cuda.default_generators[device.index or 0])
+            self._generators.append(torch.cuda.default_generators[device.index or 0])
         seed = zlib.crc32(seed_text.encode())
-        self._generators = generators
-        self._own = [torch.Generator(g.device).manual_seed(seed).get_state() for g in generators]
+        self._own = [torch.Generator(g.device).manual_seed(seed).get_state() for g in self._generators]
         self._others: list[torch.Tensor] = []
 
     def __enter__(self) -> None:
-        self._others = [generator.get_state() for generator in self._generators]
-        self._put(self._own)
+        self._others = self._swapped(self._own)
 
     def __exit__(self, *_: object) -> None:
-        self._own = [generator.get_state() for generator in self._generators]
-        self._put(self._others)
+        self._own = self._swapped(self._others)
 
-    def _put(self, states: list[torch.Tensor]) -> None:
+    def _swapped(self, states: list[torch.Tensor]) -> list[torch.Tensor]:
+        before = [generator.get_state() for generator in self._generators]
         for generator, state in zip(self._generators, states, strict=True):
             generator.set_state(state)
+        return before
 
 
-# at_stack_end
-#
-# A body's frames lie on the forward's C stack, below those from which it was started. When the body is resumed from elsewhere, other frames
-# have taken the place of these, so the return address of its outermost frame is garbage. Nothing returns there. But torch takes a backtrace
-# whenever it makes a C++ exception, for example for an index out of range, and libgcc's unwinder reads the code at each return address that
-# belongs to no known function. That has killed the process, with an `IndexError` after a read of the logits.
-#
-# The unwinder stops at a function without an unwind table. So a body runs inside of one, which only calls another function.
+def _stack_end() -> Callable[[Callable[[], None]], None]:
+    """f(run), which calls `run` from a function without an unwind table, where a C++ backtrace ends.
 
-_CODE = {
-    # push rbp; mov rbp, rsp; mov rax, rdi; mov rdi, rsi; call rax; pop rbp; ret
-    "x86_64": bytes.fromhex("55 4889e5 4889f8 4889f7 ffd0 5d c3"),
-}
+    A body's frames lie on the forward's C stack, below those from which it was started. When the body is resumed from elsewhere, other
+    frames have taken the place of these, so the return address of its outermost frame is garbage. Nothing returns there. But torch takes a
+    backtrace whenever it makes a C++ exception, for example for an index out of range, and libgcc's unwinder reads the code at each return
+    address that belongs to no known function. That has killed processes: by an `IndexError` after a read of the logits.
 
-
-def _make() -> Callable[[Callable[[], None]], None] | None:
-    """f(run), which calls `run`; None if there is no code for this processor, or the system forbids making code."""
-    code = _CODE.get(platform.machine())
-    if code is None:
-        return None
+    No library has such a function, so this makes one.
+    """
+    if platform.machine() != "x86_64":
+        return lambda run: run()
     try:
-        prototype = ctypes.PYFUNCTYPE(None, ctypes.py_object)
-        enter = prototype(lambda run: run())
-        page = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        page.write(code)
-        address = ctypes.addressof(ctypes.c_char.from_buffer(page))
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.mprotect(ctypes.c_void_p(address), mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_EXEC):
-            return None
-    except (OSError, MemoryError):
-        return None
-    call = ctypes.PYFUNCTYPE(None, prototype, ctypes.py_object)(address)
+        page = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+    except OSError:  # the system forbids making code
+        return lambda run: run()
+    # push rbp; mov rbp, rsp; mov rax, rdi; mov rdi, rsi; call rax; pop rbp; ret
+    page.write(bytes.fromhex("55 4889e5 4889f8 4889f7 ffd0 5d c3"))
+    prototype = ctypes.PYFUNCTYPE(None, ctypes.py_object)
+    enter = prototype(lambda run: run())
+    call = ctypes.PYFUNCTYPE(None, prototype, ctypes.py_object)(ctypes.addressof(ctypes.c_char.from_buffer(page)))
     call.page = page  # type: ignore[attr-defined]
     return lambda run: call(enter, run)
 
 
-_call = _make()
-
-
-def at_stack_end(run: Callable[[], None]) -> None:
-    """Call `run` such that a backtrace taken inside ends there."""
-    if _call is None:
-        return run()
-    raised: list[BaseException] = []
-
-    def caught() -> None:
-        try:
-            run()
-        except BaseException as error:  # ctypes would print it and go on
-            raised.append(error)
-
-    _call(caught)
-    if raised:
-        raise raised.pop()
+_at_stack_end = _stack_end()
