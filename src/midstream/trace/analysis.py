@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from midstream.trace.program import BlockProgram, FunctionProgram, Program
+from midstream.trace.saves import variables_of
 
 _MODEL = frozenset(
     {"layers_output", "resid_post", "logits", "samples", "next_token_probs", "steer", "project_on_vocab"}
@@ -22,17 +23,7 @@ _MODEL = frozenset(
 )
 _TRACER = frozenset({"iter", "all", "next", "stop", "result"})
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, torch.Tensor, torch.dtype, torch.device, torch.Size)
-_KNOWN_CODE = (
-    "torch",
-    "numpy",
-    "math",
-    "operator",
-    "itertools",
-    "functools",
-    "collections",
-    "builtins",
-    "midstream.trace.tracer",
-)
+_KNOWN_CODE = (*"torch numpy math operator itertools functools collections builtins".split(), "midstream.trace.tracer")
 
 
 def keeps_to_graph_sites(program: Program) -> bool:
@@ -55,10 +46,8 @@ def _function(fn: Any) -> bool:
         return False
     names = list(inspect.signature(fn).parameters)
     uses: dict[str, frozenset[str]] = dict(zip(names, (_MODEL, _TRACER), strict=False))
-    values = dict(inspect.getclosurevars(fn).nonlocals) | dict(inspect.getclosurevars(fn).globals)
-    for name, value in values.items():
-        if _is_model(value):
-            uses[name] = _MODEL
+    values = dict(variables_of(fn))
+    uses |= {name: _MODEL for name, value in values.items() if _is_model(value)}
     others = [value for name, value in values.items() if name not in uses]
     return all(map(_harmless, [*others, *(fn.__defaults__ or ())])) and _uses_only(fn.__code__, uses)
 

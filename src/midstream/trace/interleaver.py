@@ -338,8 +338,8 @@ class Interleaver(Forward):
 
 def _dense_span(rows: list[Rows]) -> Span | None:
     """The rows from the first traced one to the last, if at least half of them are traced: then they are worth reading together."""
-    if len(rows) < 2 or not all(isinstance(part, FlatRows) for part in rows):
-        return None
     flat = [part for part in rows if isinstance(part, FlatRows)]
+    if len(flat) < 2:
+        return None
     first, last = min(part.start for part in flat), max(part.stop for part in flat)
     return (first, last) if last - first <= 2 * sum(part.count for part in flat) else None

@@ -288,26 +288,11 @@ class RemoteValue(Opaque):
     def __len__(self) -> int:
         return self._place.width if self._place.width is not None else len(self._use())
 
-    def __bool__(self) -> bool:
-        return bool(self._use())
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._use()(*real(args), **real(kwargs))
 
     def __contains__(self, item: Any) -> bool:
         return real(item) in self._use()
-
-    def __int__(self) -> int:
-        return int(self._use())
-
-    def __float__(self) -> float:
-        return float(self._use())
-
-    def __complex__(self) -> complex:
-        return complex(self._use())
-
-    def __index__(self) -> int:
-        return operator.index(self._use())
 
     def __round__(self, digits: int = 0) -> Any:
         return round(self._use(), digits)
@@ -342,38 +327,33 @@ def _method(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callabl
     return lambda value: getattr(value, name)(*real(args), **real(kwargs))
 
 
-# Names of Python's operators, without underscores.
+# Operators: names of special methods, without underscores.
 BINARY = tuple("add sub mul truediv floordiv mod pow matmul lshift rshift and or xor".split())
 UNARY = ("neg", "pos", "abs", "invert")
 COMPARISONS = ("lt", "le", "gt", "ge", "ne", "eq")
 
 
-def _define_operators() -> None:
-    """Arithmetic and comparison use the value. In-place operators are edits."""
-
-    def plain(name: str) -> Callable[..., Any]:
-        function = getattr(operator, name)
-        return lambda self, *others: function(self._use(), *(real(other) for other in others))
-
-    def reflected(name: str) -> Callable[..., Any]:
-        function = getattr(operator, name)
-        return lambda self, other: function(real(other), self._use())
-
-    def in_place(name: str) -> Callable[..., Any]:
-        function = getattr(operator, name)
-
-        def change(self: RemoteValue, other: Any) -> RemoteValue:
-            other = _kept(other)
-            return self._change(lambda value: function(value, real(other)))
-
-        return change
-
-    for name in BINARY:
-        setattr(RemoteValue, f"__{name}__", plain(f"__{name}__"))
-        setattr(RemoteValue, f"__r{name}__", reflected(f"__{name}__"))
-        setattr(RemoteValue, f"__i{name}__", in_place(f"__i{name}__"))
-    for name in (*UNARY, *COMPARISONS):
-        setattr(RemoteValue, f"__{name}__", plain(f"__{name}__"))
+def _by_use(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, *others: function(self._use(), *map(real, others))
 
 
-_define_operators()
+def _reflected(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, other: function(real(other), self._use())
+
+
+def _in_place(function: Callable[..., Any]) -> Callable[..., Any]:
+    def change(self: RemoteValue, other: Any) -> RemoteValue:
+        other = _kept(other)
+        return self._change(lambda value: function(value, real(other)))
+
+    return change
+
+
+for _name in BINARY:
+    setattr(RemoteValue, f"__{_name}__", _by_use(getattr(operator, f"__{_name}__")))
+    setattr(RemoteValue, f"__r{_name}__", _reflected(getattr(operator, f"__{_name}__")))
+    setattr(RemoteValue, f"__i{_name}__", _in_place(getattr(operator, f"__i{_name}__")))
+for _name in (*UNARY, *COMPARISONS, "index"):
+    setattr(RemoteValue, f"__{_name}__", _by_use(getattr(operator, f"__{_name}__")))
+for _function in (bool, int, float, complex):
+    setattr(RemoteValue, f"__{_function.__name__}__", _by_use(_function))

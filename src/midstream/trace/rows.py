@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -19,36 +19,6 @@ Span = tuple[int, int]  # rows [first, last) of the flat batch
 Written = Callable[
     [Key, Binding, int, torch.Tensor], None
 ]  # takes the point, the site, the first position and the value
-
-
-class Rows(Protocol):
-    """One request's part of a step's batch."""
-
-    @property
-    def aliases(self) -> bool:
-        """Whether `take` returns views, so that edits in place reach the batch by themselves."""
-        ...
-
-    @property
-    def count(self) -> int:
-        """Tokens of this request in this step."""
-        ...
-
-    def take(self, full: torch.Tensor) -> torch.Tensor:
-        """This request's part of a tensor that a module takes or returns, in that tensor's layout."""
-        ...
-
-    def put(self, full: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """`full` with this request's part replaced."""
-        ...
-
-    def take_tokens(self, full: torch.Tensor) -> torch.Tensor:
-        """This request's tokens as a view, `[t, ...]`."""
-        ...
-
-    def put_tokens(self, full: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """`full` with this request's tokens replaced by `value`, `[t, ...]`."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -63,10 +33,11 @@ class FlatRows:
     stop: int
     total: int
     first_position: int = 0
-    aliases = False
+    aliases = False  # whether `take` returns views, so that edits in place reach the batch by themselves
 
     @property
     def count(self) -> int:
+        """Tokens of this request in this step."""
         return self.stop - self.start
 
     def axis(self, full: torch.Tensor) -> int | None:
@@ -81,25 +52,29 @@ class FlatRows:
         return None if axis is None else full.narrow(axis, self.start, self.count)
 
     def take(self, full: torch.Tensor) -> torch.Tensor:
+        """This request's part of a tensor that a module takes or returns, in that tensor's layout."""
         part = self.slice(full)
         return private(full if part is None else part)
 
     def put(self, full: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """`full` with this request's part replaced."""
         part = self.slice(full)
         (full if part is None else part).copy_(value)
         return full
 
     def take_tokens(self, full: torch.Tensor) -> torch.Tensor:
+        """This request's tokens as a view, `[t, ...]`."""
         return (full[0] if full.ndim == 3 else full)[self.start : self.stop]
 
     def put_tokens(self, full: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """`full` with this request's tokens replaced by `value`, `[t, ...]`."""
         (full[0] if full.ndim == 3 else full)[self.start : self.stop].copy_(value)
         return full
 
 
 @dataclass(frozen=True)
 class BatchRows:
-    """Row `index` of a left-padded batch `[B, S, ...]` of transformers, without its first `pad` columns.
+    """Row `index` of a left-padded batch `[B, S, ...]` of transformers, without its first `pad` columns. Methods are as of `FlatRows`.
 
     `take` returns views that stay in the autograd graph.
     """
@@ -142,6 +117,9 @@ class BatchRows:
         full = full.clone()
         self._grid(full)[self.index, self.pad :] = value.to(full.dtype)
         return full
+
+
+Rows = FlatRows | BatchRows  # one request's part of a step's batch
 
 
 def private(part: torch.Tensor) -> torch.Tensor:
