@@ -297,7 +297,7 @@ def skip(frame: FrameType, target: str | None, value: Any) -> None:
         if type(previous).__name__ != "CTracer":
             sys.settrace(previous)
             return
-        # Coverage's C tracer counts calls and returns. It has to be told of calls whose returns it will see; then it installs itself again.
+        # Coverage's C tracer counts calls and returns. Report the calls whose returns it will see; it then installs itself again.
         callee, entered = sys._getframe(0), list[FrameType]()
         while callee is not frame and callee.f_back is not None:
             entered.append(callee)
@@ -307,7 +307,7 @@ def skip(frame: FrameType, target: str | None, value: Any) -> None:
 
     frame.f_trace_opcodes = True
     frame.f_trace = watch
-    sys.settrace(lambda *_: None)  # what is called in between is not traced
+    sys.settrace(lambda *_: None)  # functions called in between are not traced
 
 
 @functools.lru_cache(maxsize=1024)

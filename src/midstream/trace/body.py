@@ -76,8 +76,8 @@ class Body:
         linked: an object shared by bodies that may use each other's variables, and so run one after another at every point; or None.
         settled: whether it waits with another body for a value that was there already.
         random: a context manager around its code.
-        saves: what it has saved.
-        entry: what its program noted at the start.
+        saves: the values it has saved.
+        entry: the caller's values when its code began, as its program notes them.
     """
 
     forward: Forward
@@ -103,7 +103,7 @@ class Body:
         self.settled = False
         self.random: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self._asked: Key | None = None  # the last point that it asked for in its step
-        self._reached = -1  # the moment of that point in the forward, on whichever stage
+        self._reached = -1  # the moment of that point in the forward, on any stage
         self._fetched: set[int | None] = set()  # the memory of values of other stages that came from that point
         self._copied: list[tuple[torch.Tensor, int, torch.Tensor]] = []  # saved copies of those: copy, version, value
         self._run = run
@@ -162,7 +162,7 @@ class Body:
 
     @property
     def error(self) -> BaseException | None:
-        """What its code raised, other than `tracer.stop()`."""
+        """The exception that its code raised, other than by `tracer.stop()`."""
         return None if isinstance(self.failure, StopTrace) else self.failure
 
     def _fall_silent(self) -> None:
@@ -201,7 +201,7 @@ class Body:
             self.resume(error=error)
         self.discard()
         self.parked = None
-        if not isinstance(self.failure, type(error)):  # the traceback leads to what the body had saved
+        if not isinstance(self.failure, type(error)):  # the traceback leads to the body's variables
             own = self.failure
             self.failure = error if own is None else error.with_traceback(own.__traceback__)
         self._fall_silent()
@@ -238,7 +238,7 @@ class Body:
         self._fetched.clear()
 
     def read(self, key: Key, view: Callable[[Visit], Any], width: int | None = None) -> Any:
-        """What `view` returns for the visit to `key`, or a RemoteValue if another stage has that point.
+        """The result of `view` for the visit to `key`, or a RemoteValue if another stage has that point.
 
         `width`: length of the tuple that it is, if that is known.
         """
@@ -326,7 +326,8 @@ class Body:
 
     def _out_of_order(self, key: Key, after: str, called: bool = False) -> OutOfOrderError:
         hint = (
-            " What a module of a later pipeline stage gives can be saved at once, but used only when the forward has come to that stage."
+            " A value that a module of a later pipeline stage computes can be saved at once. It can be used after the forward reaches that "
+            "stage."
             if called
             else ""
         )
@@ -390,7 +391,7 @@ class Body:
         kept = private(value)
 
         def written() -> None:
-            """The trace has edited the copy: edit the activation in the same way. What comes back stays as it was at the save."""
+            """The trace has edited the copy: edit the activation in the same way. The saved value stays as it was."""
             if self.saves.kept(kept) is kept:  # the first time
                 was = value.clone()
                 self.saves.put(value, was)
@@ -401,7 +402,7 @@ class Body:
         return kept
 
 
-# What a body must not share with the forward, although both run on one thread: torch's modes, random numbers, and the C stack.
+# A body runs on the forward's thread, but must not share torch's modes, random numbers and the C stack with it.
 
 # Do not ask here whether the machine has CUDA: a process that has asked cannot be forked any more, and vLLM forks its engine.
 _KINDS = ("cpu", "cuda")
@@ -467,7 +468,7 @@ def _in_modes(modes: Modes) -> Iterator[None]:
 class Randomness:
     """A body's own state of torch's default generators, in force within `with`.
 
-    Neither the engine's sampler nor another body notices what the body draws or seeds, and it draws the same on every rank.
+    A body that draws numbers or sets a seed does not affect the engine's sampler or other bodies. It draws the same on every rank.
 
     Args:
         seed_text: the body's name, the same on every rank.

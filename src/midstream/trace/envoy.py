@@ -49,7 +49,7 @@ class CallPoints:
 
     @property
     def output(self) -> Any:
-        """What the call returns, with this request's rows only."""
+        """The call's return value, with this request's rows only."""
         return read_point((*self._key, "output"))
 
     @output.setter
@@ -129,7 +129,7 @@ class Envoy(CallPoints):
         return Source(self._forward, self._path)
 
     def skip(self, value: Any) -> None:
-        """Have the module return `value`. What its submodules compute is then meaningless.
+        """Have the module return `value`. The values of its submodules are then meaningless.
 
         To be called before the module runs in this step.
         """

@@ -97,7 +97,7 @@ class Forward:
         """Whether `value` shares memory with an activation of this step."""
         return memory_of(value) in self.live_storages
 
-    # What bodies ask of it.
+    # Called by bodies.
 
     def watch(self, body: str, key: Key, watcher: Watcher) -> None:
         """Call `watcher` with every later visit of the body's request to `key`, after all edits there."""

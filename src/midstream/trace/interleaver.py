@@ -50,7 +50,7 @@ class Interleaver(Forward):
         self.bodies[body.name] = body
 
     def finish(self, name: str, error: MidstreamError | None = None) -> Body | None:
-        """The request has ended: let its body run to its end. What it still waits for raises `error`, or NeverReachedError."""
+        """The request has ended: let its body run to its end. Where it still waits, `error` or NeverReachedError is raised."""
         body = self.bodies.pop(name, None)
         if body is None:
             return None
@@ -128,7 +128,7 @@ class Interleaver(Forward):
 
         Args:
             rows: where the tokens of each body's request are in the batch.
-            replays: the edits of preempted requests, and where the positions are that are computed again.
+            replays: the edits of preempted requests, and the rows of the positions that are computed again.
             last_rows: where each body's logits and sample are, if these have one row a request; else as `rows`.
         """
         self._position, self._point, self._stepping = -1, STEP_START, True
@@ -202,7 +202,7 @@ class Interleaver(Forward):
                 + " The call lies on a branch that was not taken, or its module was running already when it was asked for."
             )
         if key[:2] not in self.order and key not in LAST_POINTS:
-            return text + f" `{key[0]}` is not called by name in this model's forward; print(model) shows what is."
+            return text + f" `{key[0]}` is not called in this model's forward; print(model) lists the modules."
         return text
 
     def _file(self, body: Body) -> None:

@@ -1,4 +1,4 @@
-"""What a trace runs: a with-block or a function. How it is sent to the engine, and what comes back."""
+"""A trace's code, a with-block or a function: how it is sent to the engine, and the values that come back."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _HASHED_BYTES = 1 << 24  # of the largest array that is looked at for changes
 
 @dataclass
 class Found:
-    """What comes back of a trace.
+    """The values that a trace brings back, and the names of those that it does not.
 
     Attributes:
         values: the saved values by name.
         left: names of the caller's containers and tensors that the trace has changed and not saved.
         unsaved: names that it has set and not saved.
-        counted: names of the caller's numbers and texts that it has bound anew and not saved.
+        counted: names of the caller's numbers and texts that it has set to something else and not saved.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class Program:
         raise NotImplementedError
 
     def recover(self, error: BaseException, body: Body) -> Found:
-        """What was saved before `run` raised."""
+        """The values saved before `run` raised."""
         raise NotImplementedError
 
     def snapshot(self, body: Body) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class Program:
 
 @dataclass
 class FunctionProgram(Program):
-    """`fn(model)` or `fn(model, tracer)`. What it returns comes back."""
+    """`fn(model)` or `fn(model, tracer)`. Its return value comes back."""
 
     fn: Callable[..., Any]
 
@@ -125,7 +125,7 @@ class BlockProgram(Program):
         return Found(saved, left, self._unsaved(names, saved), counted)
 
     def _goes_on(self, name: str, value: Any) -> bool:
-        """Whether the block has read a number or text of the caller's and bound its name anew."""
+        """Whether the block has read a number or text of the caller's and set its name to something else."""
         before = self.block.captured.get(name)
         return isinstance(before, (int, float, complex, str)) and value is not before
 
@@ -174,7 +174,7 @@ def _is_changed(body: Body, name: str, value: Any) -> bool:
 
 
 def _state(value: Any) -> list[tuple[Any, int]] | int | None:
-    """What shows that a value was changed: a container's values with their versions, a set's size, a tensor's version."""
+    """A state that differs once the value was changed: a container's values with their versions, a set's size, a tensor's version."""
     kind = type(value)  # isinstance might run the object's own code
     if is_container(value):
         return [(each, _version(each)) for each in contents(value)]
@@ -280,7 +280,7 @@ class Outcome(Found):
         order: counts the outcomes of an engine, so that the last of several is known.
         name: of the body.
         steps: how many steps the body took part in.
-        saved: whether it has saved anything; what it saved may have no name to come back under.
+        saved: whether it has saved anything, if only a value that has no name to come back under.
     """
 
     failure: Failure | None = None

@@ -1,4 +1,4 @@
-"""What a trace sees of other processes that run the same model: tensor-parallel ranks (`Peers`) and pipeline stages (`Stage`).
+"""Other processes that run the same model, as a trace sees them: tensor-parallel ranks (`Peers`) and pipeline stages (`Stage`).
 
 The classes here are those of a model in a single process; `ranks/` has the others. The same body runs in every process. Reading a value of
 another stage returns a `RemoteValue` at once. Passing it around, saving it and writing to it do nothing here, because the stage that has
@@ -103,7 +103,7 @@ class Stage:
         return True
 
     def children_of(self, path: str) -> list[str]:
-        """The names of the modules below `path`, on whichever stage."""
+        """The names of the modules below `path`, on all stages."""
         return self._children.get(path, [])
 
     def class_of(self, path: str) -> type[nn.Module]:
@@ -159,7 +159,7 @@ class Absent:
 
 
 class Claim:
-    """Lives as long as a value may be fetched. `waive` is called when its last RemoteValue is gone, on whichever thread."""
+    """Lives as long as a value may be fetched. `waive` is called when its last RemoteValue is gone, on any thread."""
 
     __slots__ = ("_waive",)
 

@@ -129,12 +129,12 @@ def private(part: torch.Tensor) -> torch.Tensor:
 
 
 class Event:
-    """The forward pass at the point `key`. Traces may replace what it goes on with.
+    """The forward pass at the point `key`. Traces may replace the value.
 
     Under tensor parallelism a rank has only a part of some leaves. Traces read and write the full tensors.
 
     Args:
-        tree: the value of the whole batch: `(args, kwargs)`, or what a module returned.
+        tree: the value of the whole batch: `(args, kwargs)`, or a module's return value.
         direct: whether writes have to change the tree's own tensors, because compiled code sees nothing else.
         peers: the tensor-parallel ranks.
         laid_out_as: the point whose value is sharded like this one.

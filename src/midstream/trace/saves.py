@@ -1,4 +1,4 @@
-"""What a trace brings back: values that it saved, containers and objects of the caller's, and placeholders for what it did not save.
+"""The values that a trace brings back: those it saved, and the caller's containers and objects. Placeholders stand for the others.
 
     class Probe:
         def look(self, prompt):
@@ -51,12 +51,12 @@ class Saves:
         return version == value._version
 
     def kept(self, value: Any) -> Any:
-        """What comes back for a saved value."""
+        """The value to bring back for a saved one."""
         value, kept, version = self._by_id[id(value)]
         return value if version is not None and value._version == version else kept
 
     def pick(self, names: Mapping[str, Any]) -> dict[str, Any]:
-        """What comes back for those of the named values that were saved."""
+        """The values to bring back for those of `names` that were saved."""
         return {name: self.kept(value) for name, value in names.items() if id(value) in self._by_id}
 
     def has_some_of(self, container: Any) -> bool:
@@ -193,7 +193,7 @@ class Unsaved(Opaque):
         return Unsaved, (self._name,)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # IPython and others ask what it can do
+        if name.startswith("_"):  # IPython and others look for special methods
             raise AttributeError(name)
         self._raise()
 

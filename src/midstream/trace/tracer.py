@@ -1,4 +1,4 @@
-"""What a trace's body calls: `save`, `backward`, and `tracer` with its steps, early stop, cache and barriers."""
+"""The functions for a trace's body: `save`, `backward`, and `tracer` with its steps, early stop, cache and barriers."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class Loop(Iterator[int]):
 
 
 def steps_of(given: Any) -> Loop:
-    """What `with tracer.iter[:]:` iterates over. Raises TraceError if `given` is not the tracer's."""
+    """The steps that `with tracer.iter[:]:` iterates over. Raises TraceError if `given` is not the tracer's."""
     if not isinstance(given, Loop):
         raise TraceError(
             "In a trace, `with x.all():` and `with x.iter[...]:` are loops over the tracer's steps. For another context manager write "
@@ -246,11 +246,11 @@ class BodyTracer:
         device: torch.device | str | None = "cpu",
         dtype: torch.dtype | None = None,
     ) -> Cache:
-        """Keep what modules return during the rest of this trace, after all edits.
+        """Keep the modules' outputs during the rest of this trace, after all edits.
 
         Args:
             modules: modules or paths; None for every module of the tree.
-            include_output, include_inputs: what to keep of each module.
+            include_output, include_inputs: which of each module's values to keep.
             device, dtype: of the kept tensors; None leaves them as they are.
 
         Returns:

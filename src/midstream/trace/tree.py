@@ -1,4 +1,4 @@
-"""The tensors in what modules take and return (tuples, lists, named tuples, dicts, transformers' ModelOutput), and their bytes."""
+"""The tensors in modules' arguments and outputs (tuples, lists, named tuples, dicts, transformers' ModelOutput), and their bytes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def leaves(tree: Any, at: Ref = ()) -> Iterator[tuple[Ref, torch.Tensor]]:
 
 
 def map_tensors(tree: Any, change: Callable[[Ref, torch.Tensor], Any], at: Ref = ()) -> Any:
-    """`tree` with every tensor replaced by what `change(ref, tensor)` returns."""
+    """`tree` with every tensor replaced by `change(ref, tensor)`."""
     if isinstance(tree, Opaque):
         return tree
     if isinstance(tree, torch.Tensor):

@@ -1,4 +1,4 @@
-"""What one trace does to the value at a point: a `Visit` hands out its request's part, and writes back what the trace has edited.
+"""One trace's access to the value at a point: a `Visit` hands out the rows of its request, and writes back the edits.
 
 A `Journal` keeps the edits of a request. If the engine preempts the request and computes positions again, they are edited again.
 """
@@ -259,7 +259,7 @@ class Visit:
         self._hand_out(kept, lambda v: self._write_site(binding, v), False, binding)
 
     def _settle(self) -> None:
-        """Write back what the trace has edited in place. Other views of this point are then out of date."""
+        """Write back the edits in place. Other views of this point are then out of date."""
         for place, (copy, version, written) in enumerate(self._followed):
             if copy._version != version:
                 written()
