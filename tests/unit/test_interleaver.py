@@ -15,7 +15,7 @@ from midstream.errors import OutOfOrderError
 from midstream.trace.body import Body, Modes, Randomness
 from midstream.trace.envoy import Envoy
 from midstream.trace.interleaver import Interleaver
-from midstream.trace.program import FunctionProgram, make_body
+from midstream.trace.program import FunctionProgram
 from midstream.trace.rows import FlatRows
 from midstream.trace.tracer import Barrier
 
@@ -45,7 +45,7 @@ class Steps:
 
     def add(self, name: str, fn: Callable[..., Any]) -> Body:
         envoy = Envoy(self.model, "", self.interleaver)
-        body = make_body(name, FunctionProgram(fn), envoy, {}, snapshots=True, journals=True)
+        body = Body(name, functools.partial(FunctionProgram(fn).run, envoy, {}), in_engine=True)
         self.interleaver.add(body)
         return body
 

@@ -32,8 +32,9 @@ from midstream.plan.compile import compile_plan
 from midstream.plan.ops.edit import Op, apply
 from midstream.runtime.store import RunStore
 from midstream.sites import LAYER_SITES, Binding, NotFinite, Point
+from midstream.trace.body import Body
 from midstream.trace.interleaver import Interleaver
-from midstream.trace.program import Outcome, Program, make_body, outcome
+from midstream.trace.program import Outcome, Program, outcome
 from midstream.trace.rows import BatchRows, Event
 from midstream.trace.tracer import Result
 from midstream.trace.tree import map_objects
@@ -126,7 +127,7 @@ class PaddedBatch:
                 programs[f"{row}"] = request.invoke.program
             for name, program in programs.items():
                 self.programs[name], self.request_of[name] = program, request
-                interleaver.add(make_body(name, program, model, shared, snapshots=False, journals=False))
+                interleaver.add(Body(name, partial(program.run, model, shared), in_engine=False))
 
     @staticmethod
     def _common_params(invokes: Sequence[Invoke]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from midstream.trace.body import Body, Randomness, is_in_body
 from midstream.trace.envoy import Envoy, ModelEnvoy
 from midstream.trace.forward import LAST_POINTS
 from midstream.trace.interleaver import Interleaver
-from midstream.trace.program import Failure, Outcome, Program, make_body, outcome, unship
+from midstream.trace.program import Failure, Outcome, Program, outcome, unship
 from midstream.trace.rows import FlatRows
 from midstream.trace.tracer import BodyTracer
 from midstream.trace.visit import Journal
@@ -248,7 +249,7 @@ class TraceHost:
         self._requests[name] = request
         for body_name, program in zip(request.bodies, programs, strict=True):
             request.programs[body_name] = program
-            body = make_body(body_name, program, self.envoy, group.shared, snapshots=True, journals=True)
+            body = Body(body_name, partial(program.run, self.envoy, group.shared), in_engine=True)
             body.linked = group if trace.together else None
             body.random = Randomness(body_name, self._device)
             assert body.journal is not None

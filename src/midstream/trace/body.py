@@ -63,8 +63,8 @@ class Body:
     Args:
         name: the same on all ranks.
         run: the trace's code.
-        snapshots: whether saved tensors have to be copied.
-        journals: whether edits are kept, to be made again after a preemption.
+        in_engine: whether an engine runs the forward. Saved tensors are then copied, because it uses its buffers again, and edits are
+            kept, because it computes positions again after a preemption.
 
     Attributes:
         step: the step that the body's next read is about; 0 is the prompt's forward.
@@ -83,7 +83,7 @@ class Body:
     forward: Forward
     neighbours: Mapping[str, Body]
 
-    def __init__(self, name: str, run: Callable[[], Any], snapshots: bool, journals: bool) -> None:
+    def __init__(self, name: str, run: Callable[[], Any], in_engine: bool) -> None:
         self.name = name
         self.step = 0
         self.now = -1
@@ -94,8 +94,8 @@ class Body:
         self.result: Any = None
         self.entry: Any = None
         self.saves = Saves()
-        self.snapshots = snapshots
-        self.journal = Journal() if journals else None
+        self.in_engine = in_engine
+        self.journal = Journal() if in_engine else None
         self.visit: Visit | None = None
         self.reads = 0
         self.fetching: Any = None
@@ -372,7 +372,7 @@ class Body:
         if not isinstance(value, torch.Tensor):
             self.saves.put(value, value)
             return value
-        kept = self._copy(value) if self.snapshots or self.forward.is_live(value) else value
+        kept = self._copy(value) if self.in_engine or self.forward.is_live(value) else value
         if value.requires_grad:  # its gradient is read at itself, not at a copy
             if self.saves.put_with_gradient(value, kept):
                 return value

@@ -291,13 +291,6 @@ class Outcome(Found):
     saved: bool = False
 
 
-def make_body(
-    name: str, program: Program, model: Any, shared: dict[str, Any], *, snapshots: bool, journals: bool
-) -> Body:
-    """A body that runs `program` on `model`."""
-    return Body(name, lambda: program.run(model, shared), snapshots, journals)
-
-
 def outcome(body: Body, program: Program) -> Outcome:
     """The result of `body`, which is done."""
     error = body.failure
