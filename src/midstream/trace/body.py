@@ -406,6 +406,7 @@ class Body:
 
 # Do not ask here whether the machine has CUDA: a process that has asked cannot be forked any more, and vLLM forks its engine.
 _KINDS = ("cpu", "cuda")
+_NO_AUTOCAST = tuple((False, torch.get_autocast_dtype(kind)) for kind in _KINDS)
 
 
 class Modes(NamedTuple):
@@ -413,18 +414,20 @@ class Modes(NamedTuple):
 
     grad: bool
     inference: bool
-    autocast: tuple[tuple[bool, torch.dtype], ...] | None  # None if it is off everywhere, as nearly always
+    autocast: tuple[tuple[bool, torch.dtype], ...]
     functions: int
     dispatches: int
 
     @classmethod
     def now(cls) -> Modes:
         """Those in force."""
-        on = torch._C._is_any_autocast_enabled()
+        autocast = _NO_AUTOCAST  # nearly always
+        if torch._C._is_any_autocast_enabled():
+            autocast = tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _KINDS)
         return cls(
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
-            tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _KINDS) if on else None,
+            autocast,
             torch._C._len_torch_function_stack(),
             torch._C._len_torch_dispatch_stack(),
         )
@@ -432,13 +435,10 @@ class Modes(NamedTuple):
     def put(self) -> None:
         """Restore gradients and autocast."""
         torch.set_grad_enabled(self.grad)
-        if self.autocast is not None:
+        if self.autocast is not _NO_AUTOCAST or torch._C._is_any_autocast_enabled():
             for kind, (on, dtype) in zip(_KINDS, self.autocast, strict=True):
                 torch.set_autocast_enabled(kind, on)
                 torch.set_autocast_dtype(kind, dtype)
-        elif torch._C._is_any_autocast_enabled():
-            for kind in _KINDS:
-                torch.set_autocast_enabled(kind, False)
 
 
 @contextlib.contextmanager

@@ -150,12 +150,11 @@ class Forward:
         if len(key) == 4:
             self.source.install(key[0])
         elif key not in self._handles:
-            self._handles[key] = self._hook(self.modules[key[0]], key)
-
-    def _hook(self, module: nn.Module, key: Key) -> hooks.Handle:
-        if key[1] == "input":
-            return hooks.before(module, lambda args, kwargs: self.fire(key, (args, kwargs)))
-        return hooks.after(module, lambda output: self.fire(key, output))
+            module = self.modules[key[0]]
+            if key[1] == "input":
+                self._handles[key] = hooks.before(module, lambda args, kwargs: self.fire(key, (args, kwargs)))
+            else:
+                self._handles[key] = hooks.after(module, lambda output: self.fire(key, output))
 
     def _watch_containers(self) -> None:
         """Hook all modules that have children. A module looks for hooks when it is called, so one without any would not see a hook that

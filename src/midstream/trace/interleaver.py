@@ -58,24 +58,17 @@ class Interleaver(Forward):
         of = "".join(f" of {barrier.parties}" for barrier, waiting in self.at_barrier.items() if name in waiting)
         self._forget(body)
         while not body.done and body.failure is None:
-            parked = body.parked
-            if parked is not None and parked[0] == FETCH:
+            key, step = body.parked or (STEP_START, 0)
+            if key == FETCH:
                 self._complete([body])
-            elif parked is None or parked[0] == STEP_START:
+            elif key == STEP_START:
                 body.resume(False)
-            elif parked[0] == BARRIER:
-                body.resume(
-                    error=BarrierError(
-                        f"The request ended while this invoke waited at a barrier{of}: that many invokes have to come to it."
-                    )
-                )
+            elif key == BARRIER:
+                text = f"The request ended while this invoke waited at a barrier{of}: that many invokes have to come to it."
+                body.resume(error=BarrierError(text))
             else:
-                body.resume(
-                    error=error
-                    or NeverReachedError(
-                        f"{point_name(parked[0])} of step {parked[1]} was never reached: the request ended after step {body.now}."
-                    )
-                )
+                text = f"{point_name(key)} of step {step} was never reached: the request ended after step {body.now}."
+                body.resume(error=error or NeverReachedError(text))
         self.peers.show()
         self._clean_up()
         return body
