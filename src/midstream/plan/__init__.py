@@ -1,1 +1,1 @@
-"""Plans: interventions as data. `values` says what there is, `checks` whether a model can do it, `compile` what each row gets."""
+"""Plans: interventions as data. `values` defines them, `checks` compares them with a model, `compile` lists the ops of each row."""

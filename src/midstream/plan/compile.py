@@ -2,6 +2,8 @@
 
 A profile lists the ops of a row at every site and layer. Positions with the same ops share a profile, and profile 0 does nothing, so an
 engine looks up one number for each row. The vectors that ops refer to lie in a bank.
+
+Legend: P positions of the prompt.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import torch
 
 from midstream.plan import fields
 from midstream.plan.captures import EMPTY, Capture, Key, Layout, captured_positions
-from midstream.plan.ops.edit import Edit, Op, point_of, position_of
+from midstream.plan.ops.edit import Edit, Op, Shape, point_of, position_of
 from midstream.plan.values import SITE_ORDER, Plan
 from midstream.plan.vectors import Named, RecordedRun, Vector, Zeros
 from midstream.sites import Point
@@ -120,16 +122,16 @@ def compile_plan(
             edits[phase].setdefault(point, []).append(op)
     captures = [capture for capture in normal.captures if points is None or point_of(capture) in points]
     profiles = _Profiles(edits, width)
-    planes_P, generated_planes = _captured(captures, prompt_length)
+    codes_P, planes, generated_planes = _captured(captures, prompt_length)
     generated = profiles.number(generated_planes, "decode")
-    prompt = np.zeros(prompt_length, np.int32)
-    rest = np.ones(prompt_length, bool)
+    prompt_P = np.zeros(prompt_length, np.int32)
+    rest_P = np.ones(prompt_length, bool)
     for position, here in placed.items():
-        rest[position] = False
-        prompt[position] = profiles.number(planes_P.sets[planes_P.codes[position]], "prefill", here)
-    for code in np.unique(planes_P.codes[rest]).tolist():
-        prompt[rest & (planes_P.codes == code)] = profiles.number(planes_P.sets[code], "prefill")
-    return CompiledPlan(bank.tensors, profiles.list, prompt, generated, _reach(normal, prompt_length))
+        rest_P[position] = False
+        prompt_P[position] = profiles.number(planes[codes_P[position]], "prefill", here)
+    for code in np.unique(codes_P[rest_P]).tolist():
+        prompt_P[rest_P & (codes_P == code)] = profiles.number(planes[code], "prefill")
+    return CompiledPlan(bank.tensors, profiles.list, prompt_P, generated, _reach(normal, prompt_length))
 
 
 def _reach(normal: Plan, prompt_length: int) -> Reach:
@@ -159,15 +161,8 @@ def _reach(normal: Plan, prompt_length: int) -> Reach:
     return Reach(prompt, generated, frozenset(first), frozenset(later))
 
 
-class _Planes(NamedTuple):
-    """The planes to capture at each position of the prompt: `sets[codes[position]]`."""
-
-    codes: np.ndarray
-    sets: list[frozenset[Key]]
-
-
-def _captured(captures: list[Capture], prompt_length: int) -> tuple[_Planes, frozenset[Key]]:
-    """The planes to capture in the prompt, and at generated positions."""
+def _captured(captures: list[Capture], prompt_length: int) -> tuple[np.ndarray, list[frozenset[Key]], frozenset[Key]]:
+    """The planes to capture: codes and sets, `sets[codes[position]]` in the prompt; and those at generated positions."""
     groups: dict[Any, set[Key]] = {}
     for capture in captures:
         groups.setdefault(capture.positions, set()).add((*point_of(capture), capture.when))
@@ -179,7 +174,7 @@ def _captured(captures: list[Capture], prompt_length: int) -> tuple[_Planes, fro
         before, place = np.unique(codes[positions], return_inverse=True)
         codes[positions] = len(sets) + place
         sets += [sets[code] | keys for code in before.tolist()]
-    return _Planes(codes, sets), frozenset(generated)
+    return codes, sets, frozenset(generated)
 
 
 class _Bank:
@@ -213,39 +208,35 @@ class _Bank:
         return self._ops[key]
 
     def _operand(self, edit: Edit, field: str, value: Vector | Named | RecordedRun | Zeros) -> int:
-        """The index of what an operand holds."""
+        """The index of an operand's tensor. Operands with equal keys share one."""
         site, layer = point_of(edit)
-        width, key = self._width(site, layer), self._key(edit, field, value)
+        width, shape, label = self._width(site, layer), edit.shape(field), edit.label(field)
+        key: Any
+        make: Callable[[], torch.Tensor]
+        match value:
+            case RecordedRun():
+                key, make = (value.id, *edit.run_row()), lambda: self._run(value, *edit.run_row())
+            case Zeros():
+                key, make = ("zeros", width), lambda: torch.zeros(width)
+            case _:
+                key, make = (value, shape), lambda: self._shaped(value, shape, label)
         if key not in self._index:
-            self.tensors.append(self._tensor(edit, field, value).detach().to(torch.float32).contiguous())
+            self.tensors.append(make().detach().to(torch.float32).contiguous())
             self._index[key] = len(self.tensors) - 1
         index = self._index[key]
-        shape = list(self.tensors[index].shape)
-        if shape != [width]:
-            allowed = f"[{width}], the width of {site} at layer {layer}"
-            raise fields.refuse(edit.label(field), f"of shape {shape}", allowed)
+        found = list(self.tensors[index].shape)
+        if found != [width]:
+            raise fields.refuse(label, f"of shape {found}", f"[{width}], the width of {site} at layer {layer}")
         return index
 
-    def _key(self, edit: Edit, field: str, value: Vector | Named | RecordedRun | Zeros) -> Any:
-        """Operands with equal keys share a tensor."""
-        if isinstance(value, RecordedRun):
-            return value.id, *edit.run_row()
-        if isinstance(value, Zeros):
-            return "zeros", self._width(*point_of(edit))
-        return value, edit.shape(field)
-
-    def _tensor(self, edit: Edit, field: str, value: Vector | Named | RecordedRun | Zeros) -> torch.Tensor:
-        if isinstance(value, RecordedRun):
-            return self._run(value, *edit.run_row())
-        if isinstance(value, Zeros):
-            return torch.zeros(self._width(*point_of(edit)))
-        shape = edit.shape(field)
+    def _shaped(self, value: Vector | Named, shape: Shape | None, label: str) -> torch.Tensor:
+        data: Any
         if isinstance(value, Vector):
-            data: Any = value.data
+            data = value.data
         else:
             data = self._vector(value) if shape is None else self._on_host(value)
         if shape is not None:
-            data = shape(np.asarray(data), f"{edit.label(field)} ({value!r})")
+            data = shape(np.asarray(data), f"{label} ({value!r})")
         return data if isinstance(data, torch.Tensor) else torch.tensor(data)
 
 
@@ -254,40 +245,35 @@ class _Profiles:
 
     def __init__(self, edits: dict[str, _Ranked], width: Callable[[str, int], int]) -> None:
         self.list = [Profile({})]
-        self._edits = edits
+        self._edits, self._width = edits, width
         self._same = edits["prefill"] == edits["decode"]
-        self._everywhere = {phase: {point: _in_order(ops) for point, ops in at.items()} for phase, at in edits.items()}
-        self._width = width
         self._numbers: dict[Any, int] = {}
-        self._bases: dict[Any, Profile] = {}
+        self._without_placed: dict[Any, Profile] = {}
 
     def number(self, planes: frozenset[Key], phase: str, placed: _Ranked | None = None) -> int:
-        """The number of the profile that captures `planes` and makes the edits of `phase` and those that are placed here."""
+        """The number of the profile that captures `planes` and makes the edits of `phase` and those `placed` at one position."""
         phase = "prefill" if self._same else phase
-        if not planes and not placed and not self._edits[phase]:
+        everywhere = self._edits[phase]
+        if not planes and not placed and not everywhere:
             return 0
-        here = {point: _in_order([*ops, *self._edits[phase].get(point, ())]) for point, ops in (placed or {}).items()}
-        key = (planes, phase, tuple(here.items()))
+        here = {point: _in_order([*ops, *everywhere.get(point, ())]) for point, ops in (placed or {}).items()}
+        key = planes, phase, tuple(here.items())
         if key not in self._numbers:
+            if (planes, phase) not in self._without_placed:
+                self._without_placed[planes, phase] = self._make(planes, everywhere)
+            profile = self._without_placed[planes, phase]
+            if here:
+                ops = {point: _with_captures(point, edits, profile.layout) for point, edits in here.items()}
+                profile = Profile(profile.ops | ops, profile.layout)
             self._numbers[key] = len(self.list)
-            self.list.append(self._make(planes, phase, here))
+            self.list.append(profile)
         return self._numbers[key]
 
-    def _make(self, planes: frozenset[Key], phase: str, here: dict[Point, tuple[Op, ...]]) -> Profile:
-        if (planes, phase) not in self._bases:
-            layout = Layout.of(sorted(planes, key=lambda key: (*_order(key[:2]), key[2] == "after")), self._width)
-            points = {*self._edits[phase], *((site, layer) for site, layer, _ in planes)}
-            offsets = {plane[:3]: plane.offset for plane in layout}
-            edits = self._everywhere[phase]
-            ops = {point: _with_captures(point, edits.get(point, ()), offsets) for point in sorted(points, key=_order)}
-            self._bases[planes, phase] = Profile(ops, layout)
-        base = self._bases[planes, phase]
-        if not here:
-            return base
-        offsets = {plane[:3]: plane.offset for plane in base.layout}
-        return Profile(
-            base.ops | {point: _with_captures(point, edits, offsets) for point, edits in here.items()}, base.layout
-        )
+    def _make(self, planes: frozenset[Key], edits: _Ranked) -> Profile:
+        layout = Layout.of(sorted(planes, key=lambda key: (*_order(key[:2]), key[2] == "after")), self._width)
+        points = sorted({*edits, *((site, layer) for site, layer, _ in planes)}, key=_order)
+        ops = {point: _with_captures(point, _in_order(edits.get(point, ())), layout) for point in points}
+        return Profile(ops, layout)
 
 
 def _in_order(ops: Collection[tuple[int, Op]]) -> tuple[Op, ...]:
@@ -295,11 +281,9 @@ def _in_order(ops: Collection[tuple[int, Op]]) -> tuple[Op, ...]:
     return tuple(op for _, op in sorted(ops, key=itemgetter(0)))
 
 
-def _with_captures(point: Point, edits: tuple[Op, ...], offsets: dict[Key, int]) -> tuple[Op, ...]:
-    before, after = (
-        [Op("capture", offset=offsets[*point, when])] if (*point, when) in offsets else []
-        for when in ("before", "after")
-    )
+def _with_captures(point: Point, edits: tuple[Op, ...], layout: Layout) -> tuple[Op, ...]:
+    planes = [layout.by_key.get((*point, when)) for when in ("before", "after")]
+    before, after = ([Op("capture", offset=plane.offset)] if plane else [] for plane in planes)
     return (*before, *edits, *after)
 
 

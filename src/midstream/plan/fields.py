@@ -11,6 +11,7 @@ import operator
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, TypeVar
 
 import numpy as np
@@ -26,7 +27,7 @@ _MOST_NAMES, _LONGEST_NAME = 2000, 100  # the limits of a search for similar nam
 
 
 def refuse(field: str, given: str, allowed: str) -> PlanError:
-    """The error for a field that holds something else than what is allowed."""
+    """The error for a field with a value that is not allowed."""
     return PlanError(f"{field} is {given}; allowed: {allowed}{'' if allowed.endswith('?') else '.'}")
 
 
@@ -39,7 +40,7 @@ def shown(value: Any) -> str:
         return f"a {type(value).__name__} of {len(value)} items"
     try:
         text = repr(value[:100] if isinstance(value, (str, bytes)) else value)
-    except Exception:  # a user's own object may do anything
+    except Exception:  # a user's object may raise anything
         text = f"a {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:77]}..."
 
@@ -51,11 +52,8 @@ def nearest(name: str, names: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, there, 3, 0.5) if few else []
     if near:
         return f"did you mean {' or '.join(map(repr, near))}?"
-    return (
-        f"there are {', '.join(map(repr, there[:20]))}{', ...' if len(there) > 20 else ''}"
-        if there
-        else "there are none"
-    )
+    listed = f"{', '.join(map(repr, there[:20]))}{', ...' if len(there) > 20 else ''}"
+    return f"there are {listed or 'none'}"
 
 
 def explained(cls: type[T]) -> type[T]:
@@ -109,7 +107,7 @@ def number(field: str, value: Any, low: float = -math.inf, high: float = math.in
     except OverflowError as error:
         raise refuse(field, "too large", allowed) from error
     fits = abs(found) <= FLOAT32_MAX or (unbounded and math.isinf(found))
-    if not (fits and low <= found <= high):  # NaN is not within anything
+    if not (fits and low <= found <= high):  # false for NaN
         raise refuse(field, shown(value), allowed)
     return found
 
@@ -138,8 +136,8 @@ def text(field: str, value: Any) -> str:
 
 
 def integer(field: str, value: Any, low: int = -MAX_INDEX, high: int = MAX_INDEX) -> int:
-    """A whole number in `[low, high]`, also one of numpy's."""
-    if type(value) is int and low <= value <= high:  # thousands of these come at once
+    """A whole number in `[low, high]`, numpy's too."""
+    if type(value) is int and low <= value <= high:  # the quick case: a plan may have thousands
         return value
     allowed = "a whole number, 0 or more" if low == 0 else "a whole number"
     if isinstance(value, (bool, np.bool_)) or (
@@ -194,9 +192,8 @@ def site(field: str, value: Any) -> str:
 def ranges(numbers: Iterable[int]) -> str:
     """Numbers as ranges, for messages: "0 to 3, 7"."""
     ordered = sorted(set(numbers))
-    starts = [n for i, n in enumerate(ordered) if i == 0 or ordered[i - 1] != n - 1]
-    stops = [n for i, n in enumerate(ordered) if i == len(ordered) - 1 or ordered[i + 1] != n + 1]
-    found = [str(a) if a == b else f"{a} to {b}" for a, b in zip(starts, stops, strict=True)]
+    runs = [[n for _, n in run] for _, run in groupby(enumerate(ordered), lambda pair: pair[1] - pair[0])]
+    found = [str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs]
     return ", ".join(found[:20]) + (", ..." if len(found) > 20 else "") if found else "none"
 
 

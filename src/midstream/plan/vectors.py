@@ -1,6 +1,6 @@
-"""What edits add, write or project on: vectors given with the plan, names of vectors that the engine holds, and recorded runs.
+"""The operands of edits: vectors, names of vectors that the engine holds, and recorded runs.
 
-Named vectors come from safetensors files, which hold numbers and nothing that runs:
+Named vectors come from safetensors files, which hold numbers and no code:
 
     vectors = load_vectors("calm.safetensors")
     model.set_vectors(vectors)
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,25 +28,25 @@ DIGEST_BYTES = 16
 
 
 def digest(data: bytes) -> str:
-    """blake2b of 16 bytes, in hexadecimal: what vectors, plans and KV blocks are told apart by."""
+    """blake2b of 16 bytes, in hexadecimal. It identifies vectors, plans and KV blocks."""
     return hashlib.blake2b(data, digest_size=DIGEST_BYTES).hexdigest()
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Vector:
-    """A vector of float32, by value: equal if all bits are.
+    """A vector of float32. Vectors are equal if all their bits are.
 
     Attributes:
-        data: `[hidden]`, little-endian float32, read-only; a copy of what was given (a tensor of any float or whole-number type on
-            any device, a numpy array, a list). Raises PlanError for NaN, infinity, any other shape.
-        field: what to call it in messages.
+        data: `[hidden]`, little-endian float32, read-only; a copy of the given tensor (of any float or whole-number type, on any
+            device), numpy array or list. Raises PlanError for NaN, infinity, any other shape.
+        field: its name in messages.
     """
 
     data: np.ndarray
     field: str = "vector"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "data", _finite_float32(self.field, self.data))
+        fields.settle(self, data=_finite_float32(self.field, self.data))
 
     @cached_property
     def digest(self) -> str:
@@ -73,8 +74,8 @@ class Named:
     """A vector that the engine holds under a name.
 
     Attributes:
-        digest: the `Vector.digest` of what the engine has under that name, once somebody looked. It keys the prefix cache, so an
-            engine sets it itself (`values.with_digests`) and trusts nobody's.
+        digest: the `Vector.digest` of the engine's vector; None if it is not known yet. It keys the prefix cache, so the engine sets
+            it itself (`values.with_digests`) and ignores a given one.
     """
 
     name: str
@@ -87,12 +88,10 @@ class Named:
                 "A vector cannot be named 'zeros': Patch.source='zeros' means the value 0. Give it another name."
             )
         given = self.digest
-        if given is not None and not (isinstance(given, str) and _is_digest(given)):
+        if given is not None and not (
+            isinstance(given, str) and re.fullmatch(rf"[0-9a-f]{{{2 * DIGEST_BYTES}}}", given)
+        ):
             raise fields.refuse("Named.digest", fields.shown(given), f"{2 * DIGEST_BYTES} hexadecimal digits or None")
-
-
-def _is_digest(given: str) -> bool:
-    return len(given) == 2 * DIGEST_BYTES and set(given) <= set("0123456789abcdef")
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ class Zeros:
 def as_vector_or_name(
     field: str, value: Any, shape: Callable[[np.ndarray, str], np.ndarray] | None = None
 ) -> Vector | Named:
-    """What a user gives as a vector: numbers `[hidden]`, or a name. With `shape`, which checks the numbers, booleans are 1 and 0."""
+    """A vector as users give it: numbers `[hidden]`, or a name. `shape` checks and changes the numbers; with it, booleans are 1 and 0."""
     if isinstance(value, Named):
         return value
     if isinstance(value, str) and value:
@@ -118,15 +117,16 @@ def as_vector_or_name(
 
 
 def as_unit(vector: np.ndarray, field: str) -> np.ndarray:
-    """The vector at length 1. Raises PlanError for zero."""
-    unit = _unit(vector)
-    if unit is None:
+    """The vector at length 1, float32; itself if it has that length up to rounding. Raises PlanError for zero."""
+    exact = vector.astype(np.float64)
+    length = float(np.linalg.norm(exact))
+    if length == 0.0:
         raise fields.refuse(field, "zero", "a vector with a direction")
-    return unit
+    return vector if abs(length - 1.0) < 1e-6 else (exact / length).astype(np.float32)
 
 
 def as_mask(mask: np.ndarray, field: str) -> np.ndarray:
-    """The mask as it is. Raises PlanError for numbers beyond 0 and 1."""
+    """The mask itself. Raises PlanError for numbers outside of 0 to 1."""
     if mask.min() < 0 or mask.max() > 1:
         raise fields.refuse(field, f"from {mask.min():g} to {mask.max():g}", "numbers from 0 to 1")
     return mask
@@ -140,7 +140,7 @@ def is_zero(vector: object) -> bool:
 def load_vectors(path: str | os.PathLike[str]) -> dict[str, Vector]:
     """The vectors of a safetensors file: every tensor in it, each of shape `[hidden]` and a floating dtype.
 
-    Raises PlanError for a file that is none, or a tensor of another shape or dtype, or with NaN or infinity.
+    Raises PlanError for any other file, or a tensor of another shape or dtype, or with NaN or infinity.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -179,12 +179,10 @@ class RecordedRun:
     """A recorded run, as `model.record(prompt, ...)` returns it; a source of `Patch`.
 
     Attributes:
-        name: what the user called it.
+        name: the user's name for it.
         id: unique over engines and time.
-        prompt_token_ids: what was run.
-        sites: the sites that were recorded,
-        layers: at each of these layers,
-        positions: at these positions, counted from the prompt's begin; ascending.
+        prompt_token_ids: the prompt.
+        sites, layers, positions: it has a row for each combination; positions count from the prompt's start, ascending.
     """
 
     name: str
@@ -201,8 +199,8 @@ class RecordedRun:
             raise fields.refuse("RecordedRun.sites", fields.shown(self.sites), ", ".join(LAYER_SITES))
         for name in ("prompt_token_ids", "layers", "positions"):
             checked = tuple(fields.integer(f"RecordedRun.{name}", item, 0) for item in getattr(self, name))
-            object.__setattr__(self, name, checked if name == "prompt_token_ids" else tuple(sorted(checked)))
-        object.__setattr__(self, "sites", tuple(self.sites))
+            fields.settle(self, **{name: checked if name == "prompt_token_ids" else tuple(sorted(checked))})
+        fields.settle(self, sites=tuple(self.sites))
 
     def __repr__(self) -> str:
         return f"RecordedRun({self.name!r}, {len(self.prompt_token_ids)} tokens, {list(self.sites)}, {len(self.layers)} layers)"
@@ -235,21 +233,13 @@ def _finite_float32(field: str, value: Any, *, booleans: bool = False) -> np.nda
     return found
 
 
-def _unit(vector: np.ndarray) -> np.ndarray | None:
-    """The vector at length 1, float32; None for zero. One that has length 1 up to rounding is returned as it is."""
-    length = float(np.linalg.norm(vector.astype(np.float64)))
-    if length == 0.0:
-        return None
-    return vector if abs(length - 1.0) < 1e-6 else (vector.astype(np.float64) / length).astype(np.float32)
-
-
 def _array(field: str, value: Any, allowed: str) -> np.ndarray:
     try:
-        if hasattr(value, "detach"):  # a tensor, wherever it lies; torch need not be imported to tell
+        if hasattr(value, "detach"):  # a tensor; this check does not import torch
             value = value.detach().cpu()
             return np.asarray(value.double().numpy() if value.is_floating_point() else value.numpy())
         if isinstance(value, np.ndarray) or (isinstance(value, (list, tuple)) and len(value)):
             return np.asarray(value)
-    except Exception as error:  # ragged lists, meta tensors, arrays of objects: each has errors of its own
+    except Exception as error:  # ragged lists, meta tensors and arrays of objects have errors of their own
         raise fields.refuse(field, fields.shown(value), allowed) from error
     raise fields.refuse(field, fields.shown(value), allowed)

@@ -1,4 +1,4 @@
-"""The kinds of edits, a file each: `Patch`, `Steer`, `Clamp`; `edit` says what a kind consists of."""
+"""The kinds of edits, one file each: `Patch`, `Steer`, `Clamp`. `edit` defines what a kind consists of."""
 
 from midstream.plan.ops.clamp import Clamp
 from midstream.plan.ops.edit import Edit, register
