@@ -72,7 +72,7 @@ class BoundedQueue(ByteBudget, Generic[T]):
     """See the module. The bytes of an item count until the consumer calls `task_done` for it.
 
     Attributes:
-        error: what the consumer's thread raised, without its traceback: the queue is closed and empty then.
+        error: the exception that the consumer raised, without its traceback. The queue is closed and empty then.
     """
 
     def __init__(self, limit: int) -> None:
@@ -138,7 +138,7 @@ class BoundedQueue(ByteBudget, Generic[T]):
             run()
         except BaseException as error:
             with self.changed:
-                self.error = error.with_traceback(None)  # whose frames may hold tensors
+                self.error = error.with_traceback(None)  # frames of the traceback may hold tensors
                 self.drop()
                 self._taken.clear()
                 self.used = 0

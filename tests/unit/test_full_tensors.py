@@ -51,8 +51,8 @@ LAYOUTS: dict[str, tuple[Shards, list[str], str]] = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("shape", ["flat", "by head", "with a batch axis", "no tokens"])
-def test_a_whole_value_is_laid_out_as_on_one_rank(name: str, shape: str) -> None:
-    """C12: parts join to what a single rank has, and that is cut to the parts again."""
+def test_a_full_value_is_laid_out_as_on_one_rank(name: str, shape: str) -> None:
+    """C12: the parts join to the value of a single rank, which is cut into the parts again."""
     layout, parts, whole = LAYOUTS[name]
     lead = {"flat": 1, "by head": 1, "with a batch axis": 2, "no tokens": 0}[shape]
 
@@ -70,7 +70,7 @@ def test_a_whole_value_is_laid_out_as_on_one_rank(name: str, shape: str) -> None
 
 
 def test_summands_add_up_and_are_written_once() -> None:
-    """C12: a partial sum is read as the sum; what is written to it is what the all-reduce gives."""
+    """C12: a partial sum is read as the sum. After a write the all-reduce gives the written value."""
     layout = Summands(2)
     parts = torch.stack([named("a"), named("b")])
     assert torch.equal(layout.join(parts, 1), named("a") + named("b"))
@@ -78,7 +78,7 @@ def test_summands_add_up_and_are_written_once() -> None:
 
 
 def test_columns_of_a_fused_projection_are_segments_or_nothing() -> None:
-    """C12: queries are columns of the fused output; half of them are no known value."""
+    """C12: queries are columns of the fused output. Half of the queries have no layout."""
     qkv = heads(((2, 1), (1, 2), (1, 2)), 2)
     assert qkv.columns(0, 2 * D) == heads(((2, 1),), 2)
     assert qkv.columns(2 * D, D) == heads(((1, 2),), 2)
@@ -168,7 +168,7 @@ class Block(nn.Module):
 def layouts_in(
     block: nn.Module, exchange: Callable[[Any], list[Any]], width: int = 8, plant: Mapping[str, Plant] | None = None
 ) -> Layouts:
-    """What is found in a model that is this block; `plant` is what `detect` plants, besides what the finder wants."""
+    """The layouts found in a model that is this block. `plant`: values that `detect` plants besides those of the finder."""
     outer = nn.ModuleDict({"block": block})
     outer.forward = lambda x: block(x)  # type: ignore[method-assign]
     finder, modules = Finder(2, exchange), dict(outer.named_modules())
@@ -200,15 +200,15 @@ EXPECTED: dict[tuple[str, str], dict[Any, Layout]] = {
 }
 
 
-def test_what_is_a_part_is_found_from_classes_memory_and_shapes(found: Layouts) -> None:
-    """C12: every sharded leaf of a block, and none that is whole or unknown."""
+def test_layouts_are_found_from_classes_memory_and_shapes(found: Layouts) -> None:
+    """C12: every sharded leaf of a block, and no full or unknown one."""
     inside = {(path.removeprefix("block."), kind): leaves for (path, kind), leaves in found.items()}
     assert {place: leaves for place, leaves in inside.items() if place[0] in {p for p, _ in EXPECTED}} == EXPECTED
     assert not {"free", "outer"} & {path for path, _ in inside}
 
 
 class FusedMoE(nn.Linear):
-    """Experts, which may have summed up what they return."""
+    """Experts, whose output may be summed up already."""
 
 
 class Mixture(nn.Module):
@@ -225,8 +225,8 @@ class Mixture(nn.Module):
 
 
 @pytest.mark.parametrize("reduced", [True, False])
-def test_what_experts_return_is_a_summand_unless_it_is_the_same_on_all_ranks(reduced: bool) -> None:
-    """C12: and so is what hands it on, but nothing computed from it. What a row-parallel layer does not reduce is one for certain."""
+def test_output_of_experts_is_a_summand_unless_it_is_equal_on_all_ranks(reduced: bool) -> None:
+    """C12: so are copies of it, but not values computed from it. The unreduced output of a row-parallel layer always is one."""
     layouts = layouts_in(
         Mixture(), lambda mine: [mine, mine if reduced else (mine[0], dict.fromkeys(mine[1], b"another"))]
     )
@@ -237,7 +237,7 @@ def test_what_experts_return_is_a_summand_unless_it_is_the_same_on_all_ranks(red
 
 
 class Overwritten(nn.Module):
-    """Attention that computes nothing, and a sum over ranks and a norm that are written over what they got, as on vLLM's CPU build."""
+    """Attention that computes nothing, then a sum over ranks and a norm that overwrite their inputs, as on vLLM's CPU build."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,8 +252,8 @@ class Overwritten(nn.Module):
 
 
 @pytest.mark.parametrize("planted", [False, True])
-def test_what_is_written_over_summands_is_none(planted: bool) -> None:
-    """C12: summands that come from attention, of which a dummy run has zeros, are told from what takes their memory."""
+def test_values_written_over_summands_are_no_summands(planted: bool) -> None:
+    """C12: a dummy run's attention returns zeros. Its summands still differ from later values in the same memory."""
     plant = {"block.inner": torch.ones_like} if planted else {}  # as a block's attention is, with the same on all ranks
     layouts = layouts_in(Overwritten(), lambda mine: [mine, mine], 2 * D, plant)
     summands = {place for place, leaves in layouts.items() if Summands(2) in leaves.values()}
@@ -272,7 +272,7 @@ class TwoNames(nn.Module):
 
 
 def test_a_call_in_a_forward_is_that_of_the_module_under_any_of_its_names() -> None:
-    """C12: its value is laid out as the module's output is."""
+    """C12: its value has the layout of the module's output."""
     hooks = SourceHooks(dict(nn.ModuleDict({"block": TwoNames()}).named_modules()), lambda key, value: value)
     names = hooks.of("block").names
     points = [hooks.module_point(("block", "source", name, "output")) for name in names]
@@ -282,7 +282,7 @@ def test_a_call_in_a_forward_is_that_of_the_module_under_any_of_its_names() -> N
     }
 
 
-def test_what_ranks_do_not_find_alike_is_left_alone() -> None:
+def test_leaves_with_different_layouts_on_the_ranks_are_left_alone() -> None:
     """C12: all ranks gather, or none does."""
     assert layouts_in(Block(), lambda mine: [mine, ({}, {})]) == {}
 
@@ -291,7 +291,7 @@ def test_what_ranks_do_not_find_alike_is_left_alone() -> None:
 
 
 class Board:
-    """What `ranks.link.Link` does, between threads."""
+    """Does the work of `ranks.link.Link` between threads."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -338,7 +338,7 @@ class _Wanted:
 
 
 def on_ranks(size: int, act: Callable[[int, TensorParallel], Any]) -> list[Any]:
-    """What `act` returned on every rank, or raised."""
+    """For each rank, the value that `act` returned, or its error."""
     board, results = Board(), [None] * size
 
     def run(rank: int) -> None:
@@ -359,7 +359,7 @@ def on_ranks(size: int, act: Callable[[int, TensorParallel], Any]) -> list[Any]:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_bodies_that_do_the_same_gather(size: int) -> None:
-    """C12: several bodies, several steps, notes between the gathers; nobody is told off."""
+    """C12: several bodies, several steps, notes between the gathers, and no errors."""
 
     def act(rank: int, tensor: TensorParallel) -> list[Any]:
         told = []
@@ -379,7 +379,7 @@ def test_bodies_that_do_the_same_gather(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_gather_that_a_peer_does_not_come_to_is_an_error_on_all_ranks(size: int) -> None:
+def test_a_gather_that_a_peer_does_not_reach_is_an_error_on_all_ranks(size: int) -> None:
     """C12: the last rank's body waits elsewhere, its neighbour's gathers go on, and the step's end tells every rank."""
 
     def act(rank: int, tensor: TensorParallel) -> Any:
@@ -402,8 +402,8 @@ def test_a_gather_that_a_peer_does_not_come_to_is_an_error_on_all_ranks(size: in
     assert [raised for raised, _, _ in results] == [True] * (size - 1) + [False]
 
 
-def test_a_peer_whose_step_is_over_does_not_come() -> None:
-    """C12: a rank that waits for notes is answered by the end of the other's step."""
+def test_the_end_of_a_peers_step_ends_the_wait_for_its_notes() -> None:
+    """C12: a rank that waits for notes gets an error."""
 
     def act(rank: int, tensor: TensorParallel) -> Any:
         tensor.begin_step()
@@ -451,8 +451,8 @@ class Rank:
 
 
 @pytest.mark.parametrize("rank", range(4))
-def test_a_visit_reads_the_whole_and_writes_its_part(rank: int) -> None:
-    """C12: a request's rows are whole; edits in place and replacement reach this rank's part, the neighbours' rows stay."""
+def test_a_visit_reads_the_full_tensor_and_writes_its_part(rank: int) -> None:
+    """C12: a request's rows are full. Edits in place and replacements reach this rank's part; the neighbours' rows stay."""
     here = Rank(rank)
     for replace in (False, True):
         event, journal = here.event(), Journal()
@@ -476,7 +476,7 @@ def test_a_visit_reads_the_whole_and_writes_its_part(rank: int) -> None:
 
 
 @pytest.mark.parametrize("rank", range(4))
-def test_a_site_with_heads_is_whole(rank: int) -> None:
+def test_a_site_with_heads_is_full(rank: int) -> None:
     """C12: `[tokens, all heads, head_dim]`, gathered once for all bodies of the event."""
     here = Rank(rank)
     binding = Binding("proj", "input", (0, 0), heads=(8, D))
@@ -507,8 +507,8 @@ def test_bodies_share_a_gather_and_see_each_others_writes() -> None:
     assert here.gathers == 1
 
 
-def test_shapes_are_checked_against_the_whole() -> None:
-    """C12: a rank's own part is no value of the module."""
+def test_shapes_are_checked_against_the_full_tensor() -> None:
+    """C12: a value shaped like a rank's part is refused."""
     from midstream.errors import ShapeError
 
     here = Rank(0)
@@ -521,7 +521,7 @@ def test_shapes_are_checked_against_the_whole() -> None:
 
 
 def test_a_body_has_random_numbers_of_its_own() -> None:
-    """C12: the same on every rank, whatever other bodies and the engine drew in between; the engine's go on undisturbed."""
+    """C12: they are the same on every rank, whatever other bodies and the engine draw. The engine's own are not disturbed."""
 
     def drawn(extra: int) -> tuple[list[float], list[float]]:
         torch.manual_seed(extra)

@@ -1,4 +1,4 @@
-"""Links between ranks (rows E10 and E12): what one rank publishes is what the others fetch, and nothing stays behind.
+"""Links between ranks (rows E10 and E12): the others fetch the values that a rank publishes, and nothing stays behind.
 
 Ranks are threads of this process, or processes of their own; the values expected are closed forms that both sides compute.
 """
@@ -19,7 +19,7 @@ import torch
 from limits import least
 
 from midstream.errors import EngineClosedError, MidstreamError, NeverReachedError, StageFailedError, TraceError
-from midstream.ranks.link import Link
+from midstream.ranks.link import Held, Link
 from midstream.transport import wire
 
 WAIT = 30  # seconds; a shared machine may be slow
@@ -186,8 +186,8 @@ def assert_same(given, expected):
         assert given == expected
 
 
-def test_a_fetch_brings_what_was_published(pair):
-    """E10: dtypes, shapes and structure arrive as they were, whether the request is first or the value."""
+def test_a_fetch_brings_the_published_value(pair):
+    """E10: dtypes, shapes and structure are kept, whether the request or the value comes first."""
     early = pair[1].fetch(0, "a", 1)
     assert not early.done
     pair[0].publish("a", 1, sample())
@@ -198,6 +198,14 @@ def test_a_fetch_brings_what_was_published(pair):
     finish(pair, "a")
 
 
+def test_one_answer_settles_all_open_fetches_of_a_value(pair):
+    fetches = [pair[1].fetch(0, "a", 1) for _ in range(2)]
+    pair[0].publish("a", 1, sample(), readers=[1])
+    for fetch in fetches:
+        assert_same(wait(fetch), sample())
+    finish(pair, "a")
+
+
 def test_a_fetch_gives_the_same_value_again(pair):
     pair[0].publish("a", 1, torch.ones(2))
     fetch = pair[1].fetch(0, "a", 1)
@@ -205,7 +213,7 @@ def test_a_fetch_gives_the_same_value_again(pair):
     finish(pair, "a")
 
 
-def test_part_that_is_not_there(pair):
+def test_fetching_a_missing_part_raises(pair):
     pair[0].publish("a", 1, (torch.ones(2),))
     with pytest.raises(IndexError):
         wait(pair[1].fetch(0, "a", 1, ref=(3,)))
@@ -229,8 +237,8 @@ def test_several_bodies_and_numbers_do_not_mix():
         finish(links, "a", "b")
 
 
-def test_ends_of_a_body_answer_what_was_never_published(pair):
-    """E12: the reason that the owner gives, for requests before and after its end."""
+def test_ending_a_body_answers_fetches_of_values_that_were_never_published(pair):
+    """E12: fetches before and after the end raise the owner's reason."""
     early = pair[1].fetch(0, "a", 1)
     eventually(lambda: pair[0].gauges()["parked_requests"] == 1)
     pair[0].publish("a", 2, torch.ones(1))
@@ -249,7 +257,7 @@ def test_ends_of_a_body_answer_what_was_never_published(pair):
 
 
 def test_other_ranks_learn_that_a_body_failed(pair):
-    """E12: without asking, and as the answer to what they ask for."""
+    """E12: without a request, and as the answer to one."""
     assert pair[1].failure_of("a") is None
     fetch = pair[1].fetch(0, "a", 1)
     pair[0].end("a", "it raised", failed=True)
@@ -259,8 +267,8 @@ def test_other_ranks_learn_that_a_body_failed(pair):
     finish(pair, "a")
 
 
-def test_errors_do_not_keep_what_their_reader_held(pair):
-    """D7: the reason of an ended body stays for a while, not the frames that it was raised through."""
+def test_errors_do_not_keep_the_objects_of_their_readers(pair):
+    """D7: the reason of an ended body is kept for a while, without the frames that it was raised through."""
 
     class Large:
         pass
@@ -286,7 +294,7 @@ def test_value_that_cannot_be_pickled_is_an_error_where_it_is_used(pair):
     finish(pair, "a")
 
 
-def test_values_lie_here_until_every_rank_has_ended_the_body():
+def test_values_are_kept_until_every_rank_has_ended_the_body():
     """D7: and not longer."""
     with linked(3) as links:
         links[0].publish("a", 1, torch.ones(1000))
@@ -316,7 +324,7 @@ def test_readers_bound_how_long_a_value_is_kept():
 
 
 def test_dropped_bodies_leave_nothing_and_do_not_come_back(pair):
-    """E12: an abort, which the ranks see one after the other."""
+    """E12: the ranks see an abort one after the other."""
     waiting = pair[0].fetch(1, "a", 7)
     early = pair[1].fetch(0, "a", 2)
     eventually(lambda: pair[0].gauges()["parked_requests"] == 1 == pair[1].gauges()["parked_requests"])
@@ -339,7 +347,7 @@ def test_dropped_bodies_leave_nothing_and_do_not_come_back(pair):
 
 @pytest.mark.slow
 def test_many_bodies_leave_memory_flat(pair):
-    """D7, E12: whatever way the bodies go."""
+    """D7, E12: for bodies that end, that are dropped, and whose values are not fetched."""
 
     def resident():
         with open("/proc/self/statm") as file:
@@ -363,8 +371,8 @@ def test_many_bodies_leave_memory_flat(pair):
     assert resident() - before < 40 << 20  # 400 bodies had 480 MB in all
 
 
-def test_what_is_waived_is_forgotten_before_the_body_is_over(pair):
-    """C11: published before or after; what is not waived stays, and a body that is over waives nothing."""
+def test_waived_values_are_forgotten_before_the_body_is_over(pair):
+    """C11: whether they are waived before or after they are published. Other values stay, and a body that is over waives nothing."""
     finish(pair, "over")
     pair[0].publish("a", 0, torch.ones(3), place="p")
     pair[0].publish("a", 1, torch.ones(3), place="p")
@@ -395,8 +403,8 @@ def test_a_rank_that_has_ended_the_body_need_not_waive(late):
         finish(links, "a", "other")
 
 
-def test_what_is_waived_while_it_is_asked_for_is_answered(pair):
-    """As when a body is ended in the middle of a fetch, for which another one waits as well."""
+def test_a_fetch_of_a_value_that_is_waived_meanwhile_is_answered(pair):
+    """This happens if a body is ended during a fetch that another body waits for, too."""
     fetch = pair[1].fetch(0, "a", 0)
     pair[1].waive(0, {"a": [0]})
     eventually(lambda: pair[0].gauges()["parked_requests"] == 1)
@@ -405,8 +413,8 @@ def test_what_is_waived_while_it_is_asked_for_is_answered(pair):
     finish(pair, "a")
 
 
-def test_a_value_that_cannot_be_had_is_refused_and_the_others_come(pair):
-    """Asked for before and after; a later one that is waived does not change what is said."""
+def test_fetching_a_refused_value_raises_and_others_arrive(pair):
+    """Before and after it is refused. Waiving a later value does not change the error."""
     before = pair[1].fetch(0, "a", 0)
     pair[0].refuse("a", 0, StageFailedError("no such module"))
     pair[0].publish("a", 1, torch.ones(3))
@@ -441,7 +449,7 @@ def test_one_rank_alone_keeps_nothing():
 
 
 def step(pair, number, body="a", ref=(), fetch=True, place="p"):
-    """One step: rank 0 publishes, rank 1 has a use for it. Returns whether it was there already."""
+    """One step: rank 0 publishes a value and rank 1 uses it. Returns whether the value was there already."""
     pair[0].publish(body, number, (torch.full((3,), float(number)), -number), place=place)
     eventually(lambda: pair[0]._senders[1].queued_bytes == 0)
     if not fetch:
@@ -465,7 +473,7 @@ def test_after_a_fetch_the_next_value_of_the_place_is_sent_ahead(pair):
     finish(pair, "a", "b")
 
 
-def test_a_place_fetched_in_every_other_step_is_sent_ahead_in_vain_only_once_a_fetch(pair):
+def test_each_fetch_causes_at_most_one_unused_value(pair):
     sent = pair[0]._senders[1].stats["messages"]
     assert not any(step(pair, number, fetch=number % 2) for number in range(9))
     assert pair[0]._senders[1].stats["messages"] - sent == 4 + 4  # answers, and the values after them
@@ -474,8 +482,8 @@ def test_a_place_fetched_in_every_other_step_is_sent_ahead_in_vain_only_once_a_f
 
 
 @pytest.mark.parametrize("waives", [True, False])
-def test_sending_ahead_stops_with_the_first_value_that_is_not_used(pair, waives):
-    """D7: and what was sent is dropped with the value's waiver, or with the body."""
+def test_sending_ahead_stops_at_the_first_unused_value(pair, waives):
+    """D7: the unused value is dropped when it is waived or the body ends."""
     for number in range(3):
         step(pair, number)
     sent = pair[0]._senders[1].stats["messages"]
@@ -492,7 +500,7 @@ def test_sending_ahead_stops_with_the_first_value_that_is_not_used(pair, waives)
     finish(pair, "a")
 
 
-def test_a_fetch_on_its_way_is_met_by_what_is_sent_ahead(pair):
+def test_a_value_is_not_sent_ahead_to_a_rank_that_has_requested_it(pair):
     for number in range(3):
         step(pair, number)
     early = pair[1].fetch(0, "a", 3)
@@ -502,6 +510,15 @@ def test_a_fetch_on_its_way_is_met_by_what_is_sent_ahead(pair):
     assert_same(wait(early)[1], -3)
     assert pair[0]._senders[1].stats["messages"] == sent + 1, "not twice"
     assert step(pair, 4)
+    finish(pair, "a")
+
+
+def test_a_value_sent_ahead_answers_an_open_fetch(pair):
+    """The owner may send the value ahead before the request reaches it."""
+    early = pair[1].fetch(0, "a", 3)
+    pair[0]._answer((1, ()), "a", 3, Held(torch.ones(3), {}), "p")
+    assert_same(wait(early), torch.ones(3))
+    assert pair[1].gauges()["sent_ahead"] == 0
     finish(pair, "a")
 
 
@@ -516,7 +533,7 @@ def _publish_sample(link):
 
 @pytest.mark.parametrize("machines", [False, True], ids=["one machine", "several machines"])
 def test_other_processes(machines):
-    """E10: by Unix socket, or by TCP where ranks run on several machines; the owner's own thread is busy elsewhere."""
+    """E10: by Unix socket, or by TCP between machines, while the owner's own thread is busy."""
     with processes(_publish_sample, size=3, machines=machines) as (link, _, results):
         for rank in (1, 2):
             assert_same(wait(link.fetch(rank, "a", 1)), sample())
@@ -563,7 +580,7 @@ def _nothing(link):
 
 @pytest.mark.parametrize("machines", [False, True], ids=["one machine", "several machines"])
 def test_a_rank_that_died_is_an_error_within_a_second(machines):
-    """E12: for fetches that wait, and for later ones; other ranks are not concerned."""
+    """E12: for waiting fetches and later ones. Fetches from other ranks go on."""
     assert least(lambda: time_to_notice(machines), 1.0) < 1
 
 
@@ -597,7 +614,7 @@ def test_a_rank_that_was_closed_is_an_error(pair):
     assert is_idle(pair[0])
 
 
-def test_closing_wakes_who_waits(pair):
+def test_closing_wakes_waiting_fetches(pair):
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(pair[0].fetch(1, "a", 1).wait)
         pair[0].close()
@@ -608,8 +625,8 @@ def test_closing_wakes_who_waits(pair):
         wait(pair[0].fetch(1, "a", 1))
 
 
-def test_a_peer_that_cannot_be_sent_to_is_gone(pair):
-    """A connection that breaks one way leaves nobody waiting on the other."""
+def test_a_peer_whose_connection_breaks_is_gone(pair):
+    """If a connection breaks in one direction, fetches in both directions end."""
     fetches = [pair[0].fetch(1, "a", 1), pair[1].fetch(0, "a", 1)]
     eventually(lambda: pair[0].gauges()["parked_requests"] == 1 == pair[1].gauges()["parked_requests"])
     pair[0]._senders[1]._sock.shutdown(2)
@@ -624,7 +641,7 @@ def test_a_peer_that_cannot_be_sent_to_is_gone(pair):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_device_values_move_to_the_host_while_they_are_sent(pair):
-    """D7: `end_step` frees the device's memory; what is sent before, meanwhile and after is the same."""
+    """D7: `end_step` frees the device's memory. Values sent before, during and after the move are the same."""
     device = torch.device("cuda")
     torch.ones(1, device=device)
     before = torch.cuda.memory_allocated()

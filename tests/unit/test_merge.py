@@ -1,4 +1,4 @@
-"""What the pipeline stages bring back is merged into what one GPU would have given (C9), with the structure as the oracle."""
+"""The results of the pipeline stages are merged into those of one GPU (C9), with the structure as the oracle."""
 
 from __future__ import annotations
 
@@ -125,8 +125,8 @@ def test_c9_a_saved_list_takes_each_entry_from_the_stage_that_has_it() -> None:
     )
 
 
-def test_c9_what_is_absent_everywhere_is_left_out() -> None:
-    """C9: no name for what nobody has; inside a container the position stays, and says what it stood for."""
+def test_c9_values_absent_on_every_stage_are_left_out() -> None:
+    """C9: the name is left out. Inside a container the position stays and names the missing value."""
     merged = merged_values([{"h": absent(3), "hs": [absent(3), 1]}, {"h": absent(3), "hs": [absent(3), absent(4)]}])
     assert merged == {"hs": [absent(3), 1]}
     assert "model.layers.3.output" in repr(merged["hs"][0])
@@ -163,7 +163,7 @@ def test_c9_containers_keep_their_classes() -> None:
     assert merged["l"] == [[1, 2], [1, 2]] and merged["l"][0] is merged["l"][1]
 
 
-def test_c9_a_model_output_and_a_container_that_lies_in_itself() -> None:
+def test_c9_model_outputs_and_containers_that_contain_themselves_merge() -> None:
     """C9: transformers' outputs are dicts with attributes."""
     from transformers.modeling_outputs import BaseModelOutput
 
@@ -182,8 +182,8 @@ def test_c9_a_model_output_and_a_container_that_lies_in_itself() -> None:
     assert merged["loop"][:2] == [1, 2] and merged["loop"][2] is merged["loop"]
 
 
-def test_c9_classes_that_the_trace_defines_are_another_one_on_every_stage() -> None:
-    """C9: by name, as each stage has run the class statement itself."""
+def test_c9_classes_that_the_trace_defines_merge_by_name() -> None:
+    """C9: each stage runs the class statement itself, so the classes are different objects."""
 
     def of_a_stage(value: Any) -> Any:
         class Own:
@@ -225,7 +225,7 @@ def test_c9_classes_that_the_trace_defines_are_another_one_on_every_stage() -> N
 )
 @pytest.mark.parametrize("where", [lambda x: x, lambda x: [0, {"a": (x,)}], lambda x: Noted(x)])
 def test_c9_real_values_that_differ_warn_by_name(first: Any, last: Any, where: Any) -> None:
-    """C9: the last stage's is taken, and the warning says which name and which stages."""
+    """C9: the value of the last stage is used, and the warning names the value and the stages."""
     each = [{"fine": 1, "odd": where(first)}, {"fine": 1, "odd": where(absent())}, {"fine": 1, "odd": where(last)}]
     with pytest.warns(StageMismatchWarning, match=r"'odd' .* stages 0, 2; the value of stage 2") as caught:
         merged = merged_values(each)
@@ -235,7 +235,7 @@ def test_c9_real_values_that_differ_warn_by_name(first: Any, last: Any, where: A
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64])
 def test_c9_rounding_is_no_difference(dtype: torch.dtype) -> None:
-    """C9: the same sum in another order differs in its last bits, and no more, whatever the dtype."""
+    """C9: in every dtype, the same sum in another order differs only in its last bits."""
     torch.manual_seed(0)
     entries = torch.randn(64, 512, dtype=torch.complex128 if dtype.is_complex else torch.float64).to(dtype)
     one = entries.sum(1)
@@ -288,7 +288,7 @@ def made(values: dict[str, Any], steps: int = 1, error: Exception | None = None,
 
 
 def test_c9_a_step_past_the_end_is_dropped() -> None:
-    """C9: overshoot. Stage 0 ran a step that the last stage knows nobody asked for."""
+    """C9: overshoot. Stage 0 ran a step after the one that ended the request on the last stage."""
     first = {"hs": [0, 1, 2, 3], "by_step": {0: 0, 1: 1, 2: 2}, "late": 9, "own": Noted([0, 1, 2])}
     last = {"hs": [absent()] * 2, "by_step": {0: absent(), 1: absent()}, "own": Noted([absent()])}
     (merged,) = merged_outcomes([[made(first, 3)], [made(last, 2, order=5)]])
@@ -300,7 +300,7 @@ def test_c9_a_step_past_the_end_is_dropped() -> None:
 
 @pytest.mark.parametrize("steps", [1, 2])
 def test_c9_a_cache_takes_each_module_from_its_stage_and_no_step_past_the_end(steps: int) -> None:
-    """C9: the last stage has no entry that could say how many there should be: each value knows its step."""
+    """C9: each value knows its step, since the last stage may have no entries to count."""
     stages = []
     for stage, ran in enumerate((steps + 1, steps)):
         cache = Cache()
@@ -318,7 +318,7 @@ def test_c9_a_cache_takes_each_module_from_its_stage_and_no_step_past_the_end(st
 
 
 def test_c14_a_failure_beats_one_that_only_says_that_another_stage_failed() -> None:
-    """C14: one error, the user's own, with what had been saved when it was raised."""
+    """C14: one error, the user's own, with the values saved before it."""
     told = made({"a": 1, "late": 2, "hs": [1, 2]}, 2, StageFailedError("stage 1 failed"))
     own = made({"a": absent(), "hs": [absent()]}, 2, ValueError("mine"))
     for each in ([[told], [own]], [[own], [told]]):
@@ -338,7 +338,7 @@ def test_c9_the_same_error_on_every_stage_is_one() -> None:
 
 
 def test_c9_a_failure_past_the_end_is_dropped() -> None:
-    """C9: what stage 0 waited for in a step that the last stage never ran is nobody's error."""
+    """C9: stage 0 waited for a value in a step that the last stage never ran. That is no error of the user."""
     first = made({"hs": [1, 2]}, 3, NeverReachedError("step 2 of the last stage was never reached"))
     last = made({"hs": [absent()]}, 2, stopped=True)
     (merged,) = merged_outcomes([[first], [last]])
@@ -347,8 +347,8 @@ def test_c9_a_failure_past_the_end_is_dropped() -> None:
     assert merged.failure is not None and merged.failure.message == "mine"
 
 
-def test_c14_an_edit_that_failed_on_one_stage_is_told_beside_the_trace() -> None:
-    """C14: bodies are told apart by name; the trace's own comes first."""
+def test_c14_an_edit_that_failed_on_one_stage_is_reported_beside_the_trace() -> None:
+    """C14: bodies are distinguished by name, and the trace's own comes first."""
     edit = replace(made({}, 1, ValueError("edit")), name="r/0#0")
     merged = merged_outcomes([[made({"a": 1})], [made({"a": absent()}), edit]])
     assert [(outcome.name, outcome.failure is None) for outcome in merged] == [("r/0", True), ("r/0#0", False)]
@@ -365,7 +365,7 @@ def test_one_stage_is_left_as_it_is() -> None:
 
 
 def described(stage: int, tensor: int = 0) -> dict[str, Any]:
-    """What a stage of a model of four layers says; stage 0 has two of them, and the embedding."""
+    """The description by one stage of a model of four layers; stage 0 has two of them, and the embedding."""
     mine = (0, 1) if stage == 0 else (2, 3)
     modules = {
         "": "M",
@@ -393,7 +393,7 @@ def described(stage: int, tensor: int = 0) -> dict[str, Any]:
 
 
 def test_c8_the_model_is_described_as_a_whole() -> None:
-    """C8: each stage tells what it built; placeholders lose, whatever the order of the ranks."""
+    """C8: each stage lists its modules, which replace placeholders, whatever the order of the ranks."""
     ranks = [described(stage, tensor) for stage in (0, 1) for tensor in (0, 1)]
     for each in (ranks, ranks[::-1]):
         whole = merged_description(each)

@@ -1,4 +1,4 @@
-"""The bounded queue (K4): its bound in bytes, its order, its ends, and what becomes of a consumer that raises."""
+"""The bounded queue (K4): its bound in bytes, its order, closing it, and consumers that raise."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_get_gives_up_in_time_or_when_told() -> None:
 
 
 def test_several_items_may_be_taken_before_the_first_is_done() -> None:
-    """As the sender does, which copies one message's tensors while it writes the one before."""
+    """The sender copies the tensors of one message while it writes the one before."""
     queue: BoundedQueue[int] = BoundedQueue(100)
     queue.put(0, 60)
     queue.put(1, 5)
@@ -124,7 +124,7 @@ def test_several_items_may_be_taken_before_the_first_is_done() -> None:
     assert queue.used == 0
 
 
-def test_dropping_makes_room_and_keeps_what_replaces_it() -> None:
+def test_dropping_makes_room_and_queues_the_replacements() -> None:
     queue: BoundedQueue[int] = BoundedQueue(10)
     queue.put(0, 10)
     assert queue.get() == 0
@@ -166,8 +166,8 @@ def test_a_consumer_that_raises_closes_the_queue_and_holds_nothing() -> None:
 
 
 @pytest.mark.parametrize("close", [False, True])
-def test_a_budget_holds_up_who_asks_for_room(close: bool) -> None:
-    """As the client's receiving threads do after each message: adding never waits."""
+def test_a_budget_makes_threads_wait_for_room(close: bool) -> None:
+    """The client's receiving threads wait after each message. Adding never waits."""
     budget = ByteBudget(10)
     budget.add(15)
     with in_thread(budget.wait_for_room) as thread:

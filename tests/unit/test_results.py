@@ -1,4 +1,4 @@
-"""The results channel: what a worker process sends is what the client gets, and nothing else stays behind.
+"""The results channel: the client gets the values that a worker process sends, and nothing stays behind.
 
 Most rows run against a real second process. Expected values are closed forms that both processes compute.
 """
@@ -307,7 +307,7 @@ def one_of_each_by_pickle():
 
 
 def numbers(tensor):
-    """All that it holds, as lists."""
+    """Its values, as lists."""
     if tensor.is_nested:
         return [each.tolist() for each in tensor.unbind()]
     if tensor.is_quantized:
@@ -352,7 +352,7 @@ def test_one_tensor_in_two_places_is_sent_once_and_stays_one(receiver, worker):
     assert worker.call(stats)["bytes"] - before < 40_000 + 400 + 2_000  # h, one row of it, the skeleton
 
 
-def test_a_saved_tensor_does_not_drag_its_message_along(receiver, worker):
+def test_saving_a_tensor_does_not_write_its_whole_message(receiver, worker):
     with receiver.expect(KEY) as box:
         worker.call(send, one_of_each_dtype, 64)
         _, got = box.get(WAIT)
@@ -362,7 +362,7 @@ def test_a_saved_tensor_does_not_drag_its_message_along(receiver, worker):
     assert file.tell() < 64 * 64 * 4 + 4_000
 
 
-def test_what_arrives_can_be_written_to(receiver, worker):
+def test_received_tensors_can_be_written_to(receiver, worker):
     with receiver.expect(KEY) as box:
         worker.call(send, one_of_each_dtype, 64)
         _, got = box.get(WAIT)
@@ -402,7 +402,7 @@ def test_an_unpicklable_value_becomes_one_error(receiver, worker, make, name):
         assert "a" in box.get(WAIT)[1]
 
 
-def test_what_the_client_cannot_rebuild_is_an_error_value(receiver, worker):
+def test_a_value_that_the_client_cannot_rebuild_is_an_error_value(receiver, worker):
     with receiver.expect(KEY) as box:
         worker.call(send, Boom)
         _, got = box.get(WAIT)
@@ -472,7 +472,7 @@ def test_a_stream_sends_each_tensor_once(receiver, path, inference):
             assert tensor is got[-1][i]
 
 
-def test_a_stream_sends_again_what_was_changed_in_place(receiver):
+def test_a_stream_sends_tensors_again_that_were_changed_in_place(receiver):
     total = torch.zeros(50_000)
     with receiver.expect(KEY) as box, linked(receiver) as sender:
         got = []
@@ -484,7 +484,7 @@ def test_a_stream_sends_again_what_was_changed_in_place(receiver):
         assert [int(tensor[0]) for tensor in got] == [0, 1, 2]
 
 
-def test_a_dead_tensors_id_is_not_mistaken_for_it(receiver):
+def test_a_new_tensor_with_the_id_of_a_dead_one_is_sent(receiver):
     with receiver.expect(KEY) as box, linked(receiver) as sender:
         for value in range(50):  # each takes the place, and often the id, of the one before
             sender.send({"key": KEY}, torch.full((3,), float(value)), stream="s")
@@ -492,7 +492,7 @@ def test_a_dead_tensors_id_is_not_mistaken_for_it(receiver):
             drained(sender)
 
 
-def test_streams_are_apart_and_begin_anew_after_their_end(receiver):
+def test_streams_are_independent_and_start_again_after_their_end(receiver):
     h = filled(torch.float32, (100,))
     with receiver.expect(KEY) as box, linked(receiver) as sender:
         for stream in ["a", "b", "a", None]:
@@ -550,7 +550,7 @@ def test_many_strangers_have_few_threads_and_keep_no_worker_out(receiver, path):
         assert most - before <= 64 and not receiver.lost
 
 
-def test_another_user_is_not_heard():
+def test_connections_of_other_users_are_refused():
     class Connection:
         family = socket.AF_UNIX
 
@@ -564,7 +564,7 @@ def test_another_user_is_not_heard():
     assert [receiving._is_welcome(Connection(user)) for user in (0, os.geteuid(), 12345)] == [True, True, False]
 
 
-def test_a_stranger_who_talks_nonsense_reaches_nothing(receiver):
+def test_nonsense_from_a_stranger_reaches_no_mailbox(receiver):
     with socket.create_connection(receiver.address["tcp"]) as sock, receiver.expect(KEY) as box:
         sock.sendall(b"\x05" * 400)
         sock.settimeout(WAIT)
@@ -657,8 +657,8 @@ def test_a_message_larger_than_the_bound_passes_an_empty_queue(receiver):
         assert sender.stats["blocked_seconds"] == 0
 
 
-def test_a_message_that_is_copied_does_not_wait_for_the_next_one(receiver, monkeypatch):
-    """Seen failing with each message written after the next one's copy was begun, which may take long."""
+def test_a_copied_message_is_written_before_the_next_copy_begins(receiver, monkeypatch):
+    """Beginning the next copy may take long."""
     go, begin = threading.Event(), staging.Copier.begin
 
     def held(copier, payload, *rest):
@@ -677,7 +677,7 @@ def test_a_message_that_is_copied_does_not_wait_for_the_next_one(receiver, monke
 
 
 def test_a_failed_channel_holds_nothing(receiver, monkeypatch):
-    """Seen failing: the frame behind the one that failed still counted, and the error's traceback kept the tensors of both."""
+    """Neither the frame after the failed one nor the error's traceback keeps tensors or bytes in the queue."""
     sender = Sender(receiver.address)
 
     def broken(*_):
@@ -696,7 +696,7 @@ def test_a_failed_channel_holds_nothing(receiver, monkeypatch):
         sender.send({"key": KEY}, 1)
 
 
-def test_a_client_that_went_away_fails_send_and_frees_who_is_blocked(receiver):
+def test_send_raises_and_unblocks_when_the_client_has_gone(receiver):
     sender = Sender(route(receiver.address, "tcp"), queue_bytes=1 << 20)
     receiver.close()
     with pytest.raises(ChannelClosedError):
@@ -723,7 +723,7 @@ def test_messages_are_routed_by_key_in_order(receiver):
 
 
 def test_one_mailbox_for_several_keys(receiver):
-    """As for the rows of a run of many requests. Some come together, and with those of others."""
+    """A run of many requests receives its rows this way. Some are sent together with those of others."""
     with receiver.expect("b") as other, linked(receiver) as sender:
         with pytest.raises(ChannelError, match="'b' are expected already"):
             receiver.expect_all(["a", "b"])
@@ -743,8 +743,8 @@ def test_one_mailbox_for_several_keys(receiver):
     assert receiver.open_mailboxes == 0
 
 
-def test_what_cannot_be_read_of_a_frame_for_several_keys_is_told_to_each_reader(receiver):
-    """The thread that receives and reads it goes on."""
+def test_each_reader_of_a_shared_frame_gets_its_error(receiver):
+    """The receiving thread goes on."""
     with receiver.expect("a") as a, receiver.expect("b") as b, linked(receiver) as sender:
         sender.send_together([({"key": key}, RaisesWhenRead()) for key in "ab"])
         sender.send({"key": "b"}, 1)
@@ -804,7 +804,7 @@ async def waits_in_asyncio(receiver):
             await asyncio.wait_for(waiting, WAIT)
 
 
-def test_closing_the_receiver_wakes_who_waits(receiver):
+def test_closing_the_receiver_wakes_waiting_readers(receiver):
     box, raised = receiver.expect(KEY), []
 
     def waits():
@@ -839,7 +839,7 @@ def test_several_workers_share_a_mailbox(receiver):
 
 
 def begin_a_frame(kept, part):
-    """Write a message's beginning and stop there, behind what the sender's thread has to write."""
+    """Write the beginning of a message after everything that is queued, and stop there."""
     drained(kept["sender"])
     sock, body = kept["sender"]._sock, b"0123456789"
     head = wire._encode(wire.MessageFrame(pickle.dumps({"key": KEY}), None, [], len(body), 1 << 30))
@@ -910,7 +910,7 @@ def midstream_threads() -> list[str]:
 
 
 @pytest.mark.slow
-def test_memory_goes_back_with_the_last_tensor_and_holds_no_descriptor(receiver, worker_process):
+def test_memory_is_freed_with_the_last_tensor_and_no_descriptor_stays_open(receiver, worker_process):
     worker_process.call(connect, receiver.address)
     wait_until(lambda: mappings() == 0)
     files = open_files(None)
@@ -1055,8 +1055,8 @@ def test_every_shape_and_layout_passes_through_pinned_memory(stand_in):
         assert payload[offset : offset + len(want)].numpy().tobytes() == want
 
 
-def test_a_slot_that_is_free_is_taken_before_another_one_is_pinned(stand_in):
-    """Pinning takes milliseconds, in which the forward's own calls to the device wait."""
+def test_a_free_slot_is_used_before_another_one_is_pinned(stand_in):
+    """Pinning takes milliseconds, and the forward's calls to the device wait for it."""
     copier, payload = staging.Copier(), torch.zeros(3000, dtype=torch.uint8)
     for value in range(1, 6):
         tasks: list[Future] = []
@@ -1069,7 +1069,7 @@ def test_a_slot_that_is_free_is_taken_before_another_one_is_pinned(stand_in):
     assert 1 <= len(stand_in) <= 3
 
 
-def test_the_layout_is_aligned_apart_and_groups_devices():
+def test_offsets_are_aligned_and_tensors_of_a_device_lie_together():
     tensors = [torch.empty(3), torch.empty(5, device="meta"), torch.empty(0), torch.empty(7, dtype=torch.int8)]
     tensors += [torch.empty(100, 3, device="meta", dtype=torch.bfloat16), torch.tensor(1.0)]
     offsets, total = wire.lay_out(tensors)
@@ -1154,7 +1154,7 @@ def with_tensors(value, pool):
 
 
 def compare(got, want, met: dict) -> None:
-    """Equal in types, values and in which tensors are one; `met` maps ids of the wanted tensors to the gotten ones."""
+    """Equal in types, values and shared tensors; `met` maps ids of the expected tensors to the received ones."""
     if isinstance(want, torch.Tensor):
         assert_same(got, want.contiguous())
         assert met.setdefault(id(want), got) is got

@@ -1,4 +1,4 @@
-"""The client waits for each pipeline stage's word on each sample (C1, C9), over the real results channel and without engines."""
+"""The client waits for the results of each pipeline stage for each sample (C1, C9), over the real channel and without engines."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Stages:
         self.senders[stage].send(header, [Outcome(values, failure=failure, name=f"{sample}/0", steps=steps)])
 
     def flush(self, stage: int) -> None:
-        """All that this stage sent has come."""
+        """Wait until everything that this stage sent has arrived."""
         self.senders[stage].close()
 
 
@@ -66,7 +66,7 @@ def output_of(samples: int) -> Any:
 
 
 def test_c1_every_stage_is_waited_for(stages: Stages) -> None:
-    """C1: a sync trace is over when each stage has sent what it has of each sample, in whatever order."""
+    """C1: a sync trace is over when each stage has sent its part of each sample, in any order."""
     for stage in (1, 0):
         for sample in (1, 0):
             values = {"h": [torch.full((2,), float(sample)), absent()], "all": absent() if stage else Result()}
@@ -79,7 +79,7 @@ def test_c1_every_stage_is_waited_for(stages: Stages) -> None:
 
 
 def test_c14_one_error_for_all_stages(stages: Stages) -> None:
-    """C14: the user's own, and no group; what was saved is with it."""
+    """C14: the user's own error, not a group, with the saved values."""
     stages.send(0, {"h": 1}, 1, True, error=StageFailedError("stage 1 failed"))
     stages.send(1, {"h": absent()}, 1, True, error=ValueError("mine"))
     with pytest.raises(ValueError, match="mine") as caught:
@@ -87,8 +87,8 @@ def test_c14_one_error_for_all_stages(stages: Stages) -> None:
     assert isinstance(caught.value, InterventionError) and caught.value.saves == {"h": 1}  # type: ignore[attr-defined]
 
 
-def test_c12_a_stage_that_goes_is_an_error(stages: Stages) -> None:
-    """E10: a worker that is gone before its part came."""
+def test_c12_a_lost_stage_is_an_error(stages: Stages) -> None:
+    """E10: the worker goes before it has sent its part."""
     stages.send(0, {}, 1, True)
     stages.flush(1)
     with pytest.raises(EngineClosedError):
@@ -113,7 +113,7 @@ async def test_c3_snapshots_are_of_one_step(stages: Stages) -> None:
     assert outcome.values == {"first": 3, "last": 3, "hs": [0, 1, 2]} and saves.latest() == outcome.values
 
 
-async def test_c3_a_stage_whose_body_is_over_holds_no_snapshot_up(stages: Stages) -> None:
+async def test_c3_a_stage_whose_body_is_over_delays_no_snapshot(stages: Stages) -> None:
     """C3: its values are final, whatever step the others are in."""
     saves = _Saves(stages.box, 1, 2)
     stages.send(0, {"a": 1, "b": absent()}, 1, True)

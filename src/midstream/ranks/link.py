@@ -4,7 +4,7 @@
     link.publish("body-1", 3, value)                           # on the owner; returns at once
     fetch = link.fetch(0, "body-1", 3, ref=(0,))               # on another rank, before or after; returns at once
     tensor = fetch.wait()                                      # on the CPU
-    link.waive(0, {"body-1": [3]})                             # there: it will not fetch that value any more
+    link.waive(0, {"body-1": [3]})                             # on that rank: it will not fetch the value any more
     link.end("body-1", "the request ended before it")          # on every rank, or `drop`: then all of it is forgotten
 
 A value is known by the body's name and a number that grows within the body. Each rank has a `Receiver`, and a `Sender` to every other
@@ -141,8 +141,8 @@ class SharedBody:
         values: published here, by number.
         forgotten: the largest number of a value that was forgotten because no rank would fetch it any more.
         waived: number -> the ranks that will not fetch it, before it is published.
-        parked: number -> who has requested it, before it is published.
-        subscribers: place -> who is sent the next value of the place without a request.
+        parked: number -> the readers that have requested it, before it is published.
+        subscribers: place -> the readers that are sent the next value of the place without a request.
         ahead: (rank, place, part) -> number and message of the newest value that was sent without a request and not fetched yet.
     """
 
@@ -158,7 +158,7 @@ class SharedBody:
     ahead: dict[tuple[int, Hashable, Ref], tuple[int, Message]] = field(default_factory=dict)
 
     def note_answer(self, number: int, reader: Reader) -> None:
-        """Someone who has asked for the value is given it: they get the place's next value too, and were maybe the last reader."""
+        """A reader gets the value. Subscribe it to the place's next value, and forget this one if nobody else may fetch it."""
         published = self.values[number]
         if published.place is not None:
             self.subscribers[published.place].add(reader)
@@ -180,7 +180,7 @@ class SharedBody:
             self.forgotten = max(self.forgotten, number)
 
     def leave(self, rank: int) -> None:
-        """A rank has no use for the body any more."""
+        """A rank will not fetch anything of the body any more."""
         for readers in self.parked.values():
             readers -= {reader for reader in readers if reader[0] == rank}
         self.without(rank, list(self.values))

@@ -87,9 +87,8 @@ class _Merging:
         self._judge, self._past, self._steps = judge, frozenset(past), steps
         self._differing: set[int] = set()
         self._taken = judge
-        self._done: dict[
-            tuple[tuple[int, int], ...], tuple[dict[int, Any], Any]
-        ] = {}  # by identity of the values, which are kept alive
+        # By identity of the values, which are kept alive.
+        self._done: dict[tuple[tuple[int, int], ...], tuple[dict[int, Any], Any]] = {}
 
     def names(self, each: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
         merged: dict[str, Any] = {}
@@ -119,16 +118,16 @@ class _Merging:
             return next(iter(real.values()))
         key = tuple((stage, id(value)) for stage, value in real.items())
         if key not in self._done:
-            self._done[key] = real, None
-            self._done[key] = real, self._together(real, lambda container: self._note(key, real, container))
+
+            def note(merged: Any) -> None:
+                self._done[key] = real, merged
+
+            note(None)
+            note(self._together(real, note))
         return self._done[key][1]
 
-    def _note(self, key: tuple[tuple[int, int], ...], real: dict[int, Any], container: Any) -> None:
-        """Remember a container before it is filled: it may contain itself."""
-        self._done[key] = real, container
-
     def _together(self, real: dict[int, Any], note: Callable[[Any], None]) -> Any:
-        """One value from several real ones."""
+        """One value from several real ones. Calls `note` with a container before it is filled, because it may contain itself."""
         leading = self._leading(real)
         value = real[leading]
         alike = {stage: other for stage, other in real.items() if _kind(other) == _kind(value)}

@@ -20,7 +20,7 @@ from midstream.trace.forward import LAST_POINTS
 from midstream.trace.remote import CALL, Claim, Place, Stage
 from midstream.trace.tree import Opaque, map_tensors
 
-_STAGE_MOMENTS = 1 << 40  # more than one stage's forward has inputs and outputs
+_STAGE_MOMENTS = 1 << 40  # larger than the number of inputs and outputs in one stage's forward
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Reference(Opaque):
 
 
 class Stages(Stage):
-    """This stage, and what it knows of the others.
+    """This stage, and its knowledge of the others.
 
     Args:
         parts: of every stage, in their order.

@@ -1,4 +1,4 @@
-"""The client's end of the results channel, past vLLM's scheduler and its output path.
+"""The client's end of the results channel, which bypasses vLLM's scheduler and its output path.
 
     receiver = Receiver()                                  # client, once per engine
     box = receiver.expect(("req-1", 0))                    # before the request is submitted
