@@ -249,13 +249,13 @@ class Block:
         self.attn = self._part("attn", "attn_proj")
         self.mlp = self._part("mlp", "mlp_proj") or self._bare_mlp()
 
-    def bind(self, index: int, config: Any, num_heads: int | None, head_dim: int | None) -> Sites:
+    def bind(self, index: int, config: Any, head_dim: int | None) -> Sites:
         """The bindings of this block, except `resid_pre` and `resid_post` (see `streams`)."""
         sites: dict[str, Binding | None] = {}
         if self.attn is not None:
             sites["attn_in"] = Binding(self.attn.first.path, "input", self.attn.source.ref)
             sites["attn_out"] = self._added(self.attn)
-            sites["attn_z"] = self._heads(self.attn, config, num_heads, head_dim)
+            sites["attn_z"] = self._heads(self.attn, config, head_dim)
         if self.mlp is not None:
             sites["mlp_in"] = Binding(self.mlp.first.path, "input", self.mlp.source.ref)
             sites["mlp_out"] = self._added(self.mlp)
@@ -359,12 +359,12 @@ class Block:
         taken = [leaf for leaf in mlp.projection.inputs if leaf.floating]
         return Binding(mlp.projection.path, "input", taken[0].ref) if taken else None
 
-    def _heads(self, attn: Part, config: Any, num_heads: int | None, head_dim: int | None) -> Binding | None:
+    def _heads(self, attn: Part, config: Any, head_dim: int | None) -> Binding | None:
         taken = [leaf for leaf in attn.projection.inputs if leaf.floating] if attn.projection is not None else []
         if not taken or attn.projection is None:
             return None
         width = taken[0].shape[-1]
-        size = head_dim or _head_dim(attn.first.module, config) or (num_heads and width // num_heads)
+        size = head_dim or _head_dim(attn.first.module, config)
         if not size or width % size:
             return None
         return Binding(attn.projection.path, "input", taken[0].ref, heads=(width // size, size))

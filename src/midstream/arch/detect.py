@@ -131,7 +131,6 @@ def detect(
     root: nn.Module,
     run: Callable[[], Any],
     *,
-    num_heads: int | None = None,
     head_dim: int | None = None,
     rename: Mapping[str, str] | None = None,
     shards: ShardFinder | None = None,
@@ -142,7 +141,6 @@ def detect(
         root: the model, or the part of it in this process.
         run: runs one uncompiled forward of a few tokens over `root`. The probe changes values on the way, so nothing that is kept, such
             as a prefix cache, may come from this forward.
-        num_heads: attention heads in this process, used if the model does not tell the width of a head.
         head_dim: width of a head; takes precedence over what the model says.
         rename: the user's names, such as `{"my_blocks": "layers", "mixer": "attn"}`. Roles are `midstream.arch.ROLES`.
         shards: finds the tensors that tensor-parallel ranks share.
@@ -163,7 +161,7 @@ def detect(
     bindings: dict[tuple[str, int | None], Binding] = {}
     for index, block in blocks.items():
         bindings |= bind_streams(block.call, index, layout)
-        bindings |= block.bind(index, text_config(root), num_heads, head_dim)
+        bindings |= block.bind(index, text_config(root), head_dim)
     if (embed := bind_embed(probe, first, layout, names)) is not None:
         bindings["embed", None] = embed
     if (norm := bind_final_norm(probe, last, layout, names)) is not None:

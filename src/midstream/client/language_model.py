@@ -81,7 +81,6 @@ class LanguageModel(TraceModel):
         self.arch = detect(
             module,
             self._probe,
-            num_heads=getattr(config, "num_attention_heads", None),
             head_dim=getattr(config, "head_dim", None),
             rename=rename,
         )

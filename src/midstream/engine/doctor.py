@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from midstream.engine.seams import SEAMS, Does, Seam, is_supported, supported_range
 from midstream.errors import MidstreamError
@@ -202,13 +202,10 @@ class Sources:
         parts = path.split(".")
         for cut in range(len(parts), 0, -1):
             if (module := self._module(".".join(parts[:cut]))) is not None:
-                found: object | None = module
-                for name in parts[cut:]:
-                    found = self._member(found, name)
-                return found
+                return functools.reduce(self._member, parts[cut:], module)
         return None
 
-    def _member(self, owner: object, name: str) -> object | None:
+    def _member(self, owner: Any, name: str) -> Any:
         if isinstance(owner, _Module):
             return self._of_module(owner, name)
         if isinstance(owner, _Class):
@@ -235,10 +232,7 @@ class Sources:
                 return node
         for base in owner.definition.bases:
             path = ast.unparse(base.value if isinstance(base, ast.Subscript) else base)
-            first, _, rest = path.partition(".")
-            there = self._of_module(owner.module, first)
-            for part in filter(None, rest.split(".")):
-                there = self._member(there, part)
+            there = functools.reduce(self._member, path.split("."), owner.module)
             if isinstance(there, _Class) and (found := self._of_class(there, name)) is not None:
                 return found
         return None

@@ -53,7 +53,9 @@ class _Rules:
 
     def add_request(self, request: Any) -> None:
         super().add_request(request)  # type: ignore[misc]
-        if not is_ours(request) or request.request_id not in self.requests:  # what ends a session has the session's id
+        if (
+            not is_ours(request) or request.request_id not in self.requests
+        ):  # vLLM drops a request that only ends a session
             return
         self._ours.add(request.request_id)
         if changes_kv(request.sampling_params):

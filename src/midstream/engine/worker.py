@@ -134,7 +134,6 @@ class Worker(PlatformWorker):
         arch = detect(
             model,
             self._probe,
-            num_heads=config.model_config.get_num_attention_heads(config.parallel_config),
             head_dim=config.model_config.get_head_size(),
             rename=settings.rename,
             shards=Finder(tensor.world_size, exchange_in(tensor)) if tensor.world_size > 1 else None,
