@@ -290,13 +290,14 @@ def _own_errors() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        kinds, text = {each.__name__ for each in type(error).__mro__}, str(error)
+        kinds = {each.__name__ for each in type(error).__mro__}
         if "EngineDeadError" in kinds:
             raise EngineClosedError(DIED) from error
         if not (
             kinds & {"VLLMClientError", "VLLMValidationError"} or ("ValueError" in kinds and _is_about_input(error))
         ):
             raise
+        text = str(error)
         if text.startswith("Token id") or "prompt (length" in text or "context length" in text:
             raise PromptError(f"vLLM does not take this prompt: {text}") from error
         raise ParameterError(f"vLLM does not take these sampling parameters: {text}") from error
