@@ -929,7 +929,7 @@ def test_memory_is_freed_with_the_last_tensor_and_no_descriptor_stays_open(recei
         theirs = worker_process.call(open_files)
         worker_process.call(send, one_of_each_dtype, 64)
         box.get(WAIT)
-        assert worker_process.call(open_files) == theirs
+        wait_until(lambda: worker_process.call(open_files) <= theirs)  # its thread closes what it has sent
     worker_process.call(disconnect)
 
 
