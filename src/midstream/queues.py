@@ -91,9 +91,9 @@ class BoundedQueue(ByteBudget, Generic[T]):
         self._thread.start()
 
     def put(self, item: T, size: int = 0) -> bool:
-        """Queue an item of `size` bytes, waiting for room. False, and nothing is queued, if the queue is closed."""
+        """Queue an item of `size` bytes, waiting for room if it has any. False, and nothing is queued, if the queue is closed."""
         with self.changed:
-            if not self.has_room(size):
+            if size and not self.has_room(size):
                 self.wait_for_room(size)
             if self.closed:
                 return False

@@ -7,16 +7,17 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from hypothesis import strategies as st
 
+from midstream.capture import rows as capture_rows
+from midstream.capture import sinks as capture_sinks
 from midstream.capture.consumers import CaptureInfo
-from midstream.capture.rows import RowChunk, routes
-from midstream.capture.sinks import Sinks
-from midstream.plan.captures import Layout
+from midstream.capture.rows import Captured, RowChunk, routes
+from midstream.plan.captures import Key, Layout, RowSelection
 from midstream.plan.values import Capture
 
 BITS = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
@@ -40,15 +41,63 @@ def same_bits(got: torch.Tensor, want: torch.Tensor) -> bool:
     return got.dtype == want.dtype and torch.equal(got.contiguous().view(kind), want.contiguous().view(kind))
 
 
-def segment(request: str, positions: Sequence[int], *planes: tuple[str, int, str, int], seed: int = 0) -> RowChunk:
+class Segment(NamedTuple):
+    """A `RowChunk`, and the request that it is of."""
+
+    request: str
+    positions: np.ndarray
+    layout: Layout
+    rows: torch.Tensor
+
+    @property
+    def chunk(self) -> RowChunk:
+        return RowChunk(*self[1:])
+
+
+def gather(segments: Sequence[Segment], stop: int, selected: dict[Key, RowSelection] | None = None) -> Captured:
+    """The captures of the segments' request; without `selected`, of all positions that are there."""
+    if selected is None:
+        there: dict[Key, set[int]] = {}
+        for each in segments:
+            for key in each.layout.by_key:
+                there.setdefault(key, set()).update(each.positions.tolist())
+        selected = {key: RowSelection(np.array(sorted(found), np.int64)) for key, found in there.items()}
+    name = segments[0].request if segments else "?"
+    return capture_rows.gather(name, [each.chunk for each in segments], stop, selected)
+
+
+class Sinks(capture_sinks.Sinks):
+    """The sinks of an engine, and what its requests capture, by their ids."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.captures: dict[str, capture_sinks.RequestCapture] = {}
+
+    def put(self, segment: Segment) -> None:
+        self.captures[segment.request].add([segment.chunk])
+
+    def confirm(self, request: str, stop: int) -> None:
+        self.captures[request].add([], stop)
+
+    def end(self, request: str, stop: int | None = None, error: Exception | None = None) -> None:
+        self.captures[request].end(stop, error)
+
+    def result(self, request: str) -> Captured:
+        return self.captures[request].result(0)
+
+    def discard(self, request: str, error: Exception | None = None) -> None:
+        self.captures[request].discard(error)
+
+
+def segment(request: str, positions: Sequence[int], *planes: tuple[str, int, str, int], seed: int = 0) -> Segment:
     """Random rows of these planes."""
     lay = layout(*planes)
-    return RowChunk(
+    return Segment(
         request, np.array(positions, np.int64), lay, random_rows(len(positions), sum(p.width for p in lay), seed=seed)
     )
 
 
-def cut(whole: RowChunk, pieces: Sequence[Sequence[int]]) -> list[RowChunk]:
+def cut(whole: Segment, pieces: Sequence[Sequence[int]]) -> list[Segment]:
     """The segment's rows by their indices, piece by piece."""
     return [
         whole._replace(positions=whole.positions[list(piece)], rows=whole.rows[list(piece)].clone()) for piece in pieces
@@ -110,7 +159,8 @@ def begin(
     sinks: Sinks, request: str, *captures: Capture, prompt: Sequence[int] = (), layers: int = 4, **info: Any
 ) -> None:
     told = CaptureInfo(request, tuple(prompt), **info)
-    sinks.begin(told, routes(captures, told.prompt_length, range(layers)).sinks)
+    found = routes(captures, told.prompt_length, range(layers))
+    sinks.captures[request] = capture_sinks.RequestCapture(told, found._replace(output={}), sinks)
 
 
 def wait_until(reached: Callable[[], bool], seconds: float = 20.0) -> None:
@@ -136,7 +186,7 @@ def everything(directory: Path, *planes, positions="all") -> list[Capture]:
     ]
 
 
-def write(sinks: Sinks, directory: Path, whole: RowChunk, *planes, pieces=None, prompt=(), **info) -> None:
+def write(sinks: Sinks, directory: Path, whole: Segment, *planes, pieces=None, prompt=(), **info) -> None:
     """One request, to its end."""
     begin(sinks, whole.request, *everything(directory, *planes), prompt=prompt, layers=LAYERS, **info)
     for piece in cut(whole, pieces) if pieces else [whole]:
@@ -144,7 +194,7 @@ def write(sinks: Sinks, directory: Path, whole: RowChunk, *planes, pieces=None, 
     sinks.end(whole.request, len(whole.positions))
 
 
-def stored(directory: Path, request: str, count: int = 3, **info) -> RowChunk:
+def stored(directory: Path, request: str, count: int = 3, **info) -> Segment:
     """One request of `count` rows, written and collected by an engine of its own."""
     whole = segment(request, range(count), A, C, seed=count)
     with closing(Sinks()) as sinks:

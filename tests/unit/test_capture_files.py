@@ -27,6 +27,8 @@ from capture_tools import (
     A,
     B,
     C,
+    Segment,
+    Sinks,
     begin,
     cut,
     cuts,
@@ -46,8 +48,7 @@ from safetensors.torch import load_file
 from midstream.capture import directory as directory_module
 from midstream.capture.consumers import CaptureInfo
 from midstream.capture.directory import DirectorySink, open_captures
-from midstream.capture.rows import NotCapturedError, RowChunk
-from midstream.capture.sinks import Sinks
+from midstream.capture.rows import NotCapturedError
 from midstream.errors import CaptureError
 
 # -------------------------------------------------------------------------------------------------- bit for bit
@@ -61,7 +62,7 @@ def test_what_is_read_is_what_was_captured(tmp_path_factory, data, dtype, count,
     wholes, pieces = {}, []
     for i, name in enumerate(["a", "b/ü 1", "c"]):
         lay = layout(A, B, C)
-        wholes[name] = RowChunk(name, np.arange(count), lay, random_rows(count, 14, dtype, seed=i))
+        wholes[name] = Segment(name, np.arange(count), lay, random_rows(count, 14, dtype, seed=i))
         pieces += cut(wholes[name], data.draw(cuts(count)))
     sink = DirectorySink(directory, shard_bytes=shard_rows * 100)
     for name in wholes:
@@ -115,7 +116,7 @@ def test_tensors_are_mapped_not_loaded(tmp_path):
     rows = random_rows(3, 1 << 18)
     planes = ("resid_post", 0, "before", 1 << 18)
     with closing(Sinks()) as sinks:
-        write(sinks, tmp_path, RowChunk("a", np.arange(3), layout(planes), rows), planes)
+        write(sinks, tmp_path, Segment("a", np.arange(3), layout(planes), rows), planes)
         sinks.result("a")
     tensor = open_captures(tmp_path)["a"]["resid_post", 0]
     maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
@@ -199,7 +200,8 @@ def test_a_failed_request_is_listed_as_failed(tmp_path):
             sinks.put(segment(name, [0, 1], A))
         sinks.end("a", error=RuntimeError("was aborted"))
         sinks.end("b", 3)  # position 2 is missing
-        sinks.result("a")
+        with pytest.raises(RuntimeError, match="was aborted"):
+            sinks.result("a")
         with pytest.raises(CaptureError, match="1 row did not come"):
             sinks.result("b")
     captures = open_captures(tmp_path)

@@ -53,15 +53,15 @@ class Channel:
         for number, positions in parts.items():
             layers = torch.tensor([float(plane.layer) for plane in layout]).repeat_interleave(WIDTH)
             rows = torch.stack([100 * number + 10 * position + layers for position in positions])
-            segments = [(position, layout, rows, i, 1) for i, position in enumerate(positions)]
+            pieces = [(position, layout, rows, i, 1) for i, position in enumerate(positions)]
             header = {
                 "key": self.receivers[number].key,
                 "request": f"r{number}",
                 "final": final,
                 "stage": stage,
-                "sure": 0,
+                "confirmed": 0,
             }
-            messages.append((header, {"segments": segments, "error": None}))
+            messages.append((header, {"pieces": pieces, "error": None}))
         self.senders[stage].send_together(messages)
 
     def close(self) -> None:
@@ -167,9 +167,9 @@ def test_f7_a_request_is_listed_once_it_has_ended_while_others_run(tmp_path: Pat
     try:
         layout = Layout.of(((("resid_post", layer, "before")) for layer in range(LAYERS)), lambda *_: WIDTH)
         for each, name, final in ((both[0], "first", True), (both[1], "second", False)):
-            segment = (0, layout, torch.ones(LENGTH + 3, LAYERS * WIDTH), 0, LENGTH + 3)
-            header = {"key": each.key, "request": name, "final": final, "stage": 0, "sure": 0}
-            sender.send(header, {"segments": [segment], "error": None})
+            piece = (0, layout, torch.ones(LENGTH + 3, LAYERS * WIDTH), 0, LENGTH + 3)
+            header = {"key": each.key, "request": name, "final": final, "stage": 0, "confirmed": 0}
+            sender.send(header, {"pieces": [piece], "error": None})
         thread.end("first", [2])
         wait_until(lambda: any(tmp_path.glob("index-*.jsonl")) and "first" in open_captures(tmp_path))
         store = open_captures(tmp_path)

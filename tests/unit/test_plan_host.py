@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from midstream import Capture, Consumer, Patch, Plan, RecordedRun, Steer
+from midstream.capture.rows import Piece, RowChunk
 from midstream.plan.captures import Layout, Plane
 from midstream.plan.checks import ModelFacts
 from midstream.runtime import loaded_plans, tables
@@ -19,7 +20,7 @@ from midstream.runtime import plan_host as host
 from midstream.runtime.plan_host import PlanHost
 from midstream.runtime.points import Pipeline, PointHooks, points_of
 from midstream.runtime.request import PlanRequest, packed
-from midstream.runtime.sending import CaptureSender, LocalSinks, Piece
+from midstream.runtime.sending import CaptureSender, LocalSinks
 from midstream.runtime.step import RequestEnd, StepView
 from midstream.runtime.store import make_run
 from midstream.runtime.tables import CpuTables, DeviceTables, Rows
@@ -326,7 +327,7 @@ def test_captured_rows_come_once_over_preemptions(steps):
     steps.step(resumed=["a"], counts={"a": 5})
     steps.step()
     steps.step(finished=["a"])
-    positions = [p for _, value in steps.sent for at, *_, count in value["segments"] for p in range(at, at + count)]
+    positions = [p for _, value in steps.sent for at, *_, count in value["pieces"] for p in range(at, at + count)]
     assert sorted(positions) == list(range(6))
 
 
@@ -340,17 +341,17 @@ def test_e4_v2_has_a_preempted_request_begin_anew(steps, positions):
     assert steps.step(plan, counts={"a": 4})["resid_post", 0][:, 0].tolist() == [1] * 4
     assert steps.step()["resid_post", 0][:, 0].tolist() == [1] and not steps.host.errors
     steps.step(finished=["a"])
-    rows = [p for _, value in steps.sent for at, *_, count in value["segments"] for p in range(at, at + count)]
+    rows = [p for _, value in steps.sent for at, *_, count in value["pieces"] for p in range(at, at + count)]
     assert sorted(rows) == ([2] if positions == "last_prompt" else [3, 4])
 
 
 def test_d5_what_is_known_to_be_the_users_is_said_with_the_rows(steps, monkeypatch):
-    """Consumers get it while the request goes on. A stop string may take back any of it, so there nothing is sure before the end."""
+    """Consumers get it while the request goes on. A stop string may take back any of it, so there nothing is confirmed before the end."""
     monkeypatch.setattr(host, "DUE_BYTES", 1)
     steps.step({"a": Capture("resid_post", layers=0, positions="all")})
     for _ in range(4):
         steps.step()
-    assert [header["sure"] for header, _ in steps.sent] == [computed - 3 for computed in (3, 4, 5, 6, 7)]
+    assert [header["confirmed"] for header, _ in steps.sent] == [computed - 3 for computed in (3, 4, 5, 6, 7)]
     steps.sent.clear()
     sampling = _sampling(Capture("resid_post", layers=0, positions="all"))
     sampling.stop = ["."]
@@ -358,7 +359,7 @@ def test_d5_what_is_known_to_be_the_users_is_said_with_the_rows(steps, monkeypat
     steps.host.begin_step(StepView(["b"], np.array([3]), np.array([0]), 3))
     steps.forward(3)
     steps.host.end_step()
-    assert [header["sure"] for header, _ in steps.sent if header["request"] == "b"] == [0]
+    assert [header["confirmed"] for header, _ in steps.sent if header["request"] == "b"] == [0]
 
 
 def test_d5_consumers_get_rows_while_the_request_goes_on():
@@ -369,7 +370,7 @@ def test_d5_consumers_get_rows_while_the_request_goes_on():
     sinks.begin("r", plan, PROMPT)
     layout = Layout([Plane("resid_post", 0, "before", 0, WIDTH)])
     for first in range(3, 15, 4):
-        sinks.rows("r", [(np.arange(first, first + 4), layout, torch.zeros(4, WIDTH))], first + 2)
+        sinks.rows("r", [RowChunk(np.arange(first, first + 4), layout, torch.zeros(4, WIDTH))], first + 2)
     deadline = time.monotonic() + 10
     while taken != list(range(3, 13)):
         assert time.monotonic() < deadline, taken
@@ -439,14 +440,14 @@ def test_a_request_that_a_consumer_cannot_begin_is_said_to_fail_once(caplog):
     assert taken == [("good", [0]), ("good", [1]), ("good", [2])]
 
 
-@pytest.mark.parametrize("speaks", [True, False])
+@pytest.mark.parametrize("sends", [True, False])
 @pytest.mark.parametrize("mailbox", [("key", 0), None], ids=["client", "consumers here"])
-def test_d7_one_tensor_parallel_rank_of_a_stage_sends_the_rows(speaks, mailbox):
+def test_d7_one_tensor_parallel_rank_of_a_stage_sends_the_rows(sends, mailbox):
     """The other ranks have the same rows and send none, to nobody."""
     taken, sent = [], []
     sinks = LocalSinks("engine", LAYERS, range(LAYERS))
     sender = SimpleNamespace(send_together=sent.extend)
-    captures = CaptureSender(lambda: sender, lambda: sinks, 0, speaks)
+    captures = CaptureSender(lambda: sender, lambda: sinks, 0, sends)
     plan = Plan.of(Capture("resid_post", layers=0, positions="all_prompt", to=lambda *row: taken.append(row[3])))
     layout = Layout([Plane("resid_post", 0, "before", 0, WIDTH)])
     carried = PlanRequest(b"", capture=mailbox)
@@ -458,6 +459,6 @@ def test_d7_one_tensor_parallel_rank_of_a_stage_sends_the_rows(speaks, mailbox):
     captures.flush()
     captures.close()
     sinks.close()
-    assert taken == ([[0, 1, 2]] if speaks and mailbox is None else [])
+    assert taken == ([[0, 1, 2]] if sends and mailbox is None else [])
     told = [(header["request"], header["final"], value["error"]) for header, value in sent]
-    assert told == ([("ends", True, None), ("fails", True, "no more")] if speaks and mailbox is not None else [])
+    assert told == ([("ends", True, None), ("fails", True, "no more")] if sends and mailbox is not None else [])

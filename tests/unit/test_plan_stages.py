@@ -19,6 +19,7 @@ import torch
 from test_link import linked
 
 from midstream import Capture, Clamp, Patch, Plan, Steer, open_captures
+from midstream.capture.rows import RowChunk
 from midstream.client.vectors_and_runs import Runs, run_now
 from midstream.errors import CaptureError, PlanError
 from midstream.plan.captures import Layout
@@ -304,7 +305,7 @@ def test_d5_sinks_of_several_stages_make_one_capture(tmp_path: Path) -> None:
         sinks.begin("a", plan, [7, 8, 9])
         layout = Layout.of((("resid_post", layer, "before") for layer in layers), lambda site, layer: WIDTH)
         rows = torch.stack([torch.cat([value("resid_post", layer, p) for layer in layers]) for p in range(3)])
-        sinks.rows("a", [(np.arange(3), layout, rows)])
+        sinks.rows("a", [RowChunk(np.arange(3), layout, rows)])
         sinks.end("a", 3)
         sinks.close()
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from midstream.capture.directory import open_captures
+from midstream.capture.rows import RowChunk
 from midstream.client.requests import raise_failures
 from midstream.client.vllm_async import _Saves
 from midstream.client.vllm_engine import collect
@@ -155,7 +156,7 @@ def test_d5_consumers_in_the_engine_know_a_request_by_its_users_id(tmp_path: Any
     layout = Layout([Plane("resid_post", 0, "before", 0, 2)])
 
     def feed(engine_id: str, value: float) -> None:
-        sinks.rows(engine_id, [(np.arange(2), layout, torch.full((2, 2), value))])
+        sinks.rows(engine_id, [RowChunk(np.arange(2), layout, torch.full((2, 2), value))])
 
     for number, engine_id in enumerate(["a-b-00000000", "a-b-11111111", "a-b-22222222"]):
         sinks.begin(engine_id, plan, [7, 8])

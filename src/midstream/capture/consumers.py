@@ -187,9 +187,11 @@ def find_consumer(name: str) -> Callable[..., RowConsumer]:
     raise CaptureError(f"no installed package offers the consumer {name!r} (entry points {GROUP!r}): {hint}")
 
 
-LINGER = 1.0  # seconds for which ended requests wait for others before a consumer that writes in batches writes them
+LINGER = (
+    0.2  # seconds for which ended requests wait for others, so that a consumer that writes files writes them together
+)
 
-Piece = tuple[Key, list[int], torch.Tensor]
+PlaneRows = tuple[Key, list[int], torch.Tensor]  # plane, positions, `[positions, width]`
 
 
 class Delivery:
@@ -198,14 +200,14 @@ class Delivery:
     Attributes:
         error: why the consumer did not get all of it.
         begun: the consumer's `begin` has returned.
-        ended: the consumer has been told the end, or will not be.
-        done: nothing more happens; `wait` returns.
+        done: the consumer has everything, or will not get more; `wait` returns.
     """
 
-    def __init__(self, info: CaptureInfo) -> None:
+    def __init__(self, info: CaptureInfo, report: Callable[[CaptureError], None] | None) -> None:
         self.info = info
+        self.report = report  # called with the error, if nobody waits for the delivery
         self.error: CaptureError | None = None
-        self.begun = self.ended = self.done = False
+        self.begun = self.done = False
 
 
 class _Job(NamedTuple):
@@ -214,7 +216,14 @@ class _Job(NamedTuple):
 
 
 class ConsumerThread:
-    """See the module. `queue_bytes` bounds what is queued or being taken, except that any one job fits an empty queue."""
+    """One consumer, its queue and its thread.
+
+    A call of the consumer that takes longer than `timeout` seconds means that it has stalled: every request that it has open fails, and so
+    does every request that begins before the call returns. Callers that wait here look for stalls, and so does `open`.
+
+    Args:
+        queue_bytes: bounds what is queued or being taken, except that any one job fits an empty queue.
+    """
 
     def __init__(self, destination: Destination, queue_bytes: int, timeout: float) -> None:
         self.name = destination.name
@@ -227,11 +236,9 @@ class ConsumerThread:
         self._open: set[Delivery] = set()
         self._unflushed: list[Delivery] = []  # ended requests that the consumer has yet to make lasting
         self._unflushed_since = self._used = time.monotonic()
-        self._waiters = 0  # callers that want ended requests flushed now
         self._call_now: tuple[str, float] | None = None  # the consumer's method that is running, and since when
-        self._stalled = self._finished = False
+        self._finished = self._warned = False
         self._close_error: BaseException | None = None
-        self._warned = False
         self._queue.start(f"midstream-capture {self.name}", self._run)
 
     # Called by producers.
@@ -253,21 +260,19 @@ class ConsumerThread:
     def blocked_seconds(self) -> float:
         return self._queue.blocked_seconds
 
-    def open(self, info: CaptureInfo) -> Delivery | None:
+    def open(self, info: CaptureInfo, report: Callable[[CaptureError], None] | None = None) -> Delivery | None:
         """A request begins. None if the thread is closed."""
-        delivery = Delivery(info)
+        delivery = Delivery(info, report)
         with self._changed:
             if self.closed:
                 return None
-            self._find_stall()
-            if self._stalled and self._call_now:
-                delivery.error, delivery.done = self._stall_error(delivery, *self._call_now), True
-                return delivery
             self._open.add(delivery)
-            self._put(delivery, partial(self._begin, delivery))
+            self._find_stall()
+            if not delivery.done:
+                self._put(delivery, partial(self._begin, delivery))
         return delivery
 
-    def give(self, delivery: Delivery, pieces: list[Piece], size: int) -> None:
+    def give(self, delivery: Delivery, rows: list[PlaneRows], size: int) -> None:
         """Queue rows; blocks while the queue is full. Rows of a request that has failed here are dropped."""
         with self._changed:
             if delivery.error is None and not self._queue.has_room(size):
@@ -276,33 +281,17 @@ class ConsumerThread:
                     size, lambda has_room: self._wait_until(lambda: has_room() or delivery.error is not None)
                 )
             if delivery.error is None:
-                self._put(delivery, partial(self._rows, delivery, pieces), size)
+                self._put(delivery, partial(self._rows, delivery, rows), size)
 
     def end(self, delivery: Delivery, error: Exception | None) -> None:
         """The request has ended; with an error, its rows are not complete."""
-        with self._changed:
-            if not delivery.done:
-                self._put(delivery, partial(self._end, delivery, error))
+        self._put(delivery, partial(self._end, delivery, error))
 
-    def wait(self, delivery: Delivery, patient: bool = False) -> CaptureError | None:
-        """Wait until the consumer has taken all of an ended request and made it lasting. Returns what went wrong, if anything did.
-
-        `patient`: let it wait for others to be written together with them.
-        """
+    def wait(self, delivery: Delivery) -> CaptureError | None:
+        """Wait until the consumer has taken all of an ended request and made it lasting. Returns what went wrong, if anything did."""
         with self._changed:
-            self._waiters += not patient
-            self._changed.notify_all()
-            try:
-                self._wait_until(lambda: delivery.done)
-            finally:
-                self._waiters -= not patient
+            self._wait_until(lambda: delivery.done)
         return delivery.error
-
-    def is_done(self, delivery: Delivery) -> bool:
-        """Whether `wait` would return at once."""
-        with self._changed:
-            self._find_stall()
-            return delivery.done
 
     def close(self) -> None:
         """Let the consumer take what is queued, and end; then call `join`."""
@@ -311,7 +300,7 @@ class ConsumerThread:
     def join(self) -> BaseException | None:
         """Wait for the end, unless the consumer has stalled. The error of the consumer's own `close`, if it raised."""
         with self._changed:
-            self._wait_until(lambda: self._finished or self._stalled)
+            self._wait_until(lambda: self._finished or self._stalls_in() == 0)
             return self._close_error
 
     def _put(self, delivery: Delivery, run: Callable[[], None], size: int = 0) -> None:
@@ -334,37 +323,32 @@ class ConsumerThread:
         """Wait for something that the thread does, and look for a stall."""
         while not reached():
             self._find_stall()
-            if reached():
-                return
-            since = self._call_now[1] if self._call_now and not self._stalled else time.monotonic()
-            self._changed.wait(max(since + self._timeout - time.monotonic(), 0.001))
+            if not reached():
+                self._changed.wait(self._stalls_in())
+
+    def _stalls_in(self) -> float | None:
+        """Seconds until the call that is running counts as a stall; None if none is running."""
+        return max(self._call_now[1] + self._timeout - time.monotonic(), 0) if self._call_now else None
 
     def _find_stall(self) -> None:
-        if self._stalled or not self._call_now or time.monotonic() - self._call_now[1] < self._timeout:
+        """Fail what is open if the consumer has stalled."""
+        if self._call_now is None or self._stalls_in() != 0:
             return
-        self._stalled = True
         what, since = self._call_now
-        _log.error(
-            "%s has not returned from %s for %.1f s: the captures that it has open fail", self.name, what, self._timeout
-        )
-        ends = []
         for delivery in list(self._open):
-            error = delivery.error = delivery.error or self._stall_error(delivery, what, since)
-            if not delivery.ended:  # if the consumer returns after all, it is told that these requests are over
-                ends.append(_Job(delivery, partial(self._end, delivery, error)))
+            delivery.error = delivery.error or CaptureError(
+                f"{self.name}: the capture of request {delivery.info.request_id!r} was not taken: "
+                f"the consumer has not returned from {what} for {time.monotonic() - since:.1f} s (allowed: {self._timeout:g} s)"
+            )
             self._finish(delivery)
-        self._unflushed.clear()
-        self._queue.drop(instead=ends)
-
-    def _stall_error(self, delivery: Delivery, what: str, since: float) -> CaptureError:
-        return CaptureError(
-            f"{self.name}: the capture of request {delivery.info.request_id!r} was not taken: "
-            f"the consumer has not returned from {what} for {time.monotonic() - since:.1f} s (allowed: {self._timeout:g} s)"
-        )
 
     def _finish(self, delivery: Delivery) -> None:
-        delivery.done = True
-        self._open.discard(delivery)
+        with self._changed:
+            first, delivery.done = not delivery.done, True
+            self._open.discard(delivery)
+            self._changed.notify_all()
+        if first and delivery.error is not None and delivery.report is not None:
+            delivery.report(delivery.error)
 
     # On the thread.
 
@@ -381,40 +365,31 @@ class ConsumerThread:
             self._changed.notify_all()
 
     def _step(self) -> bool:
-        """Wait for the next job and do it. Holds no rows afterwards. False once the thread is to end."""
-        job = self._next()
+        """Wait for the next job and do it. Holds no rows afterwards. False if the thread ends: it was closed, or idle for too long."""
+        now, timeout = time.monotonic(), None
+        if self._unflushed:
+            timeout = self._unflushed_since + LINGER - now
+            if timeout <= 0:
+                return self._flush()
+        elif self._idle is not None and not self._open:
+            timeout = max(self._used + self._idle - now, 0)
+        job = self._queue.get(timeout)
         if job is None:
-            return False
+            if self._unflushed:
+                return self._flush()
+            with self._changed:
+                if self._open and not self.closed:
+                    return True  # a request has just begun
+                self._queue.close()
+                return len(self._queue) > 0
         try:
             job.run()
         except BaseException as error:  # nobody may wait for a thread that has died
             self._fail(job.delivery, "handling its capture", error)
             self._finish(job.delivery)
-        with self._changed:
-            self._used = time.monotonic()
-            self._queue.task_done()
-            self._changed.notify_all()
+        self._used = time.monotonic()
+        self._queue.task_done()
         return True
-
-    def _next(self) -> _Job | None:
-        """The next job. None if the thread is to end: it was closed, or has been idle for too long."""
-        with self._changed:
-            while True:
-                now = time.monotonic()
-                flush_in = self._unflushed_since + LINGER - now if self._unflushed else None
-                if flush_in is not None and flush_in <= 0:
-                    return _Job(self._unflushed[0], self._flush)
-                close_in = self._used + self._idle - now if self._idle is not None and not self._open else None
-                timeout = close_in if flush_in is None else flush_in
-                job = self._queue.get(timeout, unless=lambda: bool(self._unflushed and self._waiters))
-                if job is not None:
-                    return job
-                if self._unflushed and (self._waiters or self.closed):
-                    return _Job(self._unflushed[0], self._flush)
-                if not self.closed and (flush_in is not None or close_in is None or close_in > 0):
-                    continue
-                self._queue.close()
-                return None
 
     def _call(self, what: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> BaseException | None:
         """Call the consumer; returns what it raised."""
@@ -427,11 +402,7 @@ class ConsumerThread:
             return error
         finally:
             with self._changed:
-                if self._stalled:
-                    _log.warning(
-                        "%s returned from %s after %.1f s", self.name, what, time.monotonic() - self._call_now[1]
-                    )
-                self._call_now, self._stalled = None, False
+                self._call_now = None
                 self._changed.notify_all()
         return None
 
@@ -467,8 +438,8 @@ class ConsumerThread:
         self._takes_when = takes_when(consumer.rows)
         self._consumer = consumer
 
-    def _rows(self, delivery: Delivery, pieces: list[Piece]) -> None:
-        for (site, layer, when), positions, tensor in pieces:
+    def _rows(self, delivery: Delivery, rows: list[PlaneRows]) -> None:
+        for (site, layer, when), positions, tensor in rows:
             if delivery.error is not None or self._consumer is None:
                 return
             named = {"when": when} if self._takes_when else {}
@@ -482,26 +453,21 @@ class ConsumerThread:
         self._consumer.rows(request_id, site, layer, positions, own, **named)  # type: ignore[union-attr]
 
     def _end(self, delivery: Delivery, error: Exception | None) -> None:
-        delivery.ended = True
         if delivery.begun and self._consumer is not None:  # else it has never heard of the request
             self._try(delivery, "end()", self._consumer.end, delivery.info.request_id, delivery.error or error)
-        with self._changed:
-            if delivery.done:
-                return
-            if delivery.error is None and hasattr(self._consumer, "flush"):
-                if not self._unflushed:
-                    self._unflushed_since = time.monotonic()
-                self._unflushed.append(delivery)
-            else:
-                self._finish(delivery)
+        if delivery.error is None and hasattr(self._consumer, "flush"):
+            self._unflushed_since = self._unflushed_since if self._unflushed else time.monotonic()
+            self._unflushed.append(delivery)
+        else:
+            self._finish(delivery)
 
-    def _flush(self) -> None:
+    def _flush(self) -> bool:
         """Make what has ended lasting; only then it is done."""
-        with self._changed:
-            batch, self._unflushed = self._unflushed, []
+        batch, self._unflushed = self._unflushed, []
         error = self._call(f"flush() of {len(batch)} requests", self._consumer.flush)  # type: ignore[union-attr]
-        with self._changed:
-            for delivery in batch:
-                if error is not None:
-                    self._fail(delivery, f"flush() of request {delivery.info.request_id!r}", error)
-                self._finish(delivery)
+        for delivery in batch:
+            if error is not None:
+                self._fail(delivery, f"flush() of request {delivery.info.request_id!r}", error)
+            self._finish(delivery)
+        self._used = time.monotonic()
+        return True

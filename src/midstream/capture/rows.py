@@ -1,7 +1,7 @@
-"""Which rows a plan captures, and captured rows put together: a request's `RowChunk`s become one `Captured`.
+"""Where captured rows go, and captured rows put together: a request's `RowChunk`s become one `Captured`.
 
     selected = routes(plan.captures, prompt_length, range(num_layers)).output
-    captures = gather(chunks, stop=prompt_length + generated - 1, selected=selected)
+    captures = gather(request_id, chunks, prompt_length + generated - 1, selected)
     captures["resid_post", 14]              # CPU tensor [positions, hidden]
     captures.positions["resid_post", 14]    # [0, 1, 2, ...]
 
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from midstream.errors import CaptureError
-from midstream.plan.captures import Key, Layout, captured_positions
+from midstream.plan.captures import Key, Layout, RowSelection
 from midstream.plan.fields import nearest
 from midstream.plan.values import Capture, Consumer
 
@@ -39,22 +39,52 @@ class RowChunk(NamedTuple):
     """Some rows of one request, captured in one step or several.
 
     Attributes:
-        request: the request's id.
         positions: int64 `[rows]`, absolute positions in the sequence.
         layout: the planes of each row.
         rows: CPU tensor `[rows, row_width]` that nobody writes to any more. With no rows it still tells widths and dtype.
     """
 
-    request: str
     positions: np.ndarray
     layout: Layout
     rows: torch.Tensor
 
+    def take(self, rows: slice | np.ndarray) -> RowChunk:
+        """These rows of it."""
+        return RowChunk(self.positions[rows], self.layout, self.rows[rows])
 
-def empty_chunk(request: str, keys: Iterable[Key], width: Callable[[str, int], int], dtype: torch.dtype) -> RowChunk:
+    def plane(self, key: Key) -> torch.Tensor:
+        """One plane of all rows, `[rows, width]`, as a view."""
+        plane = self.layout.by_key[key]
+        return self.rows[:, plane.offset : plane.offset + plane.width]
+
+
+class Piece(NamedTuple):
+    """Rows of one request as a worker captures them in a step: at `number` positions from `position` on.
+
+    They are the rows from `first` on of a `block` `[rows, row_width]`, which may hold rows of other requests, too.
+    """
+
+    position: int
+    layout: Layout
+    block: torch.Tensor
+    first: int
+    number: int
+
+    @property
+    def chunk(self) -> RowChunk:
+        rows = self.block[self.first : self.first + self.number]
+        return RowChunk(np.arange(self.position, self.position + self.number), self.layout, rows)
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.number * self.block.shape[1] * self.block.element_size()
+
+
+def empty_chunk(keys: Iterable[Key], width: Callable[[str, int], int], dtype: torch.dtype) -> RowChunk:
     """A chunk that only tells what is captured, so that a plane without rows is a tensor `[0, width]`."""
     layout = Layout.of(keys, width)
-    return RowChunk(request, NO_POSITIONS, layout, torch.empty(0, layout.width, dtype=dtype))
+    return RowChunk(NO_POSITIONS, layout, torch.empty(0, layout.width, dtype=dtype))
 
 
 def describe(key: Key) -> str:
@@ -68,33 +98,7 @@ def _listed(positions: np.ndarray, most: int = 6) -> str:
     return f"position{'s' if positions.size > 1 else ''} {text}" + (", ..." if positions.size > most else "")
 
 
-# Which rows are captured, and where they go.
-
-
-class RowSelection(NamedTuple):
-    """Selected rows of one plane: the `listed` positions (int64, ascending), and all from position `tail` on."""
-
-    listed: np.ndarray
-    tail: int | None = None
-
-    def mask(self, positions: np.ndarray) -> np.ndarray:
-        """Which of the positions are selected."""
-        keep = np.zeros(positions.size, bool) if self.tail is None else positions >= self.tail
-        if self.listed.size:
-            place = np.searchsorted(self.listed, positions)
-            keep |= self.listed[np.minimum(place, self.listed.size - 1)] == positions
-        return keep
-
-    def below(self, stop: int | None) -> np.ndarray:
-        """All selected positions below `stop`; without a stop, only the listed ones are known."""
-        if stop is None:
-            return self.listed
-        generated = np.arange(stop if self.tail is None else self.tail, stop, dtype=np.int64)
-        return np.union1d(self.listed[self.listed < stop], generated)
-
-    def __or__(self, other: RowSelection) -> RowSelection:
-        tail = other.tail if self.tail is None else self.tail  # of one request, so both are its prompt's length
-        return RowSelection(np.union1d(self.listed, other.listed), tail)
+# Where captured rows go.
 
 
 @dataclass
@@ -130,8 +134,7 @@ def routes(captures: Iterable[Capture], prompt_length: int, layers: Iterable[int
     there = list(layers)
     output, sinks = Route(None), dict[tuple[Any, ...], Route]()
     for capture in captures:
-        prompt, goes_on = captured_positions(capture.positions, prompt_length)
-        rows = RowSelection(prompt, prompt_length if goes_on else None)
+        rows = RowSelection.of(capture.positions, prompt_length)
         given: Any = capture.layers
         chosen = there if given == "all" else [layer for layer in there if layer in given]
         for to in capture.sinks:
@@ -142,21 +145,16 @@ def routes(captures: Iterable[Capture], prompt_length: int, layers: Iterable[int
     return Routes(output.selected, tuple(route for route in sinks.values() if route.selected))
 
 
-def select_rows(positions: np.ndarray, stop: int | None, rows: RowSelection | None) -> slice | np.ndarray:
-    """Which rows are selected and below `stop`; a slice if they are adjacent, so that taking them copies nothing."""
-    keep = np.ones(positions.size, bool) if stop is None else positions < stop
-    if rows is not None:
-        keep &= rows.mask(positions)
-    if keep.all():
-        return slice(None)
+# Finding the rows of each plane among chunks.
+
+
+def rows_where(keep: np.ndarray) -> slice | np.ndarray:
+    """The index of the rows to keep; a slice if they are adjacent, so that taking them copies nothing."""
     chosen = np.flatnonzero(keep)
     if not chosen.size:
         return slice(0, 0)
     first, last = int(chosen[0]), int(chosen[-1]) + 1
     return slice(first, last) if last - first == chosen.size else chosen
-
-
-# Finding the rows of each plane among chunks.
 
 
 class Arranged(NamedTuple):
@@ -193,90 +191,43 @@ ChunkRows = tuple[np.ndarray, Layout]  # positions and layout of a chunk
 
 
 def find_rows(
-    request: str, chunks: Sequence[ChunkRows], stop: int | None, selected: Mapping[Key, RowSelection] | None
+    request: str, chunks: Sequence[ChunkRows], stop: int | None, selected: Mapping[Key, RowSelection]
 ) -> dict[Key, _FoundRows]:
-    """The rows of each plane among the chunks.
+    """The selected rows of each plane among the chunks, below position `stop`.
 
-    Raises CaptureError for a row that occurs twice, and for a selected row below `stop` that is missing.
+    Raises CaptureError for a row that occurs twice, and for a selected row that is missing.
     """
-    if selected is not None and len(chunks) == 1 and chunks[0][1].has_just(selected):
-        return _find_in_one(request, chunks, stop, selected)
     by_layout: dict[Layout, list[int]] = {}
     for i, (_, layout) in enumerate(chunks):
         by_layout.setdefault(layout, []).append(i)
-    holders: dict[Key, list[int]] = {}
-    for number, layout in enumerate(by_layout):
-        for key in layout.by_key:
-            holders.setdefault(key, []).append(number)
-    members, found, shared = list(by_layout.values()), {}, {}
-    for key, numbers in holders.items():
-        rows = selected.get(key) if selected is not None else None
-        if rows is None and selected is not None:
-            continue
-        same = (tuple(numbers), id(rows))
-        if same not in shared:
-            candidates = [i for number in numbers for i in members[number]]
-            shared[same] = _find(_capture_of(request, key), chunks, candidates, stop, rows)
-        found[key] = shared[same]
-    if selected is None:
-        return found
-    _check_complete(request, found, stop, selected)
-    nothing = _FoundRows([], NO_POSITIONS, None)
-    return {key: found.get(key, nothing) for key in selected}  # in the plan's order, whichever stage's rows came first
-
-
-def _find_in_one(
-    request: str, chunks: Sequence[ChunkRows], stop: int | None, selected: Mapping[Key, RowSelection]
-) -> dict[Key, _FoundRows]:
-    """`find_rows` for a request whose rows came at once, as those of a prompt do: planes with one selection are checked once."""
-    first, rows = next(iter(selected.items()), (None, None))
-    if first is not None and rows is not None and all(other is rows for other in selected.values()):
-        return dict.fromkeys(selected, _find_plane_in_one(request, chunks, stop, first, rows))
-    shared: dict[int, tuple[Key, RowSelection]] = {}
+    everywhere = tuple(by_layout) if all(selected.keys() <= layout.by_key.keys() for layout in by_layout) else None
+    found: dict[Key, _FoundRows] = {}
+    shared: dict[Any, _FoundRows] = {}
     for key, rows in selected.items():
-        shared.setdefault(id(rows), (key, rows))
-    found = {same: _find_plane_in_one(request, chunks, stop, key, rows) for same, (key, rows) in shared.items()}
-    return {key: found[id(rows)] for key, rows in selected.items()}
-
-
-def _find_plane_in_one(
-    request: str, chunks: Sequence[ChunkRows], stop: int | None, key: Key, rows: RowSelection
-) -> _FoundRows:
-    positions = chunks[0][0]
-    has_all = rows.tail is None and np.array_equal(positions, rows.listed)
-    if has_all and (stop is None or not positions.size or int(positions[-1]) < stop):
-        return _FoundRows([(0, slice(None))], positions, None)
-    found = _find(_capture_of(request, key), chunks, [0], stop, rows)
-    _check_complete(request, {key: found}, stop, {key: rows})
+        holders = everywhere or tuple(layout for layout in by_layout if key in layout.by_key)
+        if (same := (holders, id(rows))) not in shared:  # most planes have one selection, and come together
+            numbers = [i for layout in holders for i in by_layout[layout]]
+            shared[same] = _find(f"capture of {describe(key)} of request {request!r}", chunks, numbers, stop, rows)
+        found[key] = shared[same]
     return found
 
 
 def _find(
-    what: str, chunks: Sequence[ChunkRows], candidates: list[int], stop: int | None, rows: RowSelection | None
+    what: str, chunks: Sequence[ChunkRows], numbers: list[int], stop: int | None, rows: RowSelection
 ) -> _FoundRows:
-    pieces = [(i, select_rows(chunks[i][0], stop, rows)) for i in candidates]
+    only = chunks[numbers[0]][0] if len(numbers) == 1 else NO_POSITIONS
+    if only.size and rows.tail is None and np.array_equal(only, rows.listed) and (stop is None or only[-1] < stop):
+        return _FoundRows([(numbers[0], slice(None))], only, None)  # a prompt's rows usually come at once
+    pieces = []
+    for i in numbers:
+        keep = rows.mask(chunks[i][0])
+        pieces.append((i, rows_where(keep if stop is None else keep & (chunks[i][0] < stop))))
     arranged = arrange([chunks[i][0][chosen] for i, chosen in pieces], what)
+    missing = np.setdiff1d(rows.below(stop), arranged.positions, assume_unique=True)
+    if missing.size:
+        rows_are = "1 row" if missing.size == 1 else f"{missing.size} rows"
+        raise CaptureError(f"{what}: {rows_are} did not come ({_listed(missing)})")
     return _FoundRows([pieces[i] for i in arranged.pieces], arranged.positions, arranged.order)
-
-
-def _check_complete(
-    request: str, found: Mapping[Key, _FoundRows], stop: int | None, selected: Mapping[Key, RowSelection]
-) -> None:
-    """Raise CaptureError if a selected row is missing."""
-    seen: set[tuple[int, int]] = set()  # planes that share their rows are checked once
-    for key, rows in selected.items():
-        positions = found[key].positions if key in found else NO_POSITIONS
-        if (pair := (id(rows), id(positions))) in seen:
-            continue
-        seen.add(pair)
-        missing = np.setdiff1d(rows.below(stop), positions, assume_unique=True)
-        if missing.size:
-            rows_are = "1 row" if missing.size == 1 else f"{missing.size} rows"
-            raise CaptureError(f"{_capture_of(request, key)}: {rows_are} did not come ({_listed(missing)})")
-
-
-def _capture_of(request: str, key: Key) -> str:
-    return f"capture of {describe(key)} of request {request!r}"
 
 
 # What users see.
@@ -378,9 +329,9 @@ def _restore(what: str, tensors: dict[Key, torch.Tensor], positions: dict[Key, n
 
 
 def _join(what: str, key: Key, chunks: Sequence[RowChunk], found: _FoundRows) -> torch.Tensor:
-    pieces = [plane_of(chunks[number], key)[rows] for number, rows in found.pieces]
+    pieces = [chunks[number].plane(key)[rows] for number, rows in found.pieces]
     if not pieces:  # no row of this plane; a chunk may still tell its width
-        known = (plane_of(chunk, key)[:0].clone() for chunk in chunks if key in chunk.layout.by_key)
+        known = (chunk.plane(key)[:0].clone() for chunk in chunks if key in chunk.layout.by_key)
         return next(known, torch.empty(0, 0))
     if len({(piece.dtype, piece.shape[1]) for piece in pieces}) > 1:
         kinds = sorted({f"{piece.dtype} [{piece.shape[1]}]" for piece in pieces})
@@ -389,37 +340,14 @@ def _join(what: str, key: Key, chunks: Sequence[RowChunk], found: _FoundRows) ->
     return joined if found.order is None else joined[torch.from_numpy(found.order)]
 
 
-def plane_of(chunk: RowChunk, key: Key) -> torch.Tensor:
-    """One plane of all the chunk's rows, `[rows, width]`, as a view."""
-    plane = chunk.layout.by_key[key]
-    return chunk.rows[:, plane.offset : plane.offset + plane.width]
-
-
-def check(chunk: RowChunk) -> RowChunk:
-    """The chunk, with its positions as an int64 array. Raises CaptureError if its fields do not fit together."""
-    positions = np.asarray(chunk.positions, np.int64)
-    width = chunk.layout.width
-    if positions.ndim != 1 or chunk.rows.ndim != 2 or len(positions) != len(chunk.rows) or width > chunk.rows.shape[1]:
-        given = f"{list(positions.shape)} positions, rows {list(chunk.rows.shape)}, a layout {width} wide"
-        raise CaptureError(f"capture of request {chunk.request!r}: a chunk of rows does not fit together: {given}")
-    if chunk.rows.device.type != "cpu":
-        raise CaptureError(f"capture of request {chunk.request!r}: rows on {chunk.rows.device}, not on the CPU")
-    return chunk if positions is chunk.positions else chunk._replace(positions=positions)
-
-
-def gather(chunks: Iterable[RowChunk], stop: int, selected: Mapping[Key, RowSelection] | None = None) -> Captured:
-    """All rows of one request below position `stop`, in the order of their positions.
+def gather(request: str, chunks: Sequence[RowChunk], stop: int, selected: Mapping[Key, RowSelection]) -> Captured:
+    """The selected rows of a request below position `stop`, in the order of their positions.
 
     `stop` is prompt length plus generated tokens minus one: the last token is never fed back, and rows that asynchronous
-    scheduling computed past the end are not the user's. Rows outside of `selected` (from `routes`) are left out. Without
-    it all rows are taken, and missing ones go unnoticed.
+    scheduling computed past the end are not the user's.
 
     Raises CaptureError if a position came twice, or is selected and did not come.
     """
-    checked = [check(chunk) for chunk in chunks]
-    request = checked[0].request if checked else "?"
-    if any(chunk.request != request for chunk in checked):
-        others = {chunk.request for chunk in checked} - {request}
-        raise CaptureError(f"rows of several requests: {request!r} and {sorted(others)}")
-    found = find_rows(request, [(chunk.positions, chunk.layout) for chunk in checked], stop, selected)
-    return Captured(request, checked, found)
+    return Captured(
+        request, chunks, find_rows(request, [(each.positions, each.layout) for each in chunks], stop, selected)
+    )

@@ -1,15 +1,13 @@
-"""Hands the rows of running requests on to consumers as they arrive.
+"""Hands the rows of running requests on to consumers as they arrive, and keeps those for the output.
 
     sinks = Sinks()
-    sinks.begin(CaptureInfo(request_id, prompt_token_ids), routes(plan.captures, len(prompt_token_ids), range(num_layers)).sinks)
-    sinks.put(chunk)                     # blocks while a consumer's queue is full
-    sinks.end(request_id, stop)          # the request has ended: stop = prompt length + generated tokens - 1
-    sinks.result(request_id)             # waits until all rows are taken; raises the consumers' errors
+    capture = RequestCapture(CaptureInfo(request_id, prompt_token_ids), routes(plan.captures, prompt_length, range(num_layers)), sinks)
+    capture.add(chunks)                  # blocks while a consumer's queue is full
+    capture.end(stop)                    # the request has ended: stop = prompt length + generated tokens - 1
+    capture.result(stop)                 # the output's captures, once all consumers have taken theirs; raises their errors
 
-`RequestCapture` does these calls for one request, and keeps the rows for its output.
-
-A consumer never sees rows of tokens that are dropped later: rows of generated positions are held until `confirm` or `end`.
-Failures are contained: one consumer's failure leaves its other requests, and the request's other consumers, alone.
+A consumer never sees rows of tokens that are dropped later: rows of generated positions are held until they are confirmed or the
+request ends. Failures are contained: one consumer's failure leaves its other requests, and the request's other consumers, alone.
 
 - A consumer that raises fails the request that it raised for.
 - A consumer that spends more than `timeout` seconds in a call fails all requests that it has open, and those that begin
@@ -36,26 +34,13 @@ from midstream.capture.consumers import (
     ConsumerThread,
     Delivery,
     Destination,
-    Piece,
+    PlaneRows,
     find_consumer,
 )
 from midstream.capture.directory import DirectorySink
-from midstream.capture.rows import (
-    Captured,
-    ChunkRows,
-    Route,
-    Routes,
-    RowChunk,
-    RowSelection,
-    check,
-    find_rows,
-    gather,
-    identity,
-    plane_of,
-    select_rows,
-)
+from midstream.capture.rows import Captured, ChunkRows, Routes, RowChunk, find_rows, gather, identity, rows_where
 from midstream.errors import CaptureError
-from midstream.plan.captures import Key
+from midstream.plan.captures import Key, RowSelection
 from midstream.plan.values import Consumer
 
 JOINED_BYTES = 16 << 20  # rows that were held are handed on in pieces up to this size
@@ -86,18 +71,8 @@ class _Way:
     empty: dict[Key, torch.Tensor] = field(default_factory=dict)  # `[0, width]` for planes of which none have come
 
 
-@dataclass
-class _OpenRequest:
-    ways: list[_Way]
-    confirmed: int  # rows below this position are the user's for good
-    held: list[RowChunk] = field(default_factory=list)
-    arrived: list[ChunkRows] = field(default_factory=list)  # to find rows that came twice or not at all
-    error: CaptureError | None = None
-    ended: bool = False
-
-
 class Sinks:
-    """See the module's docstring. Only one thread at a time may call for a request; several may call for different ones.
+    """The consumers of an engine, each made when its first request begins. Any thread may call.
 
     Args:
         queue_bytes: bound of the rows queued for each consumer; a single larger chunk still passes.
@@ -107,87 +82,30 @@ class Sinks:
     def __init__(self, *, queue_bytes: int = 256 << 20, timeout: float = 30.0) -> None:
         self._queue_bytes, self._timeout = queue_bytes, timeout
         self._threads: dict[tuple[object, ...], ConsumerThread] = {}
-        self._requests: dict[str, _OpenRequest] = {}
+        self._open: set[RequestCapture] = set()
         self._lock = threading.Lock()
         self._blocked_before = 0.0  # seconds, by consumers that were closed
         self._closed = False
 
-    def begin(self, info: CaptureInfo, routes: Iterable[Route]) -> None:
-        """A request begins. Raises CaptureError, and begins nothing, if a consumer is unknown or the request is open."""
-        targets = [(destination(route.to), route.selected) for route in routes]
+    def begin(self, capture: RequestCapture, info: CaptureInfo, selected: Routes) -> list[_Way]:
+        """A request begins: its way to each consumer. Raises CaptureError, and begins nothing, if a consumer is unknown."""
+        targets = [(destination(route.to), route.selected) for route in selected.sinks]
         with self._lock:
             if self._closed:
                 raise CaptureError(f"the capture of request {info.request_id!r} cannot begin: the engine is closed")
-            if info.request_id in self._requests:
-                raise CaptureError(f"the capture of request {info.request_id!r} is open already")
             ways = []
-            for target, selected in targets:
-                told = replace(info, planes=tuple(selected))
-                while (delivery := self._thread(target).open(told)) is None:
+            for target, rows in targets:
+                told = replace(info, planes=tuple(rows))
+                while (delivery := self._thread(target).open(told, capture.report)) is None:
                     pass  # its thread has just ended, being idle
-                ways.append(_Way(self._threads[target.key], delivery, selected))
-            self._requests[info.request_id] = _OpenRequest(ways, info.prompt_length)
+                ways.append(_Way(self._threads[target.key], delivery, rows))
+            self._open.add(capture)
+            return ways
 
-    def put(self, chunk: RowChunk) -> None:
-        """Take rows of an open request, in any order and in any chunks."""
-        request = self._running(chunk.request)
-        chunk = check(chunk)
-        request.arrived.append((chunk.positions, chunk.layout))
-        stands = select_rows(chunk.positions, request.confirmed, None)
-        if isinstance(stands, slice) and stands == slice(None):
-            return self._deliver(request, chunk)
-        self._deliver(request, _rows(chunk, stands))
-        request.held.append(_rows(chunk, np.flatnonzero(chunk.positions >= request.confirmed)))
-
-    def confirm(self, request_id: str, stop: int) -> None:
-        """Rows below `stop` are known to be the user's while the request goes on: they are no longer held."""
-        request = self._running(request_id)
-        if stop > request.confirmed:
-            request.confirmed = stop
-            self._release(request, stop)
-
-    def end(self, request_id: str, stop: int | None = None, error: Exception | None = None) -> None:
-        """No more rows come. Those below `stop` are the user's (None: all of them); with an error, none are."""
-        request = self._running(request_id)
-        request.ended = True
-        if error is None:
-            self._release(request, stop)
-            error = request.error = _row_error(request_id, request, stop)
-        request.held.clear()
-        request.arrived.clear()
-        for way in request.ways:
-            if error is None and (empty := way.empty.keys() - way.seen):
-                way.thread.give(way.delivery, [(key, [], way.empty[key]) for key in way.selected if key in empty], 0)
-            way.thread.end(way.delivery, error)
-
-    def is_taken(self, request_id: str) -> bool:
-        """Whether `result` of an ended request needs no waiting."""
-        return all(way.thread.is_done(way.delivery) for way in self._requests[request_id].ways)
-
-    def result(self, request_id: str, patient: bool = False) -> None:
-        """Wait until all consumers have taken all rows of an ended request, files included, and forget the request.
-
-        `patient`: let a file wait for requests that end soon, to share it with them.
-
-        Raises CaptureError if a consumer failed the request; its cause is the consumer's exception.
-        """
-        request = self._requests.get(request_id)
-        if request is None or not request.ended:
-            raise CaptureError(f"request {request_id!r} has no capture that has ended")
-        waited = [way.thread.wait(way.delivery, patient) for way in request.ways]
-        self._requests.pop(request_id, None)
-        errors = [error for error in (request.error, *waited) if error is not None]
-        if errors:
-            for other in errors[1:]:
-                errors[0].add_note(f"also: {other}")
-            raise errors[0]
-
-    def discard(self, request_id: str, error: Exception | None = None) -> None:
-        """Forget a request whose result nobody will ask for. If it has not ended, it ends with an error."""
-        request = self._requests.get(request_id)
-        if request is not None and not request.ended:
-            self.end(request_id, error=error or CaptureError(f"request {request_id!r} was given up"))
-        self._requests.pop(request_id, None)
+    def forget(self, capture: RequestCapture) -> None:
+        """The request is over."""
+        with self._lock:
+            self._open.discard(capture)
 
     def close(self) -> None:
         """End open requests with an error, let the consumers take what is queued, and close them. Idempotent.
@@ -196,10 +114,9 @@ class Sinks:
         """
         with self._lock:
             self._closed = True
-            open_requests = [name for name, request in self._requests.items() if not request.ended]
-            threads, self._threads = list(self._threads.values()), {}
-        for name in open_requests:
-            self.end(name, error=CaptureError(f"the engine was closed before request {name!r} ended"))
+            captures, threads, self._threads = list(self._open), list(self._threads.values()), {}
+        for capture in captures:
+            capture.end(error=CaptureError(f"the engine was closed before request {capture.request_id!r} ended"))
         for thread in threads:
             thread.close()
         raised = [(thread.name, error) for thread in threads if (error := thread.join()) is not None]
@@ -212,12 +129,12 @@ class Sinks:
     def stats(self) -> dict[str, float]:
         """Now: `queued_bytes`, `held_bytes` (rows not confirmed), `requests`, `consumers`. Since the start: `blocked_seconds`."""
         with self._lock:
-            threads, requests = list(self._threads.values()), list(self._requests.values())
+            threads, captures = list(self._threads.values()), list(self._open)
         return {
             "queued_bytes": sum(thread.queued_bytes for thread in threads),
-            "held_bytes": sum(chunk.rows.nbytes for request in requests for chunk in list(request.held)),
+            "held_bytes": sum(capture.held_bytes for capture in captures),
             "blocked_seconds": self._blocked_before + sum(thread.blocked_seconds for thread in threads),
-            "requests": len(requests),
+            "requests": len(captures),
             "consumers": sum(not thread.closed for thread in threads),
         }
 
@@ -228,97 +145,138 @@ class Sinks:
             self._threads[target.key] = ConsumerThread(target, self._queue_bytes, self._timeout)
         return self._threads[target.key]
 
-    def _running(self, request_id: str) -> _OpenRequest:
-        request = self._requests.get(request_id)
-        if request is None or request.ended:
-            state = "has ended" if request else "has not begun"
-            raise CaptureError(f"the capture of request {request_id!r} {state}")
-        return request
-
-    def _release(self, request: _OpenRequest, stop: int | None) -> None:
-        """Deliver the held rows below `stop` and keep the others."""
-        held, request.held = request.held, []
-        standing = []
-        for chunk in held:
-            standing.append(_rows(chunk, select_rows(chunk.positions, stop, None)))
-            if stop is not None and (beyond := np.flatnonzero(chunk.positions >= stop)).size:
-                request.held.append(_rows(chunk, beyond))
-        for chunk in _joined(standing):
-            self._deliver(request, chunk)
-
-    def _deliver(self, request: _OpenRequest, chunk: RowChunk) -> None:
-        for way in sorted(request.ways, key=lambda way: way.thread.full):  # full queues last
-            if way.delivery.error is None:
-                pieces = _pieces(chunk, way)
-                if pieces:
-                    way.thread.give(way.delivery, pieces, sum(tensor.nbytes for _, _, tensor in pieces))
-
 
 class RequestCapture:
-    """The captured rows of one request, for its output and its sinks.
+    """The captured rows of one request, for its output and its consumers. One thread at a time may call.
 
     Args:
-        info: tells the sinks about the request.
+        info: tells the consumers about the request.
         selected: where the request's rows go.
-        empty: makes a chunk without rows that has all selected planes.
+        empty: makes a chunk without rows that has all selected planes. Without it, planes are known from their rows.
+        report: called with each error, if nobody calls `result`.
+
+    Raises:
+        CaptureError: a consumer is unknown, or the engine is closed.
     """
 
-    def __init__(self, info: CaptureInfo, selected: Routes, sinks: Sinks, empty: Callable[[], RowChunk]) -> None:
-        self._request, self._selected, self._sinks, self._empty = info.request_id, selected, sinks, empty
-        self._chunks: list[RowChunk] = []
+    def __init__(
+        self,
+        info: CaptureInfo,
+        selected: Routes,
+        sinks: Sinks,
+        empty: Callable[[], RowChunk] | None = None,
+        report: Callable[[CaptureError], None] | None = None,
+    ) -> None:
+        self.request_id, self.report = info.request_id, report
+        self._output, self._sinks, self._empty = selected.output, sinks, empty
+        self._chunks: list[RowChunk] = []  # for the output
         self._captured: Captured | None = None
-        self._is_open = bool(selected.sinks)  # at the sinks
-        if self._is_open:
-            sinks.begin(info, selected.sinks)
-            sinks.put(empty())
+        self._confirmed = info.prompt_length  # rows below this position are the user's for good
+        self._held: list[RowChunk] = []  # rows that are not confirmed
+        self._arrived: list[ChunkRows] = []  # to find rows that came twice or not at all
+        self._error: Exception | None = None
+        self._ended = not selected.sinks
+        self._ways = sinks.begin(self, info, selected) if selected.sinks else []
+        if self._ways and empty is not None:
+            self._take(empty())
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(chunk.rows.nbytes for chunk in list(self._held))
 
     def add(self, chunks: Iterable[RowChunk], confirmed: int = 0) -> None:
-        """Take rows; those below position `confirmed` are the user's for good. Blocks while a consumer's queue is full."""
+        """Take rows, in any order; those below position `confirmed` are the user's for good. Blocks while a consumer's queue is full."""
         for chunk in chunks:
-            if self._selected.output:
+            if self._output:
                 self._chunks.append(chunk)
-            if self._is_open:
-                self._sinks.put(chunk)
-        if self._is_open and confirmed:
-            self._sinks.confirm(self._request, confirmed)
+            if not self._ended:
+                self._take(chunk)
+        if confirmed > self._confirmed and not self._ended:
+            self._confirmed = confirmed
+            self._release()
 
-    def end(self, stop: int) -> None:
-        """All rows have come, and those below `stop` are the user's."""
-        if self._is_open:
-            self._sinks.end(self._request, stop)
+    def end(self, stop: int | None = None, error: Exception | None = None) -> None:
+        """No more rows come. Those below `stop` are the user's (None: all of them); with an error, none are. A second call does nothing."""
+        if self._ended:
+            return
+        self._ended = True
+        if error is None:
+            self._confirmed = np.iinfo(np.int64).max if stop is None else stop
+            self._release()
+            error = self._row_error(stop)
+            if error is not None and self.report is not None:
+                self.report(error)
+        self._error = error
+        self._held, self._arrived = [], []
+        for way in self._ways:
+            if error is None and (empty := way.empty.keys() - way.seen):
+                way.thread.give(way.delivery, [(key, [], way.empty[key]) for key in way.selected if key in empty], 0)
+            way.thread.end(way.delivery, error)
+        if self.report is not None:
+            self._sinks.forget(self)
 
-    def result(self, stop: int, patient: bool = False) -> Captured:
-        """The output's captures, once the sinks have taken theirs; `patient` is as of `Sinks.result`. Raises CaptureError."""
-        if self._is_open:
-            self._is_open = False
-            self._sinks.result(self._request, patient)
+    def result(self, stop: int) -> Captured:
+        """The output's captures, once the consumers have taken all rows, files included.
+
+        Raises CaptureError if rows are missing, or if a consumer failed the request; its cause is the consumer's exception.
+        """
+        self.end(stop)
+        waited = [way.thread.wait(way.delivery) for way in self._ways]
+        self._sinks.forget(self)
+        errors = [error for error in (self._error, *waited) if error is not None]
+        if errors:
+            for other in errors[1:]:
+                errors[0].add_note(f"also: {other}")
+            raise errors[0]
         return self._captured if self._captured is not None else self._gather(stop)
 
     def gather_early(self, prompt_length: int) -> None:
         """Gather the output's rows before the request's end is known, if they are all of the prompt."""
-        if all(rows.tail is None for rows in self._selected.output.values()):
+        if all(rows.tail is None for rows in self._output.values()):
             self._captured = self._gather(prompt_length)
 
+    def discard(self, error: Exception | None = None) -> None:
+        """Drop the rows: nobody will ask for the result. Consumers are told of the error, if they have not been told of the end."""
+        self._chunks = []
+        self.end(error=error or CaptureError(f"request {self.request_id!r} was given up"))
+        self._sinks.forget(self)
+
     def _gather(self, stop: int) -> Captured:
-        selected = self._selected.output
-        if not selected:
-            return Captured.nothing(self._request)
-        layouts = [chunk.layout for chunk in self._chunks]
-        has_all = any(layout.has_just(selected) or layout.by_key.keys() >= selected.keys() for layout in layouts)
-        captured = gather([*self._chunks, *([] if has_all else [self._empty()])], stop, selected)
+        layouts = [chunk.layout.by_key.keys() for chunk in self._chunks]
+        if self._output and self._empty is not None and not any(self._output.keys() <= keys for keys in layouts):
+            self._chunks.append(self._empty())
+        captured = gather(self.request_id, self._chunks, stop, self._output)
         self._chunks = []
         return captured
 
-    def discard(self, error: Exception | None = None) -> None:
-        """Drop the rows. Sinks are told of the error, if they have not been told of the request's end."""
-        self._chunks = []
-        if self._is_open:
-            self._is_open = False
-            self._sinks.discard(self._request, error)
+    def _take(self, chunk: RowChunk) -> None:
+        self._arrived.append((chunk.positions, chunk.layout))
+        self._hand_on(chunk)
 
+    def _release(self) -> None:
+        """Hand on the held rows that are confirmed now."""
+        held, self._held = self._held, []
+        for chunk in _joined(held):
+            self._hand_on(chunk)
 
-def _rows(chunk: RowChunk, chosen: slice | np.ndarray) -> RowChunk:
-    return chunk._replace(positions=chunk.positions[chosen], rows=chunk.rows[chosen])
+    def _hand_on(self, chunk: RowChunk) -> None:
+        """Deliver the confirmed rows and hold the others."""
+        confirmed = chunk.positions < self._confirmed
+        if not confirmed.all():
+            self._held.append(chunk.take(rows_where(~confirmed)))
+            chunk = chunk.take(rows_where(confirmed))
+        for way in sorted(self._ways, key=lambda way: way.thread.full):  # full queues last
+            if way.delivery.error is None and (rows := _plane_rows(chunk, way)):
+                way.thread.give(way.delivery, rows, sum(tensor.nbytes for _, _, tensor in rows))
+
+    def _row_error(self, stop: int | None) -> CaptureError | None:
+        """The error of a request of which a row came twice, or was selected and did not come."""
+        try:
+            for way in self._ways:
+                find_rows(self.request_id, self._arrived, stop, way.selected)
+        except CaptureError as error:
+            return error
+        return None
 
 
 def _joined(chunks: list[RowChunk]) -> Iterator[RowChunk]:
@@ -342,38 +300,22 @@ def _concatenated(batch: list[RowChunk]) -> RowChunk:
     return batch[0]._replace(positions=positions, rows=torch.cat([chunk.rows for chunk in batch]))
 
 
-def _pieces(chunk: RowChunk, way: _Way) -> list[Piece]:
+def _plane_rows(chunk: RowChunk, way: _Way) -> list[PlaneRows]:
     """The rows of a chunk that go this way. A small part of a chunk is copied, so that it does not keep the rest in memory."""
-    chosen: dict[int, tuple[RowChunk, slice | np.ndarray, list[int]]] = {}
-    pieces: list[Piece] = []
+    chosen: dict[int, RowChunk] = {}
+    found: list[PlaneRows] = []
     for key in chunk.layout.by_key:
         rows = way.selected.get(key)
         if rows is None:
             continue
         if id(rows) not in chosen:
-            selected = select_rows(chunk.positions, None, rows)
-            positions = chunk.positions[selected].tolist()
-            together = isinstance(selected, slice)  # a view for all planes at once
-            chosen[id(rows)] = (
-                (_rows(chunk, selected), slice(None), positions) if together else (chunk, selected, positions)
-            )
-        part, selected, positions = chosen[id(rows)]
-        if positions:
-            tensor = plane_of(part, key)
-            pieces.append((key, positions, tensor if isinstance(selected, slice) else tensor[selected]))
+            chosen[id(rows)] = chunk.take(rows_where(rows.mask(chunk.positions)))
+        part = chosen[id(rows)]
+        if part.positions.size:
+            found.append((key, part.positions.tolist(), part.plane(key)))
             way.seen.add(key)
         elif key not in way.seen:
-            way.empty[key] = plane_of(chunk, key)[:0].clone()
-    if sum(tensor.nbytes for _, _, tensor in pieces) * 2 < chunk.rows.nbytes:
-        return [(key, positions, tensor.clone()) for key, positions, tensor in pieces]
-    return pieces
-
-
-def _row_error(request_id: str, request: _OpenRequest, stop: int | None) -> CaptureError | None:
-    """The error of a request of which a row came twice, or was selected and did not come."""
-    try:
-        for way in request.ways:
-            find_rows(request_id, request.arrived, stop, way.selected)
-    except CaptureError as error:
-        return error
-    return None
+            way.empty[key] = chunk.plane(key)[:0].clone()
+    if sum(tensor.nbytes for _, _, tensor in found) * 2 < chunk.rows.nbytes:
+        return [(key, positions, tensor.clone()) for key, positions, tensor in found]
+    return found

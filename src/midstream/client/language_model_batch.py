@@ -349,7 +349,7 @@ class RunningPlan:
         self, request: BatchRequest, arch: Architecture, vectors: Mapping[str, Any], runs: RunStore, sinks: Sinks
     ) -> None:
         assert request.plan is not None
-        plan, name = self._plan, self._name = request.plan, request.name
+        plan = self._plan = request.plan
         self._compiled = compile_plan(
             plan.plan,
             len(plan.prompt),
@@ -358,8 +358,8 @@ class RunningPlan:
             vector=lambda named: vectors[named.name].data,
             run=runs.row,
         )
-        info = CaptureInfo(name, tuple(plan.prompt), collected=request.invoke.collected)
-        self._capture = RequestCapture(info, plan.routes, sinks, lambda: plan.empty_chunk(name))
+        info = CaptureInfo(request.name, tuple(plan.prompt), collected=request.invoke.collected)
+        self._capture = RequestCapture(info, plan.routes, sinks, plan.empty_chunk)
         self.points = {point for profile in self._compiled.profiles for point in profile.ops}
         self._first = 0
         self._groups: list[tuple[int, torch.Tensor]] = []  # profile, rows of this step that have it
@@ -402,7 +402,7 @@ class RunningPlan:
         when = next(plane.when for plane in layout if plane[:2] == point and plane.offset == op.offset)
         plane = Plane(*point, when, 0, value.shape[-1])
         positions = rows.numpy() + self._first
-        self._capture.add([RowChunk(self._name, positions, Layout((plane,)), value.detach().cpu().clone())])
+        self._capture.add([RowChunk(positions, Layout((plane,)), value.detach().cpu().clone())])
 
     def end(self, generated: int) -> None:
         """The request has ended with so many tokens."""

@@ -260,12 +260,12 @@ class PreparedPlan:
     routes: Routes
     facts: ModelFacts
 
-    def empty_chunk(self, request_id: str) -> RowChunk:
+    def empty_chunk(self) -> RowChunk:
         """A chunk without rows. It tells sinks and outputs which sites are captured, even if no row is computed."""
         selected = (self.routes.output, *(sink.selected for sink in self.routes.sinks))
         keys = dict.fromkeys(key for rows in selected for key in rows)
         dtype = getattr(torch, self.facts.dtype)
-        return empty_chunk(request_id, keys, lambda site, layer: self.facts.widths[site, layer], dtype)
+        return empty_chunk(keys, lambda site, layer: self.facts.widths[site, layer], dtype)
 
     def recorded_run(self, run_id: str, name: str) -> RecordedRun:
         """The handle of the run that this plan's captured rows are kept as."""

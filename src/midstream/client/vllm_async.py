@@ -209,7 +209,7 @@ class _AsyncRequest:
             if not rows.has_progressed():
                 raise rows_missing()
         following.result()
-        put = partial(put_captures, result, self._request, self._generated, patient=rows.collected is not None)
+        put = partial(put_captures, result, self._request, self._generated)
         if rows.has_sinks:
             await asyncio.get_running_loop().run_in_executor(_pool(), put)
         else:

@@ -13,10 +13,8 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from midstream.capture.consumers import CaptureInfo, Collected
-from midstream.capture.rows import Captured, RowChunk
+from midstream.capture.rows import Captured, Piece
 from midstream.capture.sinks import RequestCapture, Sinks
 from midstream.client.requests import PreparedPlan
 from midstream.errors import (
@@ -78,7 +76,7 @@ class RowReceiver:
         self._senders = senders
         self._samples = [_Sample() for _ in range(samples)]
         self._taken, self._seen, self._is_taking = 0, -1, False
-        self._is_discarded = self._has_ended = False
+        self._is_discarded = False
 
     @property
     def request_id(self) -> str:
@@ -133,21 +131,15 @@ class RowReceiver:
         try:
             if sample.capture is None:
                 info = CaptureInfo(sample.name, tuple(self._plan.prompt), collected=self.collected)
-                plan, name = self._plan, sample.name
-                sample.capture = RequestCapture(info, plan.routes, self._sinks, lambda: plan.empty_chunk(name))
-            chunks = [
-                RowChunk(sample.name, np.arange(position, position + number), layout, rows[first : first + number])
-                for position, layout, rows, first, number in value["segments"]
-            ]
-            sample.capture.add(chunks, max(self.stop or 0, header.get("sure", 0)))
+                sample.capture = RequestCapture(info, self._plan.routes, self._sinks, self._plan.empty_chunk)
+            chunks = [Piece(*piece).chunk for piece in value["pieces"]]
+            sample.capture.add(chunks, max(self.stop or 0, header["confirmed"]))
         except CaptureError as error:
             sample.fail(error)
 
     def end(self, generated: Sequence[int]) -> None:
-        """The request has ended with so many tokens in each sample, and all rows are here. A second call does nothing."""
-        if self._has_ended:
-            return
-        self._has_ended = self._is_taking = True
+        """The request has ended with so many tokens in each sample, and all rows are here."""
+        self._is_taking = True
         try:
             for sample, stop in zip(self._samples, self._stops(generated), strict=True):
                 if sample.error is None and sample.capture is not None:
@@ -158,8 +150,8 @@ class RowReceiver:
     def _stops(self, generated: Sequence[int]) -> list[int]:
         return [len(self._plan.prompt) + count - 1 for count in generated]
 
-    def result(self, generated: Sequence[int], patient: bool = False) -> Captured | list[Captured]:
-        """The output's captures, once the sinks have taken theirs; `patient` is as of `Sinks.result`.
+    def result(self, generated: Sequence[int]) -> Captured | list[Captured]:
+        """The output's captures, once the sinks have taken theirs.
 
         Raises CaptureError, or PlanError if the engine refused the plan.
         """
@@ -168,7 +160,7 @@ class RowReceiver:
             if sample.error is not None:
                 raise sample.error
             assert sample.capture is not None
-            captured.append(sample.capture.result(stop, patient))
+            captured.append(sample.capture.result(stop))
         return captured[0] if len(captured) == 1 else captured
 
     def gather_early(self) -> None:

@@ -316,12 +316,11 @@ def counts_of(output: Any) -> list[int]:
     return [len(sample.token_ids) for sample in output.outputs]
 
 
-def put_captures(result: InvokeResult, request: EngineRequest, counts: Sequence[int], patient: bool = False) -> None:
+def put_captures(result: InvokeResult, request: EngineRequest, counts: Sequence[int]) -> None:
     """Put the captures of a request that has ended on its output, or the error on its result. All its rows have come.
 
     Args:
         counts: the number of tokens of each sample.
-        patient: as in `Sinks.result`.
     """
     output, rows, result.plan = result.output, request.rows, request.plan
     output.captures = None
@@ -329,7 +328,7 @@ def put_captures(result: InvokeResult, request: EngineRequest, counts: Sequence[
         rows.end(counts)
     try:
         _raise_if_refused(output)
-        output.captures = rows.result(counts, patient) if rows is not None else Captured.nothing(output.request_id)
+        output.captures = rows.result(counts) if rows is not None else Captured.nothing(output.request_id)
     except MidstreamError as error:
         result.error = error
 

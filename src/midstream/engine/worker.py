@@ -174,7 +174,7 @@ class Worker(PlatformWorker):
             return compute_logits(normed[0] if isinstance(normed, tuple) else normed)  # Command-R's norm returns a pair
 
         envoy = ModelEnvoy(model, model_arch, interleaver, unembed, self._tokenizer)
-        reports = Reports(get_pp_group().rank_in_group, speaks=get_tp_group().rank_in_group == 0)
+        reports = Reports(get_pp_group().rank_in_group, sends=get_tp_group().rank_in_group == 0)
         limits = config.model_config.max_model_len, config.model_config.get_vocab_size()
         return TraceHost(envoy, interleaver, arch, settings.allow_traces, *limits, reports, stages)
 
@@ -204,7 +204,7 @@ class Worker(PlatformWorker):
             device=self.device,
             dtype=config.model_config.dtype,
             record_bytes=settings.record_bytes,
-            captures=CaptureSender(lambda: self.midstream.reports.sender, local, stage, speaks=first_of_stage),
+            captures=CaptureSender(lambda: self.midstream.reports.sender, local, stage, sends=first_of_stage),
             speculative=config.speculative_config is not None,
         )
 
@@ -329,7 +329,7 @@ class Worker(PlatformWorker):
     def midstream_connect(self, address: Mapping[str, Any]) -> str | None:
         """Connect to the client's results channel. Returns the name under which this worker sends, or None if it sends nothing."""
         reports = self.midstream.reports
-        if not reports.speaks:
+        if not reports.sends:
             return None
         if reports.sender is not None:
             reports.sender.close()

@@ -102,26 +102,42 @@ def _sink(to: Any) -> Sink:
     raise fields.refuse("Capture.to", fields.shown(to), _SINKS)
 
 
-class Positions(NamedTuple):
-    """Captured positions.
+class RowSelection(NamedTuple):
+    """Which rows of a request are captured: those at the `listed` positions (int64, ascending), and all from position `tail` on."""
 
-    Attributes:
-        prompt: int64, ascending, each below the prompt's length.
-        generated: whether all from the prompt's length on are captured too.
-    """
+    listed: np.ndarray
+    tail: int | None = None
 
-    prompt: np.ndarray
-    generated: bool
+    @classmethod
+    def of(cls, positions: str | fields.Span | tuple[int, ...], prompt_length: int) -> RowSelection:
+        """What `Capture.positions` selects for a prompt of that length.
 
+        Raises PlanError for a position outside of the prompt, and for a span that has not been resolved to positions.
+        """
+        if not isinstance(positions, str):
+            return cls(np.unique(np.array(fields.resolved("Capture.positions", positions, prompt_length), np.int64)))
+        prompt = np.arange(prompt_length, dtype=np.int64)
+        first = {"last_prompt": max(prompt_length - 1, 0), "all_generated": prompt_length}.get(positions, 0)
+        return cls(prompt[first:], prompt_length if positions in ("all_generated", "all") else None)
 
-def captured_positions(selector: str | fields.Span | tuple[int, ...], prompt_length: int) -> Positions:
-    """The positions that `Capture.positions` selects. Raises PlanError for a position outside the prompt, or a span not resolved yet."""
-    if not isinstance(selector, str):
-        found = fields.resolved("Capture.positions", selector, prompt_length)
-        return Positions(np.unique(np.array(found, np.int64)), False)
-    prompt = np.arange(prompt_length, dtype=np.int64)
-    first = {"last_prompt": max(prompt_length - 1, 0), "all_generated": prompt_length}.get(selector, 0)
-    return Positions(prompt[first:], selector in ("all_generated", "all"))
+    def mask(self, positions: np.ndarray) -> np.ndarray:
+        """Which of the positions are selected."""
+        keep = np.zeros(positions.size, bool) if self.tail is None else positions >= self.tail
+        if self.listed.size:
+            place = np.searchsorted(self.listed, positions)
+            keep |= self.listed[np.minimum(place, self.listed.size - 1)] == positions
+        return keep
+
+    def below(self, stop: int | None) -> np.ndarray:
+        """All selected positions below `stop`; without a stop, only the listed ones are known."""
+        if stop is None:
+            return self.listed
+        generated = np.arange(stop if self.tail is None else self.tail, stop, dtype=np.int64)
+        return np.union1d(self.listed[self.listed < stop], generated)
+
+    def __or__(self, other: RowSelection) -> RowSelection:
+        tail = other.tail if self.tail is None else self.tail  # of one request, so both are its prompt's length
+        return RowSelection(np.union1d(self.listed, other.listed), tail)
 
 
 Key = tuple[str, int, str]  # site, layer, when
@@ -139,8 +155,6 @@ class Plane(NamedTuple):
 
 class Layout(tuple[Plane, ...]):
     """The planes of a captured row. Many requests share a layout, so it caches what is derived from it."""
-
-    _keys: Mapping[Key, Any] | None = None  # the latest mapping that `has_just` confirmed
 
     @classmethod
     def of(cls, keys: Iterable[Key], width: Callable[[str, int], int]) -> Self:
@@ -161,17 +175,6 @@ class Layout(tuple[Plane, ...]):
     @cached_property
     def by_key(self) -> dict[Key, Plane]:
         return {(plane.site, plane.layer, plane.when): plane for plane in self}
-
-    def has_just(self, keys: Mapping[Key, Any]) -> bool:
-        """Whether it has a plane for each of the keys and no other.
-
-        Quick if the latest confirmed mapping was the same one, which must not change.
-        """
-        if self._keys is not keys:
-            if self.by_key.keys() != keys.keys():
-                return False
-            self._keys = keys
-        return True
 
     @cached_property
     def width(self) -> int:

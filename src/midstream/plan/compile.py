@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from midstream.plan import fields
-from midstream.plan.captures import EMPTY, Capture, Key, Layout, captured_positions
+from midstream.plan.captures import EMPTY, Capture, Key, Layout, RowSelection
 from midstream.plan.ops.edit import Edit, Op, Shape, point_of, position_of
 from midstream.plan.values import SITE_ORDER, Plan
 from midstream.plan.vectors import Named, RecordedRun, Vector, Zeros
@@ -153,11 +153,11 @@ def _reach(normal: Plan, prompt_length: int) -> Reach:
     for capture in normal.captures:
         captured.setdefault(capture.positions, set()).add(point_of(capture))
     for selector, points in captured.items():
-        positions, goes_on = captured_positions(selector, prompt_length)
-        prompt[positions] = True
-        generated |= goes_on
-        first |= points if positions.size else set()
-        later |= points if goes_on else set()
+        rows = RowSelection.of(selector, prompt_length)
+        prompt[rows.listed] = True
+        generated |= rows.tail is not None
+        first |= points if rows.listed.size else set()
+        later |= points if rows.tail is not None else set()
     return Reach(prompt, generated, frozenset(first), frozenset(later))
 
 
@@ -169,10 +169,10 @@ def _captured(captures: list[Capture], prompt_length: int) -> tuple[np.ndarray, 
     generated: set[Key] = set()
     codes, sets = np.zeros(prompt_length, np.int64), [frozenset[Key]()]
     for selector, keys in groups.items():
-        positions, goes_on = captured_positions(selector, prompt_length)
-        generated |= keys if goes_on else set()
-        before, place = np.unique(codes[positions], return_inverse=True)
-        codes[positions] = len(sets) + place
+        rows = RowSelection.of(selector, prompt_length)
+        generated |= keys if rows.tail is not None else set()
+        before, place = np.unique(codes[rows.listed], return_inverse=True)
+        codes[rows.listed] = len(sets) + place
         sets += [sets[code] | keys for code in before.tolist()]
     return codes, sets, frozenset(generated)
 

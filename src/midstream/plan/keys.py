@@ -13,7 +13,7 @@ from collections import defaultdict
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from midstream.plan.captures import captured_positions
+from midstream.plan.captures import RowSelection
 from midstream.plan.ops.edit import Edit, changed, point_of, position_of
 from midstream.plan.values import SITE_ORDER, Plan, encoded
 from midstream.plan.vectors import Named, digest
@@ -98,8 +98,7 @@ class PlanKeys:
 def lowest_captured(plan: Plan, prompt_length: int) -> int | None:
     """The lowest captured position of the prompt, which cache hits must not pass; None if none is captured."""
     prompts = [
-        captured_positions(selector, prompt_length).prompt
-        for selector in {capture.positions for capture in plan.captures}
+        RowSelection.of(selector, prompt_length).listed for selector in {capture.positions for capture in plan.captures}
     ]
     return min((int(prompt[0]) for prompt in prompts if prompt.size), default=None)
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from midstream.capture.rows import Piece
 from midstream.errors import PlanError
 from midstream.plan.checks import ModelFacts, check, not_finite
 from midstream.plan.compile import CompiledPlan, compile_plan
@@ -18,7 +19,7 @@ from midstream.ranks.link import Link
 from midstream.runtime.loaded_plans import LoadedPlan, LoadedPlans, RunRow
 from midstream.runtime.points import Pipeline, PointHooks
 from midstream.runtime.request import PlanRequest
-from midstream.runtime.sending import DUE_BYTES, CaptureSender, Piece, rows_by_point
+from midstream.runtime.sending import DUE_BYTES, CaptureSender
 from midstream.runtime.step import RepeatedBatch, RepeatedBatches, RequestEnd, StepView
 from midstream.runtime.store import RunStore, Sources, VectorStore, check_recorded, recorded_run
 from midstream.runtime.tables import Rows, Tables
@@ -279,8 +280,8 @@ class PlanHost:
             self._capturing -= request.complete
             if request.complete or request.size >= DUE_BYTES:
                 # A token ends its request so many steps later at most; a string, which the client looks for, at any time.
-                sure = 0 if request.stops_at_text else request.captured - (self._pipeline.size + 2)
-                self.captures.send(name, request.payload, request.take_pieces(), request.complete, sure)
+                confirmed = 0 if request.stops_at_text else request.captured - (self._pipeline.size + 2)
+                self.captures.send(name, request.payload, request.take_pieces(), request.complete, confirmed)
         self.captures.flush()
 
     def take_errors(self) -> dict[str, str]:
@@ -404,7 +405,9 @@ class PlanHost:
         plan, length = request.loaded.plan, len(request.loaded.prompt)
         if request.computed >= length:
             layers, widths, size = self.facts.num_layers, self._pipeline.each, self._dtype.itemsize
-            rows = rows_by_point(pieces)
+            chunks = [piece.chunk for piece in pieces]
+            keys = chunks[0].layout.by_key if chunks else ()  # pieces of a recorded run have one layout
+            rows = {key[:2]: torch.cat([chunk.plane(key) for chunk in chunks]) for key in keys}
             self.runs.add(recorded_run(request.payload.record, plan, length, layers, rows, widths, size))
 
     def gauges(self) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Captured rows on their way out of the worker: to the client that waits for them, or to consumers in this process.
+"""What a worker sends: captured rows and the saved values of traces.
 
 `CaptureSender` decides where a request's rows go. A request of `midstream.VLLM` names a mailbox of the client. For any other request
 the plan's consumers run in the worker: `LocalSinks` copies the rows from the device and feeds them, on a thread of its own behind a
@@ -10,20 +10,17 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 
 from midstream.capture.consumers import CaptureInfo, find_consumer
-from midstream.capture.rows import Route, RowChunk, routes
-from midstream.capture.sinks import Sinks
+from midstream.capture.rows import Piece, Route, Routes, RowChunk, routes
+from midstream.capture.sinks import RequestCapture, Sinks
 from midstream.errors import CaptureError, ChannelClosedError, PlanError
-from midstream.plan.captures import Layout
 from midstream.plan.values import Consumer, Plan
 from midstream.queues import BoundedQueue
 from midstream.runtime.request import PlanRequest, TraceRequest, users_id
-from midstream.sites import Point
 from midstream.trace.program import Outcome
 from midstream.transport import staging
 from midstream.transport.sender import Sender
@@ -33,43 +30,6 @@ DUE_BYTES = 16 << 20  # rows of one request are sent in pieces of this size: the
 MESSAGE_BYTES = 64 << 20
 _FEW_PIECES = 4
 _QUEUE_BYTES = 256 << 20
-_MOST_ENDED = 256
-_LOOK_SECONDS = 0.1
-
-
-class Piece(NamedTuple):
-    """Rows of one request from one step: `number` rows of `block` `[rows, row_width]` from row `first` on.
-
-    They are of the positions from `position` on.
-    """
-
-    position: int
-    layout: Layout
-    block: torch.Tensor
-    first: int
-    number: int
-
-    @property
-    def rows(self) -> torch.Tensor:
-        """`[number, row_width]`, a view."""
-        return self.block[self.first : self.first + self.number]
-
-    @property
-    def size(self) -> int:
-        """Bytes."""
-        return self.number * self.block.shape[1] * self.block.element_size()
-
-    @property
-    def positions(self) -> np.ndarray:
-        return np.arange(self.position, self.position + self.number)
-
-
-def rows_by_point(pieces: Sequence[Piece]) -> dict[Point, torch.Tensor]:
-    """(site, layer) -> `[positions, width]`: all rows of a request, whose pieces have one layout."""
-    return {
-        (plane.site, plane.layer): torch.cat([p.rows[:, plane.offset : plane.offset + plane.width] for p in pieces])
-        for plane in (pieces[0].layout if pieces else ())
-    }
 
 
 _Queued = tuple[dict[str, Any], list[Piece], str | None]  # (header, pieces, error)
@@ -82,7 +42,7 @@ class CaptureSender:
         sender: returns the channel to the client, if it has connected.
         local: makes what feeds consumers in this process, when the first request needs it.
         stage: pipeline stage of this worker.
-        speaks: whether this worker sends rows. Of the tensor-parallel ranks of a stage, which all have the same rows, only one does.
+        sends: whether this worker sends rows. Of the tensor-parallel ranks of a stage, which all have the same rows, only one does.
     """
 
     def __init__(
@@ -90,10 +50,10 @@ class CaptureSender:
         sender: Callable[[], Sender | None],
         local: Callable[[], LocalSinks],
         stage: int = 0,
-        speaks: bool = True,
+        sends: bool = True,
     ) -> None:
         self._sender, self._make_local = sender, local
-        self._stage, self._speaks = stage, speaks
+        self._stage, self._sends = stage, sends
         self.local: LocalSinks | None = None
         self._found: set[str] = set()  # names of consumers that are installed
         self._begun: set[str] = set()  # requests whose rows stay in this process
@@ -113,18 +73,20 @@ class CaptureSender:
 
     def begin(self, name: str, request: PlanRequest, plan: Plan, prompt_token_ids: Sequence[int]) -> None:
         """A request with captures begins."""
-        if self._speaks and request.capture is None and request.record is None:
+        if self._sends and request.capture is None and request.record is None:
             self.local = self.local or self._make_local()
             self._begun.add(name)
             self.local.begin(name, plan, prompt_token_ids)
 
-    def send(self, name: str, request: PlanRequest, pieces: Sequence[Piece], complete: bool, sure: int = 0) -> None:
-        """Rows of a request; `complete` if they are its last. Rows at positions below `sure` will not be rejected."""
+    def send(
+        self, name: str, request: PlanRequest, pieces: Sequence[Piece], complete: bool, confirmed: int = 0
+    ) -> None:
+        """Rows of a request; `complete` if they are its last. Rows at positions below `confirmed` are the user's for good."""
         if name in self._begun:
             assert self.local is not None
-            self.local.rows(name, [(p.positions, p.layout, p.rows) for p in _joined(pieces)], sure)
+            self.local.rows(name, [piece.chunk for piece in _joined(pieces)], confirmed)
         else:
-            self._tell_client(name, request, pieces, complete, sure)
+            self._tell_client(name, request, pieces, complete, confirmed)
 
     def end(self, name: str, request: PlanRequest, tokens: int | None, pieces: Sequence[Piece] | None) -> None:
         """The request is over.
@@ -189,11 +151,17 @@ class CaptureSender:
         request: PlanRequest,
         pieces: Sequence[Piece],
         final: bool,
-        sure: int = 0,
+        confirmed: int = 0,
         error: str | None = None,
     ) -> None:
-        if self._speaks and request.capture is not None:
-            header = {"key": request.capture, "request": name, "final": final, "stage": self._stage, "sure": sure}
+        if self._sends and request.capture is not None:
+            header = {
+                "key": request.capture,
+                "request": name,
+                "final": final,
+                "stage": self._stage,
+                "confirmed": confirmed,
+            }
             self._queue.append((header, list(pieces), error))
 
 
@@ -204,13 +172,12 @@ def _messages(queue: Sequence[_Queued]) -> list[tuple[dict[str, Any], Any]]:
         for piece in pieces:
             leaving[id(piece.block)] += piece.number
 
-    def segment(piece: Piece) -> tuple[int, Layout, torch.Tensor, int, int]:
-        """(first position, layout, tensor, its first row, rows)."""
+    def sent(piece: Piece) -> tuple[Any, ...]:
         if 2 * leaving[id(piece.block)] > len(piece.block):  # most of the block goes now: send it whole, once
-            return piece.position, piece.layout, piece.block, piece.first, piece.number
-        return piece.position, piece.layout, piece.rows, 0, piece.number
+            return tuple(piece)
+        return piece.position, piece.layout, piece.chunk.rows, 0, piece.number
 
-    return [(header, {"segments": list(map(segment, pieces)), "error": error}) for header, pieces, error in joined]
+    return [(header, {"pieces": list(map(sent, pieces)), "error": error}) for header, pieces, error in joined]
 
 
 def _joined(pieces: Sequence[Piece]) -> list[Piece]:
@@ -226,12 +193,9 @@ def _joined(pieces: Sequence[Piece]) -> list[Piece]:
         else:
             runs.append([piece])
     for run in runs:
-        block = torch.cat([piece.rows for piece in run])
+        block = torch.cat([piece.chunk.rows for piece in run])
         joined.append(Piece(run[0].position, run[0].layout, block, 0, len(block)))
     return joined
-
-
-Rows = Sequence[tuple[np.ndarray, Layout, torch.Tensor]]  # (positions, layout, [rows, row_width])
 
 
 class LocalSinks:
@@ -250,8 +214,7 @@ class LocalSinks:
         self._sinks = Sinks()
         self._copier = staging.Copier()
         self._names: dict[str, str] = {}  # of running requests: the engine's id -> the user's
-        self._lost: set[str] = set()  # running requests whose rows are not taken any more
-        self._ended: list[str] = []  # ended requests whose consumers have not been asked yet whether they took all
+        self._captures: dict[str, RequestCapture] = {}  # by the engine's id; requests that have failed are not there
         self.failures = 0  # requests whose rows were not taken, all of them or in part
         self._queue: BoundedQueue[Callable[[], None]] = BoundedQueue(_QUEUE_BYTES)
         self._queue.start("midstream-consumers", self._run)
@@ -265,38 +228,36 @@ class LocalSinks:
         info = CaptureInfo(name, tuple(prompt_token_ids), engine=self._engine, stage=self._stage)
         everywhere = routes(plan.captures, len(prompt_token_ids), range(self._num_layers)).sinks
         # A stage without any of the rows begins the request too: a reader of the directory waits for every stage's part.
-        here = [
+        here = tuple(
             Route(way.to, {key: rows for key, rows in way.selected.items() if key[1] in self._layers})
             for way in everywhere
-        ]
+        )
 
         def job() -> None:
-            if name in self._ended:  # an earlier request with this id
-                self._ended.remove(name)
-                self._try(lambda: self._sinks.result(name))
-            self._sinks.begin(info, here)
+            self._captures[engine_id] = RequestCapture(info, Routes({}, here), self._sinks, report=self._failed)
 
-        self._put(job, 0, name)
+        self._put(engine_id, job)
 
-    def rows(self, engine_id: str, rows: Rows, sure: int = 0) -> None:
-        """Rows of a request. Consumers get those below position `sure` now, the others when the request ends."""
-        name = self._names[engine_id]
-        tensors = [each for _, _, each in rows]
+    def rows(self, engine_id: str, chunks: Sequence[RowChunk], confirmed: int = 0) -> None:
+        """Rows of a request, on the device. Consumers get those below position `confirmed` now, the others when the request ends."""
+        tensors = [chunk.rows for chunk in chunks]
         ready = staging.mark_ready(tensors)
-        self._put(lambda: self._deliver(name, rows, ready, sure), sum(each.nbytes for each in tensors), name)
+
+        def job() -> None:
+            if (capture := self._captures.get(engine_id)) is not None:
+                capture.add((self._on_host(chunk, ready) for chunk in chunks), confirmed)
+
+        self._put(engine_id, job, sum(each.nbytes for each in tensors))
 
     def end(self, engine_id: str, stop: int | None, error: str | None = None) -> None:
         """The request is over: rows below position `stop` are the user's (None: all)."""
-        name = self._names.pop(engine_id)
+        self._names.pop(engine_id)
 
         def job() -> None:
-            if name in self._lost:
-                self._lost.remove(name)
-                return self._sinks.discard(name)
-            self._sinks.end(name, stop, CaptureError(error) if error is not None else None)
-            self._ended.append(name)
+            if (capture := self._captures.pop(engine_id, None)) is not None:
+                capture.end(stop, CaptureError(error) if error is not None else None)
 
-        self._put(job, 0)
+        self._put(engine_id, job)
 
     @property
     def stats(self) -> dict[str, float]:
@@ -313,47 +274,33 @@ class LocalSinks:
         self._sinks.close()
         self._copier.close()
 
-    def _deliver(self, name: str, rows: Rows, ready: Any, sure: int) -> None:
-        for positions, layout, device_rows in rows:
-            host = torch.empty(device_rows.shape, dtype=device_rows.dtype)
-            flat = host.view(-1).view(torch.uint8)
-            self._copier.begin(flat, [device_rows], [0], ready).wait()
-            self._sinks.put(RowChunk(name, positions, layout, host))
-        self._sinks.confirm(name, sure)
+    def _on_host(self, chunk: RowChunk, ready: Any) -> RowChunk:
+        host = torch.empty(chunk.rows.shape, dtype=chunk.rows.dtype)
+        self._copier.begin(host.view(-1).view(torch.uint8), [chunk.rows], [0], ready).wait()
+        return chunk._replace(rows=host)
 
-    def _put(self, job: Callable[[], None], size: int, name: str | None = None) -> None:
-        """Queue a job. With `name`, the job is skipped if an earlier one of that request has failed."""
+    def _put(self, engine_id: str, job: Callable[[], None], size: int = 0) -> None:
+        """Queue a job. If it fails, no more rows of that request are taken."""
 
         def guarded() -> None:
-            if name not in self._lost and not self._try(job) and name is not None:
-                self._lost.add(name)
+            try:
+                job()
+            except Exception as error:
+                self._failed(error)
+                if (capture := self._captures.pop(engine_id, None)) is not None:
+                    capture.discard(error)
 
         self._queue.put(guarded, size)
 
-    def _run(self) -> None:
-        while not (self._queue.closed and not self._queue):
-            while self._ended and (len(self._ended) >= _MOST_ENDED or self._sinks.is_taken(self._ended[0])):
-                self._try(lambda: self._sinks.result(self._ended.pop(0)))
-            # Nobody waits for ended requests: they linger, so that requests that end one by one share a file.
-            job = self._queue.get(_LOOK_SECONDS if self._ended else None)
-            if job is not None:
-                job()
-                del job  # and the rows with it
-                self._queue.task_done()
-        while self._ended:
-            self._try(lambda: self._sinks.result(self._ended.pop(0)))
-
-    def _try(self, job: Callable[[], None]) -> bool:
-        try:
-            job()
-        except CaptureError as error:
-            _log.error("%s", error)
-        except Exception:
-            _log.exception("Captured rows were lost.")
-        else:
-            return True
+    def _failed(self, error: Exception) -> None:
+        _log.error("%s", error, exc_info=None if isinstance(error, CaptureError) else error)
         self.failures += 1
-        return False
+
+    def _run(self) -> None:
+        while (job := self._queue.get()) is not None:
+            job()
+            del job  # and the rows with it
+            self._queue.task_done()
 
 
 class Reports:
@@ -361,14 +308,14 @@ class Reports:
 
     Args:
         stage: pipeline stage of this worker.
-        speaks: whether this worker reports. Of the tensor-parallel ranks of a stage, which all have the same, only one does.
+        sends: whether this worker reports. Of the tensor-parallel ranks of a stage, which all have the same, only one does.
 
     Attributes:
         sender: the channel to the client, once it has connected.
     """
 
-    def __init__(self, stage: int = 0, speaks: bool = True) -> None:
-        self.speaks = speaks
+    def __init__(self, stage: int = 0, sends: bool = True) -> None:
+        self.sends = sends
         self.sender: Sender | None = None
         self._stage = stage
         self._client_gone = False
@@ -379,7 +326,7 @@ class Reports:
 
     def send(self, name: str, trace: TraceRequest, outcomes: list[Outcome], final: bool = True) -> None:
         """What a request's bodies gave; if not `final`, what they have saved so far."""
-        if not self.speaks:
+        if not self.sends:
             return
         if self.sender is None:
             _log.error("A trace's results are lost: the client has not connected to this worker.")

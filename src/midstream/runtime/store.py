@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from midstream.errors import NeverReachedError, PlanError
-from midstream.plan.captures import captured_positions
+from midstream.plan.captures import RowSelection
 from midstream.plan.ops.edit import point_of
 from midstream.plan.values import Named, Plan, RecordedRun
 from midstream.ranks.link import Link
@@ -200,7 +200,7 @@ def recorded_run(
         element_size: bytes.
     """
     captures = plan.normal(num_layers, length).captures
-    positions = captured_positions(captures[0].positions, length).prompt.tolist()
+    positions = RowSelection.of(captures[0].positions, length).listed.tolist()
     points = frozenset((capture.site, capture.layers[0]) for capture in captures)
     sizes = [len(positions) * element_size * sum(widths.get(point, 0) for point in points) for widths in stage_widths]
     return Run(*identity, rows, {position: row for row, position in enumerate(positions)}, points, tuple(sizes))
