@@ -100,11 +100,11 @@ class Steps:
         if not self.host.repeat(output):
             before = {name: self.computed[name] for name in cached} | dict.fromkeys(new, 0)
             off_graph = self.host.schedule(new, counts, dict.fromkeys(finished), before)
-            self.host.settle(output, may_repeat=not off_graph)
+            self.host.remember_step(output, may_repeat=not off_graph)
         order = order or [*cached, *new]
         rows, first = np.array([counts[n] for n in order]), np.array([self.computed[n] for n in order])
         total = int(rows.sum())
-        if self.host.step_is_planned and not self.host.stands(order, total):  # as the runner's adapter asks
+        if self.host.step_is_planned and not self.host.is_prepared(order, total):  # as the runner's adapter asks
             self.host.begin_step(StepView(order, rows, first, total))
         seen = self.forward(int(rows.sum())) if self.host.step_is_planned else None
         self.host.end_step()

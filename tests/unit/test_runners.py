@@ -60,7 +60,7 @@ class Host:
         self.seen: list[str] = []
         self.known = known
 
-    def stands(self, request_ids: list[str], total: int) -> bool:
+    def is_prepared(self, request_ids: list[str], total: int) -> bool:
         return (request_ids, total) == self.known
 
     def begin_step(self, view: StepView) -> None:
@@ -287,15 +287,15 @@ def test_only_a_step_of_plans_in_the_graphs_may_be_repeated_unseen(
     """F1: a trace is told of every step while it lives. Seen failing without either."""
     worker, _ = bare_worker(monkeypatch)
     del worker._schedule
-    settled: list[bool] = []
+    remembered: list[bool] = []
     worker.midstream = SimpleNamespace(is_idle=traces_are_idle, schedule=lambda *step: None)
     worker.plans.schedule = lambda *step: off_graph
-    worker.plans.settle = lambda step, may_repeat: settled.append(may_repeat)
+    worker.plans.remember_step = lambda step, may_repeat: remembered.append(may_repeat)
     cached = SimpleNamespace(req_ids=["a"], num_computed_tokens=[4])
     step = SimpleNamespace(
         scheduled_new_reqs=[], scheduled_cached_reqs=cached, num_scheduled_tokens={"a": 1}, finished_req_ids=set()
     )
-    assert worker._schedule(step) == off_graph and settled == [traces_are_idle and not off_graph]
+    assert worker._schedule(step) == off_graph and remembered == [traces_are_idle and not off_graph]
 
 
 def test_second_graphs_are_for_steps_in_which_a_plan_acts_alone(monkeypatch: pytest.MonkeyPatch) -> None:

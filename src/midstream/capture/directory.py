@@ -85,7 +85,6 @@ class _BufferedRequest:
     parts: list[dict[str, Any]] = field(default_factory=list)
     positions: dict[tuple[tuple[int, int], ...], int] = field(default_factory=dict)  # ranges -> their number
     error: Exception | None = None
-    lost: bool = False  # the directory was removed with rows of the request, and nobody has been told
 
     def line(self, writer: str) -> bytes:
         line = {
@@ -126,23 +125,18 @@ class DirectorySink:
         sync_directory(self._directory)
         return index
 
-    def _find_directory(self, ended: Iterable[_BufferedRequest]) -> None:
-        """Start again if the directory was removed. Requests, open or `ended`, whose rows were in it fail."""
+    @property
+    def _is_removed(self) -> bool:
         try:
-            if os.path.samestat(os.stat(self._path), os.fstat(self._index)):
-                return
+            return not os.path.samestat(os.stat(self._path), os.fstat(self._index))
         except FileNotFoundError:
-            pass
-        self.writer = _new_name()
-        old, self._index = self._index, self._new_index()
-        os.close(old)
-        for entry in [*ended, *self._open.values()]:
-            if entry.parts:
-                self._drop(entry)
-                entry.parts, entry.lost = [], True
-                entry.error = CaptureError(f"{self._directory} was removed, with rows that were in it already")
+            return True
 
     def begin(self, info: CaptureInfo) -> None:
+        if not self._open and not self._ended and self._is_removed:  # as a notebook clears its outputs: start again
+            self.writer = _new_name()
+            old, self._index = self._index, self._new_index()
+            os.close(old)
         self._open[info.request_id] = _BufferedRequest(info)
 
     def rows(
@@ -157,7 +151,6 @@ class DirectorySink:
         entry.size += tensor.nbytes + PIECE_BYTES
         self._size += tensor.nbytes + PIECE_BYTES
         if self._size >= self._shard_bytes:
-            self._find_directory(self._ended)
             self._write([*self._ended, *self._open.values()])
 
     def end(self, request_id: str, error: Exception | None) -> None:
@@ -166,9 +159,6 @@ class DirectorySink:
             self._drop(entry)
             entry.error = error
         self._ended.append(entry)
-        lost, entry.lost = entry.lost, False
-        if lost and error is None and entry.error is not None:
-            raise entry.error
 
     def flush(self) -> None:
         """Write and list all requests that have ended; they are on the disk when this returns."""
@@ -176,12 +166,8 @@ class DirectorySink:
         if not ended:
             return
         try:
-            self._find_directory(ended)
             self._write(ended)
             _append(self._index, b"".join(entry.line(self.writer) for entry in ended))
-            for entry in ended:
-                if entry.lost and entry.error is not None:
-                    raise entry.error
         finally:
             for entry in ended:
                 self._drop(entry)
@@ -198,6 +184,10 @@ class DirectorySink:
 
     def _write(self, entries: Iterable[_BufferedRequest]) -> None:
         """Write the rows of these requests to a new shard. If that fails, the rows stay in memory."""
+        if self._is_removed:
+            raise CaptureError(
+                f"{self._directory} was removed while requests were captured to it. Run these requests again."
+            )
         named: dict[str, list[torch.Tensor]] = {}
         parts: list[tuple[_BufferedRequest, dict[str, Any]]] = []
         for entry in entries:

@@ -42,7 +42,7 @@ class Host:
 
     def __init__(self, traces: TraceHost, plans: PlanHost) -> None:
         self._traces, self._plans = traces, plans
-        self.stands = plans.stands
+        self.is_prepared = plans.is_prepared
         self.see_logits, self.see_samples = traces.see_logits, traces.see_samples
 
     @property
@@ -241,7 +241,7 @@ class V1Runner(Runner):
                 kwargs["force_eager"] = True
             determined = determine(*args, **kwargs)
             batch, total = runner.input_batch, determined[1].num_tokens
-            if not host.stands(batch.req_ids, total):
+            if not host.is_prepared(batch.req_ids, total):
                 counts = kwargs["num_scheduled_tokens_np"]
                 computed = batch.num_computed_tokens_cpu[: len(counts)]
                 host.begin_step(StepView(batch.req_ids, counts, computed, total))
@@ -306,7 +306,7 @@ class V2Runner(Runner):
 
         def prepare_inputs(*args: Any, **kwargs: Any) -> Any:
             batch = prepare(*args, **kwargs)
-            if not host.stands(batch.req_ids, batch.num_tokens_after_padding):
+            if not host.is_prepared(batch.req_ids, batch.num_tokens_after_padding):
                 counts = batch.num_scheduled_tokens[: batch.num_reqs]
                 computed = batch.num_computed_tokens_np[: batch.num_reqs]
                 host.begin_step(StepView(batch.req_ids, counts, computed, batch.num_tokens_after_padding))

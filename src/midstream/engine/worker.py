@@ -295,7 +295,7 @@ class Worker(PlatformWorker):
         self.midstream.schedule(traced_begun, scheduled.keys(), finished, computed)
         ends = getattr(scheduler_output, "midstream_finished", {})
         off_graph = self.plans.schedule(begun, scheduled, {name: ends.get(name) for name in finished}, computed)
-        self.plans.settle(scheduler_output, may_repeat=self.midstream.is_idle and not off_graph)
+        self.plans.remember_step(scheduler_output, may_repeat=self.midstream.is_idle and not off_graph)
         return off_graph
 
     def sample_tokens(self, grammar_output: Any) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -22,7 +22,6 @@ from midstream.sites import Point
 
 RunRow = Callable[[RecordedRun, str, int, int], torch.Tensor]  # (run, site, layer, position) -> [width]
 _IDLE = 128  # plans without a request that stay loaded
-_KEPT, _FEW = 256, 4  # how many ranges of positions a plan remembers the captures of, and stretches of one
 _IDLE_BYTES = 64 << 20  # of the device's memory that they may hold
 
 
@@ -33,9 +32,9 @@ class LoadedPlan:
     Attributes:
         prompt: int32 `[prompt_length]`, the profile of each prompt position, by the tables' numbers.
         generated: the profile of every later position.
-        hooked: where it acts on this rank by hooks, outside of the graphs.
+        hooked: the points of this rank, outside of the graphs, at which hooks act.
         last: the position behind the last one that is captured; None if generated ones are.
-        off_graph: sites, not in the graphs, that its prompt and its generated positions have ops at.
+        off_graph: sites outside of the graphs with ops at its prompt's and at its generated positions.
         runs: the recorded runs that it reads.
         reach: where it acts in the whole model, the same on all ranks.
         users: requests that have it.
@@ -52,7 +51,6 @@ class LoadedPlan:
     reach: Reach
     users: int = 0
     key: Any = None
-    _kept: dict[tuple[int, int], list[tuple[int, int, int]]] = field(default_factory=dict)
 
     def profiles(self, start: int, stop: int) -> np.ndarray:
         """int32, of the positions `start` to `stop`."""
@@ -65,18 +63,8 @@ class LoadedPlan:
 
     def kept(self, start: int, stop: int) -> list[tuple[int, int, int]]:
         """(profile, first position, number) of the stretches of positions from `start` to `stop` that are captured."""
-        found = self._kept.get((start, stop))
-        if found is None:
-            found = [
-                (number, start + at, count)
-                for number, at, count in stretches(self.profiles(start, stop))
-                if number in self._capturing
-            ]
-            if (
-                stop <= len(self.prompt) and len(found) <= _FEW and len(self._kept) < _KEPT
-            ):  # the next request may have the same
-                self._kept[start, stop] = found
-        return found
+        found = stretches(self.profiles(start, stop))
+        return [(number, start + at, count) for number, at, count in found if number in self._capturing]
 
     @cached_property
     def _capturing(self) -> set[int]:
@@ -102,7 +90,7 @@ class LoadedPlan:
 
     @cached_property
     def size(self) -> int:
-        """Bytes that it holds on the device, where its profiles have entries for all points."""
+        """Bytes that it holds on the device, with an entry of each of its profiles for every point."""
         return sum(tensor.nbytes for tensor in self.slots.kept) + self.profile_count * self.slots.profile_bytes
 
 
@@ -111,8 +99,8 @@ class LoadedPlans:
 
     Args:
         compiled: compiles a plan for a prompt length. Raises PlanError.
-        hooked: at which of these points it takes a hook to act, on this rank.
-        off_graph: the sites of these points that are not in the graphs, on any rank.
+        hooked: which of these points need a hook on this rank.
+        off_graph: the sites of these points that are not in the graphs of some rank.
     """
 
     def __init__(

@@ -71,8 +71,8 @@ class PlanHost:
 
     Args:
         tables: what the site op reads.
-        facts: of the whole model, to check what only the engine can.
-        pipeline: which stage has what of it.
+        facts: about the whole model, for checks that only the engine can do.
+        pipeline: which stage has which sites.
         link: to the other stages, if there are any.
         compiles: whether the forward is compiled or in graphs, so that sites outside of these have to leave it.
         dtype: the model's.
@@ -108,8 +108,8 @@ class PlanHost:
         self._requests: dict[str, PlannedRequest] = {}
         self._loaded = LoadedPlans(tables, self._compile, hooks.among, self._off_graph)
         self._batches = RepeatedBatches()
-        self._batch: RepeatedBatch | None = None  # of the coming step, if one like it may come
-        self._standing: RepeatedBatch | None = None  # the one that the tables still have all of
+        self._batch: RepeatedBatch | None = None  # of the coming step, if it may repeat
+        self._prepared: RepeatedBatch | None = None  # the batch that the tables hold
         self._capturing = 0  # requests with rows still to be captured
         self._editing: set[str] = set()  # requests whose plan has edits
         self.step_is_planned = False  # whether a plan acts in the step that is being prepared or run
@@ -127,7 +127,7 @@ class PlanHost:
         return bool(self._editing)
 
     def refusal(self, name: str, broken: NotFinite) -> str | None:
-        """Why a request has to end that has left the finite range; None if it is over, or has no edits. For any thread."""
+        """Why a request whose activations are not finite has to end; None if it is over, or has no edits. Any thread may call."""
         request = self._requests.get(name) if name in self._editing else None
         if request is None:
             return None
@@ -139,7 +139,7 @@ class PlanHost:
         return list(self._requests)
 
     def repeat(self, scheduler_output: Any) -> bool:
-        """Decide as before if the coming step is an earlier one again, a token further; whether it is."""
+        """If the coming step repeats an earlier one, a token further, decide as then. Returns whether it does."""
         batch = self._batches.find(scheduler_output)
         if batch is None:
             return False
@@ -149,21 +149,21 @@ class PlanHost:
             self.planned_steps += 1
         return True
 
-    def settle(self, scheduler_output: Any, may_repeat: bool) -> None:
-        """The step is decided: remember it if one like it may come.
+    def remember_step(self, scheduler_output: Any, may_repeat: bool) -> None:
+        """The step is decided: remember its batch if it may repeat.
 
         Args:
-            may_repeat: whether nothing but plans in the graphs has a part in it, so that `repeat` may decide the next one.
+            may_repeat: whether only plans in the graphs act in it, so that `repeat` can decide the next step.
         """
         cached = scheduler_output.scheduled_cached_reqs
         total = scheduler_output.total_num_scheduled_tokens
-        self._batch = self._standing = None
+        self._batch = self._prepared = None
         if not total:  # as between the batches of a pipeline: nothing begins and nothing is computed anew
             return
         alone = not scheduler_output.scheduled_new_reqs and total == len(cached.req_ids)
         if alone and may_repeat and self._all_generated(cached):
             self._batch = self._batches.remember(cached.req_ids, self.step_is_planned, self.hooks.on)
-        else:  # such as prompts, begun or computed anew: they have to be seen to their end
+        else:  # prompts begin, or are computed again: every step is decided until they are done
             self._batches.forget()
 
     def _all_generated(self, cached: Any) -> bool:
@@ -181,7 +181,7 @@ class PlanHost:
         finished: Mapping[str, RequestEnd | None],
         computed: Mapping[str, int],
     ) -> bool:
-        """What the scheduler has sent for the coming step; whether the step has to run uncompiled.
+        """Take what the scheduler has sent for the coming step. Returns whether the step has to run uncompiled.
 
         Args:
             new: request id -> (sampling parameters, prompt) of requests that begin, or go on with a longer prompt.
@@ -209,15 +209,15 @@ class PlanHost:
             if in_generated and loaded.off_graph[1]:
                 off_graph |= loaded.off_graph[1]
         for site in off_graph:
-            self.hooks.tell(site)
+            self.hooks.warn_once(site)
         self.hooks.on = bool(off_graph) or (self.step_is_planned and len(self.hooks) > 0)
         self.planned_steps += self.step_is_planned
         self.off_graph_steps += bool(off_graph)
         return bool(off_graph)
 
-    def stands(self, request_ids: Sequence[str], total: int) -> bool:
-        """Whether the tables have all of the coming step, laid out in these `total` rows: then it needs no `begin_step`."""
-        batch = self._standing
+    def is_prepared(self, request_ids: Sequence[str], total: int) -> bool:
+        """Whether the tables already hold the coming step, laid out in these `total` rows, so that it needs no `begin_step`."""
+        batch = self._prepared
         return batch is not None and batch.is_laid_out(request_ids, total)
 
     def begin_step(self, view: StepView) -> None:
@@ -228,7 +228,7 @@ class PlanHost:
         rows = batch.rows if batch is not None else Rows(self._lay_out(view))
         assert rows is not None
         self.tables.begin_step(rows, self._blocks(view) if self._capturing else {})
-        self._standing = batch if not self._capturing else None  # each step's captured rows go elsewhere
+        self._prepared = batch if not self._capturing else None  # each step's captured rows go elsewhere
 
     def _lay_out(self, view: StepView) -> np.ndarray:
         """int32 `[view.total]`, the profile of each row."""
@@ -240,7 +240,7 @@ class PlanHost:
         return profile
 
     def _blocks(self, view: StepView) -> dict[int, tuple[np.ndarray, torch.Tensor]]:
-        """Memory for the rows that this step captures, for each profile; and each request's part of it."""
+        """Allocate memory for the rows that this step captures, by profile, and note each request's part of it."""
         wanted: dict[
             int, list[tuple[PlannedRequest, int, int, int]]
         ] = {}  # profile -> (request, first row, rows, position)
@@ -359,19 +359,19 @@ class PlanHost:
         )
 
     def _off_graph(self, points: Collection[Point]) -> frozenset[str]:
-        """Of all stages, since a step runs uncompiled on all of them or on none."""
+        """The sites that are not in the graphs of all stages: a step runs uncompiled on all of them or on none."""
         if not self._compiles:
             return frozenset()
         return frozenset(site for site, _ in set(points) - self._pipeline.built_in)
 
     def _extend(self, name: str, request: PlannedRequest, length: int) -> None:
-        """Streaming input has made the prompt longer; or the request goes on after a preemption, where V2 has it begin anew."""
+        """Streaming input has made the prompt longer, or V2 begins the request again after a preemption."""
         old = request.loaded
         if length == len(old.prompt):
             return
         if any(capture.positions != "all" for capture in old.plan.captures):
             raise PlanError(
-                "A session of streaming input captures positions='all'; what else there is counts by one prompt's length."
+                "A session of streaming input can only capture positions='all': other selections depend on the length of one prompt."
             )
         sources, loaded = self._take(name, request.payload, old.plan, length)
         request.sources.close()

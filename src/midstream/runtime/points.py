@@ -39,7 +39,7 @@ def trace_keys(arch: Architecture, points: Sequence[Point]) -> dict[Point, Key]:
 
 
 def tree_at(arch: Architecture, point: Point, hidden: torch.Tensor, residual: torch.Tensor | None) -> Any:
-    """What the layer returned, as far as its `resid_post` is concerned."""
+    """The part of a layer's output that holds its `resid_post`."""
     binding = arch.bindings[point]
     if not binding.hidden:
         return hidden
@@ -51,11 +51,11 @@ def tree_at(arch: Architecture, point: Point, hidden: torch.Tensor, residual: to
 
 
 class PointHooks:
-    """Hooks at sites that are not in the graphs, there while somebody needs them.
+    """Hooks at sites that are not in the graphs. Each exists while a request needs it.
 
     Args:
         built_in: the points that the site op serves.
-        tables: what the edits are made with.
+        tables: make the edits.
         peers: the tensor-parallel ranks. Plans are about full tensors, so a hook gathers those of which ranks have parts.
     """
 
@@ -75,15 +75,15 @@ class PointHooks:
         self._built_in = frozenset(built_in)
         self._needed: Counter[Point] = Counter()
         self._handles: dict[Point, Any] = {}
-        self.on = False  # whether the coming forward has rows for them
-        self._told: set[str] = set()
+        self.on = False  # whether a plan acts at them in the coming forward
+        self._warned: set[str] = set()
 
     def among(self, points: Collection[Point]) -> list[Point]:
-        """Those of the points that take a hook, and are on this rank."""
+        """The points of this rank that need a hook."""
         return [point for point in points if point in self._index and point not in self._built_in]
 
     def need(self, points: Collection[Point]) -> None:
-        """There is a plan with ops at `points`, all of which take hooks, that requests have."""
+        """Requests have a plan with ops at `points`, all of which need hooks."""
         for point in points:
             self._needed[point] += 1
             if point not in self._handles:
@@ -97,10 +97,10 @@ class PointHooks:
                 del self._needed[point]
                 self._handles.pop(point).remove()
 
-    def tell(self, site: str) -> None:
-        """Say once that this site costs the compiled forward."""
-        if site not in self._told:
-            self._told.add(site)
+    def warn_once(self, site: str) -> None:
+        """Warn that plans at this site run their steps uncompiled."""
+        if site not in self._warned:
+            self._warned.add(site)
             _log.warning(
                 "Plans at %s run their steps uncompiled; start the engine with graph_sites=[..., %r] to have that site in the graphs.",
                 site,
@@ -127,7 +127,7 @@ class PointHooks:
         return hooks.after(module, after, first=True)
 
     def _acts(self) -> bool:
-        """Whether it is the forward that comes by; a trace's code calls modules on values of its own."""
+        """Whether the forward is calling. A trace's code also calls modules, on values of its own."""
         return self.on and not is_in_body()
 
     def _edited(self, index: int, binding: Binding, tree: Any) -> Any:
@@ -144,7 +144,7 @@ class PointHooks:
         return replaced(tree, binding.residual, residual) if residual is not None else tree  # type: ignore[arg-type]
 
     def _edited_in_parts(self, index: int, binding: Binding, tree: Any) -> Any:
-        """The same of a value that is spread over the ranks; all of them have this plan, and so this hook."""
+        """The same for a value that is split over the ranks. All ranks have this plan, and so this hook."""
         shard = self._peers.shards((binding.path, binding.kind))[binding.hidden]
         part = follow(tree, binding.hidden)
         value = shard.join(part, part.ndim - 1)
@@ -152,7 +152,7 @@ class PointHooks:
         return replaced(tree, binding.hidden, shard.cut(edited, part.ndim - 1))
 
     def _edited_as_value(self, index: int, binding: Binding, tree: Any) -> Any:
-        """The same where the value is more than a leaf, or two leaves' sum; elements that nothing changed keep their leaf's bits."""
+        """The same for a value that is computed from leaves. Elements that do not change keep their leaf's bits."""
         old = binding.read(functools.partial(follow, tree))
         shape = old.shape
         old = old.flatten(-2) if binding.heads is not None else old
@@ -186,7 +186,7 @@ class Pipeline:
     def gathered(
         cls, rank: int, widths: Mapping[Point, int], built_in: Collection[Point], exchange: Callable[[Any], list[Any]]
     ) -> Pipeline:
-        """From what each stage knows of itself. `exchange` is collective: it returns what every stage passed, in their order."""
+        """Made of what each stage knows about itself. `exchange` is collective: it returns what every stage passed, in their order."""
         told = exchange((dict(widths), sorted(built_in)))
         return cls(rank, tuple(each for each, _ in told), frozenset(point for _, points in told for point in points))
 

@@ -304,7 +304,7 @@ class LocalSinks:
 
 
 class Reports:
-    """Sends what traces gave to the client.
+    """Sends the results of traces to the client.
 
     Args:
         stage: pipeline stage of this worker.
@@ -325,7 +325,7 @@ class Reports:
         return self.sender.queued_bytes if self.sender is not None else 0
 
     def send(self, name: str, trace: TraceRequest, outcomes: list[Outcome], final: bool = True) -> None:
-        """What a request's bodies gave; if not `final`, what they have saved so far."""
+        """Send the outcomes of a request's bodies; if not `final`, what they have saved so far."""
         if not self.sends:
             return
         if self.sender is None:

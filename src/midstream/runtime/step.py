@@ -1,4 +1,4 @@
-"""One step of the engine: who is in its batch, whether the activations stayed finite, and which requests end with it."""
+"""One step of the engine: its batch, whether the activations stayed finite, which requests end with it, and which batches repeat."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class StepEnds:
 
     Attributes:
         stops: requests whose trace stopped them; the token of this step is their last.
-        errors: request -> why the worker ends it: its plan cannot be carried out, or its activations are not finite any more.
+        errors: request -> why the worker ends it: its plan cannot be carried out, or its activations are not finite.
     """
 
     stops: list[str] = field(default_factory=list)
@@ -152,7 +152,7 @@ class RepeatedBatch:
 
 
 class RepeatedBatches:
-    """The batches that may repeat. A pipeline has several on their way, one for each stage, which take turns."""
+    """The batches that may repeat. A pipeline runs several at a time, one for each stage, in turns."""
 
     def __init__(self) -> None:
         self._by_first: dict[str, RepeatedBatch] = {}  # by the first request; ended requests stay until `forget`
@@ -167,7 +167,7 @@ class RepeatedBatches:
             or scheduler_output.finished_req_ids
             or scheduler_output.total_num_scheduled_tokens != len(batch.requests)
             or cached.req_ids != batch.requests
-            or cached.resumed_req_ids  # after a reset of the prefix cache, requests begin anew from one step to the next
+            or cached.resumed_req_ids  # after a reset of the prefix cache, requests begin again between two steps
         ):
             return None
         return batch

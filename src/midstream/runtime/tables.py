@@ -25,7 +25,7 @@ from midstream.plan.ops.edit import GROUP, Op, edited, kernel_codes
 from midstream.sites import Point
 
 _FIRST_PROFILES = 64
-# As of `kernel`, which is imported where Triton is.
+# As in `kernel`, which is imported only where Triton is installed.
 OP_WORDS, ENTRY_WORDS = 6, 8
 
 
@@ -51,7 +51,7 @@ class Rows:
     Attributes:
         profile_T: int32 `[T]`, the profile of each, padding included; nobody writes to it afterwards.
         again: whether the batch may come again.
-        prepared: what the tables have made of it for that.
+        prepared: what the tables keep for the next time.
     """
 
     profile_T: np.ndarray
@@ -109,11 +109,11 @@ class Tables:
         self._set_blocks(blocks, len(rows.profile_T))
 
     def _set_rows(self, rows: Rows) -> None:
-        """They are not those of the step before."""
+        """The rows differ from those of the step before."""
         raise NotImplementedError
 
     def _set_blocks(self, blocks: Mapping[int, tuple[np.ndarray, torch.Tensor]], count: int) -> None:
-        """In every step, after the rows, of which there are `count`."""
+        """Called in every step, after the rows, of which there are `count`."""
         raise NotImplementedError
 
     def edit(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
@@ -123,7 +123,7 @@ class Tables:
     def edited(
         self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What `edit` would make of both streams, which are left as they are; or they themselves, where nothing acts."""
+        """Both streams as `edit` would change them, in new tensors; the given tensors if nothing acts."""
         hidden = hidden.clone(memory_format=torch.contiguous_format)
         residual = residual.clone(memory_format=torch.contiguous_format) if residual is not None else None
         self.edit(point, hidden, residual)
@@ -134,7 +134,7 @@ class Tables:
         self.edit(point, hidden, residual)
 
     def take_overflow(self, hidden_TH: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object]]:
-        """Which rows of the step have left the finite range: the codes of `step.FiniteCheck`, and what waits for them.
+        """Which rows of the step are not finite: the codes for `step.FiniteCheck`, and a function that waits for them.
 
         Args:
             hidden_TH: `[T, H]`, the rows at the end of the forward.
@@ -156,12 +156,12 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 class DeviceTables(Tables):
     """For the Triton kernel.
 
-    It reads profiles, address, table and each row's first vector without waiting for the kernel in front of it. They may be written by
-    copies alone, on the forward's stream, which no kernel overtakes.
+    The kernel reads profiles, address, table and each row's first vector without waiting for the kernel before it. So only copies on the
+    forward's stream may write them: no kernel overtakes those.
 
     Args:
         rows: the most rows that a batch has.
-        early_launch: as `early` of `kernel.edit_rows`.
+        early_launch: see `early` of `kernel.edit_rows`.
     """
 
     def __init__(self, points: Sequence[Point], rows: int, device: torch.device, *, early_launch: bool = True) -> None:
@@ -175,7 +175,7 @@ class DeviceTables(Tables):
         self._table = torch.zeros(self._host.shape, dtype=torch.int64, device=device)
         self._address = torch.tensor([self._table.data_ptr()], dtype=torch.int64, device=device)
         self._stale = range(0)  # profiles whose entries on the device are old
-        self._acting: set[int] | None = None  # the points at which a row of the step has ops, if anybody has asked
+        self._acting: set[int] | None = None  # the points at which a row of the step has ops; None if not known yet
 
     def load(self, compiled: CompiledPlan) -> ProfileSlots:
         kinds = {op.kind for profile in compiled.profiles for ops in profile.ops.values() for op in ops}

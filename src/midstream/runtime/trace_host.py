@@ -76,8 +76,8 @@ class TracedRequest:
         main: name of the trace's own body; the others are standing edits.
         seen: positions that the bodies have processed.
         generated: tokens generated so far.
-        outcomes: of the bodies that have ended.
-        journals: of its bodies, in their order.
+        outcomes: those of the bodies that have ended.
+        journals: those of its bodies, in their order.
         goes_on: fetches from the last pipeline stage whether the bodies have another step.
     """
 
@@ -162,7 +162,7 @@ class TraceHost:
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._requests: dict[str, TracedRequest] = {}
-        self._settled: dict[str, TracedRequest] = {}  # bodies are done; their edits are made again after a preemption
+        self._done: dict[str, TracedRequest] = {}  # their bodies have ended; a preemption repeats their edits
         self._groups: dict[str, TracedGroup] = {}
         self._traced = False
         self._uncompiled = False
@@ -206,16 +206,16 @@ class TraceHost:
         for name in [name for name in self._requests if name in finished]:  # in the same order on all ranks
             self._end(name)
         for name in finished:
-            self._settled.pop(name, None)
+            self._done.pop(name, None)
         self._end_what_is_over(scheduled)
         for name, (sampling, length) in new.items():
             trace = TraceRequest.of(sampling)
-            if trace is not None and name not in self._requests and name not in self._settled:
+            if trace is not None and name not in self._requests and name not in self._done:
                 self._begin(name, trace, sampling, length)
         traced = [request for name, request in self._requests.items() if name in scheduled]
         for name, tokens in (computed or {}).items():
-            if name in self._settled and tokens < self._settled[name].seen:
-                traced.append(self._settled[name])
+            if name in self._done and tokens < self._done[name].seen:
+                traced.append(self._done[name])
         self._traced = bool(traced)
         self._uncompiled = self._traced and not (self._graph_keys and all(r.trace.graph_sites for r in traced))
         self.traced_steps += self._traced
@@ -223,13 +223,13 @@ class TraceHost:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no living request is or was traced: a plain step is vLLM's own then."""
-        return not (self._requests or self._settled)
+        """Whether no living request is or was traced, so that a step is vLLM's own."""
+        return not (self._requests or self._done)
 
     @property
     def requests(self) -> list[str]:
         """The traced requests that are alive."""
-        return [*self._requests, *self._settled]
+        return [*self._requests, *self._done]
 
     def take_stops(self) -> list[str]:
         """The requests that end with this step."""
@@ -369,7 +369,7 @@ class TraceHost:
         failed = [o for body_name, o in request.outcomes.items() if body_name != request.main and o.failure is not None]
         self.reports.send(name, request.trace, [request.outcomes[request.main], *failed])
         if goes_on:
-            self._settled[name] = request
+            self._done[name] = request
         self._leave(name, request.trace)
 
     def drop(self, traces: Collection[str]) -> None:
@@ -382,7 +382,7 @@ class TraceHost:
                 if (stages := self._stages) is not None:
                     stages.link.drop([*request.programs, request.steps])
                 self.reports.end(name)
-        self._settled = {name: request for name, request in self._settled.items() if request.trace.trace not in traces}
+        self._done = {name: request for name, request in self._done.items() if request.trace.trace not in traces}
         for trace in traces:
             self._groups.pop(trace, None)
 
@@ -416,7 +416,7 @@ class TraceHost:
         self.interleaver.reachable = None if self._uncompiled else frozenset((*self._graph_keys.values(), *LAST_POINTS))
         for scheduled in view.requests:
             name = scheduled.request_id
-            request = self._requests.get(name) or self._settled.get(name)
+            request = self._requests.get(name) or self._done.get(name)
             if request is None:
                 continue
             end = scheduled.computed + scheduled.stop - scheduled.start
@@ -424,7 +424,7 @@ class TraceHost:
             if scheduled.computed < request.seen:
                 again = FlatRows(scheduled.start, min(fresh, scheduled.stop), view.total, scheduled.computed)
                 replays += [(journal, again) for journal in request.journals]
-            if end <= request.seen or name in self._settled:
+            if end <= request.seen or name in self._done:
                 continue
             for body_name in request.open_bodies:
                 rows[body_name] = FlatRows(fresh, scheduled.stop, view.total, max(request.seen, scheduled.computed))
@@ -491,8 +491,8 @@ class TraceHost:
         return f"the trace wrote infinity or NaN to {place}, position {position}"
 
     def refusal(self, name: str, at: NotFinite) -> str | None:
-        """Why a request ends that is no longer finite and whose trace is done; None for other requests. Called from any thread."""
-        if name not in self._settled:
+        """Why a request that is not finite ends after its trace is done; None for other requests. Any thread may call."""
+        if name not in self._done:
             return None
         return f"{NOT_FINITE}{at}: a trace, or an edit left on the model, has written to it. Write smaller values."
 
@@ -531,9 +531,9 @@ class TraceHost:
     # For tests and health.
 
     def gauges(self) -> dict[str, int]:
-        """What is held; all zero when there is no traced request."""
+        """Objects that are alive; all zero when there is no traced request."""
         return {
-            "requests": len(self._requests) + len(self._settled),
+            "requests": len(self._requests) + len(self._done),
             "groups": len(self._groups),
             "bodies": len(self.interleaver.bodies),
             "hooks": self.interleaver.hook_count,
