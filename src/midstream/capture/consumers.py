@@ -49,7 +49,7 @@ class Collected:
 
 @dataclass(frozen=True)
 class CaptureInfo:
-    """What a consumer is told about a request before its rows.
+    """What a consumer learns about a request before its rows.
 
     Attributes:
         request_id: the engine's id of the request.
@@ -234,7 +234,7 @@ class ConsumerThread:
         self._queue: BoundedQueue[_Job] = BoundedQueue(queue_bytes)
         self._changed = self._queue.changed  # guards what follows, too
         self._open: set[Delivery] = set()
-        self._unflushed: list[Delivery] = []  # ended requests that the consumer has yet to make lasting
+        self._unflushed: list[Delivery] = []  # ended requests that the consumer has not flushed
         self._unflushed_since = self._used = time.monotonic()
         self._call_now: tuple[str, float] | None = None  # the consumer's method that is running, and since when
         self._finished = self._warned = False
@@ -249,7 +249,7 @@ class ConsumerThread:
 
     @property
     def closed(self) -> bool:
-        """Whether it takes no more requests: after `close`, or for want of requests."""
+        """Whether it takes no more requests: after `close`, or after it was idle."""
         return self._queue.closed
 
     @property
@@ -288,7 +288,7 @@ class ConsumerThread:
         self._put(delivery, partial(self._end, delivery, error))
 
     def wait(self, delivery: Delivery) -> CaptureError | None:
-        """Wait until the consumer has taken all of an ended request and made it lasting. Returns what went wrong, if anything did."""
+        """Wait until the consumer has taken all rows of an ended request and flushed them. Returns the error, if there is one."""
         with self._changed:
             self._wait_until(lambda: delivery.done)
         return delivery.error
@@ -462,7 +462,7 @@ class ConsumerThread:
             self._finish(delivery)
 
     def _flush(self) -> bool:
-        """Make what has ended lasting; only then it is done."""
+        """Let the consumer write what has ended; only then it is done."""
         batch, self._unflushed = self._unflushed, []
         error = self._call(f"flush() of {len(batch)} requests", self._consumer.flush)  # type: ignore[union-attr]
         for delivery in batch:

@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -63,8 +64,10 @@ class LoadedPlan:
 
     def kept(self, start: int, stop: int) -> list[tuple[int, int, int]]:
         """(profile, first position, number) of the stretches of positions from `start` to `stop` that are captured."""
-        found = stretches(self.profiles(start, stop))
-        return [(number, start + at, count) for number, at, count in found if number in self._capturing]
+        profiles = self.profiles(start, stop)
+        edges = [0, *(np.flatnonzero(np.diff(profiles)) + 1).tolist(), len(profiles)]
+        found = [(int(profiles[at]), start + at, end - at) for at, end in pairwise(edges)]
+        return [stretch for stretch in found if stretch[0] in self._capturing]
 
     @cached_property
     def _capturing(self) -> set[int]:
@@ -173,12 +176,3 @@ class LoadedPlans:
 
 def _points(profiles: Collection[Profile]) -> list[Point]:
     return sorted({point for profile in profiles for point in profile.ops})
-
-
-def stretches(profiles: np.ndarray) -> list[tuple[int, int, int]]:
-    """(profile, first index, length) of each stretch of equal profiles."""
-    if len(profiles) == 1:
-        return [(int(profiles[0]), 0, 1)]
-    edges = np.flatnonzero(np.diff(profiles)) + 1
-    starts = [0, *edges.tolist()]
-    return [(int(profiles[at]), at, end - at) for at, end in zip(starts, [*starts[1:], len(profiles)], strict=True)]

@@ -158,7 +158,7 @@ class PlanHost:
         cached = scheduler_output.scheduled_cached_reqs
         total = scheduler_output.total_num_scheduled_tokens
         self._batch = self._prepared = None
-        if not total:  # as between the batches of a pipeline: nothing begins and nothing is computed anew
+        if not total:  # an empty step between the batches of a pipeline
             return
         alone = not scheduler_output.scheduled_new_reqs and total == len(cached.req_ids)
         if alone and may_repeat and self._all_generated(cached):

@@ -187,8 +187,10 @@ class Pipeline:
         cls, rank: int, widths: Mapping[Point, int], built_in: Collection[Point], exchange: Callable[[Any], list[Any]]
     ) -> Pipeline:
         """Made of what each stage knows about itself. `exchange` is collective: it returns what every stage passed, in their order."""
-        told = exchange((dict(widths), sorted(built_in)))
-        return cls(rank, tuple(each for each, _ in told), frozenset(point for _, points in told for point in points))
+        stages = exchange((dict(widths), sorted(built_in)))
+        return cls(
+            rank, tuple(each for each, _ in stages), frozenset(point for _, points in stages for point in points)
+        )
 
     @property
     def size(self) -> int:

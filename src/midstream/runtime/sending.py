@@ -108,7 +108,7 @@ class CaptureSender:
             self._tell_client(name, request, (), True, error=message)
 
     def flush(self) -> None:
-        """Send what is queued for the client, in few messages, each not much larger than one request's rows have to be."""
+        """Send what is queued for the client, in few messages of about MESSAGE_BYTES; one request's rows are not split."""
         queue, self._queue = self._queue, []
         if not queue:
             return
@@ -128,7 +128,7 @@ class CaptureSender:
             _log.warning("Captured rows are lost: %s", error)
 
     def close(self) -> None:
-        """Let consumers in this process take what is theirs."""
+        """Let the consumers in this process take their rows."""
         if self.local is not None:
             self.local.close()
 
@@ -261,7 +261,7 @@ class LocalSinks:
 
     @property
     def stats(self) -> dict[str, float]:
-        """As of `Sinks.stats`, with what is queued here."""
+        """`Sinks.stats`, with what is queued here."""
         stats = self._sinks.stats
         stats["queued_bytes"] += self._queue.used
         stats["blocked_seconds"] += self._queue.blocked_seconds

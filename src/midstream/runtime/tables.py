@@ -384,8 +384,8 @@ class CpuTables(Tables):
         if not here:
             return hidden, residual
         number, rows, ops = here[0]
-        alike = hidden.ndim == 2 and rows == slice(0, len(hidden))
-        if not alike or any(op.kind == "capture" for op in ops):
+        all_rows = hidden.ndim == 2 and rows == slice(0, len(hidden))
+        if not all_rows or any(op.kind == "capture" for op in ops):
             return super().edited(point, hidden, residual)
         return self._new(point, ops, number, rows, hidden, residual)
 

@@ -42,23 +42,21 @@ class TracedGroup:
     """One trace: the programs of its requests, and what its invokes share.
 
     Attributes:
-        programs: for each request, the programs of its bodies.
-        failure: why the programs could not be loaded. One of the requests may carry them for all.
+        programs: for each request, the programs of its bodies; or the error, if they could not be loaded.
         shared: values shared by invokes, by name.
         running: the engine's ids of the requests that run.
         ended: how many have ended.
     """
 
-    programs: list[list[Program]]
-    failure: MidstreamError | None = None
+    programs: list[list[Program]] | MidstreamError
     shared: dict[str, Any] = field(default_factory=dict)
     running: set[str] = field(default_factory=set)
     ended: int = 0
 
     def programs_of(self, index: int) -> list[Program]:
         """The programs of one request. Raises MidstreamError if there are none."""
-        if self.failure is not None:
-            raise self.failure.with_traceback(None)
+        if isinstance(self.programs, MidstreamError):
+            raise self.programs.with_traceback(None)
         if not 0 <= index < len(self.programs):
             there = len(self.programs)
             raise TraceError(
@@ -137,6 +135,10 @@ class TraceHost:
         vocab_size: all token ids are smaller.
         reports: sends the results.
         stages: the pipeline stages, if there are several.
+
+    Attributes:
+        step_is_traced: whether a trace shares the step that is being prepared or run.
+        step_is_uncompiled: whether that step has to run uncompiled, since its traces use more than the sites in the compiled forward.
     """
 
     def __init__(
@@ -164,8 +166,7 @@ class TraceHost:
         self._requests: dict[str, TracedRequest] = {}
         self._done: dict[str, TracedRequest] = {}  # their bodies have ended; a preemption repeats their edits
         self._groups: dict[str, TracedGroup] = {}
-        self._traced = False
-        self._uncompiled = False
+        self.step_is_traced = self.step_is_uncompiled = False
         self._graph_keys: dict[Point, Key] = {}
         self._in_step: list[tuple[Scheduled, TracedRequest]] = []
         self._expects_logits = False
@@ -173,16 +174,6 @@ class TraceHost:
         self.finite_check: FiniteCheck | None = None  # of the step that is being sampled
 
     # From the worker.
-
-    @property
-    def step_is_traced(self) -> bool:
-        """Whether a trace shares the step that is being prepared or run."""
-        return self._traced
-
-    @property
-    def step_is_uncompiled(self) -> bool:
-        """Whether that step has to run uncompiled: its traces use more than the sites built into the compiled forward."""
-        return self._uncompiled
 
     def watch_graph_sites(self, points: Sequence[Point]) -> None:
         """Tell the host which points are built into the compiled forward."""
@@ -216,10 +207,11 @@ class TraceHost:
         for name, tokens in (computed or {}).items():
             if name in self._done and tokens < self._done[name].seen:
                 traced.append(self._done[name])
-        self._traced = bool(traced)
-        self._uncompiled = self._traced and not (self._graph_keys and all(r.trace.graph_sites for r in traced))
-        self.traced_steps += self._traced
-        self.uncompiled_steps += self._uncompiled
+        in_graphs = bool(self._graph_keys) and all(request.trace.graph_sites for request in traced)
+        self.step_is_traced = bool(traced)
+        self.step_is_uncompiled = self.step_is_traced and not in_graphs
+        self.traced_steps += self.step_is_traced
+        self.uncompiled_steps += self.step_is_uncompiled
 
     @property
     def is_idle(self) -> bool:
@@ -279,10 +271,9 @@ class TraceHost:
         try:
             return TracedGroup(unship(programs, self._resolve, self._device))
         except MidstreamError as error:
-            return TracedGroup([], failure=error)
+            return TracedGroup(error)
         except Exception as error:
-            failure = TraceError(f"The trace cannot be loaded in the engine: {type(error).__name__}: {error}")
-            return TracedGroup([], failure=failure)
+            return TracedGroup(TraceError(f"The trace cannot be loaded in the engine: {type(error).__name__}: {error}"))
 
     def _leave(self, name: str, trace: TraceRequest) -> None:
         """The request is over. If it was the last one of its trace, forget the trace."""
@@ -293,7 +284,7 @@ class TraceHost:
             del self._groups[trace.trace]
 
     def _resolve(self, reference: tuple[Any, ...]) -> Any:
-        """The object of this process that a reference in a shipped trace stands for."""
+        """The object of this process for a reference in a shipped trace."""
         kind, *rest = reference
         if kind == "model":
             return self.envoy
@@ -315,7 +306,7 @@ class TraceHost:
 
     def end_stage(self) -> None:
         """This stage has sent its output to the next one: end the step here. Only the last stage sees the tokens."""
-        if not self._traced or self._is_last:
+        if not self.step_is_traced or self._is_last:
             return
         stages = self._stages
         assert stages is not None
@@ -330,7 +321,7 @@ class TraceHost:
                 self._send_snapshot(scheduled.request_id, request)
             request.goes_on = stages.link.fetch(stages.size - 1, request.steps, request.generated)
         self._in_step = []
-        self._traced = False
+        self.step_is_traced = False
         stages.end_step(self.interleaver.bodies)
 
     def _end_what_is_over(self, scheduled: Collection[str]) -> None:
@@ -359,7 +350,7 @@ class TraceHost:
         self.stops.append(name)
 
     def _end(self, name: str, goes_on: bool = False) -> None:
-        """The request is over for its bodies: collect their outcomes and send them. `goes_on`: the engine goes on with it."""
+        """End the request's bodies, and send their outcomes. `goes_on`: the engine goes on with the request."""
         request = self._requests.pop(name)
         stages = self._stages
         if stages is not None:
@@ -413,7 +404,9 @@ class TraceHost:
         last: dict[str, FlatRows] = {}
         self._in_step = []
         self._expects_logits = True
-        self.interleaver.reachable = None if self._uncompiled else frozenset((*self._graph_keys.values(), *LAST_POINTS))
+        self.interleaver.reachable = (
+            None if self.step_is_uncompiled else frozenset((*self._graph_keys.values(), *LAST_POINTS))
+        )
         for scheduled in view.requests:
             name = scheduled.request_id
             request = self._requests.get(name) or self._done.get(name)
@@ -461,7 +454,7 @@ class TraceHost:
         for scheduled, request in self._in_step:
             self._after_step(scheduled.request_id, request, tokens[scheduled.place] if tokens is not None else None)
         self._in_step = []
-        self._traced = False
+        self.step_is_traced = False
         if self._stages is not None:
             self._stages.end_step(self.interleaver.bodies)
         return samples
