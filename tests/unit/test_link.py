@@ -427,6 +427,21 @@ def test_fetching_a_refused_value_raises_and_others_arrive(pair):
     finish(pair, "a")
 
 
+def test_a_fetch_that_waits_does_not_hold_up_those_of_other_threads(pair):
+    with ThreadPoolExecutor(2) as pool:
+        waiting = pool.submit(pair[1].fetch(0, "a", 1).wait)
+        time.sleep(0.05)
+        assert pool.submit(_published_and_fetched, pair, 0).result(5) == 0
+        pair[0].publish("a", 1, 1)
+        assert waiting.result(WAIT) == 1
+    finish(pair, "a")
+
+
+def _published_and_fetched(pair, number):
+    pair[0].publish("a", number, number)
+    return pair[1].fetch(0, "a", number).wait()
+
+
 def test_wait_any_returns_with_the_first(pair):
     fetches = [pair[1].fetch(0, "a", number) for number in range(3)]
     with ThreadPoolExecutor(1) as pool:

@@ -26,7 +26,6 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -96,6 +95,7 @@ class Fetch:
     def __init__(self, owner: int) -> None:
         self.owner = owner
         self.answer: Future[Message] = Future()
+        self._opened: tuple[dict[str, Any], Any] | None = None  # the answer's header and value
 
     @property
     def done(self) -> bool:
@@ -114,11 +114,9 @@ class Fetch:
         Raises NeverReachedError if it will never exist, EngineClosedError if its owner has gone, TraceError if it cannot
         be sent, and LookupError or TypeError if it has no such part.
         """
-        return self._value
-
-    @cached_property
-    def _value(self) -> Any:
-        header, value = self.answer.result().open()
+        if self._opened is None:
+            self._opened = self.answer.result().open()
+        header, value = self._opened
         if (unsendable := _unsendable(value)) is not None:
             raise TraceError(
                 f"a value of type {unsendable.type_name} lies on rank {self.owner} and cannot be brought here, where the "
