@@ -229,7 +229,7 @@ def test_c2_a_lens_over_all_layers_uses_values_of_both_stages(pp2: VLLM, plain: 
         top = model.project_on_vocab(model.layers_output[0][-1:]).argmax(-1).item()
         return top, model.layers_output[EARLY]
 
-    with pytest.raises(OutOfOrderError, match="used only when the forward has come to that stage"):
+    with pytest.raises(OutOfOrderError, match="can be used after the forward reaches that stage"):
         pp2.run(too_soon, EIFFEL, **GREEDY)
 
 
