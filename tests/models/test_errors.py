@@ -416,7 +416,7 @@ for edge in (lambda: model.logits[5000], lambda: model.samples[:, 3], lambda: mo
 
 
 def test_f3_an_error_of_torchs_behind_the_layers_is_an_error_and_not_the_end_of_the_process(tmp_path) -> None:
-    """torch walks up the C stack for it. Seen killed by a segmentation fault with `modes.at_stack_end` calling what it is given."""
+    """torch walks up the C stack for it. Seen killed by a segmentation fault with `body._at_stack_end` calling what it is given."""
     script = tmp_path / "script.py"
     script.write_text(_OUT_OF_RANGE)
     ran = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300)

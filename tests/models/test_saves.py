@@ -46,8 +46,8 @@ def model(request: pytest.FixtureRequest) -> Iterator[Any]:
 def test_a1_saves_are_the_values_when_they_were_read_bit_for_bit(model, plain):
     """Reference minus clone is 0.0 for what modules of a dual-stream model return and take.
 
-    Seen failing on vLLM with `rows.private` giving a tensor on the engine's own memory and `Body._needs_copy` answering
-    False: the embedding's save differs from its clone by 1809.
+    Seen failing on vLLM with `rows.private` giving a tensor on the engine's own memory and a save that does not copy: the
+    embedding's save differs from its clone by 1809.
     """
     with model.trace(EIFFEL, temperature=0.0):
         saved, cloned = dict().save(), dict().save()
@@ -96,7 +96,7 @@ def test_a1_a_save_does_not_follow_later_edits(model, plain):
 
 @pytest.mark.parametrize("grad", [True, False])
 def test_a1_on_transformers_a_save_copies_an_activation_that_changes(hf, plain, grad):
-    """Seen failing with `Body._needs_copy` leaving `is_live` out: `before` is 0 in its last row, in either mode."""
+    """Seen failing without the question to `Forward.is_live`: `before` is 0 in its last row, in either mode."""
     with torch.set_grad_enabled(grad):
         with hf.trace(EIFFEL, temperature=0.0):
             hidden = hf.layers_output[3]
