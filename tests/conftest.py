@@ -58,6 +58,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason=why))
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Files run in the order in which they are asked for, but one process runs all tests of several ranks.
+
+    Each rank spins while it waits for the others, so two such engines on two cores would take many times as long as one.
+    """
+    from xdist.scheduler import LoadFileScheduling
+
+    class RanksTogether(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "tests/ranks" if nodeid.startswith("tests/ranks/") else super()._split_scope(nodeid)
+
+    return RanksTogether(config, log)
+
+
 @pytest.fixture(scope="session")
 def hf() -> LanguageModel:
     """The bundled model on transformers, float32."""

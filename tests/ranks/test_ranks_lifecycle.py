@@ -50,7 +50,7 @@ def test_a_killed_worker_ends_the_engine_with_a_clear_error(
     assert mode == "async" or len(re.findall("^again closed: The engine died", told, re.M)) == 3
     script.wait_for("closed", SECONDS)
     assert script.all_but_the_client_ended(), script.describe()
-    assert not segments & set(os.listdir("/dev/shm"))
+    assert script.lets_go_of(segments)
     assert not script.sockets()
 
 
@@ -63,7 +63,7 @@ def test_a_killed_client_takes_all_ranks_with_it(client: Callable[..., Client], 
     script.process.kill()
     script.process.wait()
     assert script.all_ended(), script.describe()
-    assert not segments & set(os.listdir("/dev/shm"))
+    assert script.lets_go_of(segments)
 
 
 @pytest.mark.parametrize("sizes", ["pp2", "tp2"])

@@ -60,6 +60,13 @@ class Client:
         maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in self.processes())
         return set(re.findall(r"/dev/shm/(psm_\w+|midstream\S+)", maps))
 
+    def lets_go_of(self, segments: set[str], seconds: float = 30.0) -> bool:
+        """Whether the segments are removed in time. A killed process's are removed by its resource tracker, a moment later."""
+        deadline = time.monotonic() + seconds
+        while (left := segments & set(os.listdir("/dev/shm"))) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return not left
+
     def sockets(self) -> list[str]:
         """The abstract sockets of the results channel, and vLLM's on the filesystem."""
         names = re.findall(rf"@midstream-{self.process.pid}-\w+", Path("/proc/net/unix").read_text())
