@@ -71,6 +71,10 @@ def forked(server: bool = True) -> Iterator[None]:
         yield
         return
     _inside = True
+    if not server:
+        import torch
+
+        torch.set_num_threads(1)  # the workers', too: they share the cores
     try:
         with _contexts(_from_server() if server else multiprocessing.get_context("fork")):
             yield
