@@ -18,7 +18,7 @@ import pytest
 import torch
 from engines import alive
 from forked import start_ranks
-from limits import least, least_growth
+from limits import assert_flat, least
 from oracle import Plain, close, differs
 
 from midstream import VLLM, Capture, Steer, save
@@ -606,9 +606,7 @@ def test_c10_c11_nothing_grows(pp2: VLLM) -> None:
     window()  # what the allocators keep
     threads = threading.active_count()
     windows = [window() for _ in range(5)]
-    for stage in zip(*windows, strict=True):
-        assert least_growth([process["memory"] for process in stage]) < 6, windows  # the values of a window are 12 MB
-        assert stage[0]["threads"] == stage[-1]["threads"], windows
+    assert_flat(windows, megabytes=6)  # the values of a window are 12 MB
     assert threading.active_count() <= threads + 1
 
 

@@ -61,11 +61,8 @@ class Client:
         return set(re.findall(r"/dev/shm/(psm_\w+|midstream\S+)", maps))
 
     def lets_go_of(self, segments: set[str], seconds: float = 30.0) -> bool:
-        """Whether the segments are removed in time. A killed process's are removed by its resource tracker, a moment later."""
-        deadline = time.monotonic() + seconds
-        while (left := segments & set(os.listdir("/dev/shm"))) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        return not left
+        """Whether the segments are removed in time: the resource tracker of a killed process removes them a moment later."""
+        return _none_left(lambda: segments & set(os.listdir("/dev/shm")), seconds)
 
     def sockets(self) -> list[str]:
         """The abstract sockets of the results channel, and vLLM's on the filesystem."""
@@ -80,10 +77,7 @@ class Client:
         return self._end_but([self.process.pid, *self._trackers()], seconds)
 
     def _end_but(self, stay: list[int], seconds: float) -> bool:
-        deadline = time.monotonic() + seconds
-        while (left := set(self.processes()) - set(stay)) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        return not left
+        return _none_left(lambda: set(self.processes()) - set(stay), seconds)
 
     def _trackers(self) -> list[int]:
         return [pid for pid, command in self.describe().items() if "resource_tracker" in command]
@@ -100,6 +94,14 @@ class Client:
         for pid in self.processes():
             os.kill(pid, signal.SIGKILL)
         self.process.wait()
+
+
+def _none_left(left: Callable[[], set[int] | set[str]], seconds: float) -> bool:
+    """Whether `left` returns nothing in time."""
+    deadline = time.monotonic() + seconds
+    while (found := left()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return not found
 
 
 @contextlib.contextmanager

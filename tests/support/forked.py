@@ -32,11 +32,8 @@ class _Engine(context.ForkServerProcess):
         self._environment = dict(os.environ)
 
     def run(self) -> None:
-        import torch
-
         os.environ.update(self._environment)
-        torch.set_num_threads(1)  # its workers', too: they share the cores
-        with _contexts(multiprocessing.get_context("fork")):
+        with _forking():
             super().run()
 
 
@@ -60,6 +57,14 @@ def _contexts(chosen: context.BaseContext) -> Iterator[None]:
         yield
 
 
+def _forking() -> contextlib.AbstractContextManager[None]:
+    """Within the block vLLM forks its processes from this one. Each computes on one thread, since all ranks share the cores."""
+    import torch
+
+    torch.set_num_threads(1)
+    return _contexts(multiprocessing.get_context("fork"))
+
+
 _inside = False
 
 
@@ -71,12 +76,8 @@ def forked(server: bool = True) -> Iterator[None]:
         yield
         return
     _inside = True
-    if not server:
-        import torch
-
-        torch.set_num_threads(1)  # the workers', too: they share the cores
     try:
-        with _contexts(_from_server() if server else multiprocessing.get_context("fork")):
+        with _contexts(_from_server()) if server else _forking():
             yield
     finally:
         _inside = False

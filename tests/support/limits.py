@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 
 def least(measure: Callable[[], float], limit: float, attempts: int = 5) -> float:
@@ -23,6 +23,12 @@ def cpu_seconds_of_children() -> float:
     return times.children_user + times.children_system
 
 
-def least_growth(sizes: Sequence[float]) -> float:
-    """The least growth from one size to the next: a leak grows in every window, an allocator takes a step in some."""
-    return min(after - before for before, after in itertools.pairwise(sizes))
+def assert_flat(windows: Sequence[Sequence[Mapping[str, int]]], megabytes: float) -> None:
+    """Check what each process of an engine reports after each window: `memory` in MiB, and how many `threads` it has.
+
+    A leak grows in every window, and an allocator takes a step in some: the least growth of a process has to be below the limit.
+    """
+    for process in zip(*windows, strict=True):
+        growth = min(after["memory"] - before["memory"] for before, after in itertools.pairwise(process))
+        assert growth < megabytes, windows
+        assert process[0]["threads"] == process[-1]["threads"], windows

@@ -374,7 +374,10 @@ class CpuTables(Tables):
         for number, rows, ops in self._groups_at(point):
             self._capture([op for op in ops if op.kind == "capture" and op is ops[0]], number, first, second)
             if any(op.kind != "capture" for op in ops):
-                self._apply(point, ops, number, rows, first, second)
+                old_second = second[rows] if second is not None else None
+                first[rows], new_second = self._new(point, ops, number, rows, first[rows], old_second)
+                if second is not None and new_second is not None:
+                    second[rows] = new_second
             self._capture([op for op in ops[1:] if op.kind == "capture"], number, first, second)
 
     def edited(
@@ -423,20 +426,6 @@ class CpuTables(Tables):
             return new, torch.zeros_like(second) if second is not None else None
         changed = differs.bool()
         return torch.where(changed, new, first), second.masked_fill(changed, 0) if second is not None else None
-
-    def _apply(
-        self,
-        point: int,
-        ops: Sequence[Op],
-        number: int,
-        rows: torch.Tensor | slice,
-        first: torch.Tensor,
-        second: torch.Tensor | None,
-    ) -> None:
-        new, left = self._new(point, ops, number, rows, first[rows], second[rows] if second is not None else None)
-        first[rows] = new
-        if second is not None and left is not None:
-            second[rows] = left
 
     def _capture(self, ops: Sequence[Op], number: int, first: torch.Tensor, second: torch.Tensor | None) -> None:
         if not ops or number not in self._blocks:
