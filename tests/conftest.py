@@ -60,9 +60,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Files run in the order in which they are asked for, but one process runs all tests of several ranks.
+    """Give whole files to the two processes, but give all tests of several ranks to one of them.
 
-    Each rank spins while it waits for the others, so two such engines on two cores would take many times as long as one.
+    A rank spins while it waits for the others, so two engines of several ranks on two cores take many times as long as one.
     """
     from xdist.scheduler import LoadFileScheduling
 

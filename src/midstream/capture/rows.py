@@ -49,7 +49,7 @@ class RowChunk(NamedTuple):
     rows: torch.Tensor
 
     def take(self, rows: slice | np.ndarray) -> RowChunk:
-        """These rows of it."""
+        """The chunk with only the rows at these indices."""
         return RowChunk(self.positions[rows], self.layout, self.rows[rows])
 
     def plane(self, key: Key) -> torch.Tensor:

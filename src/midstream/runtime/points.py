@@ -186,7 +186,7 @@ class Pipeline:
     def gathered(
         cls, rank: int, widths: Mapping[Point, int], built_in: Collection[Point], exchange: Callable[[Any], list[Any]]
     ) -> Pipeline:
-        """Made of what each stage knows about itself. `exchange` is collective: it returns what every stage passed, in their order."""
+        """Each stage passes what it knows about itself. `exchange` is collective: it returns what all stages passed, in their order."""
         stages = exchange((dict(widths), sorted(built_in)))
         return cls(
             rank, tuple(each for each, _ in stages), frozenset(point for _, points in stages for point in points)

@@ -182,7 +182,8 @@ def pack(value: Any, stream: Stream | None = None, exact: bool = False) -> Packe
 
 
 def unpack(body: bytes | bytearray, tensors: Sequence[torch.Tensor | None]) -> Any:
-    """The value again; an `UnsendableError` if a tensor was lost, or if it cannot be rebuilt in this process, for lack of a class, say."""
+    """The value; an `UnsendableError` if a tensor was lost, or if this process cannot rebuild the value, for example because it lacks a
+    class."""
     if any(tensor is None for tensor in tensors):
         return UnsendableError("(unknown here)", "a tensor sent earlier on its stream was dropped")
     try:
