@@ -80,7 +80,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks of each stage")
     parser.add_argument("--engines", type=int, default=1, help="engines of each kind: two with equal code differ, too")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=360, help="after the start of the program; no round begins later")
+    parser.add_argument(
+        "--seconds", type=float, default=360, help="after the start of the program; no round begins later"
+    )
     parser.add_argument("--json", type=Path, help="also write the times of every run to this file")
 
 
