@@ -2,6 +2,7 @@
 
     midstream demo                # what `./demo` runs
     midstream compare --help      # vLLM against transformers, accessor by accessor
+    midstream serve MODEL         # vLLM's OpenAI server, with plans in its requests
     midstream doctor              # whether midstream fits the installed vLLM, or sources of vLLM
     midstream version             # versions of midstream and of what it runs on
 
@@ -26,6 +27,7 @@ _DELEGATES = {  # name: (module, help)
         "read, ablate, steer and patch the bundled model on vLLM, and compare with transformers",
     ),
     "compare": ("midstream.compare", "a table of the largest differences between vLLM and transformers"),
+    "serve": ("midstream.serve.command", "vLLM's OpenAI server, with plans in its requests"),
     "doctor": ("midstream.engine.doctor", "compare what midstream uses and replaces of vLLM with vLLM's sources"),
 }
 

@@ -256,6 +256,10 @@ class ByPlane(Mapping[Any, V], Generic[V]):
     def __len__(self) -> int:
         return len(self._planes)
 
+    def when(self, key: Any) -> str:
+        """Whether a plane holds values from before the edits of its site, or from after them."""
+        return self._resolve(key)[2]
+
     def __repr__(self) -> str:
         return f"<{self._what}: {', '.join(describe(key) for key in self._planes) or 'nothing'}>"
 

@@ -310,6 +310,11 @@ class Planner:
         for site, layer in sorted(facts.widths):
             self._layers_of[site] = (*self._layers_of.get(site, ()), layer)
 
+    def check(self, plan: Plan) -> None:
+        """Raise PlanError for what is wrong with a plan on this model, whatever its prompt."""
+        plan = self._without_missing_layers(plan)
+        check(plan, self.facts, None, None, vectors=self._vectors.widths, runs=self._runs)
+
     def prepare_all(self, invokes: Sequence[Invoke], prompts: Sequence[list[int]]) -> list[PreparedPlan | None]:
         """The plan of each invoke; `prompts` has their token ids. None for an invoke without a plan."""
         try:

@@ -118,13 +118,23 @@ class VLLM(TraceModel):
             allow_traces=True, rename=dict(rename or {}), graph_sites=tuple(graph_sites), record_bytes=record_bytes
         )
         arguments = launch.llm_arguments(model, settings, engine)
-        self.edits = {}
-        self.mode, self.model_name = mode, model
-        self._is_async = mode == "async"
         self.progress = progress
+        self._use(launch.start(arguments, is_async=mode == "async"), model, mode)
+
+    @classmethod
+    def attached(cls, engine: Any) -> Self:
+        """The model of a running `AsyncLLM` with midstream in it, which somebody else has started and will close."""
+        model = cls.__new__(cls)
+        model.progress = False
+        model._use(engine, launch.config_of(engine).model_config.model, "async", is_ours=False)
+        return model
+
+    def _use(self, engine: Any, name: str, mode: str, is_ours: bool = True) -> None:
+        self.edits = {}
+        self.mode, self.model_name = mode, name
+        self._is_async = mode == "async"
         self.sinks = Sinks()
-        started: Any = launch.start(arguments, is_async=self._is_async)
-        self._connection = EngineConnection(started, self.sinks, self._is_async)
+        self._connection = EngineConnection(engine, self.sinks, self._is_async, is_ours)
         self.config = self._connection.config
         self.vectors, self.runs = self._connection.vectors, self._connection.runs
 
@@ -154,6 +164,11 @@ class VLLM(TraceModel):
         """Connect the workers of an async engine. The first trace calls it; call it yourself to use the module tree before."""
         await self._connection.start()
         return self
+
+    @property
+    def connection(self) -> EngineConnection:
+        """What runs requests on the engine."""
+        return self._connection
 
     def close(self) -> None:
         """End the engine and its processes. Closing again does nothing."""
@@ -256,7 +271,9 @@ class VLLM(TraceModel):
         shared: dict[Any, Any] = {}
         requests = []
         for invoke, ids, trace, plan in zip(invokes, prompts, traces, plans, strict=True):
-            rows = self._receiver(invoke, plan) if plan is not None and plan.plan.captures else None
+            rows = None
+            if plan is not None and plan.plan.captures:
+                rows = self._receiver(plan, invoke.params.get("n", 1), invoke)
             params = _params(invoke, trace, plan, rows, shared)
             salt = secrets.token_hex(8) if trace is not None else None
             requests.append(EngineRequest(launch.engine_prompt(ids, salt), params, trace, plan, rows, invoke.answers))
@@ -279,11 +296,26 @@ class VLLM(TraceModel):
         keep = [all(map(keeps_to_graph_sites, each)) for each in programs]
         return requests_of(ship(programs), [len(each) for each in programs], keep, samples, together, self._is_async)
 
-    def _receiver(self, invoke: Invoke, plan: PreparedPlan) -> RowReceiver:
+    def _receiver(self, plan: PreparedPlan, samples: int, invoke: Invoke) -> RowReceiver:
         """Receives the request's captured rows. Rows of a recorded run stay in the workers."""
         plan = plan if invoke.record is None else replace(plan, routes=Routes({}, ()))
-        samples = invoke.params.get("n", 1)
         return RowReceiver(plan, samples, self.sinks, self._connection.stages, invoke.collected)
+
+    def planned(self, invoke: Invoke, prompt: dict[str, Any], params: Any) -> EngineRequest:
+        """A server's request. vLLM's server has made its prompt, which has token ids, and its SamplingParams; they are not changed.
+
+        Raises PlanError for a plan that cannot be done on this model, or to this prompt.
+        """
+        (invoke,) = self._with_plan([invoke])
+        plan = self.planner.prepare(
+            invoke.plan, invoke.prompt, prompt["prompt_token_ids"], {"max_tokens": params.max_tokens}
+        )
+        rows = self._receiver(plan, params.n, invoke) if plan.plan.captures else None
+        params = copy.copy(params)
+        params.extra_args = {name: value for name, value in (params.extra_args or {}).items() if name != NAME}
+        if invoke.answers:
+            params.logprob_token_ids = list(invoke.answers.values())
+        return EngineRequest(prompt, _with_plan(params, plan, rows, invoke), None, plan, rows, invoke.answers)
 
 
 def _with_carried_plan(invoke: Invoke) -> Invoke:

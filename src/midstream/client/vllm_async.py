@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from functools import cache, partial
@@ -92,18 +92,9 @@ class OutputStream(Awaitable[list[Any]]):
         requests = self._prepare()
         done: dict[int, InvokeResult] = {}
         async with AsyncExitStack() as stack:
-            async with connection.sending:
-                await connection.send_vectors()
-            if runs := runs_of([request.plan for request in requests]):
-                lease = asyncio.ensure_future(connection.runs.lease(runs))
-                stack.push_async_callback(_release, connection.runs, runs, lease)
-                await asyncio.shield(lease)
-            boxes = connection.mailboxes(requests, stack)
+            each = await stack.enter_async_context(submitted(connection, requests))
             connection.streams.add(self)
             stack.callback(connection.streams.discard, self)
-            each = [
-                _AsyncRequest(request, *both, connection.stages) for request, both in zip(requests, boxes, strict=True)
-            ]
             tasks = [asyncio.create_task(self._follow(index, request, items)) for index, request in enumerate(each)]
             stack.push_async_callback(self._leave, requests, tasks, done)
             while len(done) < len(tasks):
@@ -132,13 +123,34 @@ class OutputStream(Awaitable[list[Any]]):
             with contextlib.suppress(Exception):  # a dead engine has dropped them
                 await asyncio.wait_for(drop, _DROP_SECONDS)
 
-    async def _follow(self, index: int, request: _AsyncRequest, items: asyncio.Queue[_Item]) -> None:
+    async def _follow(self, index: int, request: AsyncRequest, items: asyncio.Queue[_Item]) -> None:
         """Run one request, and put its outputs or its error into `items`."""
         try:
-            await request.run(self._connection.engine, lambda *found: items.put_nowait((index, *found)))
+            async with contextlib.aclosing(request.outputs(request.stream(self._connection.engine))) as outputs:
+                async for output, result in outputs:
+                    items.put_nowait((index, output, result))
         except Exception as error:
             self._connection.has_died |= isinstance(error, EngineClosedError)
             items.put_nowait(error)
+
+
+@contextlib.asynccontextmanager
+async def submitted(
+    connection: EngineConnection, requests: Sequence[EngineRequest]
+) -> AsyncIterator[list[AsyncRequest]]:
+    """Requests that may run in the block: the workers have the vectors and keep the runs that they need, and mailboxes are open.
+
+    Raises PlanError if a run that they need is gone.
+    """
+    async with AsyncExitStack() as stack:
+        async with connection.sending:
+            await connection.send_vectors()
+        if runs := runs_of([request.plan for request in requests]):
+            lease = asyncio.ensure_future(connection.runs.lease(runs))
+            stack.push_async_callback(_release, connection.runs, runs, lease)
+            await asyncio.shield(lease)
+        boxes = connection.mailboxes(requests, stack)
+        yield [AsyncRequest(request, *both, connection.stages) for request, both in zip(requests, boxes, strict=True)]
 
 
 async def _release(runs: Runs, ids: list[str], lease: Awaitable[Any]) -> None:
@@ -148,7 +160,7 @@ async def _release(runs: Runs, ids: list[str], lease: Awaitable[Any]) -> None:
         await runs.release(ids)
 
 
-class _AsyncRequest:
+class AsyncRequest:
     """One running request."""
 
     def __init__(self, request: EngineRequest, saves: Mailbox | None, rows: Mailbox | None, stages: int) -> None:
@@ -157,13 +169,16 @@ class _AsyncRequest:
         self._saves = _Saves(saves, self._samples, stages)
         self._generated = [0] * self._samples
 
-    async def run(self, engine: Any, emit: Callable[[Any, InvokeResult | None], None]) -> None:
-        """Run the request. `emit` takes each output, with saves and captures on it, and with the last one the result."""
+    def stream(self, engine: Any) -> AsyncGenerator[Any]:
+        """Submits the request to an `AsyncLLM` under an id of its own."""
+        return launch.stream(engine, self._request.prompt, self._request.params, secrets.token_hex(8))
+
+    async def outputs(self, stream: AsyncGenerator[Any]) -> AsyncGenerator[tuple[Any, InvokeResult | None]]:
+        """The outputs of a stream of vLLM's, with saves, captures and answers on them, and with the last one the result."""
         request, samples = self._request, dict[int, Any]()
         answers: dict[str | int, float] | None = None
-        outputs = launch.stream(engine, request.prompt, request.params, secrets.token_hex(8))
-        async with self._rows_followed() as following, contextlib.aclosing(outputs):
-            async for output in outputs:
+        async with self._rows_followed() as following, contextlib.aclosing(stream):
+            async for output in stream:
                 samples.update((sample.index, sample) for sample in output.outputs)
                 self._count(output)
                 if output.finished and len(samples) == self._samples > 1:  # vLLM streams samples one by one
@@ -173,11 +188,11 @@ class _AsyncRequest:
                 output.answers = answers
                 if not output.finished:
                     output.saves, output.captures = self._saves.latest(), None
-                    emit(output, None)
+                    yield output, None
                     continue
                 result = traced_result(await self._saves.final(), output)
                 await self._put_captures(result, following)
-                emit(output, result)
+                yield output, result
 
     def _count(self, output: Any) -> None:
         """Count the tokens of each sample: their rows are the user's."""

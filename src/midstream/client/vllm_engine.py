@@ -68,6 +68,7 @@ class EngineConnection:
     Args:
         engine: a `vllm.LLM`, or an `AsyncLLM` if `is_async`.
         sinks: closed with the engine.
+        is_ours: whether `close` ends the engine, too.
 
     Attributes:
         config: the engine's VllmConfig.
@@ -81,7 +82,7 @@ class EngineConnection:
         streams: the async streams that are being iterated over.
     """
 
-    def __init__(self, engine: Any, sinks: Sinks, is_async: bool) -> None:
+    def __init__(self, engine: Any, sinks: Sinks, is_async: bool, is_ours: bool = True) -> None:
         self._engine: Any = engine
         self.is_async = is_async
         self.config = launch.config_of(engine)
@@ -91,7 +92,9 @@ class EngineConnection:
         self.lock = threading.RLock()
         self.streams: weakref.WeakSet[Any] = weakref.WeakSet()
         self.receiver: Receiver | None = Receiver(launch.address_for_workers(self.config))
-        self._end = weakref.finalize(self, _end, engine, self.receiver, sinks)  # at the latest when Python ends
+        self._end = weakref.finalize(
+            self, _end, engine if is_ours else None, self.receiver, sinks
+        )  # at the latest when Python ends
         self._description: dict[str, Any] | None = None
         self._senders: list[str] = []
         self.vectors = Vectors((lambda: None) if is_async else (lambda: run_now(self.send_vectors())))
@@ -224,7 +227,8 @@ class EngineConnection:
 
 def _end(engine: Any, receiver: Receiver, sinks: Sinks) -> None:
     receiver.close()
-    launch.shut_down(engine)
+    if engine is not None:
+        launch.shut_down(engine)
     sinks.close()
 
 

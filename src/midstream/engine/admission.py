@@ -21,7 +21,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from midstream.errors import PlanError
+from midstream.errors import MidstreamError, PlanError
 from midstream.plan import fields
 from midstream.plan.checks import ModelFacts, check, check_strangers
 from midstream.plan.values import Capture, Plan
@@ -30,7 +30,7 @@ from midstream.settings import NAME, WORKER, Settings
 
 _SIMILARITY = 0.88  # the ratio from which on a key looks like "midstream" misspelt
 _MOST_KEYS = 64  # how many keys are compared
-_reader = ThreadPoolExecutor(1, "midstream-plans")
+reader = ThreadPoolExecutor(1, "midstream-plans")  # reads strangers' plans: a server's event loop serves everyone
 _RESIDUAL = ("resid_pre", "resid_mid", "resid_post", "attn_in", "attn_out", "mlp_in", "mlp_out")
 
 
@@ -44,9 +44,9 @@ def parsing_on_a_thread(original: Callable[..., Any]) -> Callable[..., Any]:
         is_strangers = isinstance(given, (str, Mapping)) and not isinstance(given, Envelope)
         if is_strangers and not isinstance(prompt, EngineCoreRequest):
             try:
-                own = await asyncio.get_running_loop().run_in_executor(_reader, _enveloped, self.vllm_config, given)
+                own = await asyncio.get_running_loop().run_in_executor(reader, _enveloped, self.vllm_config, given)
             except PlanError as error:
-                raise _refusal()(str(error)) from error
+                raise refused(error) from error
             params = copy.copy(params)
             params.extra_args = {**(extra or {}), NAME: own}
         return await original(self, request_id, prompt, params, *args, **kwargs)
@@ -65,7 +65,7 @@ def checking_plans(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             payload = admitted(self.vllm_config, settings, request)
         except PlanError as error:
-            raise _refusal()(str(error)) from error
+            raise refused(error) from error
         if payload is not None:
             params.extra_args = {**(params.extra_args or {}), NAME: payload}
         return request
@@ -81,21 +81,29 @@ def _enveloped(config: Any, given: Any) -> Envelope:
     return Envelope(plan=packed(plan))
 
 
-def _refuse_misspelt(extra: Mapping[str, Any]) -> None:
+def refuse_misspelt(extra: Mapping[str, Any], place: str) -> None:
     """Raise PlanError for a misspelt "midstream": vLLM ignores keys that nobody reads."""
     for key in islice(extra, _MOST_KEYS):  # a client chooses how many there are, and how long they are
         name = re.sub(r"[^a-z]", "", str(key)[:32].lower())
         near = abs(len(name) - len(NAME)) <= 2 and difflib.SequenceMatcher(None, name, NAME).ratio() > _SIMILARITY
         if key != NAME and (near or name.startswith(NAME)):
-            raise PlanError(f"extra_args has the key {fields.shown(key)}, which nobody reads; did you mean {NAME!r}?")
+            raise PlanError(f"{place} has the key {fields.shown(key)}, which nobody reads; did you mean {NAME!r}?")
+
+
+def refused(error: MidstreamError, parameter: str | None = None) -> PlanError:
+    """The error as one that vLLM treats as a client's: `AsyncLLM` raises it unchanged, and servers answer 400.
+
+    `parameter`: the field of the request that is at fault, for OpenAI's error object.
+    """
+    return _refusal()(str(error), parameter=parameter)  # type: ignore[call-arg]
 
 
 @functools.cache
 def _refusal() -> type[PlanError]:
-    """A PlanError that vLLM treats as a client's error: `AsyncLLM` raises it unchanged, and servers answer 400."""
     from vllm.exceptions import VLLMValidationError
 
-    return type("PlanError", (VLLMValidationError, PlanError), {"__module__": PlanError.__module__})
+    body = {"__module__": PlanError.__module__, "__str__": Exception.__str__}  # vLLM's would repeat the parameter
+    return type("PlanError", (VLLMValidationError, PlanError), body)
 
 
 def admitted(config: Any, settings: Settings, request: Any) -> dict[str, Any] | None:
@@ -109,7 +117,7 @@ def admitted(config: Any, settings: Settings, request: Any) -> dict[str, Any] | 
     given = extra.get(NAME)
     if given is None:
         if config.parallel_config.worker_cls == WORKER:
-            _refuse_misspelt(extra)
+            refuse_misspelt(extra, "extra_args")
         if everyone is None:
             return None
     _check_engine(config)

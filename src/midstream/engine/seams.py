@@ -31,6 +31,7 @@ class Role(Enum):
     """What a process does in an engine. A process with an in-process engine has all roles."""
 
     FRONT_END = "front end"  # takes requests
+    SERVER = "server"  # a front end that takes them over HTTP
     SCHEDULER = "scheduler"
     WORKER = "worker"
     V2_WORKER = "V2 worker"  # a worker with vLLM's V2 model runner
@@ -159,6 +160,34 @@ _FRONT_END = (
          "Gives each engine its own directory for sockets, by the environment: vLLM leaves their files behind."),
     Seam("vllm.utils.network_utils.get_ip", CALLS, "midstream.engine.launch.address_for_workers",
          "The address at which other hosts reach this one.", signature="()"),
+)
+
+_SERVER = (
+    *(
+        Seam(f"vllm.entrypoints.openai.{handler}", REPLACES, "midstream.serve.requests.answering",
+             "Reads a request's field 'midstream', and puts captures and answers into the response.",
+             signature="(request, raw_request)", role=Role.SERVER)
+        for handler in ("completion.serving.OpenAIServingCompletion.create_completion",
+                        "chat_completion.serving.OpenAIServingChat.create_chat_completion",
+                        "responses.serving.OpenAIServingResponses.create_responses")
+    ),
+    *(
+        Seam(f"vllm.entrypoints.openai.{request}", SETS, "midstream.serve.requests.answering",
+             "vLLM copies vllm_xargs into the SamplingParams of each of the request's prompts.", members="vllm_xargs")
+        for request in ("completion.protocol.CompletionRequest", "chat_completion.protocol.ChatCompletionRequest",
+                        "responses.protocol.ResponsesRequest")
+    ),
+    Seam("vllm.v1.engine.async_llm.AsyncLLM.generate", REPLACES, "midstream.serve.requests.running",
+         "Runs each prompt of a request with its plan; what is wrong is found before a stream begins.",
+         signature="(prompt, sampling_params, request_id, **rest)", role=Role.SERVER),
+    Seam("vllm.plugins.endpoint_plugins.interface.EndpointPlugin", READS, "midstream.serve.plugin.Plugin",
+         "Adds midstream's routes.",
+         members="name; required_tasks; attach_router(app); init_state(engine_client, state, args)"),
+    Seam("vllm.entrypoints.cli.serve.ServeSubcommand", CALLS, "midstream.serve.command._serve", "Is `vllm serve`.",
+         members="name; subparser_init(subparsers); validate(args); cmd(args)"),
+    Seam("vllm.utils.argparse_utils.FlexibleArgumentParser", CALLS, "midstream.serve.command._serve", "Reads its arguments."),
+    Seam("vllm.logger.configure_logging_from_args", CALLS, "midstream.serve.command._serve", "Sets up its logs.",
+         signature="(args)", optional="The arguments do not set up logs."),
 )
 
 _CONFIG = (
@@ -384,5 +413,5 @@ _V2_RUNNER = (
          "The batch and the rows at the forward's end.", members="input_batch; hidden_states", seen=_V2),
 )
 
-SEAMS = (*_FRONT_END, *_CONFIG, *_SCHEDULER, *_WORKER, *_V1_RUNNER, *_V2_RUNNER)
+SEAMS = (*_FRONT_END, *_SERVER, *_CONFIG, *_SCHEDULER, *_WORKER, *_V1_RUNNER, *_V2_RUNNER)
 # fmt: on

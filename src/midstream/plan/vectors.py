@@ -149,11 +149,27 @@ def load_vectors(path: str | os.PathLike[str]) -> dict[str, Vector]:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise PlanError(f"{os.fspath(path)!r} cannot be read as a safetensors file: {error}.") from error
+    return _vectors(tensors, os.fspath(path))
+
+
+def read_vectors(data: bytes, place: str) -> dict[str, Vector]:
+    """The same from the bytes of a safetensors file; `place` names them in messages."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    try:
+        tensors = load(data)
+    except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
+        raise PlanError(f"{place} is not a safetensors file: {error}.") from error
+    return _vectors(tensors, place)
+
+
+def _vectors(tensors: Mapping[str, Any], place: str) -> dict[str, Vector]:
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
-            raise fields.refuse(f"{os.fspath(path)}: {name!r}", fields.shown(tensor), "a floating dtype")
+            raise fields.refuse(f"{place}: {name!r}", fields.shown(tensor), "a floating dtype")
         Named(name)
-    return {name: Vector(tensor, f"{os.fspath(path)}: {name!r}") for name, tensor in tensors.items()}
+    return {name: Vector(tensor, f"{place}: {name!r}") for name, tensor in tensors.items()}
 
 
 def save_vectors(vectors: Mapping[str, Any], path: str | os.PathLike[str]) -> None:

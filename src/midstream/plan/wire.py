@@ -5,7 +5,8 @@
      "vectors": {DIGEST: little-endian float32, bytes or in JSON base64},
      "runs": {ID: {"name": ..., "prompt_token_ids": [...], "sites": [...], "layers": [...], "positions": [...]}}}
 
-Fields that are left out have their defaults. A vector may also be written as a list of numbers, or a name. Input may come from anybody:
+Fields that are left out have their defaults. A vector may also be written as a list of numbers, as a name, or packed as
+`{"data": base64, "dtype": "float32" | "float16" | "bfloat16", "shape": [hidden]}`, little-endian. Input may come from anybody:
 every key, type and size is checked, here and by the constructors, and digests are computed, not believed.
 """
 
@@ -35,6 +36,7 @@ MAX_STRANGERS_EDITS = 1 << 10  # a plan with so many delays the engine's other r
 MAX_STRANGERS_BYTES = 4 << 20  # of a plan that came over HTTP
 _ITEM_BYTES = 8  # for a number, a list or a dict in it
 _MAX_DEPTH = 16
+_DTYPES = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}  # numpy has no bfloat16
 _RUN_LISTS = ("prompt_token_ids", "sites", "layers", "positions")
 
 
@@ -227,6 +229,8 @@ class _Reader:
                 return _looked_up(place, "runs", key, self.runs)
             case {"zeros": True, **rest} if not rest and may_be_run:
                 return Zeros()
+            case {"data": str(data), "dtype": dtype, "shape": shape, **rest} if not rest:
+                return _packed_vector(place, data, dtype, shape)
             case {"named": str(name), **rest} if rest.keys() <= {"digest"}:
                 digest = rest.get("digest")
                 with _errors_at(place):
@@ -235,7 +239,12 @@ class _Reader:
                     allowed = "None; who sends this plan may not say what the engine has under a name"
                     raise fields.refuse(f"{place}.digest", fields.shown(digest), allowed)
                 return named
-        forms = ["{'vector': digest}", "{'named': name}", *(["{'run': id}", "{'zeros': True}"] if may_be_run else [])]
+        forms = [
+            "{'vector': digest}",
+            "{'named': name}",
+            "{'data': base64, 'dtype': ..., 'shape': [...]}",
+            *(["{'run': id}", "{'zeros': True}"] if may_be_run else []),
+        ]
         raise fields.refuse(place, fields.shown(value), " or ".join(forms))
 
     def _to(self, place: str, value: Any) -> Any:
@@ -247,6 +256,19 @@ class _Reader:
             if isinstance(value, list)
             else _sink(place, value)
         )
+
+
+def _packed_vector(place: str, text: str, dtype: Any, shape: Any) -> Vector:
+    fields.one_of(f"{place}.dtype", dtype, list(_DTYPES))
+    try:
+        data = np.frombuffer(base64.b64decode(text, validate=True), _DTYPES[dtype])
+    except ValueError as error:
+        raise fields.refuse(f"{place}.data", fields.shown(text), f"{dtype} in base64") from error
+    if shape != [data.size]:
+        raise fields.refuse(f"{place}.shape", fields.shown(shape), f"[{data.size}], the numbers in the data")
+    if dtype == "bfloat16":  # the upper half of a float32
+        data = (data.astype("<u4") << 16).view("<f4")
+    return Vector(data.astype("<f4"), place)
 
 
 def _sink(place: str, value: Any) -> Any:

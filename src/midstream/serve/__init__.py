@@ -1,0 +1,1 @@
+"""vLLM's OpenAI server with plans in its requests, and midstream's routes beside vLLM's."""

@@ -1,0 +1,105 @@
+"""`midstream serve MODEL ...`: `vllm serve` with midstream's worker, scheduler, plugins and settings."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from importlib.metadata import entry_points
+from typing import Any
+
+from midstream.errors import MidstreamError
+from midstream.settings import NAME, RECORD_BYTES, SCHEDULER, WORKER, Settings
+
+_PLUGINS = "VLLM_PLUGINS"
+_GROUP = "vllm.endpoint_plugins"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Start the server; returns when it has ended."""
+    parser = argparse.ArgumentParser(
+        prog="midstream serve",
+        usage="midstream serve MODEL [--midstream-...] [any argument of vllm serve]",
+        description="vLLM's OpenAI server, with plans in its requests and midstream's routes under /v1/midstream.",
+        epilog="`vllm serve --help` lists the other arguments.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--flags", action="store_true", help="print what stock `vllm serve` needs for the same server, and end"
+    )
+    parser.add_argument(
+        "--midstream-graph-sites",
+        metavar="SITES",
+        default="resid_post",
+        help="as graph_sites of midstream.VLLM, with commas",
+    )
+    parser.add_argument(
+        "--midstream-record-bytes",
+        metavar="N",
+        type=int,
+        default=RECORD_BYTES,
+        help="as record_bytes of midstream.VLLM",
+    )
+    parser.add_argument(
+        "--midstream-rename", metavar="JSON", type=json.loads, default={}, help="as rename of midstream.VLLM"
+    )
+    own, rest = parser.parse_known_args(argv)
+    settings = Settings(
+        rename=own.midstream_rename,
+        graph_sites=tuple(filter(None, own.midstream_graph_sites.split(","))),
+        record_bytes=own.midstream_record_bytes,
+    )
+    flags, plugins = server_flags(settings, rest), allowed_plugins(os.environ)
+    if own.flags:
+        print(f"{_PLUGINS}={plugins} vllm serve {shlex.join(flags)}")
+        return 0
+    if not any(each.name == NAME for each in entry_points(group=_GROUP)):
+        raise MidstreamError(
+            "This installation of midstream has no entry points. Install it again: pip install -e . in its folder."
+        )
+    os.environ[_PLUGINS] = plugins
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # as `vllm serve` does
+    _serve(flags)
+    return 0
+
+
+def _serve(flags: Sequence[str]) -> None:
+    """What `vllm serve` does. vLLM's own program does not start with its CPU build, which has a distribution of another name."""
+    from vllm import logger
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    command, parser = ServeSubcommand(), FlexibleArgumentParser(prog="midstream")
+    command.subparser_init(parser.add_subparsers())
+    arguments = parser.parse_args([command.name, *flags])
+    if (configure := getattr(logger, "configure_logging_from_args", None)) is not None:
+        configure(arguments)
+    command.validate(arguments)
+    command.cmd(arguments)
+
+
+def server_flags(settings: Settings, given: Sequence[str]) -> list[str]:
+    """The arguments of `vllm serve`, with midstream's. Raises MidstreamError for an argument that midstream sets."""
+    rest, additional = list(given), dict[str, Any]()
+    for name in ("worker-cls", "scheduler-cls"):
+        if any(each.partition("=")[0] in (f"--{name}", f"--{name.replace('-', '_')}") for each in rest):
+            raise MidstreamError(f"midstream sets --{name} to get into the engine; leave it out.")
+    for i, each in enumerate(rest):
+        flag, equals, value = each.partition("=")
+        if flag in ("--additional-config", "--additional_config"):
+            additional = json.loads(value if equals else rest[i + 1])
+            del rest[i : i + 1 if equals else i + 2]
+            break
+    config = json.dumps(settings.to_config(additional))
+    return [*rest, "--worker-cls", WORKER, "--scheduler-cls", SCHEDULER, "--additional-config", config]
+
+
+def allowed_plugins(environment: Mapping[str, str]) -> str:
+    """VLLM_PLUGINS with midstream in it. vLLM loads endpoint plugins only by name; unset, it would load all of the other kinds."""
+    given = environment.get(_PLUGINS)
+    names = (
+        given.split(",") if given is not None else [each.name for each in entry_points(group="vllm.general_plugins")]
+    )
+    return ",".join(dict.fromkeys([*filter(None, names), NAME]))

@@ -1,0 +1,254 @@
+"""What a request to vLLM's server says in its field "midstream", and what the response says there.
+
+    {"model": ..., "prompt": ..., "midstream": {"plan": [{"kind": "steer", "site": "resid_post", ...}], "answers": [" Paris"]}}
+    {"choices": [...], "midstream": {"captures": [{"handle": ..., "site": ..., ...}], "answers": {" Paris": -1.2}}}
+
+`vllm_xargs={"midstream": JSON}` says the same. Whoever sends it is a stranger: it is data, and bounded in size.
+
+vLLM's handlers of requests (`answering`) read the field, and put a `Served` in its place into `vllm_xargs`. vLLM copies those into the
+SamplingParams of each of the request's prompts, with which it calls `AsyncLLM.generate` (`running`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import re
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
+from typing import Any
+
+from midstream.client.requests import Invoke, answers_of
+from midstream.client.vllm import VLLM
+from midstream.client.vllm_async import submitted
+from midstream.engine.admission import reader, refuse_misspelt, refused
+from midstream.errors import MidstreamError, PlanError
+from midstream.plan import fields
+from midstream.plan.checks import check_strangers
+from midstream.plan.values import Plan
+from midstream.plan.wire import MAX_STRANGERS_BYTES
+from midstream.serve.captures import CaptureStore
+from midstream.settings import NAME
+
+_FIELDS = ("plan", "answers", "inline")
+_MAX_ANSWERS = 64
+_DONE = "data: [DONE]\n\n"
+
+
+class Server:
+    """What the routes and the requests of one server share.
+
+    Attributes:
+        model: the server's engine.
+        captures: the rows that wait for download.
+        vector_owners: who has uploaded each named vector.
+    """
+
+    def __init__(self, engine: Any, captures: CaptureStore) -> None:
+        self.model = VLLM.attached(engine)
+        self.captures = captures
+        self.vector_owners: dict[str, bytes] = {}
+
+    @staticmethod
+    def of(engine: Any) -> Server | None:
+        """The server of a front end's engine; None before it is ready."""
+        return getattr(engine, "midstream_server", None)
+
+    async def read(self, given: Any, owner: bytes) -> Served:
+        """A request's field, read on another thread and checked as far as that needs no prompt. Raises PlanError."""
+        with _refusing():
+            return await asyncio.get_running_loop().run_in_executor(reader, self._read, given, owner)
+
+    def _read(self, given: Any, owner: bytes) -> Served:
+        content = _content(given)
+        plan = _plan(content.get("plan"))
+        check_strangers(plan, self.model.num_layers)
+        self.model.planner.check(plan)
+        answers = content.get("answers", [])
+        if not isinstance(answers, list) or len(answers) > _MAX_ANSWERS:
+            raise fields.refuse(f"{NAME}.answers", fields.shown(answers), f"a list of up to {_MAX_ANSWERS} answers")
+        if not isinstance(inline := content.get("inline", False), bool):
+            raise fields.refuse(f"{NAME}.inline", fields.shown(inline), "true or false")
+        return Served(self, plan, answers, inline, owner)
+
+
+def owner_of(headers: Mapping[str, str]) -> bytes:
+    """Who sent a request with these headers: a hash of the API key."""
+    return hashlib.sha256(headers.get("authorization", "").encode()).digest()
+
+
+def _content(given: Any) -> dict[str, Any]:
+    """The field as a dict with some of its keys. Raises PlanError."""
+    if isinstance(given, str):
+        if len(given) > MAX_STRANGERS_BYTES:
+            raise fields.refuse(NAME, "over 4 MiB", "up to 4 MiB; vectors are shortest in base64, or as names")
+        try:
+            given = json.loads(given)
+        except (ValueError, RecursionError) as error:
+            raise PlanError(f"{NAME} is not JSON: {error}.") from error
+    if isinstance(given, list) or (isinstance(given, dict) and "interventions" in given):
+        return {"plan": given}
+    if not isinstance(given, dict):
+        raise fields.refuse(NAME, fields.shown(given), f"an object with {', '.join(map(repr, _FIELDS))}")
+    for key in given:
+        if key not in _FIELDS:
+            raise PlanError(f"{NAME} has an unknown key {fields.shown(key)}: {fields.nearest(key, _FIELDS)}")
+    return given
+
+
+def _plan(given: Any) -> Plan:
+    match given:
+        case None:
+            return Plan.of(None)
+        case str():
+            return Plan.from_json(given, trusted=False)
+        case list():
+            return Plan.from_wire({"interventions": given}, trusted=False)
+    return Plan.from_wire(given, trusted=False)
+
+
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    """Turn an error about a request's plan or answers into one that vLLM's server answers with 400, and with the field at fault."""
+    try:
+        yield
+    except MidstreamError as error:
+        if hasattr(error, "parameter"):
+            raise
+        raise refused(error, _field(str(error))) from error
+
+
+def _field(message: str) -> str:
+    if found := re.match(r"interventions(\[\d+\])(?: \(\w+\))?((?:\.\w+)*)", message):
+        return f"{NAME}.plan{found[1]}{found[2]}"
+    return f"{NAME}.answers" if re.match(rf"({NAME}\.|The )?answer", message) else f"{NAME}.plan"
+
+
+class Served:
+    """One request with the field, for all of its prompts and choices."""
+
+    def __init__(self, server: Server, plan: Plan, answers: list[Any], inline: bool, owner: bytes) -> None:
+        self._server, self._plan, self._answers, self._inline, self._owner = server, plan, answers, inline, owner
+        self._captures: list[dict[str, Any]] = []
+        self._graded: list[dict[str, float] | None] = []
+
+    def __repr__(self) -> str:
+        return f"<{self._plan}>"
+
+    @property
+    def captures_rows(self) -> bool:
+        return bool(self._plan.captures)
+
+    def run(
+        self, generate: Callable[..., AsyncGenerator[Any]], prompt: Any, params: Any, request_id: str, rest: Any
+    ) -> AsyncGenerator[Any]:
+        """The outputs of one prompt. Called before a stream begins, so that what is wrong is still answered with 400.
+
+        Raises PlanError for a plan or an answer that this prompt or this model does not allow.
+        """
+        model, number = self._server.model, len(self._graded)
+        with _refusing():
+            if not isinstance(prompt, Mapping) or "prompt_token_ids" not in prompt:
+                raise PlanError("A plan needs a prompt of tokens or text; this prompt has neither.")
+            if self._answers and (params.logprobs is not None or getattr(params, "logprob_token_ids", None)):
+                raise PlanError("answers are graded by log-probabilities of their own: leave logprobs out.")
+            (answers,) = answers_of(
+                [self._answers] if self._answers else [], 1, lambda: model.tokenizer, model.vocab_size
+            )
+            text = prompt if isinstance(prompt.get("prompt"), str) else prompt["prompt_token_ids"]
+            request = model.planned(Invoke(text, None, plan=self._plan, answers=answers), dict(prompt), params)
+        self._graded.append(None)
+
+        async def outputs() -> AsyncGenerator[Any]:
+            with _refusing():
+                async with submitted(model.connection, [request]) as (running,):
+                    stream = generate(request.prompt, request.params, request_id, **rest)
+                    async with contextlib.aclosing(running.outputs(stream)) as found:
+                        async for output, result in found:
+                            if result is not None:
+                                if result.error is not None:
+                                    raise result.error
+                                await self._finish(number, output)
+                            yield output
+
+        return outputs()
+
+    async def _finish(self, number: int, output: Any) -> None:
+        if output.answers:
+            self._graded[number] = {str(answer): value for answer, value in output.answers.items()}
+        samples = output.captures if isinstance(output.captures, list) else [output.captures]
+        loop, put = asyncio.get_running_loop(), self._server.captures.put
+        for sample, captured in enumerate(samples):
+            if captured:
+                choice = number * len(samples) + sample
+                self._captures += await loop.run_in_executor(None, put, self._owner, choice, captured, self._inline)
+
+    def answer(self) -> dict[str, Any]:
+        """The response's field: `captures` if there are any, and `answers`, a list of them if the request had several prompts."""
+        found: dict[str, Any] = {"captures": self._captures} if self.captures_rows else {}
+        if self._answers:
+            found["answers"] = self._graded[0] if len(self._graded) == 1 else self._graded
+        return found
+
+    async def streamed(self, events: AsyncIterator[Any]) -> AsyncGenerator[Any]:
+        """A stream's events, with the field in one more before `[DONE]`, or in the last one's response."""
+        chunk: dict[str, Any] = {}
+        async for event in events:
+            if isinstance(event, str):
+                if event == _DONE and (found := self.answer()):
+                    yield f"data: {json.dumps({**chunk, 'choices': [], NAME: found})}\n\n"
+                elif not chunk and event.startswith("data: {"):
+                    about = json.loads(event[len("data: ") :])
+                    chunk = {name: about[name] for name in ("id", "object", "created", "model") if name in about}
+            elif getattr(event, "type", "") == "response.completed" and (found := self.answer()):
+                setattr(event.response, NAME, found)
+            yield event
+
+
+def answering(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A handler of completions, chats or responses that reads the request's field, and puts the response's into it."""
+
+    async def create(self: Any, request: Any, raw_request: Any = None, *args: Any, **kwargs: Any) -> Any:
+        extra, xargs = request.model_extra or {}, request.vllm_xargs or {}
+        server = Server.of(self.engine_client)
+        if server is None or not (extra or xargs):
+            return await original(self, request, raw_request, *args, **kwargs)
+        with _refusing():
+            refuse_misspelt(extra, "the request")
+            if NAME in extra and NAME in xargs:
+                raise PlanError(f"The plan was given twice: as {NAME!r}, and in vllm_xargs.")
+        given = extra.get(NAME, xargs.get(NAME))
+        if given is None:
+            return await original(self, request, raw_request, *args, **kwargs)
+        with _refusing():
+            for mode in ("use_beam_search", "background"):
+                if getattr(request, mode, False):
+                    raise PlanError(f"{mode} takes no plan: leave one of them out.")
+        served = await server.read(given, owner_of(raw_request.headers if raw_request is not None else {}))
+        extra.pop(NAME, None)
+        request.vllm_xargs = {**xargs, NAME: served}
+        response = await original(self, request, raw_request, *args, **kwargs)
+        if hasattr(response, "__aiter__"):
+            return served.streamed(response)
+        if not hasattr(response, "error") and (found := served.answer()):
+            setattr(response, NAME, found)
+        return response
+
+    return create
+
+
+def running(original: Callable[..., Any]) -> Callable[..., Any]:
+    """An `AsyncLLM.generate` that runs a server's requests with their plans, and the engine-wide plan before them."""
+
+    def generate(self: Any, prompt: Any, sampling_params: Any, request_id: str, **rest: Any) -> AsyncGenerator[Any]:
+        served = (getattr(sampling_params, "extra_args", None) or {}).get(NAME)
+        if not isinstance(served, Served):
+            return original(self, prompt, sampling_params, request_id, **rest)  # type: ignore[no-any-return]
+
+        def stream(*args: Any, **kwargs: Any) -> AsyncGenerator[Any]:
+            return original(self, *args, **kwargs)  # type: ignore[no-any-return]
+
+        return served.run(stream, prompt, sampling_params, request_id, rest)
+
+    return generate
