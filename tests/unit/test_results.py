@@ -31,9 +31,9 @@ from limits import least
 
 from midstream.errors import ChannelClosedError, ChannelError, UnsendableError
 from midstream.transport import receiver as receiving
-from midstream.transport import staging, wire
+from midstream.transport import wire
 from midstream.transport.receiver import Receiver
-from midstream.transport.sender import Sender
+from midstream.transport.sender import SLOT_BYTES, Copier, Copying, Sender
 
 KEY = ("request", 0)
 WAIT = 60  # seconds; a shared machine may be slow
@@ -183,7 +183,7 @@ SHAPES = {
     "bits_transposed": lambda: filled(torch.bits16, (40, 30)).T,
     "float8_strided": lambda: filled(torch.float8_e4m3fn, (1, 40))[:, ::3],
     "large_transposed": lambda: filled(torch.float32, (2000, 1500)).T,
-    "large": lambda: filled(torch.uint8, (2 * staging.SLOT_BYTES + 12345,)),
+    "large": lambda: filled(torch.uint8, (2 * SLOT_BYTES + 12345,)),
 }
 
 
@@ -412,13 +412,13 @@ def test_a_value_that_the_client_cannot_rebuild_is_an_error_value(receiver, work
 def failed_copy(*_):
     failed = Future()
     failed.set_exception(ZeroDivisionError())
-    return staging.Copying([failed])
+    return Copying([failed])
 
 
 @pytest.mark.parametrize("begin", [lambda *_: 1 / 0, failed_copy], ids=["begin", "end"])
 def test_a_copy_that_fails_is_an_error_value_and_the_channel_goes_on(receiver, monkeypatch, begin):
     with receiver.expect(KEY) as box, linked(receiver) as sender:
-        monkeypatch.setattr(staging.Copier, "begin", begin)
+        monkeypatch.setattr(Copier, "begin", begin)
         sender.send({"key": KEY}, torch.ones(100_000))
         assert "ZeroDivisionError" in str(box.get(WAIT)[1])
         monkeypatch.undo()
@@ -615,8 +615,8 @@ def test_the_address_is_plain_data(receiver):
 
 
 def test_send_does_not_wait_for_the_copy_and_snapshots_the_containers(receiver, monkeypatch):
-    go, begin = threading.Event(), staging.Copier.begin
-    monkeypatch.setattr(staging.Copier, "begin", lambda *args: go.wait(WAIT) and begin(*args))
+    go, begin = threading.Event(), Copier.begin
+    monkeypatch.setattr(Copier, "begin", lambda *args: go.wait(WAIT) and begin(*args))
     with receiver.expect(KEY) as box, linked(receiver) as sender:
         saves = [torch.ones(3)]
         sender.send({"key": KEY}, saves)
@@ -627,8 +627,8 @@ def test_send_does_not_wait_for_the_copy_and_snapshots_the_containers(receiver, 
 
 
 def test_back_pressure_blocks_and_is_counted(receiver, monkeypatch):
-    go, begin = threading.Event(), staging.Copier.begin
-    monkeypatch.setattr(staging.Copier, "begin", lambda *args: go.wait(WAIT) and begin(*args))
+    go, begin = threading.Event(), Copier.begin
+    monkeypatch.setattr(Copier, "begin", lambda *args: go.wait(WAIT) and begin(*args))
     block = torch.zeros(1 << 20, dtype=torch.uint8)
     with receiver.expect(KEY) as box, linked(receiver, queue_bytes=5 << 19) as sender:  # room for two and a half
 
@@ -659,14 +659,14 @@ def test_a_message_larger_than_the_bound_passes_an_empty_queue(receiver):
 
 def test_a_copied_message_is_written_before_the_next_copy_begins(receiver, monkeypatch):
     """Beginning the next copy may take long."""
-    go, begin = threading.Event(), staging.Copier.begin
+    go, begin = threading.Event(), Copier.begin
 
     def held(copier, payload, *rest):
         if payload.numel() > 2 << 20:
             go.wait(WAIT)
         return begin(copier, payload, *rest)
 
-    monkeypatch.setattr(staging.Copier, "begin", held)
+    monkeypatch.setattr(Copier, "begin", held)
     with receiver.expect(KEY) as box, linked(receiver) as sender:
         with sender._queue.changed:  # both are there when the thread looks
             sender.send({"key": KEY}, torch.ones(1 << 20, dtype=torch.uint8))
@@ -938,13 +938,13 @@ def test_closed_ends_leave_no_thread_file_or_mapping():
     for path in ("unix", "tcp"):
         receiver = Receiver(host="127.0.0.1")
         box, sender = receiver.expect(KEY), Sender(route(receiver.address, path))
-        for size in (10, 100_000, 3 * staging.SLOT_BYTES):
+        for size in (10, 100_000, 3 * SLOT_BYTES):
             sender.send({"key": KEY}, torch.zeros(size, dtype=torch.uint8), stream="never ended")
         sender.close()
         sender.close()
         with pytest.raises(ChannelClosedError):
             sender.send({"key": KEY}, 1)
-        assert [box.get(WAIT)[1].numel() for _ in range(3)] == [10, 100_000, 3 * staging.SLOT_BYTES]
+        assert [box.get(WAIT)[1].numel() for _ in range(3)] == [10, 100_000, 3 * SLOT_BYTES]
         receiver.close()
         with pytest.raises(ChannelClosedError):
             box.get(WAIT)
@@ -954,8 +954,8 @@ def test_closed_ends_leave_no_thread_file_or_mapping():
 
 
 def test_closing_without_flush_drops_the_queue(receiver, monkeypatch):
-    go, begin = threading.Event(), staging.Copier.begin
-    monkeypatch.setattr(staging.Copier, "begin", lambda *args: go.wait(WAIT) and begin(*args))
+    go, begin = threading.Event(), Copier.begin
+    monkeypatch.setattr(Copier, "begin", lambda *args: go.wait(WAIT) and begin(*args))
     with receiver.expect(KEY, senders=["here"]) as box:
         sender = Sender(receiver.address, "here")
         for i in range(5):
@@ -996,7 +996,7 @@ def test_closing_cuts_off_a_client_that_stopped_reading(receiver):
 @pytest.fixture
 def stand_in(monkeypatch):
     """The path of CUDA tensors, on the CPU: small slots stand in for pinned memory, the stream for one. Tells of each slot that is made."""
-    monkeypatch.setattr(staging, "SLOT_BYTES", 1000)
+    monkeypatch.setattr("midstream.transport.sender.SLOT_BYTES", 1000)
 
     class Event:
         def synchronize(self):
@@ -1030,7 +1030,7 @@ def test_windows_of_pinned_memory_add_up_to_the_payload(stand_in):
     sizes = [1, 64, 999, 1000, 1001, 5000, 3, 0, 12_345, 64]
     tensors = [filled(torch.uint8, (size,), salt=i) for i, size in enumerate(sizes)]
     offsets, total = wire.lay_out(tensors)
-    payload, tasks, copier = torch.zeros(192 + total, dtype=torch.uint8), [], staging.Copier(threads=3)
+    payload, tasks, copier = torch.zeros(192 + total, dtype=torch.uint8), [], Copier(threads=3)
     placed = [(192 + offset, tensor) for offset, tensor in zip(offsets, tensors, strict=True) if tensor.numel()]
     copier._from_device(payload, placed, torch.device("cuda:0"), "ready", tasks)
     for task in tasks:
@@ -1044,7 +1044,7 @@ def test_windows_of_pinned_memory_add_up_to_the_payload(stand_in):
 def test_every_shape_and_layout_passes_through_pinned_memory(stand_in):
     tensors = [make().detach() for make in SHAPES.values()]
     offsets, total = wire.lay_out(tensors)
-    payload, tasks, copier = torch.zeros(total, dtype=torch.uint8), [], staging.Copier(threads=3)
+    payload, tasks, copier = torch.zeros(total, dtype=torch.uint8), [], Copier(threads=3)
     placed = [(offset, tensor) for offset, tensor in zip(offsets, tensors, strict=True) if tensor.numel()]
     copier._from_device(payload, placed, torch.device("cuda:0"), "ready", tasks)
     for task in tasks:
@@ -1057,7 +1057,7 @@ def test_every_shape_and_layout_passes_through_pinned_memory(stand_in):
 
 def test_a_free_slot_is_used_before_another_one_is_pinned(stand_in):
     """Pinning takes milliseconds, and the forward's calls to the device wait for it."""
-    copier, payload = staging.Copier(), torch.zeros(3000, dtype=torch.uint8)
+    copier, payload = Copier(), torch.zeros(3000, dtype=torch.uint8)
     for value in range(1, 6):
         tasks: list[Future] = []
         tensor = torch.full((3000,), value, dtype=torch.uint8)

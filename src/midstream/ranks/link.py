@@ -44,8 +44,7 @@ from midstream.sites import Ref, follow
 from midstream.trace.tree import is_raw, leaves, map_tensors
 from midstream.transport import wire
 from midstream.transport.receiver import Message, Receiver
-from midstream.transport.sender import Sender
-from midstream.transport.staging import mark_ready
+from midstream.transport.sender import Sender, mark_ready
 
 _HOST = torch.device("cpu")
 _UNBOUNDED = 1 << 62  # bytes queued: those of published values, which are kept anyway

@@ -22,8 +22,7 @@ from midstream.plan.values import Consumer, Plan
 from midstream.queues import BoundedQueue
 from midstream.runtime.request import PlanRequest, TraceRequest, users_id
 from midstream.trace.program import Outcome
-from midstream.transport import staging
-from midstream.transport.sender import Sender
+from midstream.transport.sender import Copier, Sender, mark_ready
 
 _log = logging.getLogger(__name__)
 DUE_BYTES = 16 << 20  # rows of one request are sent in pieces of this size: they hold device memory until then
@@ -212,7 +211,7 @@ class LocalSinks:
         self._engine, self._num_layers = engine, num_layers
         self._layers, self._stage = layers, stage
         self._sinks = Sinks()
-        self._copier = staging.Copier()
+        self._copier = Copier()
         self._names: dict[str, str] = {}  # of running requests: the engine's id -> the user's
         self._captures: dict[str, RequestCapture] = {}  # by the engine's id; requests that have failed are not there
         self.failures = 0  # requests whose rows were not taken, all of them or in part
@@ -241,7 +240,7 @@ class LocalSinks:
     def rows(self, engine_id: str, chunks: Sequence[RowChunk], confirmed: int = 0) -> None:
         """Rows of a request, on the device. Consumers get those below position `confirmed` now, the others when the request ends."""
         tensors = [chunk.rows for chunk in chunks]
-        ready = staging.mark_ready(tensors)
+        ready = mark_ready(tensors)
 
         def job() -> None:
             if (capture := self._captures.get(engine_id)) is not None:
