@@ -20,14 +20,15 @@ from torch import nn
 
 from midstream.arch.blocks import (
     Block,
+    Names,
     bind_embed,
     bind_final_norm,
     bind_streams,
     check_shapes,
     find_layout,
+    is_a,
     stream_of,
 )
-from midstream.arch.names import Names, is_placeholder, text_config
 from midstream.arch.probe import Plant, Probe, planted_embedding, record, shapes_of
 from midstream.errors import ArchitectureError, UnknownSiteError
 from midstream.sites import LAYER_SITES, MODEL_SITES, Binding, Kind, Ref
@@ -206,11 +207,16 @@ def _indices(container: nn.Module) -> list[int]:
     return [int(name) for name, _ in container.named_children() if name.isdigit()]
 
 
+def _is_placeholder(module: nn.Module) -> bool:
+    """Whether this stands for a module of another pipeline stage. Transformers models in vLLM have a plain Identity there."""
+    return is_a(module, "PPMissingLayer") or type(module) is nn.Identity
+
+
 def _blocks(path: str, modules: Mapping[str, nn.Module], names: Names) -> dict[int, str]:
     """index -> path of the layers in this process, if `path` is named like a container of layers."""
     if names.rank(path, "layers") is None:
         return {}
-    present = [i for i in _indices(modules[path]) if not is_placeholder(modules.get(f"{path}.{i}", nn.Identity()))]
+    present = [i for i in _indices(modules[path]) if not _is_placeholder(modules.get(f"{path}.{i}", nn.Identity()))]
     return {i: f"{path}.{i}" for i in present}
 
 
@@ -310,3 +316,39 @@ def show_tree(modules: Mapping[str, Any], shapes: Mapping[str, str], sites: Iter
 
     last = f"sites: {', '.join(sites)}, logits, samples"
     return "\n".join([classes.get("", "model"), *lines_below("", "  "), last])
+
+
+def text_config(root: nn.Module) -> Any:
+    """The configuration of the language model, or None."""
+    config = getattr(root, "config", None)
+    return getattr(config, "text_config", None) or config
+
+
+class Sizes:
+    """How many heads and token ids the model has, read from its transformers configuration."""
+
+    @property
+    def _text_config(self) -> Any:
+        """The transformers configuration of the language model."""
+        raise NotImplementedError
+
+    @property
+    def vocab_size(self) -> int:
+        """How many token ids there are."""
+        return self._text_config.vocab_size
+
+    @property
+    def num_heads(self) -> int:
+        """Attention heads of a layer, as in `attn_z`."""
+        return self._text_config.num_attention_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key and value heads of a layer."""
+        return getattr(self._text_config, "num_key_value_heads", None) or self.num_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head of `attn_z`."""
+        given = getattr(self._text_config, "head_dim", None)
+        return given or self._text_config.hidden_size // self.num_heads

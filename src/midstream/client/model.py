@@ -10,7 +10,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self, cast
 
-from midstream.arch.names import Sizes
+from midstream.arch.detect import Sizes
 from midstream.capture.directory import Store, open_captures
 from midstream.client.collecting import Collection
 from midstream.client.requests import (

@@ -29,8 +29,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from midstream.arch.blocks import is_a, is_linear
 from midstream.arch.detect import ShardFinder
-from midstream.arch.names import is_a, is_linear
 from midstream.arch.probe import Call, Leaf, Plant, Probe
 from midstream.errors import DivergedError, MidstreamError
 from midstream.ranks.link import Link

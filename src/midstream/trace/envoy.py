@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from midstream.arch import Architecture
-from midstream.arch.names import Sizes, text_config
+from midstream.arch.detect import Sizes, text_config
 from midstream.errors import ShapeError, TraceError, UnknownModuleError, UnknownSiteError
 from midstream.sites import ACCESSORS, LAYER_SITES, Binding, Key
 from midstream.trace.body import current_body
