@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from midstream.trace.analysis import keeps_to_graph_sites
-from midstream.trace.program import FunctionProgram
+from midstream.trace.program import FunctionProgram, keeps_to_graph_sites
 
 
 class Model:

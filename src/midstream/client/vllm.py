@@ -25,9 +25,8 @@ from midstream.plan.values import Plan
 from midstream.runtime.request import Envelope, PlanRequest, TraceRequest, packed, requests_of
 from midstream.settings import NAME, RECORD_BYTES, Settings
 from midstream.sites import ACCESSORS, LAYER_SITES
-from midstream.trace.analysis import keeps_to_graph_sites
 from midstream.trace.envoy import nearest
-from midstream.trace.program import ship
+from midstream.trace.program import keeps_to_graph_sites, ship
 
 _IN_TRACES = ("logits", "samples", "next_token_probs", "project_on_vocab", "steer", "skip_layers")
 _HELD = ("weight", "bias", "parameters", "state_dict", "forward")

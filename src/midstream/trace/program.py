@@ -1,8 +1,9 @@
-"""A trace's code, a with-block or a function: how it is sent to the engine, and the values that come back."""
+"""A trace's code, a with-block or a function: the sites that it uses, how it is sent to the engine, and the values that come back."""
 
 from __future__ import annotations
 
 import builtins
+import dis
 import functools
 import inspect
 import io
@@ -13,7 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from types import CodeType
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle
@@ -23,7 +24,7 @@ import torch
 from midstream.errors import InterventionError, MidstreamError, StageFailedError, TraceError, text_of
 from midstream.trace.block import Block, locals_at
 from midstream.trace.body import Body, StopTrace, current_body
-from midstream.trace.saves import attributes_of, contents, is_container
+from midstream.trace.saves import attributes_of, contents, is_container, variables_of
 from midstream.trace.tracer import BodyTracer, backward, save, steps_of
 from midstream.trace.tree import as_bytes, is_raw, map_tensors, movable
 
@@ -304,6 +305,83 @@ def outcome(body: Body, program: Program) -> Outcome:
         steps=body.now + 1,
         saved=bool(body.saves),
     )
+
+
+# Whether a program needs uncompiled steps.
+
+_MODEL_USES = frozenset(
+    {"layers_output", "resid_post", "logits", "samples", "next_token_probs", "steer", "project_on_vocab"}
+    | {"num_layers", "hidden_size", "tokenizer"}
+)
+_TRACER_USES = frozenset({"iter", "all", "next", "stop", "result"})
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, range, torch.Tensor, torch.dtype, torch.device, torch.Size)
+_KNOWN_CODE = (*"torch numpy math operator itertools functools collections builtins".split(), "midstream.trace.tracer")
+
+
+def keeps_to_graph_sites(program: Program) -> bool:
+    """Whether `program` reads and writes only `layers_output`, `logits` and `samples`.
+
+    Read off its bytecode. In doubt the answer is no: for any use of the model other than the attributes in `_MODEL_USES`, and for any
+    captured object whose code might reach the model by another way.
+    """
+    if isinstance(program, BlockProgram):
+        code, values, defaults = program.block.code, program.block.captured, ()
+        uses = {name: _TRACER_USES for name in program.injected}
+    elif isinstance(program, FunctionProgram) and isinstance(fn := program.fn, FunctionType):
+        code, values, defaults = fn.__code__, dict(variables_of(fn)), fn.__defaults__ or ()
+        uses = dict(zip(inspect.signature(fn).parameters, (_MODEL_USES, _TRACER_USES), strict=False))
+    else:
+        return False
+    uses |= {name: _MODEL_USES for name, value in values.items() if _is_model(value)}
+    others = [value for name, value in values.items() if name not in uses]
+    return all(map(_harmless, [*others, *defaults])) and _uses_only(code, uses)
+
+
+def _is_model(value: Any) -> bool:
+    refers = getattr(type(value), "__midstream_reference__", None)
+    return refers is not None and refers(value) == ("model",)
+
+
+def _harmless(value: Any) -> bool:
+    """Whether `value` cannot reach the model."""
+    if isinstance(value, _PLAIN):
+        return True
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(map(_harmless, value))
+    if isinstance(value, Mapping) and type(value) is dict:
+        return all(map(_harmless, value.keys())) and all(map(_harmless, value.values()))
+    if isinstance(value, ModuleType):
+        return value.__name__.partition(".")[0] in _KNOWN_CODE
+    if isinstance(value, (FunctionType, BuiltinFunctionType, type)):
+        home = value.__module__ or "builtins"
+        return any(home == known or home.startswith(known + ".") for known in _KNOWN_CODE)
+    return False
+
+
+def _uses_only(code: CodeType, uses: Mapping[str, frozenset[str]]) -> bool:
+    """Whether the code loads names in `uses` only to use the attributes listed there."""
+    instructions = [
+        i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "COPY", "PUSH_NULL", "EXTENDED_ARG")
+    ]
+    for instruction, following in zip(instructions, [*instructions[1:], None], strict=True):
+        names = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
+        touched = [name for name in names if isinstance(name, str) and name in uses]
+        if not touched or instruction.opname in ("MAKE_CELL", "LOAD_CLOSURE", "COPY_FREE_VARS", "LOAD_CONST"):
+            continue
+        if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR"):  # an attribute with the same name
+            continue
+        loads = len(names) == 1 and instruction.opname.startswith("LOAD_")
+        attribute = following is not None and following.opname in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR")
+        if not (loads and attribute and following is not None and following.argval in uses[touched[0]]):
+            return False
+    return all(
+        _uses_only(inner, uses) for inner in code.co_consts if isinstance(inner, CodeType)
+    ) and not _reaches_frames(code)
+
+
+def _reaches_frames(code: CodeType) -> bool:
+    """Whether the code calls functions that could find the model under another name."""
+    return bool({"eval", "exec", "globals", "locals", "vars"} & set(code.co_names))
 
 
 # Sending. Everything goes by value, except the model's own objects, which the worker replaces by its own.
