@@ -199,6 +199,22 @@ def test_generate_is_awaited_or_iterated_over(model: VLLM, drive: Drive, plain: 
     drive(main())
 
 
+def test_f7_collect_is_awaited_and_runs_what_is_missing(
+    model: VLLM, drive: Drive, plain: Plain, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompts, plan = [[1, 5, 17], [1, 33, 60, 91], [1, 120]], Capture("resid_post", layers=3)
+
+    async def main() -> None:
+        assert len(await model.collect(prompts[:1], plan=plan, to=tmp_path)) == 1
+        store = await model.collect(prompts, plan=plan, to=tmp_path)
+        assert sorted(capture.prompt_token_ids for capture in store.values()) == sorted(prompts)
+        for capture in store.values():
+            close(capture["resid_post", 3], plain.run(capture.prompt_token_ids).sites["resid_post", 3][-1:])
+
+    drive(main())
+    assert f"1 of 3 prompts are in {tmp_path} already" in caplog.text
+
+
 def test_an_edit_is_on_in_async_generation(model: VLLM, drive: Drive, plain: Plain) -> None:
     async def main() -> None:
         with model.edit("nothing"):

@@ -375,7 +375,7 @@ def test_a_killed_collection_on_transformers_goes_on(
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("mode", ["async", "stock"])
+@pytest.mark.parametrize("mode", [pytest.param("async", marks=pytest.mark.matrix), "stock"])
 def test_what_had_ended_is_left_of_other_engines(mode: str, plain: Plain, tmp_path: Path) -> None:
     """An async one, and one that writes itself."""
     check_what_is_left(tmp_path, killed(mode, tmp_path), plain)
