@@ -20,7 +20,7 @@ from toy_op import Scale
 from midstream import Patch, Plan, Steer
 from midstream.errors import PlanError
 from midstream.plan.checks import ModelFacts, check
-from midstream.plan.keys import PlanKeys
+from midstream.plan.compile import PlanKeys
 from midstream.plan.ops import Edit, register
 from midstream.plan.ops.edit import kinds
 from midstream.plan.values import Named

@@ -16,7 +16,7 @@ from plan_strategies import RUNS, VECTORS, edits, meaning, plans
 
 from midstream import Capture, Clamp, Patch, Plan, RecordedRun, Span, Steer
 from midstream.errors import PlanError
-from midstream.plan.keys import PlanKeys, changes_kv, lowest_captured
+from midstream.plan.compile import PlanKeys, changes_kv, lowest_captured
 from midstream.plan.values import Named, with_digests
 from midstream.sites import LAYER_SITES
 

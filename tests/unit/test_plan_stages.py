@@ -23,8 +23,7 @@ from midstream.capture.rows import RowChunk
 from midstream.client.vectors_and_runs import Runs, run_now
 from midstream.errors import CaptureError, PlanError
 from midstream.plan.captures import Layout
-from midstream.plan.compile import CompiledPlan, compile_plan
-from midstream.plan.keys import PlanKeys
+from midstream.plan.compile import CompiledPlan, PlanKeys, compile_plan
 from midstream.plan.values import Named, RecordedRun
 from midstream.runtime.points import Pipeline
 from midstream.runtime.request import Memory, plan_bytes
