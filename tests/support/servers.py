@@ -1,4 +1,4 @@
-"""Stock vLLM's OpenAI server on the bundled model, with midstream's worker and scheduler in it, in a process of its own, on 127.0.0.1."""
+"""vLLM's OpenAI server on the bundled model, in a process of its own, on 127.0.0.1: stock with midstream's engine, or `midstream serve`."""
 
 from __future__ import annotations
 
@@ -26,9 +26,17 @@ class Server:
     def __init__(self, port: int, process: subprocess.Popen[bytes], log: Path) -> None:
         self.url, self.process, self.log = f"http://127.0.0.1:{port}", process, log
 
-    def post(self, path: str, body: Any, timeout: float = 120.0) -> tuple[int, Any]:
+    def post(self, path: str, body: Any, timeout: float = 120.0, key: str = "") -> tuple[int, Any]:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        return self.ask("POST", path, data, timeout, key)
+
+    def ask(
+        self, method: str, path: str, data: bytes | None = None, timeout: float = 120.0, key: str = "", admin: str = ""
+    ) -> tuple[int, Any]:
+        """Any request; `key` is an API key, and `admin` an administrator's."""
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        headers |= {"X-Midstream-Admin": admin} if admin else {}
+        request = urllib.request.Request(self.url + path, data, headers, method=method)
         try:
             with urllib.request.urlopen(request, timeout=timeout) as response:
                 return response.status, _read(response.read())
@@ -67,27 +75,36 @@ class Server:
 
 
 def _read(body: bytes) -> Any:
-    try:
-        return json.loads(body)
-    except ValueError:
-        return body.decode(errors="replace")
+    """JSON, or text, or else bytes."""
+    for read in (json.loads, bytes.decode):
+        with contextlib.suppress(ValueError):
+            return read(body)
+    return body
 
 
 @contextlib.contextmanager
-def serving(directory: Path, *flags: str) -> Iterator[Server]:
-    """A server that is up. Its log lies in the directory."""
+def serving(directory: Path, *flags: str, stock: bool = True, **environment: str) -> Iterator[Server]:
+    """A server that is up. Its log lies in the directory.
+
+    `stock`: vLLM's own program with midstream's worker and scheduler, and without its routes; else `midstream serve`.
+    """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    own = engine_arguments()
+    if stock:
+        own = engine_arguments()
+        start = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(demo_model())]
+        start += ["--worker-cls", own["worker_cls"], "--scheduler-cls", own["scheduler_cls"]]
+        start += ["--additional-config", json.dumps(own["additional_config"])]
+    else:
+        start = ["-m", "midstream.cli", "serve", str(demo_model())]
     command = [
-        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(demo_model())),
-        *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", "demo", "--dtype", "float32"),
-        *("--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "16", "--gpu-memory-utilization", "0.2"),
-        *("--worker-cls", own["worker_cls"], "--scheduler-cls", own["scheduler_cls"]),
-        *("--additional-config", json.dumps(own["additional_config"]), *flags),
+        *(sys.executable, *start, "--host", "127.0.0.1", "--port", str(port), "--served-model-name", "demo"),
+        *("--dtype", "float32", "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "16"),
+        *("--gpu-memory-utilization", "0.2", *flags),
     ]
     log = directory / "server.log"
-    environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    path = os.pathsep.join(filter(None, sys.path))
+    environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": path, **environment}
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True, env=environment)
     server = Server(port, process, log)

@@ -115,9 +115,11 @@ class Plan:
         return wire.to_json(self.interventions)
 
     @classmethod
-    def from_wire(cls, given: Any, *, trusted: bool = True) -> Plan:
+    def from_wire(
+        cls, given: Any, *, trusted: bool = True, named_runs: Mapping[str, RecordedRun] | None = None
+    ) -> Plan:
         """The plan that `to_wire` wrote: see `wire.from_wire`. Raises PlanError for anything else."""
-        return cls(wire.from_wire(given, trusted=trusted))
+        return cls(wire.from_wire(given, trusted=trusted, named_runs=named_runs))
 
     @classmethod
     def from_json(cls, text: str, *, trusted: bool = True) -> Plan:

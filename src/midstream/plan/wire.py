@@ -111,12 +111,15 @@ def from_json(text: str, *, trusted: bool = True) -> tuple[Intervention, ...]:
     return from_wire(wire, trusted=trusted)
 
 
-def from_wire(wire: Mapping[str, Any], *, trusted: bool = True) -> tuple[Intervention, ...]:
+def from_wire(
+    wire: Mapping[str, Any], *, trusted: bool = True, named_runs: Mapping[str, RecordedRun] | None = None
+) -> tuple[Intervention, ...]:
     """The plan that `to_wire` wrote.
 
     Args:
         trusted: False for a stranger's plan. It may have `MAX_STRANGERS_BYTES` at most, may not name directories or consumers of the
             machine that reads it, and may not vouch for the content of named vectors.
+        named_runs: runs that it may refer to by their names, beside those that it describes.
 
     Raises:
         PlanError: anything is wrong. The message names the place, the given value and what is allowed.
@@ -127,7 +130,7 @@ def from_wire(wire: Mapping[str, Any], *, trusted: bool = True) -> tuple[Interve
     if type(version := wire.get("version", VERSION)) is not int or version != VERSION:
         allowed = f"{VERSION}, which is all that this midstream reads"
         raise fields.refuse("the plan's version", fields.shown(version), allowed)
-    vectors, runs = _vectors(wire.get("vectors", {})), _runs(wire.get("runs", {}))
+    vectors, runs = _vectors(wire.get("vectors", {})), {**(named_runs or {}), **_runs(wire.get("runs", {}))}
     items = _list("interventions", wire["interventions"], MAX_INTERVENTIONS if trusted else MAX_STRANGERS_EDITS)
     reader = _Reader(trusted, vectors, runs)
     return tuple(reader.intervention(f"interventions[{i}]", item) for i, item in enumerate(items))

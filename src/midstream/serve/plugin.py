@@ -6,30 +6,54 @@ vLLM loads it where VLLM_PLUGINS names midstream (entry point group `vllm.endpoi
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import os
-from collections.abc import Awaitable, Callable
+import secrets
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from functools import wraps
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
+from prometheus_client import REGISTRY, Metric
+from prometheus_client.core import GaugeMetricFamily
+from pydantic import BaseModel, ConfigDict, Field
 
 from midstream import __version__
+from midstream.client.vectors_and_runs import RunInfo
 from midstream.engine.plugin import apply
 from midstream.engine.seams import Role
-from midstream.errors import MidstreamError, PlanError
+from midstream.errors import CaptureError, EngineClosedError, MidstreamError, PlanError, PromptError
 from midstream.plan.ops.edit import kinds
 from midstream.plan.vectors import read_vectors
 from midstream.plan.wire import MAX_STRANGERS_BYTES, MAX_STRANGERS_EDITS
 from midstream.serve.captures import MAX_INLINE_BYTES, CaptureStore
-from midstream.serve.requests import Server, owner_of
+from midstream.serve.requests import Server, UnreadField, owner_of, problem
 from midstream.settings import NAME, WORKER
 
 MAX_UPLOAD_BYTES = 64 << 20
+MAX_VECTORS = 4096
 MAX_VECTOR_BYTES = 256 << 20  # of all named vectors together
 CAPTURE_BYTES = "MIDSTREAM_CAPTURE_BYTES"  # environment variables of the server
 CAPTURE_SECONDS = "MIDSTREAM_CAPTURE_SECONDS"
+ADMIN_KEY = "MIDSTREAM_ADMIN_KEY"
+TAKING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/midstream/", "/invocations")
+_NO_ADMIN = (
+    f"Administration needs the key of {ADMIN_KEY}, the server's environment variable, in the header X-Midstream-Admin."
+)
 router = APIRouter(prefix=f"/v1/{NAME}", tags=[NAME])
+
+
+class RunToRecord(BaseModel):
+    """A prompt, as text or token ids, and which of its activations to keep, as in `midstream.VLLM.record`."""
+
+    model_config = ConfigDict(extra="forbid")
+    prompt: str | list[int]
+    sites: list[str]
+    layers: list[int] | Literal["all"] = "all"
+    positions: list[int] | Literal["all_prompt", "last_prompt"] = "all_prompt"
+    name: str | None = Field(None, min_length=1, max_length=256)
 
 
 class Plugin:
@@ -40,6 +64,7 @@ class Plugin:
 
     def attach_router(self, app: FastAPI) -> None:
         app.include_router(router)
+        app.add_middleware(UnreadField, taking=TAKING)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Prepare the server. Raises MidstreamError, which ends it, if it was started in a way that midstream does not support."""
@@ -66,18 +91,34 @@ class Plugin:
         server = Server(engine_client, captures)
         await server.model.start()
         engine_client.midstream_server = state.midstream = server
+        REGISTRY.register(Metrics(server, asyncio.get_running_loop()))
+
+
+class Metrics:
+    """midstream's gauges in Prometheus form, for vLLM's /metrics. Those of the workers are from the scrape before."""
+
+    def __init__(self, server: Server, loop: asyncio.AbstractEventLoop) -> None:
+        self._server, self._loop = server, loop
+        self._workers: list[dict[str, int]] = []
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by prometheus_client at every scrape, on any thread."""
+        asyncio.run_coroutine_threadsafe(self._refresh(), self._loop)
+        for name, value in self._server.gauges.items():
+            yield GaugeMetricFamily(f"{NAME}_{name}", f"{NAME}: {name.replace('_', ' ')} of the server", value)
+        for name in self._workers[0] if self._workers else ():
+            family = GaugeMetricFamily(f"{NAME}_worker_{name}", f"{NAME}: {name.replace('_', ' ')}", labels=["worker"])
+            for number, gauges in enumerate(self._workers):
+                family.add_metric([str(number)], gauges[name])
+            yield family
+
+    async def _refresh(self) -> None:
+        with contextlib.suppress(EngineClosedError):
+            self._workers = await self._server.model.gauges()
 
 
 def _server(request: Request) -> Server:
     return request.app.state.midstream  # type: ignore[no-any-return]
-
-
-def _problem(status: int, message: str, parameter: str | None = None) -> JSONResponse:
-    """An error in OpenAI's form."""
-    kind = {404: "NotFoundError", 413: "RequestTooLargeError", 403: "PermissionDeniedError"}.get(
-        status, "BadRequestError"
-    )
-    return JSONResponse({"error": {"message": message, "type": kind, "param": parameter, "code": status}}, status)
 
 
 def _answering_400(route: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
@@ -85,8 +126,8 @@ def _answering_400(route: Callable[..., Awaitable[Any]]) -> Callable[..., Awaita
     async def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return await route(*args, **kwargs)
-        except PlanError as error:
-            return _problem(400, str(error))
+        except (PlanError, PromptError, CaptureError) as error:
+            return problem(400, str(error), getattr(error, "parameter", None))
 
     return call
 
@@ -140,16 +181,17 @@ async def upload_vectors(request: Request) -> Any:
     async for part in request.stream():
         data += part
         if len(data) > MAX_UPLOAD_BYTES:
-            return _problem(413, f"The file has over {MAX_UPLOAD_BYTES >> 20} MiB; send its vectors in several files.")
+            return problem(413, f"The file has over {MAX_UPLOAD_BYTES >> 20} MiB; send its vectors in several files.")
     vectors = server.model.vectors
     found = await asyncio.get_running_loop().run_in_executor(None, read_vectors, bytes(data), "the body")
     if taken := sorted(found.keys() & vectors.keys()):
         raise PlanError(f"The vector {taken[0]!r} is there already: delete it first, or use another name.")
     held = sum(vector.data.nbytes for vector in [*vectors.values(), *found.values()])
-    if held > MAX_VECTOR_BYTES:
-        return _problem(413, f"All vectors together may have {MAX_VECTOR_BYTES >> 20} MiB. Delete some first.")
+    if held > MAX_VECTOR_BYTES or len(vectors) + len(found) > MAX_VECTORS:
+        allowed = f"{MAX_VECTORS} vectors of {MAX_VECTOR_BYTES >> 20} MiB"
+        return problem(413, f"There may be {allowed} together. Delete some first.")
     vectors.update(found)
-    server.vector_owners.update(dict.fromkeys(found, owner_of(request.headers)))
+    server.owners |= dict.fromkeys((("vectors", name) for name in found), owner_of(request.headers))
     async with server.model.connection.sending:
         await server.model.connection.send_vectors()
     return {"vectors": {name: {"width": vector.width} for name, vector in found.items()}}
@@ -157,15 +199,98 @@ async def upload_vectors(request: Request) -> Any:
 
 @router.delete("/vectors/{name}")
 async def delete_vector(request: Request, name: str) -> Any:
-    """Forget a vector. Only the API key that has uploaded it may."""
-    server = _server(request)
-    vectors = server.model.vectors
-    if name not in vectors:
-        return _problem(404, f"There is no vector {name!r}. Known: {', '.join(vectors) or 'none'}.", "name")
-    if server.vector_owners.get(name) != owner_of(request.headers):
-        return _problem(403, f"The vector {name!r} was uploaded with another API key.", "name")
-    del vectors[name], server.vector_owners[name]
+    """Forget a vector. The API key that has uploaded it may, and an administrator."""
+    vectors = _server(request).model.vectors
+    if (refusal := _not_theirs(request, "vectors", name, vectors)) is not None:
+        return refusal
+    del vectors[name], _server(request).owners["vectors", name]
     return {"deleted": name}
+
+
+@router.get("/runs")
+async def list_runs(request: Request) -> dict[str, Any]:
+    """The recorded runs, the least recently used first."""
+    infos = await _server(request).model.runs.listing()
+    return {"runs": {info.name: _about(info) for info in infos}}
+
+
+@router.post("/runs")
+@_answering_400
+async def record_run(request: Request, run: RunToRecord) -> Any:
+    """Run a prompt, and keep its activations on the server as the source of patches: `"source": {"run": NAME}`.
+
+    A name that is taken is an error: delete the run first. A run that no request uses may be dropped to make room for others.
+    """
+    model = _server(request).model
+    name = run.name or model.runs.new_name()
+    await model.runs.listing()  # forgets what the workers have dropped
+    if any(each.name == name for each in model.runs.handles):
+        raise PlanError(f"The run {name!r} is there already: delete it first, or use another name.")
+    recording: Any = model.record(
+        run.prompt, run.sites, run.layers, run.positions, name
+    )  # awaitable, on an async engine
+    await recording
+    _server(request).owners["runs", name] = owner_of(request.headers)
+    (info,) = [each for each in await model.runs.listing() if each.name == name]
+    return {"runs": {name: _about(info)}}
+
+
+@router.delete("/runs/{name}")
+async def delete_run(request: Request, name: str) -> Any:
+    """Forget a run; running requests that use it go on. The API key that has recorded it may, and an administrator."""
+    runs = _server(request).model.runs
+    if (refusal := _not_theirs(request, "runs", name, [each.name for each in runs.handles])) is not None:
+        return refusal
+    await runs.delete(name)
+    del _server(request).owners["runs", name]
+    return {"deleted": name}
+
+
+def _about(run: RunInfo) -> dict[str, Any]:
+    return {name: value for name, value in run._asdict().items() if name not in ("name", "id")}
+
+
+def _not_theirs(request: Request, what: str, name: str, there: Collection[str]) -> JSONResponse | None:
+    """The error for who may not delete a vector or a run, or None."""
+    if name not in there:
+        return problem(404, f"There is no {what[:-1]} {name!r}; there are: {', '.join(there) or 'none'}.", "name")
+    if _server(request).owners.get((what, name)) != owner_of(request.headers) and not _is_admin(request):
+        return problem(403, f"The {what[:-1]} {name!r} is another API key's. {_NO_ADMIN}", "name")
+    return None
+
+
+def _is_admin(request: Request) -> bool:
+    wanted, given = os.environ.get(ADMIN_KEY, ""), request.headers.get("x-midstream-admin", "")
+    return bool(wanted) and secrets.compare_digest(wanted.encode(), given.encode())
+
+
+@router.get("/plan")
+async def get_plan(request: Request) -> dict[str, Any]:
+    """The engine-wide plan, which comes before every request's own."""
+    return {"plan": json.loads(_server(request).model.plan.to_json())}
+
+
+@router.put("/plan")
+@_answering_400
+async def set_plan(request: Request) -> Any:
+    """Set the engine-wide plan; the body is `{"plan": ...}` as in a request's field. It may not capture. For administrators."""
+    if not _is_admin(request):
+        return problem(403, _NO_ADMIN)
+    server = _server(request)
+    served = await server.read((await request.body()).decode(errors="replace"), owner_of(request.headers))
+    if served.plan.captures:
+        raise PlanError("The engine-wide plan may not capture: nobody would get the rows.")
+    server.model.plan = served.plan
+    return await get_plan(request)
+
+
+@router.delete("/plan")
+async def clear_plan(request: Request) -> Any:
+    """Remove the engine-wide plan. For administrators."""
+    if not _is_admin(request):
+        return problem(403, _NO_ADMIN)
+    _server(request).model.plan = None
+    return await get_plan(request)
 
 
 @router.get("/captures/{handle}")
@@ -173,7 +298,7 @@ async def get_capture(request: Request, handle: str) -> Any:
     """A captured tensor `[positions, width]` as a safetensors file with the tensor `rows`; its metadata is the response's entry."""
     held = _server(request).captures.get(owner_of(request.headers), handle)
     if held is None:
-        return _problem(
+        return problem(
             404, "There are no captures under this handle: it has expired, or is another API key's.", "handle"
         )
 
@@ -190,7 +315,7 @@ async def get_capture(request: Request, handle: str) -> Any:
 async def delete_capture(request: Request, handle: str) -> Any:
     """Forget captured rows before their handle expires."""
     if not _server(request).captures.drop(owner_of(request.headers), handle):
-        return _problem(
+        return problem(
             404, "There are no captures under this handle: it has expired, or is another API key's.", "handle"
         )
     return {"deleted": handle}
@@ -200,4 +325,4 @@ async def delete_capture(request: Request, handle: str) -> Any:
 async def gauges(request: Request) -> dict[str, Any]:
     """What the server and each worker hold."""
     server = _server(request)
-    return {"server": server.captures.gauges, "workers": await server.model.gauges()}
+    return {"server": server.gauges, "workers": await server.model.gauges()}

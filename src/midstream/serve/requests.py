@@ -19,6 +19,8 @@ import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from typing import Any
 
+from fastapi.responses import JSONResponse
+
 from midstream.client.requests import Invoke, answers_of
 from midstream.client.vllm import VLLM
 from midstream.client.vllm_async import submitted
@@ -28,11 +30,14 @@ from midstream.plan import fields
 from midstream.plan.checks import check_strangers
 from midstream.plan.values import Plan
 from midstream.plan.wire import MAX_STRANGERS_BYTES
+from midstream.runtime.request import Envelope
 from midstream.serve.captures import CaptureStore
 from midstream.settings import NAME
 
 _FIELDS = ("plan", "answers", "inline")
+_ANSWERS = f"{NAME}.answers"
 _MAX_ANSWERS = 64
+Generate = Callable[..., AsyncGenerator[Any]]
 _DONE = "data: [DONE]\n\n"
 
 
@@ -40,37 +45,109 @@ class Server:
     """What the routes and the requests of one server share.
 
     Attributes:
-        model: the server's engine.
+        model: the server's engine. `model.plan` is the engine-wide plan.
         captures: the rows that wait for download.
-        vector_owners: who has uploaded each named vector.
+        owners: who has made each named vector and each run, by `("vectors" | "runs", name)`.
+        planned: how many prompts have run with a plan, the engine-wide one included.
     """
 
     def __init__(self, engine: Any, captures: CaptureStore) -> None:
         self.model = VLLM.attached(engine)
         self.captures = captures
-        self.vector_owners: dict[str, bytes] = {}
+        self.owners: dict[tuple[str, str], bytes] = {}
+        self.planned = 0
 
     @staticmethod
     def of(engine: Any) -> Server | None:
         """The server of a front end's engine; None before it is ready."""
         return getattr(engine, "midstream_server", None)
 
+    @property
+    def gauges(self) -> dict[str, int]:
+        """What the front end holds, and how many prompts have had a plan."""
+        held = {"vectors": len(self.model.vectors), "runs": len(self.model.runs.handles)}
+        return {**self.captures.gauges, **held, "planned_prompts": self.planned}
+
     async def read(self, given: Any, owner: bytes) -> Served:
         """A request's field, read on another thread and checked as far as that needs no prompt. Raises PlanError."""
+        return await asyncio.get_running_loop().run_in_executor(reader, self._read, given, owner)
+
+    async def run_carried(
+        self, given: Any, generate: Generate, prompt: Any, params: Any, request_id: str, rest: Any
+    ) -> AsyncGenerator[Any]:
+        """The outputs of a prompt on a route whose responses have no place for midstream's field. Raises PlanError."""
+        served = await self.read(given, b"")
         with _refusing():
-            return await asyncio.get_running_loop().run_in_executor(reader, self._read, given, owner)
+            if served.plan.captures:
+                raise PlanError(
+                    "This route returns no captures. Use /v1/completions, /v1/chat/completions or /v1/responses."
+                )
+        async with contextlib.aclosing(served.run(generate, prompt, params, request_id, rest)) as outputs:
+            async for output in outputs:
+                yield output
+
+    def _plan(self, given: Any) -> Plan:
+        given = _loaded(f"{NAME}.plan", given)
+        if given is None:
+            return Plan()
+        wire = {"interventions": given} if isinstance(given, list) else given
+        runs = {run.name: run for run in self.model.runs.handles}
+        return Plan.from_wire(wire, trusted=False, named_runs=runs)
 
     def _read(self, given: Any, owner: bytes) -> Served:
-        content = _content(given)
-        plan = _plan(content.get("plan"))
-        check_strangers(plan, self.model.num_layers)
-        self.model.planner.check(plan)
-        answers = content.get("answers", [])
-        if not isinstance(answers, list) or len(answers) > _MAX_ANSWERS:
-            raise fields.refuse(f"{NAME}.answers", fields.shown(answers), f"a list of up to {_MAX_ANSWERS} answers")
-        if not isinstance(inline := content.get("inline", False), bool):
-            raise fields.refuse(f"{NAME}.inline", fields.shown(inline), "true or false")
+        with _refusing(NAME):
+            content = _content(given)
+        with _refusing():
+            plan = self._plan(content.get("plan"))
+            check_strangers(plan, self.model.num_layers)
+            self.model.planner.check(plan)
+        with _refusing(_ANSWERS):
+            answers = content.get("answers", [])
+            if not isinstance(answers, list) or len(answers) > _MAX_ANSWERS:
+                raise fields.refuse(_ANSWERS, fields.shown(answers), f"a list of up to {_MAX_ANSWERS} answers")
+        with _refusing(f"{NAME}.inline"):
+            if not isinstance(inline := content.get("inline", False), bool):
+                raise fields.refuse(f"{NAME}.inline", fields.shown(inline), "true or false")
         return Served(self, plan, answers, inline, owner)
+
+
+class UnreadField:
+    """ASGI middleware that refuses the field on routes that would drop it without a word."""
+
+    def __init__(self, app: Any, taking: tuple[str, ...]) -> None:
+        self._app, self._taking = app, taking
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"].startswith(self._taking):
+            return await self._app(scope, receive, send)
+        messages = [await receive()]
+        while messages[-1]["type"] == "http.request" and messages[-1].get("more_body"):
+            messages.append(await receive())
+        body = b"".join(message.get("body", b"") for message in messages)
+        if f'"{NAME}"'.encode() in body and _has_field(body):
+            message = f"{scope['path']} takes no plan. Routes that do: {', '.join(self._taking)}."
+            return await problem(400, message, NAME)(scope, receive, send)
+        left = iter(messages)
+
+        async def again() -> Any:
+            return next(left, None) or await receive()
+
+        await self._app(scope, again, send)
+
+
+def _has_field(body: bytes) -> bool:
+    with contextlib.suppress(ValueError, RecursionError):
+        given = json.loads(body)
+        return isinstance(given, dict) and NAME in given
+    return False
+
+
+def problem(status: int, message: str, parameter: str | None = None) -> JSONResponse:
+    """An error in OpenAI's form."""
+    kind = {404: "NotFoundError", 413: "RequestTooLargeError", 403: "PermissionDeniedError"}.get(
+        status, "BadRequestError"
+    )
+    return JSONResponse({"error": {"message": message, "type": kind, "param": parameter, "code": status}}, status)
 
 
 def owner_of(headers: Mapping[str, str]) -> bytes:
@@ -80,13 +157,7 @@ def owner_of(headers: Mapping[str, str]) -> bytes:
 
 def _content(given: Any) -> dict[str, Any]:
     """The field as a dict with some of its keys. Raises PlanError."""
-    if isinstance(given, str):
-        if len(given) > MAX_STRANGERS_BYTES:
-            raise fields.refuse(NAME, "over 4 MiB", "up to 4 MiB; vectors are shortest in base64, or as names")
-        try:
-            given = json.loads(given)
-        except (ValueError, RecursionError) as error:
-            raise PlanError(f"{NAME} is not JSON: {error}.") from error
+    given = _loaded(NAME, given)
     if isinstance(given, list) or (isinstance(given, dict) and "interventions" in given):
         return {"plan": given}
     if not isinstance(given, dict):
@@ -97,32 +168,28 @@ def _content(given: Any) -> dict[str, Any]:
     return given
 
 
-def _plan(given: Any) -> Plan:
-    match given:
-        case None:
-            return Plan.of(None)
-        case str():
-            return Plan.from_json(given, trusted=False)
-        case list():
-            return Plan.from_wire({"interventions": given}, trusted=False)
-    return Plan.from_wire(given, trusted=False)
+def _loaded(place: str, given: Any) -> Any:
+    if not isinstance(given, str):
+        return given
+    if len(given) > MAX_STRANGERS_BYTES:
+        raise fields.refuse(place, "over 4 MiB", "up to 4 MiB; vectors are shortest in base64, or as names")
+    try:
+        return json.loads(given)
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"{place} is not JSON: {error}.") from error
 
 
 @contextlib.contextmanager
-def _refusing() -> Iterator[None]:
-    """Turn an error about a request's plan or answers into one that vLLM's server answers with 400, and with the field at fault."""
+def _refusing(field: str = f"{NAME}.plan") -> Iterator[None]:
+    """Turn midstream's errors into ones that vLLM's server answers with 400. `field`: at fault, unless the message names a part of it."""
     try:
         yield
     except MidstreamError as error:
         if hasattr(error, "parameter"):
             raise
-        raise refused(error, _field(str(error))) from error
-
-
-def _field(message: str) -> str:
-    if found := re.match(r"interventions(\[\d+\])(?: \(\w+\))?((?:\.\w+)*)", message):
-        return f"{NAME}.plan{found[1]}{found[2]}"
-    return f"{NAME}.answers" if re.match(rf"({NAME}\.|The )?answer", message) else f"{NAME}.plan"
+        if found := re.match(r"interventions(\[\d+\])(?: \(\w+\))?((?:\.\w+)*)", str(error)):
+            field = f"{NAME}.plan{found[1]}{found[2]}"
+        raise refused(error, field) from error
 
 
 class Served:
@@ -137,28 +204,28 @@ class Served:
         return f"<{self._plan}>"
 
     @property
-    def captures_rows(self) -> bool:
-        return bool(self._plan.captures)
+    def plan(self) -> Plan:
+        return self._plan
 
-    def run(
-        self, generate: Callable[..., AsyncGenerator[Any]], prompt: Any, params: Any, request_id: str, rest: Any
-    ) -> AsyncGenerator[Any]:
+    def run(self, generate: Generate, prompt: Any, params: Any, request_id: str, rest: Any) -> AsyncGenerator[Any]:
         """The outputs of one prompt. Called before a stream begins, so that what is wrong is still answered with 400.
 
         Raises PlanError for a plan or an answer that this prompt or this model does not allow.
         """
         model, number = self._server.model, len(self._graded)
+        with _refusing(_ANSWERS):
+            if self._answers and (params.logprobs is not None or getattr(params, "logprob_token_ids", None)):
+                raise PlanError("answers are graded by log-probabilities of their own: leave logprobs out.")
+            given = [self._answers] if self._answers else []
+            (answers,) = answers_of(given, 1, lambda: model.tokenizer, model.vocab_size)
         with _refusing():
             if not isinstance(prompt, Mapping) or "prompt_token_ids" not in prompt:
                 raise PlanError("A plan needs a prompt of tokens or text; this prompt has neither.")
-            if self._answers and (params.logprobs is not None or getattr(params, "logprob_token_ids", None)):
-                raise PlanError("answers are graded by log-probabilities of their own: leave logprobs out.")
-            (answers,) = answers_of(
-                [self._answers] if self._answers else [], 1, lambda: model.tokenizer, model.vocab_size
-            )
             text = prompt if isinstance(prompt.get("prompt"), str) else prompt["prompt_token_ids"]
-            request = model.planned(Invoke(text, None, plan=self._plan, answers=answers), dict(prompt), params)
+            invoke = Invoke(text, None, plan=self._plan, answers=answers)
+            request = model.planned(invoke, dict(prompt), params)
         self._graded.append(None)
+        self._server.planned += 1
 
         async def outputs() -> AsyncGenerator[Any]:
             with _refusing():
@@ -186,7 +253,8 @@ class Served:
 
     def answer(self) -> dict[str, Any]:
         """The response's field: `captures` if there are any, and `answers`, a list of them if the request had several prompts."""
-        found: dict[str, Any] = {"captures": self._captures} if self.captures_rows else {}
+        in_order = sorted(self._captures, key=lambda entry: entry["choice"])  # prompts end in any order
+        found: dict[str, Any] = {"captures": in_order} if self._plan.captures else {}
         if self._answers:
             found["answers"] = self._graded[0] if len(self._graded) == 1 else self._graded
         return found
@@ -214,14 +282,14 @@ def answering(original: Callable[..., Any]) -> Callable[..., Any]:
         server = Server.of(self.engine_client)
         if server is None or not (extra or xargs):
             return await original(self, request, raw_request, *args, **kwargs)
-        with _refusing():
-            refuse_misspelt(extra, "the request")
-            if NAME in extra and NAME in xargs:
-                raise PlanError(f"The plan was given twice: as {NAME!r}, and in vllm_xargs.")
+        with _refusing(next(iter(extra), NAME)):
+            refuse_misspelt(extra, "The request")
         given = extra.get(NAME, xargs.get(NAME))
         if given is None:
             return await original(self, request, raw_request, *args, **kwargs)
-        with _refusing():
+        with _refusing(NAME):
+            if NAME in extra and NAME in xargs:
+                raise PlanError(f"The plan was given twice: as {NAME!r}, and in vllm_xargs.")
             for mode in ("use_beam_search", "background"):
                 if getattr(request, mode, False):
                     raise PlanError(f"{mode} takes no plan: leave one of them out.")
@@ -242,13 +310,17 @@ def running(original: Callable[..., Any]) -> Callable[..., Any]:
     """An `AsyncLLM.generate` that runs a server's requests with their plans, and the engine-wide plan before them."""
 
     def generate(self: Any, prompt: Any, sampling_params: Any, request_id: str, **rest: Any) -> AsyncGenerator[Any]:
-        served = (getattr(sampling_params, "extra_args", None) or {}).get(NAME)
-        if not isinstance(served, Served):
+        given = (getattr(sampling_params, "extra_args", None) or {}).get(NAME)
+        server = Server.of(self)
+        if server is None or isinstance(given, Envelope) or (given is None and not server.model.plan):
             return original(self, prompt, sampling_params, request_id, **rest)  # type: ignore[no-any-return]
 
         def stream(*args: Any, **kwargs: Any) -> AsyncGenerator[Any]:
             return original(self, *args, **kwargs)  # type: ignore[no-any-return]
 
-        return served.run(stream, prompt, sampling_params, request_id, rest)
+        if given is None or isinstance(given, Served):
+            served = given or Served(server, Plan(), [], False, b"")
+            return served.run(stream, prompt, sampling_params, request_id, rest)
+        return server.run_carried(given, stream, prompt, sampling_params, request_id, rest)
 
     return generate

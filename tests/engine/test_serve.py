@@ -1,0 +1,493 @@
+"""`midstream serve` on the bundled model, asked by the openai client and by plain HTTP. The oracle is transformers with plain hooks."""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+import torch
+from safetensors.torch import load, save
+from servers import Server, serving
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from midstream import demo_model
+
+pytestmark = pytest.mark.engine
+
+FRANCE, TOWER = "The capital of France is", "The Eiffel Tower is in the city of"
+LAYER, HIDDEN, TOKENS = 3, 256, 6
+VECTOR = np.random.default_rng(0).normal(size=HIDDEN) * 20
+STEER = {"kind": "steer", "site": "resid_post", "layers": [LAYER], "vector": VECTOR.tolist()}
+CAPTURE = {"kind": "capture", "site": "resid_post", "layers": [2, LAYER], "positions": "all_prompt"}
+MINE, THEIRS, ADMIN = "my-key", "their-key", "the-administrator"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("serve"), stock=False, MIDSTREAM_ADMIN_KEY=ADMIN) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=MINE, max_retries=0, timeout=120)
+
+
+Edit = Callable[[torch.Tensor], torch.Tensor]  # of one prompt's residual stream [tokens, hidden] behind the layer
+
+
+def steered(hidden: torch.Tensor) -> torch.Tensor:
+    return hidden + torch.as_tensor(VECTOR, dtype=torch.float32)
+
+
+class Reference:
+    """Greedy generation by transformers, with an edit behind one layer."""
+
+    def __init__(self) -> None:
+        path = str(demo_model())
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(path)
+        self.streams: dict[int, torch.Tensor] = {}
+
+    def ids(self, prompt: str) -> torch.Tensor:
+        return self.tokenizer(prompt, return_tensors="pt")["input_ids"]
+
+    @torch.no_grad()
+    def logits(self, ids: torch.Tensor, edit: Edit | None = None) -> torch.Tensor:
+        def hook(layer: int) -> Callable[..., Any]:
+            def after(_: Any, __: Any, output: Any) -> Any:
+                hidden = output if isinstance(output, torch.Tensor) else output[0]
+                self.streams[layer] = hidden[0].clone()
+                if edit is None or layer != LAYER:
+                    return output
+                hidden = edit(hidden[0]).unsqueeze(0)
+                return hidden if isinstance(output, torch.Tensor) else (hidden, *output[1:])
+
+            return after
+
+        handles = [layer.register_forward_hook(hook(i)) for i, layer in enumerate(self.model.model.layers)]
+        try:
+            return self.model(input_ids=ids).logits[0, -1]
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def text(self, prompt: str, edit: Edit | None = None, tokens: int = TOKENS) -> str:
+        ids = self.ids(prompt)
+        start = ids.shape[1]
+        for _ in range(tokens):
+            ids = torch.cat([ids, self.logits(ids, edit).argmax().reshape(1, 1)], 1)
+        return self.tokenizer.decode(ids[0, start:], skip_special_tokens=True)
+
+
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    return Reference()
+
+
+def field(*plan: Any, **more: Any) -> dict[str, Any]:
+    return {"ignore_eos": True, "midstream": {"plan": list(plan), **more}}
+
+
+def complete(client: openai.OpenAI, prompt: Any, body: dict[str, Any] | None = None, **more: Any) -> Any:
+    given = {"model": "demo", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0.0, **more}
+    return client.completions.create(**given, extra_body=body or {"ignore_eos": True})
+
+
+# ------------------------------------------------------------------------------------------------------- plans and text
+
+
+def test_g2_steered_text_is_that_of_transformers_on_every_route(client: openai.OpenAI, reference: Reference) -> None:
+    changed, plain = reference.text(FRANCE, steered), reference.text(FRANCE)
+    assert changed != plain
+    assert complete(client, FRANCE).choices[0].text == plain
+    body = field(STEER)
+    assert complete(client, FRANCE, body).choices[0].text == changed
+    assert "".join(c.choices[0].text for c in complete(client, FRANCE, body, stream=True) if c.choices) == changed
+    messages: Any = [{"role": "user", "content": FRANCE}]
+    chat: dict[str, Any] = {"model": "demo", "messages": messages, "max_tokens": TOKENS, "temperature": 0.0}
+    assert client.chat.completions.create(**chat, extra_body=body).choices[0].message.content == changed
+    chunks = client.chat.completions.create(**chat, extra_body=body, stream=True)
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == changed
+    answer: dict[str, Any] = {"model": "demo", "input": FRANCE, "max_output_tokens": TOKENS, "temperature": 0.0}
+    assert client.responses.create(**answer, extra_body=body).output_text == changed
+    events = client.responses.create(**answer, extra_body=body, stream=True)
+    assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == changed
+    assert complete(client, FRANCE).choices[0].text == plain
+
+
+@pytest.mark.parametrize("form", ["a string", "a plan", "vllm_xargs"])
+def test_g2_a_plan_may_be_written_in_other_ways(client: openai.OpenAI, reference: Reference, form: str) -> None:
+    plan = {"version": 1, "interventions": [STEER]}
+    bodies: dict[str, Any] = {
+        "a string": {"midstream": json.dumps(plan)},
+        "a plan": {"midstream": plan},
+        "vllm_xargs": {"vllm_xargs": {"midstream": json.dumps({"plan": [STEER]})}},
+    }
+    assert complete(client, FRANCE, {"ignore_eos": True, **bodies[form]}).choices[0].text == reference.text(
+        FRANCE, steered
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_g6_a_packed_vector_is_the_listed_one(client: openai.OpenAI, dtype: str) -> None:
+    tensor = torch.as_tensor(VECTOR).to(getattr(torch, dtype))
+    data = base64.b64encode(tensor.view(torch.uint8).numpy().tobytes()).decode()
+    packed = {**STEER, "vector": {"data": data, "dtype": dtype, "shape": [HIDDEN]}}
+    listed = {**STEER, "vector": tensor.float().tolist()}
+    texts = [complete(client, TOWER, field(each), logprobs=2) for each in (packed, listed)]
+    assert texts[0].choices[0].text == texts[1].choices[0].text
+    assert texts[0].choices[0].logprobs == texts[1].choices[0].logprobs
+
+
+def test_g2_several_prompts_and_choices(client: openai.OpenAI, reference: Reference) -> None:
+    found = complete(client, [FRANCE, TOWER], field(STEER, CAPTURE))
+    assert [choice.text for choice in found.choices] == [reference.text(p, steered) for p in (FRANCE, TOWER)]
+    assert [each["choice"] for each in found.midstream["captures"]] == [0, 0, 1, 1]
+    found = complete(client, [FRANCE, TOWER], field(CAPTURE), n=2, temperature=1.0, seed=1)
+    assert len(found.choices) == 4
+    assert [each["choice"] for each in found.midstream["captures"]] == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+# ------------------------------------------------------------------------------------------------- captures and answers
+
+
+def rows(server: Server, handle: str, key: str = MINE) -> torch.Tensor:
+    status, body = server.ask("GET", f"/v1/midstream/captures/{handle}", key=key)
+    assert status == 200, body
+    return load(body)["rows"]
+
+
+def check_rows(server: Server, reference: Reference, entries: list[dict[str, Any]]) -> None:
+    reference.logits(reference.ids(FRANCE))
+    count = reference.ids(FRANCE).shape[1]
+    assert [each["layer"] for each in entries] == [2, LAYER]
+    for each in entries:
+        assert each["positions"] == list(range(count)) and each["shape"] == [count, HIDDEN]
+        assert (each["dtype"], each["when"], each["site"]) == ("float32", "before", "resid_post")
+        want = reference.streams[each["layer"]]
+        torch.testing.assert_close(rows(server, each["handle"]), want, rtol=1e-4, atol=1e-4 * want.abs().max().item())
+
+
+def test_g4_captured_rows_are_those_of_transformers(
+    server: Server, client: openai.OpenAI, reference: Reference
+) -> None:
+    check_rows(server, reference, complete(client, FRANCE, field(CAPTURE)).midstream["captures"])
+    messages: Any = [{"role": "user", "content": FRANCE}]
+    chat: dict[str, Any] = {"model": "demo", "messages": messages, "max_tokens": 2, "temperature": 0.0}
+    check_rows(
+        server, reference, client.chat.completions.create(**chat, extra_body=field(CAPTURE)).midstream["captures"]
+    )
+    answer = client.responses.create(model="demo", input=FRANCE, max_output_tokens=2, extra_body=field(CAPTURE))
+    check_rows(server, reference, answer.midstream["captures"])
+
+
+def test_g4_a_stream_has_its_handles_before_done(server: Server, client: openai.OpenAI, reference: Reference) -> None:
+    *_, last = complete(client, FRANCE, field(CAPTURE), stream=True)
+    check_rows(server, reference, last.midstream["captures"])
+    messages: Any = [{"role": "user", "content": FRANCE}]
+    chat: dict[str, Any] = {"model": "demo", "messages": messages, "max_tokens": 2, "temperature": 0.0, "stream": True}
+    *_, last = client.chat.completions.create(**chat, extra_body=field(CAPTURE))
+    check_rows(server, reference, last.midstream["captures"])
+    events = client.responses.create(
+        model="demo", input=FRANCE, max_output_tokens=2, stream=True, extra_body=field(CAPTURE)
+    )
+    (done,) = [event for event in events if event.type == "response.completed"]
+    check_rows(server, reference, done.response.midstream["captures"])
+
+
+def test_g4_small_captures_come_inline_if_asked(server: Server, client: openai.OpenAI) -> None:
+    for entry in complete(client, FRANCE, field(CAPTURE, inline=True)).midstream["captures"]:
+        inline = torch.frombuffer(bytearray(base64.b64decode(entry["data"])), dtype=torch.float32)
+        assert torch.equal(inline.reshape(entry["shape"]), rows(server, entry["handle"]))
+
+
+def test_g4_a_handle_is_its_owners(server: Server, client: openai.OpenAI) -> None:
+    handle = complete(client, FRANCE, field(CAPTURE)).midstream["captures"][0]["handle"]
+    path = f"/v1/midstream/captures/{handle}"
+    assert len(base64.urlsafe_b64decode(handle + "=")) >= 16
+    for method in ("GET", "DELETE"):
+        status, body = server.ask(method, path, key=THEIRS)
+        assert status == 404 and body["error"]["param"] == "handle"
+    assert server.ask("GET", f"/v1/midstream/captures/{handle[:-1]}_", key=MINE)[0] == 404
+    assert server.ask("DELETE", path, key=MINE) == (200, {"deleted": handle})
+    assert server.ask("GET", path, key=MINE)[0] == 404
+
+
+def test_g5_answers_are_the_log_probabilities_of_transformers(client: openai.OpenAI, reference: Reference) -> None:
+    want = torch.log_softmax(reference.logits(reference.ids(FRANCE), steered), -1)
+    (token,) = reference.ids(" Rome")[0].tolist()
+    for stream in (False, True):
+        found = complete(client, FRANCE, field(STEER, answers=[" Rome", 7]), stream=stream)
+        answers = (list(found)[-1] if stream else found).midstream["answers"]
+        assert answers[" Rome"] == pytest.approx(want[token].item(), abs=1e-3)
+        assert answers["7"] == pytest.approx(want[7].item(), abs=1e-3)
+    assert len(complete(client, [FRANCE, TOWER], field(answers=[" Rome"])).midstream["answers"]) == 2
+
+
+# -------------------------------------------------------------------------------------------------------------- vectors
+
+
+def test_g6_named_vectors_are_uploaded_used_listed_and_deleted(
+    server: Server, client: openai.OpenAI, reference: Reference
+) -> None:
+    by_name = {**STEER, "vector": "calm"}
+    with pytest.raises(openai.BadRequestError, match="no vector 'calm'"):
+        complete(client, FRANCE, field(by_name))
+    file = save({"calm": torch.as_tensor(VECTOR, dtype=torch.float32)})
+    assert server.ask("POST", "/v1/midstream/vectors", file, key=MINE) == (
+        200,
+        {"vectors": {"calm": {"width": HIDDEN}}},
+    )
+    try:
+        assert server.ask("GET", "/v1/midstream/vectors")[1] == {"vectors": {"calm": {"width": HIDDEN}}}
+        assert complete(client, FRANCE, field(by_name)).choices[0].text == reference.text(FRANCE, steered)
+        status, body = server.ask("POST", "/v1/midstream/vectors", file, key=THEIRS)
+        assert status == 400 and "is there already" in body["error"]["message"]
+        assert server.ask("DELETE", "/v1/midstream/vectors/calm", key=THEIRS)[0] == 403
+    finally:
+        assert server.ask("DELETE", "/v1/midstream/vectors/calm", key=MINE)[0] == 200
+    assert server.ask("DELETE", "/v1/midstream/vectors/calm", key=MINE)[0] == 404
+    with pytest.raises(openai.BadRequestError, match="no vector 'calm'"):
+        complete(client, FRANCE, field(by_name))
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"nonsense", "not a safetensors file"),
+        (save({"a": torch.ones(2, 3)}), "allowed"),
+        (save({"a": torch.ones(3, dtype=torch.int32)}), "floating dtype"),
+        (save({"a": torch.full((3,), float("nan"))}), "finite"),
+        (b"", "not a safetensors file"),
+    ],
+)
+def test_g7_what_is_no_file_of_vectors_is_refused(server: Server, body: bytes, message: str) -> None:
+    status, found = server.ask("POST", "/v1/midstream/vectors", body, key=MINE)
+    assert status == 400 and message in found["error"]["message"], found
+    assert server.ask("GET", "/v1/midstream/vectors")[1] == {"vectors": {}}
+
+
+# ------------------------------------------------------------------------------------------- runs, the engine-wide plan
+
+
+def test_g6_a_recorded_run_is_the_source_of_patches_by_its_name(
+    server: Server, client: openai.OpenAI, reference: Reference
+) -> None:
+    country, target = 3, "The capital of Italy is"
+    reference.logits(reference.ids(FRANCE))
+    source = reference.streams[LAYER][country]
+
+    def patched(hidden: torch.Tensor) -> torch.Tensor:
+        return torch.cat([hidden[:country], source[None], hidden[country + 1 :]])
+
+    patch = {"kind": "patch", "site": "resid_post", "layer": LAYER, "position": country}
+    patch |= {"source": {"run": "clean"}, "source_position": country}
+    record = {"prompt": FRANCE, "sites": ["resid_post"], "name": "clean"}
+    assert reference.text(target, patched) != reference.text(target)
+    with pytest.raises(openai.BadRequestError, match="'clean'"):
+        complete(client, target, field(patch))
+    status, found = server.post("/v1/midstream/runs", record, key=MINE)
+    assert status == 200 and found["runs"]["clean"]["sites"] == ["resid_post"], found
+    assert set(server.ask("GET", "/v1/midstream/runs")[1]["runs"]) == {"clean"}
+    assert complete(client, target, field(patch)).choices[0].text == reference.text(target, patched)
+    status, found = server.post("/v1/midstream/runs", record, key=THEIRS)
+    assert status == 400 and "is there already" in found["error"]["message"]
+    assert server.ask("DELETE", "/v1/midstream/runs/clean", key=THEIRS)[0] == 403
+    assert server.ask("DELETE", "/v1/midstream/runs/clean", key=THEIRS, admin=ADMIN)[0] == 200
+    assert server.ask("GET", "/v1/midstream/runs")[1] == {"runs": {}}
+    with pytest.raises(openai.BadRequestError, match="'clean'"):
+        complete(client, target, field(patch))
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "message"),
+    [
+        ({"sites": ["resid"]}, 400, "resid_post"),
+        ({"layers": [99]}, 400, "99"),
+        ({"positions": [77]}, 400, "77"),
+        ({"prompt": ""}, 400, "token"),
+        ({"prompt": [10**9]}, 400, ""),
+        ({"path": "/tmp/x"}, 400, "path"),
+        ({"name": "a" * 300}, 400, "256"),
+    ],
+)
+def test_g7_a_run_that_cannot_be_recorded_is_refused(server: Server, change: Any, status: int, message: str) -> None:
+    record = {"prompt": FRANCE, "sites": ["resid_post"], "name": "clean", **change}
+    found = server.post("/v1/midstream/runs", record, key=MINE)
+    assert found[0] == status and message in json.dumps(found[1]), found
+    assert server.ask("GET", "/v1/midstream/runs")[1] == {"runs": {}}
+
+
+def test_g6_the_engine_wide_plan_is_the_administrators_and_comes_before_each_requests_own(
+    server: Server, client: openai.OpenAI, reference: Reference
+) -> None:
+    path, body = "/v1/midstream/plan", json.dumps({"plan": [STEER]}).encode()
+    for admin in ("", "guessed"):
+        assert server.ask("PUT", path, body, key=MINE, admin=admin)[0] == 403
+        assert server.ask("DELETE", path, key=MINE, admin=admin)[0] == 403
+    assert server.ask("PUT", path, json.dumps({"plan": [CAPTURE]}).encode(), admin=ADMIN)[0] == 400
+    assert server.ask("PUT", path, b"{}{", admin=ADMIN)[0] == 400
+    assert server.ask("PUT", path, body, admin=ADMIN)[0] == 200
+    try:
+        assert len(server.ask("GET", path)[1]["plan"]["interventions"]) == 1
+        changed = reference.text(FRANCE, steered)
+        assert complete(client, FRANCE).choices[0].text == changed
+        assert "".join(c.choices[0].text for c in complete(client, FRANCE, stream=True)) == changed
+        twice = complete(client, FRANCE, field(STEER))
+        assert twice.choices[0].text == reference.text(FRANCE, lambda hidden: steered(steered(hidden)))
+    finally:
+        assert server.ask("DELETE", path, admin=ADMIN)[0] == 200
+    assert complete(client, FRANCE).choices[0].text == reference.text(FRANCE)
+
+
+# --------------------------------------------------------------------------------------------------------------- errors
+
+MISTAKES: dict[
+    str, tuple[dict[str, Any], str, str]
+] = {  # the body beside model and prompt; param; a part of the message
+    "an unknown site": (field({**STEER, "site": "resid"}), "midstream.plan[0]", "resid_post"),
+    "an unknown kind": (field({**STEER, "kind": "steeer"}), "midstream.plan[0].kind", "steer"),
+    "an unknown key": (field({**STEER, "scales": 2}), "midstream.plan[0]", "scale"),
+    "a layer that is not there": (field({**STEER, "layers": [99]}), "midstream.plan", "7"),
+    "a vector of another width": (field({**STEER, "vector": [1.0]}), "midstream.plan", "256"),
+    "a vector that is not there": (field({**STEER, "vector": "calm"}), "midstream.plan", "there are none"),
+    "a position beyond the prompt": (
+        field({"kind": "patch", "site": "resid_post", "layer": 1, "position": 99, "source": {"zeros": True}}),
+        "midstream.plan",
+        "the prompt has 5 tokens",
+    ),
+    "a path": (field({**CAPTURE, "to": "/tmp/x"}), "midstream.plan[0].to", "may not name where the engine writes"),
+    "a packed vector of another shape": (
+        field({**STEER, "vector": {"data": "AAAAAA==", "dtype": "float32", "shape": [2]}}),
+        "midstream.plan[0].vector.shape",
+        "[1]",
+    ),
+    "no base64": (
+        field({**STEER, "vector": {"data": "?", "dtype": "float32", "shape": [2]}}),
+        "midstream.plan[0].vector.data",
+        "base64",
+    ),
+    "an answer of several tokens": (field(answers=["Constantinople and Rome"]), "midstream.answers", "tokens"),
+    "answers that are no list": (field(answers=" Paris"), "midstream.answers", "a list"),
+    "answers beside logprobs": (
+        {**field(answers=[" Paris"]), "logprobs": 2},
+        "midstream.answers",
+        "leave logprobs out",
+    ),
+    "an unknown field": ({"midstream": {"plans": []}}, "midstream", "did you mean 'plan'"),
+    "a misspelt field": ({"midstraem": {"plan": []}}, "midstraem", "did you mean 'midstream'"),
+    "no JSON": ({"midstream": "{"}, "midstream", "not JSON"),
+    "a plan given twice": ({**field(STEER), "vllm_xargs": {"midstream": "{}"}}, "midstream", "given twice"),
+    "beam search": ({**field(STEER), "use_beam_search": True, "n": 2}, "midstream", "use_beam_search"),
+    "too many edits": (field(*[STEER | {"vector": [0.5] * HIDDEN}] * 1025), "midstream.plan", "up to 1024"),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_g7_every_mistake_is_a_400_that_names_its_field(server: Server, stream: bool) -> None:
+    before = server.complete(FRANCE, logprobs=3)
+    for name, (body, param, message) in MISTAKES.items():
+        if stream and name == "beam search":
+            continue
+        status, found = server.complete(FRANCE, **body, stream=stream)
+        assert status == 400, (name, found)
+        error = found["error"]
+        assert error["param"] == param and message in error["message"], (name, error)
+        assert "parameter=" not in error["message"]
+    after = server.complete(FRANCE, logprobs=3)
+    assert after[0] == 200 and after[1]["choices"] == before[1]["choices"]
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/chat/completions/batch", "/tokenize", "/inference/v1/generate"])
+def test_g3_a_route_that_takes_no_plan_says_so(server: Server, path: str) -> None:
+    body = {"model": "demo", "prompt": FRANCE, "messages": [{"role": "user", "content": FRANCE}], "max_tokens": 2}
+    status, found = server.post(path, {**body, "midstream": {"plan": [STEER]}})
+    if path == "/v1/chat/completions/batch":  # lies under a route that takes plans
+        assert status == 400, found
+        return
+    assert status == 400 and found["error"]["param"] == "midstream" and path in found["error"]["message"]
+
+
+def test_g7_an_overflow_ends_its_own_request_alone(server: Server, client: openai.OpenAI, reference: Reference) -> None:
+    huge = {**STEER, "vector": [1e38] * HIDDEN, "scale": 1e38}
+    with pytest.raises(openai.BadRequestError, match="resid_post of layer 3"):
+        complete(client, FRANCE, field(huge))
+    with pytest.raises(openai.APIError, match="resid_post of layer 3"):
+        list(complete(client, FRANCE, field(huge), stream=True))
+    assert complete(client, FRANCE).choices[0].text == reference.text(FRANCE)
+
+
+# ------------------------------------------------------------------------------------------------------------------ load
+
+
+def gauges_are_zero(server: Server) -> bool:
+    workers = server.ask("GET", "/v1/midstream/gauges")[1]["workers"]
+    return all(
+        value == 0
+        for each in workers
+        for name, value in each.items()
+        if name in ("requests", "bodies", "queued_bytes", "plans", "leases", "capture_bytes")
+    )
+
+
+def test_g10_clients_that_leave_and_clients_that_stay(
+    server: Server, client: openai.OpenAI, reference: Reference
+) -> None:
+    """Plain and planned requests at once, some of which end their stream early. Every plain answer is the unloaded one."""
+    plain = reference.text(FRANCE)
+
+    def request(number: int) -> str | None:
+        match number % 4:
+            case 0:
+                return str(complete(client, FRANCE).choices[0].text)
+            case 1:
+                complete(client, TOWER, field(STEER, CAPTURE))
+            case 2:
+                stream = complete(client, TOWER, field(STEER, CAPTURE), stream=True, max_tokens=200)
+                next(iter(stream))
+                stream.close()
+            case 3:
+                with pytest.raises(openai.BadRequestError):
+                    complete(client, TOWER, field({**STEER, "vector": [1.0]}))
+        return None
+
+    with ThreadPoolExecutor(16) as pool:
+        texts = [text for text in pool.map(request, range(64)) if text is not None]
+    assert texts == [plain] * 16
+    deadline = time.monotonic() + 20
+    while not gauges_are_zero(server):
+        assert time.monotonic() < deadline, server.ask("GET", "/v1/midstream/gauges")
+        time.sleep(0.2)
+
+
+def test_g6_capabilities_name_the_model_its_sites_and_the_limits(server: Server) -> None:
+    status, found = server.ask("GET", "/v1/midstream/capabilities")
+    assert status == 200 and found["num_layers"] == 8 and found["hidden_size"] == HIDDEN
+    assert found["sites"]["resid_post"] == {"width": HIDDEN, "layers": list(range(8))}
+    assert {"steer", "patch", "clamp", "capture"} <= set(found["kinds"])
+    assert found["limits"]["plan_edits"] == 1024
+
+
+def test_g10_metrics_have_the_gauges_in_prometheus_form(server: Server, client: openai.OpenAI) -> None:
+    complete(client, FRANCE, field(STEER))
+    server.ask("GET", "/metrics")  # the workers' are those of the scrape before
+    time.sleep(0.5)
+    lines = server.ask("GET", "/metrics")[1].splitlines()
+    values = dict(line.rsplit(" ", 1) for line in lines if line.startswith("midstream_"))
+    assert float(values["midstream_planned_prompts"]) >= 1
+    assert float(values['midstream_worker_planned_steps{worker="0"}']) >= 1
+    assert float(values['midstream_worker_requests{worker="0"}']) == 0
+
+
+def test_g6_the_openapi_page_has_the_routes(server: Server) -> None:
+    paths = server.ask("GET", "/openapi.json")[1]["paths"]
+    assert set(paths["/v1/midstream/vectors"]) == {"get", "post"}
+    assert set(paths["/v1/midstream/captures/{handle}"]) == {"get", "delete"}
