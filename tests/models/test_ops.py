@@ -19,11 +19,10 @@ from toy_op import Scale
 
 from midstream import Patch, Plan, Steer
 from midstream.errors import PlanError
-from midstream.plan.checks import ModelFacts, check
 from midstream.plan.compile import PlanKeys
 from midstream.plan.ops import Edit, register
 from midstream.plan.ops.edit import kinds
-from midstream.plan.values import Named
+from midstream.plan.values import ModelFacts, Named, check
 
 
 @pytest.mark.parametrize("phase", ["both", "prefill", "decode"])

@@ -19,8 +19,7 @@ from midstream.client.requests import PreparedPlan
 from midstream.client.vllm_captures import RowReceiver, RowThread
 from midstream.errors import CaptureError, EngineClosedError
 from midstream.plan.captures import Layout
-from midstream.plan.checks import ModelFacts
-from midstream.plan.values import Capture, Plan
+from midstream.plan.values import Capture, ModelFacts, Plan
 from midstream.transport.receiver import Mailbox, Receiver
 from midstream.transport.sender import Sender
 

@@ -4,8 +4,7 @@ import pytest
 
 from midstream import Capture, Clamp, Patch, Plan, RecordedRun, Span, Steer
 from midstream.errors import PlanError
-from midstream.plan.checks import ModelFacts, check
-from midstream.plan.values import Named
+from midstream.plan.values import ModelFacts, Named, check
 
 WIDTHS = {(site, layer): 4 for site in ("resid_pre", "resid_post", "attn_out") for layer in range(3)}
 WIDTHS |= {("mlp_act", 0): 8, ("mlp_act", 2): 8}  # the layer between is a mixture of experts

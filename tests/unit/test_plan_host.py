@@ -14,7 +14,7 @@ from torch import nn
 from midstream import Capture, Consumer, Patch, Plan, RecordedRun, Steer
 from midstream.capture.rows import Piece, RowChunk
 from midstream.plan.captures import Layout, Plane
-from midstream.plan.checks import ModelFacts
+from midstream.plan.values import ModelFacts
 from midstream.runtime import loaded_plans, tables
 from midstream.runtime import plan_host as host
 from midstream.runtime.plan_host import PlanHost

@@ -10,7 +10,7 @@ from midstream.client.requests import PreparedPlan
 from midstream.client.vectors_and_runs import Runs
 from midstream.client.vllm_async import OutputStream
 from midstream.client.vllm_engine import EngineRequest
-from midstream.plan.checks import ModelFacts
+from midstream.plan.values import ModelFacts
 
 RUN = RecordedRun("a", "a", (1,), ("resid_post",), (0,), (0,))
 

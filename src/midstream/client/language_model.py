@@ -20,7 +20,7 @@ from midstream.client.model import TraceModel
 from midstream.client.requests import Invoke, InvokeResult, runs_of, token_ids
 from midstream.client.vectors_and_runs import Runs, Vectors, run_now
 from midstream.errors import MidstreamError, ParameterError, PromptError
-from midstream.plan.checks import ModelFacts
+from midstream.plan.values import ModelFacts
 from midstream.runtime.store import RunStore, make_run
 from midstream.settings import RECORD_BYTES
 from midstream.sites import ACCESSORS, LAYER_SITES

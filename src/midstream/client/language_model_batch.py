@@ -27,9 +27,9 @@ from midstream.capture.sinks import RequestCapture, Sinks
 from midstream.client.requests import Invoke, InvokeResult, PreparedPlan
 from midstream.errors import NotFiniteError, ParameterError, TraceError
 from midstream.plan.captures import Layout, Plane
-from midstream.plan.checks import not_finite
 from midstream.plan.compile import compile_plan
 from midstream.plan.ops.edit import Op, apply
+from midstream.plan.values import not_finite
 from midstream.runtime.store import RunStore
 from midstream.sites import LAYER_SITES, Binding, NotFinite, Point
 from midstream.trace.body import Body

@@ -27,8 +27,7 @@ from midstream.client.requests import (
 from midstream.client.tracing import BlockContext, Tracer, in_with_header
 from midstream.client.vectors_and_runs import Runs, Vectors, run_now
 from midstream.errors import PlanError, PromptError, TraceError, UnsendableError
-from midstream.plan.checks import ModelFacts
-from midstream.plan.values import Capture, Plan, RecordedRun
+from midstream.plan.values import Capture, ModelFacts, Plan, RecordedRun
 from midstream.trace.block import Block
 from midstream.trace.body import current_body, is_in_body
 from midstream.trace.envoy import inside

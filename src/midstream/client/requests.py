@@ -16,9 +16,18 @@ from midstream.capture.rows import Routes, RowChunk, empty_chunk, identity, rout
 from midstream.capture.sinks import destination
 from midstream.client.vectors_and_runs import Runs, Vectors
 from midstream.errors import InterventionErrorGroup, MidstreamError, PlanError, PromptError, RequestErrorGroup
-from midstream.plan.checks import ModelFacts, check
 from midstream.plan.ops.edit import changed
-from midstream.plan.values import Capture, Edit, Plan, RecordedRun, has_spans, resolve_spans, with_digests
+from midstream.plan.values import (
+    Capture,
+    Edit,
+    ModelFacts,
+    Plan,
+    RecordedRun,
+    check,
+    has_spans,
+    resolve_spans,
+    with_digests,
+)
 from midstream.runtime.request import Memory, plan_bytes
 from midstream.trace.block import Block
 from midstream.trace.program import BlockProgram, Outcome, Program

@@ -20,8 +20,7 @@ from midstream.client.vllm_captures import RowReceiver
 from midstream.client.vllm_engine import EngineConnection, EngineRequest, run_requests
 from midstream.engine import launch
 from midstream.errors import MidstreamError, ParameterError, PlanError, TraceError, UnknownModuleError
-from midstream.plan.checks import ModelFacts
-from midstream.plan.values import Plan
+from midstream.plan.values import ModelFacts, Plan
 from midstream.runtime.request import Envelope, PlanRequest, TraceRequest, packed, requests_of
 from midstream.settings import NAME, RECORD_BYTES, Settings
 from midstream.sites import ACCESSORS, LAYER_SITES

@@ -23,8 +23,7 @@ from msgspec.structs import replace
 
 from midstream.errors import MidstreamError, PlanError
 from midstream.plan import fields
-from midstream.plan.checks import ModelFacts, check, check_strangers
-from midstream.plan.values import Capture, Plan
+from midstream.plan.values import Capture, ModelFacts, Plan, check, check_strangers
 from midstream.runtime.request import Envelope, Memory, PlanRequest, given_plan, packed, unpacked
 from midstream.settings import NAME, WORKER, Settings
 

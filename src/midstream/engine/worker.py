@@ -22,7 +22,7 @@ from midstream.engine.plugin import apply, follow_parent, raise_if_ending
 from midstream.engine.runners import Host, Watch, adapt
 from midstream.engine.seams import Role
 from midstream.errors import MidstreamError
-from midstream.plan.checks import ModelFacts
+from midstream.plan.values import ModelFacts
 from midstream.ranks.link import Link, exchange_in
 from midstream.ranks.stages import StageParts, Stages
 from midstream.ranks.tensor import Finder, TensorParallel

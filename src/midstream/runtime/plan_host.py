@@ -12,9 +12,8 @@ import torch
 
 from midstream.capture.rows import Piece
 from midstream.errors import PlanError
-from midstream.plan.checks import ModelFacts, check, not_finite
 from midstream.plan.compile import CompiledPlan, compile_plan
-from midstream.plan.values import Plan
+from midstream.plan.values import ModelFacts, Plan, check, not_finite
 from midstream.ranks.link import Link
 from midstream.runtime.loaded_plans import LoadedPlan, LoadedPlans, RunRow
 from midstream.runtime.points import Pipeline, PointHooks

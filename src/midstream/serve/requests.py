@@ -27,8 +27,7 @@ from midstream.client.vllm_async import submitted
 from midstream.engine.admission import reader, refuse_misspelt, refused
 from midstream.errors import MidstreamError, PlanError
 from midstream.plan import fields
-from midstream.plan.checks import check_strangers
-from midstream.plan.values import Plan
+from midstream.plan.values import Plan, check_strangers
 from midstream.plan.wire import MAX_STRANGERS_BYTES
 from midstream.runtime.request import Envelope
 from midstream.serve.captures import CaptureStore
