@@ -77,7 +77,20 @@ def _serve(flags: Sequence[str]) -> None:
     if (configure := getattr(logger, "configure_logging_from_args", None)) is not None:
         configure(arguments)
     command.validate(arguments)
+    check_arguments(arguments)
     command.cmd(arguments)
+
+
+def check_arguments(arguments: Any) -> None:
+    """Raise MidstreamError for arguments of `vllm serve` that start several front ends or engines."""
+    for flag, held in (
+        ("api_server_count", "named vectors and captures live in one front end"),
+        ("data_parallel_size", "named vectors and runs live in one engine"),
+    ):
+        if (count := getattr(arguments, flag, None) or 1) > 1:
+            raise MidstreamError(
+                f"--{flag.replace('_', '-')} {count} is not supported: {held}. Start several servers behind a load balancer."
+            )
 
 
 def server_flags(settings: Settings, given: Sequence[str]) -> list[str]:

@@ -29,6 +29,7 @@ from midstream.plan.ops.edit import kinds
 from midstream.plan.vectors import read_vectors
 from midstream.plan.wire import MAX_STRANGERS_BYTES, MAX_STRANGERS_EDITS
 from midstream.serve.captures import MAX_INLINE_BYTES, CaptureStore
+from midstream.serve.command import check_arguments
 from midstream.serve.requests import Server, UnreadField, owner_of, problem
 from midstream.settings import NAME, WORKER
 
@@ -74,16 +75,7 @@ class Plugin:
                 "VLLM_PLUGINS names midstream, and the engine was started without it. Start the server by `midstream serve`, or with the "
                 "flags that `midstream serve --flags` prints."
             )
-        if (count := getattr(args, "api_server_count", None) or 1) > 1:
-            raise MidstreamError(
-                f"--api-server-count={count} is not supported by midstream: named vectors and captures live in one front end. Leave it "
-                "out, or start several servers behind a load balancer."
-            )
-        if (size := config.parallel_config.data_parallel_size) > 1:
-            raise MidstreamError(
-                f"--data-parallel-size={size} is not supported by midstream: named vectors live in each engine. Start one server for each "
-                "engine, behind a load balancer."
-            )
+        check_arguments(args)
         apply(Role.SERVER)
         captures = CaptureStore(
             int(os.environ.get(CAPTURE_BYTES, 4 << 30)), float(os.environ.get(CAPTURE_SECONDS, 600))

@@ -1,0 +1,156 @@
+"""The parts of `midstream serve` that need no engine: its flags, and the captures that wait for download (G1, G4, G8, G11)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shlex
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from midstream.capture.rows import Captured, RowChunk, gather
+from midstream.cli import main
+from midstream.errors import MidstreamError
+from midstream.plan.captures import Layout, RowSelection
+from midstream.serve.captures import CaptureStore
+from midstream.serve.command import allowed_plugins, server_flags
+from midstream.serve.plugin import Plugin
+from midstream.settings import SCHEDULER, WORKER, Settings
+
+MINE, THEIRS = b"m" * 32, b"t" * 32
+WIDTH = 8
+
+
+def captured(rows: int, value: float = 1.0) -> Captured:
+    """Rows `[rows, 8]` of one site, of which each takes 32 bytes."""
+    key = ("resid_post", 0, "before")
+    layout = Layout.of([key], lambda site, layer: WIDTH)
+    chunk = RowChunk(np.arange(rows), layout, torch.full((rows, WIDTH), value))
+    return gather("r", [chunk], rows, {key: RowSelection.of("all_prompt", rows)})
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def put(store: CaptureStore, owner: bytes, rows: int, value: float = 1.0) -> str:
+    (entry,) = store.put(owner, 0, captured(rows, value), inline=False)
+    return str(entry["handle"])
+
+
+def test_g4_a_handle_gives_its_owner_the_rows_until_it_expires() -> None:
+    clock = Clock()
+    store = CaptureStore(1 << 20, 10.0, clock)
+    handle = put(store, MINE, 3, 7.0)
+    held = store.get(MINE, handle)
+    assert held is not None and torch.equal(held.tensor, torch.full((3, WIDTH), 7.0))
+    assert store.get(THEIRS, handle) is None and not store.drop(THEIRS, handle)
+    clock.now = 9.9
+    assert store.get(MINE, handle) is not None
+    clock.now = 10.0
+    assert store.get(MINE, handle) is None
+    assert store.gauges == {"captures": 0, "capture_bytes": 0}
+
+
+def test_g4_handles_are_long_and_differ() -> None:
+    store = CaptureStore(1 << 20, 10.0)
+    handles = {put(store, MINE, 1) for _ in range(100)}
+    assert len(handles) == 100 and min(map(len, handles)) >= 43  # 256 bits in base64
+
+
+def test_g4_who_holds_the_most_loses_the_oldest_when_the_store_is_full() -> None:
+    store = CaptureStore(10 * 32, 10.0)
+    mine = put(store, MINE, 3)
+    theirs = [put(store, THEIRS, 2) for _ in range(5)]
+    assert store.get(MINE, mine) is not None
+    assert [store.get(THEIRS, each) is not None for each in theirs] == [False, False, True, True, True]
+    assert store.gauges["capture_bytes"] <= 10 * 32
+
+
+def test_g4_what_is_larger_than_the_store_is_not_kept() -> None:
+    store = CaptureStore(10 * 32, 10.0)
+    mine = put(store, MINE, 3)
+    assert store.get(THEIRS, put(store, THEIRS, 11)) is None
+    assert store.get(MINE, mine) is not None
+
+
+def test_g4_rows_do_not_keep_the_step_that_they_came_from_in_memory() -> None:
+    store = CaptureStore(1 << 20, 10.0)
+    key = ("resid_post", 0, "before")
+    layout = Layout.of([key], lambda site, layer: WIDTH)
+    step = torch.ones(1000, WIDTH)
+    one = gather("r", [RowChunk(np.arange(1), layout, step[:1])], 1, {key: RowSelection.of("all_prompt", 1)})
+    (entry,) = store.put(MINE, 0, one, inline=False)
+    held = store.get(MINE, entry["handle"])
+    assert held is not None and held.tensor.untyped_storage().nbytes() == WIDTH * 4
+
+
+# --------------------------------------------------------------------------------------------------------------- starting
+
+
+def test_g1_the_flags_are_those_of_a_stock_server(capsys: pytest.CaptureFixture[str]) -> None:
+    command = [
+        "serve",
+        "--flags",
+        "some/model",
+        "--midstream-graph-sites",
+        "resid_pre,mlp_out",
+        "--max-model-len",
+        "512",
+    ]
+    assert main(command) == 0
+    words = shlex.split(capsys.readouterr().out)
+    assert words[0].startswith("VLLM_PLUGINS=") and "midstream" in words[0].partition("=")[2].split(",")
+    assert words[1:6] == ["vllm", "serve", "some/model", "--max-model-len", "512"]
+    assert words[words.index("--worker-cls") + 1] == WORKER and words[words.index("--scheduler-cls") + 1] == SCHEDULER
+    settings = json.loads(words[words.index("--additional-config") + 1])["midstream"]
+    assert settings["graph_sites"] == ["resid_pre", "mlp_out"] and settings["allow_traces"] is False
+
+
+@pytest.mark.parametrize("given", [["--additional-config", '{"a": 1}'], ['--additional-config={"a": 1}']])
+def test_g1_the_users_additional_config_stays(given: list[str]) -> None:
+    flags = server_flags(Settings(), ["m", *given, "--port", "1"])
+    assert flags.count("--additional-config") == 1 and not any("=" in flag for flag in flags[:4])
+    config = json.loads(flags[flags.index("--additional-config") + 1])
+    assert config["a"] == 1 and "midstream" in config
+    assert flags[:3] == ["m", "--port", "1"]
+
+
+@pytest.mark.parametrize("flag", ["--worker-cls", "--worker-cls=x", "--scheduler_cls"])
+def test_g1_what_midstream_sets_may_not_be_given(flag: str) -> None:
+    with pytest.raises(MidstreamError, match="leave it out"):
+        server_flags(Settings(), ["m", flag, "x"])
+
+
+def test_g1_other_plugins_stay_loaded() -> None:
+    assert allowed_plugins({"VLLM_PLUGINS": "mine"}) == "mine,midstream"
+    assert allowed_plugins({"VLLM_PLUGINS": ""}) == "midstream"
+    assert "midstream" in allowed_plugins({}).split(",")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"api_server_count": 2}, "--api-server-count 2 is not supported"),
+        ({"data_parallel_size": 4}, "--data-parallel-size 4 is not supported"),
+    ],
+)
+def test_g11_several_front_ends_or_engines_are_refused_by_name(arguments: dict[str, Any], message: str) -> None:
+    engine = SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(worker_cls=WORKER)))
+    with pytest.raises(MidstreamError, match=message):
+        asyncio.run(Plugin().init_state(engine, SimpleNamespace(), SimpleNamespace(**arguments)))
+
+
+def test_g3_a_server_without_midstreams_worker_does_not_start() -> None:
+    engine = SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(worker_cls="auto")))
+    with pytest.raises(MidstreamError, match="midstream serve"):
+        asyncio.run(Plugin().init_state(engine, SimpleNamespace(), SimpleNamespace()))
