@@ -26,7 +26,7 @@ from midstream.engine.prefix_cache import block_key
 from midstream.errors import PlanError
 from midstream.plan import wire
 from midstream.plan.fields import nearest
-from midstream.plan.values import Named, Vector
+from midstream.plan.values import Named, RecordedRun, Vector
 from midstream.plan.wire import MAX_STRANGERS_BYTES
 
 V = [1.0, 2.0, 0.5]
@@ -239,7 +239,7 @@ REFUSED = [
     (steer(layers={"all": 1}), r"^interventions\[0\]: Steer\.layers is \{'all': 1\}; allowed: 'all'"),
     (steer(vector={"vector": "abc"}), r"^interventions\[0\]\.vector is 'abc'; allowed: a key of the plan's 'vectors': there are none"),
     (steer(vector={"zeros": True}), r"^interventions\[0\]\.vector is \{'zeros': True\}; allowed: \{'vector': digest\}"),
-    (steer(vector={"run": "a"}), r"^interventions\[0\]\.vector is \{'run': 'a'\}; allowed: \{'vector': digest\} or \{'named': name\}\.$"),
+    (steer(vector={"run": "a"}), r"^interventions\[0\]\.vector is \{'run': 'a'\}; allowed: \{'vector': digest\} or \{'named': name\} or \{'data': base64, 'dtype': \.\.\., 'shape': \[\.\.\.\]\}\.$"),
     (steer(vector={"named": "a", "digest": "b"}), r"^interventions\[0\]\.vector: Named\.digest is 'b'; allowed: 32 hexadecimal"),
     (steer(vector={"named": "a", "vector": "b"}), r"^interventions\[0\]\.vector is \{'named': 'a', 'vector': 'b'\}; allowed"),
     (steer(vector=[1, "2"]), r"^interventions\[0\]\.vector\[1\] is '2'; allowed: a number"),
@@ -274,6 +274,44 @@ REFUSED = [
 def test_what_is_refused_and_why(given, message):
     with pytest.raises(PlanError, match=message):
         Plan.from_wire(given)
+
+
+def packed(dtype="float32", data="AACAPwAAAEA=", shape=(2,), **more):
+    return steer(vector={"data": data, "dtype": dtype, "shape": list(shape), **more})
+
+
+def test_a_vector_may_be_packed_in_base64():
+    """1.0 and 2.0 as float32, float16 and bfloat16, little-endian."""
+    for each in (packed(), packed("float16", "ADwAQA=="), packed("bfloat16", "gD8AQA==")):
+        assert Plan.from_wire(each) == Plan.from_wire(steer(vector=[1.0, 2.0]))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (packed(dtype="int8"), r"^interventions\[0\]\.vector\.dtype is 'int8'"),
+        (packed(dtype=[]), r"^interventions\[0\]\.vector\.dtype is \[\]"),
+        (packed(data="%%"), r"^interventions\[0\]\.vector\.data is '%%'; allowed: float32 in base64"),
+        (packed(data="AAA="), r"^interventions\[0\]\.vector\.data is 'AAA='"),
+        (packed(shape=[3]), r"^interventions\[0\]\.vector\.shape is \[3\]; allowed: \[2\]"),
+        (packed(shape=[1, 2]), r"^interventions\[0\]\.vector\.shape is \[1, 2\]"),
+        (packed(data="", shape=[0]), r"interventions\[0\]\.vector is of shape \[0\]"),
+        (packed(data="AADAfwAAAEA="), r"interventions\[0\]\.vector is NaN at index 0"),
+        (packed(more=1), r"^interventions\[0\]\.vector is \{"),
+    ],
+)
+def test_what_is_no_packed_vector(given, message):
+    with pytest.raises(PlanError, match=message):
+        Plan.from_wire(given)
+
+
+def test_a_plan_may_refer_to_a_run_by_its_name():
+    run = RecordedRun("clean", "id", (1, 2), ("resid_post",), (0,), (0, 1))
+    patch = {"kind": "patch", "site": "resid_post", "layer": 0, "position": 0, "source": {"run": "clean"}}
+    plan = Plan.from_wire({"interventions": [patch]}, trusted=False, named_runs={"clean": run})
+    assert plan.runs == (run,)
+    with pytest.raises(PlanError, match="clean"):
+        Plan.from_wire({"interventions": [patch]}, trusted=False)
 
 
 @pytest.mark.parametrize(
