@@ -12,6 +12,7 @@ import os
 import secrets
 from collections.abc import Awaitable, Callable, Collection, Iterator
 from functools import wraps
+from importlib import metadata
 from typing import Any, Literal
 
 from fastapi import APIRouter, FastAPI, Request
@@ -20,7 +21,6 @@ from prometheus_client import REGISTRY, Metric
 from prometheus_client.core import GaugeMetricFamily
 from pydantic import BaseModel, ConfigDict, Field
 
-from midstream import __version__
 from midstream.client.vectors_and_runs import RunInfo
 from midstream.engine.plugin import apply
 from midstream.engine.seams import Role
@@ -135,7 +135,7 @@ async def capabilities(request: Request) -> dict[str, Any]:
     for (site, layer), width in sorted(model.facts.widths.items()):
         sites.setdefault(site, {"width": width, "layers": []})["layers"].append(layer)
     return {
-        "midstream": __version__,
+        "midstream": metadata.version("midstream"),
         "vllm": vllm.__version__,
         "model": model.model_name,
         "dtype": model.facts.dtype,
