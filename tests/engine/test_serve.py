@@ -421,7 +421,7 @@ def test_g7_an_overflow_ends_its_own_request_alone(server: Server, client: opena
     with pytest.raises(openai.BadRequestError, match="resid_post of layer 3"):
         complete(client, FRANCE, field(huge))
     with pytest.raises(openai.APIError, match="resid_post of layer 3"):
-        list(complete(client, FRANCE, field(huge), stream=True))
+        list(complete(client, FRANCE, field(huge, CAPTURE), stream=True))
     assert complete(client, FRANCE).choices[0].text == reference.text(FRANCE)
 
 

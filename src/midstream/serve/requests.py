@@ -198,6 +198,7 @@ class Served:
         self._server, self._plan, self._answers, self._inline, self._owner = server, plan, answers, inline, owner
         self._captures: list[dict[str, Any]] = []
         self._graded: list[dict[str, float] | None] = []
+        self._unfinished = 0  # prompts
 
     def __repr__(self) -> str:
         return f"<{self._plan}>"
@@ -224,6 +225,7 @@ class Served:
             invoke = Invoke(text, None, plan=self._plan, answers=answers)
             request = model.planned(invoke, dict(prompt), params)
         self._graded.append(None)
+        self._unfinished += 1
         self._server.planned += 1
 
         async def outputs() -> AsyncGenerator[Any]:
@@ -249,9 +251,15 @@ class Served:
             if captured:
                 choice = number * len(samples) + sample
                 self._captures += await loop.run_in_executor(None, put, self._owner, choice, captured, self._inline)
+        self._unfinished -= 1
 
     def answer(self) -> dict[str, Any]:
-        """The response's field: `captures` if there are any, and `answers`, a list of them if the request had several prompts."""
+        """The response's field: `captures` if the plan has any, and `answers`, a list of them if the request had several prompts.
+
+        Empty if a prompt failed.
+        """
+        if self._unfinished:
+            return {}
         in_order = sorted(self._captures, key=lambda entry: entry["choice"])  # prompts end in any order
         found: dict[str, Any] = {"captures": in_order} if self._plan.captures else {}
         if self._answers:

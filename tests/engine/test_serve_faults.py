@@ -1,0 +1,103 @@
+"""What clients of `midstream serve` see when the server ends, and when a process of it is killed (G12)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from servers import Server, serving
+
+pytestmark = pytest.mark.engine
+
+PLAN = [
+    {"kind": "steer", "site": "resid_post", "layers": [3], "vector": [1.0] * 256},
+    {"kind": "capture", "site": "resid_post", "layers": [2], "positions": "all"},
+]
+
+
+class Stream(threading.Thread):
+    """A streamed request of 400 tokens with captures; `lines` are those that have come."""
+
+    def __init__(self, server: Server) -> None:
+        super().__init__(daemon=True)
+        body = {
+            "model": "demo",
+            "prompt": "The",
+            "max_tokens": 400,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        data = json.dumps({**body, "midstream": {"plan": PLAN}}).encode()
+        self._request = urllib.request.Request(
+            f"{server.url}/v1/completions", data, {"Content-Type": "application/json"}
+        )
+        self.lines: list[str] = []
+        self.error: BaseException | None = None
+        self.start()
+        until(lambda: len(self.lines) > 5)
+
+    def run(self) -> None:
+        try:
+            with urllib.request.urlopen(self._request, timeout=60) as response:
+                self.lines += (line.decode().strip() for line in response if line.strip())
+        except Exception as error:
+            self.error = error
+
+
+def until(condition: Any, seconds: float = 40.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def processes(server: Server) -> dict[int, str]:
+    """The names of the server's processes, by id."""
+    found = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            number, _, rest = stat.read_text().partition(" (")
+        except OSError:
+            continue
+        name, _, fields = rest.rpartition(") ")
+        if int(fields.split()[3]) == server.process.pid:  # the session's
+            found[int(number)] = name
+    return found
+
+
+def test_g12_sigterm_lets_running_requests_end(tmp_path: Path) -> None:
+    with serving(tmp_path, "--shutdown-timeout", "60", stock=False) as server:
+        streams = [Stream(server) for _ in range(4)]
+        server.process.send_signal(signal.SIGTERM)
+        for stream in streams:
+            stream.join(60)
+            assert stream.error is None and stream.lines[-1] == "data: [DONE]"
+            handles = json.loads(stream.lines[-2].removeprefix("data: "))["midstream"]["captures"]
+            assert len(handles) == 1 and len(handles[0]["positions"]) == 400
+        server.process.wait(60)
+        assert server.process.returncode == 0
+        until(lambda: not processes(server))
+
+
+def test_g12_a_killed_engine_ends_the_server_and_its_clients_hear_of_it(tmp_path: Path) -> None:
+    with serving(tmp_path, stock=False) as server:
+        stream = Stream(server)
+        (engine,) = [pid for pid, name in processes(server).items() if "EngineCor" in name]
+        os.kill(engine, signal.SIGKILL)
+        stream.join(60)
+        assert stream.error is not None or '"error"' in stream.lines[-2], stream.lines[-2:]
+        with contextlib.suppress(urllib.error.URLError, ConnectionError):  # it has gone already
+            assert server.complete("The", midstream={"plan": PLAN})[0] >= 500
+        until(lambda: server.process.poll() is not None)
+        assert not server.is_healthy()
+        until(lambda: not processes(server))
