@@ -31,7 +31,9 @@ MINE, THEIRS, ADMIN = "my-key", "their-key", "the-administrator"
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(tmp_path_factory.mktemp("serve"), stock=False, MIDSTREAM_ADMIN_KEY=ADMIN) as server:
+    with serving(
+        tmp_path_factory.mktemp("serve"), "--enable-scale-out", stock=False, MIDSTREAM_ADMIN_KEY=ADMIN
+    ) as server:
         yield server
 
 
@@ -365,6 +367,18 @@ MISTAKES: dict[
         "the prompt has 5 tokens",
     ),
     "a path": (field({**CAPTURE, "to": "/tmp/x"}), "midstream.plan[0].to", "may not name where the engine writes"),
+    "a consumer": (field({**CAPTURE, "to": {"consumer": "log"}}), "midstream.plan[0].to", "may not name where"),
+    "a digest": (
+        field({**STEER, "vector": {"named": "calm", "digest": "0" * 32}}),
+        "midstream.plan[0].vector.digest",
+        "may not say what the engine has",
+    ),
+    "a field of midstream's own clients": (
+        {"midstream": {"plan": [], "record": ["id", "name"]}},
+        "midstream",
+        "record",
+    ),
+    "code": ({"midstream": {"trace": {"programs": "gASV"}}}, "midstream", "trace"),
     "a packed vector of another shape": (
         field({**STEER, "vector": {"data": "AAAAAA==", "dtype": "float32", "shape": [2]}}),
         "midstream.plan[0].vector.shape",
@@ -414,6 +428,27 @@ def test_g3_a_route_that_takes_no_plan_says_so(server: Server, path: str) -> Non
         assert status == 400, found
         return
     assert status == 400 and found["error"]["param"] == "midstream" and path in found["error"]["message"]
+
+
+def test_g8_sampling_parameters_as_they_are_carry_edits_and_nothing_else(server: Server) -> None:
+    """`/inference/v1/generate` takes SamplingParams whole, `extra_args` included."""
+
+    def tokens(plan: Any) -> tuple[int, Any]:
+        return server.generate([20, 30, 40], extra_args={"midstream": plan})
+
+    plain = server.generate([20, 30, 40])[1]["choices"][0]["token_ids"]
+    status, found = tokens({"plan": [STEER]})
+    assert status == 200 and found["choices"][0]["token_ids"] != plain
+    for plan, message in (
+        ([CAPTURE], "returns no captures"),
+        ([{**CAPTURE, "to": "/tmp/x"}], "may not name where the engine writes"),
+        ({"plan": [], "capture": ["id", 0]}, "capture"),
+        ({"plan": [], "checked": True}, "checked"),
+        ({"trace": {"programs": "gASV"}}, "trace"),
+    ):
+        status, found = tokens(plan)
+        assert status == 400 and message in json.dumps(found), (plan, found)
+    assert server.generate([20, 30, 40])[1]["choices"][0]["token_ids"] == plain
 
 
 def test_g7_an_overflow_ends_its_own_request_alone(server: Server, client: openai.OpenAI, reference: Reference) -> None:
