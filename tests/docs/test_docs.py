@@ -5,6 +5,7 @@
 - ```python script is written to a file and run as a program of its own.
 - `expression  # -> value` and `print(...)  # -> text` are compared; numbers to the digits that are shown.
 - A block ```text that follows is all that the block before it printed.
+- A block ```bash server is run with a server on the bundled model, and so are all blocks of the pages in `SERVED`.
 
 Tracebacks point at the page: a block is compiled under the page's name, with its lines where they are in the page.
 """
@@ -26,9 +27,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from servers import serving
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ["README.md", *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))]
+SERVED = ["docs/serving.md"]
+URL, KEY, ADMIN_KEY = "http://localhost:8000", "my-key", "my-admin-key"  # of the server, on the pages
 FENCE = re.compile(r"^( *)```(\w*) ?(.*)$")
 EXPECTED = re.compile(r"# -> (.*)$", re.MULTILINE)
 NUMBER = re.compile(r"-?\d+\.\d+(?:e[-+]\d+)?")
@@ -118,6 +122,17 @@ def run_script(block: Block, folder: Path) -> str:
     return result.stdout
 
 
+def run_shell(page: str, block: Block, folder: Path) -> str:
+    """Run a block of commands with bash; what it printed. An answer of 400 or more fails."""
+    (folder / ".curlrc").write_text("fail-with-body\nsilent\nshow-error\n")
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**script_environment(), "PATH": path, "CURL_HOME": str(folder)}
+    command = ["bash", "-euo", "pipefail", "-c", block.text]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, timeout=120)
+    assert result.returncode == 0, f"{page}:{block.line}: {result.stdout}{result.stderr}"
+    return result.stdout
+
+
 def script_environment() -> dict[str, str]:
     """That of somebody who has just installed the package: none of the engine settings that the tests make."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
@@ -133,20 +148,23 @@ def compare_text(page: str, block: Block, printed: str) -> None:
 
 
 def paired(blocks: list[Block]) -> Iterator[tuple[Block, Block | None]]:
-    """Python blocks, each with the ```text block that follows it."""
-    for block, following in zip(blocks, [*blocks[1:], None], strict=True):
-        if block.language == "python":
+    """Python blocks and ```bash server, each with the ```text block that follows it."""
+    for block, following in zip(blocks, [*blocks, None][1:], strict=True):
+        if block.language == "python" or block.words == "server":
             yield block, following if following is not None and following.language == "text" else None
 
 
 def run_page(page: str, blocks: list[Block], names: dict[str, Any], folder: Path) -> None:
     offer_source(page, [b for b in blocks if b.language == "python" and not b.words])
     for block, output in paired(blocks):
-        assert block.words in ("", "notest", "script"), f"{page}:{block.line - 1}: unknown words {block.words!r}"
+        assert block.words in ("", "notest", "script", "server"), f"{page}:{block.line - 1}: unknown words {block.words!r}"
         if block.words == "notest":
             compile(block.text, page_filename(page), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
             continue
-        printed = run_script(block, folder) if block.words == "script" else run_block(page, block, names)
+        if block.words == "server":
+            printed = run_shell(page, block, folder)
+        else:
+            printed = run_script(block, folder) if block.words == "script" else run_block(page, block, names)
         if output is not None:
             compare_text(page, output, printed)
 
@@ -159,14 +177,26 @@ RUN = [page for page in PAGES if any(b.language == "python" for b in read(page))
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("page", RUN)
+@pytest.mark.parametrize("page", [page for page in RUN if page not in SERVED])
 def test_a7_code_runs(page: str, engine: Any, hf: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # for the files that recipes write
     try:
-        run_page(page, read(page), {"__name__": "__page__", "model": engine, "hf": hf}, tmp_path)
+        here = [block for block in read(page) if block.words != "server"]
+        run_page(page, here, {"__name__": "__page__", "model": engine, "hf": hf}, tmp_path)
     finally:
         engine.clear_edits()
         hf.clear_edits()
+
+
+@pytest.mark.engine
+def test_a7_code_runs_with_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with serving(tmp_path, "--api-key", KEY, stock=False, MIDSTREAM_ADMIN_KEY=ADMIN_KEY) as server:
+        for page in PAGES:
+            blocks = [block for block in read(page) if page in SERVED or block.words == "server"]
+            for block in blocks:
+                block.text = block.text.replace(URL, server.url)
+            run_page(page, blocks, {"__name__": "__page__"}, tmp_path)
 
 
 RECIPES = {
@@ -282,7 +312,7 @@ def test_runner_shows_the_line_of_the_page(tmp_path: Path) -> None:
 def test_the_files_that_architecture_names_exist() -> None:
     """Also that every folder of the package has its line there."""
     named = set(re.findall(r"`([\w/]+\.py|[\w/]+/)`", (ROOT / "docs" / "architecture.md").read_text()))
-    package, planned = ROOT / "src" / "midstream", {"serve/"}
+    package = ROOT / "src" / "midstream"
     assert len(named) > 50
-    assert [n for n in named - planned if not any((root / n).exists() for root in (package, ROOT))] == []
+    assert [n for n in named if not any((root / n).exists() for root in (package, ROOT))] == []
     assert {f"{each.parent.name}/" for each in package.glob("*/__init__.py")} <= named
