@@ -157,7 +157,9 @@ def paired(blocks: list[Block]) -> Iterator[tuple[Block, Block | None]]:
 def run_page(page: str, blocks: list[Block], names: dict[str, Any], folder: Path) -> None:
     offer_source(page, [b for b in blocks if b.language == "python" and not b.words])
     for block, output in paired(blocks):
-        assert block.words in ("", "notest", "script", "server"), f"{page}:{block.line - 1}: unknown words {block.words!r}"
+        assert block.words in ("", "notest", "script", "server"), (
+            f"{page}:{block.line - 1}: unknown words {block.words!r}"
+        )
         if block.words == "notest":
             compile(block.text, page_filename(page), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
             continue
