@@ -430,6 +430,23 @@ def test_g3_a_route_that_takes_no_plan_says_so(server: Server, path: str) -> Non
     assert status == 400 and found["error"]["param"] == "midstream" and path in found["error"]["message"]
 
 
+def test_g8_routes_that_no_api_key_guards_take_no_plan(server: Server) -> None:
+    body = {"model": "demo", "prompt": FRANCE, "max_tokens": 2}
+    assert server.post("/invocations", body)[0] == 200
+    for more in ({"midstream": {"plan": [STEER]}}, {"vllm_xargs": {"midstream": json.dumps([STEER])}}):
+        status, found = server.post("/invocations", {**body, **more})
+        assert status == 400 and "no plan" in found["error"]["message"], found
+
+
+def test_g6_of_two_recordings_of_one_name_one_is_refused(server: Server) -> None:
+    record = {"prompt": FRANCE, "sites": ["resid_post"], "name": "twice"}
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda key: server.post("/v1/midstream/runs", record, key=key)[0], "abcd"))
+    owner = "abcd"[answers.index(200)]
+    assert sorted(answers) == [200, 400, 400, 400]
+    assert server.ask("DELETE", "/v1/midstream/runs/twice", key=owner)[0] == 200
+
+
 def test_g8_sampling_parameters_as_they_are_carry_edits_and_nothing_else(server: Server) -> None:
     """`/inference/v1/generate` takes SamplingParams whole, `extra_args` included."""
 
@@ -441,6 +458,7 @@ def test_g8_sampling_parameters_as_they_are_carry_edits_and_nothing_else(server:
     assert status == 200 and found["choices"][0]["token_ids"] != plain
     for plan, message in (
         ([CAPTURE], "returns no captures"),
+        ({"plan": [STEER], "answers": [7]}, "no answers"),
         ([{**CAPTURE, "to": "/tmp/x"}], "may not name where the engine writes"),
         ({"plan": [], "capture": ["id", 0]}, "capture"),
         ({"plan": [], "checked": True}, "checked"),

@@ -145,7 +145,7 @@ def admitted(config: Any, settings: Settings, request: Any) -> dict[str, Any] | 
     if payload.capture is None and payload.record is None and any(None in capture.sinks for capture in plan.captures):
         raise PlanError(
             "Capture.to is None, and only midstream.VLLM receives captured rows. Python in the engine's front end may name a directory "
-            "or a Consumer; over HTTP there are no captures yet."
+            "or a Consumer; over HTTP, `midstream serve` returns the rows."
         )
     trace = {"trace": envelope["trace"]} if "trace" in envelope else {}
     return {**trace, **payload.to_extra_args()[NAME]}

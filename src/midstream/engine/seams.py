@@ -199,7 +199,8 @@ _CONFIG = (
                  "additional_config; instance_id"),
     Seam("vllm.config.ModelConfig", READS, "midstream.engine.admission.admitted",
          "What plans and prompts are checked against.",
-         members="dtype; hf_text_config; max_model_len; tokenizer; get_hidden_size(); get_vocab_size(); get_head_size()"),
+         members="dtype; hf_text_config; max_model_len; tokenizer; skip_tokenizer_init; get_hidden_size(); get_vocab_size(); "
+                 "get_head_size()"),
     Seam("vllm.config.ParallelConfig", READS, "midstream.engine.worker.refuse_unsupported",
          "Says whether the engine has midstream's worker, and whether its batches and prompts are split.",
          members="worker_cls; use_ray; use_ubatching; prefill_context_parallel_size; data_parallel_size; nnodes"),

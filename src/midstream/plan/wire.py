@@ -288,7 +288,8 @@ def _sink(place: str, value: Any) -> Any:
 
 def _looked_up(place: str, table: str, key: str, there: Mapping[str, Any]) -> Any:
     if key not in there:
-        raise fields.refuse(place, fields.shown(key), f"a key of the plan's {table!r}: {fields.nearest(key, there)}")
+        allowed = "the name or id of a recorded run" if table == "runs" else f"a key of the plan's {table!r}"
+        raise fields.refuse(place, fields.shown(key), f"{allowed}: {fields.nearest(key, there)}")
     return there[key]
 
 

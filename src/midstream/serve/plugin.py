@@ -39,7 +39,7 @@ MAX_VECTOR_BYTES = 256 << 20  # of all named vectors together
 CAPTURE_BYTES = "MIDSTREAM_CAPTURE_BYTES"  # environment variables of the server
 CAPTURE_SECONDS = "MIDSTREAM_CAPTURE_SECONDS"
 ADMIN_KEY = "MIDSTREAM_ADMIN_KEY"
-TAKING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/midstream/", "/invocations")
+TAKING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/midstream/")
 _NO_ADMIN = (
     f"Administration needs the key of {ADMIN_KEY}, the server's environment variable, in the header X-Midstream-Admin."
 )
@@ -82,6 +82,10 @@ class Plugin:
         )
         server = Server(engine_client, captures)
         await server.model.start()
+        if (
+            not config.model_config.skip_tokenizer_init
+        ):  # else the first request with answers would make all others wait for it
+            await asyncio.to_thread(lambda: server.model.tokenizer)
         engine_client.midstream_server = state.midstream = server
         REGISTRY.register(Metrics(server, asyncio.get_running_loop()))
 
@@ -213,16 +217,21 @@ async def record_run(request: Request, run: RunToRecord) -> Any:
 
     A name that is taken is an error: delete the run first. A run that no request uses may be dropped to make room for others.
     """
-    model = _server(request).model
-    name = run.name or model.runs.new_name()
+    server, model = _server(request), _server(request).model
+    name = run.name or secrets.token_hex(4)
     await model.runs.listing()  # forgets what the workers have dropped
-    if any(each.name == name for each in model.runs.handles):
+    there = {each.name for each in model.runs.handles} | server.recording
+    if name in there:
         raise PlanError(f"The run {name!r} is there already: delete it first, or use another name.")
-    recording: Any = model.record(
-        run.prompt, run.sites, run.layers, run.positions, name
-    )  # awaitable, on an async engine
-    await recording
-    _server(request).owners["runs", name] = owner_of(request.headers)
+    for gone in [each for what, each in server.owners if what == "runs" and each not in there]:
+        del server.owners["runs", gone]
+    server.recording.add(name)
+    try:
+        recording: Any = model.record(run.prompt, run.sites, run.layers, run.positions, name)  # awaitable here
+        await recording
+        server.owners["runs", name] = owner_of(request.headers)
+    finally:
+        server.recording.discard(name)
     (info,) = [each for each in await model.runs.listing() if each.name == name]
     return {"runs": {name: _about(info)}}
 

@@ -35,7 +35,7 @@ from midstream.settings import NAME
 
 _FIELDS = ("plan", "answers", "inline")
 _ANSWERS = f"{NAME}.answers"
-_MAX_ANSWERS = 64
+_MAX_ANSWERS = 128  # as vLLM has it
 Generate = Callable[..., AsyncGenerator[Any]]
 _DONE = "data: [DONE]\n\n"
 
@@ -47,6 +47,7 @@ class Server:
         model: the server's engine. `model.plan` is the engine-wide plan.
         captures: the rows that wait for download.
         owners: who has made each named vector and each run, by `("vectors" | "runs", name)`.
+        recording: the names of runs that are being recorded.
         planned: how many prompts have run with a plan, the engine-wide one included.
     """
 
@@ -54,6 +55,7 @@ class Server:
         self.model = VLLM.attached(engine)
         self.captures = captures
         self.owners: dict[tuple[str, str], bytes] = {}
+        self.recording: set[str] = set()
         self.planned = 0
 
     @staticmethod
@@ -77,9 +79,9 @@ class Server:
         """The outputs of a prompt on a route whose responses have no place for midstream's field. Raises PlanError."""
         served = await self.read(given, b"")
         with _refusing():
-            if served.plan.captures:
+            if served.plan.captures or served.answers:
                 raise PlanError(
-                    "This route returns no captures. Use /v1/completions, /v1/chat/completions or /v1/responses."
+                    "This route returns no captures and no answers. Use /v1/completions, /v1/chat/completions or /v1/responses."
                 )
         async with contextlib.aclosing(served.run(generate, prompt, params, request_id, rest)) as outputs:
             async for output in outputs:
@@ -195,17 +197,14 @@ class Served:
     """One request with the field, for all of its prompts and choices."""
 
     def __init__(self, server: Server, plan: Plan, answers: list[Any], inline: bool, owner: bytes) -> None:
-        self._server, self._plan, self._answers, self._inline, self._owner = server, plan, answers, inline, owner
+        self.plan, self.answers = plan, answers
+        self._server, self._inline, self._owner = server, inline, owner
         self._captures: list[dict[str, Any]] = []
         self._graded: list[dict[str, float] | None] = []
         self._unfinished = 0  # prompts
 
     def __repr__(self) -> str:
-        return f"<{self._plan}>"
-
-    @property
-    def plan(self) -> Plan:
-        return self._plan
+        return f"<{self.plan}>"
 
     def run(self, generate: Generate, prompt: Any, params: Any, request_id: str, rest: Any) -> AsyncGenerator[Any]:
         """The outputs of one prompt. Called before a stream begins, so that what is wrong is still answered with 400.
@@ -214,15 +213,15 @@ class Served:
         """
         model, number = self._server.model, len(self._graded)
         with _refusing(_ANSWERS):
-            if self._answers and (params.logprobs is not None or getattr(params, "logprob_token_ids", None)):
+            if self.answers and (params.logprobs is not None or getattr(params, "logprob_token_ids", None)):
                 raise PlanError("answers are graded by log-probabilities of their own: leave logprobs out.")
-            given = [self._answers] if self._answers else []
+            given = [self.answers] if self.answers else []
             (answers,) = answers_of(given, 1, lambda: model.tokenizer, model.vocab_size)
         with _refusing():
             if not isinstance(prompt, Mapping) or "prompt_token_ids" not in prompt:
                 raise PlanError("A plan needs a prompt of tokens or text; this prompt has neither.")
             text = prompt if isinstance(prompt.get("prompt"), str) else prompt["prompt_token_ids"]
-            invoke = Invoke(text, None, plan=self._plan, answers=answers)
+            invoke = Invoke(text, None, plan=self.plan, answers=answers)
             request = model.planned(invoke, dict(prompt), params)
         self._graded.append(None)
         self._unfinished += 1
@@ -261,8 +260,8 @@ class Served:
         if self._unfinished:
             return {}
         in_order = sorted(self._captures, key=lambda entry: entry["choice"])  # prompts end in any order
-        found: dict[str, Any] = {"captures": in_order} if self._plan.captures else {}
-        if self._answers:
+        found: dict[str, Any] = {"captures": in_order} if self.plan.captures else {}
+        if self.answers:
             found["answers"] = self._graded[0] if len(self._graded) == 1 else self._graded
         return found
 
@@ -297,6 +296,8 @@ def answering(original: Callable[..., Any]) -> Callable[..., Any]:
         with _refusing(NAME):
             if NAME in extra and NAME in xargs:
                 raise PlanError(f"The plan was given twice: as {NAME!r}, and in vllm_xargs.")
+            if raw_request is not None and "/v1/" not in raw_request.scope["path"]:
+                raise PlanError("Routes outside of /v1 take no plan: vLLM asks for no API key there.")
             for mode in ("use_beam_search", "background"):
                 if getattr(request, mode, False):
                     raise PlanError(f"{mode} takes no plan: leave one of them out.")
