@@ -254,6 +254,10 @@ def test_g6_named_vectors_are_uploaded_used_listed_and_deleted(
         status, body = server.ask("POST", "/v1/midstream/vectors", file, key=THEIRS)
         assert status == 400 and "is there already" in body["error"]["message"]
         assert server.ask("DELETE", "/v1/midstream/vectors/calm", key=THEIRS)[0] == 403
+        body = json.dumps({"plan": [by_name]}).encode()
+        assert server.ask("PUT", "/v1/midstream/plan", body, admin=ADMIN)[0] == 200
+        assert server.ask("DELETE", "/v1/midstream/vectors/calm", key=MINE)[0] == 409
+        assert server.ask("DELETE", "/v1/midstream/plan", admin=ADMIN)[0] == 200
     finally:
         assert server.ask("DELETE", "/v1/midstream/vectors/calm", key=MINE)[0] == 200
     assert server.ask("DELETE", "/v1/midstream/vectors/calm", key=MINE)[0] == 404
@@ -390,6 +394,7 @@ MISTAKES: dict[
         "base64",
     ),
     "an answer of several tokens": (field(answers=["Constantinople and Rome"]), "midstream.answers", "tokens"),
+    "an answer of many tokens": (field(answers=["a b " * 100_000]), "midstream.answers", "of up to 256 characters"),
     "answers that are no list": (field(answers=" Paris"), "midstream.answers", "a list"),
     "answers beside logprobs": (
         {**field(answers=[" Paris"]), "logprobs": 2},
@@ -422,12 +427,22 @@ def test_g7_every_mistake_is_a_400_that_names_its_field(server: Server, stream: 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/chat/completions/batch", "/tokenize", "/inference/v1/generate"])
 def test_g3_a_route_that_takes_no_plan_says_so(server: Server, path: str) -> None:
-    body = {"model": "demo", "prompt": FRANCE, "messages": [{"role": "user", "content": FRANCE}], "max_tokens": 2}
-    status, found = server.post(path, {**body, "midstream": {"plan": [STEER]}})
-    if path == "/v1/chat/completions/batch":  # lies under a route that takes plans
-        assert status == 400, found
-        return
-    assert status == 400 and found["error"]["param"] == "midstream" and path in found["error"]["message"]
+    messages: list[Any] = [{"role": "user", "content": FRANCE}]
+    messages = [messages] if path.endswith("/batch") else messages
+    body = {"model": "demo", "prompt": FRANCE, "messages": messages, "max_tokens": 2, "token_ids": [20, 30]}
+    given = json.dumps({**body, "midstream": {"plan": [STEER]}})
+    elsewhere = json.dumps({**body, "sampling_params": {"midstream": [STEER]}})
+    for data in (
+        given.encode(),
+        given.replace("midstream", "mid\\u0073tream").encode(),
+        given.encode("utf-16"),
+        elsewhere.encode(),
+    ):
+        status, found = server.ask("POST", path, data)
+        assert status == 400 and found["error"]["param"] == "midstream" and path in found["error"]["message"], data
+    if "messages" in path:
+        xargs = {"midstream": json.dumps([STEER])}
+        assert server.post(path, {**body, "vllm_xargs": xargs})[0] == 400
 
 
 def test_g8_routes_that_no_api_key_guards_take_no_plan(server: Server) -> None:
@@ -519,6 +534,40 @@ def test_g10_clients_that_leave_and_clients_that_stay(
     while not gauges_are_zero(server):
         assert time.monotonic() < deadline, server.ask("GET", "/v1/midstream/gauges")
         time.sleep(0.2)
+
+
+def test_g5_an_answer_that_cannot_come_is_null(client: openai.OpenAI) -> None:
+    body = {**field(answers=[5]), "structured_outputs": {"choice": [" Paris", " Rome"]}}
+    assert complete(client, FRANCE, body).midstream["answers"] == {"5": None}
+    assert list(complete(client, FRANCE, body, stream=True))[-1].midstream["answers"] == {"5": None}
+
+
+def test_g10_clients_that_leave_at_once_give_their_runs_back(server: Server, client: openai.OpenAI) -> None:
+    record = {"prompt": FRANCE, "sites": ["resid_post"], "name": "left"}
+    assert server.post("/v1/midstream/runs", record, key=MINE)[0] == 200
+    patch = {"kind": "patch", "site": "resid_post", "layer": 3, "position": 1, "source": {"run": "left"}}
+    patch |= {"source_position": 1}
+    for _ in range(8):
+        complete(client, FRANCE, field(patch), stream=True, max_tokens=300).close()
+
+    def leases() -> int:
+        return int(server.ask("GET", "/v1/midstream/runs")[1]["runs"]["left"]["leases"])
+
+    deadline = time.monotonic() + 20
+    while leases():
+        assert time.monotonic() < deadline, leases()
+        time.sleep(0.2)
+    assert server.ask("DELETE", "/v1/midstream/runs/left", key=MINE)[0] == 200
+
+
+def test_g6_runs_are_recorded_and_deleted_at_once(server: Server) -> None:
+    def one(number: int) -> list[int]:
+        record = {"prompt": FRANCE, "sites": ["resid_post"], "layers": [1], "name": f"a/{number}"}
+        made = server.post("/v1/midstream/runs", record, key=MINE)[0]
+        return [made, server.ask("DELETE", f"/v1/midstream/runs/a%2F{number}", key=MINE)[0]]
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(one, range(40))) == [[200, 200]] * 40
 
 
 def test_g6_capabilities_name_the_model_its_sites_and_the_limits(server: Server) -> None:

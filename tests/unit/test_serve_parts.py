@@ -43,7 +43,7 @@ class Clock:
 
 
 def put(store: CaptureStore, owner: bytes, rows: int, value: float = 1.0) -> str:
-    (entry,) = store.put(owner, 0, captured(rows, value), inline=False)
+    (entry,) = store.put(owner, 0, captured(rows, value), inline=0)
     return str(entry["handle"])
 
 
@@ -89,7 +89,7 @@ def test_g4_rows_do_not_keep_the_step_that_they_came_from_in_memory() -> None:
     layout = Layout.of([key], lambda site, layer: WIDTH)
     step = torch.ones(1000, WIDTH)
     one = gather("r", [RowChunk(np.arange(1), layout, step[:1])], 1, {key: RowSelection.of("all_prompt", 1)})
-    (entry,) = store.put(MINE, 0, one, inline=False)
+    (entry,) = store.put(MINE, 0, one, inline=0)
     held = store.get(MINE, entry["handle"])
     assert held is not None and held.tensor.untyped_storage().nbytes() == WIDTH * 4
 

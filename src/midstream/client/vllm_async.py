@@ -147,10 +147,21 @@ async def submitted(
             await connection.send_vectors()
         if runs := runs_of([request.plan for request in requests]):
             lease = asyncio.ensure_future(connection.runs.lease(runs))
-            stack.push_async_callback(_release, connection.runs, runs, lease)
+            stack.push_async_callback(_released, connection.runs, runs, lease)
             await asyncio.shield(lease)
         boxes = connection.mailboxes(requests, stack)
         yield [AsyncRequest(request, *both, connection.stages) for request, both in zip(requests, boxes, strict=True)]
+
+
+_releasing: set[asyncio.Task[None]] = set()
+
+
+async def _released(runs: Runs, ids: list[str], lease: Awaitable[Any]) -> None:
+    """Release leases in a task of its own: a server cancels a request's task again at each of its awaits."""
+    task = asyncio.create_task(_release(runs, ids, lease))
+    _releasing.add(task)  # asyncio holds its tasks weakly
+    task.add_done_callback(_releasing.discard)
+    await asyncio.shield(task)
 
 
 async def _release(runs: Runs, ids: list[str], lease: Awaitable[Any]) -> None:

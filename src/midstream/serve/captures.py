@@ -15,7 +15,7 @@ import torch
 
 from midstream.capture.rows import Captured
 
-MAX_INLINE_BYTES = 1 << 16
+MAX_INLINE_BYTES = 1 << 20  # of all captures in one response
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,8 @@ class Held:
 class CaptureStore:
     """Captured tensors by handle. A handle has 256 random bits, and works for its owner alone until it expires.
 
-    If the store is full, the owner who holds the most loses what is oldest, so nobody can push out another's captures.
+    If the store is full, the owner who holds the most loses what is oldest. Owners are API keys, so on a server that asks for none
+    anybody may come under many names.
 
     Args:
         budget: bytes that all tensors may take.
@@ -52,8 +53,8 @@ class CaptureStore:
             self._drop_expired()
             return {"captures": len(self._held), "capture_bytes": self._bytes.total()}
 
-    def put(self, owner: bytes, choice: int, captured: Captured, inline: bool) -> list[dict[str, Any]]:
-        """Keep the captures of one choice. Returns what the response says of each tensor; with `inline`, small ones' data, too."""
+    def put(self, owner: bytes, choice: int, captured: Captured, inline: int) -> list[dict[str, Any]]:
+        """Keep the captures of one choice. Returns what the response says of each tensor, with up to `inline` bytes of data in all."""
         entries = []
         for key in captured:
             tensor = captured[key]
@@ -71,7 +72,8 @@ class CaptureStore:
             }
             handle = self._keep(Held(owner, tensor, about, self._clock() + self.seconds))
             entry = {"handle": handle, **about}
-            if inline and tensor.nbytes <= MAX_INLINE_BYTES:
+            if tensor.nbytes <= inline:
+                inline -= tensor.nbytes
                 entry["data"] = base64.b64encode(tensor.view(torch.uint8).numpy().tobytes()).decode()
             entries.append(entry)
         return entries
@@ -82,6 +84,9 @@ class CaptureStore:
             self._drop_expired()
             held = self._held.get(handle)
             return held if held is not None and secrets.compare_digest(held.owner, owner) else None
+
+    def __contains__(self, handle: str) -> bool:
+        return handle in self._held
 
     def drop(self, owner: bytes, handle: str) -> bool:
         """Forget a tensor. Returns whether it was there."""

@@ -25,8 +25,9 @@ from midstream.client.vectors_and_runs import RunInfo
 from midstream.engine.plugin import apply
 from midstream.engine.seams import Role
 from midstream.errors import CaptureError, EngineClosedError, MidstreamError, PlanError, PromptError
+from midstream.plan.fields import nearest
 from midstream.plan.ops.edit import kinds
-from midstream.plan.vectors import read_vectors
+from midstream.plan.vectors import Named, RecordedRun, read_vectors
 from midstream.plan.wire import MAX_STRANGERS_BYTES, MAX_STRANGERS_EDITS
 from midstream.serve.captures import MAX_INLINE_BYTES, CaptureStore
 from midstream.serve.command import check_arguments
@@ -39,7 +40,7 @@ MAX_VECTOR_BYTES = 256 << 20  # of all named vectors together
 CAPTURE_BYTES = "MIDSTREAM_CAPTURE_BYTES"  # environment variables of the server
 CAPTURE_SECONDS = "MIDSTREAM_CAPTURE_SECONDS"
 ADMIN_KEY = "MIDSTREAM_ADMIN_KEY"
-TAKING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/midstream/")
+LONGEST_NAME = 256
 _NO_ADMIN = (
     f"Administration needs the key of {ADMIN_KEY}, the server's environment variable, in the header X-Midstream-Admin."
 )
@@ -54,7 +55,7 @@ class RunToRecord(BaseModel):
     sites: list[str]
     layers: list[int] | Literal["all"] = "all"
     positions: list[int] | Literal["all_prompt", "last_prompt"] = "all_prompt"
-    name: str | None = Field(None, min_length=1, max_length=256)
+    name: str | None = Field(None, min_length=1, max_length=LONGEST_NAME)
 
 
 class Plugin:
@@ -65,7 +66,7 @@ class Plugin:
 
     def attach_router(self, app: FastAPI) -> None:
         app.include_router(router)
-        app.add_middleware(UnreadField, taking=TAKING)
+        app.add_middleware(UnreadField)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Prepare the server. Raises MidstreamError, which ends it, if it was started in a way that midstream does not support."""
@@ -180,6 +181,8 @@ async def upload_vectors(request: Request) -> Any:
             return problem(413, f"The file has over {MAX_UPLOAD_BYTES >> 20} MiB; send its vectors in several files.")
     vectors = server.model.vectors
     found = await asyncio.get_running_loop().run_in_executor(None, read_vectors, bytes(data), "the body")
+    if any(len(name) > LONGEST_NAME for name in found):
+        raise PlanError(f"A name in the body has over {LONGEST_NAME} characters.")
     if taken := sorted(found.keys() & vectors.keys()):
         raise PlanError(f"The vector {taken[0]!r} is there already: delete it first, or use another name.")
     held = sum(vector.data.nbytes for vector in [*vectors.values(), *found.values()])
@@ -193,13 +196,14 @@ async def upload_vectors(request: Request) -> Any:
     return {"vectors": {name: {"width": vector.width} for name, vector in found.items()}}
 
 
-@router.delete("/vectors/{name}")
+@router.delete("/vectors/{name:path}")
 async def delete_vector(request: Request, name: str) -> Any:
     """Forget a vector. The API key that has uploaded it may, and an administrator."""
     vectors = _server(request).model.vectors
     if (refusal := _not_theirs(request, "vectors", name, vectors)) is not None:
         return refusal
-    del vectors[name], _server(request).owners["vectors", name]
+    del vectors[name]
+    _server(request).owners.pop(("vectors", name), None)
     return {"deleted": name}
 
 
@@ -236,14 +240,14 @@ async def record_run(request: Request, run: RunToRecord) -> Any:
     return {"runs": {name: _about(info)}}
 
 
-@router.delete("/runs/{name}")
+@router.delete("/runs/{name:path}")
 async def delete_run(request: Request, name: str) -> Any:
     """Forget a run; running requests that use it go on. The API key that has recorded it may, and an administrator."""
     runs = _server(request).model.runs
     if (refusal := _not_theirs(request, "runs", name, [each.name for each in runs.handles])) is not None:
         return refusal
+    _server(request).owners.pop(("runs", name), None)  # before anybody can record another run of this name
     await runs.delete(name)
-    del _server(request).owners["runs", name]
     return {"deleted": name}
 
 
@@ -254,9 +258,12 @@ def _about(run: RunInfo) -> dict[str, Any]:
 def _not_theirs(request: Request, what: str, name: str, there: Collection[str]) -> JSONResponse | None:
     """The error for who may not delete a vector or a run, or None."""
     if name not in there:
-        return problem(404, f"There is no {what[:-1]} {name!r}; there are: {', '.join(there) or 'none'}.", "name")
+        return problem(404, f"There is no {what[:-1]} {name!r}: {nearest(name, there)}.", "name")
     if _server(request).owners.get((what, name)) != owner_of(request.headers) and not _is_admin(request):
         return problem(403, f"The {what[:-1]} {name!r} is another API key's. {_NO_ADMIN}", "name")
+    values = (value for edit in _server(request).model.plan.edits for _, value in edit.values())
+    if name in {value.name for value in values if isinstance(value, Named if what == "vectors" else RecordedRun)}:
+        return problem(409, f"The engine-wide plan uses the {what[:-1]} {name!r}.", "name")
     return None
 
 

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import math
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from typing import Any
@@ -30,12 +31,14 @@ from midstream.plan import fields
 from midstream.plan.values import Plan, check_strangers
 from midstream.plan.wire import MAX_STRANGERS_BYTES
 from midstream.runtime.request import Envelope
-from midstream.serve.captures import CaptureStore
+from midstream.serve.captures import MAX_INLINE_BYTES, CaptureStore
 from midstream.settings import NAME
 
+TAKING = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 _FIELDS = ("plan", "answers", "inline")
 _ANSWERS = f"{NAME}.answers"
 _MAX_ANSWERS = 128  # as vLLM has it
+_LONGEST_ANSWER = 256
 Generate = Callable[..., AsyncGenerator[Any]]
 _DONE = "data: [DONE]\n\n"
 
@@ -106,6 +109,10 @@ class Server:
             answers = content.get("answers", [])
             if not isinstance(answers, list) or len(answers) > _MAX_ANSWERS:
                 raise fields.refuse(_ANSWERS, fields.shown(answers), f"a list of up to {_MAX_ANSWERS} answers")
+            for answer in answers:
+                if type(answer) not in (str, int) or len(str(answer)) > _LONGEST_ANSWER:
+                    allowed = f"texts of one token, and token ids, of up to {_LONGEST_ANSWER} characters"
+                    raise fields.refuse(_ANSWERS, fields.shown(answer), allowed)
         with _refusing(f"{NAME}.inline"):
             if not isinstance(inline := content.get("inline", False), bool):
                 raise fields.refuse(f"{NAME}.inline", fields.shown(inline), "true or false")
@@ -115,18 +122,20 @@ class Server:
 class UnreadField:
     """ASGI middleware that refuses the field on routes that would drop it without a word."""
 
-    def __init__(self, app: Any, taking: tuple[str, ...]) -> None:
-        self._app, self._taking = app, taking
+    def __init__(self, app: Any) -> None:
+        self._app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"].startswith(self._taking):
+        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
+        if scope["type"] != "http" or scope["method"] != "POST" or path in TAKING or path.startswith(f"/v1/{NAME}/"):
             return await self._app(scope, receive, send)
         messages = [await receive()]
         while messages[-1]["type"] == "http.request" and messages[-1].get("more_body"):
             messages.append(await receive())
         body = b"".join(message.get("body", b"") for message in messages)
-        if f'"{NAME}"'.encode() in body and _has_field(body):
-            message = f"{scope['path']} takes no plan. Routes that do: {', '.join(self._taking)}."
+        may_have = any(each in body for each in (NAME.encode(), b"\\u", b"\0"))  # as it is, in escapes, or in UTF-16
+        if may_have and _has_field(body, path):
+            message = f"{path} takes no plan in this place. Routes that do: {', '.join(TAKING)}."
             return await problem(400, message, NAME)(scope, receive, send)
         left = iter(messages)
 
@@ -136,10 +145,13 @@ class UnreadField:
         await self._app(scope, again, send)
 
 
-def _has_field(body: bytes) -> bool:
+def _has_field(body: bytes, path: str) -> bool:
     with contextlib.suppress(ValueError, RecursionError):
-        given = json.loads(body)
-        return isinstance(given, dict) and NAME in given
+        if isinstance(given := json.loads(body), dict):
+            places = [given, given.get("sampling_params")]
+            if path != f"{TAKING[1]}/batch":  # which passes it on to the engine
+                places.append(given.get("vllm_xargs"))
+            return any(isinstance(place, dict) and NAME in place for place in places)
     return False
 
 
@@ -153,7 +165,7 @@ def problem(status: int, message: str, parameter: str | None = None) -> JSONResp
 
 def owner_of(headers: Mapping[str, str]) -> bytes:
     """Who sent a request with these headers: a hash of the API key."""
-    return hashlib.sha256(headers.get("authorization", "").encode()).digest()
+    return hashlib.sha256(headers.get("authorization", "").partition(" ")[2].encode()).digest()
 
 
 def _content(given: Any) -> dict[str, Any]:
@@ -198,9 +210,10 @@ class Served:
 
     def __init__(self, server: Server, plan: Plan, answers: list[Any], inline: bool, owner: bytes) -> None:
         self.plan, self.answers = plan, answers
-        self._server, self._inline, self._owner = server, inline, owner
+        self._server, self._owner = server, owner
+        self._inline = MAX_INLINE_BYTES if inline else 0
         self._captures: list[dict[str, Any]] = []
-        self._graded: list[dict[str, float] | None] = []
+        self._graded: list[dict[str, float | None] | None] = []
         self._unfinished = 0  # prompts
 
     def __repr__(self) -> str:
@@ -243,13 +256,16 @@ class Served:
 
     async def _finish(self, number: int, output: Any) -> None:
         if output.answers:
-            self._graded[number] = {str(answer): value for answer, value in output.answers.items()}
+            values = output.answers.items()
+            self._graded[number] = {str(answer): value if math.isfinite(value) else None for answer, value in values}
         samples = output.captures if isinstance(output.captures, list) else [output.captures]
         loop, put = asyncio.get_running_loop(), self._server.captures.put
         for sample, captured in enumerate(samples):
             if captured:
                 choice = number * len(samples) + sample
-                self._captures += await loop.run_in_executor(None, put, self._owner, choice, captured, self._inline)
+                found = await loop.run_in_executor(None, put, self._owner, choice, captured, self._inline)
+                self._inline -= sum(len(each["data"]) * 3 // 4 for each in found if "data" in each)  # from base64
+                self._captures += found
         self._unfinished -= 1
 
     def answer(self) -> dict[str, Any]:
@@ -259,6 +275,9 @@ class Served:
         """
         if self._unfinished:
             return {}
+        for entry in self._captures:
+            if entry["handle"] not in self._server.captures:  # all of them together did not fit
+                entry["handle"] = None
         in_order = sorted(self._captures, key=lambda entry: entry["choice"])  # prompts end in any order
         found: dict[str, Any] = {"captures": in_order} if self.plan.captures else {}
         if self.answers:
