@@ -32,7 +32,11 @@ MINE, THEIRS, ADMIN = "my-key", "their-key", "the-administrator"
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with serving(
-        tmp_path_factory.mktemp("serve"), "--enable-scale-out", stock=False, MIDSTREAM_ADMIN_KEY=ADMIN
+        tmp_path_factory.mktemp("serve"),
+        "--enable-scale-out",
+        stock=False,
+        MIDSTREAM_ADMIN_KEY=ADMIN,
+        MIDSTREAM_CAPTURE_BYTES="2000000",
     ) as server:
         yield server
 
@@ -221,6 +225,14 @@ def test_g4_a_handle_is_its_owners(server: Server, client: openai.OpenAI) -> Non
     assert server.ask("GET", f"/v1/midstream/captures/{handle[:-1]}_", key=MINE)[0] == 404
     assert server.ask("DELETE", path, key=MINE) == (200, {"deleted": handle})
     assert server.ask("GET", path, key=MINE)[0] == 404
+
+
+def test_g4_what_the_server_cannot_keep_has_no_handle(server: Server, client: openai.OpenAI) -> None:
+    plan = {**CAPTURE, "layers": "all"}  # 4 MB for this prompt
+    entries = complete(client, [20] * 500, field(plan), max_tokens=1).midstream["captures"]
+    kept = [each["handle"] for each in entries if each["handle"] is not None]
+    assert 0 < len(kept) < len(entries) == 8
+    assert all(rows(server, handle).shape == (500, HIDDEN) for handle in kept)
 
 
 def test_g5_answers_are_the_log_probabilities_of_transformers(client: openai.OpenAI, reference: Reference) -> None:

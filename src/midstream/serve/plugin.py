@@ -83,9 +83,7 @@ class Plugin:
         )
         server = Server(engine_client, captures)
         await server.model.start()
-        if (
-            not config.model_config.skip_tokenizer_init
-        ):  # else the first request with answers would make all others wait for it
+        if not config.model_config.skip_tokenizer_init:  # else all would wait while the first answers load it
             await asyncio.to_thread(lambda: server.model.tokenizer)
         engine_client.midstream_server = state.midstream = server
         REGISTRY.register(Metrics(server, asyncio.get_running_loop()))
@@ -153,6 +151,7 @@ async def capabilities(request: Request) -> dict[str, Any]:
             "plan_bytes": MAX_STRANGERS_BYTES,
             "plan_edits": MAX_STRANGERS_EDITS,
             "upload_bytes": MAX_UPLOAD_BYTES,
+            "vectors": MAX_VECTORS,
             "vector_bytes": MAX_VECTOR_BYTES,
             "inline_bytes": MAX_INLINE_BYTES,
             "capture_bytes": server.captures.budget,

@@ -18,6 +18,7 @@ import json
 import math
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 from fastapi.responses import JSONResponse
@@ -39,6 +40,7 @@ _FIELDS = ("plan", "answers", "inline")
 _ANSWERS = f"{NAME}.answers"
 _MAX_ANSWERS = 128  # as vLLM has it
 _LONGEST_ANSWER = 256
+_MOST_KEYS = 64  # how many unknown keys are compared with the field's name
 Generate = Callable[..., AsyncGenerator[Any]]
 _DONE = "data: [DONE]\n\n"
 
@@ -307,8 +309,9 @@ def answering(original: Callable[..., Any]) -> Callable[..., Any]:
         server = Server.of(self.engine_client)
         if server is None or not (extra or xargs):
             return await original(self, request, raw_request, *args, **kwargs)
-        with _refusing(next(iter(extra), NAME)):
-            refuse_misspelt(extra, "The request")
+        for key in islice(extra, _MOST_KEYS):
+            with _refusing(key):
+                refuse_misspelt({key: None}, "The request")
         given = extra.get(NAME, xargs.get(NAME))
         if given is None:
             return await original(self, request, raw_request, *args, **kwargs)
