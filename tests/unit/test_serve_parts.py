@@ -16,8 +16,10 @@ pytest.importorskip("vllm")
 
 from midstream.capture.rows import Captured, RowChunk, gather
 from midstream.cli import main
+from midstream.client.vectors_and_runs import Runs
 from midstream.errors import MidstreamError
 from midstream.plan.captures import Layout, RowSelection
+from midstream.plan.values import RecordedRun
 from midstream.serve.captures import CaptureStore
 from midstream.serve.command import allowed_plugins, server_flags
 from midstream.serve.plugin import Plugin
@@ -92,6 +94,20 @@ def test_g4_rows_do_not_keep_the_step_that_they_came_from_in_memory() -> None:
     (entry,) = store.put(MINE, 0, one, inline=0)
     held = store.get(MINE, entry["handle"])
     assert held is not None and held.tensor.untyped_storage().nbytes() == WIDTH * 4
+
+
+def test_g6_a_run_that_is_recorded_while_runs_are_listed_stays() -> None:
+    def run(name: str) -> RecordedRun:
+        return RecordedRun(name, f"id-{name}", (1,), ("resid_post",), (0,), (0,))
+
+    async def ask(what: str, *_: Any) -> list[Any]:
+        await runs.add(run("new"))
+        return [[]]  # from before: the workers have dropped the old one
+
+    runs = Runs(ask, True)
+    asyncio.run(runs.add(run("old")))
+    assert asyncio.run(runs.listing()) == []
+    assert [each.name for each in runs.handles] == ["new"]
 
 
 # --------------------------------------------------------------------------------------------------------------- starting

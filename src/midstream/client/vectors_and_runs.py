@@ -212,6 +212,7 @@ class Runs(Mapping[str, RecordedRun]):
 
     async def _list(self) -> list[RunInfo]:
         """The runs that every worker has. The handles of other runs are dropped."""
+        known = {run.id for run in self._handles.values()}  # others may be recorded while the workers answer
         there = [{run["id"]: run for run in answer} for answer in await self._ask("list")]
         infos = [
             _info(parts)
@@ -219,7 +220,8 @@ class Runs(Mapping[str, RecordedRun]):
             if len(parts := [runs[run_id] for runs in there if run_id in runs]) == len(there)
         ]
         ids = {info.id for info in infos}
-        self._handles = {name: run for name, run in self._handles.items() if run.id in ids}
+        gone = known - ids
+        self._handles = {name: run for name, run in self._handles.items() if run.id not in gone}
         return infos
 
 

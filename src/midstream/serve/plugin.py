@@ -235,8 +235,10 @@ async def record_run(request: Request, run: RunToRecord) -> Any:
         server.owners["runs", name] = owner_of(request.headers)
     finally:
         server.recording.discard(name)
-    (info,) = [each for each in await model.runs.listing() if each.name == name]
-    return {"runs": {name: _about(info)}}
+    infos = {each.name: _about(each) for each in await model.runs.listing()}
+    if name not in infos:
+        raise PlanError(f"The run {name!r} was dropped at once, to make room for others. Delete some first.")
+    return {"runs": {name: infos[name]}}
 
 
 @router.delete("/runs/{name:path}")
