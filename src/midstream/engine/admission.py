@@ -80,13 +80,19 @@ def _enveloped(config: Any, given: Any) -> Envelope:
     return Envelope(plan=packed(plan))
 
 
-def refuse_misspelt(extra: Mapping[str, Any], place: str) -> None:
-    """Raise PlanError for a misspelt "midstream": vLLM ignores keys that nobody reads."""
+def misspelt(extra: Mapping[str, Any]) -> str | None:
+    """A key that is a misspelt "midstream", if there is one: vLLM ignores keys that nobody reads."""
     for key in islice(extra, _MOST_KEYS):  # a client chooses how many there are, and how long they are
         name = re.sub(r"[^a-z]", "", str(key)[:32].lower())
         near = abs(len(name) - len(NAME)) <= 2 and difflib.SequenceMatcher(None, name, NAME).ratio() > _SIMILARITY
         if key != NAME and (near or name.startswith(NAME)):
-            raise PlanError(f"{place} has the key {fields.shown(key)}, which nobody reads; did you mean {NAME!r}?")
+            return key
+    return None
+
+
+def unread(place: str, key: str) -> PlanError:
+    """The error for a misspelt key."""
+    return PlanError(f"{place} has the key {fields.shown(key)}, which nobody reads; did you mean {NAME!r}?")
 
 
 def refused(error: MidstreamError, parameter: str | None = None) -> PlanError:
@@ -115,8 +121,8 @@ def admitted(config: Any, settings: Settings, request: Any) -> dict[str, Any] | 
     extra = params.extra_args or {}
     given = extra.get(NAME)
     if given is None:
-        if config.parallel_config.worker_cls == WORKER:
-            refuse_misspelt(extra, "extra_args")
+        if config.parallel_config.worker_cls == WORKER and (key := misspelt(extra)) is not None:
+            raise unread("extra_args", key)
         if everyone is None:
             return None
     _check_engine(config)

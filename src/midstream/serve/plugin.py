@@ -44,6 +44,7 @@ LONGEST_NAME = 256
 _NO_ADMIN = (
     f"Administration needs the key of {ADMIN_KEY}, the server's environment variable, in the header X-Midstream-Admin."
 )
+_NO_CAPTURES = "There are no captures under this handle: it has expired, or is another API key's."
 router = APIRouter(prefix=f"/v1/{NAME}", tags=[NAME])
 
 
@@ -307,9 +308,7 @@ async def get_capture(request: Request, handle: str) -> Any:
     """A captured tensor `[positions, width]` as a safetensors file with the tensor `rows`; its metadata is the response's entry."""
     held = _server(request).captures.get(owner_of(request.headers), handle)
     if held is None:
-        return problem(
-            404, "There are no captures under this handle: it has expired, or is another API key's.", "handle"
-        )
+        return problem(404, _NO_CAPTURES, "handle")
 
     def file() -> bytes:
         from safetensors.torch import save
@@ -324,9 +323,7 @@ async def get_capture(request: Request, handle: str) -> Any:
 async def delete_capture(request: Request, handle: str) -> Any:
     """Forget captured rows before their handle expires."""
     if not _server(request).captures.drop(owner_of(request.headers), handle):
-        return problem(
-            404, "There are no captures under this handle: it has expired, or is another API key's.", "handle"
-        )
+        return problem(404, _NO_CAPTURES, "handle")
     return {"deleted": handle}
 
 

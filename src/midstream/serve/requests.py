@@ -18,7 +18,6 @@ import json
 import math
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
-from itertools import islice
 from typing import Any
 
 from fastapi.responses import JSONResponse
@@ -26,7 +25,7 @@ from fastapi.responses import JSONResponse
 from midstream.client.requests import Invoke, answers_of
 from midstream.client.vllm import VLLM
 from midstream.client.vllm_async import submitted
-from midstream.engine.admission import reader, refuse_misspelt, refused
+from midstream.engine.admission import misspelt, reader, refused, unread
 from midstream.errors import MidstreamError, PlanError
 from midstream.plan import fields
 from midstream.plan.values import Plan, check_strangers
@@ -40,7 +39,6 @@ _FIELDS = ("plan", "answers", "inline")
 _ANSWERS = f"{NAME}.answers"
 _MAX_ANSWERS = 128  # as vLLM has it
 _LONGEST_ANSWER = 256
-_MOST_KEYS = 64  # how many unknown keys are compared with the field's name
 Generate = Callable[..., AsyncGenerator[Any]]
 _DONE = "data: [DONE]\n\n"
 
@@ -309,9 +307,8 @@ def answering(original: Callable[..., Any]) -> Callable[..., Any]:
         server = Server.of(self.engine_client)
         if server is None or not (extra or xargs):
             return await original(self, request, raw_request, *args, **kwargs)
-        for key in islice(extra, _MOST_KEYS):
-            with _refusing(key):
-                refuse_misspelt({key: None}, "The request")
+        if (key := misspelt(extra)) is not None:
+            raise refused(unread("The request", key), key)
         given = extra.get(NAME, xargs.get(NAME))
         if given is None:
             return await original(self, request, raw_request, *args, **kwargs)
