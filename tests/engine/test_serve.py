@@ -264,7 +264,7 @@ def test_g6_named_vectors_are_uploaded_used_listed_and_deleted(
         assert server.ask("GET", "/v1/midstream/vectors")[1] == {"vectors": {"calm": {"width": HIDDEN}}}
         assert complete(client, FRANCE, field(by_name)).choices[0].text == reference.text(FRANCE, steered)
         status, body = server.ask("POST", "/v1/midstream/vectors", file, key=THEIRS)
-        assert status == 400 and "is there already" in body["error"]["message"]
+        assert status == 409 and "is there already" in body["error"]["message"]
         assert server.ask("DELETE", "/v1/midstream/vectors/calm", key=THEIRS)[0] == 403
         body = json.dumps({"plan": [by_name]}).encode()
         assert server.ask("PUT", "/v1/midstream/plan", body, admin=ADMIN)[0] == 200
@@ -317,7 +317,7 @@ def test_g6_a_recorded_run_is_the_source_of_patches_by_its_name(
     assert set(server.ask("GET", "/v1/midstream/runs")[1]["runs"]) == {"clean"}
     assert complete(client, target, field(patch)).choices[0].text == reference.text(target, patched)
     status, found = server.post("/v1/midstream/runs", record, key=THEIRS)
-    assert status == 400 and "is there already" in found["error"]["message"]
+    assert status == 409 and "is there already" in found["error"]["message"]
     assert server.ask("DELETE", "/v1/midstream/runs/clean", key=THEIRS)[0] == 403
     assert server.ask("DELETE", "/v1/midstream/runs/clean", key=THEIRS, admin=ADMIN)[0] == 200
     assert server.ask("GET", "/v1/midstream/runs")[1] == {"runs": {}}

@@ -199,15 +199,20 @@ def answers_of(given: Any, prompts: int, tokenizer: Callable[[], Any], vocab_siz
         PromptError: an answer is not one token of the model, or there is not one list for each prompt.
     """
 
-    def tokens(answers: Any) -> Answers:
-        each = list(answers) if isinstance(answers, (list, tuple)) else [answers]
-        return {answer: _answer_token(answer, tokenizer, vocab_size) for answer in each}
+    each = answers_by_prompt(given, prompts)
+    tokens = {
+        id(answers): {answer: _answer_token(answer, tokenizer, vocab_size) for answer in answers} for answers in each
+    }
+    return [tokens[id(answers)] for answers in each]
 
+
+def answers_by_prompt(given: Any, prompts: int) -> list[list[Any]]:
+    """The list of answers of each prompt; the same list where all have the same. Raises PromptError."""
     if not isinstance(given, (list, tuple)) or not any(isinstance(each, (list, tuple)) for each in given):
-        return [tokens(given)] * prompts
+        return [list(given) if isinstance(given, (list, tuple)) else [given]] * prompts
     if len(given) != prompts:
         raise PromptError(f"answers is a list with a list for each prompt: {len(given)} were given for {prompts}.")
-    return [tokens(each) for each in given]
+    return [list(each) if isinstance(each, (list, tuple)) else [each] for each in given]
 
 
 def _answer_token(answer: Any, tokenizer: Callable[[], Any], vocab_size: int) -> int:

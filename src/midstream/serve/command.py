@@ -45,8 +45,14 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--midstream-rename", metavar="JSON", type=json.loads, default={}, help="as rename of midstream.VLLM"
     )
+    parser.add_argument(
+        "--midstream-allow-traces",
+        action="store_true",
+        help="let clients with the API key run code in the engine: traces of midstream.Remote; needs --api-key",
+    )
     own, rest = parser.parse_known_args(argv)
     settings = Settings(
+        allow_traces=own.midstream_allow_traces,
         rename=own.midstream_rename,
         graph_sites=tuple(filter(None, own.midstream_graph_sites.split(","))),
         record_bytes=own.midstream_record_bytes,

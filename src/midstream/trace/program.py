@@ -418,8 +418,23 @@ class _Unpickler(pickle.Unpickler):
         return self._resolve(pid)
 
 
-def ship(programs: list[list[Program]]) -> bytes:
-    """Programs as bytes. Objects that they share stay shared. Raises TraceError, with the name of a value that cannot be sent."""
+@dataclass(frozen=True)
+class ShippedCode:
+    """The code of several requests.
+
+    Attributes:
+        programs: the programs of each request, pickled.
+        bodies: how many programs each request has: standing edits, then its own.
+        graph_sites: for each request, whether its code keeps to sites that may be built into the compiled forward.
+    """
+
+    programs: bytes
+    bodies: list[int]
+    graph_sites: list[bool]
+
+
+def ship(programs: list[list[Program]]) -> ShippedCode:
+    """The programs of each request; objects that they share stay shared. Raises TraceError, which names what cannot be sent."""
     buffer = io.BytesIO(bytes(sys.version_info[:2]))
     buffer.seek(2)
     try:
@@ -428,7 +443,8 @@ def ship(programs: list[list[Program]]) -> bytes:
         names = [name for each in programs for program in each for name in _unsendable(program)]
         what = f", {names[0]}," if names else ""
         raise TraceError(f"The trace uses a value{what} that cannot be sent to the engine: {error}") from error
-    return buffer.getvalue()
+    keeps = [all(map(keeps_to_graph_sites, each)) for each in programs]
+    return ShippedCode(buffer.getvalue(), [len(each) for each in programs], keeps)
 
 
 def _unsendable(program: Program) -> Iterator[str]:
@@ -443,17 +459,22 @@ def _unsendable(program: Program) -> Iterator[str]:
                 yield name
 
 
+def check_python(data: bytes) -> None:
+    """Raise TraceError if another minor version of Python has shipped these programs."""
+    written, here = tuple(data[:2]), tuple(sys.version_info[:2])
+    if written != here:
+        raise TraceError(
+            f"The trace was compiled by Python {'.'.join(map(str, written))} and this process runs {here[0]}.{here[1]}. "
+            "Code travels as bytecode: run the client and the engine on the same minor version of Python."
+        )
+
+
 def unship(data: bytes, resolve: Callable[[Any], Any], device: torch.device | None = None) -> list[list[Program]]:
     """The programs, with references resolved by `resolve`, and tensors on `device`.
 
     Raises TraceError if another minor version of Python has sent them: code travels as bytecode.
     """
-    written, here = tuple(data[:2]), tuple(sys.version_info[:2])
-    if written != here:
-        raise TraceError(
-            f"The trace was compiled by Python {written[0]}.{written[1]} and this process runs {here[0]}.{here[1]}. "
-            "Code travels as bytecode: run the client and the engine on the same minor version of Python."
-        )
+    check_python(data)
     token = _DEVICE.set(device)
     try:
         with torch.inference_mode(False):

@@ -1,0 +1,416 @@
+"""`Remote`: traces and plans on a model that `midstream serve` has on another machine. Needs neither vLLM nor a GPU here."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from functools import cached_property
+from importlib import metadata
+from types import SimpleNamespace, TracebackType
+from typing import Any, Literal, Self
+from urllib.parse import quote
+
+import httpx
+import msgspec
+
+from midstream import errors
+from midstream.client.described import DescribedModel
+from midstream.client.remote_calls import MAX_PROMPTS, Asked, Call, Progress
+from midstream.client.requests import Answers, Invoke, InvokeResult, Prompt, answers_by_prompt, encode
+from midstream.client.streams import Item, OutputStream
+from midstream.client.vectors_and_runs import RunInfo, Runs, Vectors
+from midstream.errors import ChannelError, MidstreamError, ParameterError, PlanError, RemoteError
+from midstream.plan.fields import nearest
+from midstream.plan.values import Plan, RecordedRun, Span
+from midstream.plan.vectors import read_vectors, written_vectors
+from midstream.settings import NAME
+from midstream.transport.data import Reader
+
+API_KEY, ADMIN_KEY = "MIDSTREAM_API_KEY", "MIDSTREAM_ADMIN_KEY"  # environment variables
+_TIMEOUT = httpx.Timeout(60.0, connect=10.0, pool=None)  # a server that computes says so every few seconds
+
+
+class Server:
+    """The routes of one server under /v1/midstream.
+
+    Args:
+        url: without the path.
+        keys: the API key and the administrator's.
+    """
+
+    def __init__(self, url: str, *keys: str | None) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        names = ("Authorization", "X-Midstream-Admin")
+        forms = ("Bearer {}", "{}")
+        headers = {
+            name: form.format(key) for name, form, key in zip(names, forms, keys, strict=True) if key is not None
+        }
+        self._settings: Any = {"headers": headers, "timeout": _TIMEOUT, "verify": httpx.create_ssl_context()}
+        self._client = httpx.Client(**self._settings)
+
+    def ask(self, method: str, path: str, **request: Any) -> httpx.Response:
+        """A response without an error. Raises the server's error in its own class, or RemoteError."""
+        with self._errors():
+            response = self._client.request(method, self._at(path), **request)
+        _raise_refusal(response)
+        return response
+
+    def messages(self, call: Call, progress: Progress) -> Iterator[Item]:
+        """The outputs of a call as they come. Leaving it ends the requests on the server."""
+        reader = Reader()
+        with self._errors(progress), self._client.stream("POST", self._at("generate"), content=_packed(call)) as got:
+            if got.is_error:
+                got.read()
+            _raise_refusal(got)
+            for piece in got.iter_raw():
+                yield from filter(None, map(progress.read, reader.feed(piece)))
+            _check_over(progress)
+
+    async def async_messages(self, call: Call, progress: Progress) -> AsyncIterator[Item]:
+        """As `messages`."""
+        reader = Reader()
+        async with httpx.AsyncClient(**self._settings) as client:
+            request = client.stream("POST", self._at("generate"), content=_packed(call))
+            with self._errors(progress):
+                async with request as got:
+                    if got.is_error:
+                        await got.aread()
+                    _raise_refusal(got)
+                    async for piece in got.aiter_raw():
+                        for item in filter(None, map(progress.read, reader.feed(piece))):
+                            yield item
+                    _check_over(progress)
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _at(self, path: str) -> str:
+        return f"{self.url}/v1/{NAME}/{path}"
+
+    @contextlib.contextmanager
+    def _errors(self, progress: Progress | None = None) -> Iterator[None]:
+        try:
+            yield
+        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
+            raise RemoteError(
+                f"No server can be reached at {self.url}: {error}. Start one by `midstream serve MODEL`."
+            ) from error
+        except (httpx.HTTPError, ChannelError) as error:
+            reason = f"{type(error).__name__}: {error}".removesuffix(": ")
+            if progress is None:
+                raise RemoteError(f"The connection to {self.url} was lost ({reason}).") from error
+            raise progress.lost(self.url, reason) from error
+
+
+def _packed(call: Call) -> bytes:
+    return msgspec.msgpack.encode(call)
+
+
+def _check_over(progress: Progress) -> None:
+    if not progress.is_over:
+        raise ChannelError("the server ended its answer early")
+
+
+def _raise_refusal(response: httpx.Response) -> None:
+    if not response.is_error:
+        return
+    try:
+        error = response.json()["error"]
+        text, kind = error["message"], error["type"]
+    except (ValueError, KeyError, TypeError):
+        text = response.json().get("error") if _is_json_object(response) else response.text[:200]
+        kind = ""
+    if response.status_code == 401:
+        text = f"The server wants its API key: Remote(url, api_key=...), or the environment variable {API_KEY}."
+    elif response.status_code == 404 and kind != "NotFoundError":
+        text = "There is no midstream at this address. Start the server by `midstream serve MODEL`."
+    cls = getattr(errors, kind, None)
+    if not (isinstance(cls, type) and issubclass(cls, MidstreamError)):
+        cls, text = RemoteError, f"{response.status_code}: {text}"
+    raise cls(text)
+
+
+def _is_json_object(response: httpx.Response) -> bool:
+    with contextlib.suppress(ValueError):
+        return isinstance(response.json(), dict)
+    return False
+
+
+class RemoteStream(OutputStream):
+    """The outputs of requests on a server.
+
+    Args:
+        calls: the calls that they are sent with, one after the other.
+    """
+
+    def __init__(self, server: Server, calls: Sequence[Call]) -> None:
+        super().__init__()
+        self._server, self._calls = server, calls
+
+    async def items(self) -> AsyncGenerator[Item]:
+        before = 0
+        for call in self._calls:
+            messages: Any = self._server.async_messages(call, Progress(len(call.asked)))
+            async with contextlib.aclosing(messages):
+                async for index, output, result in messages:
+                    yield before + index, output, result
+            before += len(call.asked)
+
+
+class RemoteRuns(Runs):
+    """The runs that a server holds, recorded by anybody."""
+
+    async def _list(self) -> list[RunInfo]:
+        (runs,) = await self._ask("list")
+        self._handles = {name: _handle(name, run) for name, run in runs.items()}
+        fields = ("id", "bytes", "leases")
+        lists = ("sites", "layers", "positions")
+        return [
+            RunInfo(name, *(run[each] for each in fields), *(tuple(run[each]) for each in lists))
+            for name, run in runs.items()
+        ]
+
+
+def _handle(name: str, run: dict[str, Any]) -> RecordedRun:
+    lists = ("prompt_token_ids", "sites", "layers", "positions")
+    return RecordedRun(name, run["id"], *(tuple(run[each]) for each in lists))
+
+
+class Remote(DescribedModel):
+    """A model on a server that `midstream serve MODEL` has started, with the interface of `VLLM`.
+
+        model = Remote("http://gpu-server:8000", api_key="my-key")
+        outputs = model.generate(prompts, plan=Steer("resid_post", layers=14, vector=v, scale=4.0), max_tokens=64)
+        with model.trace("The Eiffel Tower is in"):   # on servers with --midstream-allow-traces
+            h = model.layers_output[8].save()         # [tokens, hidden], on the CPU of this machine
+
+    Interrupting a call, by Ctrl-C for example, ends its requests on the server. Traces need the server's minor version of Python and its
+    version of midstream, because their code travels as bytecode. What they save has to be tensors, numbers, texts and containers of these.
+
+    Args:
+        url: of the server, `http://host:port`.
+        api_key: one of the server's; the environment variable MIDSTREAM_API_KEY if None.
+        mode: `"sync"` runs requests to their end; with `"async"`, `async for output in tracer.backend` follows them.
+        admin_key: the server's key for administration, which `engine_plan` needs; MIDSTREAM_ADMIN_KEY if None.
+
+    Attributes:
+        plan: the plan of every request of this object, sent with each; `engine_plan` is that of all clients.
+        vectors, runs: named vectors and recorded runs on the server. Only who has made one may replace or delete it.
+
+    Raises:
+        RemoteError: the server cannot be reached, or refuses the key.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        api_key: str | None = None,
+        *,
+        mode: Literal["sync", "async"] = "sync",
+        admin_key: str | None = None,
+    ) -> None:
+        if mode not in ("sync", "async"):
+            raise MidstreamError(f'mode is "sync" or "async"; {mode!r} was given.')
+        self.edits = {}
+        self.mode, self._is_async = mode, mode == "async"
+        keys = (api_key or os.environ.get(API_KEY), admin_key or os.environ.get(ADMIN_KEY))
+        self._connection = Server(url, *keys)
+        self._description = self._connection.ask("GET", "description").json()
+        self.model_name = self._description["model"]
+        self.vectors = RemoteVectors(self._connection)
+        self.runs = RemoteRuns(self._ask_runs, self._is_async)
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """The module tree, its shapes and sites, from the server's workers."""
+        return self._description
+
+    @property
+    def _text_config(self) -> Any:
+        return SimpleNamespace(**self._description["config"])
+
+    @property
+    def longest_prompt(self) -> int:
+        return self._description["max_model_len"] - 1
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, from the server."""
+        from tokenizers import Tokenizer
+        from transformers import PreTrainedTokenizerFast
+
+        found = self._connection.ask("GET", "tokenizer").json()
+        return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(found["tokenizer"]), **found["settings"])
+
+    @property
+    def engine_plan(self) -> Plan:
+        """The plan of every request of every client of the server. Setting it, or None, needs `admin_key`."""
+        return Plan.from_wire(self._connection.ask("GET", "plan").json()["plan"])
+
+    @engine_plan.setter
+    def engine_plan(self, plan: Any) -> None:
+        if plan is None:
+            self._connection.ask("DELETE", "plan")
+        else:
+            self._connection.ask("PUT", "plan", json={"plan": json.loads(Plan.of(plan).to_json())})
+
+    def gauges(self) -> dict[str, Any]:
+        """What the server and each of its workers hold, as the server's route `gauges` says it."""
+        return self._connection.ask("GET", "gauges").json()  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        """Close the connections to the server."""
+        self._connection.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def record(
+        self,
+        prompt: Prompt,
+        sites: str | Sequence[str],
+        layers: Any = "all",
+        positions: Any = "all_prompt",
+        name: str | None = None,
+    ) -> RecordedRun:
+        """As `VLLM.record`. The server's engine-wide plan applies, and this object's does not."""
+        return self._finish(self._record(prompt, sites, layers, positions, name))  # type: ignore[no-any-return]
+
+    async def _record(self, prompt: Prompt, sites: Any, layers: Any, positions: Any, name: str | None) -> RecordedRun:
+        asked = {
+            "prompt": _prompt(prompt),
+            "sites": [sites] if isinstance(sites, str) else list(sites),
+            "layers": layers if layers == "all" else [layers] if isinstance(layers, int) else list(layers),
+            "positions": _positions(positions),
+            "replace": name is not None,
+            **({} if name is None else {"name": name}),
+        }
+        ((name, run),) = (await self._asked("POST", "runs", json=asked)).json()["runs"].items()
+        return await self.runs.add(_handle(name, run))
+
+    async def _ask_runs(self, what: str, *args: Any) -> list[Any]:
+        if what == "list":
+            return [(await self._asked("GET", "runs")).json()["runs"]]
+        names = {run.id: run.name for run in self.runs.handles}
+        for run_id in args[0]:
+            await self._asked("DELETE", f"runs/{quote(names.get(run_id, run_id), safe='')}")
+        return []
+
+    async def _asked(self, method: str, path: str, **request: Any) -> httpx.Response:
+        if not self._is_async:
+            return self._connection.ask(method, path, **request)
+        return await asyncio.to_thread(lambda: self._connection.ask(method, path, **request))
+
+    # Running.
+
+    def _run(self, invokes: list[Invoke], together: bool = False) -> list[InvokeResult] | OutputStream:
+        invokes = self._with_plan(invokes)
+        size = len(invokes) if together else MAX_PROMPTS
+        calls = [self._call(invokes[i : i + size], together) for i in range(0, len(invokes), size)]
+        if self._is_async:
+            return RemoteStream(self._connection, calls)
+        results = []
+        for call in calls:
+            progress = Progress(len(call.asked))
+            for _ in self._connection.messages(call, progress):
+                pass
+            results += [progress.results[i] for i in range(len(call.asked))]
+        return results
+
+    def _call(self, invokes: Sequence[Invoke], together: bool) -> Call:
+        plans: dict[Plan, int] = {}
+        asked = []
+        for invoke in invokes:
+            if any(to is not None for capture in invoke.plan.captures for to in capture.sinks):
+                raise PlanError(
+                    "Capture.to is not for Remote: captured rows come back on the outputs. Leave `to` out, and write `output.captures` "
+                    "where you want it."
+                )
+            number = plans.setdefault(invoke.plan, len(plans)) if invoke.plan else None
+            asked.append(Asked(_prompt(invoke.prompt), _params(invoke.params), number, list(invoke.answers)))
+        call = Call(metadata.version(NAME), asked, [plan.to_wire() for plan in plans], self._is_async, together)
+        if (code := self._code(invokes)) is not None:
+            call.programs, call.bodies, call.graph_sites = code.programs, code.bodies, code.graph_sites
+        return call
+
+    def _answer_tokens(self, given: Any, prompts: int) -> list[Answers]:
+        """The answers of each prompt; the server finds their token ids."""
+        return [dict.fromkeys(answers, -1) for answers in answers_by_prompt(given, prompts)]
+
+    def collect(self, *_: Any, **__: Any) -> Any:
+        """Not for Remote: use `generate`, whose outputs have the captures."""
+        raise MidstreamError(
+            "Remote has no collect. Use `generate(prompts, plan=Capture(...))`, and write `output.captures` where you want it."
+        )
+
+
+class RemoteVectors(Vectors):
+    """The named vectors on a server, uploaded by anybody. Each change and each look is a call to the server."""
+
+    def __init__(self, server: Server) -> None:
+        super().__init__()
+        self._server = server
+
+    @property
+    def widths(self) -> dict[str, int]:
+        found = self._server.ask("GET", "vectors").json()["vectors"]
+        return {name: each["width"] for name, each in found.items()}
+
+    def __getitem__(self, name: str) -> Any:
+        self._check(name)
+        return read_vectors(self._server.ask("GET", _vector(name)).content, name)[name]
+
+    def __delitem__(self, name: str) -> None:
+        self._check(name)
+        self._server.ask("DELETE", _vector(name))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.widths)
+
+    def __len__(self) -> int:
+        return len(self.widths)
+
+    def __repr__(self) -> str:
+        return f"<vectors: {', '.join(f'{name} [{width}]' for name, width in self.widths.items()) or 'none'}>"
+
+    def _put(self, vectors: dict[str, Any]) -> None:
+        self._server.ask("POST", "vectors?replace=true", content=written_vectors(vectors))
+
+    def _check(self, name: str) -> None:
+        if name not in (there := self.widths):
+            raise KeyError(f"no vector {name!r}: {nearest(str(name), there)}")
+
+
+def _vector(name: str) -> str:
+    return f"vectors/{quote(name, safe='')}"
+
+
+def _prompt(prompt: Prompt) -> str | list[int]:
+    return prompt if isinstance(prompt, str) else encode(prompt, _no_tokenizer)
+
+
+def _no_tokenizer() -> Any:
+    return lambda text: {"input_ids": text}
+
+
+def _params(params: dict[str, Any]) -> dict[str, Any]:
+    for name in ("extra_args", "output_kind"):
+        if name in params:
+            raise ParameterError(f"{name} is not for Remote. A plan is given as plan=.")
+    return {name: list(value) if isinstance(value, (set, tuple)) else value for name, value in params.items()}
+
+
+def _positions(positions: Any) -> Any:
+    if isinstance(positions, Span):
+        return {"span": positions.text, "occurrence": positions.occurrence}
+    if isinstance(positions, str):
+        return positions
+    return [positions] if isinstance(positions, int) else list(positions)
