@@ -29,13 +29,14 @@ if TYPE_CHECKING:
     from clients import Client
     from oracle import Plain
 
-    from midstream import VLLM, LanguageModel
+    from midstream import VLLM, LanguageModel, Remote
 
 
 FOLDERS = ["ranks", "engine", "docs", "models", "gpu", "unit"]  # the longest first: two processes then end together
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--remote", action="store_true", help="run the engines' tests on a server, by midstream.Remote")
     parser.addoption("--ranks", choices=list(ranks.SIZES), help="run the engines' tests on engines of several ranks")
 
 
@@ -84,8 +85,14 @@ def hf() -> LanguageModel:
 
 
 @pytest.fixture(scope="session")
-def engine() -> Iterator[VLLM]:
+def engine(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLM | Remote]:
     """The bundled model on an eager engine in processes of its own, as users have it."""
+    if pytestconfig.getoption("--remote"):
+        from servers import remote
+
+        with remote(tmp_path_factory.mktemp("server")) as model:
+            yield model
+        return
     with start(enforce_eager=True, worker_extension_cls="in_place_norms.InPlaceNorms") as model:
         yield model
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from midstream import demo_model
+from midstream import Remote, demo_model
 from midstream.engine.launch import engine_arguments
 
 
@@ -123,3 +123,14 @@ def serving(directory: Path, *flags: str, stock: bool = True, **environment: str
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+_IN_PLACE = ("--worker-extension-cls", "in_place_norms.InPlaceNorms")
+
+
+@contextlib.contextmanager
+def remote(directory: Path, *flags: str) -> Iterator[Remote]:
+    """A `Remote` on a server that allows traces."""
+    with serving(directory, "--midstream-allow-traces", "--api-key", "key", *_IN_PLACE, *flags, stock=False) as server:
+        with Remote(server.url, api_key="key") as model:
+            yield model

@@ -314,6 +314,13 @@ class Captured(ByPlane[torch.Tensor]):
         """The positions of each tensor's rows, under the same keys."""
         return CapturedPositions(self._what, self._planes, lambda key: self._found[key].positions)
 
+    def chunks(self) -> Iterator[RowChunk]:
+        """The rows of each plane as a chunk."""
+        for key in self._planes:
+            rows = self._value(key)
+            width = rows.shape[1]
+            yield RowChunk(self._found[key].positions, Layout.of([key], lambda *_, width=width: width), rows)
+
     def _value(self, key: Key) -> torch.Tensor:
         """Joined at the first access; once all planes are joined, the chunks are released."""
         if key not in self._tensors:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from functools import cached_property
 from importlib import metadata
 from types import SimpleNamespace, TracebackType
@@ -17,12 +17,24 @@ import httpx
 import msgspec
 
 from midstream import errors
+from midstream.capture.consumers import CaptureInfo, Collected
+from midstream.capture.sinks import RequestCapture, Sinks
 from midstream.client.described import DescribedModel
 from midstream.client.remote_calls import MAX_PROMPTS, Asked, Call, Progress
-from midstream.client.requests import Answers, Invoke, InvokeResult, Prompt, answers_by_prompt, encode
+from midstream.client.requests import (
+    Answers,
+    Invoke,
+    InvokeResult,
+    PreparedPlan,
+    Prompt,
+    answers_by_prompt,
+    encode,
+    token_ids,
+    without_destinations,
+)
 from midstream.client.streams import Item, OutputStream
 from midstream.client.vectors_and_runs import RunInfo, Runs, Vectors
-from midstream.errors import ChannelError, MidstreamError, ParameterError, PlanError, RemoteError
+from midstream.errors import ChannelError, MidstreamError, ParameterError, RemoteError
 from midstream.plan.fields import nearest
 from midstream.plan.values import Plan, RecordedRun, Span
 from midstream.plan.vectors import read_vectors, written_vectors
@@ -139,39 +151,92 @@ def _is_json_object(response: httpx.Response) -> bool:
     return False
 
 
+class Delivery:
+    """Hands the captured rows of one request on to where its plan sends them, once the server has sent them all."""
+
+    def __init__(self, plan: PreparedPlan, collected: Collected | None, sinks: Sinks) -> None:
+        self._plan, self._collected, self._sinks = plan, collected, sinks
+        self._captures: list[tuple[RequestCapture, int]] = []  # of each sample, with the position where its rows stop
+
+    def take(self, result: InvokeResult) -> None:
+        """Give the rows to the consumers."""
+        if result.error is not None:
+            return
+        output = result.output
+        captured = output.captures if isinstance(output.captures, list) else [output.captures]
+        try:
+            for sample, planes in zip(output.outputs, captured, strict=True):
+                name = f"{sample.index}_{output.request_id}" if len(captured) > 1 else output.request_id
+                info = CaptureInfo(name, tuple(self._plan.prompt), collected=self._collected)
+                capture = RequestCapture(info, self._plan.routes, self._sinks, self._plan.empty_chunk)
+                stop = len(self._plan.prompt) + len(sample.token_ids) - 1
+                self._captures.append((capture, stop))
+                capture.add(planes.chunks())
+                capture.end(stop)
+        except MidstreamError as error:
+            result.error = error
+
+    def finish(self, result: InvokeResult) -> None:
+        """Wait for the consumers, and leave on the output what belongs there; or the error on the result."""
+        try:
+            kept = [capture.result(stop) for capture, stop in self._captures]
+            result.output.captures = kept[0] if len(kept) == 1 else kept
+        except MidstreamError as error:
+            result.error = result.error or error
+
+
 class RemoteStream(OutputStream):
     """The outputs of requests on a server.
 
     Args:
         calls: the calls that they are sent with, one after the other.
+        deliveries: for each call, those of its requests that have one.
     """
 
-    def __init__(self, server: Server, calls: Sequence[Call]) -> None:
+    def __init__(self, server: Server, calls: Sequence[Call], deliveries: Sequence[dict[int, Delivery]]) -> None:
         super().__init__()
-        self._server, self._calls = server, calls
+        self._server, self._calls, self._deliveries = server, calls, deliveries
 
     async def items(self) -> AsyncGenerator[Item]:
         before = 0
-        for call in self._calls:
+        for call, deliveries in zip(self._calls, self._deliveries, strict=True):
             messages: Any = self._server.async_messages(call, Progress(len(call.asked)))
             async with contextlib.aclosing(messages):
                 async for index, output, result in messages:
+                    if result is not None and (delivery := deliveries.get(index)) is not None:
+                        await asyncio.to_thread(delivery.take, result)
+                        await asyncio.to_thread(delivery.finish, result)
                     yield before + index, output, result
             before += len(call.asked)
 
 
 class RemoteRuns(Runs):
-    """The runs that a server holds, recorded by anybody."""
+    """The runs that a server holds, recorded by anybody.
+
+    Args:
+        ask: as `Server.ask`, awaitable.
+    """
+
+    def __init__(self, ask: Callable[..., Awaitable[httpx.Response]], is_async: bool) -> None:
+        super().__init__(ask, is_async)  # type: ignore[arg-type]
+        self._ask_server = ask
 
     async def _list(self) -> list[RunInfo]:
-        (runs,) = await self._ask("list")
+        runs = (await self._ask_server("GET", "runs")).json()["runs"]
         self._handles = {name: _handle(name, run) for name, run in runs.items()}
-        fields = ("id", "bytes", "leases")
-        lists = ("sites", "layers", "positions")
+        fields, lists = ("id", "bytes", "leases"), ("sites", "layers", "positions")
         return [
             RunInfo(name, *(run[each] for each in fields), *(tuple(run[each]) for each in lists))
             for name, run in runs.items()
         ]
+
+    async def add(self, run: RecordedRun) -> RecordedRun:
+        """Add a run that the server has recorded; it has deleted an older one of its name."""
+        self._handles[run.name] = run
+        return run
+
+    async def _delete(self, run: RecordedRun) -> None:
+        await self._ask_server("DELETE", f"runs/{quote(run.name, safe='')}")
 
 
 def _handle(name: str, run: dict[str, Any]) -> RecordedRun:
@@ -221,7 +286,13 @@ class Remote(DescribedModel):
         self._description = self._connection.ask("GET", "description").json()
         self.model_name = self._description["model"]
         self.vectors = RemoteVectors(self._connection)
-        self.runs = RemoteRuns(self._ask_runs, self._is_async)
+        self.runs = RemoteRuns(self._asked, self._is_async)
+        self.sinks = Sinks()
+
+    @property
+    def url(self) -> str:
+        """Where the server is, without a path."""
+        return self._connection.url
 
     @property
     def description(self) -> dict[str, Any]:
@@ -257,13 +328,21 @@ class Remote(DescribedModel):
         else:
             self._connection.ask("PUT", "plan", json={"plan": json.loads(Plan.of(plan).to_json())})
 
-    def gauges(self) -> dict[str, Any]:
-        """What the server and each of its workers hold, as the server's route `gauges` says it."""
-        return self._connection.ask("GET", "gauges").json()  # type: ignore[no-any-return]
+    def gauges(self) -> Any:
+        """As `VLLM.gauges`: a dict of counts for each of the server's workers."""
+        return self._finish(self._gauges())
+
+    async def _gauges(self) -> list[dict[str, int]]:
+        return (await self._asked("GET", "gauges")).json()["workers"]  # type: ignore[no-any-return]
 
     def close(self) -> None:
-        """Close the connections to the server."""
+        """Let consumers and directories take their rows, and close the connections to the server."""
+        self.sinks.close()
         self._connection.close()
+
+    async def start(self) -> Self:
+        """Does nothing: the server runs. For code that is written for `VLLM(mode="async")`."""
+        return self
 
     async def __aenter__(self) -> Self:
         return self
@@ -296,14 +375,6 @@ class Remote(DescribedModel):
         ((name, run),) = (await self._asked("POST", "runs", json=asked)).json()["runs"].items()
         return await self.runs.add(_handle(name, run))
 
-    async def _ask_runs(self, what: str, *args: Any) -> list[Any]:
-        if what == "list":
-            return [(await self._asked("GET", "runs")).json()["runs"]]
-        names = {run.id: run.name for run in self.runs.handles}
-        for run_id in args[0]:
-            await self._asked("DELETE", f"runs/{quote(names.get(run_id, run_id), safe='')}")
-        return []
-
     async def _asked(self, method: str, path: str, **request: Any) -> httpx.Response:
         if not self._is_async:
             return self._connection.ask(method, path, **request)
@@ -314,14 +385,19 @@ class Remote(DescribedModel):
     def _run(self, invokes: list[Invoke], together: bool = False) -> list[InvokeResult] | OutputStream:
         invokes = self._with_plan(invokes)
         size = len(invokes) if together else MAX_PROMPTS
-        calls = [self._call(invokes[i : i + size], together) for i in range(0, len(invokes), size)]
+        parts = [invokes[i : i + size] for i in range(0, len(invokes), size)]
+        calls = [self._call(part, together) for part in parts]
+        deliveries = [self._deliveries(part) for part in parts]
         if self._is_async:
-            return RemoteStream(self._connection, calls)
+            return RemoteStream(self._connection, calls, deliveries)
         results = []
-        for call in calls:
+        for call, delivered in zip(calls, deliveries, strict=True):
             progress = Progress(len(call.asked))
-            for _ in self._connection.messages(call, progress):
-                pass
+            for index, _, result in self._connection.messages(call, progress):
+                if result is not None and index in delivered:
+                    delivered[index].take(result)
+            for index, delivery in delivered.items():
+                delivery.finish(progress.results[index])
             results += [progress.results[i] for i in range(len(call.asked))]
         return results
 
@@ -329,27 +405,27 @@ class Remote(DescribedModel):
         plans: dict[Plan, int] = {}
         asked = []
         for invoke in invokes:
-            if any(to is not None for capture in invoke.plan.captures for to in capture.sinks):
-                raise PlanError(
-                    "Capture.to is not for Remote: captured rows come back on the outputs. Leave `to` out, and write `output.captures` "
-                    "where you want it."
-                )
-            number = plans.setdefault(invoke.plan, len(plans)) if invoke.plan else None
+            plan = without_destinations(invoke.plan)
+            number = plans.setdefault(plan, len(plans)) if plan else None
             asked.append(Asked(_prompt(invoke.prompt), _params(invoke.params), number, list(invoke.answers)))
         call = Call(metadata.version(NAME), asked, [plan.to_wire() for plan in plans], self._is_async, together)
         if (code := self._code(invokes)) is not None:
             call.programs, call.bodies, call.graph_sites = code.programs, code.bodies, code.graph_sites
         return call
 
+    def _deliveries(self, invokes: Sequence[Invoke]) -> dict[int, Delivery]:
+        """For the invokes whose captured rows go elsewhere than to the output."""
+        found = {}
+        for i, invoke in enumerate(invokes):
+            if any(to is not None for capture in invoke.plan.captures for to in capture.sinks):
+                ids = token_ids(invoke, lambda: self.tokenizer)
+                plan = self.planner.prepare(invoke.plan, invoke.prompt, ids, invoke.params)
+                found[i] = Delivery(plan, invoke.collected, self.sinks)
+        return found
+
     def _answer_tokens(self, given: Any, prompts: int) -> list[Answers]:
         """The answers of each prompt; the server finds their token ids."""
         return [dict.fromkeys(answers, -1) for answers in answers_by_prompt(given, prompts)]
-
-    def collect(self, *_: Any, **__: Any) -> Any:
-        """Not for Remote: use `generate`, whose outputs have the captures."""
-        raise MidstreamError(
-            "Remote has no collect. Use `generate(prompts, plan=Capture(...))`, and write `output.captures` where you want it."
-        )
 
 
 class RemoteVectors(Vectors):
@@ -361,8 +437,14 @@ class RemoteVectors(Vectors):
 
     @property
     def widths(self) -> dict[str, int]:
-        found = self._server.ask("GET", "vectors").json()["vectors"]
-        return {name: each["width"] for name, each in found.items()}
+        return {name: each["width"] for name, each in self._listed().items()}
+
+    @property
+    def digests(self) -> dict[str, str]:
+        return {name: each["digest"] for name, each in self._listed().items()}
+
+    def _listed(self) -> dict[str, dict[str, Any]]:
+        return self._server.ask("GET", "vectors").json()["vectors"]  # type: ignore[no-any-return]
 
     def __getitem__(self, name: str) -> Any:
         self._check(name)

@@ -28,7 +28,7 @@ from midstream.errors import EngineClosedError, MidstreamError, PlanError, Promp
 from midstream.plan.fields import nearest
 from midstream.plan.ops.edit import kinds
 from midstream.plan.values import Span
-from midstream.plan.vectors import Named, RecordedRun, read_vectors, written_vectors
+from midstream.plan.vectors import Named, RecordedRun, Vector, read_vectors, written_vectors
 from midstream.plan.wire import MAX_STRANGERS_BYTES, MAX_STRANGERS_EDITS
 from midstream.serve import remote
 from midstream.serve.captures import MAX_INLINE_BYTES, CaptureStore
@@ -189,8 +189,12 @@ async def capabilities(request: Request) -> dict[str, Any]:
 
 @router.get("/vectors")
 async def list_vectors(request: Request) -> dict[str, Any]:
-    """The named vectors, and the width of each."""
-    return {"vectors": {name: {"width": width} for name, width in server_of(request).model.vectors.widths.items()}}
+    """The named vectors: the width of each, and a digest of its numbers."""
+    return {"vectors": {name: _about(vector) for name, vector in server_of(request).model.vectors.items()}}
+
+
+def _about(vector: Vector) -> dict[str, Any]:
+    return {"width": vector.width, "digest": vector.digest}
 
 
 @router.post("/vectors")
@@ -219,7 +223,7 @@ async def upload_vectors(request: Request, replace: bool = False) -> Any:
     server.owners |= dict.fromkeys((("vectors", name) for name in found), owner_of(request.headers))
     async with server.model.connection.sending:
         await server.model.connection.send_vectors()
-    return {"vectors": {name: {"width": vector.width} for name, vector in found.items()}}
+    return {"vectors": {name: _about(vector) for name, vector in found.items()}}
 
 
 @router.get("/vectors/{name:path}")

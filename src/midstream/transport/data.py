@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import builtins
 import struct
-from collections import deque, namedtuple
+from collections import defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 
 from midstream import errors
 from midstream.errors import ChannelError, MidstreamError, UnsendableError, text_of
+from midstream.trace.tracer import Cache, CacheEntry
 from midstream.trace.tree import as_bytes, is_raw
 from midstream.transport.wire import Entry, Stream, lay_out, resolve
 
@@ -29,6 +30,7 @@ _PIECE_BYTES = 1 << 20
 _LENGTH = struct.Struct("<I")  # bytes of the head
 _DEEPEST = 100
 _SEQUENCES: dict[type, str] = {list: "list", tuple: "tuple", set: "set", frozenset: "frozenset", deque: "deque"}
+_FACTORIES: dict[str, type] = {each.__name__: each for each in (*_SEQUENCES, dict, int, float, str)}
 _MAKERS: dict[str, Callable[[Any], Any]] = {kind: make for make, kind in _SEQUENCES.items()}
 
 
@@ -137,8 +139,14 @@ def _written(value: Any, tensors: dict[int, tuple[int, torch.Tensor]], depth: in
         return ["tensor", number]
     if kind in _SEQUENCES:
         return [_SEQUENCES[kind], *each(value)]
-    if kind is dict:
+    if isinstance(value, Cache):
+        return ["cache", list(value), *([*each((entry.output, entry.inputs))] for entry in value.values())]
+    if kind is defaultdict and (factory := getattr(value.default_factory, "__name__", "")) in _FACTORIES:
+        return ["defaultdict", factory, each(value), each(value.values())]
+    if isinstance(value, dict):  # a ModelOutput, for one, becomes a plain one
         return ["dict", each(value), each(value.values())]
+    if isinstance(value, list):
+        return ["list", *each(value)]
     if kind is torch.Size:
         return ["size", *value]
     if isinstance(value, tuple):
@@ -146,8 +154,6 @@ def _written(value: Any, tensors: dict[int, tuple[int, torch.Tensor]], depth: in
             return ["named", kind.__name__, list(value._fields), each(value)]
         if getattr(torch.return_types, kind.__name__, None) is kind:
             return ["returned", kind.__name__, each(value)]
-    if isinstance(value, dict):  # of another class, such as a ModelOutput
-        return ["dict", each(value), each(value.values())]
     if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
         array = np.asarray(value)
         return ["array", array.dtype.str, list(array.shape), array.tobytes(), isinstance(value, np.generic)]
@@ -195,6 +201,10 @@ def _read(tree: Any, tensors: list[torch.Tensor | None]) -> Any:
             return tensors[number]
         case ["dict", keys, values]:
             return dict(zip(each(keys), each(values), strict=True))
+        case ["defaultdict", name, keys, values]:
+            return defaultdict(_FACTORIES[name], zip(each(keys), each(values), strict=True))
+        case ["cache", paths, *entries]:
+            return Cache(zip(paths, (CacheEntry(*each(entry)) for entry in entries), strict=True))
         case ["size", *shape]:
             return torch.Size(shape)
         case ["named", name, fields, items]:
@@ -229,15 +239,16 @@ def _read(tree: Any, tensors: list[torch.Tensor | None]) -> Any:
 
 def _error(own: str, builtin: str | None, message: str, notes: list[str]) -> MidstreamError:
     """An error of a class of midstream's; if it has a builtin base beside, as InterventionErrors do, of a class with both."""
-    cls, base = _exception(errors, own, MidstreamError), _exception(builtins, builtin, Exception)
+    cls, base = _class(errors, own, MidstreamError), _class(builtins, builtin, Exception)
     if not issubclass(cls, base):
-        cls = type(cls.__name__, (cls, base), {"__module__": cls.__module__, "__str__": Exception.__str__})
+        name = cls.__name__.removesuffix("Error") + base.__name__  # InterventionValueError, as in `Failure.exception`
+        cls = type(name, (cls, base), {"__module__": cls.__module__, "__str__": Exception.__str__})
     error: MidstreamError = cls(message)
     for note in notes:
         error.add_note(note)
     return error
 
 
-def _exception(module: Any, name: str | None, base: type[Exception]) -> Any:
+def _class(module: Any, name: str | None, base: type) -> Any:
     found = getattr(module, name or "", None)
     return found if isinstance(found, type) and issubclass(found, base) else base
