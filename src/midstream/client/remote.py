@@ -182,7 +182,7 @@ class Delivery:
             kept = [capture.result(stop) for capture, stop in self._captures]
             result.output.captures = kept[0] if len(kept) == 1 else kept
         except MidstreamError as error:
-            result.error = result.error or error
+            result.error, result.output.captures = result.error or error, None
 
 
 class RemoteStream(OutputStream):

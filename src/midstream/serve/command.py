@@ -83,12 +83,16 @@ def _serve(flags: Sequence[str]) -> None:
     if (configure := getattr(logger, "configure_logging_from_args", None)) is not None:
         configure(arguments)
     command.validate(arguments)
-    check_arguments(arguments)
+    check_arguments(arguments, Settings(**arguments.additional_config[NAME]))
     command.cmd(arguments)
 
 
-def check_arguments(arguments: Any) -> None:
-    """Raise MidstreamError for arguments of `vllm serve` that start several front ends or engines."""
+def check_arguments(arguments: Any, settings: Settings) -> None:
+    """Raise MidstreamError for arguments of `vllm serve` that start several front ends or engines, or take code from anybody."""
+    if settings.allow_traces and not (arguments.api_key or os.environ.get("VLLM_API_KEY")):
+        raise MidstreamError(
+            "Traces are code, so a server that allows them needs an API key: add --api-key, or leave --midstream-allow-traces out."
+        )
     for flag, held in (
         ("api_server_count", "named vectors and captures live in one front end"),
         ("data_parallel_size", "named vectors and runs live in one engine"),

@@ -92,11 +92,7 @@ class Plugin:
                 "VLLM_PLUGINS names midstream, and the engine was started without it. Start the server by `midstream serve`, or with the "
                 "flags that `midstream serve --flags` prints."
             )
-        check_arguments(args)
-        if Settings.of(config).allow_traces and not (getattr(args, "api_key", None) or os.environ.get("VLLM_API_KEY")):
-            raise MidstreamError(
-                "Traces are code, so a server that allows them needs an API key: add --api-key, or leave --midstream-allow-traces out."
-            )
+        check_arguments(args, Settings.of(config))
         apply(Role.SERVER)
         captures = CaptureStore(
             int(os.environ.get(CAPTURE_BYTES, 4 << 30)), float(os.environ.get(CAPTURE_SECONDS, 600))
@@ -297,8 +293,8 @@ async def delete_run(request: Request, name: str) -> Any:
 
 async def _runs(model: VLLM) -> dict[str, dict[str, Any]]:
     infos = await model.runs.listing()
-    prompts = {run.id: run.prompt_token_ids for run in model.runs.handles}
-    return {info.name: {**info._asdict(), "prompt_token_ids": prompts[info.id]} for info in infos if info.id in prompts}
+    handles = {run.id: run for run in model.runs.handles}
+    return {info.name: {**info._asdict(), **vars(handles[info.id])} for info in infos if info.id in handles}
 
 
 def _not_theirs(request: Request, what: str, name: str, there: Collection[str]) -> JSONResponse | None:

@@ -478,7 +478,9 @@ def unship(data: bytes, resolve: Callable[[Any], Any], device: torch.device | No
     token = _DEVICE.set(device)
     try:
         with torch.inference_mode(False):
-            programs: list[list[Program]] = _Unpickler(data[2:], resolve).load()
+            programs: Any = _Unpickler(data[2:], resolve).load()
     finally:
         _DEVICE.reset(token)
+    if type(programs) is not list or not all(isinstance(each, Program) for every in programs for each in every):
+        raise TraceError("The trace's code is not what `ship` has made.")
     return programs

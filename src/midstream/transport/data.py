@@ -13,6 +13,7 @@ import builtins
 import struct
 from collections import defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -29,6 +30,7 @@ MAX_HEAD_BYTES = 64 << 20
 _PIECE_BYTES = 1 << 20
 _LENGTH = struct.Struct("<I")  # bytes of the head
 _DEEPEST = 100
+_NO_MESSAGE = "the server sent something that is no message of midstream's"
 _SEQUENCES: dict[type, str] = {list: "list", tuple: "tuple", set: "set", frozenset: "frozenset", deque: "deque"}
 _FACTORIES: dict[str, type] = {each.__name__: each for each in (*_SEQUENCES, dict, int, float, str)}
 _MAKERS: dict[str, Callable[[Any], Any]] = {kind: make for make, kind in _SEQUENCES.items()}
@@ -103,7 +105,7 @@ class Reader:
             else:
                 (self._wanted,), self._in_head = _LENGTH.unpack(taken), True
                 if self._wanted > MAX_HEAD_BYTES:
-                    raise ChannelError("the server sent something that is no message of midstream's")
+                    raise ChannelError(_NO_MESSAGE)
 
     def _take(self, size: int) -> bytearray:
         joined = bytearray().join(self._parts)
@@ -114,7 +116,10 @@ class Reader:
 
     def _value(self, head: _Head, payload: bytearray) -> Any:
         flat = torch.frombuffer(payload, dtype=torch.uint8) if payload else torch.empty(0, dtype=torch.uint8)
-        return _read(head.tree, resolve(flat, head.table, self._known))
+        try:
+            return _read(head.tree, resolve(flat, head.table, self._known))
+        except (LookupError, AttributeError, TypeError, ValueError, RuntimeError) as error:
+            raise ChannelError(f"{_NO_MESSAGE}: {error}") from error
 
 
 # Writing.
@@ -210,12 +215,12 @@ def _read(tree: Any, tensors: list[torch.Tensor | None]) -> Any:
         case ["named", name, fields, items]:
             return namedtuple(name, fields)(*each(items))  # type: ignore[misc]
         case ["returned", name, items]:
-            return getattr(torch.return_types, name)(each(items))
+            return _class(torch.return_types, name, tuple)(each(items))
         case ["array", dtype, shape, data, is_scalar]:
             array = np.frombuffer(bytearray(data), np.dtype(dtype)).reshape(shape)
             return array[()] if is_scalar else array
         case ["dtype", name]:
-            return getattr(torch, name)
+            return _dtypes()[name]
         case ["device", name]:
             return torch.device(name)
         case ["range" | "slice" as name, *arguments]:
@@ -235,6 +240,11 @@ def _read(tree: Any, tensors: list[torch.Tensor | None]) -> Any:
     raise ChannelError(
         f"the server sent a value of the unknown kind {tree[:1]}: this midstream may be older than the server's"
     )
+
+
+@cache
+def _dtypes() -> dict[str, torch.dtype]:
+    return {str(each).removeprefix("torch."): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 
 
 def _error(own: str, builtin: str | None, message: str, notes: list[str]) -> MidstreamError:
