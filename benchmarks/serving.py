@@ -82,17 +82,21 @@ class Served:
 
     def __init__(self, port: int) -> None:
         self.url = f"http://127.0.0.1:{port}"
-        self.connection = http.client.HTTPConnection("127.0.0.1", port, timeout=START_SECONDS)
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=START_SECONDS)
+        self._last = 0.0
 
     def ask(self, method: str, path: str, body: Any = None) -> bytes:
         data = body if body is None or isinstance(body, bytes) else json.dumps(body)
+        if time.monotonic() > self._last + 2:  # the server closes connections that were idle for longer
+            self._connection.close()
         try:
-            self.connection.request(method, path, data, {"Content-Type": "application/json"})
-            response = self.connection.getresponse()
+            self._connection.request(method, path, data, {"Content-Type": "application/json"})
+            response = self._connection.getresponse()
         except OSError:
-            self.connection.close()
+            self._connection.close()
             raise
         found = response.read()
+        self._last = time.monotonic()
         if response.status != 200:
             raise RuntimeError(f"{method} {path}: {response.status} {found[:1000].decode(errors='replace')}")
         return found
@@ -167,11 +171,13 @@ def write_tokenizer(source: Path, target: Path) -> None:
     shutil.copy(source / "tokenizer_config.json", target)
 
 
-def words_of(path: str) -> list[str]:
-    """Texts of one token each, also one after the other."""
+def single_tokens() -> list[str]:
+    """Texts of one token each, also one after the other, for the bundled model's tokenizer."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    from midstream import demo_model
+
+    tokenizer = AutoTokenizer.from_pretrained(demo_model())
     texts = (tokenizer.decode([number]) for number in range(len(tokenizer)))
     return [text for text in texts if text[:1] == " " and text[1:].isalpha()]
 
@@ -184,7 +190,7 @@ class Bench:
 
     def __init__(self, arguments: argparse.Namespace, load: Load, path: str) -> None:
         self._load, self._path, self._arguments = load, path, arguments
-        self._words = words_of(path)
+        self._words = single_tokens()
         self._file = Path(tempfile.mkdtemp(prefix="prompts-")) / "prompts.jsonl"
 
     def run(self, server: Served, row: Row, rate: float) -> Result:
@@ -241,7 +247,6 @@ def captured(server: Served, length: int, prompts: Iterator[list[int]]) -> Resul
     """All layers of a prompt: what the request takes longer than one without captures, in seconds, and the download."""
     plan = [{"kind": "capture", "site": "resid_post", "positions": "all_prompt"}]
     plain, more, download, size = [], [], [], 0
-    server.connection.close()  # the server has closed it by now; the next request opens it
     for _ in range(5):
         start = time.perf_counter()
         server.ask("POST", "/v1/completions", {"model": NAME, "prompt": next(prompts), "max_tokens": 1})
