@@ -10,7 +10,8 @@ finishes in a second: faster, for the throughput, and slower, for the time to th
 `vllm bench serve` sends one body with all requests. For the run with a vector of its own in each request, its function that sends a
 request is wrapped, and puts the next of the prepared bodies in.
 
-A ratio is the median over the rounds with its 95 % bootstrap interval. Captures are measured on midstream's idle server, with new prompts.
+A ratio is the median over the rounds with its 95 % bootstrap interval. It is above 1 if midstream is better in tok/s, and below 1 if it is
+better in TTFT and TPOT. Captures are measured on midstream's idle server, with new prompts.
 """
 
 from __future__ import annotations
