@@ -20,7 +20,7 @@ from midstream import errors
 from midstream.capture.consumers import CaptureInfo, Collected
 from midstream.capture.sinks import RequestCapture, Sinks
 from midstream.client.described import DescribedModel
-from midstream.client.remote_calls import MAX_PROMPTS, Asked, Call, Progress
+from midstream.client.remote_calls import MAX_PROMPTS, MAX_TOKENS, Asked, Call, Progress
 from midstream.client.requests import (
     Answers,
     Invoke,
@@ -384,8 +384,7 @@ class Remote(DescribedModel):
 
     def _run(self, invokes: list[Invoke], together: bool = False) -> list[InvokeResult] | OutputStream:
         invokes = self._with_plan(invokes)
-        size = len(invokes) if together else MAX_PROMPTS
-        parts = [invokes[i : i + size] for i in range(0, len(invokes), size)]
+        parts = [invokes] if together else list(_parts(invokes))
         calls = [self._call(part, together) for part in parts]
         deliveries = [self._deliveries(part) for part in parts]
         if self._is_async:
@@ -469,6 +468,19 @@ class RemoteVectors(Vectors):
     def _check(self, name: str) -> None:
         if name not in (there := self.widths):
             raise KeyError(f"no vector {name!r}: {nearest(str(name), there)}")
+
+
+def _parts(invokes: Sequence[Invoke]) -> Iterator[list[Invoke]]:
+    """The invokes in parts that one call may have."""
+    part, size = list[Invoke](), 0
+    for invoke in invokes:
+        length = len(_prompt(invoke.prompt))
+        if part and (len(part) == MAX_PROMPTS or size + length > MAX_TOKENS):
+            yield part
+            part, size = [], 0
+        part.append(invoke)
+        size += length
+    yield part
 
 
 def _vector(name: str) -> str:

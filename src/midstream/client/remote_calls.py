@@ -17,7 +17,7 @@ from midstream.errors import MidstreamError, RemoteError
 from midstream.trace.program import Failure, Outcome
 from midstream.trace.tree import map_objects
 
-MAX_PROMPTS = 1024  # of one call
+MAX_PROMPTS, MAX_TOKENS = 1024, 1 << 20  # of one call; of text, characters
 _OUTCOME = ("values", "left", "unsaved", "counted", "stopped", "order", "name", "steps", "saved")
 
 

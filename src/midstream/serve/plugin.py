@@ -10,8 +10,7 @@ import contextlib
 import json
 import os
 import secrets
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
-from functools import wraps
+from collections.abc import Collection, Iterator
 from importlib import metadata
 from typing import Any, Literal
 
@@ -24,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from midstream.client.vllm import VLLM
 from midstream.engine.plugin import apply
 from midstream.engine.seams import Role
-from midstream.errors import EngineClosedError, MidstreamError, PlanError, PromptError
+from midstream.errors import EngineClosedError, MidstreamError
 from midstream.plan.fields import nearest
 from midstream.plan.ops.edit import kinds
 from midstream.plan.values import Span
@@ -33,7 +32,16 @@ from midstream.plan.wire import MAX_STRANGERS_BYTES, MAX_STRANGERS_EDITS
 from midstream.serve import remote
 from midstream.serve.captures import MAX_INLINE_BYTES, CaptureStore
 from midstream.serve.command import check_arguments
-from midstream.serve.requests import Gate, Refused, Server, owner_of, problem, received, server_of
+from midstream.serve.requests import (
+    Gate,
+    Refused,
+    Server,
+    answering_errors,
+    owner_of,
+    problem,
+    received,
+    server_of,
+)
 from midstream.settings import NAME, WORKER, Settings
 
 MAX_UPLOAD_BYTES = 64 << 20
@@ -128,28 +136,6 @@ class Metrics:
             self._workers = await self._server.model.gauges()
 
 
-def _answering(route: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """A route whose errors are answered in OpenAI's form."""
-
-    @wraps(route)
-    async def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return await route(*args, **kwargs)
-        except Refused as error:
-            return problem(*error.args)
-        except (PlanError, PromptError) as error:
-            return problem(400, str(error), getattr(error, "parameter", None) or _field_of(error, kwargs))
-
-    return call
-
-
-def _field_of(error: Exception, arguments: Mapping[str, Any]) -> str | None:
-    """The field of a route's body that an error's text names; else the body, where it is one."""
-    fields = [name for each in arguments.values() if isinstance(each, BaseModel) for name in type(each).model_fields]
-    text = str(error)
-    return next((name for name in fields if name.rstrip("s") in text), None if fields else "body")
-
-
 @router.get("/capabilities")
 async def capabilities(request: Request) -> dict[str, Any]:
     """The model, its sites, and what this server accepts."""
@@ -194,7 +180,7 @@ def _about(vector: Vector) -> dict[str, Any]:
 
 
 @router.post("/vectors")
-@_answering
+@answering_errors
 async def upload_vectors(request: Request, replace: bool = False) -> Any:
     """Register every vector `[hidden]` of a safetensors file, which is the request's body, under its name in the file.
 
@@ -249,7 +235,7 @@ async def list_runs(request: Request) -> dict[str, Any]:
 
 
 @router.post("/runs")
-@_answering
+@answering_errors
 async def record_run(request: Request, run: RunToRecord) -> Any:
     """Run a prompt, and keep its activations on the server as the source of patches: `"source": {"run": NAME}`.
 
@@ -321,7 +307,7 @@ async def get_plan(request: Request) -> dict[str, Any]:
 
 
 @router.put("/plan")
-@_answering
+@answering_errors
 async def set_plan(request: Request) -> Any:
     """Set the engine-wide plan; the body is `{"plan": ...}` as in a request's field. It may not capture. For administrators."""
     if not _is_admin(request):

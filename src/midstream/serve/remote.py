@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from midstream.client.remote_calls import MAX_PROMPTS, Call, OutputWriter
 from midstream.client.requests import Invoke, answers_of, token_ids
@@ -19,9 +19,6 @@ from midstream.client.streams import OutputStream
 from midstream.engine.admission import reader
 from midstream.engine.launch import checked_parameters
 from midstream.errors import (
-    CaptureError,
-    ChannelError,
-    EngineClosedError,
     MidstreamError,
     ParameterError,
     PromptError,
@@ -29,12 +26,13 @@ from midstream.errors import (
     TracesNotAllowedError,
 )
 from midstream.plan.values import Plan
-from midstream.serve.requests import Server, received, server_of
+from midstream.serve.requests import Server, answering_errors, problem, received, server_of
 from midstream.settings import NAME, Settings
 from midstream.trace.program import ShippedCode, check_python
 from midstream.transport.data import Writer
 
-MAX_CALL_BYTES = 64 << 20
+MAX_CALL_BYTES = 64 << 20  # with code and its tensors
+MAX_PLANS_BYTES = 8 << 20  # without: nobody else is served while a call is decoded
 _ALIVE_SECONDS = 5.0
 _log = logging.getLogger(__name__)
 router = APIRouter(prefix=f"/v1/{NAME}", tags=[NAME])
@@ -59,9 +57,7 @@ async def tokenizer(request: Request) -> Any:
     """The tokenizer as the JSON of the tokenizers library, and the settings of transformers' around it."""
     there = server_of(request).model.tokenizer
     if not there.is_fast:
-        return refusal(
-            MidstreamError("The model's tokenizer has no JSON form: load it by its name, with transformers."), 404
-        )
+        return problem(404, "The model's tokenizer has no JSON form: load it by its name, with transformers.")
     settings = {
         **there.special_tokens_map,
         "chat_template": there.chat_template,
@@ -72,26 +68,17 @@ async def tokenizer(request: Request) -> Any:
 
 
 @router.post("/generate")
+@answering_errors
 async def generate(request: Request) -> Any:
     """Requests of `midstream.Remote`, with plans and, where the server allows it, with traces. The body and the response are binary.
 
     A connection that is closed ends the requests.
     """
     server = server_of(request)
-    try:
-        body = await received(
-            request, MAX_CALL_BYTES, "The call has {}. Send fewer prompts, or smaller tensors, in one call."
-        )
-        stream, call = await _prepared(server, body)
-    except MidstreamError as error:
-        return refusal(error, 500 if isinstance(error, (EngineClosedError, ChannelError, CaptureError)) else 400)
+    limit = MAX_CALL_BYTES if _allows_traces(server) else MAX_PLANS_BYTES
+    body = await received(request, limit, "The call has {}. Send fewer prompts, or smaller tensors, in one call.")
+    stream, call = await _prepared(server, body)
     return Messages(_messages(server, stream, call))
-
-
-def refusal(error: MidstreamError, status: int) -> JSONResponse:
-    """An error in OpenAI's form. Its type is the error's class, which the client raises."""
-    name = next(each.__name__ for each in type(error).__mro__ if each.__module__ == MidstreamError.__module__)
-    return JSONResponse({"error": {"message": str(error), "type": name, "param": None, "code": status}}, status)
 
 
 async def _prepared(server: Server, body: bytes) -> tuple[OutputStream, Call]:
@@ -112,7 +99,7 @@ def _read(server: Server, body: bytes) -> Call:
         raise PromptError(f"One call has 1 to {MAX_PROMPTS} prompts; {len(call.asked)} were sent.")
     if not call.programs:
         return call
-    if not Settings.of(server.model.config).allow_traces:
+    if not _allows_traces(server):
         raise TracesNotAllowedError(
             "This server takes plans and no code. Its operator allows traces by `midstream serve --midstream-allow-traces --api-key ...`."
         )
@@ -126,6 +113,10 @@ def _read(server: Server, body: bytes) -> Call:
             "The call is not what midstream.Remote sends: bodies and graph_sites have one entry for each prompt."
         )
     return call
+
+
+def _allows_traces(server: Server) -> bool:
+    return Settings.of(server.model.config).allow_traces
 
 
 def _invokes(server: Server, call: Call) -> tuple[list[Invoke], list[list[int]]]:
@@ -145,34 +136,33 @@ def _invokes(server: Server, call: Call) -> tuple[list[Invoke], list[list[int]]]
 
 async def _messages(server: Server, stream: OutputStream, call: Call) -> AsyncGenerator[bytes]:
     """What the client gets: None from time to time, outputs as they come, or an error."""
-    writer, writers = Writer(), [OutputWriter(index) for index in range(len(call.asked))]
-    loop = asyncio.get_running_loop()
+    writer = Writer()
     with server.counted(len(call.asked)):
-        items: Any = stream.items()
-        try:
-            async with contextlib.aclosing(_alive(items)) as found:
-                async for item in found:
-                    value = None
-                    if item is not None:
-                        index, output, result = item
-                        if result is None and not (call.stream or output.saves):
-                            continue
-                        value = writers[index].message(output, result)
-                    large = result is not None and output.captures if item is not None else False
-                    pieces = (
-                        await loop.run_in_executor(None, list, writer.message(value))
-                        if large
-                        else writer.message(value)
-                    )
-                    for piece in pieces:
-                        yield piece
-        except MidstreamError as error:
-            for piece in writer.message(error):
-                yield piece
-        except Exception:
-            _log.exception("a request of midstream.Remote failed")
-            for piece in writer.message(MidstreamError("The server failed. Its log says why.")):
-                yield piece
+        async with contextlib.aclosing(_values(stream, call)) as values:
+            async for value in values:
+                for piece in writer.message(value):
+                    yield piece
+
+
+async def _values(stream: OutputStream, call: Call) -> AsyncGenerator[Any]:
+    writers = [OutputWriter(index) for index in range(len(call.asked))]
+    loop, items = asyncio.get_running_loop(), _alive(stream.items())
+    try:
+        async with contextlib.aclosing(items):
+            async for item in items:
+                if item is None:
+                    yield None
+                    continue
+                index, output, result = item
+                if result is not None:  # captured rows may have to be joined
+                    yield await loop.run_in_executor(None, writers[index].message, output, result)
+                elif call.stream or output.saves:
+                    yield writers[index].message(output, None)
+    except MidstreamError as error:
+        yield error
+    except Exception:
+        _log.exception("a request of midstream.Remote failed")
+        yield MidstreamError("The server failed. Its log says why.")
 
 
 async def _alive(items: Any) -> AsyncGenerator[Any]:

@@ -18,11 +18,14 @@ import json
 import math
 import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from functools import wraps
 from typing import Any
 
 from fastapi import Request
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from starlette.requests import ClientDisconnect
 
 from midstream.client.requests import Invoke, answers_of
 from midstream.client.vllm import VLLM
@@ -52,6 +55,7 @@ _KINDS = {
     503: "ServiceUnavailableError",
 }  # names as the openai client has them
 Generate = Callable[..., AsyncGenerator[Any]]
+_SERVERS_FAULT = (EngineClosedError, ChannelError, CaptureError)
 _DONE = "data: [DONE]\n\n"
 
 
@@ -173,6 +177,33 @@ async def received(request: Request, limit: int, too_large: str) -> bytes:
         server.receiving -= len(data)
 
 
+def answering_errors(route: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """A route of midstream's whose errors are answered in OpenAI's form. An error of midstream's has its class as the type."""
+
+    @wraps(route)
+    async def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return await route(*args, **kwargs)
+        except Refused as error:
+            return problem(*error.args)
+        except ClientDisconnect:  # before the body had come; nobody reads the answer
+            return problem(400, "The client left.")
+        except _SERVERS_FAULT as error:
+            return problem(500, str(error), kind=type(error).__name__)
+        except MidstreamError as error:
+            kind = next(each.__name__ for each in type(error).__mro__ if each.__module__ == MidstreamError.__module__)
+            return problem(400, str(error), getattr(error, "parameter", None) or _field_of(error, kwargs), kind)
+
+    return call
+
+
+def _field_of(error: Exception, arguments: Mapping[str, Any]) -> str | None:
+    """The field of a route's body that an error's text names; else the body, where it is one."""
+    fields = [name for each in arguments.values() if isinstance(each, BaseModel) for name in type(each).model_fields]
+    text = str(error)
+    return next((name for name in fields if name.rstrip("s") in text), None if fields else "body")
+
+
 class Gate:
     """ASGI middleware: refuses the field on routes that would drop it without a word, and requests to a server that is ending.
 
@@ -234,10 +265,10 @@ def _has_field(body: bytes, path: str) -> bool:
     return False
 
 
-def problem(status: int, message: str, parameter: str | None = None) -> JSONResponse:
-    """An error in OpenAI's form."""
-    error = {"message": message, "type": _KINDS.get(status, "BadRequestError"), "param": parameter, "code": status}
-    return JSONResponse({"error": error}, status)
+def problem(status: int, message: str, parameter: str | None = None, kind: str | None = None) -> JSONResponse:
+    """An error in OpenAI's form. Its type, `kind`, is by default that of the status."""
+    kind = kind or _KINDS.get(status, "BadRequestError")
+    return JSONResponse({"error": {"message": message, "type": kind, "param": parameter, "code": status}}, status)
 
 
 def owner_of(headers: Mapping[str, str]) -> bytes:
@@ -277,7 +308,7 @@ def _refusing(field: str = f"{NAME}.plan") -> Iterator[None]:
     """
     try:
         yield
-    except (EngineClosedError, ChannelError, CaptureError):  # the server's own fault
+    except _SERVERS_FAULT:
         raise
     except MidstreamError as error:
         if hasattr(error, "parameter"):
