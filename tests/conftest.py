@@ -32,6 +32,15 @@ if TYPE_CHECKING:
     from midstream import VLLM, LanguageModel, Remote
 
 
+# Tests of the models that do not hold with `--remote`, by a part of their names.
+NOT_REMOTE = {
+    "a_tensor_of_any_kind_is_saved": "a server sends dense tensors",
+    "samples_that_do_not_fit_into_one_step": "it asks for the engine's config",
+    "traces_beside_drafted_tokens": "it changes the engine's config",
+    "what_vllm_refuses_is_midstreams_error": "a server refuses these itself",
+    "other_engines": "it starts engines of its own",
+    "a_killed_collection": "it starts engines of its own",
+}
 FOLDERS = ["ranks", "engine", "docs", "models", "gpu", "unit"]  # the longest first: two processes then end together
 
 
@@ -53,6 +62,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if {"engine", "compiled"} & {*getattr(item, "fixturenames", ())}:
             item.add_marker("engine")
+    if config.getoption("--remote"):
+        for item in items:
+            for part, why in NOT_REMOTE.items():
+                if part in item.name:
+                    item.add_marker(pytest.mark.skip(reason=why))
     if RANKS:
         for item in items:
             if (why := ranks.why_not(item.nodeid)) is not None:

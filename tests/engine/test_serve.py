@@ -597,7 +597,7 @@ def test_g6_capabilities_name_the_model_its_sites_and_the_limits(server: Server)
 
 
 def test_g8_a_server_without_the_switch_takes_no_code(server: Server, tmp_path: Path) -> None:
-    """It does not even unpickle it. On a server with the switch the same call runs: tests/engine/test_remote.py."""
+    """It does not even unpickle it. On a server with the switch the same call runs: tests/engine/test_serve_remote.py."""
 
     class Bomb:
         def __reduce__(self) -> Any:

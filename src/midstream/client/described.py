@@ -62,6 +62,7 @@ class DescribedModel(TraceModel):
     """A model whose traces run in other processes, on copies of what they use."""
 
     _ships = True
+    _is_elsewhere = False  # whether on another machine
 
     def __midstream_reference__(self) -> Any:
         return ("model",)
@@ -70,7 +71,7 @@ class DescribedModel(TraceModel):
         """The code that runs in the invokes' forward passes, the model's edits first. Raises TraceError for what cannot be sent."""
         edits = list(self.edits.values())
         programs = [[*edits, *([invoke.program] if invoke.program is not None else [])] for invoke in invokes]
-        return ship(programs) if any(programs) else None
+        return ship(programs, self._is_elsewhere) if any(programs) else None
 
     @property
     def description(self) -> dict[str, Any]:

@@ -269,6 +269,8 @@ class Remote(DescribedModel):
         RemoteError: the server cannot be reached, or refuses the key.
     """
 
+    _is_elsewhere = True
+
     def __init__(
         self,
         url: str,

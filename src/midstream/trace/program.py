@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import dis
 import functools
 import inspect
@@ -10,6 +11,7 @@ import io
 import linecache
 import pickle
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
@@ -24,11 +26,12 @@ import torch
 from midstream.errors import InterventionError, MidstreamError, StageFailedError, TraceError, text_of
 from midstream.trace.block import Block, locals_at
 from midstream.trace.body import Body, StopTrace, current_body
-from midstream.trace.saves import attributes_of, contents, is_container, variables_of
+from midstream.trace.saves import attributes_of, contents, is_container, is_installed, variables_of
 from midstream.trace.tracer import BodyTracer, backward, save, steps_of
 from midstream.trace.tree import as_bytes, is_raw, map_tensors, movable
 
 RETURNED = "return"
+_CHANGING_CLOUDPICKLE = threading.Lock()
 _HASHED_BYTES = 1 << 24  # of the largest array that is looked at for changes
 
 
@@ -433,18 +436,48 @@ class ShippedCode:
     graph_sites: list[bool]
 
 
-def ship(programs: list[list[Program]]) -> ShippedCode:
-    """The programs of each request; objects that they share stay shared. Raises TraceError, which names what cannot be sent."""
+def ship(programs: list[list[Program]], elsewhere: bool = False) -> ShippedCode:
+    """The programs of each request; objects that they share stay shared. Raises TraceError, which names what cannot be sent.
+
+    `elsewhere`: whether they run on a machine that has installed packages alone, so that the user's own modules are sent, too.
+    """
     buffer = io.BytesIO(bytes(sys.version_info[:2]))
     buffer.seek(2)
     try:
-        _Pickler(buffer).dump(programs)
+        with _own_modules_by_value() if elsewhere else contextlib.nullcontext():
+            _Pickler(buffer).dump(programs)
     except Exception as error:
         names = [name for each in programs for program in each for name in _unsendable(program)]
         what = f", {names[0]}," if names else ""
         raise TraceError(f"The trace uses a value{what} that cannot be sent to the engine: {error}") from error
     keeps = [all(map(keeps_to_graph_sites, each)) for each in programs]
     return ShippedCode(buffer.getvalue(), [len(each) for each in programs], keeps)
+
+
+@contextlib.contextmanager
+def _own_modules_by_value() -> Iterator[None]:
+    """Functions and classes of modules that are not installed are pickled by value. One thread at a time: it changes cloudpickle."""
+    with _CHANGING_CLOUDPICKLE:
+        own = _own_modules()
+        for module in own:
+            cloudpickle.register_pickle_by_value(module)
+        try:
+            yield
+        finally:
+            for module in own:
+                cloudpickle.unregister_pickle_by_value(module)
+
+
+def _own_modules() -> list[ModuleType]:
+    """The modules that are neither installed nor midstream's."""
+    return [
+        module
+        for name, module in list(sys.modules.items())
+        if (file := getattr(module, "__file__", None)) is not None
+        and not is_installed(file)
+        and name.partition(".")[0] not in (__name__.partition(".")[0], "__main__")
+        and name == module.__name__ not in cloudpickle.list_registry_pickle_by_value()
+    ]
 
 
 def _unsendable(program: Program) -> Iterator[str]:

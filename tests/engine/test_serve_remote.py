@@ -1,6 +1,6 @@
 """`midstream.Remote`, on servers that allow traces and on one that does not (G9). The oracle is transformers with plain hooks.
 
-`pytest --remote tests/models` runs the tests of the models on a server, too.
+`pytest --remote tests/models` runs the tests of the models on a server, and `./test all` does so here.
 """
 
 from __future__ import annotations
@@ -313,6 +313,15 @@ async def test_g9_saves_stream_while_the_trace_runs(server: Server, plain: Plain
     await asyncio.to_thread(assert_nothing_runs, server)
 
 
+@pytest.mark.matrix
+def test_g9_the_tests_of_the_models_hold_on_a_server() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "--remote", "tests/models", "-m", "engine and not matrix"]
+    run = subprocess.run(
+        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=900, check=False
+    )
+    assert run.returncode == 0, run.stdout[-4000:]
+
+
 # ----------------------------------------------------------------------------------------------------- losing each other
 
 
@@ -366,6 +375,11 @@ def test_g9_a_lost_connection_is_an_error_that_has_what_was_saved(server: Server
     assert_nothing_runs(server)
 
 
+MODULE = """
+class Probe:
+    def look(self, model):
+        return model.layers_output[2][-1]
+"""
 CLIENT = """
 import sys
 
@@ -375,18 +389,20 @@ class NoVllm:  # as on a laptop
             raise ModuleNotFoundError(name, name=name)
 
 sys.meta_path.insert(0, NoVllm())
+import mine
 from midstream import Remote
 model = Remote({url!r}, api_key={key!r})
 with model.trace({prompt!r}, max_tokens={tokens}, ignore_eos=True) as tracer:
     rows = list().save()
     for _ in tracer.iter[:]:
-        rows.append(model.layers_output[2][-1])
+        rows.append(mine.Probe().look(model))
 print(len(rows), rows[0].shape, model.generate("Hello", max_tokens=2)[0].outputs[0].text)
 assert not [name for name in sys.modules if name.partition(".")[0] == "vllm"]
 """
 
 
 def start_client(server: Server, tokens: int, directory: Path) -> subprocess.Popen[str]:
+    (directory / "mine.py").write_text(MODULE)  # the server has no such module
     script = directory / "client.py"
     script.write_text(CLIENT.format(url=server.url, key=KEY, prompt=FRANCE, tokens=tokens))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
