@@ -148,9 +148,10 @@ def _is_callers(kind: type) -> bool:
         return False
     if any(getattr(kind, name) is not getattr(object, name) for name in _PICKLING):  # it decides itself what is sent
         return False
-    file = getattr(sys.modules.get(module), "__file__", None)
-    installed = not isinstance(file, str) or is_installed(file)
-    return module == "__main__" or not installed
+    if module == "__main__" or module not in sys.modules:  # sent by value, from where there is such a module
+        return True
+    file = getattr(sys.modules[module], "__file__", None)
+    return isinstance(file, str) and not is_installed(file)
 
 
 def _used_by(value: Any) -> Iterator[tuple[str, Any]]:
