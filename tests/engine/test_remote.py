@@ -480,6 +480,8 @@ def test_g8_calls_that_are_none_are_refused(server: Server, model: Remote) -> No
     ):
         status, answer = called(server.url, given if isinstance(given, bytes) else msgspec.msgpack.encode(given))
         assert status == 400 and said in answer, (given, status, answer[:300])
+    status, answer = called(server.url, bytes((64 << 20) + 1))
+    assert status == 413 and b"over 64 MiB" in answer
     rng, good = random.Random(0), msgspec.msgpack.encode(planned())
     for _ in range(150):  # bytes changed at random: an error of the call's, or a request that runs
         bad = bytearray(good)

@@ -29,7 +29,7 @@ from midstream.errors import (
     TracesNotAllowedError,
 )
 from midstream.plan.values import Plan
-from midstream.serve.requests import Server, received, server_of
+from midstream.serve.requests import Refused, Server, problem, received, server_of
 from midstream.settings import NAME, Settings
 from midstream.trace.program import ShippedCode, check_python
 from midstream.transport.data import Writer
@@ -85,6 +85,8 @@ async def generate(request: Request) -> Any:
         stream, call = await _prepared(server, body)
     except MidstreamError as error:
         return refusal(error, 500 if isinstance(error, (EngineClosedError, ChannelError, CaptureError)) else 400)
+    except Refused as error:
+        return problem(*error.args)
     return Messages(_messages(server, stream, call))
 
 
