@@ -466,7 +466,12 @@ def test_g8_calls_that_are_none_are_refused(server: Server, model: Remote) -> No
         (b"", b"not what midstream.Remote sends"),
         (b"\x81", b"not what midstream.Remote sends"),
         (call(asked=[]), b"1 to 1024 prompts"),
-        (call(asked=[{"prompt": "x", "params": {}}] * 1025), b"1 to 1024 prompts"),
+        (call(asked=[{"prompt": "x", "params": {}}] * 1025), b"length <= 1024"),
+        (call(asked=[{"prompt": [1000] * 100_000, "params": {}}]), b"A prompt for this model has at most"),
+        (call(asked=[{"prompt": "x" * 1_000_000, "params": {}}]), b"A prompt for this model has at most"),
+        (call(asked=[{"prompt": "x", "params": {"stop": [[]] * 9_000_000}}]), b"parameters has at most"),
+        (call(asked=[{"prompt": "x", "params": {}, "answers": [5] * 129}]), b"answers has 129 entries"),
+        (call(plans=[[[]] * 9_000_000]), b"A plan has at most"),
         (call(record=["a", "b"]), b"unknown field"),
         (call(asked=[{"prompt": FRANCE, "params": {"extra_args": {"midstream": {}}}}]), b"extra_args"),
         (call(asked=[{"prompt": FRANCE, "params": {"skip_clone": True}}]), b"skip_clone"),
@@ -490,6 +495,23 @@ def test_g8_calls_that_are_none_are_refused(server: Server, model: Remote) -> No
         status, answer = called(server.url, bytes(bad))
         assert status in (200, 400), answer
     assert model.generate([FRANCE], max_tokens=1)[0].outputs[0].token_ids and server.is_healthy()
+
+
+def test_g8_a_call_with_much_to_check_does_not_delay_others(server: Server, model: Remote) -> None:
+    """Its plan is prepared for each of its 1,024 prompts: their spans have to be found."""
+    one = {"kind": "steer", "site": "resid_post", "layers": [1], "vector": VECTOR.tolist()}
+    steers = [{**one, "scale": float(i), "positions": {"span": "France", "occurrence": 0}} for i in range(60)]
+    asked = [{"prompt": FRANCE, "params": {"max_tokens": 1}, "plan": 0}] * 1024
+    body = msgspec.msgpack.encode(call(asked=asked, plans=[{"interventions": steers}]))
+    calling = threading.Thread(target=called, args=(server.url, body))
+    calling.start()
+    longest = 0.0
+    while calling.is_alive():
+        begin = time.monotonic()
+        assert server.is_healthy(30)
+        longest = max(longest, time.monotonic() - begin)
+        time.sleep(0.01)
+    assert longest < 0.8
 
 
 def test_g9_what_cannot_be_reached_or_is_no_midstream_says_so(server: Server) -> None:

@@ -20,7 +20,7 @@ from midstream import errors
 from midstream.capture.consumers import CaptureInfo, Collected
 from midstream.capture.sinks import RequestCapture, Sinks
 from midstream.client.described import DescribedModel
-from midstream.client.remote_calls import MAX_PROMPTS, Asked, Call, Progress
+from midstream.client.remote_calls import MAX_PROMPTS, Asked, Call, Progress, raw
 from midstream.client.requests import (
     Answers,
     Invoke,
@@ -407,8 +407,10 @@ class Remote(DescribedModel):
         for invoke in invokes:
             plan = without_destinations(invoke.plan)
             number = plans.setdefault(plan, len(plans)) if plan else None
-            asked.append(Asked(_prompt(invoke.prompt), _params(invoke.params), number, list(invoke.answers)))
-        call = Call(metadata.version(NAME), asked, [plan.to_wire() for plan in plans], self._is_async, together)
+            parts = (_prompt(invoke.prompt), _params(invoke.params), list(invoke.answers))
+            prompt, params, answers = map(raw, parts)
+            asked.append(Asked(prompt, params, number, answers))
+        call = Call(metadata.version(NAME), asked, [raw(plan.to_wire()) for plan in plans], self._is_async, together)
         if (code := self._code(invokes)) is not None:
             call.programs, call.bodies, call.graph_sites = code.programs, code.bodies, code.graph_sites
         return call
