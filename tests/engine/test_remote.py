@@ -18,7 +18,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections import namedtuple
+from collections import Counter, namedtuple
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -233,6 +233,9 @@ def test_g9_errors_are_of_the_same_classes(model: Remote) -> None:
     with pytest.raises(InterventionError, match="division by zero") as raised:
         model.run(lambda m: 1 / 0, FRANCE)
     assert isinstance(raised.value, ZeroDivisionError)
+    with pytest.raises(InterventionError, match=r"UnicodeDecodeError: .* can't decode byte 0xff") as raised:
+        model.run(lambda m: b"\xff".decode(), FRANCE)  # a class that takes more than a text
+    assert isinstance(raised.value, UnicodeError)
     for error, given in (
         (PlanError, {"plan": Steer("resid_post", layers=99, vector=VECTOR)}),
         (PlanError, {"plan": Steer("resid_post", layers=1, vector="nobody")}),
@@ -266,6 +269,7 @@ def test_g9_what_is_no_data_stays_on_the_server(model: Remote) -> None:
             "pair": Pair(hidden[0].mean().item(), "text"),
             "dtype": hidden.dtype,
             "custom": Custom(),
+            "rest": (..., 10**5000, Counter("aab")),
         }
 
     found = model.run(look, FRANCE)
@@ -273,7 +277,7 @@ def test_g9_what_is_no_data_stays_on_the_server(model: Remote) -> None:
     assert inner == {"a": 1, 2: None} and numbers == {3, 4} and large == 1 << 70 and imaginary == 2j
     assert torch.equal(found["top"].values, found["top"][0]) and found["top"].indices.shape == (2,)
     assert found["pair"].left == pytest.approx(row.mean().item()) and found["pair"].right == "text"
-    assert found["dtype"] is torch.float32
+    assert found["dtype"] is torch.float32 and found["rest"] == (..., 10**5000, {"a": 2, "b": 1})
     assert isinstance(found["custom"], UnsendableError) and "containers of them" in str(found["custom"])
 
 

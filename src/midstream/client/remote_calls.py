@@ -15,6 +15,7 @@ from midstream.capture.rows import Captured
 from midstream.client.requests import InvokeResult
 from midstream.errors import MidstreamError, RemoteError
 from midstream.trace.program import Failure, Outcome
+from midstream.trace.tracer import Result
 from midstream.trace.tree import map_objects
 
 MAX_PROMPTS = 1024  # of one call
@@ -174,8 +175,8 @@ def _written_outcome(outcome: Outcome, output: Any) -> dict[str, Any]:
 
 
 def _without(output: Any, values: Any) -> Any:
-    """The values, with `...` for the request's own output, which `tracer.result` stands for."""
-    return map_objects(values, type(output), lambda _: ...)
+    """The values, with `Result` for the request's own output, which `tracer.result` stands for."""
+    return map_objects(values, type(output), lambda _: Result())
 
 
 # The client's side.
@@ -244,7 +245,7 @@ def _read_outcome(written: dict[str, Any], output: RemoteOutput) -> Outcome:
 
 
 def _with(output: RemoteOutput, values: Any) -> Any:
-    return map_objects(values, type(...), lambda _: output)
+    return map_objects(values, Result, lambda _: output)
 
 
 class Progress:
