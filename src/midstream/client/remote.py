@@ -61,7 +61,14 @@ class Server:
             name: form.format(key) for name, form, key in zip(names, forms, keys, strict=True) if key is not None
         }
         self._settings: Any = {"headers": headers, "timeout": _TIMEOUT, "verify": httpx.create_ssl_context()}
-        self._client = httpx.Client(**self._settings)
+        self._clients: dict[int, httpx.Client] = {}  # by process: a fork must not share its parent's connections
+
+    @property
+    def _client(self) -> httpx.Client:
+        process = os.getpid()
+        if process not in self._clients:
+            self._clients[process] = httpx.Client(**self._settings)
+        return self._clients[process]
 
     def ask(self, method: str, path: str, **request: Any) -> httpx.Response:
         """A response without an error. Raises the server's error in its own class, or RemoteError."""
