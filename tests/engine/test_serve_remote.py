@@ -18,7 +18,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections import namedtuple
+from collections import Counter, namedtuple
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -233,6 +233,9 @@ def test_g9_errors_are_of_the_same_classes(model: Remote) -> None:
     with pytest.raises(InterventionError, match="division by zero") as raised:
         model.run(lambda m: 1 / 0, FRANCE)
     assert isinstance(raised.value, ZeroDivisionError)
+    with pytest.raises(InterventionError, match=r"UnicodeDecodeError: .* can't decode byte 0xff") as raised:
+        model.run(lambda m: b"\xff".decode(), FRANCE)  # a class that takes more than a text
+    assert isinstance(raised.value, UnicodeError)
     for error, given in (
         (PlanError, {"plan": Steer("resid_post", layers=99, vector=VECTOR)}),
         (PlanError, {"plan": Steer("resid_post", layers=1, vector="nobody")}),
@@ -270,6 +273,7 @@ def test_g9_what_is_no_data_stays_on_the_server(model: Remote) -> None:
             "pair": Pair(hidden[0].mean().item(), "text"),
             "dtype": hidden.dtype,
             "custom": Custom(),
+            "rest": (..., 10**5000, Counter("aab")),
         }
 
     found = model.run(look, FRANCE)
@@ -277,7 +281,7 @@ def test_g9_what_is_no_data_stays_on_the_server(model: Remote) -> None:
     assert inner == {"a": 1, 2: None} and numbers == {3, 4} and large == 1 << 70 and imaginary == 2j
     assert torch.equal(found["top"].values, found["top"][0]) and found["top"].indices.shape == (2,)
     assert found["pair"].left == pytest.approx(row.mean().item()) and found["pair"].right == "text"
-    assert found["dtype"] is torch.float32
+    assert found["dtype"] is torch.float32 and found["rest"] == (..., 10**5000, {"a": 2, "b": 1})
     assert isinstance(found["custom"], UnsendableError) and "containers of them" in str(found["custom"])
 
 
@@ -486,7 +490,12 @@ def test_g8_calls_that_are_none_are_refused(server: Server, model: Remote) -> No
         (b"", b"not what midstream.Remote sends"),
         (b"\x81", b"not what midstream.Remote sends"),
         (call(asked=[]), b"1 to 1024 prompts"),
-        (call(asked=[{"prompt": "x", "params": {}}] * 1025), b"1 to 1024 prompts"),
+        (call(asked=[{"prompt": "x", "params": {}}] * 1025), b"length <= 1024"),
+        (call(asked=[{"prompt": [1000] * 100_000, "params": {}}]), b"A prompt for this model has at most"),
+        (call(asked=[{"prompt": "x" * 1_000_000, "params": {}}]), b"A prompt for this model has at most"),
+        (call(asked=[{"prompt": "x", "params": {"stop": [[]] * 9_000_000}}]), b"parameters has at most"),
+        (call(asked=[{"prompt": "x", "params": {}, "answers": [5] * 129}]), b"answers has 129 entries"),
+        (call(plans=[[[]] * 9_000_000]), b"A plan has at most"),
         (call(record=["a", "b"]), b"unknown field"),
         (call(asked=[{"prompt": FRANCE, "params": {"extra_args": {"midstream": {}}}}]), b"extra_args"),
         (call(asked=[{"prompt": FRANCE, "params": {"skip_clone": True}}]), b"skip_clone"),
@@ -500,6 +509,8 @@ def test_g8_calls_that_are_none_are_refused(server: Server, model: Remote) -> No
     ):
         status, answer = called(server.url, given if isinstance(given, bytes) else msgspec.msgpack.encode(given))
         assert status == 400 and said in answer, (given, status, answer[:300])
+    status, answer = called(server.url, bytes((64 << 20) + 1))
+    assert status == 413 and b"over 64 MiB" in answer
     rng, good = random.Random(0), msgspec.msgpack.encode(planned())
     for _ in range(150):  # bytes changed at random: an error of the call's, or a request that runs
         bad = bytearray(good)
@@ -508,6 +519,23 @@ def test_g8_calls_that_are_none_are_refused(server: Server, model: Remote) -> No
         status, answer = called(server.url, bytes(bad))
         assert status in (200, 400), answer
     assert model.generate([FRANCE], max_tokens=1)[0].outputs[0].token_ids and server.is_healthy()
+
+
+def test_g8_a_call_with_much_to_check_does_not_delay_others(server: Server, model: Remote) -> None:
+    """Its plan is prepared for each of its 1,024 prompts: their spans have to be found."""
+    one = {"kind": "steer", "site": "resid_post", "layers": [1], "vector": VECTOR.tolist()}
+    steers = [{**one, "scale": float(i), "positions": {"span": "France", "occurrence": 0}} for i in range(60)]
+    asked = [{"prompt": FRANCE, "params": {"max_tokens": 1}, "plan": 0}] * 1024
+    body = msgspec.msgpack.encode(call(asked=asked, plans=[{"interventions": steers}]))
+    calling = threading.Thread(target=called, args=(server.url, body))
+    calling.start()
+    longest = 0.0
+    while calling.is_alive():
+        begin = time.monotonic()
+        assert server.is_healthy(30)
+        longest = max(longest, time.monotonic() - begin)
+        time.sleep(0.01)
+    assert longest < 0.8
 
 
 def test_g9_what_cannot_be_reached_or_is_no_midstream_says_so(server: Server) -> None:

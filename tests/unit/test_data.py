@@ -89,6 +89,16 @@ def test_other_data() -> None:
     assert found[8]["new"] == [] and found[8]["a"] == [1] and found[9] == {"b": 2} and found[10] is ...
 
 
+def test_values_at_the_edges() -> None:
+    """Numbers of thousands of digits, texts that UTF-8 does not have, and `...`, which is the user's own."""
+    sent = [10**5000, -(10**5000), "\ud800 half", {"\ud800": ...}]
+    assert through(sent) == [sent]
+    (error,) = through(MidstreamError("\ud800"))
+    assert str(error) == "\\ud800"
+    (records,) = through(np.zeros(2, [("a", "i4"), ("b", "f8")]))  # not bytes without their fields
+    assert isinstance(records, UnsendableError)
+
+
 def test_what_is_no_data_is_an_error_in_its_place() -> None:
     nested: list[Any] = []
     for _ in range(200):
@@ -127,6 +137,8 @@ def test_nothing_but_messages_is_read() -> None:
         message(["eval", "1"]),
         struct.pack("<I", 1) + b"\x80",
         message(["tensor", 5]),
+        struct.pack("<I", 4) + msgspec.msgpack.encode([1, [], -5]) + bytes(9),
+        struct.pack("<I", 9002) + b"\x93" + b"\x91" * 9000 + b"\x01",
     ):
         with pytest.raises(ChannelError):
             list(Reader().feed(data))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -130,3 +131,8 @@ def test_real_looks_into_containers() -> None:
     value, _ = remote(T)
     found = real({"a": [value, 1], "b": (value,)})
     assert torch.equal(found["a"][0], T) and found["a"][1] == 1 and torch.equal(found["b"][0], T)
+
+
+def test_mapping_tensors_keeps_a_counter() -> None:
+    found = map_tensors(Counter("aab"), lambda _, t: t)
+    assert found == Counter("aab") and type(found) is Counter

@@ -20,7 +20,7 @@ from midstream import errors
 from midstream.capture.consumers import CaptureInfo, Collected
 from midstream.capture.sinks import RequestCapture, Sinks
 from midstream.client.described import DescribedModel
-from midstream.client.remote_calls import MAX_PROMPTS, MAX_TOKENS, Asked, Call, Progress
+from midstream.client.remote_calls import MAX_PROMPTS, MAX_TOKENS, Asked, Call, Progress, raw
 from midstream.client.requests import (
     Answers,
     Invoke,
@@ -60,8 +60,16 @@ class Server:
         headers = {
             name: form.format(key) for name, form, key in zip(names, forms, keys, strict=True) if key is not None
         }
+        headers["Accept-Encoding"] = "identity"  # a proxy that compresses would hold messages back
         self._settings: Any = {"headers": headers, "timeout": _TIMEOUT, "verify": httpx.create_ssl_context()}
-        self._client = httpx.Client(**self._settings)
+        self._clients: dict[int, httpx.Client] = {}  # by process: a fork must not share its parent's connections
+
+    @property
+    def _client(self) -> httpx.Client:
+        process = os.getpid()
+        if process not in self._clients:
+            self._clients[process] = httpx.Client(**self._settings)
+        return self._clients[process]
 
     def ask(self, method: str, path: str, **request: Any) -> httpx.Response:
         """A response without an error. Raises the server's error in its own class, or RemoteError."""
@@ -408,8 +416,10 @@ class Remote(DescribedModel):
         for invoke in invokes:
             plan = without_destinations(invoke.plan)
             number = plans.setdefault(plan, len(plans)) if plan else None
-            asked.append(Asked(_prompt(invoke.prompt), _params(invoke.params), number, list(invoke.answers)))
-        call = Call(metadata.version(NAME), asked, [plan.to_wire() for plan in plans], self._is_async, together)
+            parts = (_prompt(invoke.prompt), _params(invoke.params), list(invoke.answers))
+            prompt, params, answers = map(raw, parts)
+            asked.append(Asked(prompt, params, number, answers))
+        call = Call(metadata.version(NAME), asked, [raw(plan.to_wire()) for plan in plans], self._is_async, together)
         if (code := self._code(invokes)) is not None:
             call.programs, call.bodies, call.graph_sites = code.programs, code.bodies, code.graph_sites
         return call

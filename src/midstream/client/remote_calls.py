@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -15,19 +15,24 @@ from midstream.capture.rows import Captured
 from midstream.client.requests import InvokeResult
 from midstream.errors import MidstreamError, RemoteError
 from midstream.trace.program import Failure, Outcome
+from midstream.trace.tracer import Result
 from midstream.trace.tree import map_objects
 
 MAX_PROMPTS, MAX_TOKENS = 1024, 1 << 20  # of one call; of text, characters
+_FOR_PROMPTS = msgspec.Meta(max_length=MAX_PROMPTS)
 _OUTCOME = ("values", "left", "unsaved", "counted", "stopped", "order", "name", "steps", "saved")
 
 
 class Asked(msgspec.Struct, forbid_unknown_fields=True):
-    """One prompt of a call: text or token ids. `plan` is the number of its plan in the call."""
+    """One prompt of a call: text or token ids. `plan` is the number of its plan in the call.
 
-    prompt: str | list[int]
-    params: dict[str, Any]
+    What is Raw is msgpack that the server reads later: part by part on another thread, and only if it is not too large.
+    """
+
+    prompt: msgspec.Raw  # str | list[int]
+    params: msgspec.Raw  # dict[str, Any]
     plan: int | None = None
-    answers: list[str | int] = []
+    answers: msgspec.Raw = msgspec.Raw(b"\x90")  # list[str | int]
 
 
 class Call(msgspec.Struct, forbid_unknown_fields=True):
@@ -42,13 +47,18 @@ class Call(msgspec.Struct, forbid_unknown_fields=True):
     """
 
     version: str
-    asked: list[Asked]
-    plans: list[Any] = []
+    asked: Annotated[list[Asked], _FOR_PROMPTS]
+    plans: Annotated[list[msgspec.Raw], _FOR_PROMPTS] = []
     stream: bool = False
     together: bool = False
     programs: bytes = b""
-    bodies: list[int] = []
-    graph_sites: list[bool] = []
+    bodies: Annotated[list[int], _FOR_PROMPTS] = []
+    graph_sites: Annotated[list[bool], _FOR_PROMPTS] = []
+
+
+def raw(value: Any) -> msgspec.Raw:
+    """A value as msgpack."""
+    return msgspec.Raw(msgspec.msgpack.encode(value))
 
 
 class Logprob(NamedTuple):
@@ -165,8 +175,8 @@ def _written_outcome(outcome: Outcome, output: Any) -> dict[str, Any]:
 
 
 def _without(output: Any, values: Any) -> Any:
-    """The values, with `...` for the request's own output, which `tracer.result` stands for."""
-    return map_objects(values, type(output), lambda _: ...)
+    """The values, with `Result` for the request's own output, which `tracer.result` stands for."""
+    return map_objects(values, type(output), lambda _: Result())
 
 
 # The client's side.
@@ -235,7 +245,7 @@ def _read_outcome(written: dict[str, Any], output: RemoteOutput) -> Outcome:
 
 
 def _with(output: RemoteOutput, values: Any) -> Any:
-    return map_objects(values, type(...), lambda _: output)
+    return map_objects(values, Result, lambda _: output)
 
 
 class Progress:

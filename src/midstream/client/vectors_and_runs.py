@@ -85,11 +85,11 @@ class Vectors(MutableMapping[str, Vector]):
 
     @property
     def widths(self) -> dict[str, int]:
-        return {name: vector.width for name, vector in self._vectors.items()}
+        return {name: vector.width for name, vector in list(self._vectors.items())}  # others may change them meanwhile
 
     @property
     def digests(self) -> dict[str, str]:
-        return {name: vector.digest for name, vector in self._vectors.items()}
+        return {name: vector.digest for name, vector in list(self._vectors.items())}
 
     def take_changes(self) -> VectorChanges:
         """The vectors set and deleted since the last call. Apply deletions first."""

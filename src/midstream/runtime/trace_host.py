@@ -270,6 +270,10 @@ class TraceHost:
             return TracedGroup(unship(programs, self._resolve, self._device))
         except MidstreamError as error:
             return TracedGroup(error)
+        except ModuleNotFoundError as error:
+            return TracedGroup(
+                TraceError(f"The trace uses the package {error.name!r}, which is not installed where the engine runs.")
+            )
         except Exception as error:
             return TracedGroup(TraceError(f"The trace cannot be loaded in the engine: {type(error).__name__}: {error}"))
 

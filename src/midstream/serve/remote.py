@@ -21,18 +21,21 @@ from midstream.engine.launch import checked_parameters
 from midstream.errors import (
     MidstreamError,
     ParameterError,
+    PlanError,
     PromptError,
     TraceError,
     TracesNotAllowedError,
 )
 from midstream.plan.values import Plan
-from midstream.serve.requests import Server, answering_errors, problem, received, server_of
+from midstream.plan.wire import MAX_STRANGERS_BYTES
+from midstream.serve.requests import MAX_ANSWERS, Server, answering_errors, problem, received, server_of
 from midstream.settings import NAME, Settings
 from midstream.trace.program import ShippedCode, check_python
 from midstream.transport.data import Writer
 
 MAX_CALL_BYTES = 64 << 20  # with code and its tensors
-MAX_PLANS_BYTES = 8 << 20  # without: nobody else is served while a call is decoded
+_MAX_PART_BYTES = 2 * MAX_STRANGERS_BYTES  # of a plan or of parameters, before they are read
+_MAX_ANSWERS_BYTES = 1 << 18
 _ALIVE_SECONDS = 5.0
 _log = logging.getLogger(__name__)
 router = APIRouter(prefix=f"/v1/{NAME}", tags=[NAME])
@@ -75,8 +78,9 @@ async def generate(request: Request) -> Any:
     A connection that is closed ends the requests.
     """
     server = server_of(request)
-    limit = MAX_CALL_BYTES if _allows_traces(server) else MAX_PLANS_BYTES
-    body = await received(request, limit, "The call has {}. Send fewer prompts, or smaller tensors, in one call.")
+    body = await received(
+        request, MAX_CALL_BYTES, "The call has {}. Send fewer prompts, or smaller tensors, in one call."
+    )
     stream, call = await _prepared(server, body)
     return Messages(_messages(server, stream, call))
 
@@ -84,10 +88,7 @@ async def generate(request: Request) -> Any:
 async def _prepared(server: Server, body: bytes) -> tuple[OutputStream, Call]:
     """The requests, ready to run. Raises MidstreamError for what is wrong with them."""
     call = _read(server, body)
-    loop = asyncio.get_running_loop()
-    invokes, prompts = await loop.run_in_executor(reader, _invokes, server, call)
-    code = ShippedCode(call.programs, call.bodies, call.graph_sites) if call.programs else None
-    return server.model.stream(invokes, prompts, code, call.together), call
+    return await asyncio.get_running_loop().run_in_executor(reader, _stream, server, call), call
 
 
 def _read(server: Server, body: bytes) -> Call:
@@ -119,19 +120,38 @@ def _allows_traces(server: Server) -> bool:
     return Settings.of(server.model.config).allow_traces
 
 
-def _invokes(server: Server, call: Call) -> tuple[list[Invoke], list[list[int]]]:
-    """The requests as the model takes them, and the token ids of their prompts."""
+def _stream(server: Server, call: Call) -> OutputStream:
+    """The call's requests. Not called on the event loop: a call may have many plans and long prompts."""
     model = server.model
-    plans = [server.checked_plan(plan) for plan in call.plans]
+    plans = [server.checked_plan(_loaded(plan, _MAX_PART_BYTES, "A plan", PlanError)) for plan in call.plans]
+    longest = server.longest_prompt_bytes
     invokes = []
     for asked in call.asked:
         if asked.plan is not None and not 0 <= asked.plan < len(plans):
             raise ParameterError(f"The call has no plan {asked.plan}.")
-        (answers,) = answers_of([asked.answers] if asked.answers else [], 1, lambda: model.tokenizer, model.vocab_size)
-        params = checked_parameters(asked.params)
+        given = _loaded(asked.answers, _MAX_ANSWERS_BYTES, "A list of answers", PromptError, list[str | int])
+        if len(given) > MAX_ANSWERS:
+            raise PromptError(f"answers has {len(given)} entries; allowed: up to {MAX_ANSWERS}.")
+        (answers,) = answers_of([given] if given else [], 1, lambda: model.tokenizer, model.vocab_size)
+        params = checked_parameters(
+            _loaded(asked.params, _MAX_PART_BYTES, "A set of parameters", ParameterError, dict[str, Any])
+        )
         plan = Plan() if asked.plan is None else plans[asked.plan]
-        invokes.append(Invoke(asked.prompt, None, params, plan, answers))
-    return invokes, [token_ids(invoke, lambda: model.tokenizer) for invoke in invokes]
+        prompt = _loaded(asked.prompt, longest, "A prompt for this model", PromptError, str | list[int])
+        invokes.append(Invoke(prompt, None, params, plan, answers))
+    prompts = [token_ids(invoke, lambda: model.tokenizer) for invoke in invokes]
+    code = ShippedCode(call.programs, call.bodies, call.graph_sites) if call.programs else None
+    return model.stream(invokes, prompts, code, call.together)
+
+
+def _loaded(part: msgspec.Raw, limit: int, what: str, too_large: type[MidstreamError], form: Any = Any) -> Any:
+    """A part of a call. Raises `too_large` if it is over `limit` bytes, ParameterError if it is of another form."""
+    if (size := memoryview(part).nbytes) > limit:
+        raise too_large(f"{what} has at most {limit} bytes as msgpack; {size} were sent.")
+    try:
+        return msgspec.msgpack.decode(part, type=form)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ParameterError(f"The call is not what midstream.Remote sends: {error}.") from error
 
 
 async def _messages(server: Server, stream: OutputStream, call: Call) -> AsyncGenerator[bytes]:
@@ -147,6 +167,7 @@ async def _messages(server: Server, stream: OutputStream, call: Call) -> AsyncGe
 async def _values(stream: OutputStream, call: Call) -> AsyncGenerator[Any]:
     writers = [OutputWriter(index) for index in range(len(call.asked))]
     loop, items = asyncio.get_running_loop(), _alive(stream.items())
+    last = loop.time()
     try:
         async with contextlib.aclosing(items):
             async for item in items:
@@ -154,9 +175,15 @@ async def _values(stream: OutputStream, call: Call) -> AsyncGenerator[Any]:
                     yield None
                     continue
                 index, output, result = item
+                if result is None and not (call.stream or output.saves):  # the client hears of it at its end
+                    if loop.time() - last > _ALIVE_SECONDS:
+                        last = loop.time()
+                        yield None
+                    continue
+                last = loop.time()
                 if result is not None:  # captured rows may have to be joined
                     yield await loop.run_in_executor(None, writers[index].message, output, result)
-                elif call.stream or output.saves:
+                else:
                     yield writers[index].message(output, None)
     except MidstreamError as error:
         yield error

@@ -19,7 +19,7 @@ import math
 import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from functools import wraps
+from functools import cached_property, wraps
 from typing import Any
 
 from fastapi import Request
@@ -43,7 +43,7 @@ MAX_RECEIVING_BYTES = 256 << 20  # of all bodies that are being received
 TAKING = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 _FIELDS = ("plan", "answers", "inline")
 _ANSWERS = f"{NAME}.answers"
-_MAX_ANSWERS = 128  # as vLLM has it
+MAX_ANSWERS = 128  # as vLLM has it
 _LONGEST_ANSWER = 256
 _DRAIN_SECONDS = 0.05  # between two looks at what runs
 _RETRY_AFTER = b"5"  # seconds
@@ -92,6 +92,14 @@ class Server:
         held = {"vectors": len(self.model.vectors), "runs": len(self.model.runs.handles)}
         return {**self.captures.gauges, **held, "planned_prompts": self.planned, "running_prompts": self.running}
 
+    @cached_property
+    def longest_prompt_bytes(self) -> int:
+        """A prompt that takes more bytes than this, as text or as token ids in msgpack, is too long for the model."""
+        longest_token = max(map(len, self.model.tokenizer.get_vocab()), default=1)
+        return (
+            self.model.config.model_config.max_model_len * max(4 * longest_token, 9) + 64
+        )  # 4 bytes at most for a character
+
     @contextlib.contextmanager
     def counted(self, prompts: int = 1) -> Iterator[None]:
         """Prompts run in the block. The engine is not ended before they are through."""
@@ -137,8 +145,8 @@ class Server:
             plan = Plan() if given is None else self.checked_plan(given)
         with _refusing(_ANSWERS):
             answers = content.get("answers", [])
-            if not isinstance(answers, list) or len(answers) > _MAX_ANSWERS:
-                raise fields.refuse(_ANSWERS, fields.shown(answers), f"a list of up to {_MAX_ANSWERS} answers")
+            if not isinstance(answers, list) or len(answers) > MAX_ANSWERS:
+                raise fields.refuse(_ANSWERS, fields.shown(answers), f"a list of up to {MAX_ANSWERS} answers")
             for answer in answers:
                 if type(answer) not in (str, int) or len(str(answer)) > _LONGEST_ANSWER:
                     allowed = f"texts of one token, and token ids, of up to {_LONGEST_ANSWER} characters"

@@ -239,23 +239,26 @@ class Failure:
         if isinstance(self.error, MidstreamError):
             self.error.add_note(self.text())
             return self.error
-        return _mixed_with(self.bases)(f"{self.type_name}: {self.message}\n\n{self.text()}")
+        return _mixed_with(self.bases, f"{self.type_name}: {self.message}\n\n{self.text()}")
 
 
 # Builtin exceptions with a meaning for the interpreter, generators or event loops.
 _SPECIAL = ("StopIteration", "StopAsyncIteration", "GeneratorExit", "KeyboardInterrupt", "SystemExit")
 
 
-def _mixed_with(bases: list[str]) -> type[InterventionError]:
+def _mixed_with(bases: list[str], text: str) -> InterventionError:
     for name in bases:
         base = getattr(builtins, name, None)
         if name in ("BaseException", "Exception", *_SPECIAL) or base is None:
             break
         try:
-            return type(f"Intervention{name}", (InterventionError, base), {"__module__": InterventionError.__module__})
-        except TypeError:  # a builtin whose memory layout does not mix with others
+            mixed: Any = type(
+                f"Intervention{name}", (InterventionError, base), {"__module__": InterventionError.__module__}
+            )
+            return mixed(text)  # type: ignore[no-any-return]
+        except TypeError:  # a builtin whose memory layout does not mix with others, or one that takes more than a text
             continue
-    return InterventionError
+    return InterventionError(text)
 
 
 def _hint(error: BaseException) -> str:

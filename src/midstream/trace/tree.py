@@ -44,7 +44,8 @@ def map_tensors(tree: Any, change: Callable[[Ref, torch.Tensor], Any], at: Ref =
         if not isinstance(tree, dict) or is_dataclass(tree):  # transformers' ModelOutput, for one
             return type(tree)(**changed)
         kept = copy.copy(tree)  # a defaultdict, say, stays one
-        kept.update(changed)
+        for name, item in changed.items():  # a Counter's `update` would add them
+            kept[name] = item
         return kept
     return tree
 

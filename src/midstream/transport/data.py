@@ -14,7 +14,7 @@ import struct
 from collections import defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -22,7 +22,7 @@ import torch
 
 from midstream import errors
 from midstream.errors import ChannelError, MidstreamError, UnsendableError, text_of
-from midstream.trace.tracer import Cache, CacheEntry
+from midstream.trace.tracer import Cache, CacheEntry, Result
 from midstream.trace.tree import as_bytes, is_raw
 from midstream.transport.wire import Entry, Stream, lay_out, resolve
 
@@ -39,7 +39,7 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {kind: make for make, kind in _SEQUEN
 class _Head(msgspec.Struct, array_like=True):
     tree: Any
     table: list[Entry]
-    size: int
+    size: Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Writer:
@@ -97,7 +97,7 @@ class Reader:
             elif self._in_head:
                 try:
                     self._head = msgspec.msgpack.decode(taken, type=_Head)
-                except msgspec.MsgspecError as error:
+                except (msgspec.MsgspecError, RecursionError) as error:
                     raise ChannelError(
                         f"the server sent something that is no message of midstream's: {error}"
                     ) from error
@@ -127,10 +127,12 @@ class Reader:
 
 def _written(value: Any, tensors: dict[int, tuple[int, torch.Tensor]], depth: int) -> Any:
     kind = type(value)
-    if value is None or kind in (bool, float, str, bytes):
+    if value is None or kind in (bool, float, bytes):
         return value
+    if kind is str:
+        return value if _is_utf8(value) else ["text", value.encode(errors="surrogatepass")]
     if kind is int:
-        return value if -(1 << 63) <= value < 1 << 64 else ["int", str(value)]
+        return value if -(1 << 63) <= value < 1 << 64 else ["int", hex(value)]
     if depth > _DEEPEST:
         return _unsendable(value, f"it is nested more than {_DEEPEST} deep")
 
@@ -159,7 +161,7 @@ def _written(value: Any, tensors: dict[int, tuple[int, torch.Tensor]], depth: in
             return ["named", kind.__name__, list(value._fields), each(value)]
         if getattr(torch.return_types, kind.__name__, None) is kind:
             return ["returned", kind.__name__, each(value)]
-    if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
+    if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject and value.dtype.kind != "V":
         array = np.asarray(value)
         return ["array", array.dtype.str, list(array.shape), array.tobytes(), isinstance(value, np.generic)]
     if kind in (torch.dtype, torch.device):
@@ -170,10 +172,13 @@ def _written(value: Any, tensors: dict[int, tuple[int, torch.Tensor]], depth: in
         return ["complex", value.real, value.imag]
     if value is ...:
         return ["ellipsis"]
+    if isinstance(value, Result):
+        return ["result"]
     if isinstance(value, UnsendableError):
-        return ["unsendable", value.type_name, value.reason]
+        return ["unsendable", *map(_as_utf8, (value.type_name, value.reason))]
     if isinstance(value, MidstreamError):
-        return ["error", *_known_class(value), text_of(value), getattr(value, "__notes__", [])]
+        notes = getattr(value, "__notes__", [])
+        return ["error", *_known_class(value), _as_utf8(text_of(value)), [*map(_as_utf8, notes)]]
     return _unsendable(
         value,
         "a server sends tensors, numbers, texts and containers of them, and nothing that code would have to rebuild",
@@ -182,6 +187,15 @@ def _written(value: Any, tensors: dict[int, tuple[int, torch.Tensor]], depth: in
 
 def _unsendable(value: Any, reason: str) -> list[Any]:
     return ["unsendable", type(value).__qualname__, reason]
+
+
+def _is_utf8(text: str) -> bool:
+    return text.isascii() or _as_utf8(text) == text
+
+
+def _as_utf8(text: str) -> str:
+    """The text, with its lone surrogates as escapes."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _known_class(error: MidstreamError) -> tuple[str, str | None]:
@@ -227,8 +241,12 @@ def _read(tree: Any, tensors: list[torch.Tensor | None]) -> Any:
             return getattr(builtins, name)(*each(arguments))
         case ["ellipsis"]:
             return ...
+        case ["result"]:
+            return Result()
+        case ["text", data]:
+            return bytes(data).decode(errors="surrogatepass")
         case ["int", digits]:
-            return int(digits)
+            return int(digits, 16)
         case ["complex", real, imaginary]:
             return complex(real, imaginary)
         case ["unsendable", type_name, reason]:
