@@ -24,6 +24,8 @@ SECTIONS = {
     "Models": [
         ("midstream:VLLM", "model", f"{MODEL} engine start gauges"),
         ("midstream:LanguageModel", "model", "close"),
+        ("midstream:Remote", "model", "record engine_plan gauges close"),
+        ("midstream.client.remote_calls:RemoteOutput", "output", ""),
     ],
     "Plans": [
         *[(f"midstream:{name}", "", "") for name in ("Steer", "Patch", "Clamp", "Capture", "Consumer", "Span")],

@@ -5,7 +5,8 @@
 - ```python script is written to a file and run as a program of its own.
 - `expression  # -> value` and `print(...)  # -> text` are compared; numbers to the digits that are shown.
 - A block ```text that follows is all that the block before it printed.
-- A block ```bash server is run with a server on the bundled model, and so are all blocks of the pages in `SERVED`.
+- A block ```bash server or ```python server is run with a server on the bundled model that allows traces, and so are all blocks of the
+  pages in `SERVED`.
 
 Tracebacks point at the page: a block is compiled under the page's name, with its lines where they are in the page.
 """
@@ -155,7 +156,7 @@ def paired(blocks: list[Block]) -> Iterator[tuple[Block, Block | None]]:
 
 
 def run_page(page: str, blocks: list[Block], names: dict[str, Any], folder: Path) -> None:
-    offer_source(page, [b for b in blocks if b.language == "python" and not b.words])
+    offer_source(page, [b for b in blocks if b.language == "python" and b.words in ("", "server")])
     for block, output in paired(blocks):
         assert block.words in ("", "notest", "script", "server"), (
             f"{page}:{block.line - 1}: unknown words {block.words!r}"
@@ -163,7 +164,7 @@ def run_page(page: str, blocks: list[Block], names: dict[str, Any], folder: Path
         if block.words == "notest":
             compile(block.text, page_filename(page), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
             continue
-        if block.words == "server":
+        if block.language == "bash":
             printed = run_shell(page, block, folder)
         else:
             printed = run_script(block, folder) if block.words == "script" else run_block(page, block, names)
@@ -193,7 +194,8 @@ def test_a7_code_runs(page: str, engine: Any, hf: Any, tmp_path: Path, monkeypat
 @pytest.mark.engine
 def test_a7_code_runs_with_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with serving(tmp_path, "--api-key", KEY, stock=False, MIDSTREAM_ADMIN_KEY=ADMIN_KEY) as server:
+    flags = ("--api-key", KEY, "--midstream-allow-traces")
+    with serving(tmp_path, *flags, stock=False, MIDSTREAM_ADMIN_KEY=ADMIN_KEY) as server:
         for page in PAGES:
             blocks = [block for block in read(page) if page in SERVED or block.words == "server"]
             for block in blocks:

@@ -271,7 +271,8 @@ class Remote(DescribedModel):
 
     Attributes:
         plan: the plan of every request of this object, sent with each; `engine_plan` is that of all clients.
-        vectors, runs: named vectors and recorded runs on the server. Only who has made one may replace or delete it.
+        vectors, runs: named vectors and recorded runs on the server. Only the API key that made one, and an administrator, may replace or
+            delete it.
 
     Raises:
         RemoteError: the server cannot be reached, or refuses the key.
