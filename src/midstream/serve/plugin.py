@@ -20,6 +20,7 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import REGISTRY, Metric
 from prometheus_client.core import GaugeMetricFamily
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.requests import ClientDisconnect
 
 from midstream.client.vectors_and_runs import RunInfo
 from midstream.engine.plugin import apply
@@ -124,6 +125,8 @@ def _answering_400(route: Callable[..., Awaitable[Any]]) -> Callable[..., Awaita
             return await route(*args, **kwargs)
         except (PlanError, PromptError, CaptureError) as error:
             return problem(400, str(error), getattr(error, "parameter", None))
+        except ClientDisconnect:  # before the body had come; nobody reads the answer
+            return problem(400, "The client left.")
 
     return call
 
