@@ -206,6 +206,9 @@ async def drain(server: Server, clients: int, report: Report) -> None:
             await begun.acquire()
         server.process.send_signal(signal.SIGTERM)
     await asyncio.to_thread(server.process.wait, 60)
+    deadline = time.monotonic() + 20
+    while processes(server) and time.monotonic() < deadline:
+        await asyncio.sleep(0.2)
     if server.process.returncode or processes(server):
         report.failures.append(f"the server ended with {server.process.returncode}; left: {processes(server)}")
 

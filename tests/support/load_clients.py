@@ -9,6 +9,7 @@ import json
 import random
 import socket
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, Self
@@ -19,14 +20,15 @@ import torch
 from safetensors.torch import load, save
 from servers import Server
 
-HIDDEN, LAYERS, TOKENS = 256, 8, 12
+HIDDEN, TOKENS, STRENGTH = 256, 12, 20
 KEYS = ("ada", "bob", "cyd", "dan")  # of four owners
 STATES = ("France", "Italy", "Germany", "Spain", "Japan", "Egypt")
 PROMPTS = [f"The capital of {state} is" for state in STATES]
 PROMPTS += [f"{city} is the capital of" for city in ("Rome", "Paris", "Berlin")]
 PROMPTS += [f"The capital of {a} is known. The capital of {b} is" for a, b in itertools.pairwise(STATES[:4])]
 VECTORS = {
-    f"v{i}": torch.as_tensor(np.random.default_rng(i).normal(size=HIDDEN) * 4, dtype=torch.float32) for i in range(3)
+    f"v{i}": torch.as_tensor(np.random.default_rng(i).normal(size=HIDDEN) * STRENGTH, dtype=torch.float32)
+    for i in range(3)
 }
 RUN = {"prompt": "The capital of Norway is", "sites": ["resid_post"], "layers": [3]}
 LONG = "The capital of France is Paris. " * 55  # 386 tokens
@@ -204,20 +206,25 @@ class Oracle:
             question = Question(prompt, edit)
             (choice,) = (await clients.create(prompt, clients.plan(question), logprobs=2)).choices
             if _is_clear(choice.logprobs.top_logprobs):
-                self.texts[question] = choice.text
+                self._keep(question, choice.text)
             given: dict[str, Any] = {"is_chat": True, "logprobs": True, "top_logprobs": 2}
             (choice,) = (await clients.create(prompt, clients.plan(question), **given)).choices
             if _is_clear(
                 [{each.token: each.logprob for each in step.top_logprobs} for step in choice.logprobs.content]
             ):
-                self.texts[question._replace(is_chat=True)] = choice.message.content
-        plain = {question.prompt: text for question, text in self.texts.items() if not question.edit}
-        assert len(plain) >= 8 and any(text != plain.get(each.prompt) for each, text in self.texts.items() if each.edit)
+                self._keep(question._replace(is_chat=True), choice.message.content)
+        edits = Counter(question.edit for question in self.texts)
+        assert min(edits[edit] for edit in ["", *VECTORS, "run"]) >= 3, edits
         for what in [*SMALL, LARGE]:
             entries = await clients.captured(what, KEYS[0])
             self.rows[what] = await clients.rows(entries, KEYS[0])
             for entry in entries:
                 await clients.expect(200, "DELETE", f"{PATH}/captures/{entry['handle']}")
+
+    def _keep(self, question: Question, text: str) -> None:
+        """A question whose edit changes nothing could not tell whether it was made."""
+        if not question.edit or text != self.texts.get(question._replace(edit="")):
+            self.texts[question] = text
 
     def check_text(self, question: Question, text: str) -> None:
         if text != self.texts[question]:
