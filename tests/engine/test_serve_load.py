@@ -37,7 +37,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 async def test_g12_every_answer_under_load_is_the_one_of_the_idle_server(server: Server) -> None:
     report = await load.run(server, CLIENTS, SECONDS)
     print(report)
-    assert not report.failures, f"{report}"
+    assert not report.failures
     assert set(report.done) == set(KINDS)
 
 

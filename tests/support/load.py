@@ -7,7 +7,7 @@ Each client picks one kind of request after another, at random (`--seed`): plain
 to be as it was before: no request, no lease, no capture, no file too many, and the plain answers the same. The last clients stream while
 the server gets a SIGTERM.
 
-It prints a summary, and then every check that failed.
+It prints every check that fails, and a summary.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,10 @@ class Report:
         default_factory=list
     )  # (seconds since the start, MB by process)
 
+    def fail(self, what: str) -> None:
+        self.failures.append(what)
+        print(f"failed: {what}", flush=True)
+
     def windows(self) -> dict[str, list[float]]:
         """The median memory of each window, in MB, by process."""
         length = self.seconds / WINDOWS
@@ -72,10 +77,10 @@ class Report:
         for name, (_, *windows) in self.windows().items():
             growths = [after - before for before, after in itertools.pairwise(windows)]
             if len(growths) < 2 or min(growths) > MEGABYTES:
-                self.failures.append(f"the memory of {name} grows in every window: {windows} MB")
+                self.fail(f"the memory of {name} grows in every window: {windows} MB")
         middle, slowest = statistics.median(self.health), max(self.health)
         if slowest > SLOWEST_HEALTH or middle > SLOWEST_HEALTH / 10:
-            self.failures.append(f"/health took up to {slowest:.1f} s, and {middle:.1f} s in the median")
+            self.fail(f"/health took up to {slowest:.1f} s, and {middle:.1f} s in the median")
 
     def __str__(self) -> str:
         total = self.done.total()
@@ -87,7 +92,7 @@ class Report:
         )
         for name, windows in self.windows().items():
             lines.append(f"memory of {name} by window: {', '.join(f'{each:.0f}' for each in windows)} MB")
-        lines += [f"failed: {each}" for each in self.failures] or ["every check passed"]
+        lines.append(f"{len(self.failures)} checks failed")
         return "\n".join(lines)
 
 
@@ -104,7 +109,7 @@ class Probe(threading.Thread):
         while not self._over.wait(0.1):
             begun = time.monotonic()
             if not self._server.is_healthy(60):
-                self._report.failures.append("/health failed")
+                self._report.fail("/health failed")
             self._report.health.append(time.monotonic() - begun)
             found = {f"{name} {pid}": memory(pid) / 1e6 for pid, name in names.items()}
             self._report.memory.append((time.monotonic() - start, found))
@@ -153,7 +158,7 @@ async def run(server: Server, clients: int, seconds: float, seed: int = 0) -> Re
                 report.done[kind] += 1
             except Exception as error:
                 what = f"{type(error).__name__}: {str(error)[:500]}"
-                report.failures.append(f"{time.monotonic() - start:.0f} s, {kind}: {what}")
+                report.fail(f"{time.monotonic() - start:.0f} s, {kind}: {what}")
 
     async with Clients(server, oracle) as everyone:
         await asyncio.gather(*(client(number) for number in range(clients)))
@@ -162,14 +167,15 @@ async def run(server: Server, clients: int, seconds: float, seed: int = 0) -> Re
         report.check_limits()
         for question, text in oracle.texts.items() if server.process.poll() is None else ():
             if (now := await everyone.text(question, everyone.plan(question))) != text:
-                report.failures.append(f"after the load: {question}: {now!r}, not {text!r}")
+                report.fail(f"after the load: {question}: {now!r}, not {text!r}")
     if server.process.poll() is not None:
-        report.failures.append(f"the server ended with {server.process.returncode}")
+        report.fail(f"the server ended with {server.process.returncode}")
     else:
         await _check_idle(server, report, before, open_before)
     lines = server.log.read_text().splitlines()
     errors = [each for each in lines if "500 Internal" in each or ("Traceback" in each and "validation.py" not in each)]
-    report.failures += [f"{len(errors)} errors in the server's log, such as {each!r}" for each in errors[:1]]
+    if errors:
+        report.fail(f"{len(errors)} errors in the server's log, such as {errors[0]!r}")
     return report
 
 
@@ -179,9 +185,9 @@ async def _check_idle(server: Server, report: Report, before: Any, open_before: 
     while (after := await asyncio.to_thread(state, server)) != before and time.monotonic() < deadline:
         await asyncio.sleep(0.5)
     if after != before:
-        report.failures.append(f"afterwards {after}, before {before}")
+        report.fail(f"afterwards {after}, before {before}")
     if (more := files(server) - open_before) > MORE_FILES:
-        report.failures.append(f"{more} files more than before are open")
+        report.fail(f"{more} files more than before are open")
 
 
 async def drain(server: Server, clients: int, report: Report) -> None:
@@ -194,10 +200,13 @@ async def drain(server: Server, clients: int, report: Report) -> None:
         reader, writer = await everyone.connect(request("POST", "/v1/completions", body))
         lines = [await reader.readline()]
         begun.release()
-        lines += [line async for line in reader]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(90):
+                async for line in reader:
+                    lines.append(line)
         writer.close()
         if b"data: [DONE]\n" not in lines:
-            report.failures.append(f"after SIGTERM a stream of {len(lines)} lines ended in {lines[-3:]!r}")
+            report.fail(f"after SIGTERM a stream of {len(lines)} lines ended in {lines[-3:]!r}")
 
     async with Clients(server) as everyone, asyncio.TaskGroup() as group:
         for number in range(clients):
@@ -209,7 +218,7 @@ async def drain(server: Server, clients: int, report: Report) -> None:
     while (server.process.poll() is None or processes(server)) and time.monotonic() < deadline:
         await asyncio.sleep(0.2)
     if server.process.returncode != 0 or processes(server):
-        report.failures.append(f"the server ended with {server.process.returncode}; left: {processes(server)}")
+        report.fail(f"the server ended with {server.process.returncode}; left: {processes(server)}")
 
 
 def main() -> int:
@@ -221,9 +230,9 @@ def main() -> int:
     arguments = parser.parse_args()
     with serving(arguments.directory, *FLAGS, stock=False, **ENVIRONMENT) as server:
         report = asyncio.run(run(server, arguments.clients, arguments.seconds, arguments.seed))
+        print(report, flush=True)
         if server.process.poll() is None:
             asyncio.run(drain(server, arguments.clients, report))
-        print(report)
         if report.failures:
             print(f"the server's log: {server.log}")
     return bool(report.failures)
