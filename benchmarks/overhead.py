@@ -249,13 +249,13 @@ def compare(arguments: argparse.Namespace, rows_of: Callable[[Any, Load], list[R
                 f"stock vLLM takes {alone:.2f} s for all requests at once; they arrive over {load.arrivals[-1]:.2f} s"
             )
         rows = [Row("stock vLLM"), *rows_of(models[0], load)]
-        runs: Runs = {rows[0].name: [functools.partial(run_stock, engine, load, loop) for engine in stocks]}
+        runs: Runs[Run] = {rows[0].name: [functools.partial(run_stock, engine, load, loop) for engine in stocks]}
         for row in rows[1:]:
             runs[row.name] = [functools.partial(run_midstream, model, row, load, loop) for model in models]
         print_table(in_turns(runs, arguments), rows, load, arguments)
 
 
-def print_table(measured: Measured, rows: list[Row], load: Load, arguments: argparse.Namespace) -> None:
+def print_table(measured: Measured[Run], rows: list[Row], load: Load, arguments: argparse.Namespace) -> None:
     stock = measured[rows[0].name]
     model = "bundled model" if arguments.cpu else f"{arguments.shape} shape, {arguments.runner}"
     print(
@@ -332,7 +332,7 @@ def stages(arguments: argparse.Namespace) -> None:
         def traced(engine: Any) -> Run:
             return run_sync(lambda: engine.run(every_layer, prompts, **PARAMS))
 
-        runs: Runs = {"one rank": [lambda: traced(alone)], "several": [lambda: traced(model)]}
+        runs: Runs[Run] = {"one rank": [lambda: traced(alone)], "several": [lambda: traced(model)]}
         measured = in_turns(runs, arguments)
         before, after = (mean(measured[name], lambda run: run.seconds) for name in runs)
         print(

@@ -17,7 +17,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import psutil
@@ -59,8 +59,9 @@ class Run(NamedTuple):
     step: float | None = None
 
 
-Runs = dict[str, list[Callable[[], Run]]]  # by name, a call for each engine
-Measured = dict[str, list[list[Run]]]  # by name, for each round, for each engine
+R = TypeVar("R")
+Runs = dict[str, list[Callable[[], R]]]  # by name, a call for each engine
+Measured = dict[str, list[list[R]]]  # by name, for each round, for each engine
 
 
 # Engines.
@@ -224,7 +225,7 @@ async def run_async(submit: Callable[[int], Awaitable[Any]], arrivals: Sequence[
     return Run(time.perf_counter() - start, requests)
 
 
-def in_turns(runs: Runs, arguments: argparse.Namespace) -> Measured:
+def in_turns(runs: Runs[R], arguments: argparse.Namespace) -> Measured[R]:
     """Measure every run on each of its engines once a round, after one round that does not count.
 
     Each round begins with another run, so that none always has the same place. Engines with worker processes get time to fall asleep
@@ -232,12 +233,12 @@ def in_turns(runs: Runs, arguments: argparse.Namespace) -> Measured:
     """
     has_workers = arguments.cpu or arguments.pp * arguments.tp > 1
     places = [(name, engine) for name in runs for engine in range(len(runs[name]))]
-    measured: Measured = {name: [] for name in runs}
+    measured: Measured[R] = {name: [] for name in runs}
     for number in range(arguments.rounds + 1):
         if number > 1 and time.monotonic() > STARTED + arguments.seconds:
             break
         first = number % len(places)
-        found: dict[str, dict[int, Run]] = {name: {} for name in runs}
+        found: dict[str, dict[int, R]] = {name: {} for name in runs}
         for name, engine in places[first:] + places[:first]:
             time.sleep(AWAKE_SECONDS if has_workers else 0)
             found[name][engine] = runs[name][engine]()
@@ -252,17 +253,21 @@ def in_turns(runs: Runs, arguments: argparse.Namespace) -> Measured:
 # Ratios.
 
 
-def mean(rounds: Sequence[Sequence[Run]], of: Callable[[Run], float]) -> list[float]:
+def mean(rounds: Sequence[Sequence[R]], of: Callable[[R], float]) -> list[float]:
     """`of` each round, as the mean over its engines."""
     return [statistics.mean(map(of, engines)) for engines in rounds]
 
 
 def ratio(before: Sequence[float], after: Sequence[float]) -> str:
-    """The median over the rounds of `before / after`, with its 95 % bootstrap interval: rounds are drawn again, with replacement."""
-    ratios = np.array(before) / np.array(after)
-    draws = np.random.default_rng(0).choice(ratios, (RESAMPLES, len(ratios)))
+    """`before / after` of each round, as `median` writes it."""
+    return median(np.array(before) / np.array(after))
+
+
+def median(rounds: Sequence[float] | np.ndarray, digits: int = 3) -> str:
+    """The median over the rounds with its 95 % bootstrap interval: rounds are drawn again, with replacement."""
+    draws = np.random.default_rng(0).choice(rounds, (RESAMPLES, len(rounds)))
     low, high = np.percentile(np.median(draws, axis=1), [2.5, 97.5])
-    return f"{np.median(ratios):.3f} ({low:.3f} to {high:.3f})"
+    return f"{np.median(rounds):.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
 def describe_machine() -> str:

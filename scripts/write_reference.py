@@ -49,6 +49,10 @@ SECTIONS = {
         ("midstream:open_captures", "", ""),
         ("midstream.capture.directory:Store", "store", "failed refresh"),
     ],
+    "Evaluations": [
+        ("midstream.inspect_ai:MidstreamAPI", "", ""),
+        ("midstream.inspect_ai:read_captures", "", ""),
+    ],
 }
 
 

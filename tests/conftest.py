@@ -29,13 +29,23 @@ if TYPE_CHECKING:
     from clients import Client
     from oracle import Plain
 
-    from midstream import VLLM, LanguageModel
+    from midstream import VLLM, LanguageModel, Remote
 
 
+# Tests of the models that do not hold with `--remote`, by a part of their names.
+NOT_REMOTE = {
+    "a_tensor_of_any_kind_is_saved": "a server sends dense tensors",
+    "samples_that_do_not_fit_into_one_step": "it asks for the engine's config",
+    "traces_beside_drafted_tokens": "it changes the engine's config",
+    "what_vllm_refuses_is_midstreams_error": "a server refuses these itself",
+    "other_engines": "it starts engines of its own",
+    "a_killed_collection": "it starts engines of its own",
+}
 FOLDERS = ["ranks", "engine", "docs", "models", "gpu", "unit"]  # the longest first: two processes then end together
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--remote", action="store_true", help="run the engines' tests on a server, by midstream.Remote")
     parser.addoption("--ranks", choices=list(ranks.SIZES), help="run the engines' tests on engines of several ranks")
 
 
@@ -52,6 +62,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if {"engine", "compiled"} & {*getattr(item, "fixturenames", ())}:
             item.add_marker("engine")
+    if config.getoption("--remote"):
+        for item in items:
+            for part, why in NOT_REMOTE.items():
+                if part in item.name:
+                    item.add_marker(pytest.mark.skip(reason=why))
     if RANKS:
         for item in items:
             if (why := ranks.why_not(item.nodeid)) is not None:
@@ -84,8 +99,14 @@ def hf() -> LanguageModel:
 
 
 @pytest.fixture(scope="session")
-def engine() -> Iterator[VLLM]:
+def engine(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLM | Remote]:
     """The bundled model on an eager engine in processes of its own, as users have it."""
+    if pytestconfig.getoption("--remote"):
+        from servers import remote
+
+        with remote(tmp_path_factory.mktemp("server")) as model:
+            yield model
+        return
     with start(enforce_eager=True, worker_extension_cls="in_place_norms.InPlaceNorms") as model:
         yield model
 

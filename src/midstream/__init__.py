@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from midstream.bundled import demo_model
     from midstream.capture.directory import open_captures
     from midstream.client.language_model import LanguageModel
+    from midstream.client.remote import Remote
     from midstream.client.vllm import VLLM
     from midstream.engine.launch import engine_arguments
     from midstream.plan.values import Capture, Clamp, Consumer, Patch, Plan, RecordedRun, Span, Steer
@@ -24,6 +25,7 @@ __all__ = [
     "Patch",
     "Plan",
     "RecordedRun",
+    "Remote",
     "Span",
     "Steer",
     "backward",
@@ -41,6 +43,7 @@ _HOMES = {
     "Patch": "midstream.plan.values",
     "Plan": "midstream.plan.values",
     "RecordedRun": "midstream.plan.values",
+    "Remote": "midstream.client.remote",
     "Span": "midstream.plan.values",
     "Steer": "midstream.plan.values",
     "VLLM": "midstream.client.vllm",

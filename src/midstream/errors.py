@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 def text_of(error: BaseException) -> str:
     """The error's message, even if its class cannot make one."""
@@ -96,6 +98,18 @@ class CaptureError(MidstreamError):
 
 class EngineClosedError(MidstreamError):
     """The engine was closed, or died."""
+
+
+class RemoteError(MidstreamError):
+    """A server cannot be reached, has refused a request, or was lost.
+
+    Attributes:
+        outputs: if the server was lost during requests, the outputs of those that had finished, and None for the others.
+        saves: what each of the requests had saved until then, by name.
+    """
+
+    outputs: list[Any] = []
+    saves: list[Any] = []
 
 
 class ChannelError(MidstreamError):

@@ -31,7 +31,7 @@ from servers import serving
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ["README.md", *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))]
-SERVED = ["docs/serving.md"]
+SERVED = ["docs/serving.md", "docs/recipes/inspect.md"]
 URL, KEY, ADMIN_KEY = "http://localhost:8000", "my-key", "my-admin-key"  # of the server, on the pages
 FENCE = re.compile(r"^( *)```(\w*) ?(.*)$")
 EXPECTED = re.compile(r"# -> (.*)$", re.MULTILINE)
@@ -213,6 +213,7 @@ RECIPES = {
     "probing": "LogisticRegression(",
     "direction-ablation": "Clamp(",
     "site-patching": "Patch(",
+    "inspect": "read_captures(",
 }
 
 

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import base64
 import json
+import pickle
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import openai
 import pytest
@@ -19,7 +24,8 @@ from safetensors.torch import load, save
 from servers import Server, serving
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from midstream import demo_model
+from midstream import Remote, demo_model
+from midstream.errors import TracesNotAllowedError
 
 pytestmark = pytest.mark.engine
 
@@ -258,15 +264,15 @@ def test_g6_named_vectors_are_uploaded_used_listed_and_deleted(
     with pytest.raises(openai.BadRequestError, match="no vector 'calm'"):
         complete(client, FRANCE, field(by_name))
     file = save({"calm": torch.as_tensor(VECTOR, dtype=torch.float32)})
-    assert server.ask("POST", "/v1/midstream/vectors", file, key=MINE) == (
-        200,
-        {"vectors": {"calm": {"width": HIDDEN}}},
-    )
+    status, made = server.ask("POST", "/v1/midstream/vectors", file, key=MINE)
     try:
-        assert server.ask("GET", "/v1/midstream/vectors")[1] == {"vectors": {"calm": {"width": HIDDEN}}}
+        assert status == 200 and made["vectors"]["calm"]["width"] == HIDDEN
+        assert server.ask("GET", "/v1/midstream/vectors")[1] == made
+        held = server.ask("GET", "/v1/midstream/vectors/calm")[1]
+        assert np.allclose(load(held)["calm"].numpy(), VECTOR)
         assert complete(client, FRANCE, field(by_name)).choices[0].text == reference.text(FRANCE, steered)
         status, body = server.ask("POST", "/v1/midstream/vectors", file, key=THEIRS)
-        assert status == 400 and "is there already" in body["error"]["message"]
+        assert status == 409 and "is there already" in body["error"]["message"]
         assert server.ask("DELETE", "/v1/midstream/vectors/calm", key=THEIRS)[0] == 403
         body = json.dumps({"plan": [by_name]}).encode()
         assert server.ask("PUT", "/v1/midstream/plan", body, admin=ADMIN)[0] == 200
@@ -319,7 +325,7 @@ def test_g6_a_recorded_run_is_the_source_of_patches_by_its_name(
     assert set(server.ask("GET", "/v1/midstream/runs")[1]["runs"]) == {"clean"}
     assert complete(client, target, field(patch)).choices[0].text == reference.text(target, patched)
     status, found = server.post("/v1/midstream/runs", record, key=THEIRS)
-    assert status == 400 and "is there already" in found["error"]["message"]
+    assert status == 409 and "is there already" in found["error"]["message"]
     assert server.ask("DELETE", "/v1/midstream/runs/clean", key=THEIRS)[0] == 403
     assert server.ask("DELETE", "/v1/midstream/runs/clean", key=THEIRS, admin=ADMIN)[0] == 200
     assert server.ask("GET", "/v1/midstream/runs")[1] == {"runs": {}}
@@ -481,7 +487,7 @@ def test_g6_of_two_recordings_of_one_name_one_is_refused(server: Server) -> None
     with ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(lambda key: server.post("/v1/midstream/runs", record, key=key)[0], "abcd"))
     owner = "abcd"[answers.index(200)]
-    assert sorted(answers) == [200, 400, 400, 400]
+    assert sorted(answers) == [200, 409, 409, 409]
     assert server.ask("DELETE", "/v1/midstream/runs/twice", key=owner)[0] == 200
 
 
@@ -599,6 +605,28 @@ def test_g6_capabilities_name_the_model_its_sites_and_the_limits(server: Server)
     assert found["sites"]["resid_post"] == {"width": HIDDEN, "layers": list(range(8))}
     assert {"steer", "patch", "clamp", "capture"} <= set(found["kinds"])
     assert found["limits"]["plan_edits"] == 1024
+
+
+def test_g8_a_server_without_the_switch_takes_no_code(server: Server, tmp_path: Path) -> None:
+    """It does not even unpickle it. On a server with the switch the same call runs: tests/engine/test_serve_remote.py."""
+
+    class Bomb:
+        def __reduce__(self) -> Any:
+            return Path.touch, (tmp_path / "run",)
+
+    programs = bytes(sys.version_info[:2]) + pickle.dumps([[Bomb()]])
+    call = {
+        "version": metadata.version("midstream"),
+        "asked": [{"prompt": FRANCE, "params": {"max_tokens": 1}}],
+        **{"programs": programs, "bodies": [1], "graph_sites": [True]},
+    }
+    status, answer = server.post("/v1/midstream/generate", msgspec.msgpack.encode(call))
+    assert status == 400 and answer["error"]["type"] == "TracesNotAllowedError"
+    with Remote(server.url) as model:
+        with pytest.raises(TracesNotAllowedError, match="--midstream-allow-traces"):
+            model.run(lambda m: m.logits, FRANCE)
+        assert model.generate([FRANCE], max_tokens=1)[0].outputs[0].token_ids
+    assert not (tmp_path / "run").exists()
 
 
 def test_g10_metrics_have_the_gauges_in_prometheus_form(server: Server, client: openai.OpenAI) -> None:

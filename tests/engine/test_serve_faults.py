@@ -25,14 +25,14 @@ PLAN = [
 
 
 class Stream(threading.Thread):
-    """A streamed request of 400 tokens with captures; `lines` are those that have come."""
+    """A streamed request of 200 tokens with captures; `lines` are those that have come."""
 
     def __init__(self, server: Server) -> None:
         super().__init__(daemon=True)
         body = {
             "model": "demo",
             "prompt": "The",
-            "max_tokens": 400,
+            "max_tokens": 200,
             "temperature": 0.0,
             "ignore_eos": True,
             "stream": True,
@@ -48,7 +48,7 @@ class Stream(threading.Thread):
 
     def run(self) -> None:
         try:
-            with urllib.request.urlopen(self._request, timeout=60) as response:
+            with urllib.request.urlopen(self._request, timeout=120) as response:
                 self.lines += (line.decode().strip() for line in response if line.strip())
         except Exception as error:
             self.error = error
@@ -62,14 +62,23 @@ def until(condition: Any, seconds: float = 40.0) -> None:
 
 
 def test_g12_sigterm_lets_running_requests_end(tmp_path: Path) -> None:
-    with serving(tmp_path, "--shutdown-timeout", "60", stock=False) as server:
+    with serving(tmp_path, "--shutdown-timeout", "120", stock=False) as server:
         streams = [Stream(server) for _ in range(4)]
         server.process.send_signal(signal.SIGTERM)
+        until(lambda: server.complete("The")[0] == 503)
+        status, refusal = server.complete("The", midstream={"plan": PLAN})
+        assert status == 503 and refusal["error"]["type"] == "ServiceUnavailableError"
+        assert server.last_headers["Retry-After"]
+        os.kill(
+            server.process.pid, signal.SIGSTOP
+        )  # the engine has ended them long before the front end sends their last tokens
+        time.sleep(6)
+        os.kill(server.process.pid, signal.SIGCONT)
         for stream in streams:
-            stream.join(60)
-            assert stream.error is None and stream.lines[-1] == "data: [DONE]"
+            stream.join(120)
+            assert stream.error is None and not stream.is_alive() and stream.lines[-1] == "data: [DONE]"
             handles = json.loads(stream.lines[-2].removeprefix("data: "))["midstream"]["captures"]
-            assert len(handles) == 1 and len(handles[0]["positions"]) == 400
+            assert len(handles) == 1 and len(handles[0]["positions"]) == 200
         server.process.wait(60)
         assert server.process.returncode == 0
         until(lambda: not processes(server))

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engines import RANKS
+from engines import RANKS, ask_workers
 from oracle import close, differs
 
 import midstream
@@ -37,10 +37,10 @@ def model(request: pytest.FixtureRequest) -> Iterator[Any]:
     if request.param == "hf":
         yield model
         return
-    changed = sum(model.engine.collective_rpc("norms_in_place", args=(True,)))
+    changed = sum(map(int, ask_workers(model, "norms_in_place", True)))
     assert changed == (2 * LAYERS + 1) * RANKS.get("tensor_parallel_size", 1)
     yield model
-    model.engine.collective_rpc("norms_in_place", args=(False,))
+    ask_workers(model, "norms_in_place", False)
 
 
 def test_a1_saves_are_the_values_when_they_were_read_bit_for_bit(model, plain):

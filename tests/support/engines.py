@@ -6,13 +6,15 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
+import httpx
+
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 if TYPE_CHECKING:
-    from midstream import VLLM
+    from midstream import VLLM, Remote
 
 ENGINE: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 16, "gpu_memory_utilization": 0.2}
 RANKS: dict[str, int] = {}  # what `--ranks` makes of every engine
@@ -31,6 +33,16 @@ def start_spawned(**arguments: Any) -> VLLM:
     from midstream import VLLM, demo_model
 
     return VLLM(demo_model(), **{**ENGINE, **RANKS, **arguments})
+
+
+def ask_workers(model: VLLM | Remote, method: str, *args: Any) -> list[Any]:
+    """What a method of each worker returns, also of a server's."""
+    from midstream import Remote
+
+    if not isinstance(model, Remote):
+        return model.engine.collective_rpc(method, args=args)
+    asked = httpx.post(f"{model.url}/collective_rpc", json={"method": method, "args": args}, timeout=60)
+    return asked.raise_for_status().json()["results"]
 
 
 def alive(model: VLLM, seconds: float = 30.0) -> list[dict[str, int]]:

@@ -12,18 +12,19 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from midstream import demo_model
+from midstream import Remote, demo_model
 from midstream.engine.launch import engine_arguments
 
 
 class Server:
-    """`post` gives (status, body); the body is JSON where it can be read as such."""
+    """`post` gives (status, body); the body is JSON where it can be read as such. `last_headers` are those of the last error."""
 
     def __init__(self, port: int, process: subprocess.Popen[bytes], log: Path) -> None:
+        self.last_headers: Mapping[str, str] = {}
         self.url, self.process, self.log = f"http://127.0.0.1:{port}", process, log
 
     def post(self, path: str, body: Any, timeout: float = 120.0, key: str = "") -> tuple[int, Any]:
@@ -41,6 +42,7 @@ class Server:
             with urllib.request.urlopen(request, timeout=timeout) as response:
                 return response.status, _read(response.read())
         except urllib.error.HTTPError as error:
+            self.last_headers = error.headers
             return error.code, _read(error.read())
 
     def is_healthy(self, timeout: float = 5.0) -> bool:
@@ -121,7 +123,7 @@ def serving(directory: Path, *flags: str, stock: bool = True, **environment: str
     ]
     log = directory / "server.log"
     path = os.pathsep.join(filter(None, sys.path))
-    environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": path, **environment}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": path, **environment}
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True, env=environment)
     server = Server(port, process, log)
@@ -138,3 +140,14 @@ def serving(directory: Path, *flags: str, stock: bool = True, **environment: str
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+_IN_PLACE = ("--worker-extension-cls", "in_place_norms.InPlaceNorms")
+
+
+@contextlib.contextmanager
+def remote(directory: Path, *flags: str) -> Iterator[Remote]:
+    """A `Remote` on a server that allows traces."""
+    with serving(directory, "--midstream-allow-traces", "--api-key", "key", *_IN_PLACE, *flags, stock=False) as server:
+        with Remote(server.url, api_key="key") as model:
+            yield model

@@ -740,7 +740,7 @@ def test_round_trip_to_a_process_without_the_file(tmp_path: Path) -> None:
 
 def test_another_minor_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     (block,) = blocks_in_a_loop(1)
-    data = ship([[BlockProgram(block, {})]])
+    data = ship([[BlockProgram(block, {})]]).programs
     assert unship(data, id)[0][0].block.function()({})["y"] == 1
     monkeypatch.setattr(sys, "version_info", (3, 99, 0, "final", 0))
     with pytest.raises(TraceError, match=r"Python 3\.\d+ and this process runs 3\.99"):

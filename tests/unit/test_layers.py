@@ -40,9 +40,16 @@ LEAVES = {
     "plots",
     "queues",
 }  # import nothing of midstream but each other; all may import them
-ENTRY_POINTS = {"", "__main__", "cli", "demo", "compare"}  # may import everything; "" is midstream/__init__.py
+ENTRY_POINTS = {
+    "",
+    "__main__",
+    "cli",
+    "demo",
+    "compare",
+    "inspect_ai",
+}  # may import everything; "" is midstream/__init__.py
 MAY_IMPORT_VLLM = {"engine", "serve"}
-WITHOUT_VLLM = {"sites", "arch", "plan", "trace", "capture", "transport", "ranks", "runtime"} | LEAVES
+WITHOUT_VLLM = {"sites", "arch", "plan", "trace", "capture", "transport", "ranks", "runtime", "inspect_ai"} | LEAVES
 
 
 def modules() -> dict[str, Path]:

@@ -8,7 +8,7 @@ from midstream import Patch, Plan, RecordedRun
 from midstream.capture.rows import Routes
 from midstream.client.requests import PreparedPlan
 from midstream.client.vectors_and_runs import Runs
-from midstream.client.vllm_async import OutputStream
+from midstream.client.vllm_async import EngineStream
 from midstream.client.vllm_engine import EngineRequest
 from midstream.plan.values import ModelFacts
 
@@ -45,7 +45,7 @@ def test_a_stream_that_is_cancelled_while_the_workers_answer_gives_its_leases_ba
         plan = Plan.of(Patch("resid_post", layer=0, position=0, source=RUN))
         prepared = PreparedPlan(plan, [1], Routes({}, ()), ModelFacts())
         requests = [EngineRequest({}, None, None, prepared, None, {})]
-        waiting = asyncio.ensure_future(OutputStream(connection, lambda: requests))
+        waiting = asyncio.ensure_future(EngineStream(connection, lambda: requests))
         while not connection.leases:
             await asyncio.sleep(0)
         waiting.cancel()

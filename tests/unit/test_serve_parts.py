@@ -179,9 +179,22 @@ def test_g1_other_plugins_stay_loaded() -> None:
     ],
 )
 def test_g11_several_front_ends_or_engines_are_refused_by_name(arguments: dict[str, Any], message: str) -> None:
-    engine = SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(worker_cls=WORKER)))
     with pytest.raises(MidstreamError, match=message):
-        asyncio.run(Plugin().init_state(engine, SimpleNamespace(), SimpleNamespace(**arguments)))
+        start_up(Settings(), **arguments)
+
+
+def test_g8_traces_without_an_api_key_are_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    with pytest.raises(MidstreamError, match="needs an API key"):
+        start_up(Settings(allow_traces=True), api_key=None)
+
+
+def start_up(settings: Settings, **arguments: Any) -> None:
+    parallel = SimpleNamespace(worker_cls=WORKER)
+    config = SimpleNamespace(parallel_config=parallel, additional_config=settings.to_config())
+    asyncio.run(
+        Plugin().init_state(SimpleNamespace(vllm_config=config), SimpleNamespace(), SimpleNamespace(**arguments))
+    )
 
 
 def test_g3_a_server_without_midstreams_worker_does_not_start() -> None:

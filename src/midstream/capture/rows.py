@@ -299,6 +299,7 @@ class Captured(ByPlane[torch.Tensor]):
 
     def __init__(self, request: str, chunks: Sequence[RowChunk], found: Mapping[Key, _FoundRows]) -> None:
         super().__init__(f"capture of request {request!r}", found)
+        self._request = request
         self._chunks: Sequence[RowChunk] = chunks
         self._found = found
         self._tensors: dict[Key, torch.Tensor] = {}
@@ -313,6 +314,13 @@ class Captured(ByPlane[torch.Tensor]):
         """The positions of each tensor's rows, under the same keys."""
         return CapturedPositions(self._what, self._planes, lambda key: self._found[key].positions)
 
+    def chunks(self) -> Iterator[RowChunk]:
+        """The rows of each plane as a chunk."""
+        for key in self._planes:
+            rows = self._value(key)
+            width = rows.shape[1]
+            yield RowChunk(self._found[key].positions, Layout.of([key], lambda *_, width=width: width), rows)
+
     def _value(self, key: Key) -> torch.Tensor:
         """Joined at the first access; once all planes are joined, the chunks are released."""
         if key not in self._tensors:
@@ -321,15 +329,19 @@ class Captured(ByPlane[torch.Tensor]):
                 self._chunks = ()
         return self._tensors[key]
 
+    @classmethod
+    def of(
+        cls, request: str, tensors: Mapping[Key, torch.Tensor], positions: Mapping[Key, Sequence[int] | np.ndarray]
+    ) -> Captured:
+        """Captures whose planes have been joined, as another process has them."""
+        found = {key: _FoundRows([], np.asarray(rows, np.int64), None) for key, rows in positions.items()}
+        captured = cls(request, (), found)
+        captured._tensors = dict(tensors)
+        return captured
+
     def __reduce__(self) -> Any:
         tensors = {key: self._value(key).contiguous() for key in self._planes}
-        return _restore, (self._what, tensors, {key: found.positions for key, found in self._found.items()})
-
-
-def _restore(what: str, tensors: dict[Key, torch.Tensor], positions: dict[Key, np.ndarray]) -> Captured:
-    captured = Captured(what, (), {key: _FoundRows([], rows, None) for key, rows in positions.items()})
-    captured._what, captured._tensors = what, tensors
-    return captured
+        return Captured.of, (self._request, tensors, {key: found.positions for key, found in self._found.items()})
 
 
 def _join(what: str, key: Key, chunks: Sequence[RowChunk], found: _FoundRows) -> torch.Tensor:

@@ -314,6 +314,10 @@ class TraceModel(Sizes):
             return [{}] * prompts
         if clash := {"logprobs", "logprob_token_ids"} & params.keys():
             raise PromptError(f"answers= takes the place of {' and '.join(sorted(clash))}; give one of them.")
+        return self._answer_tokens(given, prompts)
+
+    def _answer_tokens(self, given: Any, prompts: int) -> list[Answers]:
+        """The answers of each prompt, with their token ids."""
         return answers_of(given, prompts, lambda: self.tokenizer, self.vocab_size)
 
     def record(

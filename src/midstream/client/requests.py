@@ -199,24 +199,35 @@ def answers_of(given: Any, prompts: int, tokenizer: Callable[[], Any], vocab_siz
         PromptError: an answer is not one token of the model, or there is not one list for each prompt.
     """
 
-    def tokens(answers: Any) -> Answers:
-        each = list(answers) if isinstance(answers, (list, tuple)) else [answers]
-        return {answer: _answer_token(answer, tokenizer, vocab_size) for answer in each}
+    each = answers_by_prompt(given, prompts)
+    tokens = {
+        id(answers): {answer: _answer_token(answer, tokenizer, vocab_size) for answer in answers} for answers in each
+    }
+    return [tokens[id(answers)] for answers in each]
 
+
+def answers_by_prompt(given: Any, prompts: int) -> list[list[Any]]:
+    """The list of answers of each prompt; the same list where all have the same. Raises PromptError."""
     if not isinstance(given, (list, tuple)) or not any(isinstance(each, (list, tuple)) for each in given):
-        return [tokens(given)] * prompts
+        return [_checked_answers(given)] * prompts
     if len(given) != prompts:
         raise PromptError(f"answers is a list with a list for each prompt: {len(given)} were given for {prompts}.")
-    return [tokens(each) for each in given]
+    return [_checked_answers(each) for each in given]
 
 
-def _answer_token(answer: Any, tokenizer: Callable[[], Any], vocab_size: int) -> int:
-    if isinstance(answer, int) and not isinstance(answer, bool):
+def _checked_answers(given: Any) -> list[str | int]:
+    answers = list(given) if isinstance(given, (list, tuple)) else [given]
+    for answer in answers:
+        if not isinstance(answer, (str, int)) or isinstance(answer, bool):
+            raise PromptError(f"answers has {answer!r}. Allowed: texts of one token, token ids, and lists of these.")
+    return answers
+
+
+def _answer_token(answer: str | int, tokenizer: Callable[[], Any], vocab_size: int) -> int:
+    if isinstance(answer, int):
         if not 0 <= answer < vocab_size:
             raise PromptError(f"answers has the token id {answer}; this model's are 0 to {vocab_size - 1}.")
         return answer
-    if not isinstance(answer, str):
-        raise PromptError(f"answers has {answer!r}. Allowed: texts of one token, token ids, and lists of these.")
     ids = tokenizer()(answer, add_special_tokens=False)["input_ids"]
     if len(ids) != 1:
         parts = ", ".join(f"{tokenizer().decode([token])!r} ({token})" for token in ids)

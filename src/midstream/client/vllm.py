@@ -10,67 +10,22 @@ from functools import cached_property
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from midstream.arch.detect import show_tree
 from midstream.capture.rows import Routes
 from midstream.capture.sinks import Sinks
-from midstream.client.model import TraceModel
+from midstream.client.described import DescribedModel
 from midstream.client.requests import Invoke, InvokeResult, PreparedPlan, token_ids, without_destinations
-from midstream.client.vllm_async import OutputStream
+from midstream.client.vllm_async import EngineStream
 from midstream.client.vllm_captures import RowReceiver
 from midstream.client.vllm_engine import EngineConnection, EngineRequest, run_requests
 from midstream.engine import launch
-from midstream.errors import MidstreamError, ParameterError, PlanError, TraceError, UnknownModuleError
-from midstream.plan.values import ModelFacts, Plan
+from midstream.errors import MidstreamError, ParameterError, PlanError, TraceError
+from midstream.plan.values import Plan
 from midstream.runtime.request import Envelope, PlanRequest, TraceRequest, packed, requests_of
 from midstream.settings import NAME, RECORD_BYTES, Settings
-from midstream.sites import ACCESSORS, LAYER_SITES
-from midstream.trace.envoy import nearest
-from midstream.trace.program import keeps_to_graph_sites, ship
-
-_IN_TRACES = ("logits", "samples", "next_token_probs", "project_on_vocab", "steer", "skip_layers")
-_HELD = ("weight", "bias", "parameters", "state_dict", "forward")
+from midstream.trace.program import ShippedCode
 
 
-class ModuleHandle:
-    """Refers to a module of the engine's model outside of a trace. Inside a trace it is the module."""
-
-    def __init__(self, path: str, paths: frozenset[str]) -> None:
-        self._path = path
-        self._paths = paths
-
-    def __midstream_reference__(self) -> Any:
-        return ("module", self._path)
-
-    def _child(self, name: str) -> ModuleHandle:
-        path = f"{self._path}.{name}" if self._path else name
-        if path not in self._paths:
-            if name in ("output", "input", "inputs", "source"):
-                raise TraceError(
-                    f"{self._path}.{name} exists only in a trace: `with model.trace(prompt):` or `model.run(fn, prompt)`."
-                )
-            if name in _HELD:
-                raise TraceError(
-                    f"Read the contents of modules in a trace: `model.run(lambda m: m.{self._path}.{name}, prompt)`. Outside of one the "
-                    "model is only the tree of its modules."
-                )
-            siblings = [p.rpartition(".")[2] for p in self._paths if p.rpartition(".")[0] == self._path]
-            siblings += [] if self._path else [*ACCESSORS, *LAYER_SITES, *_IN_TRACES]
-            raise UnknownModuleError(f"{self._path or 'the model'} has no module {name}{nearest(name, siblings)}")
-        return ModuleHandle(path, self._paths)
-
-    def __getattr__(self, name: str) -> ModuleHandle:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return self._child(name)
-
-    def __getitem__(self, index: int) -> ModuleHandle:
-        return self._child(str(index))
-
-    def __repr__(self) -> str:
-        return f"<{self._path}>"
-
-
-class VLLM(TraceModel):
+class VLLM(DescribedModel):
     """A vLLM engine with traces and plans.
 
         model = VLLM("meta-llama/Llama-3.1-8B", tensor_parallel_size=1)
@@ -96,8 +51,6 @@ class VLLM(TraceModel):
         ArchitectureError: the model's sites could not be found.
         UnknownSiteError: `graph_sites` has a site that cannot be built in.
     """
-
-    _ships = True
 
     def __init__(
         self,
@@ -135,9 +88,6 @@ class VLLM(TraceModel):
         self._connection = EngineConnection(engine, self.sinks, self._is_async, is_ours)
         self.config = self._connection.config
         self.vectors, self.runs = self._connection.vectors, self._connection.runs
-
-    def __midstream_reference__(self) -> Any:
-        return ("model",)
 
     # The engine.
 
@@ -188,81 +138,65 @@ class VLLM(TraceModel):
         self._connection.drop_interrupted()
         return self._connection.ask("midstream_gauges")
 
-    # The module tree, outside of traces.
-
     @property
     def description(self) -> dict[str, Any]:
         """The module tree, its shapes and sites, from the workers."""
         return self._connection.description
-
-    @cached_property
-    def facts(self) -> ModelFacts:
-        """The facts about the model that plans are checked against."""
-        described = self.description
-        points = ((*point.split("/"), width) for point, width in described["widths"].items())
-        return ModelFacts(
-            described["num_layers"], {(site, int(layer)): width for site, layer, width in points}, described["dtype"]
-        )
 
     @property
     def longest_prompt(self) -> int:
         return self.config.model_config.max_model_len - 1
 
     @property
-    def num_layers(self) -> int:
-        """Of all pipeline stages together."""
-        return self.description["num_layers"]
-
-    @property
-    def hidden_size(self) -> int:
-        """The width of the residual stream."""
-        return self.description["hidden_size"]
-
-    @property
     def _text_config(self) -> Any:
         return self.config.model_config.hf_text_config
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or "_connection" not in self.__dict__:
-            raise AttributeError(name)
-        if name in ACCESSORS or name in _IN_TRACES:
-            raise TraceError(
-                f"model.{name} exists only in a trace: `with model.trace(prompt):` or `model.run(fn, prompt)`."
-            )
-        return getattr(ModuleHandle("", frozenset(self.description["modules"])), name)
-
     def __repr__(self) -> str:
-        if self._connection.is_closed:
-            return "<VLLM, closed>"
-        described = self.description
-        return show_tree(described["modules"], described["shapes"], described["sites"])
+        return "<VLLM, closed>" if self._connection.is_closed else super().__repr__()
 
     # Running.
 
-    def _run(self, invokes: list[Invoke], together: bool = False) -> list[InvokeResult] | OutputStream:
+    def _run(self, invokes: list[Invoke], together: bool = False) -> list[InvokeResult] | EngineStream:
         invokes = self._with_plan([_with_carried_plan(invoke) for invoke in invokes])
         prompts = [token_ids(invoke, lambda: self.tokenizer) for invoke in invokes]
+        code = self._code(invokes)
         if not self._is_async:
-            requests = self._requests(invokes, prompts, together)
+            requests = self._requests(invokes, prompts, code, together)
             return run_requests(self._connection, requests, self.progress)
         if not self._connection.is_described and any(invoke.plan for invoke in invokes):
             # Plans are checked once the engine has started.
-            return OutputStream(self._connection, lambda: self._requests(invokes, prompts, together))
-        requests = self._requests(invokes, prompts, together)
-        return OutputStream(self._connection, lambda: requests)
+            return EngineStream(self._connection, lambda: self._requests(invokes, prompts, code, together))
+        requests = self._requests(invokes, prompts, code, together)
+        return EngineStream(self._connection, lambda: requests)
+
+    def stream(
+        self, invokes: Sequence[Invoke], prompts: Sequence[list[int]], code: ShippedCode | None, together: bool
+    ) -> EngineStream:
+        """The outputs of a server's requests. Arguments and errors as of `_requests`."""
+        requests = self._requests(self._with_plan(list(invokes)), prompts, code, together)
+        return EngineStream(self._connection, lambda: requests)
 
     def _requests(
-        self, invokes: Sequence[Invoke], prompts: Sequence[list[int]], together: bool = False
+        self,
+        invokes: Sequence[Invoke],
+        prompts: Sequence[list[int]],
+        code: ShippedCode | None,
+        together: bool = False,
     ) -> list[EngineRequest]:
-        """The requests of `invokes`; `prompts` has their token ids. `together`: whether all of them must be in the same steps.
+        """The requests of `invokes`.
+
+        Args:
+            prompts: their token ids.
+            code: the code of their traces.
+            together: whether all of them must be in the same steps.
 
         Raises:
             PromptError: a prompt that cannot be traced in one step.
             PlanError: a plan that cannot be done on this model, or to its prompt.
         """
         traces: Sequence[TraceRequest | None] = [None] * len(invokes)
-        if self.edits or any(invoke.program is not None for invoke in invokes):
-            traces = self._traces(invokes, prompts, together)
+        if code is not None:
+            traces = self._traces(invokes, prompts, code, together)
         plans: Sequence[PreparedPlan | None] = [None] * len(invokes)
         if any(invoke.plan for invoke in invokes):
             plans = self.planner.prepare_all(invokes, prompts)
@@ -278,21 +212,18 @@ class VLLM(TraceModel):
         return requests
 
     def _traces(
-        self, invokes: Sequence[Invoke], prompts: Sequence[list[int]], together: bool
+        self, invokes: Sequence[Invoke], prompts: Sequence[list[int]], code: ShippedCode, together: bool
     ) -> Sequence[TraceRequest | None]:
         if self.config.speculative_config is not None:
             raise TraceError(
                 "Traces are not supported with speculative decoding: they would see draft tokens as the request's own. Start the engine "
                 "without speculative_config, or send a plan."
             )
-        edits = list(self.edits.values())
-        programs = [[*edits, *([invoke.program] if invoke.program is not None else [])] for invoke in invokes]
         samples = [invoke.params.get("n", 1) for invoke in invokes]
         launch.check_prompts(
             self.config, [p for p, n in zip(prompts, samples, strict=True) for _ in range(n)], together
         )
-        keep = [all(map(keeps_to_graph_sites, each)) for each in programs]
-        return requests_of(ship(programs), [len(each) for each in programs], keep, samples, together, self._is_async)
+        return requests_of(code, samples, together, self._is_async)
 
     def _receiver(self, plan: PreparedPlan, samples: int, invoke: Invoke) -> RowReceiver:
         """Receives the request's captured rows. Rows of a recorded run stay in the workers."""

@@ -1,22 +1,18 @@
-"""Requests on an async vLLM engine:
-
-async for output in tracer.backend:      # vLLM's outputs of all invokes, as they come
-    output.saves                         # the values saved so far; all of them once output.finished
-outputs = await tracer.backend           # or only the final outputs, in the order of the invokes
-"""
+"""Requests on an async vLLM engine."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from functools import cache, partial
 from typing import Any
 
-from midstream.client.requests import InvokeResult, raise_failures, runs_of
+from midstream.client.requests import InvokeResult, runs_of
+from midstream.client.streams import Item, OutputStream
 from midstream.client.vectors_and_runs import Runs
 from midstream.client.vllm_captures import RESULT_SECONDS, rows_missing, sample_index
 from midstream.client.vllm_engine import (
@@ -31,107 +27,76 @@ from midstream.client.vllm_engine import (
     traced_result,
 )
 from midstream.engine import launch
-from midstream.errors import ChannelClosedError, EngineClosedError, TraceError
+from midstream.errors import ChannelClosedError, EngineClosedError
 from midstream.trace.program import Outcome
 from midstream.transport.receiver import Mailbox
 
 _SINK_THREADS = 1024  # how many requests can wait for their sinks at a time
 _DROP_SECONDS = 10.0  # a trace that is being abandoned may block a worker
 # The number of a request, its output, and its result if it has finished; or an error.
-_Item = tuple[int, Any, InvokeResult | None] | BaseException
+_Queued = Item | BaseException
 _StageMessage = tuple[dict[str, Any], list[Outcome]]
 
 
-class OutputStream(Awaitable[list[Any]]):
-    """The outputs of requests on an `AsyncLLM`: iterate over them, or await the final ones. This submits the requests.
-
-    A request that fails has no final output; its error is raised when all requests have finished, several errors as a group.
-    Leaving the loop early, or cancelling its task, aborts the requests that have not finished.
+class EngineStream(OutputStream):
+    """The outputs of requests on an `AsyncLLM`.
 
     Args:
         prepare: returns the requests; called when the engine has started.
-
-    Attributes:
-        outputs: the final outputs in the order of the invokes, once all have finished.
-        results: the results of all requests, once all have finished.
-        when_done: called with the results.
     """
 
     def __init__(self, connection: EngineConnection, prepare: Callable[[], list[EngineRequest]]) -> None:
-        self.outputs: list[Any] = []
-        self.results: list[InvokeResult] = []
-        self.when_done: Callable[[list[InvokeResult]], None] = lambda _: None
+        super().__init__()
         self._connection = connection
         self._prepare = prepare
-        self._items: asyncio.Queue[_Item] | None = None
+        self._queue: asyncio.Queue[_Queued] = asyncio.Queue()
         self._loop: asyncio.AbstractEventLoop | None = None
-
-    def __await__(self) -> Generator[Any, None, list[Any]]:
-        return self._to_the_end().__await__()
-
-    def __aiter__(self) -> AsyncIterator[Any]:
-        if self._items is not None:
-            raise TraceError("The outputs of a trace can be iterated over once; the final ones are in `outputs`.")
-        self._items = asyncio.Queue()
-        return self._iterate(self._items)
 
     def fail(self, error: BaseException) -> None:
         """Raise `error` in the task that iterates over the outputs. May be called from any thread."""
-        if self._items is not None and self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._items.put_nowait, error)
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, error)
 
-    async def _to_the_end(self) -> list[Any]:
-        async for _ in self:
-            pass
-        return self.outputs
-
-    async def _iterate(self, items: asyncio.Queue[_Item]) -> AsyncIterator[Any]:
+    async def items(self) -> AsyncIterator[Item]:
         connection = self._connection
         await connection.start()
         self._loop = asyncio.get_running_loop()
-        requests = self._prepare()
-        done: dict[int, InvokeResult] = {}
+        requests, unfinished = self._prepare(), set[int]()
         async with AsyncExitStack() as stack:
             each = await stack.enter_async_context(submitted(connection, requests))
             connection.streams.add(self)
             stack.callback(connection.streams.discard, self)
-            tasks = [asyncio.create_task(self._follow(index, request, items)) for index, request in enumerate(each)]
-            stack.push_async_callback(self._leave, requests, tasks, done)
-            while len(done) < len(tasks):
-                item = await items.get()
+            unfinished.update(range(len(each)))
+            tasks = [asyncio.create_task(self._follow(index, request)) for index, request in enumerate(each)]
+            stack.push_async_callback(self._leave, requests, tasks, unfinished)
+            while unfinished:
+                item = await self._queue.get()
                 if isinstance(item, BaseException):
                     raise item
-                index, output, result = item
-                if result is not None:
-                    done[index] = result
-                    if result.error is not None or any(outcome.failure is not None for outcome in result.outcomes):
-                        continue
-                yield output
-        self.results = [done[index] for index in range(len(tasks))]
-        self.outputs[:] = [result.output for result in self.results]
-        raise_failures(self.results)
-        self.when_done(self.results)
+                if item[2] is not None:
+                    unfinished.discard(item[0])
+                yield item
 
     async def _leave(
-        self, requests: Sequence[EngineRequest], tasks: list[asyncio.Task[None]], done: dict[int, InvokeResult]
+        self, requests: Sequence[EngineRequest], tasks: list[asyncio.Task[None]], unfinished: set[int]
     ) -> None:
         for task in tasks:
             task.cancel()  # vLLM aborts a request whose consumer is cancelled
         await asyncio.gather(*tasks, return_exceptions=True)
-        if len(done) < len(tasks) and (traces := trace_ids(requests)) and self._connection.is_open:
+        if unfinished and (traces := trace_ids(requests)) and self._connection.is_open:
             drop = self._connection.ask("midstream_drop", traces)
             with contextlib.suppress(Exception):  # a dead engine has dropped them
                 await asyncio.wait_for(drop, _DROP_SECONDS)
 
-    async def _follow(self, index: int, request: AsyncRequest, items: asyncio.Queue[_Item]) -> None:
-        """Run one request, and put its outputs or its error into `items`."""
+    async def _follow(self, index: int, request: AsyncRequest) -> None:
+        """Run one request, and queue its outputs or its error."""
         try:
             async with contextlib.aclosing(request.outputs(request.stream(self._connection.engine))) as outputs:
                 async for output, result in outputs:
-                    items.put_nowait((index, output, result))
+                    self._queue.put_nowait((index, output, result))
         except Exception as error:
             self._connection.has_died |= isinstance(error, EngineClosedError)
-            items.put_nowait(error)
+            self._queue.put_nowait(error)
 
 
 @contextlib.asynccontextmanager

@@ -13,8 +13,11 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mappi
 from concurrent.futures import InvalidStateError, ThreadPoolExecutor
 from typing import Any
 
+import msgspec
+
 from midstream.engine.plugin import PREFIX, SOCKETS, Replacement, register
 from midstream.errors import EngineClosedError, MidstreamError, ParameterError, PromptError
+from midstream.plan.fields import nearest
 from midstream.plan.values import Plan
 from midstream.runtime.request import TraceRequest
 from midstream.settings import RECORD_BYTES, SCHEDULER, WORKER, Settings
@@ -24,6 +27,12 @@ _SHUTDOWN_SECONDS = 15.0
 _NOTICE_SECONDS = 10.0
 _BASE = "VLLM_RPC_BASE_PATH"
 _LONGEST_DIRECTORY = 107 - 37  # the longest path of a socket, less a UUID
+
+_SERVED_PARAMETERS = (  # of vLLM's SamplingParams
+    "n presence_penalty frequency_penalty repetition_penalty temperature top_p top_k min_p seed stop stop_token_ids bad_words ignore_eos "
+    "max_tokens min_tokens logprobs prompt_logprobs detokenize skip_special_tokens spaces_between_special_tokens "
+    "include_stop_str_in_output structured_outputs logit_bias allowed_token_ids"
+).split()
 
 
 def stepping_after_the_last_output(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -177,6 +186,21 @@ def sampling_params(params: Mapping[str, Any], request: TraceRequest | None) -> 
     if hasattr(made, "skip_clone"):  # each request has its own parameters
         made.skip_clone = True
     return made
+
+
+def checked_parameters(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A stranger's sampling parameters, each of its type. Raises ParameterError."""
+    from vllm import SamplingParams
+
+    for name in given:
+        if name not in _SERVED_PARAMETERS:
+            raise ParameterError(f"A server takes no sampling parameter {name!r}: {nearest(name, _SERVED_PARAMETERS)}")
+    try:
+        with _own_errors():
+            made = msgspec.convert(dict(given), SamplingParams)
+    except (msgspec.MsgspecError, TypeError, ValueError) as error:
+        raise ParameterError(f"Sampling parameters: {error}") from error
+    return {name: getattr(made, name) for name in given}
 
 
 def engine_prompt(token_ids: Sequence[int], salt: str | None) -> dict[str, Any]:

@@ -172,15 +172,19 @@ def _vectors(tensors: Mapping[str, Any], place: str) -> dict[str, Vector]:
     return {name: Vector(tensor, f"{place}: {name!r}") for name, tensor in tensors.items()}
 
 
-def save_vectors(vectors: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write vectors `[hidden]` (Vector, tensor, array or list) as float32 to a safetensors file, whole or not at all."""
+def written_vectors(vectors: Mapping[str, Any]) -> bytes:
+    """Vectors `[hidden]` (Vector, tensor, array or list) as the bytes of a safetensors file, float32."""
     from safetensors.numpy import save
 
-    held = {Named(name).name: as_vector(f"vectors[{name!r}]", value).data for name, value in vectors.items()}
+    return save({Named(name).name: as_vector(f"vectors[{name!r}]", value).data for name, value in vectors.items()})
+
+
+def save_vectors(vectors: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Write vectors `[hidden]` (Vector, tensor, array or list) as float32 to a safetensors file, whole or not at all."""
     target = Path(path)
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
-        partial.write_bytes(save(held))
+        partial.write_bytes(written_vectors(vectors))
         partial.replace(target)
     finally:
         partial.unlink(missing_ok=True)

@@ -119,7 +119,7 @@ def from_wire(
     Args:
         trusted: False for a stranger's plan. It may have `MAX_STRANGERS_BYTES` at most, may not name directories or consumers of the
             machine that reads it, and may not vouch for the content of named vectors.
-        named_runs: runs that it may refer to by their names, beside those that it describes.
+        named_runs: runs that it may refer to by these names and ids, whatever it says of them itself.
 
     Raises:
         PlanError: anything is wrong. The message names the place, the given value and what is allowed.
@@ -130,7 +130,7 @@ def from_wire(
     if type(version := wire.get("version", VERSION)) is not int or version != VERSION:
         allowed = f"{VERSION}, which is all that this midstream reads"
         raise fields.refuse("the plan's version", fields.shown(version), allowed)
-    vectors, runs = _vectors(wire.get("vectors", {})), {**(named_runs or {}), **_runs(wire.get("runs", {}))}
+    vectors, runs = _vectors(wire.get("vectors", {})), {**_runs(wire.get("runs", {})), **(named_runs or {})}
     items = _list("interventions", wire["interventions"], MAX_INTERVENTIONS if trusted else MAX_STRANGERS_EDITS)
     reader = _Reader(trusted, vectors, runs)
     return tuple(reader.intervention(f"interventions[{i}]", item) for i, item in enumerate(items))

@@ -22,6 +22,7 @@ from midstream.errors import PlanError
 from midstream.plan import fields
 from midstream.plan.values import Capture, Edit, Named, Plan, RecordedRun, Vector
 from midstream.settings import NAME
+from midstream.trace.program import ShippedCode
 
 # Below this, every request of a trace carries the trace's code, so that the order in which they arrive does not matter.
 SMALL = 1 << 20
@@ -266,18 +267,12 @@ class TraceRequest:
             return None
 
 
-def requests_of(
-    programs: bytes,
-    bodies: list[int],
-    graph_sites: list[bool],
-    samples: list[int],
-    together: bool,
-    stream: bool = False,
-) -> list[TraceRequest]:
+def requests_of(code: ShippedCode, samples: list[int], together: bool, stream: bool = False) -> list[TraceRequest]:
     """The requests of one trace; `samples` has the `n` of each."""
     trace, size = secrets.token_hex(8), sum(samples)
-    small = len(programs) * size <= SMALL
+    small = len(code.programs) * size <= SMALL
+    each = enumerate(zip(code.bodies, code.graph_sites, strict=True))
     return [
-        TraceRequest(trace, i, size, count, together, keeps, programs if small or i == 0 else None, stream)
-        for i, (count, keeps) in enumerate(zip(bodies, graph_sites, strict=True))
+        TraceRequest(trace, i, size, count, together, keeps, code.programs if small or i == 0 else None, stream)
+        for i, (count, keeps) in each
     ]

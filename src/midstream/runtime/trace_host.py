@@ -53,16 +53,14 @@ class TracedGroup:
     running: set[str] = field(default_factory=set)
     ended: int = 0
 
-    def programs_of(self, index: int) -> list[Program]:
+    def programs_of(self, trace: TraceRequest) -> list[Program]:
         """The programs of one request. Raises MidstreamError if there are none."""
         if isinstance(self.programs, MidstreamError):
             raise self.programs.with_traceback(None)
-        if not 0 <= index < len(self.programs):
-            there = len(self.programs)
-            raise TraceError(
-                f"Request {index} of a trace came with code for {there}; send its requests with the code made for them."
-            )
-        return self.programs[index]
+        programs = self.programs[trace.index] if trace.index < len(self.programs) else []
+        if len(programs) != trace.bodies:
+            raise TraceError(f"The trace's code has {len(programs)} programs for a request that says {trace.bodies}.")
+        return programs
 
 
 @dataclass
@@ -262,7 +260,7 @@ class TraceHost:
             group = self._groups[trace.trace] = self._load(trace.programs)
         group.running.add(name)
         try:
-            return group.programs_of(trace.index)
+            return group.programs_of(trace)
         except MidstreamError:
             self._leave(name, trace)
             raise

@@ -45,8 +45,14 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--midstream-rename", metavar="JSON", type=json.loads, default={}, help="as rename of midstream.VLLM"
     )
+    parser.add_argument(
+        "--midstream-allow-traces",
+        action="store_true",
+        help="let clients with the API key run code in the engine: traces of midstream.Remote; needs --api-key",
+    )
     own, rest = parser.parse_known_args(argv)
     settings = Settings(
+        allow_traces=own.midstream_allow_traces,
         rename=own.midstream_rename,
         graph_sites=tuple(filter(None, own.midstream_graph_sites.split(","))),
         record_bytes=own.midstream_record_bytes,
@@ -77,12 +83,16 @@ def _serve(flags: Sequence[str]) -> None:
     if (configure := getattr(logger, "configure_logging_from_args", None)) is not None:
         configure(arguments)
     command.validate(arguments)
-    check_arguments(arguments)
+    check_arguments(arguments, Settings(**arguments.additional_config[NAME]))
     command.cmd(arguments)
 
 
-def check_arguments(arguments: Any) -> None:
-    """Raise MidstreamError for arguments of `vllm serve` that start several front ends or engines."""
+def check_arguments(arguments: Any, settings: Settings) -> None:
+    """Raise MidstreamError for arguments of `vllm serve` that start several front ends or engines, or take code from anybody."""
+    if settings.allow_traces and not (arguments.api_key or os.environ.get("VLLM_API_KEY")):
+        raise MidstreamError(
+            "Traces are code, so a server that allows them needs an API key: add --api-key, or leave --midstream-allow-traces out."
+        )
     for flag, held in (
         ("api_server_count", "named vectors and captures live in one front end"),
         ("data_parallel_size", "named vectors and runs live in one engine"),

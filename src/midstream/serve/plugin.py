@@ -10,30 +10,39 @@ import contextlib
 import json
 import os
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
-from functools import wraps
+from collections.abc import AsyncIterator, Collection, Iterator
 from importlib import metadata
 from typing import Any, Literal
 
 from fastapi import APIRouter, FastAPI, Request
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import REGISTRY, Metric
 from prometheus_client.core import GaugeMetricFamily
 from pydantic import BaseModel, ConfigDict, Field
-from starlette.requests import ClientDisconnect
 
-from midstream.client.vectors_and_runs import RunInfo
+from midstream.client.vllm import VLLM
 from midstream.engine.plugin import apply
 from midstream.engine.seams import Role
-from midstream.errors import CaptureError, EngineClosedError, MidstreamError, PlanError, PromptError
+from midstream.errors import EngineClosedError, MidstreamError
 from midstream.plan.fields import nearest
 from midstream.plan.ops.edit import kinds
-from midstream.plan.vectors import Named, RecordedRun, read_vectors
+from midstream.plan.values import Span
+from midstream.plan.vectors import Named, RecordedRun, Vector, read_vectors, written_vectors
 from midstream.plan.wire import MAX_STRANGERS_BYTES, MAX_STRANGERS_EDITS
+from midstream.serve import remote
 from midstream.serve.captures import MAX_INLINE_BYTES, CaptureStore
 from midstream.serve.command import check_arguments
-from midstream.serve.requests import Server, UnreadField, owner_of, problem
-from midstream.settings import NAME, WORKER
+from midstream.serve.requests import (
+    Gate,
+    Refused,
+    Server,
+    answering_errors,
+    owner_of,
+    problem,
+    received,
+    server_of,
+)
+from midstream.settings import NAME, WORKER, Settings
 
 MAX_UPLOAD_BYTES = 64 << 20
 MAX_VECTORS = 4096
@@ -49,14 +58,26 @@ _NO_CAPTURES = "There are no captures under this handle: it has expired, or is a
 router = APIRouter(prefix=f"/v1/{NAME}", tags=[NAME])
 
 
+class SpanOfText(BaseModel):
+    """As `midstream.Span`."""
+
+    model_config = ConfigDict(extra="forbid")
+    span: str
+    occurrence: int = 0
+
+
 class RunToRecord(BaseModel):
-    """A prompt, as text or token ids, and which of its activations to keep, as in `midstream.VLLM.record`."""
+    """A prompt, as text or token ids, and which of its activations to keep, as in `midstream.VLLM.record`.
+
+    With `replace`, an older run of that name and this API key is deleted.
+    """
 
     model_config = ConfigDict(extra="forbid")
     prompt: str | list[int]
     sites: list[str]
     layers: list[int] | Literal["all"] = "all"
-    positions: list[int] | Literal["all_prompt", "last_prompt"] = "all_prompt"
+    positions: list[int] | Literal["all_prompt", "last_prompt"] | SpanOfText = "all_prompt"
+    replace: bool = False
     name: str | None = Field(None, min_length=1, max_length=LONGEST_NAME)
 
 
@@ -68,7 +89,8 @@ class Plugin:
 
     def attach_router(self, app: FastAPI) -> None:
         app.include_router(router)
-        app.add_middleware(UnreadField)
+        app.include_router(remote.router)
+        app.add_middleware(Gate)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Prepare the server. Raises MidstreamError, which ends it, if it was started in a way that midstream does not support."""
@@ -78,7 +100,7 @@ class Plugin:
                 "VLLM_PLUGINS names midstream, and the engine was started without it. Start the server by `midstream serve`, or with the "
                 "flags that `midstream serve --flags` prints."
             )
-        check_arguments(args)
+        check_arguments(args, Settings.of(config))
         apply(Role.SERVER)
         captures = CaptureStore(
             int(os.environ.get(CAPTURE_BYTES, 4 << 30)), float(os.environ.get(CAPTURE_SECONDS, 600))
@@ -114,29 +136,12 @@ class Metrics:
             self._workers = await self._server.model.gauges()
 
 
-def _server(request: Request) -> Server:
-    return request.app.state.midstream  # type: ignore[no-any-return]
-
-
-def _answering_400(route: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    @wraps(route)
-    async def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return await route(*args, **kwargs)
-        except (PlanError, PromptError, CaptureError) as error:
-            return problem(400, str(error), getattr(error, "parameter", None))
-        except ClientDisconnect:  # before the body had come; nobody reads the answer
-            return problem(400, "The client left.")
-
-    return call
-
-
 @router.get("/capabilities")
 async def capabilities(request: Request) -> dict[str, Any]:
     """The model, its sites, and what this server accepts."""
     import vllm
 
-    server = _server(request)
+    server = server_of(request)
     model = server.model
     sites: dict[str, dict[str, Any]] = {}
     for (site, layer), width in sorted(model.facts.widths.items()):
@@ -166,107 +171,125 @@ async def capabilities(request: Request) -> dict[str, Any]:
 
 @router.get("/vectors")
 async def list_vectors(request: Request) -> dict[str, Any]:
-    """The named vectors, and the width of each."""
-    return {"vectors": {name: {"width": width} for name, width in _server(request).model.vectors.widths.items()}}
+    """The named vectors: the width of each, and a digest of its numbers."""
+    return {"vectors": {name: _about(vector) for name, vector in server_of(request).model.vectors.items()}}
+
+
+def _about(vector: Vector) -> dict[str, Any]:
+    return {"width": vector.width, "digest": vector.digest}
 
 
 @router.post("/vectors")
-@_answering_400
-async def upload_vectors(request: Request) -> Any:
+@answering_errors
+async def upload_vectors(request: Request, replace: bool = False) -> Any:
     """Register every vector `[hidden]` of a safetensors file, which is the request's body, under its name in the file.
 
-    A name that is taken is an error: delete it first.
+    A name that is taken is an error. With `replace`, it is one only if the vector is another API key's.
     """
-    server, data = _server(request), bytearray()
-    async for part in request.stream():
-        data += part
-        if len(data) > MAX_UPLOAD_BYTES:
-            return problem(413, f"The file has over {MAX_UPLOAD_BYTES >> 20} MiB; send its vectors in several files.")
+    server = server_of(request)
+    data = await received(request, MAX_UPLOAD_BYTES, "The file has {}; send its vectors in several files.")
     vectors = server.model.vectors
-    found = await asyncio.get_running_loop().run_in_executor(None, read_vectors, bytes(data), "the body")
+    found = await asyncio.get_running_loop().run_in_executor(None, read_vectors, data, "the body")
     if any(len(name) > LONGEST_NAME for name in found):
-        raise PlanError(f"A name in the body has over {LONGEST_NAME} characters.")
-    if taken := sorted(found.keys() & vectors.keys()):
-        raise PlanError(f"The vector {taken[0]!r} is there already: delete it first, or use another name.")
-    held = sum(vector.data.nbytes for vector in [*vectors.values(), *found.values()])
-    if held > MAX_VECTOR_BYTES or len(vectors) + len(found) > MAX_VECTORS:
+        raise Refused(400, f"A name in the body has over {LONGEST_NAME} characters.", "body")
+    for name in found.keys() & vectors.keys() if replace else ():
+        if (refused := _not_theirs(request, "vectors", name, vectors)) is not None:
+            return refused
+    if (taken := sorted(found.keys() & vectors.keys())) and not replace:
+        raise Refused(409, f"The vector {taken[0]!r} is there already: delete it first, or use another name.", "body")
+    together = {**vectors, **found}
+    if sum(vector.data.nbytes for vector in together.values()) > MAX_VECTOR_BYTES or len(together) > MAX_VECTORS:
         allowed = f"{MAX_VECTORS} vectors of {MAX_VECTOR_BYTES >> 20} MiB"
         return problem(413, f"There may be {allowed} together. Delete some first.")
     vectors.update(found)
     server.owners |= dict.fromkeys((("vectors", name) for name in found), owner_of(request.headers))
     async with server.model.connection.sending:
         await server.model.connection.send_vectors()
-    return {"vectors": {name: {"width": vector.width} for name, vector in found.items()}}
+    return {"vectors": {name: _about(vector) for name, vector in found.items()}}
+
+
+@router.get("/vectors/{name:path}")
+async def get_vector(request: Request, name: str) -> Any:
+    """A named vector as a safetensors file, float32 under its name."""
+    vectors = server_of(request).model.vectors
+    if name not in vectors:
+        return problem(404, f"There is no vector {name!r}: {nearest(name, vectors)}.", "name")
+    return Response(written_vectors({name: vectors[name]}), media_type="application/octet-stream")
 
 
 @router.delete("/vectors/{name:path}")
 async def delete_vector(request: Request, name: str) -> Any:
     """Forget a vector. The API key that has uploaded it may, and an administrator."""
-    vectors = _server(request).model.vectors
+    vectors = server_of(request).model.vectors
     if (refusal := _not_theirs(request, "vectors", name, vectors)) is not None:
         return refusal
     del vectors[name]
-    _server(request).owners.pop(("vectors", name), None)
+    server_of(request).owners.pop(("vectors", name), None)
     return {"deleted": name}
 
 
 @router.get("/runs")
 async def list_runs(request: Request) -> dict[str, Any]:
     """The recorded runs, the least recently used first."""
-    infos = await _server(request).model.runs.listing()
-    return {"runs": {info.name: _about(info) for info in infos}}
+    return {"runs": await _runs(server_of(request).model)}
 
 
 @router.post("/runs")
-@_answering_400
+@answering_errors
 async def record_run(request: Request, run: RunToRecord) -> Any:
     """Run a prompt, and keep its activations on the server as the source of patches: `"source": {"run": NAME}`.
 
-    A name that is taken is an error: delete the run first. A run that no request uses may be dropped to make room for others.
+    A name that is taken is an error, unless `replace` is set. A run that no request uses may be dropped to make room for others.
     """
-    server, model = _server(request), _server(request).model
+    server, model = server_of(request), server_of(request).model
     name = run.name or secrets.token_hex(4)
     await model.runs.listing()  # forgets what the workers have dropped
     there = {each.name for each in model.runs.handles} | server.recording
-    if name in there:
-        raise PlanError(f"The run {name!r} is there already: delete it first, or use another name.")
+    if run.replace and name in there - server.recording:
+        if (refused := _not_theirs(request, "runs", name, there)) is not None:
+            return refused
+    elif name in there:
+        raise Refused(409, f"The run {name!r} is there already: delete it first, or use another name.", "name")
     for gone in [each for what, each in server.owners if what == "runs" and each not in there]:
         del server.owners["runs", gone]
     server.recording.add(name)
     try:
-        recording: Any = model.record(run.prompt, run.sites, run.layers, run.positions, name)  # awaitable here
+        span = run.positions if isinstance(run.positions, SpanOfText) else None
+        positions = run.positions if span is None else Span(span.span, span.occurrence)
+        recording: Any = model.record(run.prompt, run.sites, run.layers, positions, name)  # awaitable here
         await recording
         server.owners["runs", name] = owner_of(request.headers)
     finally:
         server.recording.discard(name)
-    infos = {each.name: _about(each) for each in await model.runs.listing()}
-    if name not in infos:
-        raise PlanError(f"The run {name!r} was dropped at once, to make room for others. Delete some first.")
-    return {"runs": {name: infos[name]}}
+    if name not in (runs := await _runs(model)):
+        raise Refused(503, f"The run {name!r} was dropped at once, to make room for others. Delete some first.", "name")
+    return {"runs": {name: runs[name]}}
 
 
 @router.delete("/runs/{name:path}")
 async def delete_run(request: Request, name: str) -> Any:
     """Forget a run; running requests that use it go on. The API key that has recorded it may, and an administrator."""
-    runs = _server(request).model.runs
+    runs = server_of(request).model.runs
     if (refusal := _not_theirs(request, "runs", name, [each.name for each in runs.handles])) is not None:
         return refusal
-    _server(request).owners.pop(("runs", name), None)  # before anybody can record another run of this name
+    server_of(request).owners.pop(("runs", name), None)  # before anybody can record another run of this name
     await runs.delete(name)
     return {"deleted": name}
 
 
-def _about(run: RunInfo) -> dict[str, Any]:
-    return {name: value for name, value in run._asdict().items() if name not in ("name", "id")}
+async def _runs(model: VLLM) -> dict[str, dict[str, Any]]:
+    infos = await model.runs.listing()
+    handles = {run.id: run for run in model.runs.handles}
+    return {info.name: {**info._asdict(), **vars(handles[info.id])} for info in infos if info.id in handles}
 
 
 def _not_theirs(request: Request, what: str, name: str, there: Collection[str]) -> JSONResponse | None:
     """The error for who may not delete a vector or a run, or None."""
     if name not in there:
         return problem(404, f"There is no {what[:-1]} {name!r}: {nearest(name, there)}.", "name")
-    if _server(request).owners.get((what, name)) != owner_of(request.headers) and not _is_admin(request):
+    if server_of(request).owners.get((what, name)) != owner_of(request.headers) and not _is_admin(request):
         return problem(403, f"The {what[:-1]} {name!r} is another API key's. {_NO_ADMIN}", "name")
-    values = (value for edit in _server(request).model.plan.edits for _, value in edit.values())
+    values = (value for edit in server_of(request).model.plan.edits for _, value in edit.values())
     if name in {value.name for value in values if isinstance(value, Named if what == "vectors" else RecordedRun)}:
         return problem(409, f"The engine-wide plan uses the {what[:-1]} {name!r}.", "name")
     return None
@@ -280,19 +303,21 @@ def _is_admin(request: Request) -> bool:
 @router.get("/plan")
 async def get_plan(request: Request) -> dict[str, Any]:
     """The engine-wide plan, which comes before every request's own."""
-    return {"plan": json.loads(_server(request).model.plan.to_json())}
+    return {"plan": json.loads(server_of(request).model.plan.to_json())}
 
 
 @router.put("/plan")
-@_answering_400
+@answering_errors
 async def set_plan(request: Request) -> Any:
     """Set the engine-wide plan; the body is `{"plan": ...}` as in a request's field. It may not capture. For administrators."""
     if not _is_admin(request):
         return problem(403, _NO_ADMIN)
-    server = _server(request)
+    server = server_of(request)
     served = await server.read((await request.body()).decode(errors="replace"), owner_of(request.headers))
+    if served.answers or served.inline:
+        raise Refused(400, "The engine-wide plan is a plan alone: leave answers and inline out.", NAME)
     if served.plan.captures:
-        raise PlanError("The engine-wide plan may not capture: nobody would get the rows.")
+        raise Refused(400, "The engine-wide plan may not capture: nobody would get the rows.", f"{NAME}.plan")
     server.model.plan = served.plan
     return await get_plan(request)
 
@@ -302,14 +327,14 @@ async def clear_plan(request: Request) -> Any:
     """Remove the engine-wide plan. For administrators."""
     if not _is_admin(request):
         return problem(403, _NO_ADMIN)
-    _server(request).model.plan = None
+    server_of(request).model.plan = None
     return await get_plan(request)
 
 
 @router.get("/captures/{handle}")
 async def get_capture(request: Request, handle: str) -> Any:
     """A captured tensor `[positions, width]` as a safetensors file with the tensor `rows`; its metadata is the response's entry."""
-    held = _server(request).captures.get(owner_of(request.headers), handle)
+    held = server_of(request).captures.get(owner_of(request.headers), handle)
     if held is None:
         return problem(404, _NO_CAPTURES, "handle")
 
@@ -326,7 +351,7 @@ async def get_capture(request: Request, handle: str) -> Any:
 @router.delete("/captures/{handle}")
 async def delete_capture(request: Request, handle: str) -> Any:
     """Forget captured rows before their handle expires."""
-    if not _server(request).captures.drop(owner_of(request.headers), handle):
+    if not server_of(request).captures.drop(owner_of(request.headers), handle):
         return problem(404, _NO_CAPTURES, "handle")
     return {"deleted": handle}
 
@@ -334,5 +359,5 @@ async def delete_capture(request: Request, handle: str) -> Any:
 @router.get("/gauges")
 async def gauges(request: Request) -> dict[str, Any]:
     """What the server and each worker hold."""
-    server = _server(request)
+    server = server_of(request)
     return {"server": server.gauges, "workers": await server.model.gauges()}

@@ -17,16 +17,21 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from functools import wraps
 from typing import Any
 
+from fastapi import Request
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from starlette.requests import ClientDisconnect
 
 from midstream.client.requests import Invoke, answers_of
 from midstream.client.vllm import VLLM
 from midstream.client.vllm_async import submitted
 from midstream.engine.admission import misspelt, reader, refused, unread
-from midstream.errors import MidstreamError, PlanError
+from midstream.errors import CaptureError, ChannelError, EngineClosedError, MidstreamError, PlanError
 from midstream.plan import fields
 from midstream.plan.values import Plan, check_strangers
 from midstream.plan.wire import MAX_STRANGERS_BYTES
@@ -34,12 +39,23 @@ from midstream.runtime.request import Envelope
 from midstream.serve.captures import MAX_INLINE_BYTES, CaptureStore
 from midstream.settings import NAME
 
+MAX_RECEIVING_BYTES = 256 << 20  # of all bodies that are being received
 TAKING = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 _FIELDS = ("plan", "answers", "inline")
 _ANSWERS = f"{NAME}.answers"
 _MAX_ANSWERS = 128  # as vLLM has it
 _LONGEST_ANSWER = 256
+_DRAIN_SECONDS = 0.05  # between two looks at what runs
+_RETRY_AFTER = b"5"  # seconds
+_KINDS = {
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    409: "ConflictError",
+    413: "RequestTooLargeError",
+    503: "ServiceUnavailableError",
+}  # names as the openai client has them
 Generate = Callable[..., AsyncGenerator[Any]]
+_SERVERS_FAULT = (EngineClosedError, ChannelError, CaptureError)
 _DONE = "data: [DONE]\n\n"
 
 
@@ -52,6 +68,9 @@ class Server:
         owners: who has made each named vector and each run, by `("vectors" | "runs", name)`.
         recording: the names of runs that are being recorded.
         planned: how many prompts have run with a plan, the engine-wide one included.
+        running: how many of them run now.
+        receiving: bytes of bodies that are being received.
+        is_draining: whether the server ends, and takes no more requests.
     """
 
     def __init__(self, engine: Any, captures: CaptureStore) -> None:
@@ -59,7 +78,8 @@ class Server:
         self.captures = captures
         self.owners: dict[tuple[str, str], bytes] = {}
         self.recording: set[str] = set()
-        self.planned = 0
+        self.planned = self.running = self.receiving = 0
+        self.is_draining = False
 
     @staticmethod
     def of(engine: Any) -> Server | None:
@@ -70,7 +90,16 @@ class Server:
     def gauges(self) -> dict[str, int]:
         """What the front end holds, and how many prompts have had a plan."""
         held = {"vectors": len(self.model.vectors), "runs": len(self.model.runs.handles)}
-        return {**self.captures.gauges, **held, "planned_prompts": self.planned}
+        return {**self.captures.gauges, **held, "planned_prompts": self.planned, "running_prompts": self.running}
+
+    @contextlib.contextmanager
+    def counted(self, prompts: int = 1) -> Iterator[None]:
+        """Prompts run in the block. The engine is not ended before they are through."""
+        self.running += prompts
+        try:
+            yield
+        finally:
+            self.running -= prompts
 
     async def read(self, given: Any, owner: bytes) -> Served:
         """A request's field, read on another thread and checked as far as that needs no prompt. Raises PlanError."""
@@ -90,21 +119,22 @@ class Server:
             async for output in outputs:
                 yield output
 
-    def _plan(self, given: Any) -> Plan:
-        given = _loaded(f"{NAME}.plan", given)
-        if given is None:
-            return Plan()
-        wire = {"interventions": given} if isinstance(given, list) else given
-        runs = {run.name: run for run in self.model.runs.handles}
-        return Plan.from_wire(wire, trusted=False, named_runs=runs)
+    def checked_plan(self, given: Any) -> Plan:
+        """A stranger's plan, as data. It may refer to the server's runs by name or id. Raises PlanError."""
+        runs = {key: run for run in self.model.runs.handles for key in (run.name, run.id)}
+        plan = Plan.from_wire(
+            {"interventions": given} if isinstance(given, list) else given, trusted=False, named_runs=runs
+        )
+        check_strangers(plan, self.model.num_layers)
+        self.model.planner.check(plan)
+        return plan
 
     def _read(self, given: Any, owner: bytes) -> Served:
         with _refusing(NAME):
             content = _content(given)
         with _refusing():
-            plan = self._plan(content.get("plan"))
-            check_strangers(plan, self.model.num_layers)
-            self.model.planner.check(plan)
+            given = _loaded(f"{NAME}.plan", content.get("plan"))
+            plan = Plan() if given is None else self.checked_plan(given)
         with _refusing(_ANSWERS):
             answers = content.get("answers", [])
             if not isinstance(answers, list) or len(answers) > _MAX_ANSWERS:
@@ -119,33 +149,113 @@ class Server:
         return Served(self, plan, answers, inline, owner)
 
 
-class UnreadField:
-    """ASGI middleware that refuses the field on routes that would drop it without a word."""
+class Refused(Exception):
+    """A request that is answered with this status and message."""
+
+    def __init__(self, status: int, message: str, parameter: str | None = None) -> None:
+        super().__init__(status, message, parameter)
+
+
+def server_of(request: Request) -> Server:
+    """The server that a request to one of midstream's routes came to."""
+    return request.app.state.midstream  # type: ignore[no-any-return]
+
+
+async def received(request: Request, limit: int, too_large: str) -> bytes:
+    """A request's body. Raises Refused if it is over `limit`, or if too much is being received at once."""
+    server, data = server_of(request), bytearray()
+    try:
+        async for part in request.stream():
+            data += part
+            server.receiving += len(part)
+            if len(data) > limit:
+                raise Refused(413, too_large.format(f"over {limit >> 20} MiB"))
+            if server.receiving > MAX_RECEIVING_BYTES:
+                raise Refused(503, "The server is receiving too much at once. Try again later.")
+        return bytes(data)
+    finally:
+        server.receiving -= len(data)
+
+
+def answering_errors(route: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """A route of midstream's whose errors are answered in OpenAI's form. An error of midstream's has its class as the type."""
+
+    @wraps(route)
+    async def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return await route(*args, **kwargs)
+        except Refused as error:
+            return problem(*error.args)
+        except ClientDisconnect:  # before the body had come; nobody reads the answer
+            return problem(400, "The client left.")
+        except _SERVERS_FAULT as error:
+            return problem(500, str(error), kind=type(error).__name__)
+        except MidstreamError as error:
+            kind = next(each.__name__ for each in type(error).__mro__ if each.__module__ == MidstreamError.__module__)
+            return problem(400, str(error), getattr(error, "parameter", None) or _field_of(error, kwargs), kind)
+
+    return call
+
+
+def _field_of(error: Exception, arguments: Mapping[str, Any]) -> str | None:
+    """The field of a route's body that an error's text names; else the body, where it is one."""
+    fields = [name for each in arguments.values() if isinstance(each, BaseModel) for name in type(each).model_fields]
+    text = str(error)
+    return next((name for name in fields if name.rstrip("s") in text), None if fields else "body")
+
+
+class Gate:
+    """ASGI middleware: refuses the field on routes that would drop it without a word, and requests to a server that is ending.
+
+    A refusal because of load says when to try again, vLLM's own as well.
+    """
 
     def __init__(self, app: Any) -> None:
         self._app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
-        if scope["type"] != "http" or scope["method"] != "POST" or path in TAKING or path.startswith(f"/v1/{NAME}/"):
+        if scope["type"] != "http" or scope["method"] != "POST":
             return await self._app(scope, receive, send)
-        messages = [await receive()]
-        while messages[-1]["type"] == "http.request" and messages[-1].get("more_body"):
-            messages.append(await receive())
-        body = b"".join(message.get("body", b"") for message in messages)
-        may_have = any(each in body for each in (NAME.encode(), b"\\u", b"\0"))  # as it is, in escapes, or in UTF-16
-        if may_have and _has_field(body, path):
-            message = f"{path} takes no plan in this place. Routes that do: {', '.join(TAKING)}."
-            return await problem(400, message, NAME)(scope, receive, send)
-        left = iter(messages)
+        path, send = scope.get("path", "").removeprefix(scope.get("root_path", "")), _with_retry_after(send)
+        server: Server | None = getattr(scope["app"].state, NAME, None)
+        if server is not None and server.is_draining:
+            return await problem(503, "The server is ending. Ask another one, or try again later.")(
+                scope, receive, send
+            )
+        if path not in TAKING and not path.startswith(f"/v1/{NAME}/"):
+            messages = [await receive()]
+            while messages[-1]["type"] == "http.request" and messages[-1].get("more_body"):
+                messages.append(await receive())
+            if _has_field(b"".join(message.get("body", b"") for message in messages), path):
+                message = f"{path} takes no plan in this place. Routes that do: {', '.join(TAKING)}."
+                return await problem(400, message, NAME)(scope, receive, send)
+            receive = _repeated(messages, receive)
+        await self._app(scope, receive, send)
 
-        async def again() -> Any:
-            return next(left, None) or await receive()
 
-        await self._app(scope, again, send)
+def _repeated(messages: list[Any], receive: Any) -> Any:
+    left = iter(messages)
+
+    async def again() -> Any:
+        return next(left, None) or await receive()
+
+    return again
+
+
+def _with_retry_after(send: Any) -> Any:
+    async def sending(message: Any) -> None:
+        if message["type"] == "http.response.start" and message["status"] in (429, 503):
+            names = {name.lower() for name, _ in message["headers"]}
+            if b"retry-after" not in names:
+                message["headers"] = [*message["headers"], (b"retry-after", _RETRY_AFTER)]
+        await send(message)
+
+    return sending
 
 
 def _has_field(body: bytes, path: str) -> bool:
+    if not any(each in body for each in (NAME.encode(), b"\\u", b"\0")):  # as it is, in escapes, or in UTF-16
+        return False
     with contextlib.suppress(ValueError, RecursionError):
         if isinstance(given := json.loads(body), dict):
             places = [given, given.get("sampling_params")]
@@ -155,11 +265,9 @@ def _has_field(body: bytes, path: str) -> bool:
     return False
 
 
-def problem(status: int, message: str, parameter: str | None = None) -> JSONResponse:
-    """An error in OpenAI's form."""
-    kind = {404: "NotFoundError", 413: "RequestTooLargeError", 403: "PermissionDeniedError"}.get(
-        status, "BadRequestError"
-    )
+def problem(status: int, message: str, parameter: str | None = None, kind: str | None = None) -> JSONResponse:
+    """An error in OpenAI's form. Its type, `kind`, is by default that of the status."""
+    kind = kind or _KINDS.get(status, "BadRequestError")
     return JSONResponse({"error": {"message": message, "type": kind, "param": parameter, "code": status}}, status)
 
 
@@ -194,9 +302,14 @@ def _loaded(place: str, given: Any) -> Any:
 
 @contextlib.contextmanager
 def _refusing(field: str = f"{NAME}.plan") -> Iterator[None]:
-    """Turn midstream's errors into ones that vLLM's server answers with 400. `field`: at fault, unless the message names a part of it."""
+    """Turn errors of the request into ones that vLLM's server answers with 400.
+
+    `field`: at fault, unless the message names a part of it.
+    """
     try:
         yield
+    except _SERVERS_FAULT:
+        raise
     except MidstreamError as error:
         if hasattr(error, "parameter"):
             raise
@@ -211,7 +324,7 @@ class Served:
     def __init__(self, server: Server, plan: Plan, answers: list[Any], inline: bool, owner: bytes) -> None:
         self.plan, self.answers = plan, answers
         self._server, self._owner = server, owner
-        self._inline = MAX_INLINE_BYTES if inline else 0
+        self.inline = MAX_INLINE_BYTES if inline else 0  # bytes left
         self._captures: list[dict[str, Any]] = []
         self._graded: list[dict[str, float | None] | None] = []
         self._unfinished = 0  # prompts
@@ -241,7 +354,7 @@ class Served:
         self._server.planned += 1
 
         async def outputs() -> AsyncGenerator[Any]:
-            with _refusing():
+            with _refusing(), self._server.counted():
                 async with submitted(model.connection, [request]) as (running,):
                     stream = generate(request.prompt, request.params, request_id, **rest)
                     async with contextlib.aclosing(running.outputs(stream)) as found:
@@ -263,8 +376,8 @@ class Served:
         for sample, captured in enumerate(samples):
             if captured:
                 choice = number * len(samples) + sample
-                found = await loop.run_in_executor(None, put, self._owner, choice, captured, self._inline)
-                self._inline -= sum(len(each["data"]) * 3 // 4 for each in found if "data" in each)  # from base64
+                found = await loop.run_in_executor(None, put, self._owner, choice, captured, self.inline)
+                self.inline -= sum(len(each["data"]) * 3 // 4 for each in found if "data" in each)  # from base64
                 self._captures += found
         self._unfinished -= 1
 
@@ -351,3 +464,29 @@ def running(original: Callable[..., Any]) -> Callable[..., Any]:
         return server.run_carried(given, stream, prompt, sampling_params, request_id, rest)
 
     return generate
+
+
+def draining(original: Callable[..., None]) -> Callable[..., None]:
+    """An `AsyncLLM.shutdown` that lets running requests end before the engine does, if it is given time.
+
+    vLLM's lets the engine end them, and then closes the connection to it, on which the last outputs may still be on their way.
+    """
+
+    def shutdown(self: Any, timeout: float | None = None) -> None:
+        server, begin = Server.of(self), time.monotonic()
+        if server is not None and timeout and not self.errored and not _is_on_event_loop():
+            server.is_draining = True
+            while (server.running or self.output_processor.has_unfinished_requests()) and not self.errored:
+                if time.monotonic() - begin >= timeout:
+                    break
+                time.sleep(_DRAIN_SECONDS)
+            timeout = max(timeout - (time.monotonic() - begin), _DRAIN_SECONDS)
+        original(self, timeout=timeout)
+
+    return shutdown
+
+
+def _is_on_event_loop() -> bool:
+    with contextlib.suppress(RuntimeError):
+        return asyncio.get_running_loop() is not None
+    return False

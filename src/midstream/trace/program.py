@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import dis
 import functools
 import inspect
@@ -10,6 +11,7 @@ import io
 import linecache
 import pickle
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
@@ -24,11 +26,12 @@ import torch
 from midstream.errors import InterventionError, MidstreamError, StageFailedError, TraceError, text_of
 from midstream.trace.block import Block, locals_at
 from midstream.trace.body import Body, StopTrace, current_body
-from midstream.trace.saves import attributes_of, contents, is_container, variables_of
+from midstream.trace.saves import attributes_of, contents, is_container, is_installed, variables_of
 from midstream.trace.tracer import BodyTracer, backward, save, steps_of
 from midstream.trace.tree import as_bytes, is_raw, map_tensors, movable
 
 RETURNED = "return"
+_CHANGING_CLOUDPICKLE = threading.Lock()
 _HASHED_BYTES = 1 << 24  # of the largest array that is looked at for changes
 
 
@@ -418,17 +421,63 @@ class _Unpickler(pickle.Unpickler):
         return self._resolve(pid)
 
 
-def ship(programs: list[list[Program]]) -> bytes:
-    """Programs as bytes. Objects that they share stay shared. Raises TraceError, with the name of a value that cannot be sent."""
+@dataclass(frozen=True)
+class ShippedCode:
+    """The code of several requests.
+
+    Attributes:
+        programs: the programs of each request, pickled.
+        bodies: how many programs each request has: standing edits, then its own.
+        graph_sites: for each request, whether its code keeps to sites that may be built into the compiled forward.
+    """
+
+    programs: bytes
+    bodies: list[int]
+    graph_sites: list[bool]
+
+
+def ship(programs: list[list[Program]], elsewhere: bool = False) -> ShippedCode:
+    """The programs of each request; objects that they share stay shared. Raises TraceError, which names what cannot be sent.
+
+    `elsewhere`: whether they run on a machine that has installed packages alone, so that the user's own modules are sent, too.
+    """
     buffer = io.BytesIO(bytes(sys.version_info[:2]))
     buffer.seek(2)
     try:
-        _Pickler(buffer).dump(programs)
+        with _own_modules_by_value() if elsewhere else contextlib.nullcontext():
+            _Pickler(buffer).dump(programs)
     except Exception as error:
         names = [name for each in programs for program in each for name in _unsendable(program)]
         what = f", {names[0]}," if names else ""
         raise TraceError(f"The trace uses a value{what} that cannot be sent to the engine: {error}") from error
-    return buffer.getvalue()
+    keeps = [all(map(keeps_to_graph_sites, each)) for each in programs]
+    return ShippedCode(buffer.getvalue(), [len(each) for each in programs], keeps)
+
+
+@contextlib.contextmanager
+def _own_modules_by_value() -> Iterator[None]:
+    """Functions and classes of modules that are not installed are pickled by value. One thread at a time: it changes cloudpickle."""
+    with _CHANGING_CLOUDPICKLE:
+        own = _own_modules()
+        for module in own:
+            cloudpickle.register_pickle_by_value(module)
+        try:
+            yield
+        finally:
+            for module in own:
+                cloudpickle.unregister_pickle_by_value(module)
+
+
+def _own_modules() -> list[ModuleType]:
+    """The modules that are neither installed nor midstream's."""
+    return [
+        module
+        for name, module in list(sys.modules.items())
+        if (file := getattr(module, "__file__", None)) is not None
+        and not is_installed(file)
+        and name.partition(".")[0] not in (__name__.partition(".")[0], "__main__")
+        and name == module.__name__ not in cloudpickle.list_registry_pickle_by_value()
+    ]
 
 
 def _unsendable(program: Program) -> Iterator[str]:
@@ -443,21 +492,28 @@ def _unsendable(program: Program) -> Iterator[str]:
                 yield name
 
 
+def check_python(data: bytes) -> None:
+    """Raise TraceError if another minor version of Python has shipped these programs."""
+    written, here = tuple(data[:2]), tuple(sys.version_info[:2])
+    if written != here:
+        raise TraceError(
+            f"The trace was compiled by Python {'.'.join(map(str, written))} and this process runs {here[0]}.{here[1]}. "
+            "Code travels as bytecode: run the client and the engine on the same minor version of Python."
+        )
+
+
 def unship(data: bytes, resolve: Callable[[Any], Any], device: torch.device | None = None) -> list[list[Program]]:
     """The programs, with references resolved by `resolve`, and tensors on `device`.
 
     Raises TraceError if another minor version of Python has sent them: code travels as bytecode.
     """
-    written, here = tuple(data[:2]), tuple(sys.version_info[:2])
-    if written != here:
-        raise TraceError(
-            f"The trace was compiled by Python {written[0]}.{written[1]} and this process runs {here[0]}.{here[1]}. "
-            "Code travels as bytecode: run the client and the engine on the same minor version of Python."
-        )
+    check_python(data)
     token = _DEVICE.set(device)
     try:
         with torch.inference_mode(False):
-            programs: list[list[Program]] = _Unpickler(data[2:], resolve).load()
+            programs: Any = _Unpickler(data[2:], resolve).load()
     finally:
         _DEVICE.reset(token)
+    if type(programs) is not list or not all(isinstance(each, Program) for every in programs for each in every):
+        raise TraceError("The trace's code is not what `ship` has made.")
     return programs

@@ -32,6 +32,11 @@ _MOST = 1000  # functions and objects to look into
 _INSTALLED = tuple(f"{sysconfig.get_paths()[name]}/" for name in ("stdlib", "purelib", "platlib"))
 
 
+def is_installed(file: str) -> bool:
+    """Whether a module's file is of an installed package, or of Python's own library."""
+    return file.startswith(_INSTALLED) or "/dist-packages/" in file
+
+
 class Saves:
     """The values that one body has saved. They are known by identity."""
 
@@ -144,7 +149,7 @@ def _is_callers(kind: type) -> bool:
     if any(getattr(kind, name) is not getattr(object, name) for name in _PICKLING):  # it decides itself what is sent
         return False
     file = getattr(sys.modules.get(module), "__file__", None)
-    installed = not isinstance(file, str) or file.startswith(_INSTALLED) or "/dist-packages/" in file
+    installed = not isinstance(file, str) or is_installed(file)
     return module == "__main__" or not installed
 
 

@@ -1,0 +1,512 @@
+"""`Remote`: traces and plans on a model that `midstream serve` has on another machine. Needs neither vLLM nor a GPU here."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from functools import cached_property
+from importlib import metadata
+from types import SimpleNamespace, TracebackType
+from typing import Any, Literal, Self
+from urllib.parse import quote
+
+import httpx
+import msgspec
+
+from midstream import errors
+from midstream.capture.consumers import CaptureInfo, Collected
+from midstream.capture.sinks import RequestCapture, Sinks
+from midstream.client.described import DescribedModel
+from midstream.client.remote_calls import MAX_PROMPTS, MAX_TOKENS, Asked, Call, Progress
+from midstream.client.requests import (
+    Answers,
+    Invoke,
+    InvokeResult,
+    PreparedPlan,
+    Prompt,
+    answers_by_prompt,
+    encode,
+    token_ids,
+    without_destinations,
+)
+from midstream.client.streams import Item, OutputStream
+from midstream.client.vectors_and_runs import RunInfo, Runs, Vectors
+from midstream.errors import ChannelError, MidstreamError, ParameterError, RemoteError
+from midstream.plan.fields import nearest
+from midstream.plan.values import Plan, RecordedRun, Span
+from midstream.plan.vectors import read_vectors, written_vectors
+from midstream.settings import NAME
+from midstream.transport.data import Reader
+
+API_KEY, ADMIN_KEY = "MIDSTREAM_API_KEY", "MIDSTREAM_ADMIN_KEY"  # environment variables
+_TIMEOUT = httpx.Timeout(60.0, connect=10.0, pool=None)  # a server that computes says so every few seconds
+
+
+class Server:
+    """The routes of one server under /v1/midstream.
+
+    Args:
+        url: without the path.
+        keys: the API key and the administrator's.
+    """
+
+    def __init__(self, url: str, *keys: str | None) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        names = ("Authorization", "X-Midstream-Admin")
+        forms = ("Bearer {}", "{}")
+        headers = {
+            name: form.format(key) for name, form, key in zip(names, forms, keys, strict=True) if key is not None
+        }
+        self._settings: Any = {"headers": headers, "timeout": _TIMEOUT, "verify": httpx.create_ssl_context()}
+        self._client = httpx.Client(**self._settings)
+
+    def ask(self, method: str, path: str, **request: Any) -> httpx.Response:
+        """A response without an error. Raises the server's error in its own class, or RemoteError."""
+        with self._errors():
+            response = self._client.request(method, self._at(path), **request)
+        _raise_refusal(response)
+        return response
+
+    def messages(self, call: Call, progress: Progress) -> Iterator[Item]:
+        """The outputs of a call as they come. Leaving it ends the requests on the server."""
+        reader = Reader()
+        with self._errors(progress), self._client.stream("POST", self._at("generate"), content=_packed(call)) as got:
+            if got.is_error:
+                got.read()
+            _raise_refusal(got)
+            for piece in got.iter_raw():
+                yield from filter(None, map(progress.read, reader.feed(piece)))
+            _check_over(progress)
+
+    async def async_messages(self, call: Call, progress: Progress) -> AsyncIterator[Item]:
+        """As `messages`."""
+        reader = Reader()
+        async with httpx.AsyncClient(**self._settings) as client:
+            request = client.stream("POST", self._at("generate"), content=_packed(call))
+            with self._errors(progress):
+                async with request as got:
+                    if got.is_error:
+                        await got.aread()
+                    _raise_refusal(got)
+                    async for piece in got.aiter_raw():
+                        for item in filter(None, map(progress.read, reader.feed(piece))):
+                            yield item
+                    _check_over(progress)
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _at(self, path: str) -> str:
+        return f"{self.url}/v1/{NAME}/{path}"
+
+    @contextlib.contextmanager
+    def _errors(self, progress: Progress | None = None) -> Iterator[None]:
+        try:
+            yield
+        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
+            raise RemoteError(
+                f"No server can be reached at {self.url}: {error}. Start one by `midstream serve MODEL`."
+            ) from error
+        except (httpx.HTTPError, ChannelError) as error:
+            reason = f"{type(error).__name__}: {error}".removesuffix(": ")
+            if progress is None:
+                raise RemoteError(f"The connection to {self.url} was lost ({reason}).") from error
+            raise progress.lost(self.url, reason) from error
+
+
+def _packed(call: Call) -> bytes:
+    return msgspec.msgpack.encode(call)
+
+
+def _check_over(progress: Progress) -> None:
+    if not progress.is_over:
+        raise ChannelError("the server ended its answer early")
+
+
+def _raise_refusal(response: httpx.Response) -> None:
+    if not response.is_error:
+        return
+    try:
+        error = response.json()["error"]
+        text, kind = error["message"], error["type"]
+    except (ValueError, KeyError, TypeError):
+        text = response.json().get("error") if _is_json_object(response) else response.text[:200]
+        kind = ""
+    if response.status_code == 401:
+        text = f"The server wants its API key: Remote(url, api_key=...), or the environment variable {API_KEY}."
+    elif response.status_code == 404 and kind != "NotFoundError":
+        text = "There is no midstream at this address. Start the server by `midstream serve MODEL`."
+    cls = getattr(errors, kind, None)
+    if not (isinstance(cls, type) and issubclass(cls, MidstreamError)):
+        cls, text = RemoteError, f"{response.status_code}: {text}"
+    raise cls(text)
+
+
+def _is_json_object(response: httpx.Response) -> bool:
+    with contextlib.suppress(ValueError):
+        return isinstance(response.json(), dict)
+    return False
+
+
+class Delivery:
+    """Hands the captured rows of one request on to where its plan sends them, once the server has sent them all."""
+
+    def __init__(self, plan: PreparedPlan, collected: Collected | None, sinks: Sinks) -> None:
+        self._plan, self._collected, self._sinks = plan, collected, sinks
+        self._captures: list[tuple[RequestCapture, int]] = []  # of each sample, with the position where its rows stop
+
+    def take(self, result: InvokeResult) -> None:
+        """Give the rows to the consumers."""
+        if result.error is not None:
+            return
+        output = result.output
+        captured = output.captures if isinstance(output.captures, list) else [output.captures]
+        try:
+            for sample, planes in zip(output.outputs, captured, strict=True):
+                name = f"{sample.index}_{output.request_id}" if len(captured) > 1 else output.request_id
+                info = CaptureInfo(name, tuple(self._plan.prompt), collected=self._collected)
+                capture = RequestCapture(info, self._plan.routes, self._sinks, self._plan.empty_chunk)
+                stop = len(self._plan.prompt) + len(sample.token_ids) - 1
+                self._captures.append((capture, stop))
+                capture.add(planes.chunks())
+                capture.end(stop)
+        except MidstreamError as error:
+            result.error = error
+
+    def finish(self, result: InvokeResult) -> None:
+        """Wait for the consumers, and leave on the output what belongs there; or the error on the result."""
+        try:
+            kept = [capture.result(stop) for capture, stop in self._captures]
+            result.output.captures = kept[0] if len(kept) == 1 else kept
+        except MidstreamError as error:
+            result.error, result.output.captures = result.error or error, None
+
+
+class RemoteStream(OutputStream):
+    """The outputs of requests on a server.
+
+    Args:
+        calls: the calls that they are sent with, one after the other.
+        deliveries: for each call, those of its requests that have one.
+    """
+
+    def __init__(self, server: Server, calls: Sequence[Call], deliveries: Sequence[dict[int, Delivery]]) -> None:
+        super().__init__()
+        self._server, self._calls, self._deliveries = server, calls, deliveries
+
+    async def items(self) -> AsyncGenerator[Item]:
+        before = 0
+        for call, deliveries in zip(self._calls, self._deliveries, strict=True):
+            messages: Any = self._server.async_messages(call, Progress(len(call.asked)))
+            async with contextlib.aclosing(messages):
+                async for index, output, result in messages:
+                    if result is not None and (delivery := deliveries.get(index)) is not None:
+                        await asyncio.to_thread(delivery.take, result)
+                        await asyncio.to_thread(delivery.finish, result)
+                    yield before + index, output, result
+            before += len(call.asked)
+
+
+class RemoteRuns(Runs):
+    """The runs that a server holds, recorded by anybody.
+
+    Args:
+        ask: as `Server.ask`, awaitable.
+    """
+
+    def __init__(self, ask: Callable[..., Awaitable[httpx.Response]], is_async: bool) -> None:
+        super().__init__(ask, is_async)  # type: ignore[arg-type]
+        self._ask_server = ask
+
+    async def _list(self) -> list[RunInfo]:
+        runs = (await self._ask_server("GET", "runs")).json()["runs"]
+        self._handles = {name: _handle(name, run) for name, run in runs.items()}
+        fields, lists = ("id", "bytes", "leases"), ("sites", "layers", "positions")
+        return [
+            RunInfo(name, *(run[each] for each in fields), *(tuple(run[each]) for each in lists))
+            for name, run in runs.items()
+        ]
+
+    async def add(self, run: RecordedRun) -> RecordedRun:
+        """Add a run that the server has recorded; it has deleted an older one of its name."""
+        self._handles[run.name] = run
+        return run
+
+    async def _delete(self, run: RecordedRun) -> None:
+        await self._ask_server("DELETE", f"runs/{quote(run.name, safe='')}")
+
+
+def _handle(name: str, run: dict[str, Any]) -> RecordedRun:
+    lists = ("prompt_token_ids", "sites", "layers", "positions")
+    return RecordedRun(name, run["id"], *(tuple(run[each]) for each in lists))
+
+
+class Remote(DescribedModel):
+    """A model on a server that `midstream serve MODEL` has started, with the interface of `VLLM`.
+
+        model = Remote("http://gpu-server:8000", api_key="my-key")
+        outputs = model.generate(prompts, plan=Steer("resid_post", layers=14, vector=v, scale=4.0), max_tokens=64)
+        with model.trace("The Eiffel Tower is in"):   # on servers with --midstream-allow-traces
+            h = model.layers_output[8].save()         # [tokens, hidden], on the CPU of this machine
+
+    Interrupting a call, by Ctrl-C for example, ends its requests on the server. Traces need the server's minor version of Python and its
+    version of midstream, because their code travels as bytecode. What they save has to be tensors, numbers, texts and containers of these.
+
+    Args:
+        url: of the server, `http://host:port`.
+        api_key: one of the server's; the environment variable MIDSTREAM_API_KEY if None.
+        mode: `"sync"` runs requests to their end; with `"async"`, `async for output in tracer.backend` follows them.
+        admin_key: the server's key for administration, which `engine_plan` needs; MIDSTREAM_ADMIN_KEY if None.
+
+    Attributes:
+        plan: the plan of every request of this object, sent with each; `engine_plan` is that of all clients.
+        vectors, runs: named vectors and recorded runs on the server. Only who has made one may replace or delete it.
+
+    Raises:
+        RemoteError: the server cannot be reached, or refuses the key.
+    """
+
+    _is_elsewhere = True
+
+    def __init__(
+        self,
+        url: str,
+        api_key: str | None = None,
+        *,
+        mode: Literal["sync", "async"] = "sync",
+        admin_key: str | None = None,
+    ) -> None:
+        if mode not in ("sync", "async"):
+            raise MidstreamError(f'mode is "sync" or "async"; {mode!r} was given.')
+        self.edits = {}
+        self.mode, self._is_async = mode, mode == "async"
+        keys = (api_key or os.environ.get(API_KEY), admin_key or os.environ.get(ADMIN_KEY))
+        self._connection = Server(url, *keys)
+        self._description = self._connection.ask("GET", "description").json()
+        self.model_name = self._description["model"]
+        self.vectors = RemoteVectors(self._connection)
+        self.runs = RemoteRuns(self._asked, self._is_async)
+        self.sinks = Sinks()
+
+    @property
+    def url(self) -> str:
+        """Where the server is, without a path."""
+        return self._connection.url
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """The module tree, its shapes and sites, from the server's workers."""
+        return self._description
+
+    @property
+    def _text_config(self) -> Any:
+        return SimpleNamespace(**self._description["config"])
+
+    @property
+    def longest_prompt(self) -> int:
+        return self._description["max_model_len"] - 1
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, from the server."""
+        from tokenizers import Tokenizer
+        from transformers import PreTrainedTokenizerFast
+
+        found = self._connection.ask("GET", "tokenizer").json()
+        return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(found["tokenizer"]), **found["settings"])
+
+    @property
+    def engine_plan(self) -> Plan:
+        """The plan of every request of every client of the server. Setting it, or None, needs `admin_key`."""
+        return Plan.from_wire(self._connection.ask("GET", "plan").json()["plan"])
+
+    @engine_plan.setter
+    def engine_plan(self, plan: Any) -> None:
+        if plan is None:
+            self._connection.ask("DELETE", "plan")
+        else:
+            self._connection.ask("PUT", "plan", json={"plan": json.loads(Plan.of(plan).to_json())})
+
+    def gauges(self) -> Any:
+        """As `VLLM.gauges`: a dict of counts for each of the server's workers."""
+        return self._finish(self._gauges())
+
+    async def _gauges(self) -> list[dict[str, int]]:
+        return (await self._asked("GET", "gauges")).json()["workers"]  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        """Let consumers and directories take their rows, and close the connections to the server."""
+        self.sinks.close()
+        self._connection.close()
+
+    async def start(self) -> Self:
+        """Does nothing: the server runs. For code that is written for `VLLM(mode="async")`."""
+        return self
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def record(
+        self,
+        prompt: Prompt,
+        sites: str | Sequence[str],
+        layers: Any = "all",
+        positions: Any = "all_prompt",
+        name: str | None = None,
+    ) -> RecordedRun:
+        """As `VLLM.record`. The server's engine-wide plan applies, and this object's does not."""
+        return self._finish(self._record(prompt, sites, layers, positions, name))  # type: ignore[no-any-return]
+
+    async def _record(self, prompt: Prompt, sites: Any, layers: Any, positions: Any, name: str | None) -> RecordedRun:
+        asked = {
+            "prompt": _prompt(prompt),
+            "sites": [sites] if isinstance(sites, str) else list(sites),
+            "layers": layers if layers == "all" else [layers] if isinstance(layers, int) else list(layers),
+            "positions": _positions(positions),
+            "replace": name is not None,
+            **({} if name is None else {"name": name}),
+        }
+        ((name, run),) = (await self._asked("POST", "runs", json=asked)).json()["runs"].items()
+        return await self.runs.add(_handle(name, run))
+
+    async def _asked(self, method: str, path: str, **request: Any) -> httpx.Response:
+        if not self._is_async:
+            return self._connection.ask(method, path, **request)
+        return await asyncio.to_thread(lambda: self._connection.ask(method, path, **request))
+
+    # Running.
+
+    def _run(self, invokes: list[Invoke], together: bool = False) -> list[InvokeResult] | OutputStream:
+        invokes = self._with_plan(invokes)
+        parts = [invokes] if together else list(_parts(invokes))
+        calls = [self._call(part, together) for part in parts]
+        deliveries = [self._deliveries(part) for part in parts]
+        if self._is_async:
+            return RemoteStream(self._connection, calls, deliveries)
+        results = []
+        for call, delivered in zip(calls, deliveries, strict=True):
+            progress = Progress(len(call.asked))
+            for index, _, result in self._connection.messages(call, progress):
+                if result is not None and index in delivered:
+                    delivered[index].take(result)
+            for index, delivery in delivered.items():
+                delivery.finish(progress.results[index])
+            results += [progress.results[i] for i in range(len(call.asked))]
+        return results
+
+    def _call(self, invokes: Sequence[Invoke], together: bool) -> Call:
+        plans: dict[Plan, int] = {}
+        asked = []
+        for invoke in invokes:
+            plan = without_destinations(invoke.plan)
+            number = plans.setdefault(plan, len(plans)) if plan else None
+            asked.append(Asked(_prompt(invoke.prompt), _params(invoke.params), number, list(invoke.answers)))
+        call = Call(metadata.version(NAME), asked, [plan.to_wire() for plan in plans], self._is_async, together)
+        if (code := self._code(invokes)) is not None:
+            call.programs, call.bodies, call.graph_sites = code.programs, code.bodies, code.graph_sites
+        return call
+
+    def _deliveries(self, invokes: Sequence[Invoke]) -> dict[int, Delivery]:
+        """For the invokes whose captured rows go elsewhere than to the output."""
+        found = {}
+        for i, invoke in enumerate(invokes):
+            if any(to is not None for capture in invoke.plan.captures for to in capture.sinks):
+                ids = token_ids(invoke, lambda: self.tokenizer)
+                plan = self.planner.prepare(invoke.plan, invoke.prompt, ids, invoke.params)
+                found[i] = Delivery(plan, invoke.collected, self.sinks)
+        return found
+
+    def _answer_tokens(self, given: Any, prompts: int) -> list[Answers]:
+        """The answers of each prompt; the server finds their token ids."""
+        return [dict.fromkeys(answers, -1) for answers in answers_by_prompt(given, prompts)]
+
+
+class RemoteVectors(Vectors):
+    """The named vectors on a server, uploaded by anybody. Each change and each look is a call to the server."""
+
+    def __init__(self, server: Server) -> None:
+        super().__init__()
+        self._server = server
+
+    @property
+    def widths(self) -> dict[str, int]:
+        return {name: each["width"] for name, each in self._listed().items()}
+
+    @property
+    def digests(self) -> dict[str, str]:
+        return {name: each["digest"] for name, each in self._listed().items()}
+
+    def _listed(self) -> dict[str, dict[str, Any]]:
+        return self._server.ask("GET", "vectors").json()["vectors"]  # type: ignore[no-any-return]
+
+    def __getitem__(self, name: str) -> Any:
+        self._check(name)
+        return read_vectors(self._server.ask("GET", _vector(name)).content, name)[name]
+
+    def __delitem__(self, name: str) -> None:
+        self._check(name)
+        self._server.ask("DELETE", _vector(name))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.widths)
+
+    def __len__(self) -> int:
+        return len(self.widths)
+
+    def __repr__(self) -> str:
+        return f"<vectors: {', '.join(f'{name} [{width}]' for name, width in self.widths.items()) or 'none'}>"
+
+    def _put(self, vectors: dict[str, Any]) -> None:
+        self._server.ask("POST", "vectors?replace=true", content=written_vectors(vectors))
+
+    def _check(self, name: str) -> None:
+        if name not in (there := self.widths):
+            raise KeyError(f"no vector {name!r}: {nearest(str(name), there)}")
+
+
+def _parts(invokes: Sequence[Invoke]) -> Iterator[list[Invoke]]:
+    """The invokes in parts that one call may have."""
+    part, size = list[Invoke](), 0
+    for invoke in invokes:
+        length = len(_prompt(invoke.prompt))
+        if part and (len(part) == MAX_PROMPTS or size + length > MAX_TOKENS):
+            yield part
+            part, size = [], 0
+        part.append(invoke)
+        size += length
+    yield part
+
+
+def _vector(name: str) -> str:
+    return f"vectors/{quote(name, safe='')}"
+
+
+def _prompt(prompt: Prompt) -> str | list[int]:
+    return prompt if isinstance(prompt, str) else encode(prompt, _no_tokenizer)
+
+
+def _no_tokenizer() -> Any:
+    return lambda text: {"input_ids": text}
+
+
+def _params(params: dict[str, Any]) -> dict[str, Any]:
+    for name in ("extra_args", "output_kind"):
+        if name in params:
+            raise ParameterError(f"{name} is not for Remote. A plan is given as plan=.")
+    return {name: list(value) if isinstance(value, (set, tuple)) else value for name, value in params.items()}
+
+
+def _positions(positions: Any) -> Any:
+    if isinstance(positions, Span):
+        return {"span": positions.text, "occurrence": positions.occurrence}
+    if isinstance(positions, str):
+        return positions
+    return [positions] if isinstance(positions, int) else list(positions)

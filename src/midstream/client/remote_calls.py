@@ -1,0 +1,287 @@
+"""What `Remote` and a server send each other for requests: one call, and messages with the outputs as they come.
+
+The call is msgpack. Code in it is pickled; the server loads it only if it was started for that. The messages are data (`transport.data`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import msgspec
+
+from midstream.capture.rows import Captured
+from midstream.client.requests import InvokeResult
+from midstream.errors import MidstreamError, RemoteError
+from midstream.trace.program import Failure, Outcome
+from midstream.trace.tree import map_objects
+
+MAX_PROMPTS, MAX_TOKENS = 1024, 1 << 20  # of one call; of text, characters
+_OUTCOME = ("values", "left", "unsaved", "counted", "stopped", "order", "name", "steps", "saved")
+
+
+class Asked(msgspec.Struct, forbid_unknown_fields=True):
+    """One prompt of a call: text or token ids. `plan` is the number of its plan in the call."""
+
+    prompt: str | list[int]
+    params: dict[str, Any]
+    plan: int | None = None
+    answers: list[str | int] = []
+
+
+class Call(msgspec.Struct, forbid_unknown_fields=True):
+    """Requests that a client sends together.
+
+    Attributes:
+        version: the client's version of midstream.
+        plans: as `Plan.to_wire` writes them.
+        stream: whether outputs are sent with each token, and not only at the end.
+        together: whether all requests must be in the same steps.
+        programs, bodies, graph_sites: as in `ShippedCode`; no programs if there is no trace.
+    """
+
+    version: str
+    asked: list[Asked]
+    plans: list[Any] = []
+    stream: bool = False
+    together: bool = False
+    programs: bytes = b""
+    bodies: list[int] = []
+    graph_sites: list[bool] = []
+
+
+class Logprob(NamedTuple):
+    """A token's log-probability in nats, its rank from 1 on, and its text."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+@dataclass
+class RemoteSample:
+    """One generated sequence, with the names that vLLM uses.
+
+    Attributes:
+        logprobs: for each token, a `Logprob` by token id; None unless asked for.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass
+class RemoteOutput:
+    """The output of one prompt, with the names that vLLM uses.
+
+    Attributes:
+        outputs: one for each sample.
+        finished: whether nothing more comes.
+        saves: the trace's saved values by name; so far, if not finished. A list of dicts for n > 1.
+        captures: the rows that the plan captured; a list for n > 1. None if not finished.
+        answers: the log-probability of each answer, in nats.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: list[RemoteSample]
+    finished: bool = False
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    saves: Any = field(default_factory=dict)
+    captures: Captured | list[Captured] | None = None
+    answers: dict[str | int, float] | None = None
+
+
+# The server's side.
+
+
+class OutputWriter:
+    """Turns the outputs of one request into messages."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+        self._sent: dict[int, tuple[int, int]] = {}  # characters and tokens, by sample
+
+    def message(self, output: Any, result: InvokeResult | None) -> dict[str, Any]:
+        """What is new in an output of vLLM's; with `result`, all of the rest."""
+        message = {
+            "index": self._index,
+            "id": output.request_id,
+            "prompt": list(output.prompt_token_ids or ()),
+            "samples": [self._sample(sample) for sample in output.outputs],
+            "answers": output.answers,
+        }
+        if result is None:
+            return {**message, "saves": output.saves}
+        captures = output.captures if isinstance(output.captures, list) else [output.captures]
+        return {
+            **message,
+            "prompt_logprobs": _logprobs(output.prompt_logprobs),
+            "captures": [_written_captures(each) for each in captures],
+            "outcomes": [_written_outcome(outcome, output) for outcome in result.outcomes],
+            "saves": _without(output, output.saves),
+            "error": result.error,
+        }
+
+    def _sample(self, sample: Any) -> dict[str, Any]:
+        characters, tokens = self._sent.get(sample.index, (0, 0))
+        self._sent[sample.index] = len(sample.text), len(sample.token_ids)
+        return {
+            "index": sample.index,
+            "text": sample.text[characters:],
+            "token_ids": list(sample.token_ids[tokens:]),
+            "logprobs": _logprobs(sample.logprobs[tokens:] if sample.logprobs is not None else None),
+            "cumulative_logprob": sample.cumulative_logprob,
+            "finish_reason": sample.finish_reason,
+            "stop_reason": sample.stop_reason,
+        }
+
+
+def _logprobs(given: Sequence[Mapping[int, Any] | None] | None) -> Any:
+    if given is None:
+        return None
+    return [
+        each and {token: Logprob(found.logprob, found.rank, found.decoded_token) for token, found in each.items()}
+        for each in given
+    ]
+
+
+def _written_captures(captured: Captured | None) -> list[Any] | None:
+    if captured is None:
+        return None
+    return [(key[0], key[1], captured.when(key), captured[key], captured.positions[key]) for key in captured]
+
+
+def _written_outcome(outcome: Outcome, output: Any) -> dict[str, Any]:
+    written = {name: getattr(outcome, name) for name in _OUTCOME}
+    failure = outcome.failure.exception() if outcome.failure is not None else None
+    return {**written, "values": _without(output, outcome.values), "failure": failure}
+
+
+def _without(output: Any, values: Any) -> Any:
+    """The values, with `...` for the request's own output, which `tracer.result` stands for."""
+    return map_objects(values, type(output), lambda _: ...)
+
+
+# The client's side.
+
+
+@dataclass
+class _ReceivedFailure(Failure):
+    received: MidstreamError | None = None
+
+    def exception(self) -> MidstreamError:
+        assert self.received is not None
+        return self.received
+
+
+class OutputReader:
+    """Puts the messages about one request together."""
+
+    def __init__(self) -> None:
+        self.output = RemoteOutput("", [], [])
+        self._samples: dict[int, RemoteSample] = {}
+
+    def read(self, message: dict[str, Any]) -> tuple[RemoteOutput, InvokeResult | None]:
+        """The output so far, and the result if the request is over."""
+        for sample in message["samples"]:
+            self._add(sample)
+        samples = [self._samples[index] for index in sorted(self._samples)]
+        self.output = output = RemoteOutput(
+            message["id"], message["prompt"], samples, saves=message["saves"], answers=message["answers"]
+        )
+        if "outcomes" not in message:
+            return output, None
+        output.finished, output.prompt_logprobs = True, message["prompt_logprobs"]
+        output.saves = _with(output, output.saves)
+        captures = [_read_captures(output.request_id, each) for each in message["captures"]]
+        output.captures = captures[0] if len(captures) == 1 else captures  # type: ignore[assignment]
+        outcomes = [_read_outcome(each, output) for each in message["outcomes"]]
+        return output, InvokeResult(outcomes, output, error=message["error"])
+
+    def _add(self, new: dict[str, Any]) -> None:
+        before = self._samples.get(new["index"], RemoteSample(new["index"]))
+        logprobs = new["logprobs"]
+        self._samples[new["index"]] = RemoteSample(
+            new["index"],
+            before.text + new["text"],
+            before.token_ids + new["token_ids"],
+            new["cumulative_logprob"],
+            None if logprobs is None else (before.logprobs or []) + logprobs,
+            new["finish_reason"],
+            new["stop_reason"],
+        )
+
+
+def _read_captures(request: str, planes: Sequence[Any] | None) -> Captured | None:
+    if planes is None:
+        return None
+    tensors = {(site, layer, when): tensor for site, layer, when, tensor, _ in planes}
+    return Captured.of(request, tensors, {key: plane[4] for key, plane in zip(tensors, planes, strict=True)})
+
+
+def _read_outcome(written: dict[str, Any], output: RemoteOutput) -> Outcome:
+    failure = written["failure"]
+    if failure is not None:
+        failure = _ReceivedFailure(None, type(failure).__name__, [], str(failure), [], received=failure)
+    values = _with(output, written["values"])
+    return Outcome(**{**{name: written[name] for name in _OUTCOME}, "values": values}, failure=failure)
+
+
+def _with(output: RemoteOutput, values: Any) -> Any:
+    return map_objects(values, type(...), lambda _: output)
+
+
+class Progress:
+    """What has come of a call.
+
+    Attributes:
+        results: of the requests that are over, by their numbers.
+    """
+
+    def __init__(self, prompts: int) -> None:
+        self._readers = [OutputReader() for _ in range(prompts)]
+        self.results: dict[int, InvokeResult] = {}
+
+    def read(self, message: Any) -> tuple[int, RemoteOutput, InvokeResult | None] | None:
+        """What a message says; None if it only says that the server is there. Raises the error that it has."""
+        if message is None:
+            return None
+        if isinstance(message, MidstreamError):
+            raise message
+        index = message["index"]
+        output, result = self._readers[index].read(message)
+        if result is not None:
+            self.results[index] = result
+        return index, output, result
+
+    @property
+    def is_over(self) -> bool:
+        return len(self.results) == len(self._readers)
+
+    def lost(self, url: str, reason: object) -> RemoteError:
+        """The error for a connection that was lost. Its `outputs` and `saves` have what has come, for each request."""
+        saves = [reader.output.saves for reader in self._readers]
+        names = sorted({name for each in saves for part in _dicts(each) for name in part})
+        done, all_ = len(self.results), len(self._readers)
+        kept = (
+            f"What had been saved until then is in this error's `saves`: {', '.join(names)}"
+            if names
+            else "Nothing had been saved"
+        )
+        error = RemoteError(
+            f"The connection to {url} was lost when {done} of {all_} requests were done ({reason}). {kept}."
+        )
+        error.outputs = [reader.output if i in self.results else None for i, reader in enumerate(self._readers)]
+        error.saves = saves
+        return error
+
+
+def _dicts(saves: Any) -> list[dict[str, Any]]:
+    return saves if isinstance(saves, list) else [saves]

@@ -1,0 +1,70 @@
+"""The outputs of requests that run elsewhere, as they come.
+
+async for output in tracer.backend:      # the outputs of all invokes
+    output.saves                         # the values saved so far; all of them once output.finished
+outputs = await tracer.backend           # or only the final outputs, in the order of the invokes
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator
+from typing import Any
+
+from midstream.client.requests import InvokeResult, raise_failures
+from midstream.errors import TraceError
+
+# The number of a request, its output, and its result if it has finished.
+Item = tuple[int, Any, InvokeResult | None]
+
+
+class OutputStream(Awaitable[list[Any]]):
+    """The outputs of requests: iterate over them, or await the final ones. This submits the requests.
+
+    A request that fails has no final output; its error is raised when all requests have finished, several errors as a group.
+    Leaving the loop early, or cancelling its task, aborts the requests that have not finished.
+
+    Attributes:
+        outputs: the final outputs in the order of the invokes, once all have finished.
+        results: the results of all requests, once all have finished.
+        when_done: called with the results.
+    """
+
+    def __init__(self) -> None:
+        self.outputs: list[Any] = []
+        self.results: list[InvokeResult] = []
+        self.when_done: Callable[[list[InvokeResult]], None] = lambda _: None
+        self._is_used = False
+
+    def items(self) -> AsyncIterator[Item]:
+        """The outputs of all requests, those of failed ones included. To be called once."""
+        raise NotImplementedError
+
+    def __await__(self) -> Generator[Any, None, list[Any]]:
+        return self._to_the_end().__await__()
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        if self._is_used:
+            raise TraceError("The outputs of a trace can be iterated over once; the final ones are in `outputs`.")
+        self._is_used = True
+        return self._iterate()
+
+    async def _to_the_end(self) -> list[Any]:
+        async for _ in self:
+            pass
+        return self.outputs
+
+    async def _iterate(self) -> AsyncIterator[Any]:
+        done: dict[int, InvokeResult] = {}
+        items: Any = self.items()
+        async with contextlib.aclosing(items):
+            async for index, output, result in items:
+                if result is not None:
+                    done[index] = result
+                    if result.error is not None or any(outcome.failure is not None for outcome in result.outcomes):
+                        continue
+                yield output
+        self.results = [done[index] for index in sorted(done)]
+        self.outputs[:] = [result.output for result in self.results]
+        raise_failures(self.results)
+        self.when_done(self.results)

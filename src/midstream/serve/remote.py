@@ -1,0 +1,214 @@
+"""The routes that `midstream.Remote` needs beside the others: requests with plans and traces, and what the model is."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator
+from importlib import metadata
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from midstream.client.remote_calls import MAX_PROMPTS, Call, OutputWriter
+from midstream.client.requests import Invoke, answers_of, token_ids
+from midstream.client.streams import OutputStream
+from midstream.engine.admission import reader
+from midstream.engine.launch import checked_parameters
+from midstream.errors import (
+    MidstreamError,
+    ParameterError,
+    PromptError,
+    TraceError,
+    TracesNotAllowedError,
+)
+from midstream.plan.values import Plan
+from midstream.serve.requests import Server, answering_errors, problem, received, server_of
+from midstream.settings import NAME, Settings
+from midstream.trace.program import ShippedCode, check_python
+from midstream.transport.data import Writer
+
+MAX_CALL_BYTES = 64 << 20  # with code and its tensors
+MAX_PLANS_BYTES = 8 << 20  # without: nobody else is served while a call is decoded
+_ALIVE_SECONDS = 5.0
+_log = logging.getLogger(__name__)
+router = APIRouter(prefix=f"/v1/{NAME}", tags=[NAME])
+
+
+@router.get("/description")
+async def description(request: Request) -> dict[str, Any]:
+    """The model's modules, shapes and sites, for `midstream.Remote`."""
+    model = server_of(request).model
+    names = ("vocab_size", "num_attention_heads", "num_key_value_heads", "hidden_size", "head_dim")
+    config = model.config.model_config.hf_text_config
+    return {
+        **model.description,
+        "model": model.model_name,
+        "config": {name: getattr(config, name, None) for name in names},
+        "max_model_len": model.config.model_config.max_model_len,
+    }
+
+
+@router.get("/tokenizer")
+async def tokenizer(request: Request) -> Any:
+    """The tokenizer as the JSON of the tokenizers library, and the settings of transformers' around it."""
+    there = server_of(request).model.tokenizer
+    if not there.is_fast:
+        return problem(404, "The model's tokenizer has no JSON form: load it by its name, with transformers.")
+    settings = {
+        **there.special_tokens_map,
+        "chat_template": there.chat_template,
+        "clean_up_tokenization_spaces": there.clean_up_tokenization_spaces,
+        "model_max_length": there.model_max_length,
+    }
+    return {"tokenizer": there.backend_tokenizer.to_str(), "settings": settings}
+
+
+@router.post("/generate")
+@answering_errors
+async def generate(request: Request) -> Any:
+    """Requests of `midstream.Remote`, with plans and, where the server allows it, with traces. The body and the response are binary.
+
+    A connection that is closed ends the requests.
+    """
+    server = server_of(request)
+    limit = MAX_CALL_BYTES if _allows_traces(server) else MAX_PLANS_BYTES
+    body = await received(request, limit, "The call has {}. Send fewer prompts, or smaller tensors, in one call.")
+    stream, call = await _prepared(server, body)
+    return Messages(_messages(server, stream, call))
+
+
+async def _prepared(server: Server, body: bytes) -> tuple[OutputStream, Call]:
+    """The requests, ready to run. Raises MidstreamError for what is wrong with them."""
+    call = _read(server, body)
+    loop = asyncio.get_running_loop()
+    invokes, prompts = await loop.run_in_executor(reader, _invokes, server, call)
+    code = ShippedCode(call.programs, call.bodies, call.graph_sites) if call.programs else None
+    return server.model.stream(invokes, prompts, code, call.together), call
+
+
+def _read(server: Server, body: bytes) -> Call:
+    try:
+        call = msgspec.msgpack.decode(body, type=Call)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ParameterError(f"The call is not what midstream.Remote sends: {error}.") from error
+    if not 0 < len(call.asked) <= MAX_PROMPTS:
+        raise PromptError(f"One call has 1 to {MAX_PROMPTS} prompts; {len(call.asked)} were sent.")
+    if not call.programs:
+        return call
+    if not _allows_traces(server):
+        raise TracesNotAllowedError(
+            "This server takes plans and no code. Its operator allows traces by `midstream serve --midstream-allow-traces --api-key ...`."
+        )
+    check_python(call.programs)
+    if call.version != (here := metadata.version(NAME)):
+        raise TraceError(
+            f"The client's midstream is {call.version} and the server's is {here}. For traces they have to be the same."
+        )
+    if not len(call.bodies) == len(call.graph_sites) == len(call.asked):
+        raise ParameterError(
+            "The call is not what midstream.Remote sends: bodies and graph_sites have one entry for each prompt."
+        )
+    return call
+
+
+def _allows_traces(server: Server) -> bool:
+    return Settings.of(server.model.config).allow_traces
+
+
+def _invokes(server: Server, call: Call) -> tuple[list[Invoke], list[list[int]]]:
+    """The requests as the model takes them, and the token ids of their prompts."""
+    model = server.model
+    plans = [server.checked_plan(plan) for plan in call.plans]
+    invokes = []
+    for asked in call.asked:
+        if asked.plan is not None and not 0 <= asked.plan < len(plans):
+            raise ParameterError(f"The call has no plan {asked.plan}.")
+        (answers,) = answers_of([asked.answers] if asked.answers else [], 1, lambda: model.tokenizer, model.vocab_size)
+        params = checked_parameters(asked.params)
+        plan = Plan() if asked.plan is None else plans[asked.plan]
+        invokes.append(Invoke(asked.prompt, None, params, plan, answers))
+    return invokes, [token_ids(invoke, lambda: model.tokenizer) for invoke in invokes]
+
+
+async def _messages(server: Server, stream: OutputStream, call: Call) -> AsyncGenerator[bytes]:
+    """What the client gets: None from time to time, outputs as they come, or an error."""
+    writer = Writer()
+    with server.counted(len(call.asked)):
+        async with contextlib.aclosing(_values(stream, call)) as values:
+            async for value in values:
+                for piece in writer.message(value):
+                    yield piece
+
+
+async def _values(stream: OutputStream, call: Call) -> AsyncGenerator[Any]:
+    writers = [OutputWriter(index) for index in range(len(call.asked))]
+    loop, items = asyncio.get_running_loop(), _alive(stream.items())
+    try:
+        async with contextlib.aclosing(items):
+            async for item in items:
+                if item is None:
+                    yield None
+                    continue
+                index, output, result = item
+                if result is not None:  # captured rows may have to be joined
+                    yield await loop.run_in_executor(None, writers[index].message, output, result)
+                elif call.stream or output.saves:
+                    yield writers[index].message(output, None)
+    except MidstreamError as error:
+        yield error
+    except Exception:
+        _log.exception("a request of midstream.Remote failed")
+        yield MidstreamError("The server failed. Its log says why.")
+
+
+async def _alive(items: Any) -> AsyncGenerator[Any]:
+    """The items, and None whenever none has come for some seconds: the client then knows that the server is there."""
+    async with contextlib.aclosing(items):
+        while True:
+            waiting = asyncio.ensure_future(anext(items, _END))
+            try:
+                while not (await asyncio.wait([waiting], timeout=_ALIVE_SECONDS))[0]:
+                    yield None
+                if (item := waiting.result()) is _END:
+                    return
+            finally:
+                waiting.cancel()
+                await asyncio.gather(waiting, return_exceptions=True)
+            yield item
+
+
+_END = object()
+
+
+class Messages(Response):
+    """A response that ends its source, and with it the requests, as soon as the client has gone."""
+
+    def __init__(self, source: AsyncGenerator[bytes]) -> None:
+        super().__init__()
+        self._source = source
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        sending = asyncio.create_task(self._send(send))
+        gone = asyncio.create_task(self._until_gone(receive))
+        try:
+            await asyncio.wait([sending, gone], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (sending, gone):
+                task.cancel()
+            await asyncio.shield(asyncio.gather(sending, gone, return_exceptions=True))
+
+    async def _send(self, send: Any) -> None:
+        headers = [(b"content-type", b"application/x-midstream"), (b"x-accel-buffering", b"no")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        async with contextlib.aclosing(self._source) as pieces:
+            async for piece in pieces:
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _until_gone(self, receive: Any) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
