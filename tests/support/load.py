@@ -33,6 +33,7 @@ from servers import Server, memory, processes, serving
 
 ENVIRONMENT = {
     "MIDSTREAM_CAPTURE_SECONDS": str(CAPTURE_SECONDS),
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16",  # else every number of tokens in a batch adds to it for the first ten minutes
     "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",  # else the server closes a connection just as a client sends its next request
 }
 # So few and small KV blocks that requests are preempted, and that all are soon in use: the memory is flat from then on.
