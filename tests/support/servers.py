@@ -71,12 +71,15 @@ class Server:
 
 
 def memory(pid: int) -> int:
-    """Bytes that a process has for itself; 0 if it has ended. The file `smaps_rollup` is more exact, and holds the process up."""
+    """Bytes of a process that no file backs; 0 if it has ended. Shared memory counts: captured rows come in it.
+
+    The file `smaps_rollup` is more exact, and holds the process up for a second.
+    """
     try:
-        _, resident, shared, *_ = map(int, Path(f"/proc/{pid}/statm").read_text().split())
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
         return 0
-    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
 
 
 def processes(server: Server) -> dict[int, str]:
