@@ -51,7 +51,8 @@ _MOST_FAILURES = 20
 class Report:
     """What came of a load."""
 
-    seconds: float = 0.0
+    planned: float  # seconds in which clients began requests
+    seconds: float = 0.0  # until the last one had its answer
     done: Counter[str] = field(default_factory=Counter)  # requests by kind
     failures: list[str] = field(default_factory=list)
     health: list[float] = field(default_factory=list)  # seconds of each answer
@@ -64,11 +65,12 @@ class Report:
         print(f"failed: {what}", flush=True)
 
     def windows(self) -> dict[str, list[float]]:
-        """The median memory of each window, in MB, by process."""
-        length = self.seconds / WINDOWS
+        """The median memory of each window, in MB, by process. While the last clients end, nothing is added."""
+        length = self.planned / WINDOWS
         by_window: list[list[dict[str, float]]] = [[] for _ in range(WINDOWS)]
         for at, found in self.memory:
-            by_window[min(int(at / length), WINDOWS - 1)].append(found)
+            if at < self.planned:
+                by_window[int(at / length)].append(found)
         names = self.memory[0][1]
         return {
             name: [statistics.median(each[name] for each in window) for window in by_window if window] for name in names
@@ -142,7 +144,7 @@ def files(server: Server) -> int:
 
 async def run(server: Server, clients: int, seconds: float, seed: int = 0) -> Report:
     """The load, and the checks that need the server up."""
-    report, oracle = Report(), Oracle()
+    report, oracle = Report(seconds), Oracle()
     async with Clients(server) as alone:
         await oracle.ask(alone)
     before, open_before = await asyncio.to_thread(state, server), files(server)
