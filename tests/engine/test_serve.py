@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import pickle
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ import numpy as np
 import openai
 import pytest
 import torch
+from load_clients import request
 from safetensors.torch import load, save
 from servers import Server, serving
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -441,6 +443,15 @@ def test_g7_every_mistake_is_a_400_that_names_its_field(server: Server, stream: 
         assert "parameter=" not in error["message"]
     after = server.complete(FRANCE, logprobs=3)
     assert after[0] == 200 and after[1]["choices"] == before[1]["choices"]
+
+
+@pytest.mark.parametrize("path", ["/v1/midstream/vectors", "/v1/midstream/runs", "/v1/messages"])
+def test_g7_a_client_that_leaves_during_an_upload_is_no_error_of_the_server(server: Server, path: str) -> None:
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as plug:
+        plug.sendall(request("POST", path, b'{"prompt": "', length=1000))
+        time.sleep(0.5)
+    time.sleep(0.5)
+    assert server.is_healthy() and "ClientDisconnect" not in server.log.read_text()
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/chat/completions/batch", "/tokenize", "/inference/v1/generate"])

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import Server, serving
+from servers import Server, processes, serving
 
 pytestmark = pytest.mark.engine
 
@@ -61,34 +61,6 @@ def until(condition: Any, seconds: float = 40.0) -> None:
         time.sleep(0.05)
 
 
-def is_idle(pid: int, seconds: float = 1.0) -> bool:
-    """Whether a process computes for less than a tenth of the time, or is gone."""
-
-    def used() -> float:
-        with contextlib.suppress(OSError):
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
-        return 0.0
-
-    before = used()
-    time.sleep(seconds)
-    return used() - before < seconds / 10
-
-
-def processes(server: Server) -> dict[int, str]:
-    """The names of the server's processes, by id."""
-    found = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            number, _, rest = stat.read_text().partition(" (")
-        except OSError:
-            continue
-        name, _, fields = rest.rpartition(") ")
-        if int(fields.split()[3]) == server.process.pid:  # the session's
-            found[int(number)] = name
-    return found
-
-
 def test_g12_sigterm_lets_running_requests_end(tmp_path: Path) -> None:
     with serving(tmp_path, "--shutdown-timeout", "120", stock=False) as server:
         streams = [Stream(server) for _ in range(4)]
@@ -112,15 +84,37 @@ def test_g12_sigterm_lets_running_requests_end(tmp_path: Path) -> None:
         until(lambda: not processes(server))
 
 
-def test_g12_a_killed_engine_ends_the_server_and_its_clients_hear_of_it(tmp_path: Path) -> None:
-    with serving(tmp_path, stock=False) as server:
+TWO_RANKS = ("--tensor-parallel-size", "2")
+
+
+@pytest.mark.parametrize(
+    ("killed", "flags"),
+    [
+        pytest.param("EngineCore", (), id="engine"),
+        pytest.param("Worker", (), id="worker"),
+        pytest.param("Worker_TP1", TWO_RANKS, id="one worker of two", marks=pytest.mark.matrix),
+    ],
+)
+def test_g12_a_killed_process_ends_the_server_and_its_clients_hear_of_it(
+    tmp_path: Path, killed: str, flags: tuple[str, ...]
+) -> None:
+    with serving(tmp_path, *flags, stock=False) as server:
         stream = Stream(server)
-        (engine,) = [pid for pid, name in processes(server).items() if "EngineCor" in name]
-        os.kill(engine, signal.SIGKILL)
+        (process,) = [pid for pid in processes(server) if title(pid).endswith(killed)]
+        os.kill(process, signal.SIGKILL)
         stream.join(60)
         assert stream.error is not None or '"error"' in stream.lines[-2], stream.lines[-2:]
+        assert not server.is_healthy()
         with contextlib.suppress(urllib.error.URLError, ConnectionError):  # it has gone already
             assert server.complete("The", midstream={"plan": PLAN})[0] >= 500
         until(lambda: server.process.poll() is not None)
         assert not server.is_healthy()
         until(lambda: not processes(server))
+
+
+def title(pid: int) -> str:
+    """What a process of vLLM calls itself, such as VLLM::EngineCore."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().rstrip("\0 ")
+    except OSError:
+        return ""

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import shlex
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load
 
 pytest.importorskip("vllm")
 
@@ -20,7 +23,7 @@ from midstream.client.vectors_and_runs import Runs
 from midstream.errors import MidstreamError
 from midstream.plan.captures import Layout, RowSelection
 from midstream.plan.values import RecordedRun
-from midstream.serve.captures import CaptureStore
+from midstream.serve.captures import CaptureStore, Held
 from midstream.serve.command import allowed_plugins, server_flags
 from midstream.serve.plugin import Plugin
 from midstream.settings import SCHEDULER, WORKER, Settings
@@ -94,6 +97,21 @@ def test_g4_rows_do_not_keep_the_step_that_they_came_from_in_memory() -> None:
     (entry,) = store.put(MINE, 0, one, inline=0)
     held = store.get(MINE, entry["handle"])
     assert held is not None and held.tensor.untyped_storage().nbytes() == WIDTH * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_g4_a_download_is_a_safetensors_file_in_small_parts(dtype: torch.dtype, tmp_path: Path) -> None:
+    rows = torch.randn(1000, 300).to(dtype)
+    about = {"choice": 0, "positions": list(range(1000)), "shape": [1000, 300], "site": "é"}
+    size, parts = Held(MINE, rows, about, 0.0).file()
+    given = list(parts)
+    assert max(map(len, given)) <= max(1 << 16, len(given[0])) and sum(map(len, given)) == size
+    (tmp_path / "rows").write_bytes(b"".join(given))
+    with safe_open(tmp_path / "rows", "pt") as file:
+        assert torch.equal(file.get_tensor("rows"), rows)
+        assert file.metadata() == {name: str(value) for name, value in about.items()}
+    empty = Held(MINE, rows[:0], {"shape": [0, 300]}, 0.0).file()
+    assert load(b"".join(empty[1]))["rows"].shape == (0, 300)
 
 
 def test_g6_a_run_that_is_recorded_while_runs_are_listed_stays() -> None:
