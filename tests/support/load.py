@@ -36,7 +36,7 @@ ENVIRONMENT = {
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16",  # else every number of tokens in a batch adds to it for the first ten minutes
     "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",  # else the server closes a connection just as a client sends its next request
 }
-# So few and small KV blocks that requests are preempted, and that all are soon in use: the memory is flat from then on.
+# Few and small KV blocks: all have soon been used, and memory is flat from then on.
 FLAGS = ("--block-size", "32", "--num-gpu-blocks-override", "64", "--shutdown-timeout", "60")
 WINDOWS = 6  # in which memory is compared, the first of them to warm up
 MEGABYTES = 4  # that a process may grow in every window. A leak grows in all of them; an allocator takes a step in some
