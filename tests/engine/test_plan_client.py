@@ -75,7 +75,7 @@ def test_d1_other_extra_args_stay(engine: VLLM) -> None:
     from midstream.client.requests import Invoke
 
     plan = Plan.of(Steer("resid_post", vector=vector()))
-    (request,) = engine._requests([Invoke(FRANCE, None, {"extra_args": {"mine": 1}}, plan)], [[1, 2]])
+    (request,) = engine._requests([Invoke(FRANCE, None, {"extra_args": {"mine": 1}}, plan)], [[1, 2]], None)
     assert request.params.extra_args["mine"] == 1 and set(request.params.extra_args["midstream"]) >= {"plan"}
 
 

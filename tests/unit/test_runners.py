@@ -274,7 +274,7 @@ def test_a_request_that_its_traces_code_is_not_for_is_refused() -> None:
     """F3: it ends by itself; an IndexError would end the engine. The trace is over with its last request."""
     host: Any = TraceHost.__new__(TraceHost)
     host._allow_traces, host._groups = True, {"trace": TracedGroup([[]])}
-    for index in (1, -1):
+    for index in (0, 1, -1):
         with pytest.raises(TraceError, match=f"Request {index} of a trace came with code for 1"):
             host._programs("name", TraceRequest("trace", index, 2, 1, False, False, None))
     assert not host._groups

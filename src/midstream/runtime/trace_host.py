@@ -57,9 +57,12 @@ class TracedGroup:
         """The programs of one request. Raises MidstreamError if there are none."""
         if isinstance(self.programs, MidstreamError):
             raise self.programs.with_traceback(None)
-        programs = self.programs[trace.index] if trace.index < len(self.programs) else []
+        there = len(self.programs)
+        programs = self.programs[trace.index] if 0 <= trace.index < there else []
         if len(programs) != trace.bodies:
-            raise TraceError(f"The trace's code has {len(programs)} programs for a request that says {trace.bodies}.")
+            raise TraceError(
+                f"Request {trace.index} of a trace came with code for {there}; send its requests with the code made for them."
+            )
         return programs
 
 
