@@ -6,7 +6,7 @@ import http.server
 import os
 import threading
 
-from midstream.client.remote import Server
+from midstream.client.remote import ServerConnection
 
 
 class Ports(http.server.BaseHTTPRequestHandler):
@@ -29,7 +29,7 @@ def test_a_forked_process_has_connections_of_its_own() -> None:
     """On its parent's, each could read the other's answers."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Ports) as there:
         threading.Thread(target=there.serve_forever, daemon=True).start()
-        server = Server(f"http://127.0.0.1:{there.server_port}", None, None)
+        server = ServerConnection(f"http://127.0.0.1:{there.server_port}", None, None)
         own = server.ask("GET", "x").text
         assert server.ask("GET", "x").text == own  # the connection is kept
         reading, writing = os.pipe()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from midstream.arch.detect import show_tree
 from midstream.client.model import TraceModel
@@ -66,6 +67,18 @@ class DescribedModel(TraceModel):
 
     def __midstream_reference__(self) -> Any:
         return ("model",)
+
+    async def start(self) -> Self:
+        """Make the model ready, for `async with`."""
+        raise NotImplementedError
+
+    async def __aenter__(self) -> Self:
+        return await self.start()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.close()
 
     def _code(self, invokes: Sequence[Invoke]) -> ShippedCode | None:
         """The code that runs in the invokes' forward passes, the model's edits first. Raises TraceError for what cannot be sent."""

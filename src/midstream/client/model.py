@@ -349,10 +349,16 @@ class TraceModel(Sizes):
         each = [sites] if isinstance(sites, str) else list(sites)
         if not each:
             raise PlanError("record: sites is empty. Allowed: one site or several.")
-        plan = Plan(tuple(Capture(site, layers=layers, positions=positions, when="after") for site in each))
+        return self._finish(self._recording(prompt, each, layers, positions, name))  # type: ignore[no-any-return]
+
+    def _recording(
+        self, prompt: Prompt, sites: list[str], layers: Any, positions: Any, name: str | None
+    ) -> Coroutine[Any, Any, RecordedRun]:
+        """Arguments and errors as of `record`."""
+        plan = Plan(tuple(Capture(site, layers=layers, positions=positions, when="after") for site in sites))
         record = (uuid.uuid4().hex, self.runs.new_name() if name is None else name)
         invoke = Invoke(prompt, None, {"max_tokens": 1, "temperature": 0.0}, plan, record=record)
-        return self._finish(self._recorded(self._run([invoke]), record))  # type: ignore[no-any-return]
+        return self._recorded(self._run([invoke]), record)
 
     async def _recorded(self, running: Any, record: RecordAs) -> RecordedRun:
         (result,) = await self._results(running)

@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import json
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from importlib import metadata
-from types import SimpleNamespace, TracebackType
+from types import SimpleNamespace
 from typing import Any, Literal, Self
 from urllib.parse import quote
 
@@ -45,7 +46,7 @@ API_KEY, ADMIN_KEY = "MIDSTREAM_API_KEY", "MIDSTREAM_ADMIN_KEY"  # environment v
 _TIMEOUT = httpx.Timeout(60.0, connect=10.0, pool=None)  # a server that computes says so every few seconds
 
 
-class Server:
+class ServerConnection:
     """The routes of one server under /v1/midstream.
 
     Args:
@@ -137,12 +138,11 @@ def _check_over(progress: Progress) -> None:
 def _raise_refusal(response: httpx.Response) -> None:
     if not response.is_error:
         return
-    try:
+    text, kind = response.text[:200], ""
+    with contextlib.suppress(ValueError, KeyError, TypeError):
         error = response.json()["error"]
+        text = error
         text, kind = error["message"], error["type"]
-    except (ValueError, KeyError, TypeError):
-        text = response.json().get("error") if _is_json_object(response) else response.text[:200]
-        kind = ""
     if response.status_code == 401:
         text = f"The server wants its API key: Remote(url, api_key=...), or the environment variable {API_KEY}."
     elif response.status_code == 404 and kind != "NotFoundError":
@@ -151,12 +151,6 @@ def _raise_refusal(response: httpx.Response) -> None:
     if not (isinstance(cls, type) and issubclass(cls, MidstreamError)):
         cls, text = RemoteError, f"{response.status_code}: {text}"
     raise cls(text)
-
-
-def _is_json_object(response: httpx.Response) -> bool:
-    with contextlib.suppress(ValueError):
-        return isinstance(response.json(), dict)
-    return False
 
 
 class Delivery:
@@ -201,7 +195,9 @@ class RemoteStream(OutputStream):
         deliveries: for each call, those of its requests that have one.
     """
 
-    def __init__(self, server: Server, calls: Sequence[Call], deliveries: Sequence[dict[int, Delivery]]) -> None:
+    def __init__(
+        self, server: ServerConnection, calls: Sequence[Call], deliveries: Sequence[dict[int, Delivery]]
+    ) -> None:
         super().__init__()
         self._server, self._calls, self._deliveries = server, calls, deliveries
 
@@ -219,18 +215,10 @@ class RemoteStream(OutputStream):
 
 
 class RemoteRuns(Runs):
-    """The runs that a server holds, recorded by anybody.
-
-    Args:
-        ask: as `Server.ask`, awaitable.
-    """
-
-    def __init__(self, ask: Callable[..., Awaitable[httpx.Response]], is_async: bool) -> None:
-        super().__init__(ask, is_async)  # type: ignore[arg-type]
-        self._ask_server = ask
+    """The runs that a server holds, recorded by anybody. Asks by `Remote._asked`."""
 
     async def _list(self) -> list[RunInfo]:
-        runs = (await self._ask_server("GET", "runs")).json()["runs"]
+        runs = (await self._ask("GET", "runs")).json()["runs"]
         self._handles = {name: _handle(name, run) for name, run in runs.items()}
         fields, lists = ("id", "bytes", "leases"), ("sites", "layers", "positions")
         return [
@@ -244,7 +232,7 @@ class RemoteRuns(Runs):
         return run
 
     async def _delete(self, run: RecordedRun) -> None:
-        await self._ask_server("DELETE", f"runs/{quote(run.name, safe='')}")
+        await self._ask("DELETE", f"runs/{quote(run.name, safe='')}")
 
 
 def _handle(name: str, run: dict[str, Any]) -> RecordedRun:
@@ -270,7 +258,7 @@ class Remote(DescribedModel):
         admin_key: the server's key for administration, which `engine_plan` needs; MIDSTREAM_ADMIN_KEY if None.
 
     Attributes:
-        plan: the plan of every request of this object, sent with each; `engine_plan` is that of all clients.
+        plan: the plan of every request of this object, sent with each but not with `record`; `engine_plan` is that of all clients.
         vectors, runs: named vectors and recorded runs on the server. Only the API key that made one, and an administrator, may replace or
             delete it.
 
@@ -293,7 +281,7 @@ class Remote(DescribedModel):
         self.edits = {}
         self.mode, self._is_async = mode, mode == "async"
         keys = (api_key or os.environ.get(API_KEY), admin_key or os.environ.get(ADMIN_KEY))
-        self._connection = Server(url, *keys)
+        self._connection = ServerConnection(url, *keys)
         self._description = self._connection.ask("GET", "description").json()
         self.model_name = self._description["model"]
         self.vectors = RemoteVectors(self._connection)
@@ -355,29 +343,13 @@ class Remote(DescribedModel):
         """Does nothing: the server runs. For code that is written for `VLLM(mode="async")`."""
         return self
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def record(
-        self,
-        prompt: Prompt,
-        sites: str | Sequence[str],
-        layers: Any = "all",
-        positions: Any = "all_prompt",
-        name: str | None = None,
+    async def _recording(
+        self, prompt: Prompt, sites: list[str], layers: Any, positions: Any, name: str | None
     ) -> RecordedRun:
-        """As `VLLM.record`. The server's engine-wide plan applies, and this object's does not."""
-        return self._finish(self._record(prompt, sites, layers, positions, name))  # type: ignore[no-any-return]
-
-    async def _record(self, prompt: Prompt, sites: Any, layers: Any, positions: Any, name: str | None) -> RecordedRun:
+        """Has the server record, with its engine-wide plan and without this object's."""
         asked = {
             "prompt": _prompt(prompt),
-            "sites": [sites] if isinstance(sites, str) else list(sites),
+            "sites": sites,
             "layers": layers if layers == "all" else [layers] if isinstance(layers, int) else list(layers),
             "positions": _positions(positions),
             "replace": name is not None,
@@ -394,7 +366,7 @@ class Remote(DescribedModel):
     # Running.
 
     def _run(self, invokes: list[Invoke], together: bool = False) -> list[InvokeResult] | OutputStream:
-        invokes = self._with_plan(invokes)
+        invokes = [replace(invoke, prompt=_prompt(invoke.prompt)) for invoke in self._with_plan(invokes)]
         parts = [invokes] if together else list(_parts(invokes))
         calls = [self._call(part, together) for part in parts]
         deliveries = [self._deliveries(part) for part in parts]
@@ -417,7 +389,7 @@ class Remote(DescribedModel):
         for invoke in invokes:
             plan = without_destinations(invoke.plan)
             number = plans.setdefault(plan, len(plans)) if plan else None
-            parts = (_prompt(invoke.prompt), _params(invoke.params), list(invoke.answers))
+            parts = (invoke.prompt, _params(invoke.params), list(invoke.answers))
             prompt, params, answers = map(raw, parts)
             asked.append(Asked(prompt, params, number, answers))
         call = Call(metadata.version(NAME), asked, [raw(plan.to_wire()) for plan in plans], self._is_async, together)
@@ -443,7 +415,7 @@ class Remote(DescribedModel):
 class RemoteVectors(Vectors):
     """The named vectors on a server, uploaded by anybody. Each change and each look is a call to the server."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: ServerConnection) -> None:
         super().__init__()
         self._server = server
 
@@ -472,9 +444,6 @@ class RemoteVectors(Vectors):
     def __len__(self) -> int:
         return len(self.widths)
 
-    def __repr__(self) -> str:
-        return f"<vectors: {', '.join(f'{name} [{width}]' for name, width in self.widths.items()) or 'none'}>"
-
     def _put(self, vectors: dict[str, Any]) -> None:
         self._server.ask("POST", "vectors?replace=true", content=written_vectors(vectors))
 
@@ -487,7 +456,7 @@ def _parts(invokes: Sequence[Invoke]) -> Iterator[list[Invoke]]:
     """The invokes in parts that one call may have."""
     part, size = list[Invoke](), 0
     for invoke in invokes:
-        length = len(_prompt(invoke.prompt))
+        length = len(invoke.prompt)
         if part and (len(part) == MAX_PROMPTS or size + length > MAX_TOKENS):
             yield part
             part, size = [], 0

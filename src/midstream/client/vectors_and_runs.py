@@ -24,7 +24,7 @@ from midstream.plan.values import RecordedRun
 from midstream.plan.vectors import Named, Vector, as_vector, load_vectors
 
 # Sends a request to every worker and returns their answers: ("list" | "delete" | "lease", arguments).
-AskWorkers = Callable[..., Awaitable[list[Any]]]
+AskWorkers = Callable[..., Awaitable[Any]]
 VectorChanges = tuple[dict[str, Vector], list[str]]  # set, deleted
 
 
@@ -72,7 +72,7 @@ class Vectors(MutableMapping[str, Vector]):
         return len(self._vectors)
 
     def __repr__(self) -> str:
-        return f"<vectors: {', '.join(f'{name} [{vector.width}]' for name, vector in self.items()) or 'none'}>"
+        return f"<vectors: {', '.join(f'{name} [{width}]' for name, width in self.widths.items()) or 'none'}>"
 
     def load(self, path: str | os.PathLike[str]) -> list[str]:
         """Register every vector of a safetensors file under its name in the file. Returns the names.

@@ -7,7 +7,6 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from types import TracebackType
 from typing import Any, Literal, Self
 
 from midstream.capture.rows import Routes
@@ -121,14 +120,6 @@ class VLLM(DescribedModel):
     def close(self) -> None:
         """End the engine and its processes. Closing again does nothing."""
         self._connection.close()
-
-    async def __aenter__(self) -> Self:
-        return await self.start()
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        self.close()
 
     def gauges(self) -> Any:
         """Counts of what each worker holds: zeros when no traced request is running (`traced_steps` counts since the start).

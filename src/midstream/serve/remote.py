@@ -96,8 +96,8 @@ def _read(server: Server, body: bytes) -> Call:
         call = msgspec.msgpack.decode(body, type=Call)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise ParameterError(f"The call is not what midstream.Remote sends: {error}.") from error
-    if not 0 < len(call.asked) <= MAX_PROMPTS:
-        raise PromptError(f"One call has 1 to {MAX_PROMPTS} prompts; {len(call.asked)} were sent.")
+    if not call.asked:
+        raise PromptError(f"One call has 1 to {MAX_PROMPTS} prompts; none was sent.")
     if not call.programs:
         return call
     if not _allows_traces(server):

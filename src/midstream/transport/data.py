@@ -98,9 +98,7 @@ class Reader:
                 try:
                     self._head = msgspec.msgpack.decode(taken, type=_Head)
                 except (msgspec.MsgspecError, RecursionError) as error:
-                    raise ChannelError(
-                        f"the server sent something that is no message of midstream's: {error}"
-                    ) from error
+                    raise ChannelError(f"{_NO_MESSAGE}: {error}") from error
                 self._in_head, self._wanted = False, self._head.size
             else:
                 (self._wanted,), self._in_head = _LENGTH.unpack(taken), True
@@ -147,7 +145,7 @@ def _written(value: Any, tensors: dict[int, tuple[int, torch.Tensor]], depth: in
     if kind in _SEQUENCES:
         return [_SEQUENCES[kind], *each(value)]
     if isinstance(value, Cache):
-        return ["cache", list(value), *([*each((entry.output, entry.inputs))] for entry in value.values())]
+        return ["cache", list(value), *(each((entry.output, entry.inputs)) for entry in value.values())]
     if kind is defaultdict and (factory := getattr(value.default_factory, "__name__", "")) in _FACTORIES:
         return ["defaultdict", factory, each(value), each(value.values())]
     if isinstance(value, dict):  # a ModelOutput, for one, becomes a plain one
