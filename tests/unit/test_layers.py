@@ -25,6 +25,7 @@ LAYERS = {
     "trace": 2,
     "capture": 3,
     "transport": 3,
+    "sweeps": 3,
     "ranks": 4,
     "runtime": 5,
     "engine": 6,
@@ -49,7 +50,7 @@ ENTRY_POINTS = {
     "inspect_ai",
 }  # may import everything; "" is midstream/__init__.py
 MAY_IMPORT_VLLM = {"engine", "serve"}
-WITHOUT_VLLM = {"sites", "arch", "plan", "trace", "capture", "transport", "ranks", "runtime", "inspect_ai"} | LEAVES
+WITHOUT_VLLM = {"sites", "arch", "plan", "trace", "capture", "transport", "sweeps", "ranks", "runtime", "inspect_ai"} | LEAVES
 
 
 def modules() -> dict[str, Path]:

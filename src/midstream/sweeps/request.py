@@ -1,0 +1,265 @@
+"""What a sweep is asked for, and which cells that makes: rows of layers, heads, and columns of positions that correspond."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from midstream.errors import ParameterError, PlanError
+from midstream.plan import fields
+from midstream.plan.fields import Span, nearest, span_positions
+from midstream.plan.values import ModelFacts
+from midstream.sites import LAYER_SITES
+from midstream.sweeps.events import Column, Grid
+
+METRICS = ("logit_diff", "logprob", "recovered")
+SOURCES = ("run", "zeros", "mean")
+DIRECTIONS = ("denoising", "noising")
+Metric = str | Callable[..., float]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A prompt.
+
+    Attributes:
+        ids, texts: of each token.
+        offsets: gives the prompt's text, and the characters `[begin, end)` of each token in it. Raises PlanError.
+    """
+
+    ids: list[int]
+    texts: list[str]
+    offsets: Callable[[], tuple[str, list[tuple[int, int]]]] = field(compare=False)
+
+    def find(self, span: Span) -> list[int]:
+        """The positions of a span. Raises PlanError."""
+        return list(span_positions(span, *self.offsets(), "positions"))
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The arguments of `sweep`, checked as far as this needs no model. Arguments and errors as of `TraceModel.sweep`."""
+
+    sites: tuple[str, ...]
+    layers: Any
+    positions: Any
+    heads: Any
+    metric: Metric
+    direction: Literal["denoising", "noising"]
+    source: Literal["run", "zeros", "mean"]
+    coarse: tuple[int, int] | None
+    best: int
+    top: int
+
+    @classmethod
+    def of(
+        cls,
+        sites: Any,
+        layers: Any,
+        positions: Any,
+        heads: Any,
+        metric: Any,
+        direction: Any,
+        source: Any,
+        coarse: Any,
+        best: Any,
+        top: Any,
+    ) -> Asked:
+        each = (sites,) if isinstance(sites, str) else tuple(sites)
+        if not each or len({*each}) != len(each):
+            raise ParameterError(f"sites is {sites!r}. Allowed: one site or several different ones.")
+        for site in each:
+            if site not in LAYER_SITES:
+                raise PlanError(f"sites has {site!r}: {nearest(str(site), LAYER_SITES)}")
+        if not callable(metric):
+            _one_of("metric", metric, METRICS, " or a function of the answer's and the foil's log-probabilities")
+        _one_of("source", source, SOURCES)
+        if direction is None:
+            direction = "denoising" if source == "run" else "noising"
+        _one_of("direction", direction, DIRECTIONS)
+        if heads is not None and each != ("attn_z",):
+            raise ParameterError('heads needs sites="attn_z": at other sites a dimension belongs to no head.')
+        if coarse is not None:
+            ok = isinstance(coarse, (tuple, list)) and len(coarse) == 2
+            if not ok or any(type(size) is not int or size < 1 for size in coarse):
+                raise ParameterError(
+                    f"coarse is {coarse!r}. Allowed: (layers, positions), the size of the windows that are run first."
+                )
+            if positions != "all":
+                raise ParameterError('coarse needs positions="all": the windows are made of them.')
+        for name, number, least in (("best", best, 1), ("top", top, 0)):
+            if type(number) is not int or not least <= number <= 1000:
+                raise ParameterError(f"{name} is {number!r}. Allowed: a number from {least} to 1000.")
+        return cls(each, layers, positions, heads, metric, direction, source, coarse and tuple(coarse), best, top)
+
+    @property
+    def metric_name(self) -> str:
+        return self.metric if isinstance(self.metric, str) else getattr(self.metric, "__name__", "metric")
+
+
+def _one_of(name: str, given: Any, allowed: Sequence[str], more: str = "") -> None:
+    if not isinstance(given, str) or given not in allowed:
+        raise ParameterError(f"{name} is {given!r}. Allowed: {', '.join(map(repr, allowed))}{more}.")
+
+
+# Positions.
+
+
+def align(base: Sequence[int], other: Sequence[int]) -> list[int | None]:
+    """For each token of `base`, the corresponding position of `other`: those of the common prefix and suffix, and None between.
+
+    Prompts of equal length correspond position by position.
+    """
+    if len(base) == len(other):
+        return list(range(len(base)))
+    shorter = min(len(base), len(other))
+    prefix = next((i for i in range(shorter) if base[i] != other[i]), shorter)
+    suffix = next((i for i in range(shorter - prefix) if base[-1 - i] != other[-1 - i]), shorter - prefix)
+    middle = len(base) - prefix - suffix
+    return [*range(prefix), *[None] * middle, *range(len(other) - suffix, len(other))]
+
+
+def columns(asked: Any, bases: Sequence[Tokens], others: Sequence[Tokens | None]) -> list[Column]:
+    """The columns of the grid.
+
+    Args:
+        asked: the argument `positions`.
+        bases: the patched prompt of each pair.
+        others: the other prompt, None where the source needs none.
+    """
+    ways = [align(base.ids, base.ids if other is None else other.ids) for base, other in zip(bases, others, strict=True)]
+    return [
+        _column(label, groups, bases, ways) for label, groups in _groups(asked, bases, others, ways)
+    ]
+
+
+def _groups(
+    asked: Any, bases: Sequence[Tokens], others: Sequence[Tokens | None], ways: Sequence[list[int | None]]
+) -> Iterator[tuple[str | None, list[list[int]]]]:
+    """The label of each column, and its positions in each pair's patched prompt."""
+    if isinstance(asked, str) and asked == "all":
+        lengths = sorted({len(base.ids) for base in bases})
+        if len(lengths) > 1:
+            raise ParameterError(
+                f'positions="all" needs patched prompts of one length; they have {lengths[0]} to {lengths[-1]} tokens. Name the '
+                "positions: [-1, Span(...)], or a dict with a list for each pair."
+            )
+        yield from ((None, [[position]] * len(bases)) for position in range(lengths[0]))
+        return
+    if isinstance(asked, str) and asked == "together":
+        yield "all positions", [[i for i, way in enumerate(each) if way is not None] for each in ways]
+        return
+    named = isinstance(asked, Mapping)
+    entries = list(asked.items()) if named else [(None, entry) for entry in ([asked] if _is_one(asked) else asked)]
+    if not entries:
+        raise ParameterError('positions is empty. Allowed: "all", "together", positions, Span(text), or a dict of these.')
+    for label, entry in entries:
+        each = entry if named and isinstance(entry, (list, tuple)) else [entry] * len(bases)
+        if len(each) != len(bases):
+            raise ParameterError(f"positions[{label!r}] has {len(each)} entries for {len(bases)} pairs.")
+        yield label, [_found(one, *pair) for one, *pair in zip(each, bases, others, ways, strict=True)]
+
+
+def _is_one(entry: Any) -> bool:
+    return isinstance(entry, (int, Span, str)) and not isinstance(entry, bool)
+
+
+def _found(entry: Any, base: Tokens, other: Tokens | None, way: list[int | None]) -> list[int]:
+    """The positions of one entry: a number, or text that stands in the patched prompt, or else in the other one."""
+    if isinstance(entry, (str, Span)):
+        span = entry if isinstance(entry, Span) else Span(entry)
+        try:
+            return base.find(span)
+        except PlanError:
+            if other is None:
+                raise
+            there = set(other.find(span))
+            return [i for i, position in enumerate(way) if position in there]
+    if type(entry) is not int or not -len(base.ids) <= entry < len(base.ids):
+        raise PlanError(
+            f"positions has {fields.shown(entry)}. Allowed: from {-len(base.ids)} to {len(base.ids) - 1} in this prompt, or text of it."
+        )
+    return [entry % len(base.ids)]
+
+
+def _column(
+    label: str | None, groups: list[list[int]], bases: Sequence[Tokens], ways: Sequence[list[int | None]]
+) -> Column:
+    positions: list[list[int] | None] = []
+    sources: list[list[int] | None] = []
+    for group, way in zip(groups, ways, strict=True):
+        there = [source for position in group if (source := way[position]) is not None]
+        is_aligned = bool(group) and len(there) == len(group)
+        positions.append(list(group) if is_aligned else None)
+        sources.append(there if is_aligned else None)
+    texts = {"".join(base.texts[i] for i in group) for base, group in zip(bases, groups, strict=True)}
+    if label is None:
+        label = texts.pop() if len(texts) == 1 else ", ".join(map(str, groups[0]))
+    return Column(label, positions, sources)
+
+
+def windows(grid: Grid, size: tuple[int, int]) -> Grid:
+    """The grid in windows of so many layers and columns. A column that is not aligned belongs to no window."""
+    layers, step = size
+    rows = [
+        [layer for row in grid.layers[i : i + layers] for layer in row] for i in range(0, len(grid.layers), layers)
+    ]
+    pairs = range(len(grid.columns[0].positions))
+    found = []
+    for start in range(0, len(grid.columns), step):
+        part = grid.columns[start : start + step]
+        positions, sources = (
+            [[i for column in part for i in getattr(column, name)[pair] or ()] or None for pair in pairs]
+            for name in ("positions", "sources")
+        )
+        found.append(Column("".join(column.label for column in part), positions, sources))
+    return Grid(grid.sites, rows, grid.heads, found)
+
+
+# Layers and heads.
+
+
+def rows_of(layers: Any, sites: Sequence[str], facts: ModelFacts) -> list[list[int]]:
+    """A row for each layer. Raises PlanError for a layer that the model or a site lacks."""
+    have = [layer for layer in range(facts.num_layers) if all((site, layer) in facts.widths for site in sites)]
+    if isinstance(layers, str) and layers == "all":
+        if not have:
+            raise PlanError(f"sites has {', '.join(sites)}, and no layer of this model has all of them.")
+        return [[layer] for layer in have]
+    given = [layers] if isinstance(layers, int) else list(layers) if not isinstance(layers, str) else layers
+    if not given or isinstance(given, str) or any(type(layer) is not int for layer in given):
+        raise ParameterError(f'layers is {layers!r}. Allowed: "all", a layer, or a list of layers.')
+    for layer in given:
+        if layer not in have:
+            raise PlanError(f"layers has {layer}. Layers of this model with {', '.join(sites)}: {fields.ranges(have)}.")
+    return [[layer] for layer in given]
+
+
+def heads_of(heads: Any, count: int) -> list[int] | None:
+    """The heads to patch one by one. Raises ParameterError."""
+    if heads is None:
+        return None
+    given = list(range(count)) if isinstance(heads, str) and heads == "all" else heads
+    given = [given] if type(given) is int else given
+    if (
+        not isinstance(given, (list, tuple, range))
+        or not given
+        or any(type(head) is not int or not 0 <= head < count for head in given)
+    ):
+        raise ParameterError(f'heads is {heads!r}. Allowed: "all", or heads from 0 to {count - 1}.')
+    return list(given)
+
+
+def in_order(grid: Grid) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The site and index of every cell, first of a coarse grid and then of finer ones, so that a figure shows its outlines early."""
+    indexes: list[tuple[int, ...]] = [()]
+    for size in grid.shape:
+        indexes = [(*index, i) for index in indexes for i in range(size)]
+    indexes.sort(key=lambda index: -min(_twos(index[0]), _twos(index[-1])))
+    return ((site, index) for index in indexes for site in grid.sites)
+
+
+def _twos(number: int) -> int:
+    """How often 2 divides the number; at most 3 times counts."""
+    return next((i for i in range(3) if number >> i & 1), 3)
