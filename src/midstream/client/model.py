@@ -29,7 +29,7 @@ from midstream.client.tracing import BlockContext, Tracer, in_with_header
 from midstream.client.vectors_and_runs import Runs, Vectors, run_now
 from midstream.errors import PlanError, PromptError, TraceError, UnsendableError
 from midstream.plan.values import Capture, ModelFacts, Plan, RecordedRun
-from midstream.sweeps.request import Asked, Metric
+from midstream.sweeps.request import Metric, SweepRequest
 from midstream.trace.block import Block
 from midstream.trace.body import current_body, is_in_body
 from midstream.trace.envoy import inside
@@ -103,6 +103,7 @@ class TraceModel(Sizes):
     _plan: Plan = Plan()
     _planner: tuple[Any, Planner] | None = None  # what it was made with
     _is_async = False
+    _has_logprobs = True  # whether it takes logprobs=
     _ships = False  # whether traces run in another process, on copies of what they use
 
     def close(self) -> None:
@@ -430,11 +431,11 @@ class TraceModel(Sizes):
             ParameterError: another argument is invalid, or `to` holds another sweep. Nothing has been run.
         """
         _refuse_in_trace("sweep")
-        asked = Asked.of(sites, layers, positions, heads, metric, direction, source, coarse, best, top)
+        asked = SweepRequest.of(sites, layers, positions, heads, metric, direction, source, coarse, best, top)
         running = SweepStream(self._sweeping(clean, corrupt, answer, foil, asked, to), self._is_async, progress)
         return running if stream or self._is_async else running.run()
 
-    def _sweeping(self, clean: Any, corrupt: Any, answer: Any, foil: Any, asked: Asked, to: Any) -> Any:
+    def _sweeping(self, clean: Any, corrupt: Any, answer: Any, foil: Any, asked: SweepRequest, to: Any) -> Any:
         """What runs a sweep."""
         return Sweeping(self, clean, corrupt, answer, foil, asked, to)
 

@@ -36,7 +36,7 @@ from midstream.sweeps.events import (
     decoded,
     encoded,
 )
-from midstream.sweeps.request import Asked, Tokens, align, columns, heads_of, in_order, rows_of, windows
+from midstream.sweeps.request import SweepRequest, Tokens, align, columns, heads_of, in_order, rows_of, windows
 from midstream.sweeps.results import SweepResult
 
 GROUPS = (8, 32, 128, 512)  # requests in the first groups; the later ones are as large as the last
@@ -59,7 +59,9 @@ class Job:
 class Sweeping:
     """One call of `sweep`. Arguments and errors as of `TraceModel.sweep`."""
 
-    def __init__(self, model: Any, clean: Any, corrupt: Any, answer: Any, foil: Any, asked: Asked, to: Any) -> None:
+    def __init__(
+        self, model: Any, clean: Any, corrupt: Any, answer: Any, foil: Any, asked: SweepRequest, to: Any
+    ) -> None:
         self._model, self.asked = model, asked
         self._clean = _prompts("clean", clean)
         self._corrupt = None if corrupt is None else _prompts("corrupt", corrupt)
@@ -75,6 +77,8 @@ class Sweeping:
             raise PromptError(
                 'metric="logit_diff" needs a foil: the token that the answer is compared with. Or use metric="logprob".'
             )
+        if asked.top and not model._has_logprobs:
+            raise ParameterError("top needs a VLLM or a Remote: a LanguageModel has no logprobs.")
         self._directory = None if to is None else Path(to).expanduser()
         self.result: SweepResult | None = None
 
@@ -450,7 +454,7 @@ def _groups(jobs: Iterable[Job], sizes: Sequence[int]) -> Iterator[list[Job]]:
         yield group
 
 
-def _within(coarse: SweepResult, outline: Outline, site: str, asked: Asked) -> Iterator[tuple[int, int]]:
+def _within(coarse: SweepResult, outline: Outline, site: str, asked: SweepRequest) -> Iterator[tuple[int, int]]:
     """The layer and column of each cell in the best windows of a site."""
     assert asked.coarse is not None
     effects = np.abs(coarse.effects[site])

@@ -38,7 +38,7 @@ class Tokens:
 
 
 @dataclass(frozen=True)
-class Asked:
+class SweepRequest:
     """The arguments of `sweep`, checked as far as this needs no model. Arguments and errors as of `TraceModel.sweep`."""
 
     sites: tuple[str, ...]
@@ -65,7 +65,7 @@ class Asked:
         coarse: Any,
         best: Any,
         top: Any,
-    ) -> Asked:
+    ) -> SweepRequest:
         each = (sites,) if isinstance(sites, str) else tuple(sites)
         if not each or len({*each}) != len(each):
             raise ParameterError(f"sites is {sites!r}. Allowed: one site or several different ones.")
