@@ -72,7 +72,7 @@ def prefilled(model: Any, corrupt: list[int], cells: int) -> float:
 
 def lens(path: str, arguments: argparse.Namespace) -> Any:
     import torch
-    from transformer_lens.model_bridge import TransformerBridge
+    from transformer_lens.model_bridge import TransformerBridge  # type: ignore[import-not-found]
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.set_grad_enabled(False)
@@ -93,7 +93,7 @@ def lens_one_by_one(model: Any, clean: list[int], corrupt: list[int], layers: in
     """Cells a second of `generic_activation_patch`, at the first `layers` layers of one site."""
     import pandas
     import torch
-    from transformer_lens import patching
+    from transformer_lens import patching  # type: ignore[import-not-found]
 
     device = model.cfg.device
     cache = model.run_with_cache(torch.tensor([clean], device=device))[1]
