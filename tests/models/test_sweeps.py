@@ -5,7 +5,6 @@ import sys
 import time
 from types import ModuleType
 
-import matplotlib.pyplot as pyplot
 import numpy as np
 import pytest
 import tiny_models
@@ -218,8 +217,9 @@ def test_h7_a_figure_fills_while_cells_come(hf, monkeypatch):
             grid = figure.axes[0].images[0].get_array()
             pixels.append(int((~np.ma.getmaskarray(np.ma.masked_invalid(grid))).sum()))
 
-    monkeypatch.setattr(pyplot, "install_repl_displayhook", lambda: None)
-    monkeypatch.setitem(sys.modules, "IPython", ModuleType("IPython"))
+    shell = ModuleType("IPython")
+    shell.version_info, shell.get_ipython = (8, 24), lambda: None  # matplotlib asks for them
+    monkeypatch.setitem(sys.modules, "IPython", shell)
     display = ModuleType("IPython.display")
     display.display = lambda figure, display_id: Shown()
     monkeypatch.setitem(sys.modules, "IPython.display", display)
