@@ -1,4 +1,7 @@
-"""`midstream serve` on the bundled model, asked by the openai client and by plain HTTP. The oracle is transformers with plain hooks."""
+"""The server on the bundled model, asked by the openai client and by plain HTTP. The oracle is transformers with plain hooks.
+
+It is stock `vllm serve` with the flags that `midstream serve --flags` prints. The other files start `midstream serve`.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ import pytest
 import torch
 from load_clients import request
 from safetensors.torch import load, save
-from servers import Server, serving
+from servers import Server, serving_as_printed
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from midstream import Remote, demo_model
@@ -39,10 +42,9 @@ MINE, THEIRS, ADMIN = "my-key", "their-key", "the-administrator"
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(
+    with serving_as_printed(
         tmp_path_factory.mktemp("serve"),
         "--enable-scale-out",
-        stock=False,
         MIDSTREAM_ADMIN_KEY=ADMIN,
         MIDSTREAM_CAPTURE_BYTES="2000000",
     ) as server:
