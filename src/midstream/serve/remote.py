@@ -16,7 +16,7 @@ from fastapi.responses import Response
 from midstream.client.remote_calls import MAX_PROMPTS, Call, OutputWriter
 from midstream.client.requests import Invoke, answers_of, token_ids
 from midstream.client.streams import OutputStream
-from midstream.engine.admission import reader
+from midstream.engine.admission import on_a_thread
 from midstream.engine.launch import checked_parameters
 from midstream.errors import (
     MidstreamError,
@@ -36,6 +36,7 @@ from midstream.transport.data import Writer
 MAX_CALL_BYTES = 64 << 20  # with code and its tensors
 _MAX_PART_BYTES = 2 * MAX_STRANGERS_BYTES  # of a plan or of parameters, before they are read
 _MAX_ANSWERS_BYTES = 1 << 18
+_PROMPT_BYTES = 1 << 10  # of a plan, which take as long to read as it takes to prepare one prompt
 _ALIVE_SECONDS = 5.0
 _log = logging.getLogger(__name__)
 router = APIRouter(prefix=f"/v1/{NAME}", tags=[NAME])
@@ -88,7 +89,8 @@ async def generate(request: Request) -> Any:
 async def _prepared(server: Server, body: bytes) -> tuple[OutputStream, Call]:
     """The requests, ready to run. Raises MidstreamError for what is wrong with them."""
     call = _read(server, body)
-    return await asyncio.get_running_loop().run_in_executor(reader, _stream, server, call), call
+    size = len(body) + _PROMPT_BYTES * len(call.asked)
+    return await on_a_thread(size, _stream, server, call), call
 
 
 def _read(server: Server, body: bytes) -> Call:

@@ -30,7 +30,7 @@ from starlette.requests import ClientDisconnect
 from midstream.client.requests import Invoke, answers_of
 from midstream.client.vllm import VLLM
 from midstream.client.vllm_async import submitted
-from midstream.engine.admission import misspelt, reader, refused, unread
+from midstream.engine.admission import json_size, misspelt, on_a_thread, refused, unread
 from midstream.errors import CaptureError, ChannelError, EngineClosedError, MidstreamError, PlanError
 from midstream.plan import fields
 from midstream.plan.values import Plan, check_strangers
@@ -111,7 +111,7 @@ class Server:
 
     async def read(self, given: Any, owner: bytes) -> Served:
         """A request's field, read on another thread and checked as far as that needs no prompt. Raises PlanError."""
-        return await asyncio.get_running_loop().run_in_executor(reader, self._read, given, owner)
+        return await on_a_thread(json_size(given), self._read, given, owner)
 
     async def run_carried(
         self, given: Any, generate: Generate, prompt: Any, params: Any, request_id: str, rest: Any
