@@ -336,22 +336,41 @@ def test_g6_a_recorded_run_is_the_source_of_patches_by_its_name(
 
 
 @pytest.mark.parametrize(
-    ("change", "status", "message"),
+    ("change", "param", "message"),
     [
-        ({"sites": ["resid"]}, 400, "resid_post"),
-        ({"layers": [99]}, 400, "99"),
-        ({"positions": [77]}, 400, "77"),
-        ({"prompt": ""}, 400, "token"),
-        ({"prompt": [10**9]}, 400, ""),
-        ({"path": "/tmp/x"}, 400, "path"),
-        ({"name": "a" * 300}, 400, "256"),
+        ({"sites": ["resid"]}, "sites", "resid_post"),
+        ({"sites": []}, "sites", "sites is empty"),
+        ({"layers": [99]}, "layers", "99"),
+        ({"layers": 5}, "body.layers", "valid"),
+        ({"positions": [77]}, "positions", "77"),
+        ({"positions": {"span": "Italy"}}, "positions", "Italy"),
+        ({"prompt": ""}, "prompt", "token"),
+        ({"prompt": [10**9]}, "prompt", ""),
+        ({"prompt": [20] * 600}, "prompt", "512"),
+        ({"prompt": "a b " * 100_000}, "prompt", "has at most"),
+        ({"path": "/tmp/x"}, "body.path", "path"),
+        ({"name": "a" * 300}, "body.name", "256"),
     ],
 )
-def test_g7_a_run_that_cannot_be_recorded_is_refused(server: Server, change: Any, status: int, message: str) -> None:
+def test_g7_a_run_that_cannot_be_recorded_is_refused(server: Server, change: Any, param: str, message: str) -> None:
     record = {"prompt": FRANCE, "sites": ["resid_post"], "name": "clean", **change}
-    found = server.post("/v1/midstream/runs", record, key=MINE)
-    assert found[0] == status and message in json.dumps(found[1]), found
+    status, found = server.post("/v1/midstream/runs", record, key=MINE)
+    assert status == 400 and found["error"]["param"] == param and message in json.dumps(found), found
     assert server.ask("GET", "/v1/midstream/runs")[1] == {"runs": {}}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "limit"),
+    [
+        ("POST", "runs", 8 << 20),
+        ("PUT", "plan", 8 << 20),
+        ("POST", "vectors", 64 << 20),
+        ("POST", "generate", 64 << 20),
+    ],
+)
+def test_g8_a_body_that_is_too_large_is_refused(server: Server, method: str, path: str, limit: int) -> None:
+    status, found = server.ask(method, f"/v1/midstream/{path}", bytes(limit + 1), key=MINE, admin=ADMIN)
+    assert status == 413 and f"over {limit >> 20} MiB" in found["error"]["message"], found
 
 
 def test_g6_the_engine_wide_plan_is_the_administrators_and_comes_before_each_requests_own(

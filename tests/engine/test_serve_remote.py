@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import pickle
 import random
@@ -486,29 +487,35 @@ def test_g8_calls_that_are_none_are_refused(server: Server, model: Remote) -> No
             plans=[{"interventions": [{**steer, **changes}]}], asked=[{"prompt": FRANCE, "params": {}, "plan": 0}]
         )
 
-    for given, said in (
-        (b"", b"not what midstream.Remote sends"),
-        (b"\x81", b"not what midstream.Remote sends"),
-        (call(asked=[]), b"1 to 1024 prompts"),
-        (call(asked=[{"prompt": "x", "params": {}}] * 1025), b"length <= 1024"),
-        (call(asked=[{"prompt": [1000] * 100_000, "params": {}}]), b"A prompt for this model has at most"),
-        (call(asked=[{"prompt": "x" * 1_000_000, "params": {}}]), b"A prompt for this model has at most"),
-        (call(asked=[{"prompt": "x", "params": {"stop": [[]] * 9_000_000}}]), b"parameters has at most"),
-        (call(asked=[{"prompt": "x", "params": {}, "answers": [5] * 129}]), b"answers has 129 entries"),
-        (call(plans=[[[]] * 9_000_000]), b"A plan has at most"),
-        (call(record=["a", "b"]), b"unknown field"),
-        (call(asked=[{"prompt": FRANCE, "params": {"extra_args": {"midstream": {}}}}]), b"extra_args"),
-        (call(asked=[{"prompt": FRANCE, "params": {"skip_clone": True}}]), b"skip_clone"),
-        (call(asked=[{"prompt": FRANCE, "params": {"structured_outputs": {"json": 5}}}]), b"Sampling parameters"),
-        (call(asked=[{"prompt": FRANCE, "params": {}, "plan": 3}]), b"no plan 3"),
-        (planned(to="/tmp/rows"), b"to"),
-        (planned(vector={"named": "x", "digest": "y"}), b"digest"),
-        ({**planned(), "programs": b"\x03\x01", "bodies": [1], "graph_sites": [True]}, b"same minor version"),
-        (call(**{**programs(Path("/nowhere")), "version": "0.0.1"}), b"they have to be the same"),
-        (call(**{**programs(Path("/nowhere")), "bodies": []}), b"not what midstream.Remote sends"),
-    ):
+    where = call(**programs(Path("/nowhere")))
+    for given, param, said in (
+        (b"", "body", b"not what midstream.Remote sends"),
+        (b"\x81", "body", b"not what midstream.Remote sends"),
+        (call(asked=[]), "asked", b"1 to 1024 prompts"),
+        (call(asked=[{"prompt": "x", "params": {}}] * 1025), "asked", b"length <= 1024"),
+        (call(asked=[{"prompt": [1000] * 100_000, "params": {}}]), "asked[0].prompt", b"A prompt for this model has at most"),
+        (call(asked=[{"prompt": "x" * 1_000_000, "params": {}}]), "asked[0].prompt", b"A prompt for this model has at most"),
+        (call(asked=[{"prompt": "", "params": {}}]), "asked", b"at least one token id"),
+        (call(asked=[{"prompt": "x", "params": {"stop": [[]] * 9_000_000}}]), "asked[0].params", b"parameters has at most"),
+        (call(asked=[{"prompt": "x", "params": {}, "answers": [5] * 129}]), "asked[0].answers", b"answers has 129 entries"),
+        (call(plans=[[[]] * 9_000_000]), "plans[0]", b"A plan has at most"),
+        (call(record=["a", "b"]), "record", b"unknown field"),
+        (call(stream=1), "stream", b"Expected `bool`"),
+        (call(asked=[{"prompt": FRANCE, "params": {"extra_args": {"midstream": {}}}}]), "asked[0].params", b"extra_args"),
+        (call(asked=[{"prompt": FRANCE, "params": {"skip_clone": True}}]), "asked[0].params", b"skip_clone"),
+        (call(asked=[{"prompt": FRANCE, "params": {"structured_outputs": {"json": 5}}}]), "asked[0].params", b"Sampling parameters"),
+        (call(asked=[{"prompt": FRANCE, "params": {}, "plan": 3}]), "asked[0].plan", b"no plan 3"),
+        (planned(to="/tmp/rows"), "plans[0].interventions[0]", b"unknown key"),
+        (planned(vector={"named": "x", "digest": "y"}), "plans[0].interventions[0].vector", b"digest"),
+        (planned(layers=[99]), "plans[0]", b"0 to 7"),
+        (planned(positions=[99]), "plans", b"the prompt has 5 tokens"),
+        ({**planned(), "programs": b"\x03\x01", "bodies": [1], "graph_sites": [True]}, "programs", b"same minor version"),
+        ({**where, "version": "0.0.1"}, "version", b"they have to be the same"),
+        ({**where, "bodies": []}, "bodies", b"not what midstream.Remote sends"),
+    ):  # fmt: skip
         status, answer = called(server.url, given if isinstance(given, bytes) else msgspec.msgpack.encode(given))
         assert status == 400 and said in answer, (given, status, answer[:300])
+        assert json.loads(answer)["error"]["param"] == param, answer[:300]
     status, answer = called(server.url, bytes((64 << 20) + 1))
     assert status == 413 and b"over 64 MiB" in answer
     rng, good = random.Random(0), msgspec.msgpack.encode(planned())

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator
+import re
+from collections.abc import AsyncGenerator, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -13,7 +14,7 @@ import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from midstream.client.remote_calls import MAX_PROMPTS, Call, OutputWriter
+from midstream.client.remote_calls import MAX_PROMPTS, Asked, Call, OutputWriter
 from midstream.client.requests import Invoke, answers_of, token_ids
 from midstream.client.streams import OutputStream
 from midstream.engine.admission import on_a_thread
@@ -28,7 +29,7 @@ from midstream.errors import (
 )
 from midstream.plan.values import Plan
 from midstream.plan.wire import MAX_STRANGERS_BYTES
-from midstream.serve.requests import MAX_ANSWERS, Server, answering_errors, problem, received, server_of
+from midstream.serve.requests import MAX_ANSWERS, Server, answering_errors, at_fault, problem, received, server_of
 from midstream.settings import NAME, Settings
 from midstream.trace.program import ShippedCode, check_python
 from midstream.transport.data import Writer
@@ -97,25 +98,36 @@ def _read(server: Server, body: bytes) -> Call:
     try:
         call = msgspec.msgpack.decode(body, type=Call)
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise ParameterError(f"The call is not what midstream.Remote sends: {error}.") from error
+        named = re.search(r"unknown field `(\w+)`|`\$\.(\w+)", str(error))
+        with at_fault(named[1] or named[2] if named else "body"):
+            raise ParameterError(f"The call is not what midstream.Remote sends: {error}.") from error
     if not call.asked:
-        raise PromptError(f"One call has 1 to {MAX_PROMPTS} prompts; none was sent.")
-    if not call.programs:
-        return call
-    if not _allows_traces(server):
-        raise TracesNotAllowedError(
-            "This server takes plans and no code. Its operator allows traces by `midstream serve --midstream-allow-traces --api-key ...`."
-        )
-    check_python(call.programs)
-    if call.version != (here := metadata.version(NAME)):
-        raise TraceError(
-            f"The client's midstream is {call.version} and the server's is {here}. For traces they have to be the same."
-        )
-    if not len(call.bodies) == len(call.graph_sites) == len(call.asked):
-        raise ParameterError(
-            "The call is not what midstream.Remote sends: bodies and graph_sites have one entry for each prompt."
-        )
+        with at_fault("asked"):
+            raise PromptError(f"One call has 1 to {MAX_PROMPTS} prompts; none was sent.")
+    if call.programs:
+        _check_code(server, call)
     return call
+
+
+def _check_code(server: Server, call: Call) -> None:
+    with at_fault("programs"):
+        if not _allows_traces(server):
+            raise TracesNotAllowedError(
+                "This server takes plans and no code. Its operator allows traces by `midstream serve --midstream-allow-traces "
+                "--api-key ...`."
+            )
+        check_python(call.programs)
+    with at_fault("version"):
+        if call.version != (here := metadata.version(NAME)):
+            raise TraceError(
+                f"The client's midstream is {call.version} and the server's is {here}. For traces they have to be the same."
+            )
+    for name in ("bodies", "graph_sites"):
+        with at_fault(name):
+            if len(getattr(call, name)) != len(call.asked):
+                raise ParameterError(
+                    f"The call is not what midstream.Remote sends: {name} has one entry for each prompt."
+                )
 
 
 def _allows_traces(server: Server) -> bool:
@@ -124,26 +136,43 @@ def _allows_traces(server: Server) -> bool:
 
 def _stream(server: Server, call: Call) -> OutputStream:
     """The call's requests. Not called on the event loop: a call may have many plans and long prompts."""
+    plans = []
+    for number, plan in enumerate(call.plans):
+        with at_fault(f"plans[{number}]"):
+            plans.append(server.checked_plan(_loaded(plan, _MAX_PART_BYTES, "A plan", PlanError)))
+    invokes = [_invoke(server, asked, plans, f"asked[{number}]") for number, asked in enumerate(call.asked)]
+    with at_fault("asked"):
+        prompts = [token_ids(invoke, lambda: server.model.tokenizer) for invoke in invokes]
+    code = ShippedCode(call.programs, call.bodies, call.graph_sites) if call.programs else None
+    try:
+        return server.model.stream(invokes, prompts, code, call.together)
+    except PlanError:  # of a plan and a prompt together
+        with at_fault("plans"):
+            raise
+    except (PromptError, ParameterError):
+        with at_fault("asked"):
+            raise
+
+
+def _invoke(server: Server, asked: Asked, plans: Sequence[Plan], place: str) -> Invoke:
     model = server.model
-    plans = [server.checked_plan(_loaded(plan, _MAX_PART_BYTES, "A plan", PlanError)) for plan in call.plans]
-    longest = server.longest_prompt_bytes
-    invokes = []
-    for asked in call.asked:
+    with at_fault(f"{place}.plan"):
         if asked.plan is not None and not 0 <= asked.plan < len(plans):
             raise ParameterError(f"The call has no plan {asked.plan}.")
+        plan = Plan() if asked.plan is None else plans[asked.plan]
+    with at_fault(f"{place}.answers"):
         given = _loaded(asked.answers, _MAX_ANSWERS_BYTES, "A list of answers", PromptError, list[str | int])
         if len(given) > MAX_ANSWERS:
             raise PromptError(f"answers has {len(given)} entries; allowed: up to {MAX_ANSWERS}.")
         (answers,) = answers_of([given] if given else [], 1, lambda: model.tokenizer, model.vocab_size)
+    with at_fault(f"{place}.params"):
         params = checked_parameters(
             _loaded(asked.params, _MAX_PART_BYTES, "A set of parameters", ParameterError, dict[str, Any])
         )
-        plan = Plan() if asked.plan is None else plans[asked.plan]
+    with at_fault(f"{place}.prompt"):
+        longest = server.longest_prompt_bytes
         prompt = _loaded(asked.prompt, longest, "A prompt for this model", PromptError, str | list[int])
-        invokes.append(Invoke(prompt, None, params, plan, answers))
-    prompts = [token_ids(invoke, lambda: model.tokenizer) for invoke in invokes]
-    code = ShippedCode(call.programs, call.bodies, call.graph_sites) if call.programs else None
-    return model.stream(invokes, prompts, code, call.together)
+    return Invoke(prompt, None, params, plan, answers)
 
 
 def _loaded(part: msgspec.Raw, limit: int, what: str, too_large: type[MidstreamError], form: Any = Any) -> Any:

@@ -24,7 +24,6 @@ from typing import Any
 
 from fastapi import Request
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 
 from midstream.client.requests import Invoke, answers_of
@@ -186,7 +185,10 @@ async def received(request: Request, limit: int, too_large: str) -> bytes:
 
 
 def answering_errors(route: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """A route of midstream's whose errors are answered in OpenAI's form. An error of midstream's has its class as the type."""
+    """A route of midstream's whose errors are answered in OpenAI's form. An error of midstream's has its class as the type.
+
+    Its `param` is the error's `parameter`, or else "body".
+    """
 
     @wraps(route)
     async def call(*args: Any, **kwargs: Any) -> Any:
@@ -200,16 +202,27 @@ def answering_errors(route: Callable[..., Awaitable[Any]]) -> Callable[..., Awai
             return problem(500, str(error), kind=type(error).__name__)
         except MidstreamError as error:
             kind = next(each.__name__ for each in type(error).__mro__ if each.__module__ == MidstreamError.__module__)
-            return problem(400, str(error), getattr(error, "parameter", None) or _field_of(error, kwargs), kind)
+            return problem(400, str(error), getattr(error, "parameter", "body"), kind)
 
     return call
 
 
-def _field_of(error: Exception, arguments: Mapping[str, Any]) -> str | None:
-    """The field of a route's body that an error's text names; else the body, where it is one."""
-    fields = [name for each in arguments.values() if isinstance(each, BaseModel) for name in type(each).model_fields]
-    text = str(error)
-    return next((name for name in fields if name.rstrip("s") in text), None if fields else "body")
+@contextlib.contextmanager
+def at_fault(field: str) -> Iterator[None]:
+    """Errors of midstream's in the block are mistakes in this field of the body, or in the part of its plan that the message names."""
+    try:
+        yield
+    except MidstreamError as error:
+        if not hasattr(error, "parameter"):
+            place = _place_in_plan(error)
+            error.parameter = f"{field}.interventions{place}" if place else field  # type: ignore[attr-defined]
+        raise
+
+
+def _place_in_plan(error: MidstreamError) -> str:
+    """Which intervention, and which field of it, an error's text names: "[0].vector"; "" if none."""
+    found = re.match(r"interventions(\[\d+\])(?: \(\w+\))?((?:\.\w+)*)", str(error))
+    return f"{found[1]}{found[2]}" if found else ""
 
 
 class Gate:
@@ -321,8 +334,8 @@ def _refusing(field: str = f"{NAME}.plan") -> Iterator[None]:
     except MidstreamError as error:
         if hasattr(error, "parameter"):
             raise
-        if found := re.match(r"interventions(\[\d+\])(?: \(\w+\))?((?:\.\w+)*)", str(error)):
-            field = f"{NAME}.plan{found[1]}{found[2]}"
+        if place := _place_in_plan(error):
+            field = f"{NAME}.plan{place}"
         raise refused(error, field) from error
 
 
