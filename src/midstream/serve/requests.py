@@ -45,6 +45,7 @@ _ANSWERS = f"{NAME}.answers"
 MAX_ANSWERS = 128  # as vLLM has it
 _LONGEST_ANSWER = 256
 _DRAIN_SECONDS = 0.05  # between two looks at what runs
+_LAST_SECONDS = 5  # that clients have once the engine has ended, to read the rest of their responses
 _RETRY_AFTER = b"5"  # seconds
 _KINDS = {
     403: "PermissionDeniedError",
@@ -228,13 +229,16 @@ def _place_in_plan(error: MidstreamError) -> str:
 class Gate:
     """ASGI middleware: refuses the field on routes that would drop it without a word, and requests to a server that is ending.
 
-    A refusal because of load says when to try again, vLLM's own as well.
+    A refusal because of load says when to try again, vLLM's own as well. Clients that neither send nor read do not keep the server from
+    ending, also after its engine has died: uvicorn would wait for them.
     """
 
     def __init__(self, app: Any) -> None:
         self._app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan" and (uvicorn := getattr(scope["app"].state, "server", None)) is not None:
+            uvicorn.config.timeout_graceful_shutdown = _LAST_SECONDS
         if scope["type"] != "http" or scope["method"] != "POST":
             return await self._app(scope, receive, send)
         path, send = scope.get("path", "").removeprefix(scope.get("root_path", "")), _with_retry_after(send)
