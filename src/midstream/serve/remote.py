@@ -32,13 +32,15 @@ from midstream.plan.wire import MAX_STRANGERS_BYTES
 from midstream.serve.requests import MAX_ANSWERS, Server, answering_errors, at_fault, problem, received, server_of
 from midstream.settings import NAME, Settings
 from midstream.trace.program import ShippedCode, check_python
-from midstream.transport.data import Writer
+from midstream.transport.data import Writer, joined
 
 MAX_CALL_BYTES = 64 << 20  # with code and its tensors
 _MAX_PART_BYTES = 2 * MAX_STRANGERS_BYTES  # of a plan or of parameters, before they are read
 _MAX_ANSWERS_BYTES = 1 << 18
 _PROMPT_BYTES = 1 << 10  # of a plan, which take as long to read as it takes to prepare one prompt
+_PIECE_BYTES = 1 << 16  # of a message's tensors
 _ALIVE_SECONDS = 5.0
+_SAVES_SECONDS = 0.5
 _log = logging.getLogger(__name__)
 router = APIRouter(prefix=f"/v1/{NAME}", tags=[NAME])
 
@@ -187,12 +189,15 @@ def _loaded(part: msgspec.Raw, limit: int, what: str, too_large: type[MidstreamE
 
 async def _messages(server: Server, stream: OutputStream, call: Call) -> AsyncGenerator[bytes]:
     """What the client gets: None from time to time, outputs as they come, or an error."""
-    writer = Writer()
+    writer, loop = Writer(), asyncio.get_running_loop()
     with server.counted(len(call.asked)):
         async with contextlib.aclosing(_values(stream, call)) as values:
             async for value in values:
-                for piece in writer.message(value):
+                pieces = writer.message(value)
+                yield await loop.run_in_executor(None, next, pieces)  # the head, which lists all tensors
+                for piece in joined(pieces, _PIECE_BYTES):
                     yield piece
+                    await asyncio.sleep(0)  # to others, as a fast client never has the server wait
 
 
 async def _values(stream: OutputStream, call: Call) -> AsyncGenerator[Any]:
@@ -206,11 +211,13 @@ async def _values(stream: OutputStream, call: Call) -> AsyncGenerator[Any]:
                     yield None
                     continue
                 index, output, result = item
-                if result is None and not (call.stream or output.saves):  # the client hears of it at its end
-                    if loop.time() - last > _ALIVE_SECONDS:
+                if result is None and not call.stream:  # sent at times, for a client that loses the connection
+                    if loop.time() - last < (_SAVES_SECONDS if output.saves else _ALIVE_SECONDS):
+                        continue
+                    if not output.saves:
                         last = loop.time()
                         yield None
-                    continue
+                        continue
                 last = loop.time()
                 if result is not None:  # captured rows may have to be joined
                     yield await loop.run_in_executor(None, writers[index].message, output, result)

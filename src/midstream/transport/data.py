@@ -74,6 +74,18 @@ class Writer:
         yield bytes(size - at)
 
 
+def joined(pieces: Iterable[bytes], least: int) -> Iterator[bytes]:
+    """The same bytes in pieces that have at least so many, the last one excepted."""
+    parts, size = list[bytes](), 0
+    for piece in pieces:
+        parts.append(piece)
+        size += len(piece)
+        if size >= least:
+            yield b"".join(parts)
+            parts, size = [], 0
+    yield b"".join(parts)
+
+
 class Reader:
     """Reads the messages of one writer."""
 
