@@ -24,7 +24,7 @@ import pytest
 import torch
 from load_clients import request
 from safetensors.torch import load, save
-from servers import Server, serving_as_printed
+from servers import SCALE_OUT, Server, serving_as_printed
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from midstream import Remote, demo_model
@@ -44,7 +44,7 @@ MINE, THEIRS, ADMIN = "my-key", "their-key", "the-administrator"
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with serving_as_printed(
         tmp_path_factory.mktemp("serve"),
-        "--enable-scale-out",
+        *SCALE_OUT,
         MIDSTREAM_ADMIN_KEY=ADMIN,
         MIDSTREAM_CAPTURE_BYTES="2000000",
     ) as server:

