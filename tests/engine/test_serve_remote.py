@@ -30,7 +30,7 @@ import pytest
 import torch
 from limits import least
 from oracle import Plain
-from servers import Server, serving
+from servers import ADMIN, KEYS, Server
 
 from midstream import Capture, Patch, Remote, Span, Steer, open_captures
 from midstream.errors import (
@@ -47,16 +47,14 @@ from midstream.errors import (
 pytestmark = pytest.mark.engine
 
 FRANCE, ITALY, TOWER = "The capital of France is", "The capital of Italy is", "The Eiffel Tower is in the city of"
-KEY, OTHER, ADMIN = "my-key", "their-key", "the-administrator"
+KEY, OTHER = KEYS
 VECTOR = torch.randn(256, generator=torch.Generator().manual_seed(0)) * 20
 Pair = namedtuple("Pair", "left right")
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    flags = ("--midstream-allow-traces", "--api-key", KEY, OTHER)
-    with serving(tmp_path_factory.mktemp("remote"), *flags, stock=False, MIDSTREAM_ADMIN_KEY=ADMIN) as server:
-        yield server
+@pytest.fixture
+def server(traces_server: Server) -> Server:
+    return traces_server
 
 
 @pytest.fixture

@@ -26,6 +26,9 @@ _MINOR = int(metadata.version(_VLLM_NAME).split(".")[1])
 SCALE_OUT = ("--enable-scale-out",) if _MINOR >= 30 else ()  # before, its routes were always there
 
 
+KEYS, ADMIN = ("my-key", "their-key"), "the-administrator"  # of the fixture `traces_server`
+
+
 class Server:
     """`post` gives (status, body); the body is JSON where it can be read as such. `last_headers` are those of the last error."""
 
