@@ -28,6 +28,7 @@ from midstream.trace.body import Modes
 if TYPE_CHECKING:
     from clients import Client
     from oracle import Plain
+    from servers import Server
 
     from midstream import VLLM, LanguageModel, Remote
 
@@ -40,6 +41,11 @@ NOT_REMOTE = {
     "what_vllm_refuses_is_midstreams_error": "a server refuses these itself",
     "other_engines": "it starts engines of its own",
     "a_killed_collection": "it starts engines of its own",
+}
+# What one process runs, by the beginnings of the tests' names.
+TOGETHER = {
+    "ranks": ("tests/ranks/",),
+    "traces_server": ("tests/engine/test_serve_remote.py", "tests/engine/test_inspect_ai.py"),
 }
 FOLDERS = ["ranks", "engine", "docs", "models", "gpu", "unit"]  # the longest first: two processes then end together
 
@@ -75,17 +81,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give whole files to the two processes, but give all tests of several ranks to one of them.
+    """Give whole files to the two processes, but give all tests of several ranks to one of them, and the files that share a server.
 
     A rank spins while it waits for the others, so two engines of several ranks on two cores take many times as long as one.
     """
     from xdist.scheduler import LoadFileScheduling
 
-    class RanksTogether(LoadFileScheduling):
+    class FilesTogether(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "tests/ranks" if nodeid.startswith("tests/ranks/") else super()._split_scope(nodeid)
+            together = (each for each in TOGETHER if nodeid.startswith(TOGETHER[each]))
+            return next(together, None) or super()._split_scope(nodeid)
 
-    return RanksTogether(config, log)
+    return FilesTogether(config, log)
 
 
 @pytest.fixture(scope="session")
@@ -116,6 +123,16 @@ def compiled() -> Iterator[VLLM]:
     """The bundled model on an engine that compiles."""
     with start() as model:
         yield model
+
+
+@pytest.fixture(scope="session")
+def traces_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """`midstream serve` with API keys and an administrator's, which allows traces."""
+    from servers import ADMIN, KEYS, serving
+
+    flags = ("--midstream-allow-traces", "--api-key", *KEYS)
+    with serving(tmp_path_factory.mktemp("traces"), *flags, stock=False, MIDSTREAM_ADMIN_KEY=ADMIN) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from inspect_ai.model import ModelOutput, get_model
 from inspect_ai.scorer import includes
 from inspect_ai.solver import Generate, Solver, TaskState, generate, solver
 from safetensors.torch import load
-from servers import Server, serving
+from servers import KEYS, Server
 
 from midstream import Capture, Patch, Plan
 from midstream.errors import CaptureError, PlanError
@@ -27,13 +27,12 @@ NO_COUNTRY = {"kind": "patch", "site": "resid_post", "layer": 0, "position": 3, 
 CAPTURE = {"kind": "capture", "site": "resid_post", "layers": [2, 5], "positions": "all_prompt"}
 EVERY_LAYER = {"kind": "capture", "site": "resid_post", "positions": "all_prompt"}
 LONG = "The capital of France is" + " a city, and the capital of Italy is" * 20  # over 1 MiB at all layers
-KEY = "my-key"
+KEY = KEYS[0]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(tmp_path_factory.mktemp("inspect"), "--api-key", KEY, stock=False) as server:
-        yield server
+@pytest.fixture
+def server(traces_server: Server) -> Server:
+    return traces_server
 
 
 Evaluate = Callable[..., EvalLog]

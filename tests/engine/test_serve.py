@@ -1,4 +1,7 @@
-"""`midstream serve` on the bundled model, asked by the openai client and by plain HTTP. The oracle is transformers with plain hooks."""
+"""The server on the bundled model, asked by the openai client and by plain HTTP. The oracle is transformers with plain hooks.
+
+It is stock `vllm serve` with the flags that `midstream serve --flags` prints. The other files start `midstream serve`.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ import pytest
 import torch
 from load_clients import request
 from safetensors.torch import load, save
-from servers import Server, serving
+from servers import SCALE_OUT, Server, serving_as_printed
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from midstream import Remote, demo_model
@@ -39,10 +42,9 @@ MINE, THEIRS, ADMIN = "my-key", "their-key", "the-administrator"
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(
+    with serving_as_printed(
         tmp_path_factory.mktemp("serve"),
-        "--enable-scale-out",
-        stock=False,
+        *SCALE_OUT,
         MIDSTREAM_ADMIN_KEY=ADMIN,
         MIDSTREAM_CAPTURE_BYTES="2000000",
     ) as server:
@@ -334,22 +336,41 @@ def test_g6_a_recorded_run_is_the_source_of_patches_by_its_name(
 
 
 @pytest.mark.parametrize(
-    ("change", "status", "message"),
+    ("change", "param", "message"),
     [
-        ({"sites": ["resid"]}, 400, "resid_post"),
-        ({"layers": [99]}, 400, "99"),
-        ({"positions": [77]}, 400, "77"),
-        ({"prompt": ""}, 400, "token"),
-        ({"prompt": [10**9]}, 400, ""),
-        ({"path": "/tmp/x"}, 400, "path"),
-        ({"name": "a" * 300}, 400, "256"),
+        ({"sites": ["resid"]}, "sites", "resid_post"),
+        ({"sites": []}, "sites", "sites is empty"),
+        ({"layers": [99]}, "layers", "99"),
+        ({"layers": 5}, "body.layers", "valid"),
+        ({"positions": [77]}, "positions", "77"),
+        ({"positions": {"span": "Italy"}}, "positions", "Italy"),
+        ({"prompt": ""}, "prompt", "token"),
+        ({"prompt": [10**9]}, "prompt", ""),
+        ({"prompt": [20] * 600}, "prompt", "512"),
+        ({"prompt": "a b " * 100_000}, "prompt", "has at most"),
+        ({"path": "/tmp/x"}, "body.path", "path"),
+        ({"name": "a" * 300}, "body.name", "256"),
     ],
 )
-def test_g7_a_run_that_cannot_be_recorded_is_refused(server: Server, change: Any, status: int, message: str) -> None:
+def test_g7_a_run_that_cannot_be_recorded_is_refused(server: Server, change: Any, param: str, message: str) -> None:
     record = {"prompt": FRANCE, "sites": ["resid_post"], "name": "clean", **change}
-    found = server.post("/v1/midstream/runs", record, key=MINE)
-    assert found[0] == status and message in json.dumps(found[1]), found
+    status, found = server.post("/v1/midstream/runs", record, key=MINE)
+    assert status == 400 and found["error"]["param"] == param and message in json.dumps(found), found
     assert server.ask("GET", "/v1/midstream/runs")[1] == {"runs": {}}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "limit"),
+    [
+        ("POST", "runs", 8 << 20),
+        ("PUT", "plan", 8 << 20),
+        ("POST", "vectors", 64 << 20),
+        ("POST", "generate", 64 << 20),
+    ],
+)
+def test_g8_a_body_that_is_too_large_is_refused(server: Server, method: str, path: str, limit: int) -> None:
+    status, found = server.ask(method, f"/v1/midstream/{path}", bytes(limit + 1), key=MINE, admin=ADMIN)
+    assert status == 413 and f"over {limit >> 20} MiB" in found["error"]["message"], found
 
 
 def test_g6_the_engine_wide_plan_is_the_administrators_and_comes_before_each_requests_own(

@@ -6,14 +6,17 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from load_clients import request
 from servers import Server, processes, serving
 
 pytestmark = pytest.mark.engine
@@ -54,6 +57,16 @@ class Stream(threading.Thread):
             self.error = error
 
 
+@contextlib.contextmanager
+def half_sent(server: Server) -> Iterator[None]:
+    """Uploads that do not go on: to a route of midstream's, and to one of vLLM's."""
+    with contextlib.ExitStack() as stack:
+        for path in ("/v1/midstream/vectors", "/v1/completions"):
+            plug = stack.enter_context(socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))))
+            plug.sendall(request("POST", path, b'{"prompt": "', length=1000))
+        yield
+
+
 def until(condition: Any, seconds: float = 40.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
@@ -62,8 +75,10 @@ def until(condition: Any, seconds: float = 40.0) -> None:
 
 
 def test_g12_sigterm_lets_running_requests_end(tmp_path: Path) -> None:
-    with serving(tmp_path, "--shutdown-timeout", "120", stock=False) as server:
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(serving(tmp_path, "--shutdown-timeout", "120", stock=False))
         streams = [Stream(server) for _ in range(4)]
+        stack.enter_context(half_sent(server))
         server.process.send_signal(signal.SIGTERM)
         until(lambda: server.complete("The")[0] == 503)
         status, refusal = server.complete("The", midstream={"plan": PLAN})
@@ -98,7 +113,10 @@ TWO_RANKS = ("--tensor-parallel-size", "2")
 def test_g12_a_killed_process_ends_the_server_and_its_clients_hear_of_it(
     tmp_path: Path, killed: str, flags: tuple[str, ...]
 ) -> None:
-    with serving(tmp_path, *flags, stock=False) as server:
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(serving(tmp_path, *flags, stock=False))
+        if killed == "EngineCore":
+            stack.enter_context(half_sent(server))
         stream = Stream(server)
         (process,) = [pid for pid in processes(server) if title(pid).endswith(killed)]
         os.kill(process, signal.SIGKILL)

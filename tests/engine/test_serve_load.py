@@ -1,4 +1,4 @@
-"""`midstream serve` under load: tests/support/load.py for 45 seconds, vLLM's own `bench serve`, and clients that do not read (G1, G12)."""
+"""`midstream serve` under load: tests/support/load.py for 30 seconds, vLLM's own `bench serve`, and clients that do not read (G1, G12)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from midstream import demo_model
 
 pytestmark = pytest.mark.engine
 
-CLIENTS, SECONDS = 64, 45.0
+CLIENTS, SECONDS = 64, 30.0
 DOWNLOADS = 100
 UNREAD = 24  # more than requests in a batch, and than threads of the server's event loop
 
@@ -47,34 +47,37 @@ PLAN = [
     {"kind": "steer", "site": "resid_post", "layers": [3], "vector": [1.0] * 256},
     {"kind": "capture", "site": "resid_post", "layers": [5]},
 ]
-# vLLM's program does not start with its CPU build, which has a distribution of another name.
+# vLLM's program does not start with its CPU build, which has a distribution of another name. One process runs both: it starts slowly.
 BENCH = """
+import json, sys
 from vllm.benchmarks import serve
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 parser = FlexibleArgumentParser()
 serve.add_cli_args(parser)
-serve.main(parser.parse_args())
+for more in json.loads(sys.argv.pop(1)):
+    serve.main(parser.parse_args([*sys.argv[1:], *more]))
 """
 
 
-@pytest.mark.parametrize("more", [{}, {"midstream": {"plan": PLAN}}], ids=["plain", "planned"])
-def test_g1_vllm_bench_serve(server: Server, tmp_path: Path, more: dict[str, Any]) -> None:
-    before = server.ask("GET", f"{PATH}/gauges")[1]["server"]["planned_prompts"]
+def test_g1_vllm_bench_serve(server: Server, tmp_path: Path) -> None:
     model = str(demo_model())
+    plans = {"plain": {}, "planned": {"midstream": {"plan": PLAN}}}
+    runs = [["--extra-body", json.dumps(body), "--result-filename", name] for name, body in plans.items()]
     command = [
-        *(sys.executable, "-c", BENCH, "--base-url", server.url, "--model", model),
+        *(sys.executable, "-c", BENCH, json.dumps(runs), "--base-url", server.url, "--model", model),
         *("--served-model-name", "demo", "--backend", "openai", "--dataset-name", "random", "--num-prompts", "80"),
         *("--random-input-len", "32", "--random-output-len", "8", "--ignore-eos", "--temperature", "0"),
-        *("--max-concurrency", "32", "--save-result", "--result-dir", str(tmp_path), "--result-filename", "found.json"),
-        *("--extra-body", json.dumps(more)),
+        *("--max-concurrency", "32", "--save-result", "--result-dir", str(tmp_path)),
     ]
+    before = server.ask("GET", f"{PATH}/gauges")[1]["server"]["planned_prompts"]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stderr[-4000:]
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert (found["completed"], found["failed"], found["total_output_tokens"]) == (80, 0, 640), found
     planned = server.ask("GET", f"{PATH}/gauges")[1]["server"]["planned_prompts"] - before
-    assert planned >= 80 if more else planned == 0
+    assert 80 <= planned < 160  # those of one run, and what it sends to warm up
+    for name in plans:
+        found = json.loads((tmp_path / name).read_text())
+        assert (found["completed"], found["failed"], found["total_output_tokens"]) == (80, 0, 640), found
 
 
 # ------------------------------------------------------------------------------------------------ clients that do not read
@@ -125,7 +128,9 @@ def test_g12_streams_that_nobody_reads_hold_nobody_up_and_end_with_their_clients
     with ExitStack() as stack:
         plugs = [ask(server, stack, "POST", "/v1/completions", body) for _ in range(UNREAD)]
         assert all(plug.recv(100) for plug in plugs)
-        assert leases() == UNREAD  # none has ended: the server waits for its client
+        assert (
+            leases() >= UNREAD
+        )  # none has ended: the server waits for its client. The engine leases for those that run, too
         limit = 1.0 + seconds_of_a_request(server)
         assert least(lambda: seconds_of_a_request(server), limit, 20) < limit
     deadline = time.monotonic() + 30

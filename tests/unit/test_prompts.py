@@ -53,3 +53,9 @@ def test_text_is_for_the_tokenizer() -> None:
 def test_no_prompt(prompt: Any) -> None:
     with pytest.raises(PromptError, match="Several are for `generate`"):
         encode(prompt, no_tokenizer)
+
+
+def test_a_negative_token_id_is_refused() -> None:
+    """vLLM 0.27 fails at one after it has taken the request."""
+    with pytest.raises(PromptError, match="0 or more; the prompt has -5"):
+        encode([3, -5], no_tokenizer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shlex
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ pytest.importorskip("vllm")
 from midstream.capture.rows import Captured, RowChunk, gather
 from midstream.cli import main
 from midstream.client.vectors_and_runs import Runs
+from midstream.engine.admission import json_size
 from midstream.errors import MidstreamError
 from midstream.plan.captures import Layout, RowSelection
 from midstream.plan.values import RecordedRun
@@ -129,6 +131,20 @@ def test_g6_a_run_that_is_recorded_while_runs_are_listed_stays() -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------- starting
+
+
+@pytest.mark.parametrize("given", [{"plan": [{"vector": [0.5] * 1024, "site": "resid_post"}] * 5}, "x" * 9000, None])
+def test_g12_the_size_of_a_plan_is_about_that_of_its_json(given: Any) -> None:
+    assert json_size(given) == pytest.approx(len(json.dumps(given)), rel=1.0, abs=10)
+
+
+def test_g12_the_size_of_a_large_plan_is_told_at_once() -> None:
+    deep: Any = [0.5] * 1000
+    for _ in range(20):
+        deep = [deep, deep]  # a million lists
+    begin = time.monotonic()
+    assert all(json_size(each) > 1 << 16 for each in (deep, [[]] * 10_000_000, {"plan": "x" * 100_000}))
+    assert time.monotonic() - begin < 1.0
 
 
 def test_g1_the_flags_are_those_of_a_stock_server(capsys: pytest.CaptureFixture[str]) -> None:

@@ -136,6 +136,8 @@ def token_ids(invoke: Invoke, tokenizer: Callable[[], Any]) -> list[int]:
 def encode(prompt: Prompt, tokenizer: Callable[[], Any]) -> list[int]:
     """The prompt's token ids; `tokenizer` returns the tokenizer for text. Raises PromptError if there are none, or images."""
     if type(prompt) is list and prompt and all(type(token) is int for token in prompt):
+        if (least := min(prompt)) < 0:  # older vLLMs fail at it
+            raise PromptError(f"Token ids are 0 or more; the prompt has {least}.")
         return prompt.copy()
     if is_multimodal(prompt):
         raise PromptError(

@@ -163,7 +163,7 @@ class AsyncRequest:
                     answers = graded(output, request.answers)
                 output.answers = answers
                 if not output.finished:
-                    output.saves, output.captures = self._saves.latest(), None
+                    output.saves, output.captures = await self._saves.latest(), None
                     yield output, None
                     continue
                 result = traced_result(await self._saves.final(), output)
@@ -222,8 +222,14 @@ class _Saves:
         # By sample and stage, in the order of the steps. Messages about steps before the last complete one are dropped.
         self._received: dict[int, dict[int, list[_StageMessage]]] = {}
 
-    def latest(self) -> Any:
+    async def latest(self) -> Any:
         """The saved values after the last step for which all stages' snapshots have arrived."""
+        if self._box is None:
+            return self._read_latest()
+        # A trace that saves at every step has thousands of tensors after a while, and each snapshot lists them all.
+        return await asyncio.get_running_loop().run_in_executor(None, self._read_latest)
+
+    def _read_latest(self) -> Any:
         with contextlib.suppress(ChannelClosedError):  # the engine's own error is more precise
             while self._box is not None and (message := self._box.get_nowait()) is not None:
                 self._keep(message)

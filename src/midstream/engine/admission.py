@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
@@ -27,10 +27,37 @@ from midstream.plan.values import Capture, ModelFacts, Plan, check, check_strang
 from midstream.runtime.request import Envelope, Memory, PlanRequest, given_plan, packed, unpacked
 from midstream.settings import NAME, WORKER, Settings
 
+T = TypeVar("T")
 _SIMILARITY = 0.88  # the ratio from which on a key looks like "midstream" misspelt
 _MOST_KEYS = 64  # how many keys are compared
-reader = ThreadPoolExecutor(1, "midstream-plans")  # reads strangers' plans: a server's event loop serves everyone
+_ITEM_CHARACTERS = 8  # of a number or a key in JSON
+_LARGE = 1 << 16  # characters of a plan's JSON
+_readers = {is_large: ThreadPoolExecutor(1, "midstream-plans") for is_large in (False, True)}
 _RESIDUAL = ("resid_pre", "resid_mid", "resid_post", "attn_in", "attn_out", "mlp_in", "mlp_out")
+
+
+async def on_a_thread(size: int, read: Callable[..., T], *arguments: Any) -> T:
+    """Run `read` on a thread that reads what strangers send: a server's event loop serves everyone.
+
+    Small plans and large ones have a thread each, so that no small one waits for a large one. `size`: about that of its JSON.
+    """
+    return await asyncio.get_running_loop().run_in_executor(_readers[size > _LARGE], read, *arguments)
+
+
+def json_size(given: Any) -> int:
+    """About how many characters a value has as JSON, for large ones at least more than `_LARGE`."""
+    size, parts = 0, [given]
+    while parts and size <= _LARGE:
+        match parts.pop():
+            case str() as text:
+                size += len(text)
+            case list() | tuple() as items:
+                size += _ITEM_CHARACTERS * len(items)
+                parts += items[:_LARGE]
+            case Mapping() as items:
+                size += 2 * _ITEM_CHARACTERS * len(items)
+                parts += islice(items.values(), _LARGE)
+    return size
 
 
 def parsing_on_a_thread(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -43,7 +70,7 @@ def parsing_on_a_thread(original: Callable[..., Any]) -> Callable[..., Any]:
         is_strangers = isinstance(given, (str, Mapping)) and not isinstance(given, Envelope)
         if is_strangers and not isinstance(prompt, EngineCoreRequest):
             try:
-                own = await asyncio.get_running_loop().run_in_executor(reader, _enveloped, self.vllm_config, given)
+                own = await on_a_thread(json_size(given), _enveloped, self.vllm_config, given)
             except PlanError as error:
                 raise refused(error) from error
             params = copy.copy(params)

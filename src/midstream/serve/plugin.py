@@ -9,21 +9,24 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import secrets
 from collections.abc import AsyncIterator, Collection, Iterator
 from importlib import metadata
 from typing import Any, Literal
 
 from fastapi import APIRouter, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import REGISTRY, Metric
 from prometheus_client.core import GaugeMetricFamily
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from midstream.client.vllm import VLLM
+from midstream.engine.admission import on_a_thread
 from midstream.engine.plugin import apply
 from midstream.engine.seams import Role
-from midstream.errors import EngineClosedError, MidstreamError
+from midstream.errors import EngineClosedError, MidstreamError, PromptError
 from midstream.plan.fields import nearest
 from midstream.plan.ops.edit import kinds
 from midstream.plan.values import Span
@@ -37,6 +40,7 @@ from midstream.serve.requests import (
     Refused,
     Server,
     answering_errors,
+    at_fault,
     owner_of,
     problem,
     received,
@@ -45,6 +49,7 @@ from midstream.serve.requests import (
 from midstream.settings import NAME, WORKER, Settings
 
 MAX_UPLOAD_BYTES = 64 << 20
+MAX_RUN_BYTES = 8 << 20  # of the body that asks for a recorded run: a prompt of a million token ids
 MAX_VECTORS = 4096
 MAX_VECTOR_BYTES = 256 << 20  # of all named vectors together
 CAPTURE_BYTES = "MIDSTREAM_CAPTURE_BYTES"  # environment variables of the server
@@ -79,6 +84,11 @@ class RunToRecord(BaseModel):
     positions: list[int] | Literal["all_prompt", "last_prompt"] | SpanOfText = "all_prompt"
     replace: bool = False
     name: str | None = Field(None, min_length=1, max_length=LONGEST_NAME)
+
+
+_RUN_PLACE = f"#/paths/~1v1~1{NAME}~1runs/post/requestBody/content/application~1json/schema"  # in openapi.json
+_RUN_SCHEMA = RunToRecord.model_json_schema(ref_template=_RUN_PLACE + "/$defs/{model}")
+_RUN_BODY = {"requestBody": {"required": True, "content": {"application/json": {"schema": _RUN_SCHEMA}}}}
 
 
 class Plugin:
@@ -238,14 +248,16 @@ async def list_runs(request: Request) -> dict[str, Any]:
     return {"runs": await _runs(server_of(request).model)}
 
 
-@router.post("/runs")
+@router.post("/runs", openapi_extra=_RUN_BODY)
 @answering_errors
-async def record_run(request: Request, run: RunToRecord) -> Any:
+async def record_run(request: Request) -> Any:
     """Run a prompt, and keep its activations on the server as the source of patches: `"source": {"run": NAME}`.
 
     A name that is taken is an error, unless `replace` is set. A run that no request uses may be dropped to make room for others.
     """
     server, model = server_of(request), server_of(request).model
+    data = await received(request, MAX_RUN_BYTES, "The body has {}; no model takes such a prompt.")
+    run = await on_a_thread(len(data), _run_to_record, server, data)
     name = run.name or secrets.token_hex(4)
     await model.runs.listing()  # forgets what the workers have dropped
     there = {each.name for each in model.runs.handles} | server.recording
@@ -260,14 +272,40 @@ async def record_run(request: Request, run: RunToRecord) -> Any:
     try:
         span = run.positions if isinstance(run.positions, SpanOfText) else None
         positions = run.positions if span is None else Span(span.span, span.occurrence)
-        recording: Any = model.record(run.prompt, run.sites, run.layers, positions, name)  # awaitable here
-        await recording
+        given = (run.prompt, run.sites, run.layers, positions, name)
+        with _naming_the_field():
+            recording: Any = await on_a_thread(len(data), model.record, *given)  # a long text takes seconds to tokenize
+            await recording
         server.owners["runs", name] = owner_of(request.headers)
     finally:
         server.recording.discard(name)
     if name not in (runs := await _runs(model)):
         raise Refused(503, f"The run {name!r} was dropped at once, to make room for others. Delete some first.", "name")
     return {"runs": {name: runs[name]}}
+
+
+def _run_to_record(server: Server, data: bytes) -> RunToRecord:
+    """What the body asks for. Raises RequestValidationError, or PromptError for a text that is too long for the model."""
+    try:
+        run = RunToRecord.model_validate_json(data)
+    except ValidationError as error:
+        mistakes = error.errors(include_url=False)
+        raise RequestValidationError([{**each, "loc": ("body", *each["loc"])} for each in mistakes]) from error
+    if isinstance(run.prompt, str) and len(run.prompt.encode(errors="replace")) > server.longest_prompt_bytes:
+        with at_fault("prompt"):
+            raise PromptError(f"A prompt for this model has at most {server.longest_prompt_bytes} bytes.")
+    return run
+
+
+@contextlib.contextmanager
+def _naming_the_field() -> Iterator[None]:
+    """Name the field of `RunToRecord` that an error of `record` is about: the one that its text names first."""
+    try:
+        yield
+    except MidstreamError as error:
+        named = re.search("prompt|site|layer|position", str(error))
+        with at_fault("body" if named is None else next(each for each in RunToRecord.model_fields if named[0] in each)):
+            raise
 
 
 @router.delete("/runs/{name:path}")
@@ -317,7 +355,10 @@ async def set_plan(request: Request) -> Any:
     if not _is_admin(request):
         return problem(403, _NO_ADMIN)
     server = server_of(request)
-    served = await server.read((await request.body()).decode(errors="replace"), owner_of(request.headers))
+    data = await received(
+        request, 2 * MAX_STRANGERS_BYTES, "The plan has {}; vectors are shortest in base64, or as names."
+    )
+    served = await server.read(data.decode(errors="replace"), owner_of(request.headers))
     if served.answers or served.inline:
         raise Refused(400, "The engine-wide plan is a plan alone: leave answers and inline out.", NAME)
     if served.plan.captures:

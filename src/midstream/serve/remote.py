@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+import re
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -13,10 +14,10 @@ import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from midstream.client.remote_calls import MAX_PROMPTS, Call, OutputWriter
+from midstream.client.remote_calls import MAX_PROMPTS, Asked, Call, OutputWriter
 from midstream.client.requests import Invoke, answers_of, token_ids
 from midstream.client.streams import OutputStream
-from midstream.engine.admission import reader
+from midstream.engine.admission import on_a_thread
 from midstream.engine.launch import checked_parameters
 from midstream.errors import (
     MidstreamError,
@@ -28,15 +29,18 @@ from midstream.errors import (
 )
 from midstream.plan.values import Plan
 from midstream.plan.wire import MAX_STRANGERS_BYTES
-from midstream.serve.requests import MAX_ANSWERS, Server, answering_errors, problem, received, server_of
+from midstream.serve.requests import MAX_ANSWERS, Server, answering_errors, at_fault, problem, received, server_of
 from midstream.settings import NAME, Settings
 from midstream.trace.program import ShippedCode, check_python
-from midstream.transport.data import Writer
+from midstream.transport.data import Writer, joined
 
 MAX_CALL_BYTES = 64 << 20  # with code and its tensors
 _MAX_PART_BYTES = 2 * MAX_STRANGERS_BYTES  # of a plan or of parameters, before they are read
 _MAX_ANSWERS_BYTES = 1 << 18
+_PROMPT_BYTES = 1 << 10  # of a plan, which take as long to read as it takes to prepare one prompt
+_PIECE_BYTES = 1 << 16  # of a message's tensors
 _ALIVE_SECONDS = 5.0
+_SAVES_SECONDS = 0.5
 _log = logging.getLogger(__name__)
 router = APIRouter(prefix=f"/v1/{NAME}", tags=[NAME])
 
@@ -88,32 +92,44 @@ async def generate(request: Request) -> Any:
 async def _prepared(server: Server, body: bytes) -> tuple[OutputStream, Call]:
     """The requests, ready to run. Raises MidstreamError for what is wrong with them."""
     call = _read(server, body)
-    return await asyncio.get_running_loop().run_in_executor(reader, _stream, server, call), call
+    size = len(body) + _PROMPT_BYTES * len(call.asked)
+    return await on_a_thread(size, _stream, server, call), call
 
 
 def _read(server: Server, body: bytes) -> Call:
     try:
         call = msgspec.msgpack.decode(body, type=Call)
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise ParameterError(f"The call is not what midstream.Remote sends: {error}.") from error
+        named = re.search(r"unknown field `(\w+)`|`\$\.(\w+)", str(error))
+        with at_fault(named[1] or named[2] if named else "body"):
+            raise ParameterError(f"The call is not what midstream.Remote sends: {error}.") from error
     if not call.asked:
-        raise PromptError(f"One call has 1 to {MAX_PROMPTS} prompts; none was sent.")
-    if not call.programs:
-        return call
-    if not _allows_traces(server):
-        raise TracesNotAllowedError(
-            "This server takes plans and no code. Its operator allows traces by `midstream serve --midstream-allow-traces --api-key ...`."
-        )
-    check_python(call.programs)
-    if call.version != (here := metadata.version(NAME)):
-        raise TraceError(
-            f"The client's midstream is {call.version} and the server's is {here}. For traces they have to be the same."
-        )
-    if not len(call.bodies) == len(call.graph_sites) == len(call.asked):
-        raise ParameterError(
-            "The call is not what midstream.Remote sends: bodies and graph_sites have one entry for each prompt."
-        )
+        with at_fault("asked"):
+            raise PromptError(f"One call has 1 to {MAX_PROMPTS} prompts; none was sent.")
+    if call.programs:
+        _check_code(server, call)
     return call
+
+
+def _check_code(server: Server, call: Call) -> None:
+    with at_fault("programs"):
+        if not _allows_traces(server):
+            raise TracesNotAllowedError(
+                "This server takes plans and no code. Its operator allows traces by `midstream serve --midstream-allow-traces "
+                "--api-key ...`."
+            )
+        check_python(call.programs)
+    with at_fault("version"):
+        if call.version != (here := metadata.version(NAME)):
+            raise TraceError(
+                f"The client's midstream is {call.version} and the server's is {here}. For traces they have to be the same."
+            )
+    for name in ("bodies", "graph_sites"):
+        with at_fault(name):
+            if len(getattr(call, name)) != len(call.asked):
+                raise ParameterError(
+                    f"The call is not what midstream.Remote sends: {name} has one entry for each prompt."
+                )
 
 
 def _allows_traces(server: Server) -> bool:
@@ -122,26 +138,43 @@ def _allows_traces(server: Server) -> bool:
 
 def _stream(server: Server, call: Call) -> OutputStream:
     """The call's requests. Not called on the event loop: a call may have many plans and long prompts."""
+    plans = []
+    for number, plan in enumerate(call.plans):
+        with at_fault(f"plans[{number}]"):
+            plans.append(server.checked_plan(_loaded(plan, _MAX_PART_BYTES, "A plan", PlanError)))
+    invokes = [_invoke(server, asked, plans, f"asked[{number}]") for number, asked in enumerate(call.asked)]
+    with at_fault("asked"):
+        prompts = [token_ids(invoke, lambda: server.model.tokenizer) for invoke in invokes]
+    code = ShippedCode(call.programs, call.bodies, call.graph_sites) if call.programs else None
+    try:
+        return server.model.stream(invokes, prompts, code, call.together)
+    except PlanError:  # of a plan and a prompt together
+        with at_fault("plans"):
+            raise
+    except (PromptError, ParameterError):
+        with at_fault("asked"):
+            raise
+
+
+def _invoke(server: Server, asked: Asked, plans: Sequence[Plan], place: str) -> Invoke:
     model = server.model
-    plans = [server.checked_plan(_loaded(plan, _MAX_PART_BYTES, "A plan", PlanError)) for plan in call.plans]
-    longest = server.longest_prompt_bytes
-    invokes = []
-    for asked in call.asked:
+    with at_fault(f"{place}.plan"):
         if asked.plan is not None and not 0 <= asked.plan < len(plans):
             raise ParameterError(f"The call has no plan {asked.plan}.")
+        plan = Plan() if asked.plan is None else plans[asked.plan]
+    with at_fault(f"{place}.answers"):
         given = _loaded(asked.answers, _MAX_ANSWERS_BYTES, "A list of answers", PromptError, list[str | int])
         if len(given) > MAX_ANSWERS:
             raise PromptError(f"answers has {len(given)} entries; allowed: up to {MAX_ANSWERS}.")
         (answers,) = answers_of([given] if given else [], 1, lambda: model.tokenizer, model.vocab_size)
+    with at_fault(f"{place}.params"):
         params = checked_parameters(
             _loaded(asked.params, _MAX_PART_BYTES, "A set of parameters", ParameterError, dict[str, Any])
         )
-        plan = Plan() if asked.plan is None else plans[asked.plan]
+    with at_fault(f"{place}.prompt"):
+        longest = server.longest_prompt_bytes
         prompt = _loaded(asked.prompt, longest, "A prompt for this model", PromptError, str | list[int])
-        invokes.append(Invoke(prompt, None, params, plan, answers))
-    prompts = [token_ids(invoke, lambda: model.tokenizer) for invoke in invokes]
-    code = ShippedCode(call.programs, call.bodies, call.graph_sites) if call.programs else None
-    return model.stream(invokes, prompts, code, call.together)
+    return Invoke(prompt, None, params, plan, answers)
 
 
 def _loaded(part: msgspec.Raw, limit: int, what: str, too_large: type[MidstreamError], form: Any = Any) -> Any:
@@ -156,12 +189,15 @@ def _loaded(part: msgspec.Raw, limit: int, what: str, too_large: type[MidstreamE
 
 async def _messages(server: Server, stream: OutputStream, call: Call) -> AsyncGenerator[bytes]:
     """What the client gets: None from time to time, outputs as they come, or an error."""
-    writer = Writer()
+    writer, loop = Writer(), asyncio.get_running_loop()
     with server.counted(len(call.asked)):
         async with contextlib.aclosing(_values(stream, call)) as values:
             async for value in values:
-                for piece in writer.message(value):
+                pieces = writer.message(value)
+                yield await loop.run_in_executor(None, next, pieces)  # the head, which lists all tensors
+                for piece in joined(pieces, _PIECE_BYTES):
                     yield piece
+                    await asyncio.sleep(0)  # to others, as a fast client never has the server wait
 
 
 async def _values(stream: OutputStream, call: Call) -> AsyncGenerator[Any]:
@@ -175,11 +211,13 @@ async def _values(stream: OutputStream, call: Call) -> AsyncGenerator[Any]:
                     yield None
                     continue
                 index, output, result = item
-                if result is None and not (call.stream or output.saves):  # the client hears of it at its end
-                    if loop.time() - last > _ALIVE_SECONDS:
+                if result is None and not call.stream:  # sent at times, for a client that loses the connection
+                    if loop.time() - last < (_SAVES_SECONDS if output.saves else _ALIVE_SECONDS):
+                        continue
+                    if not output.saves:
                         last = loop.time()
                         yield None
-                    continue
+                        continue
                 last = loop.time()
                 if result is not None:  # captured rows may have to be joined
                     yield await loop.run_in_executor(None, writers[index].message, output, result)

@@ -24,13 +24,12 @@ from typing import Any
 
 from fastapi import Request
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 
 from midstream.client.requests import Invoke, answers_of
 from midstream.client.vllm import VLLM
 from midstream.client.vllm_async import submitted
-from midstream.engine.admission import misspelt, reader, refused, unread
+from midstream.engine.admission import json_size, misspelt, on_a_thread, refused, unread
 from midstream.errors import CaptureError, ChannelError, EngineClosedError, MidstreamError, PlanError
 from midstream.plan import fields
 from midstream.plan.values import Plan, check_strangers
@@ -46,6 +45,7 @@ _ANSWERS = f"{NAME}.answers"
 MAX_ANSWERS = 128  # as vLLM has it
 _LONGEST_ANSWER = 256
 _DRAIN_SECONDS = 0.05  # between two looks at what runs
+_LAST_SECONDS = 5  # that clients have once the engine has ended, to read the rest of their responses
 _RETRY_AFTER = b"5"  # seconds
 _KINDS = {
     403: "PermissionDeniedError",
@@ -118,7 +118,7 @@ class Server:
 
     async def read(self, given: Any, owner: bytes) -> Served:
         """A request's field, read on another thread and checked as far as that needs no prompt. Raises PlanError."""
-        return await asyncio.get_running_loop().run_in_executor(reader, self._read, given, owner)
+        return await on_a_thread(json_size(given), self._read, given, owner)
 
     async def run_carried(
         self, given: Any, generate: Generate, prompt: Any, params: Any, request_id: str, rest: Any
@@ -193,7 +193,10 @@ async def received(request: Request, limit: int, too_large: str) -> bytes:
 
 
 def answering_errors(route: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """A route of midstream's whose errors are answered in OpenAI's form. An error of midstream's has its class as the type."""
+    """A route of midstream's whose errors are answered in OpenAI's form. An error of midstream's has its class as the type.
+
+    Its `param` is the error's `parameter`, or else "body".
+    """
 
     @wraps(route)
     async def call(*args: Any, **kwargs: Any) -> Any:
@@ -207,28 +210,42 @@ def answering_errors(route: Callable[..., Awaitable[Any]]) -> Callable[..., Awai
             return problem(500, str(error), kind=type(error).__name__)
         except MidstreamError as error:
             kind = next(each.__name__ for each in type(error).__mro__ if each.__module__ == MidstreamError.__module__)
-            return problem(400, str(error), getattr(error, "parameter", None) or _field_of(error, kwargs), kind)
+            return problem(400, str(error), getattr(error, "parameter", "body"), kind)
 
     return call
 
 
-def _field_of(error: Exception, arguments: Mapping[str, Any]) -> str | None:
-    """The field of a route's body that an error's text names; else the body, where it is one."""
-    fields = [name for each in arguments.values() if isinstance(each, BaseModel) for name in type(each).model_fields]
-    text = str(error)
-    return next((name for name in fields if name.rstrip("s") in text), None if fields else "body")
+@contextlib.contextmanager
+def at_fault(field: str) -> Iterator[None]:
+    """Errors of midstream's in the block are mistakes in this field of the body, or in the part of its plan that the message names."""
+    try:
+        yield
+    except MidstreamError as error:
+        if not hasattr(error, "parameter"):
+            place = _place_in_plan(error)
+            error.parameter = f"{field}.interventions{place}" if place else field  # type: ignore[attr-defined]
+        raise
+
+
+def _place_in_plan(error: MidstreamError) -> str:
+    """Which intervention, and which field of it, an error's text names: "[0].vector"; "" if none."""
+    found = re.match(r"interventions(\[\d+\])(?: \(\w+\))?((?:\.\w+)*)", str(error))
+    return f"{found[1]}{found[2]}" if found else ""
 
 
 class Gate:
     """ASGI middleware: refuses the field on routes that would drop it without a word, and requests to a server that is ending.
 
-    A refusal because of load says when to try again, vLLM's own as well.
+    A refusal because of load says when to try again, vLLM's own as well. Clients that neither send nor read do not keep the server from
+    ending, also after its engine has died: uvicorn would wait for them.
     """
 
     def __init__(self, app: Any) -> None:
         self._app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan" and (uvicorn := getattr(scope["app"].state, "server", None)) is not None:
+            uvicorn.config.timeout_graceful_shutdown = _LAST_SECONDS
         if scope["type"] != "http" or scope["method"] != "POST":
             return await self._app(scope, receive, send)
         path, send = scope.get("path", "").removeprefix(scope.get("root_path", "")), _with_retry_after(send)
@@ -328,8 +345,8 @@ def _refusing(field: str = f"{NAME}.plan") -> Iterator[None]:
     except MidstreamError as error:
         if hasattr(error, "parameter"):
             raise
-        if found := re.match(r"interventions(\[\d+\])(?: \(\w+\))?((?:\.\w+)*)", str(error)):
-            field = f"{NAME}.plan{found[1]}{found[2]}"
+        if place := _place_in_plan(error):
+            field = f"{NAME}.plan{place}"
         raise refused(error, field) from error
 
 

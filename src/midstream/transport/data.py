@@ -74,12 +74,24 @@ class Writer:
         yield bytes(size - at)
 
 
+def joined(pieces: Iterable[bytes], least: int) -> Iterator[bytes]:
+    """The same bytes in pieces that have at least so many, the last one excepted."""
+    parts, size = list[bytes](), 0
+    for piece in pieces:
+        parts.append(piece)
+        size += len(piece)
+        if size >= least:
+            yield b"".join(parts)
+            parts, size = [], 0
+    yield b"".join(parts)
+
+
 class Reader:
     """Reads the messages of one writer."""
 
     def __init__(self) -> None:
         self._known: dict[int, torch.Tensor] = {}
-        self._parts: list[bytes] = []
+        self._parts: deque[memoryview] = deque()
         self._held = 0  # bytes in the parts
         self._wanted = _LENGTH.size
         self._head: _Head | None = None
@@ -87,7 +99,7 @@ class Reader:
 
     def feed(self, data: bytes) -> Iterator[Any]:
         """More bytes have come: the values that they complete. Raises ChannelError for anything but messages."""
-        self._parts.append(data)
+        self._parts.append(memoryview(data))
         self._held += len(data)
         while self._held >= self._wanted:
             taken = self._take(self._wanted)
@@ -106,11 +118,14 @@ class Reader:
                     raise ChannelError(_NO_MESSAGE)
 
     def _take(self, size: int) -> bytearray:
-        joined = bytearray().join(self._parts)
-        self._parts = [bytes(joined[size:])] if len(joined) > size else []
         self._held -= size
-        del joined[size:]
-        return joined
+        taken = bytearray()
+        while len(taken) < size:
+            part, missing = self._parts.popleft(), size - len(taken)
+            taken += part[:missing]
+            if len(part) > missing:
+                self._parts.appendleft(part[missing:])
+        return taken
 
     def _value(self, head: _Head, payload: bytearray) -> Any:
         flat = torch.frombuffer(payload, dtype=torch.uint8) if payload else torch.empty(0, dtype=torch.uint8)
