@@ -45,7 +45,7 @@ NOT_REMOTE = {
 # What one process runs, by the beginnings of the tests' names.
 TOGETHER = {
     "ranks": ("tests/ranks/",),
-    "traces_server": ("tests/engine/test_serve_remote.py", "tests/engine/test_inspect_ai.py"),
+    "traces_server": tuple(f"tests/engine/test_{each}.py" for each in ("serve_remote", "serve_sweeps", "inspect_ai")),
 }
 FOLDERS = ["ranks", "engine", "docs", "models", "gpu", "unit"]  # the longest first: two processes then end together
 

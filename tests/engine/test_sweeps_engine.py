@@ -1,25 +1,20 @@
-"""Sweeps on engines: sources that go, cells on disk, cancelling, memory, neighbours, async engines, the route (rows H5, H7, H10, H12)."""
+"""Sweeps on engines: sources that go, cells on disk, cancelling, memory, neighbours (rows H5, H7, H11, H12)."""
 
 from __future__ import annotations
 
-import asyncio
-import json
 import os
 import signal
 import subprocess
 import sys
 import textwrap
-import time
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
 import pytest
-from engines import alive, start
-from servers import Server, memory, serving
+from engines import alive
+from servers import memory
 
 from midstream.client import sweeping
 from midstream.client.requests import Invoke
@@ -173,160 +168,3 @@ def test_h12_a_sweep_of_5000_cells_leaves_memory_flat(engine: VLLM) -> None:
     before, after = swept(2), swept(25)
     assert all(b - a < 40e6 for a, b in zip(before, after, strict=True)), (before, after)
     assert not any(alive(engine))
-
-
-# Async engines.
-
-
-@pytest.fixture(scope="module")
-def runner() -> Iterator[asyncio.Runner]:
-    with asyncio.Runner() as runner:
-        yield runner
-
-
-@pytest.fixture(scope="module")
-def model(runner: asyncio.Runner) -> Iterator[VLLM]:
-    model = start(mode="async", enforce_eager=True)
-    yield model
-    model.close()
-
-
-def test_h1_an_async_engine_gives_the_same_cells(engine: VLLM, model: VLLM, runner: asyncio.Runner) -> None:
-    async def swept() -> Any:
-        result = await model.sweep(*PAIR, sites=["resid_post", "mlp_out"])
-        cells = [cell async for cell in model.sweep(*PAIR, stream=True)]
-        return result, cells
-
-    result, cells = runner.run(swept())
-    expected = engine.sweep(*PAIR, sites=["resid_post", "mlp_out"])
-    for site, values in expected.values.items():
-        np.testing.assert_allclose(result.values[site], values, rtol=1e-3, atol=2e-3)
-    assert len(cells) == 40 and not runner.run(_left(model))
-
-
-def test_h7_a_cancelled_sweep_lets_go_of_its_sources(model: VLLM, runner: asyncio.Runner) -> None:
-    async def cancelled() -> None:
-        task = asyncio.ensure_future(model.sweep(*[[each] * 20 for each in (CLEAN, CORRUPT)], " Paris", " Rome"))
-        while not model.runs.handles:
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.05)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    runner.run(cancelled())
-    assert not runner.run(_left(model))
-
-
-async def _left(model: VLLM) -> Any:
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        gauges = await model.gauges()
-        left = {name: n for name, n in gauges[0].items() if n and not name.endswith("_steps")}
-        left |= {run.name: 1 for run in await model.runs.listing()}
-        if not left:
-            return None
-        await asyncio.sleep(0.05)
-    return left
-
-
-# The server.
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(tmp_path_factory.mktemp("sweeps"), "--api-key", "k", stock=False) as server:
-        yield server
-
-
-def events_of(server: Server, asked: dict[str, Any], most: int = 1 << 30) -> list[tuple[str, Any]]:
-    """The events of a sweep; the connection is closed after `most`."""
-    headers = {"Content-Type": "application/json", "Authorization": "Bearer k"}
-    request = urllib.request.Request(f"{server.url}/v1/midstream/sweeps", json.dumps(asked).encode(), headers)
-    found: list[tuple[str, Any]] = []
-    with urllib.request.urlopen(request, timeout=120) as response:
-        assert response.headers["content-type"] == "text/event-stream"
-        name = ""
-        for line in response:
-            text = line.decode().rstrip("\n")
-            if text.startswith("event: "):
-                name = text.removeprefix("event: ")
-            elif text.startswith("data: "):
-                found.append((name, json.loads(text.removeprefix("data: "))))
-                if len(found) == most:
-                    break
-    return found
-
-
-def gauges(server: Server) -> dict[str, int]:
-    found = server.ask("GET", "/v1/midstream/gauges", key="k")[1]
-    return {**found["server"], "leases": sum(worker["leases"] for worker in found["workers"])}
-
-
-def let_go(server: Server) -> bool:
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        now = gauges(server)
-        if not any(now[name] for name in ("sweeps", "running_prompts", "runs", "leases")):
-            return True
-        time.sleep(0.05)
-    return False
-
-
-def test_h10_a_sweep_streams_its_start_cells_and_summary(server: Server, engine: VLLM) -> None:
-    found = events_of(server, ASKED)
-    names = [name for name, _ in found]
-    assert names[:2] == ["start", "baselines"] and names[-1] == "summary" and names.count("cell") == 40
-    assert {name == event["event"] for name, event in found} == {True}
-    values = np.full((8, 5), np.nan)
-    for name, event in found:
-        if name == "cell":
-            values[tuple(event["index"])] = event["value"]
-    np.testing.assert_allclose(values, engine.sweep(*PAIR).values["resid_post"], rtol=1e-3, atol=2e-3)
-    assert let_go(server)
-
-
-@pytest.mark.parametrize(
-    ("changed", "field", "text"),
-    [
-        ({"answer": " Paris Rome"}, "answer", "2 tokens"),
-        ({"foil": None}, "foil", "needs a foil"),
-        ({"sites": ["resid"]}, "sites", "resid_p"),
-        ({"layers": [99]}, "layers", "layers has 99"),
-        ({"positions": ["Norway"]}, "positions", "Norway"),
-        ({"metric": "x"}, "metric", "logit_diff"),
-        ({"to": "/tmp/x"}, "to", "not permitted"),
-        ({"clean": 3}, "clean", "clean"),
-        ({"clean": [CLEAN] * 65, "corrupt": [CORRUPT] * 65}, "clean", "allowed: 64"),
-        ({"clean": "a " * 600, "corrupt": "b " * 600}, "prompt", "takes 511"),
-    ],
-)
-def test_h10_errors_before_the_first_event_are_plain_400s(server: Server, changed: Any, field: str, text: str) -> None:
-    status, body = server.ask("POST", "/v1/midstream/sweeps", json.dumps({**ASKED, **changed}).encode(), key="k")
-    assert status == 400 and text in body["error"]["message"]
-    assert body["error"]["param"] == field or field == "prompt"
-    assert gauges(server)["sweeps"] == 0
-
-
-def test_h10_only_so_many_sweeps_run_at_a_time_and_a_closed_connection_ends_one(server: Server) -> None:
-    """Seen failing without the lines that close the events when the client has gone."""
-    long = {**ASKED, "clean": [CLEAN] * 60, "corrupt": [CORRUPT] * 60}
-    headers = {"Content-Type": "application/json", "Authorization": "Bearer k"}
-    opened = []
-    for _ in range(4):
-        request = urllib.request.Request(f"{server.url}/v1/midstream/sweeps", json.dumps(long).encode(), headers)
-        opened.append(urllib.request.urlopen(request, timeout=60))
-        opened[-1].readline()
-    status, body = server.ask("POST", "/v1/midstream/sweeps", json.dumps(ASKED).encode(), key="k")
-    assert status == 503 and "4 sweeps already" in body["error"]["message"]
-    assert gauges(server)["sweeps"] == 4
-    for response in opened:
-        response.close()
-    assert let_go(server)
-    assert events_of(server, ASKED)[-1][0] == "summary"
-
-
-def test_h10_the_route_wants_the_api_key(server: Server) -> None:
-    assert server.ask("POST", "/v1/midstream/sweeps", json.dumps(ASKED).encode())[0] == 401
-    assert server.ask("POST", "/v1/midstream/sweeps", b'"' * 100, key="k")[0] == 400
-    assert server.ask("POST", "/v1/midstream/sweeps", b" " * (5 << 20), key="k")[0] == 413
