@@ -50,7 +50,18 @@ ENTRY_POINTS = {
     "inspect_ai",
 }  # may import everything; "" is midstream/__init__.py
 MAY_IMPORT_VLLM = {"engine", "serve"}
-WITHOUT_VLLM = {"sites", "arch", "plan", "trace", "capture", "transport", "sweeps", "ranks", "runtime", "inspect_ai"} | LEAVES
+WITHOUT_VLLM = {
+    "sites",
+    "arch",
+    "plan",
+    "trace",
+    "capture",
+    "transport",
+    "sweeps",
+    "ranks",
+    "runtime",
+    "inspect_ai",
+} | LEAVES
 
 
 def modules() -> dict[str, Path]:

@@ -49,6 +49,8 @@ class LanguageModel(TraceModel):
         kwargs: for `from_pretrained`, `dtype` for example.
     """
 
+    _has_logprobs = False
+
     def __init__(
         self,
         model: str | nn.Module,

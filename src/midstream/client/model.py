@@ -24,10 +24,12 @@ from midstream.client.requests import (
     plans_of,
     raise_failures,
 )
+from midstream.client.sweeping import Sweeping, SweepStream
 from midstream.client.tracing import BlockContext, Tracer, in_with_header
 from midstream.client.vectors_and_runs import Runs, Vectors, run_now
 from midstream.errors import PlanError, PromptError, TraceError, UnsendableError
 from midstream.plan.values import Capture, ModelFacts, Plan, RecordedRun
+from midstream.sweeps.request import Metric, SweepRequest
 from midstream.trace.block import Block
 from midstream.trace.body import current_body, is_in_body
 from midstream.trace.envoy import inside
@@ -101,6 +103,7 @@ class TraceModel(Sizes):
     _plan: Plan = Plan()
     _planner: tuple[Any, Planner] | None = None  # what it was made with
     _is_async = False
+    _has_logprobs = True  # whether it takes logprobs=
     _ships = False  # whether traces run in another process, on copies of what they use
 
     def close(self) -> None:
@@ -364,6 +367,77 @@ class TraceModel(Sizes):
         (result,) = await self._results(running)
         assert result.plan is not None
         return await self.runs.add(result.plan.recorded_run(*record))
+
+    def sweep(
+        self,
+        clean: Prompt | Sequence[Prompt],
+        corrupt: Prompt | Sequence[Prompt] | None,
+        answer: Any,
+        foil: Any = None,
+        *,
+        sites: str | Sequence[str] = "resid_post",
+        layers: Any = "all",
+        positions: Any = "all",
+        heads: Any = None,
+        metric: Metric = "logit_diff",
+        direction: str | None = None,
+        source: str = "run",
+        coarse: tuple[int, int] | None = None,
+        best: int = 3,
+        top: int = 0,
+        stream: bool = False,
+        to: str | Path | None = None,
+        progress: bool | None = None,
+    ) -> Any:
+        """Patch every layer and position of one prompt from another, one at a time, and grade the answer each time.
+
+        Activation patching, also called causal tracing: Meng et al. 2022 (arXiv:2202.05262), Heimersheim and Nanda 2024
+        (arXiv:2404.15255).
+
+            result = model.sweep("The capital of France is", "The capital of Italy is", " Paris", " Rome")
+            result.plot()
+
+        Prompts of different lengths are aligned by their common beginning and end; the tokens between are skipped, and listed in
+        `result.outline.pairs`. A cell that cannot be patched is void, and listed in `result.void` with the reason.
+
+        Args:
+            clean, corrupt: a prompt each, or a list each, one pair of prompts after the other. `corrupt` may be None for ablations.
+            answer, foil: the token that the clean prompt has as its answer, and the one that the corrupt prompt has: text of one token, or
+                a token id; or a list with one for each pair. Both are graded by their ids, however unlikely they are.
+            sites: one site or several, as of `Patch`. On vLLM, sites outside of the engine's `graph_sites` run uncompiled.
+            layers: "all", a layer, or a list.
+            positions: of the patched prompt: "all", each on its own; "together", all in one cell; or a list with a cell for each entry,
+                which is a position, or text whose tokens are patched together. With a dict, the keys name the cells, and a value may be a
+                list with an entry for each pair.
+            heads: "all", or heads to patch one by one; with sites="attn_z".
+            metric: "logit_diff" (log-probability of the answer minus that of the foil, in nats: the difference of their logits), "logprob"
+                (of the answer), "recovered" (the first of them that applies, 0 as in the corrupt and 1 as in the clean prompt), or a
+                function of the answer's and, if given, the foil's log-probability.
+            direction: "denoising" patches the clean run into the corrupt prompt, "noising" the reverse. None: "denoising", or for
+                ablations "noising".
+            source: "run", the other prompt's run; or for ablations "zeros", or "mean", the mean over all tokens of the patched prompts.
+            coarse: (layers, positions): patch windows of so many first, then the single cells of the `best` windows of each site.
+            top: how many of the likeliest next tokens each cell has.
+            stream: return the running sweep, to iterate over its cells as they come.
+            to: a directory to write the cells to as they come. The same call continues a sweep that was interrupted.
+            progress: whether to show a progress bar; None: in a terminal and in a notebook.
+
+        Returns:
+            A `SweepResult`, awaitable with `mode="async"`; with `stream`, a `SweepStream`.
+
+        Raises:
+            PromptError: an answer is not one token, or the prompts do not make pairs. Nothing has been run.
+            PlanError: this model has no such site, layer or position. Nothing has been run.
+            ParameterError: another argument is invalid, or `to` holds another sweep. Nothing has been run.
+        """
+        _refuse_in_trace("sweep")
+        asked = SweepRequest.of(sites, layers, positions, heads, metric, direction, source, coarse, best, top)
+        running = SweepStream(self._sweeping(clean, corrupt, answer, foil, asked, to), self._is_async, progress)
+        return running if stream or self._is_async else running.run()
+
+    def _sweeping(self, clean: Any, corrupt: Any, answer: Any, foil: Any, asked: SweepRequest, to: Any) -> Any:
+        """What runs a sweep."""
+        return Sweeping(self, clean, corrupt, answer, foil, asked, to)
 
     def edit(self, name: str = "default") -> EditContext:
         """`with model.edit("name"):` keeps the block on the model: it runs in every step of every later request."""

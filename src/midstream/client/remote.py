@@ -40,6 +40,9 @@ from midstream.plan.fields import nearest
 from midstream.plan.values import Plan, RecordedRun, Span
 from midstream.plan.vectors import read_vectors, written_vectors
 from midstream.settings import NAME
+from midstream.sweeps.events import Event, Outline, decoded
+from midstream.sweeps.request import Metric, SweepRequest
+from midstream.sweeps.results import SweepResult
 from midstream.transport.data import Reader
 
 API_KEY, ADMIN_KEY = "MIDSTREAM_API_KEY", "MIDSTREAM_ADMIN_KEY"  # environment variables
@@ -105,6 +108,30 @@ class ServerConnection:
                             yield item
                     _check_over(progress)
 
+    async def events(self, asked: dict[str, Any], is_async: bool) -> AsyncGenerator[Event]:
+        """The events of a sweep as they come; with `is_async` False, without ever waiting on an event loop."""
+        request: Any = {"json": asked}
+        with self._errors():
+            if not is_async:
+                with self._client.stream("POST", self._at("sweeps"), **request) as got:
+                    if got.is_error:
+                        got.read()
+                    _raise_refusal(got)
+                    for line in got.iter_lines():
+                        if (event := _event(line)) is not None:
+                            yield event
+                return
+            async with (
+                httpx.AsyncClient(**self._settings) as client,
+                client.stream("POST", self._at("sweeps"), **request) as got,
+            ):
+                if got.is_error:
+                    await got.aread()
+                _raise_refusal(got)
+                async for line in got.aiter_lines():
+                    if (event := _event(line)) is not None:
+                        yield event
+
     def close(self) -> None:
         self._client.close()
 
@@ -135,6 +162,28 @@ def _check_over(progress: Progress) -> None:
         raise ChannelError("the server ended its answer early")
 
 
+def _event(line: str) -> Event | None:
+    """The event of one line of a sweep's stream, if it has one. Raises the error that it may have in its place."""
+    if not line.startswith("data: "):
+        return None
+    try:
+        return decoded(line.removeprefix("data: "))
+    except msgspec.MsgspecError:
+        raise _error_of(*_told(json.loads(line.removeprefix("data: "))["error"]), 500) from None
+
+
+def _told(error: Any) -> tuple[str, str]:
+    return error["message"], error["type"]
+
+
+def _error_of(text: str, kind: str, status: int) -> MidstreamError:
+    """The server's error, in its own class or as a RemoteError."""
+    cls = getattr(errors, kind, None)
+    if isinstance(cls, type) and issubclass(cls, MidstreamError):
+        return cls(text)
+    return RemoteError(f"{status}: {text}")
+
+
 def _raise_refusal(response: httpx.Response) -> None:
     if not response.is_error:
         return
@@ -142,15 +191,12 @@ def _raise_refusal(response: httpx.Response) -> None:
     with contextlib.suppress(ValueError, KeyError, TypeError):
         error = response.json()["error"]
         text = error
-        text, kind = error["message"], error["type"]
+        text, kind = _told(error)
     if response.status_code == 401:
         text = f"The server wants its API key: Remote(url, api_key=...), or the environment variable {API_KEY}."
     elif response.status_code == 404 and kind != "NotFoundError":
         text = "There is no midstream at this address. Start the server by `midstream serve MODEL`."
-    cls = getattr(errors, kind, None)
-    if not (isinstance(cls, type) and issubclass(cls, MidstreamError)):
-        cls, text = RemoteError, f"{response.status_code}: {text}"
-    raise cls(text)
+    raise _error_of(text, kind, response.status_code)
 
 
 class Delivery:
@@ -212,6 +258,37 @@ class RemoteStream(OutputStream):
                         await asyncio.to_thread(delivery.finish, result)
                     yield before + index, output, result
             before += len(call.asked)
+
+
+class RemoteSweep:
+    """A sweep that a server runs.
+
+    Args:
+        asked: what the server is asked.
+        metric: grades the cells.
+
+    Attributes:
+        result: None until the server has begun.
+    """
+
+    def __init__(self, server: ServerConnection, asked: dict[str, Any], metric: Metric, is_async: bool) -> None:
+        self._server, self._asked, self._metric, self._is_async = server, asked, metric, is_async
+        self.result: SweepResult | None = None
+
+    async def events(self) -> AsyncGenerator[Event]:
+        """The sweep's events as they come. Leaving it ends the sweep on the server."""
+        try:
+            async with contextlib.aclosing(self._server.events(self._asked, self._is_async)) as events:
+                async for event in events:
+                    if isinstance(event, Outline):
+                        self.result = SweepResult(event, self._metric)
+                    assert self.result is not None
+                    yield self.result.take(event)
+            if self.result is None or self.result.summary is None:
+                raise RemoteError("The server ended the sweep early.")
+        except MidstreamError as error:
+            error.result = self.result  # type: ignore[attr-defined]
+            raise
 
 
 class RemoteRuns(Runs):
@@ -363,6 +440,27 @@ class Remote(DescribedModel):
             return self._connection.ask(method, path, **request)
         return await asyncio.to_thread(lambda: self._connection.ask(method, path, **request))
 
+    def _sweeping(self, clean: Any, corrupt: Any, answer: Any, foil: Any, asked: SweepRequest, to: Any) -> RemoteSweep:
+        """Has the server run the sweep, with its engine-wide plan and without this object's."""
+        if to is not None:
+            raise ParameterError("to: a Remote writes no cells as they come. Save the result: result.save(path).")
+        metric = asked.metric
+        if callable(metric):
+            metric = "logprob" if foil is None else "logit_diff"
+        given = {
+            name: getattr(asked, name) for name in ("layers", "heads", "direction", "source", "coarse", "best", "top")
+        }
+        given |= {
+            "clean": _prompts(clean),
+            "corrupt": None if corrupt is None else _prompts(corrupt),
+            "answer": answer,
+            "foil": foil,
+            "sites": list(asked.sites),
+            "positions": _places(asked.positions),
+            "metric": metric,
+        }
+        return RemoteSweep(self._connection, given, asked.metric, self._is_async)
+
     # Running.
 
     def _run(self, invokes: list[Invoke], together: bool = False) -> list[InvokeResult] | OutputStream:
@@ -475,6 +573,31 @@ def _prompt(prompt: Prompt) -> str | list[int]:
 
 def _no_tokenizer() -> Any:
     return lambda text: {"input_ids": text}
+
+
+def _prompts(given: Any) -> Any:
+    """One prompt, or several."""
+    if isinstance(given, (list, tuple)) and not all(isinstance(token, int) for token in given):
+        return [_prompt(each) for each in given]
+    return _prompt(given)
+
+
+def _places(positions: Any) -> Any:
+    """The positions of a sweep."""
+    if isinstance(positions, Span):
+        return [_positions(positions)]
+    if isinstance(positions, dict):
+        return {
+            name: _places(entry) if isinstance(entry, (list, tuple)) else _place(entry)
+            for name, entry in positions.items()
+        }
+    if isinstance(positions, (list, tuple, range)):
+        return [_place(entry) for entry in positions]
+    return positions if positions in ("all", "together") else [positions]
+
+
+def _place(entry: Any) -> Any:
+    return _positions(entry) if isinstance(entry, Span) else entry
 
 
 def _params(params: dict[str, Any]) -> dict[str, Any]:

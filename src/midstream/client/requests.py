@@ -169,7 +169,7 @@ def _no_prompt(given: Any) -> PromptError:
     )
 
 
-def _offsets_of(prompt: Prompt, ids: Sequence[int], tokenizer: Any) -> tuple[str, list[tuple[int, int]]]:
+def offsets_of(prompt: Prompt, ids: Sequence[int], tokenizer: Any) -> tuple[str, list[tuple[int, int]]]:
     """The prompt's text, and the `[begin, end)` of each token in it. Raises PlanError if the tokenizer cannot tell."""
     text = _text_of(prompt)
     if text is None:
@@ -349,7 +349,7 @@ class Planner:
         """Raises PlanError if the plan cannot be done to this prompt on this model, CaptureError if it has an unknown consumer."""
         max_tokens = params.get("max_tokens")
         if has_spans(plan):
-            return self._prepare(resolve_spans(plan, *_offsets_of(prompt, ids, self.tokenizer())), ids, max_tokens)
+            return self._prepare(resolve_spans(plan, *offsets_of(prompt, ids, self.tokenizer())), ids, max_tokens)
         sinks = tuple(tuple(map(identity, capture.sinks)) for capture in plan.captures)  # equal functions may differ
         has_functions = any(callable(to) for capture in plan.captures for to in capture.sinks)
         known = (self._with_functions if has_functions else self._known).get(

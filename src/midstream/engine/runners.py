@@ -5,13 +5,14 @@ An adapter calls the host when a batch has been laid out, hands it logits and sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import pad
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config import CUDAGraphMode
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -362,3 +363,46 @@ def _blocks_of(name: str, kv: torch.Tensor, num_blocks: int) -> tuple[torch.Tens
 def adapt(runner: Any) -> Runner:
     """The adapter for `runner`."""
     return V2Runner(runner) if type(runner).__module__.startswith("vllm.v1.worker.gpu.") else V1Runner(runner)
+
+
+# Log-probabilities of the V1 runner. The V2 runner gives each request its own.
+
+
+def noting_top_logprobs(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A `Sampler.forward` that notes how many likeliest tokens the step's requests have asked for."""
+
+    def forward(self: Any, logits: torch.Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+        self.midstream_top = sampling_metadata.max_num_logprobs
+        return original(self, logits, sampling_metadata, *args, **kwargs)
+
+    return forward
+
+
+def keeping_top_logprobs(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A `Sampler.gather_specific_token_logprobs` that has the likeliest tokens in the rows of the requests that grade no answers.
+
+    vLLM uses its result for all requests of the step.
+    """
+
+    def gather_specific_token_logprobs(
+        self: Any, logprobs: torch.Tensor, logprob_token_ids: Mapping[int, Sequence[int]], sampled: torch.Tensor
+    ) -> Any:
+        found = original(self, logprobs, logprob_token_ids, sampled)
+        if not self.midstream_top or self.midstream_top < 0 or len(logprob_token_ids) == len(sampled):
+            return found
+        top = self.gather_logprobs(logprobs, self.midstream_top, token_ids=sampled)
+        graded_B1 = torch.zeros(len(sampled), 1, dtype=torch.bool)
+        graded_B1[list(logprob_token_ids)] = True
+        graded_B1 = graded_B1.to(sampled.device, non_blocking=True)
+        width = max(found.logprobs.shape[1], top.logprobs.shape[1])
+
+        def merged(graded: torch.Tensor, others: torch.Tensor, filling: float) -> torch.Tensor:
+            wide = [pad(each, (0, width - each.shape[1]), value=filling) for each in (graded, others)]
+            return torch.where(graded_B1, wide[0], wide[1])
+
+        return found._replace(
+            logprob_token_ids=merged(found.logprob_token_ids, top.logprob_token_ids, 0),
+            logprobs=merged(found.logprobs, top.logprobs, float("-inf")),
+        )
+
+    return gather_specific_token_logprobs

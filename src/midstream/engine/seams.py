@@ -292,6 +292,14 @@ _SCHEDULER = (
 )
 
 _WORKER = (
+    Seam("vllm.v1.sample.sampler.Sampler.forward", REPLACES, "midstream.engine.runners.noting_top_logprobs",
+         "Tells the method below how many likeliest tokens the other requests of the step have asked for (V1 runner).",
+         signature="(logits, sampling_metadata, **rest)", role=Role.WORKER),
+    Seam("vllm.v1.sample.sampler.Sampler.gather_specific_token_logprobs", REPLACES, "midstream.engine.runners.keeping_top_logprobs",
+         "A request that grades answers takes the likeliest tokens from the others in its step (V1 runner); this gives them back.",
+         signature="(logprobs, logprob_token_ids, sampled)", role=Role.WORKER),
+    Seam("vllm.v1.sample.sampler.Sampler", CALLS, "midstream.engine.runners.keeping_top_logprobs",
+         "Gathers the likeliest tokens.", members="gather_logprobs(logprobs, num_logprobs, *, token_ids)"),
     Seam("vllm.forward_context.create_forward_context", REPLACES, "midstream.engine.graphs.running_uncompiled",
          "Runs single steps uncompiled: vLLM's own runners set skip_compiled for encoders only.", signature="(**rest)",
          role=Role.WORKER),

@@ -29,7 +29,7 @@ from midstream.plan.ops.edit import kinds
 from midstream.plan.values import Span
 from midstream.plan.vectors import Named, RecordedRun, Vector, read_vectors, written_vectors
 from midstream.plan.wire import MAX_STRANGERS_BYTES, MAX_STRANGERS_EDITS
-from midstream.serve import remote, studio
+from midstream.serve import remote, studio, sweeps
 from midstream.serve.captures import MAX_INLINE_BYTES, CaptureStore
 from midstream.serve.command import check_arguments
 from midstream.serve.requests import (
@@ -90,6 +90,7 @@ class Plugin:
     def attach_router(self, app: FastAPI) -> None:
         app.include_router(router)
         app.include_router(remote.router)
+        app.include_router(sweeps.router)
         app.include_router(studio.router)
         app.add_middleware(Gate)
 
@@ -166,6 +167,9 @@ async def capabilities(request: Request) -> dict[str, Any]:
             "inline_bytes": MAX_INLINE_BYTES,
             "capture_bytes": server.captures.budget,
             "capture_seconds": server.captures.seconds,
+            "sweeps": sweeps.MAX_SWEEPS,
+            "sweep_pairs": sweeps.MAX_PAIRS,
+            "sweep_cells": sweeps.MAX_CELLS,
         },
     }
 

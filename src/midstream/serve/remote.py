@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from importlib import metadata
 from typing import Any
 
@@ -166,7 +166,7 @@ async def _messages(server: Server, stream: OutputStream, call: Call) -> AsyncGe
 
 async def _values(stream: OutputStream, call: Call) -> AsyncGenerator[Any]:
     writers = [OutputWriter(index) for index in range(len(call.asked))]
-    loop, items = asyncio.get_running_loop(), _alive(stream.items())
+    loop, items = asyncio.get_running_loop(), alive(stream.items())
     last = loop.time()
     try:
         async with contextlib.aclosing(items):
@@ -192,7 +192,7 @@ async def _values(stream: OutputStream, call: Call) -> AsyncGenerator[Any]:
         yield MidstreamError("The server failed. Its log says why.")
 
 
-async def _alive(items: Any) -> AsyncGenerator[Any]:
+async def alive(items: Any) -> AsyncGenerator[Any]:
     """The items, and None whenever none has come for some seconds: the client then knows that the server is there."""
     async with contextlib.aclosing(items):
         while True:
@@ -212,11 +212,20 @@ _END = object()
 
 
 class Messages(Response):
-    """A response that ends its source, and with it the requests, as soon as the client has gone."""
+    """A response that ends its source, and with it the requests, as soon as the client has gone.
 
-    def __init__(self, source: AsyncGenerator[bytes]) -> None:
+    Args:
+        ended: called at the end, also if the client has gone before the source was started.
+    """
+
+    def __init__(
+        self,
+        source: AsyncGenerator[bytes],
+        media_type: str = "application/x-midstream",
+        ended: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
         super().__init__()
-        self._source = source
+        self._source, self._type, self._ended = source, media_type, ended
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         sending = asyncio.create_task(self._send(send))
@@ -227,9 +236,15 @@ class Messages(Response):
             for task in (sending, gone):
                 task.cancel()
             await asyncio.shield(asyncio.gather(sending, gone, return_exceptions=True))
+            if self._ended is not None:
+                await asyncio.shield(self._ended())
 
     async def _send(self, send: Any) -> None:
-        headers = [(b"content-type", b"application/x-midstream"), (b"x-accel-buffering", b"no")]
+        headers = [
+            (b"content-type", self._type.encode()),
+            (b"x-accel-buffering", b"no"),
+            (b"cache-control", b"no-store"),
+        ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         async with contextlib.aclosing(self._source) as pieces:
             async for piece in pieces:

@@ -70,6 +70,7 @@ class Server:
         planned: how many prompts have run with a plan, the engine-wide one included.
         running: how many of them run now.
         receiving: bytes of bodies that are being received.
+        sweeps: how many sweeps run now.
         is_draining: whether the server ends, and takes no more requests.
     """
 
@@ -78,7 +79,7 @@ class Server:
         self.captures = captures
         self.owners: dict[tuple[str, str], bytes] = {}
         self.recording: set[str] = set()
-        self.planned = self.running = self.receiving = 0
+        self.planned = self.running = self.receiving = self.sweeps = 0
         self.is_draining = False
 
     @staticmethod
@@ -90,7 +91,13 @@ class Server:
     def gauges(self) -> dict[str, int]:
         """What the front end holds, and how many prompts have had a plan."""
         held = {"vectors": len(self.model.vectors), "runs": len(self.model.runs.handles)}
-        return {**self.captures.gauges, **held, "planned_prompts": self.planned, "running_prompts": self.running}
+        return {
+            **self.captures.gauges,
+            **held,
+            "planned_prompts": self.planned,
+            "running_prompts": self.running,
+            "sweeps": self.sweeps,
+        }
 
     @cached_property
     def longest_prompt_bytes(self) -> int:

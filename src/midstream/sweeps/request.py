@@ -38,7 +38,7 @@ class Tokens:
 
 
 @dataclass(frozen=True)
-class Asked:
+class SweepRequest:
     """The arguments of `sweep`, checked as far as this needs no model. Arguments and errors as of `TraceModel.sweep`."""
 
     sites: tuple[str, ...]
@@ -65,7 +65,7 @@ class Asked:
         coarse: Any,
         best: Any,
         top: Any,
-    ) -> Asked:
+    ) -> SweepRequest:
         each = (sites,) if isinstance(sites, str) else tuple(sites)
         if not each or len({*each}) != len(each):
             raise ParameterError(f"sites is {sites!r}. Allowed: one site or several different ones.")
@@ -128,10 +128,10 @@ def columns(asked: Any, bases: Sequence[Tokens], others: Sequence[Tokens | None]
         bases: the patched prompt of each pair.
         others: the other prompt, None where the source needs none.
     """
-    ways = [align(base.ids, base.ids if other is None else other.ids) for base, other in zip(bases, others, strict=True)]
-    return [
-        _column(label, groups, bases, ways) for label, groups in _groups(asked, bases, others, ways)
+    ways = [
+        align(base.ids, base.ids if other is None else other.ids) for base, other in zip(bases, others, strict=True)
     ]
+    return [_column(label, groups, bases, ways) for label, groups in _groups(asked, bases, others, ways)]
 
 
 def _groups(
@@ -153,12 +153,14 @@ def _groups(
     named = isinstance(asked, Mapping)
     entries = list(asked.items()) if named else [(None, entry) for entry in ([asked] if _is_one(asked) else asked)]
     if not entries:
-        raise ParameterError('positions is empty. Allowed: "all", "together", positions, Span(text), or a dict of these.')
+        raise ParameterError(
+            'positions is empty. Allowed: "all", "together", positions, Span(text), or a dict of these.'
+        )
     for label, entry in entries:
         each = entry if named and isinstance(entry, (list, tuple)) else [entry] * len(bases)
         if len(each) != len(bases):
             raise ParameterError(f"positions[{label!r}] has {len(each)} entries for {len(bases)} pairs.")
-        yield label, [_found(one, *pair) for one, *pair in zip(each, bases, others, ways, strict=True)]
+        yield label, [_found(*pair) for pair in zip(each, bases, others, ways, strict=True)]
 
 
 def _is_one(entry: Any) -> bool:
@@ -202,9 +204,7 @@ def _column(
 def windows(grid: Grid, size: tuple[int, int]) -> Grid:
     """The grid in windows of so many layers and columns. A column that is not aligned belongs to no window."""
     layers, step = size
-    rows = [
-        [layer for row in grid.layers[i : i + layers] for layer in row] for i in range(0, len(grid.layers), layers)
-    ]
+    rows = [[layer for row in grid.layers[i : i + layers] for layer in row] for i in range(0, len(grid.layers), layers)]
     pairs = range(len(grid.columns[0].positions))
     found = []
     for start in range(0, len(grid.columns), step):

@@ -1,0 +1,628 @@
+"""Runs sweeps: one request for each cell, which is the patched prompt with a `Patch` from the recorded run of the other prompt.
+
+For each pair of prompts: record both, run both alone, run the cells with the noise runs among them, and let the recorded runs go. A sweep
+keeps the memory of one pair. Cells are independent requests: they share the KV blocks before their first patched position.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from midstream.client.requests import Answers, Invoke, InvokeResult, Prompt, encode, offsets_of
+from midstream.client.vectors_and_runs import run_now
+from midstream.errors import MidstreamError, ParameterError, PlanError, PromptError
+from midstream.plan.values import Capture, Patch, Plan, RecordedRun
+from midstream.sweeps.events import (
+    LOWEST,
+    Baselines,
+    Cell,
+    Event,
+    Grid,
+    Noise,
+    Outline,
+    Pair,
+    Summary,
+    decoded,
+    encoded,
+)
+from midstream.sweeps.request import SweepRequest, Tokens, align, columns, heads_of, in_order, rows_of, windows
+from midstream.sweeps.results import SweepResult
+
+GROUPS = (8, 32, 128, 512)  # requests in the first groups; the later ones are as large as the last
+ASYNC_GROUP, ASYNC_GROUPS = 32, 16  # requests in a group, and groups at a time: an event loop serves others as well
+_BASELINES, _IDENTITIES = 2, 6  # noise runs among the cells of each pair
+OUTLINE, CELLS, RESULT = "outline.json", "cells.jsonl", "result.npz"  # in the directory of `to`
+
+
+_letting_go: set[asyncio.Task[None]] = set()
+
+
+@dataclass(frozen=True)
+class Job:
+    """One request of a sweep: an event without its log-probabilities, and the plan."""
+
+    event: Cell | Noise
+    plan: Plan
+
+
+class Sweeping:
+    """One call of `sweep`. Arguments and errors as of `TraceModel.sweep`."""
+
+    def __init__(
+        self, model: Any, clean: Any, corrupt: Any, answer: Any, foil: Any, asked: SweepRequest, to: Any
+    ) -> None:
+        self._model, self.asked = model, asked
+        self._clean = _prompts("clean", clean)
+        self._corrupt = None if corrupt is None else _prompts("corrupt", corrupt)
+        if self._corrupt is None and asked.source == "run":
+            raise PromptError('corrupt is None. Only ablations (source="zeros" or "mean") do without a corrupt prompt.')
+        if self._corrupt is None and (asked.direction == "denoising" or asked.metric == "recovered"):
+            raise PromptError("corrupt is None, and without it there is no denoising and no metric='recovered'.")
+        if self._corrupt is not None and len(self._corrupt) != len(self._clean):
+            raise PromptError(f"corrupt has {len(self._corrupt)} prompts, and clean has {len(self._clean)}.")
+        self._answer = _each("answer", answer, len(self._clean))
+        self._foil = [None] * len(self._clean) if foil is None else _each("foil", foil, len(self._clean))
+        if foil is None and asked.metric == "logit_diff":
+            raise PromptError(
+                'metric="logit_diff" needs a foil: the token that the answer is compared with. Or use metric="logprob".'
+            )
+        if asked.top and not model._has_logprobs:
+            raise ParameterError("top needs a VLLM or a Remote: a LanguageModel has no logprobs.")
+        self._directory = None if to is None else Path(to).expanduser()
+        self.result: SweepResult | None = None
+
+    def outline(self) -> Outline:
+        """What will be run. Checks everything that can be checked before the first request."""
+        model, asked = self._model, self.asked
+        clean = [self._tokens(prompt) for prompt in self._clean]
+        corrupt: list[Any] = (
+            [None] * len(clean) if self._corrupt is None else [self._tokens(each) for each in self._corrupt]
+        )
+        self._bases: list[Any] = clean
+        self._others: list[Any] = corrupt
+        if asked.direction == "denoising":
+            self._bases, self._others = corrupt, clean
+        if asked.source != "run":
+            self._others = [None] * len(clean)  # an ablation reads no position of another prompt
+        self._answers = [self._graded(*pair) for pair in zip(self._answer, self._foil, strict=True)]
+        grid = Grid(
+            list(asked.sites),
+            rows_of(asked.layers, asked.sites, model.facts),
+            heads_of(asked.heads, self._head_count()),
+            columns(asked.positions, self._bases, self._others),
+        )
+        pairs = [
+            Pair(a.texts, None if b is None else b.texts, answer, foil, _skipped(*both))
+            for a, b, answer, foil, *both in zip(
+                clean, corrupt, self._answer, self._foil, self._bases, self._others, strict=True
+            )
+        ]
+        name = asked.metric_name
+        outline = Outline(model.model_name, name, asked.direction, asked.source, pairs, grid, None, 0)
+        if asked.coarse is not None:
+            outline = msgspec.structs.replace(outline, coarse=windows(grid, asked.coarse))
+        self.cells = _count(outline.grid_of("coarse"), len(pairs)) + (
+            min(asked.best * asked.coarse[0] * asked.coarse[1] * len(pairs) * len(grid.sites), _count(grid, len(pairs)))
+            if asked.coarse is not None
+            else 0
+        )
+        outline = msgspec.structs.replace(outline, cells=self.cells)
+        self.result = SweepResult(outline, asked.metric)
+        self._check(outline)
+        return outline
+
+    def _check(self, outline: Outline) -> None:
+        """Raise PlanError for a site or layer at which this model or engine has nothing to patch."""
+        if not self.cells:
+            raise PlanError(
+                "positions: none of them can be patched, since the prompts' tokens cannot be aligned there."
+            )
+        for site, layers in itertools.product(outline.grid.sites, outline.grid.layers):
+            for layer in layers:
+                self._model.planner.check(Plan((Patch(site, layer=layer, position=0, source="zeros"),)))
+
+    def _tokens(self, prompt: Prompt) -> Tokens:
+        ids = encode(prompt, lambda: self._model.tokenizer)
+        if not ids:
+            raise PromptError("A prompt of a sweep is empty.")
+        if self._model.longest_prompt is not None and len(ids) > self._model.longest_prompt:
+            raise PromptError(f"A prompt has {len(ids)} tokens; this model takes {self._model.longest_prompt}.")
+        texts = [self._model.tokenizer.decode([token]) for token in ids]
+        return Tokens(ids, texts, lambda: offsets_of(prompt, ids, self._model.tokenizer))
+
+    def _graded(self, answer: Any, foil: Any) -> Answers:
+        asked = [answer] if foil is None else [answer, foil]
+        (found,) = self._model._answer_tokens([asked], 1)
+        if len({*found.values()}) != len(asked):
+            raise PromptError(f"foil is {foil!r}, the same token as the answer. Give another one.")
+        return found  # type: ignore[no-any-return]
+
+    def _head_count(self) -> int:
+        config = self._model._text_config
+        return int(getattr(config, "num_attention_heads", None) or 0)
+
+    # Running. On a sync engine no await ever waits.
+
+    async def events(self) -> AsyncGenerator[Event]:
+        """The sweep's events. Leaving it ends the requests that run, and lets go of the recorded runs."""
+        began, model = time.monotonic(), self._model
+        if model._is_async:
+            await model.start()
+        outline = self.outline()
+        result = self.result
+        assert result is not None
+        log = _Log(self._directory, outline) if self._directory is not None else None
+        yield outline
+        before = log.before if log is not None else []
+        for event in before:
+            yield result.take(event)
+        done = {event.key for event in before if isinstance(event, Cell) and event.void is None}
+        try:
+            for stage in ("coarse", "fine") if outline.coarse is not None else ("fine",):
+                wanted = self._cells(outline, stage, result)
+                for number in range(len(outline.pairs)):
+                    cells = [cell for cell in wanted(number) if cell.key not in done]
+                    async with contextlib.aclosing(self._pair(number, cells)) as running:
+                        async for event in running:
+                            if log is not None:
+                                log.write(event)
+                            yield result.take(event)
+        finally:
+            if log is not None:
+                log.close()
+        void = len(result.void) + (len(result.coarse.void) if result.coarse is not None else 0)
+        summary = Summary(_finite(result.noise_floor), result.count, void, time.monotonic() - began)
+        result.take(summary)
+        if self._directory is not None:
+            result.save(self._directory / RESULT)
+        yield summary
+
+    def _cells(self, outline: Outline, stage: str, result: SweepResult) -> Any:
+        """A function that gives a pair's cells of a stage, without results."""
+        grid = outline.grid_of(stage)
+        chosen: set[Any] | None = None
+        if stage == "fine" and outline.coarse is not None:
+            assert result.coarse is not None
+            chosen = {
+                (site, layer, column)
+                for site in grid.sites
+                for layer, column in _within(result.coarse, outline, site, self.asked)
+            }
+
+        def cells(pair: int) -> Iterator[Cell]:
+            for site, index in in_order(grid):
+                column, layers = grid.columns[index[-1]], grid.layers[index[0]]
+                positions = column.positions[pair]
+                if positions is None or (chosen is not None and (site, layers[0], index[-1]) not in chosen):
+                    continue
+                head = None if grid.heads is None else grid.heads[index[1]]
+                text = "".join(self._bases[pair].texts[i] for i in positions)
+                yield Cell(pair, stage, site, list(index), layers, head, positions, text)  # type: ignore[arg-type]
+
+        return cells
+
+    async def _pair(self, number: int, cells: list[Cell]) -> AsyncGenerator[Event]:
+        if not cells:
+            return
+        base, stage = self._bases[number], cells[0].stage
+        assert self.result is not None
+        grid = self.result.outline.grid_of(stage)
+        async with self._sources(number, grid) as (source, own):
+            jobs = self._jobs(number, cells, grid, source, own)
+            yield await self._baselines(number)
+            async with contextlib.aclosing(self._run(base.ids, self._answers[number], jobs)) as done:
+                async for event in done:
+                    yield event
+
+    @contextlib.asynccontextmanager
+    async def _sources(self, number: int, grid: Grid) -> AsyncIterator[tuple[Any, RecordedRun]]:
+        """What the cells are patched with, and the patched prompt's own run. Both are leased while the block runs, then deleted."""
+        model, base = self._model, self._bases[number]
+        layers = sorted({layer for row in grid.layers for layer in row})
+        runs: list[RecordedRun] = []
+        try:
+            own = await self._record(base.ids, grid.sites, layers)
+            runs.append(own)
+            source: Any = "zeros"
+            if self.asked.source == "run":
+                other = self._others[number]
+                assert other is not None
+                source = await self._record(other.ids, grid.sites, layers)
+                runs.append(source)
+            elif self.asked.source == "mean":
+                source = await self._mean(grid.sites, layers)
+            yield source, own
+        finally:
+            if model._is_async:
+                task = asyncio.create_task(
+                    self._let_go(runs)
+                )  # a server cancels a request's task again at each of its awaits
+                _letting_go.add(task)  # asyncio holds its tasks weakly
+                task.add_done_callback(_letting_go.discard)
+                await asyncio.shield(task)
+            else:
+                await self._let_go(runs)
+
+    async def _record(self, ids: list[int], sites: list[str], layers: list[int]) -> RecordedRun:
+        model, name = self._model, f"sweep-{secrets.token_hex(6)}"
+        run: RecordedRun = await model._recording(ids, sites, layers, "all_prompt", name)
+        await model.runs.lease([run.id])
+        return run
+
+    async def _let_go(self, runs: list[RecordedRun]) -> None:
+        model = self._model
+        for run in runs:
+            with contextlib.suppress(MidstreamError, KeyError):  # a dead engine holds none
+                await model.runs.release([run.id])
+                deletion = model.runs.delete(run.name)
+                if model._is_async:
+                    await deletion
+
+    async def _mean(self, sites: list[str], layers: list[int]) -> dict[Any, np.ndarray]:
+        """The mean of each site and layer over all tokens of the patched prompts, float32 `[width]`."""
+        if (known := getattr(self, "_means", None)) is not None:
+            return known  # type: ignore[no-any-return]
+        plan = Plan(tuple(Capture(site, layers=layers, positions="all_prompt") for site in sites))
+        sums: dict[Any, Any] = {}
+        for base in self._bases:
+            output = await self._one(base.ids, plan, {})
+            for key, rows in output.captures.items():
+                sums[key] = sums.get(key, 0) + rows.double().sum(0)
+        count = sum(len(base.ids) for base in self._bases)
+        self._means = {key: (total / count).float().numpy() for key, total in sums.items()}
+        return self._means
+
+    async def _baselines(self, number: int) -> Baselines:
+        """Both prompts without a patch, each run alone."""
+        answers, found = self._answers[number], []
+        corrupt = None if self._corrupt is None else self._corrupt[number]
+        for prompt in (self._clean[number], corrupt):
+            found.append(None if prompt is None else _logprobs(await self._one(prompt, Plan(), answers), answers))
+        assert found[0] is not None
+        return Baselines(number, found[0], found[1])
+
+    async def _one(self, prompt: Prompt, plan: Plan, answers: Answers) -> Any:
+        (result,) = await self._model._results(self._model._run([self._invoke(prompt, plan, answers)]))
+        return result.output
+
+    def _invoke(self, prompt: Prompt, plan: Plan, answers: Answers, **params: Any) -> Invoke:
+        return Invoke(prompt, None, {"max_tokens": 1, "temperature": 0.0, **params}, plan, answers)
+
+    # Cells as requests.
+
+    def _jobs(self, number: int, cells: list[Cell], grid: Grid, source: Any, own: RecordedRun) -> list[Job]:
+        """The pair's requests: its cells, with the noise runs spread among them."""
+        jobs = [Job(cell, self._plan(cell, grid, source)) for cell in cells]
+        step = max(len(cells) // (_BASELINES + _IDENTITIES), 1)
+        for k in range(min(_BASELINES + _IDENTITIES, len(cells))):
+            if k % 4 == 0:
+                job = Job(Noise(number, "baseline", []), Plan())
+            else:
+                job = Job(Noise(number, "identity", []), self._plan(cells[k * step], grid, own, is_own=True))
+            jobs.insert(k * step + k + 1, job)
+        return jobs
+
+    def _plan(self, cell: Cell, grid: Grid, source: Any, is_own: bool = False) -> Plan:
+        """The patches of a cell: the same positions at each of its layers."""
+        sources = cell.positions if is_own else grid.columns[cell.index[-1]].sources[cell.pair]
+        mask = None if cell.head is None else self._mask(cell)
+        reads_run = isinstance(source, RecordedRun)
+        return Plan(
+            tuple(
+                Patch(
+                    cell.site,
+                    layer=layer,
+                    position=cell.positions,
+                    source=source[cell.site, layer] if isinstance(source, dict) else source,
+                    source_position=sources if reads_run else None,
+                    mask=mask,
+                )
+                for layer in cell.layers
+            )
+        )
+
+    def _mask(self, cell: Cell) -> np.ndarray:
+        width, count = self._model.facts.widths[cell.site, cell.layers[0]], self._head_count()
+        mask = np.zeros((count, width // count), np.float32)
+        mask[cell.head] = 1
+        return mask.reshape(-1)
+
+    async def _run(self, ids: list[int], answers: Answers, jobs: list[Job]) -> AsyncGenerator[Event]:
+        """The jobs' events with their log-probabilities, as the requests end."""
+        run = self._run_async if self._model._is_async else self._run_sync
+        async with contextlib.aclosing(run(ids, answers, jobs)) as found:
+            async for event in found:
+                yield event
+
+    async def _run_sync(self, ids: list[int], answers: Answers, jobs: list[Job]) -> AsyncGenerator[Event]:
+        for group in _groups(jobs, GROUPS):
+            try:
+                results = self._model._run(self._invokes(ids, answers, group))
+            except PlanError as error:  # a recorded run is gone
+                results = [error] * len(group) * self._parts
+            for number, job in enumerate(group):
+                yield self._ended(job, results[number :: len(group)], answers)
+
+    async def _run_async(self, ids: list[int], answers: Answers, jobs: list[Job]) -> AsyncGenerator[Event]:
+        queue: asyncio.Queue[Event | BaseException | None] = asyncio.Queue()
+        groups, tasks = _groups(jobs, (ASYNC_GROUP,)), set[asyncio.Task[None]]()
+
+        def start() -> None:
+            if (group := next(groups, None)) is not None:
+                tasks.add(asyncio.create_task(self._run_group(ids, answers, group, queue)))
+
+        for _ in range(ASYNC_GROUPS):
+            start()
+        try:
+            left = len(jobs)
+            while left:
+                found = await queue.get()
+                if isinstance(found, BaseException):
+                    raise found
+                if found is None:
+                    start()
+                    continue
+                left -= 1
+                yield found
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run_group(
+        self, ids: list[int], answers: Answers, group: list[Job], queue: asyncio.Queue[Event | BaseException | None]
+    ) -> None:
+        """Queue the group's events as they end, then None; or an error."""
+        results: dict[int, InvokeResult] = {}
+        waiting = set(range(len(group)))
+
+        def parts(job: int) -> range:
+            return range(job, len(group) * self._parts, len(group))
+
+        try:
+            items: Any = self._model._run(self._invokes(ids, answers, group)).items()
+            async with contextlib.aclosing(items):
+                async for index, _, result in items:
+                    if result is None:
+                        continue
+                    results[index], job = result, index % len(group)
+                    if all(part in results for part in parts(job)):
+                        waiting.discard(job)
+                        queue.put_nowait(self._ended(group[job], [results[part] for part in parts(job)], answers))
+            queue.put_nowait(None)
+        except PlanError as error:  # a recorded run is gone
+            for job in waiting:
+                queue.put_nowait(self._ended(group[job], [error], answers))
+            queue.put_nowait(None)
+        except Exception as error:
+            queue.put_nowait(error)
+
+    @property
+    def _parts(self) -> int:
+        """How many requests a job has: one that grades the answers, and one for the likeliest tokens if they are asked for."""
+        return 2 if self.asked.top else 1
+
+    def _invokes(self, ids: list[int], answers: Answers, group: list[Job]) -> list[Invoke]:
+        graded = [self._invoke(ids, job.plan, answers) for job in group]
+        return graded + [self._invoke(ids, job.plan, {}, logprobs=self.asked.top) for job in group if self.asked.top]
+
+    def _ended(self, job: Job, results: Sequence[InvokeResult | MidstreamError], answers: Answers) -> Event:
+        """The job's event, with its log-probabilities or the reason why it has none."""
+        error = next((each for each in map(_error_of, results) if each is not None), None)
+        if error is not None:
+            if isinstance(job.event, Noise):
+                raise error
+            return msgspec.structs.replace(job.event, void=str(error))
+        graded, *top = [result.output for result in results if isinstance(result, InvokeResult)]
+        likeliest = [_likeliest(output, self.asked.top, self._model.tokenizer) for output in top]
+        return msgspec.structs.replace(
+            job.event, logprobs=_logprobs(graded, answers), top=likeliest[0] if likeliest else None
+        )
+
+
+def _error_of(result: InvokeResult | MidstreamError) -> MidstreamError | None:
+    return result.error if isinstance(result, InvokeResult) else result
+
+
+def _logprobs(output: Any, answers: Answers) -> list[float]:
+    if not output.answers:
+        raise MidstreamError("The engine gave no log-probabilities for the answers.")
+    return [max(output.answers[answer], LOWEST) for answer in answers]
+
+
+def _likeliest(output: Any, count: int, tokenizer: Any) -> list[tuple[str, float]]:
+    found = sorted(((each.logprob, token) for token, each in output.outputs[0].logprobs[0].items()), reverse=True)
+    return [(tokenizer.decode([token]), max(logprob, LOWEST)) for logprob, token in found[:count]]
+
+
+def _groups(jobs: Iterable[Job], sizes: Sequence[int]) -> Iterator[list[Job]]:
+    left = iter(jobs)
+    for size in itertools.chain(sizes, itertools.repeat(sizes[-1])):
+        if not (group := list(itertools.islice(left, size))):
+            return
+        yield group
+
+
+def _within(coarse: SweepResult, outline: Outline, site: str, asked: SweepRequest) -> Iterator[tuple[int, int]]:
+    """The layer and column of each cell in the best windows of a site."""
+    assert asked.coarse is not None
+    effects = np.abs(coarse.effects[site])
+    effects = effects.max(1) if effects.ndim == 3 else effects
+    order = np.argsort(-np.nan_to_num(effects, nan=-1.0), axis=None)[: asked.best]
+    grid, (rows, step) = outline.grid, asked.coarse
+    for row, column in zip(*np.unravel_index(order, effects.shape), strict=True):
+        layers = grid.layers[row * rows : (row + 1) * rows]
+        for place in range(column * step, min((column + 1) * step, len(grid.columns))):
+            yield from ((layer[0], place) for layer in layers)
+
+
+def _count(grid: Grid, pairs: int) -> int:
+    columns = sum(column.positions[pair] is not None for column in grid.columns for pair in range(pairs))
+    return len(grid.sites) * len(grid.layers) * len(grid.heads or [0]) * columns
+
+
+def _skipped(base: Tokens, other: Tokens | None) -> list[int]:
+    way = align(base.ids, base.ids if other is None else other.ids)
+    return [position for position, source in enumerate(way) if source is None]
+
+
+def _finite(value: float) -> float:
+    return 0.0 if value != value else value
+
+
+def _prompts(name: str, given: Any) -> list[Prompt]:
+    single = (
+        isinstance(given, str)
+        or hasattr(given, "keys")
+        or (isinstance(given, (list, tuple)) and bool(given) and all(isinstance(token, int) for token in given))
+    )
+    if not single and (not isinstance(given, (list, tuple)) or not given):
+        raise PromptError(
+            f"{name} is {given!r}. Allowed: a prompt, as text or token ids, or a list of prompts, one for each pair."
+        )
+    return [given] if single else list(given)
+
+
+def _each(name: str, given: Any, pairs: int) -> list[Any]:
+    """One token for each pair."""
+    each = list(given) if isinstance(given, (list, tuple)) else [given] * pairs
+    if len(each) != pairs:
+        raise PromptError(
+            f"{name} has {len(each)} tokens for {pairs} pairs of prompts. Give one token, or one for each pair."
+        )
+    return each
+
+
+class _Log:
+    """A sweep on disk: its outline, and a line for each event. Written as the events come, so that a killed sweep can be continued.
+
+    Attributes:
+        before: the events of earlier calls.
+
+    Raises:
+        ParameterError: the directory holds another sweep.
+    """
+
+    def __init__(self, directory: Path, outline: Outline) -> None:
+        self._directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+        about, wanted = directory / OUTLINE, encoded(outline)
+        if about.exists() and about.read_bytes() != wanted:
+            raise ParameterError(
+                f"{directory} holds another sweep, with other prompts, cells or options. Give an empty directory."
+            )
+        about.write_bytes(wanted)
+        path = directory / CELLS
+        lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
+        self.before = [decoded(line) for line in lines[:-1]]
+        self._file = path.open("ab", buffering=0)
+        self._file.truncate(sum(len(line) + 1 for line in lines[:-1]))  # the last line of a killed sweep may be cut
+
+    def write(self, event: Event) -> None:
+        self._file.write(encoded(event) + b"\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+# What the caller gets.
+
+
+class SweepStream:
+    """A running sweep. Iterate over its cells as they come; with an async engine, by `async for`, or await the result.
+
+    Leaving the loop, or `close`, cancels the sweep.
+
+    Attributes:
+        result: the cells that have come so far.
+    """
+
+    def __init__(self, sweeping: Any, is_async: bool, progress: bool | None) -> None:
+        self._sweeping, self._is_async, self._progress = sweeping, is_async, progress
+        self._events: AsyncGenerator[Event] = sweeping.events()
+        if not is_async:
+            run_now(anext(self._events))  # type: ignore[arg-type]  # raises what is wrong with the arguments
+
+    @property
+    def result(self) -> SweepResult:
+        if self._sweeping.result is None:
+            raise MidstreamError("The sweep has not begun: iterate over it, or await it.")
+        return self._sweeping.result  # type: ignore[no-any-return]
+
+    @property
+    def events(self) -> AsyncGenerator[Event]:
+        """All events, for a server."""
+        return self._events
+
+    def __iter__(self) -> Generator[Cell]:
+        if self._is_async:
+            raise MidstreamError("This sweep is on an async engine: `async for cell in model.sweep(...)`.")
+        try:
+            while True:
+                try:
+                    event = run_now(anext(self._events))  # type: ignore[arg-type]
+                except StopAsyncIteration:
+                    return
+                if isinstance(event, Cell):
+                    yield event
+        finally:
+            self.close()
+
+    async def __aiter__(self) -> AsyncGenerator[Cell]:
+        async with contextlib.aclosing(self._events) as events:
+            async for event in events:
+                if isinstance(event, Cell):
+                    yield event
+
+    def __await__(self) -> Generator[Any, None, SweepResult]:
+        return self._to_the_end().__await__()
+
+    async def _to_the_end(self) -> SweepResult:
+        with contextlib.closing(_Bar(self._progress)) as bar:
+            async with contextlib.aclosing(self._events) as events:
+                async for event in events:
+                    bar.take(event, self._sweeping)
+        return self.result
+
+    def run(self) -> SweepResult:
+        """Run a sweep on a sync engine to its end."""
+        return run_now(self._to_the_end())  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        """End the sweep on a sync engine, and let go of its recorded runs."""
+        run_now(self._events.aclose())  # type: ignore[arg-type]
+
+
+class _Bar:
+    """A progress bar: in a terminal or a notebook if `shown` is None."""
+
+    def __init__(self, shown: bool | None) -> None:
+        from tqdm.auto import tqdm
+
+        in_notebook = "notebook" in tqdm.__module__
+        self._disable = not shown if shown is not None else False if in_notebook else None
+        self._make: Any = tqdm
+        self._bar: Any = None
+
+    def take(self, event: Event, sweeping: Any) -> None:
+        if self._bar is None:
+            self._bar = self._make(
+                total=sweeping.result.outline.cells, unit="cell", disable=self._disable, desc="sweep"
+            )
+        if isinstance(event, Cell):
+            self._bar.update()
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()

@@ -1,0 +1,160 @@
+"""Sweeps over HTTP: one route that takes a sweep, and streams its events as they come."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+from collections.abc import AsyncGenerator, Iterator
+from typing import Any, Literal
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from midstream.client.sweeping import SweepStream
+from midstream.errors import MidstreamError
+from midstream.plan.values import Span
+from midstream.serve.remote import Messages, alive
+from midstream.serve.requests import Refused, Server, answering_errors, problem, received, server_of
+from midstream.settings import NAME
+from midstream.sweeps.events import Event, Outline, encoded
+
+MAX_BODY_BYTES = 4 << 20
+MAX_PAIRS = 64
+MAX_CELLS = 65_536
+MAX_TOP = 20
+MAX_SWEEPS = 4  # at a time
+_log = logging.getLogger(__name__)
+router = APIRouter(prefix=f"/v1/{NAME}", tags=[NAME])
+Prompt = str | list[int]
+Token = str | int
+
+
+class SpanOfText(BaseModel):
+    """As `midstream.Span`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    span: str = Field(max_length=4096)
+    occurrence: int = 0
+
+
+Place = int | str | SpanOfText
+
+
+class SweepToRun(BaseModel):
+    """The arguments of `midstream.VLLM.sweep`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    clean: Prompt | list[Prompt]
+    corrupt: Prompt | list[Prompt] | None = None
+    answer: Token | list[Token]
+    foil: Token | list[Token] | None = None
+    sites: list[str] = ["resid_post"]
+    layers: Literal["all"] | list[int] = "all"
+    positions: Literal["all", "together"] | list[Place] | dict[str, Place | list[Place]] = "all"
+    heads: Literal["all"] | list[int] | None = None
+    metric: Literal["logit_diff", "logprob", "recovered"] = "logit_diff"
+    direction: Literal["denoising", "noising"] | None = None
+    source: Literal["run", "zeros", "mean"] = "run"
+    coarse: list[int] | None = Field(None, min_length=2, max_length=2)
+    best: int = 3
+    top: int = Field(0, ge=0, le=MAX_TOP)
+
+
+@router.post("/sweeps")
+@answering_errors
+async def sweep(request: Request) -> Any:
+    """Patch every cell of a sweep, and stream them as server-sent events: `start`, `baselines`, `cell`, `noise`, `summary`.
+
+    An error before the first event is a plain 4xx. Closing the connection ends the sweep, and lets go of the runs that it has recorded.
+    """
+    server = server_of(request)
+    body = await received(request, MAX_BODY_BYTES, "The sweep has {}. Send fewer prompts.")
+    try:
+        asked = SweepToRun.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = str(first["loc"][0]) if first["loc"] else "body"
+        raise Refused(400, f"{'.'.join(map(str, first['loc'])) or 'The body'}: {first['msg']}.", field) from error
+    if server.sweeps >= MAX_SWEEPS:
+        raise Refused(503, f"The server runs {MAX_SWEEPS} sweeps already. Try again later.")
+    _check_size(asked)
+    with _naming_fields():
+        stream: SweepStream = server.model.sweep(**_arguments(asked), stream=True)
+    server.sweeps += 1
+
+    async def ended() -> None:
+        server.sweeps -= 1
+        await stream.events.aclose()
+
+    try:
+        with _naming_fields():
+            outline = await anext(stream.events)
+        assert isinstance(outline, Outline)
+        if outline.cells > MAX_CELLS:
+            raise Refused(
+                400, f"The sweep has {outline.cells:,} cells; allowed: {MAX_CELLS:,}. Sweep fewer layers.", "layers"
+            )
+    except BaseException:
+        await ended()
+        raise
+    return Messages(_sent(server, outline, stream.events), "text/event-stream", ended)
+
+
+def _check_size(asked: SweepToRun) -> None:
+    pairs = (
+        len(asked.clean)
+        if isinstance(asked.clean, list) and not all(type(token) is int for token in asked.clean)
+        else 1
+    )
+    if pairs > MAX_PAIRS:
+        raise Refused(400, f"The sweep has {pairs} pairs of prompts; allowed: {MAX_PAIRS}.", "clean")
+
+
+@contextlib.contextmanager
+def _naming_fields() -> Iterator[None]:
+    """Put the field that an error's message names into the error, for OpenAI's form."""
+    try:
+        yield
+    except MidstreamError as error:
+        words = re.findall(r"\w+", str(error))
+        error.parameter = next((word for word in words if word in SweepToRun.model_fields), None)  # type: ignore[attr-defined]
+        raise
+
+
+def _arguments(asked: SweepToRun) -> dict[str, Any]:
+    given = {name: getattr(asked, name) for name in SweepToRun.model_fields}
+    positions, coarse = given["positions"], given["coarse"]
+    if isinstance(positions, list):
+        positions = [_place(place) for place in positions]
+    elif isinstance(positions, dict):
+        positions = {
+            name: [_place(place) for place in entry] if isinstance(entry, list) else _place(entry)
+            for name, entry in positions.items()
+        }
+    return {**given, "positions": positions, "coarse": coarse and tuple(coarse)}
+
+
+def _place(place: Place) -> Any:
+    return Span(place.span, place.occurrence) if isinstance(place, SpanOfText) else place
+
+
+async def _sent(server: Server, outline: Outline, events: AsyncGenerator[Event]) -> AsyncGenerator[bytes]:
+    with server.counted():
+        yield _sse("start", encoded(outline))
+        try:
+            async with contextlib.aclosing(alive(events)) as found:
+                async for event in found:
+                    if event is None:
+                        yield b": the sweep is running\n\n"
+                    else:
+                        yield _sse(type(event).__struct_config__.tag, encoded(event))
+        except MidstreamError as error:
+            yield _sse("error", problem(500, str(error), kind=type(error).__name__).body)
+        except Exception:
+            _log.exception("a sweep failed")
+            yield _sse("error", problem(500, "The server failed. Its log says why.", kind="InternalServerError").body)
+
+
+def _sse(name: Any, data: Any) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (str(name).encode(), bytes(data))

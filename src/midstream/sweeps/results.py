@@ -1,0 +1,457 @@
+"""The result of a sweep: arrays by site, tables, figures and files.
+
+    result.recovered["resid_post"]          # [layers, positions]: 0 as in the corrupt prompt, 1 as in the clean one
+    result.best(5)                          # the cells with the largest effect
+    result.plot(path="sweep.png")
+    result.save("sweep.npz"); SweepResult.load("sweep.npz")
+
+Shapes: P pairs, L rows of layers, N heads (only in a sweep over heads), C columns of positions, A the answer and, if given, the foil.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from midstream.errors import MidstreamError, ParameterError
+from midstream.plots import plot_heatmap
+from midstream.sweeps.events import Baselines, Cell, Event, Noise, Outline, Summary
+from midstream.sweeps.request import METRICS, Metric, in_order
+
+RESAMPLES = 2000
+_HELD = ("clean", "corrupt")
+
+
+@dataclass(frozen=True)
+class BestCell:
+    """A cell with its effect, averaged over the pairs.
+
+    Attributes:
+        value, recovered: as in `SweepResult`; `recovered` is NaN where it is not defined.
+        effect: how far the patch moved the metric from the patched prompt's; a share of the distance to the other prompt if there is one.
+    """
+
+    site: str
+    layers: tuple[int, ...]
+    head: int | None
+    token: str
+    value: float
+    recovered: float
+    effect: float
+
+
+class SweepResult:
+    """The cells of a sweep, also while it runs: what has not come yet is NaN.
+
+    Attributes:
+        outline: what was asked for: the prompts' tokens, the grid, direction and source.
+        metric: its name, or the function.
+        logprobs: by site, float64 `[pairs, layers, (heads,) positions, answers]`, in nats.
+        clean, corrupt: the same of the prompts without a patch, `[pairs, answers]`.
+        noise: the patched prompt again among the cells: `[runs]` events.
+        void: the cells that could not be patched, with their reasons.
+        coarse: the result of the windows of a coarse-to-fine sweep, or None.
+        summary: None until the sweep has ended.
+    """
+
+    def __init__(self, outline: Outline, metric: Metric | None = None) -> None:
+        self.outline, self.metric = outline, outline.metric if metric is None else metric
+        if isinstance(self.metric, str) and self.metric not in METRICS:
+            raise ParameterError(f"This sweep was graded by the function {self.metric!r}: give it as metric=.")
+        pairs, answers = len(outline.pairs), 1 if outline.pairs[0].foil is None else 2
+        shape = (pairs, *outline.grid.shape, answers)
+        self.logprobs = {site: np.full(shape, np.nan) for site in outline.grid.sites}
+        self.clean, self.corrupt = np.full((pairs, answers), np.nan), np.full((pairs, answers), np.nan)
+        self.noise: list[Noise] = []
+        self.void: list[Cell] = []
+        self.summary: Summary | None = None
+        self.coarse: SweepResult | None = None
+        if outline.coarse is not None:
+            self.coarse = SweepResult(msgspec.structs.replace(outline, grid=outline.coarse, coarse=None), metric)
+
+    # What arrives.
+
+    def take(self, event: Event) -> Event:
+        """Add an event of the sweep. Returns it; a cell with its `value` and `recovered`."""
+        if isinstance(event, Cell) and event.stage == "coarse" and self.coarse is not None:
+            return self.coarse.take(msgspec.structs.replace(event, stage="fine")) and self._valued(event)
+        match event:
+            case Baselines():
+                for result in filter(None, (self, self.coarse)):
+                    result.clean[event.pair] = event.clean
+                    result.corrupt[event.pair] = np.nan if event.corrupt is None else event.corrupt
+            case Cell(logprobs=None):
+                self.void.append(event)
+            case Cell():
+                self.logprobs[event.site][(event.pair, *event.index)] = event.logprobs
+                return self._valued(event)
+            case Noise():
+                self.noise.append(event)
+            case Summary():
+                self.summary = event
+        return event
+
+    @property
+    def count(self) -> int:
+        """How many cells have been graded, those of the coarse windows included."""
+        each = [*self.logprobs.values(), *(self.coarse.logprobs.values() if self.coarse is not None else ())]
+        return sum(int((~np.isnan(logprobs[..., 0])).sum()) for logprobs in each)
+
+    def _valued(self, cell: Cell) -> Cell:
+        if cell.logprobs is None:
+            return cell
+        raw = self._graded(np.array(cell.logprobs))
+        recovered = float(self._recovered(raw, cell.pair))
+        value = recovered if self.metric == "recovered" else float(raw)
+        return msgspec.structs.replace(cell, value=_finite(value), recovered=_finite(recovered))
+
+    # Grading.
+
+    def _graded(self, logprobs_A: np.ndarray) -> np.ndarray:
+        """The metric before normalisation, `[...]` of `[..., answers]`."""
+        if callable(self.metric):
+            flat = logprobs_A.reshape(-1, logprobs_A.shape[-1])
+            values = [float("nan") if np.isnan(row).any() else float(self.metric(*row.tolist())) for row in flat]
+            return np.array(values).reshape(logprobs_A.shape[:-1])
+        answer = logprobs_A[..., 0]
+        has_foil = logprobs_A.shape[-1] > 1 and self.metric != "logprob"
+        return answer - logprobs_A[..., 1] if has_foil else answer
+
+    def _recovered(self, raw: np.ndarray, pair: int | slice) -> np.ndarray:
+        """`(raw - corrupt) / (clean - corrupt)`, NaN where the prompts do not differ."""
+        clean, corrupt = self._graded(self.clean[pair]), self._graded(self.corrupt[pair])
+        spread = np.asarray(clean - corrupt)
+        spread = np.where(spread == 0, np.nan, spread)
+        if isinstance(pair, slice):
+            corrupt, spread = (each.reshape(-1, *[1] * (raw.ndim - 1)) for each in (corrupt, spread))
+        return (raw - corrupt) / spread
+
+    def _each(self, recovered: bool) -> dict[str, np.ndarray]:
+        """By site, `[pairs, layers, (heads,) positions]`."""
+        found = {}
+        for site, logprobs in self.logprobs.items():
+            raw = self._graded(logprobs)
+            found[site] = self._recovered(raw, slice(None)) if recovered else raw
+        return found
+
+    @property
+    def by_pair(self) -> dict[str, np.ndarray]:
+        """The metric by site, `[pairs, layers, (heads,) positions]`."""
+        return self._each(self.metric == "recovered")
+
+    @property
+    def values(self) -> dict[str, np.ndarray]:
+        """The metric by site, the mean over the pairs: `[layers, (heads,) positions]`. NaN for cells that are void or not computed."""
+        return {site: _mean(values) for site, values in self.by_pair.items()}
+
+    @property
+    def recovered(self) -> dict[str, np.ndarray]:
+        """`(cell - corrupt) / (clean - corrupt)` by site, the mean over the pairs. It needs a corrupt prompt."""
+        return {site: _mean(values) for site, values in self._each(True).items()}
+
+    @property
+    def standard_error(self) -> dict[str, np.ndarray]:
+        """Of `values`, over the pairs; NaN for a single pair."""
+        found = {}
+        for site, values in self.by_pair.items():
+            count = (~np.isnan(values)).sum(0)
+            with np.errstate(invalid="ignore", divide="ignore"):
+                spread = np.sqrt(np.nansum((values - _mean(values)) ** 2, 0) / (count - 1))
+                found[site] = np.where(count > 1, spread / np.sqrt(count), np.nan)
+        return found
+
+    def interval(self, level: float = 0.95) -> dict[str, np.ndarray]:
+        """The bootstrap interval of `values` over the pairs, by site: `[2, layers, (heads,) positions]`, low and high."""
+        found = {}
+        for site, values in self.by_pair.items():
+            draws = np.random.default_rng(0).integers(len(values), size=(RESAMPLES, len(values)))
+            means = np.stack([_mean(values[draw]) for draw in draws])
+            with np.errstate(invalid="ignore"):
+                found[site] = np.quantile(means, [(1 - level) / 2, (1 + level) / 2], axis=0)
+        return found
+
+    @property
+    def baseline(self) -> float:
+        """The metric of the patched prompt without a patch, the mean over the pairs."""
+        return float(_mean(self._metric_of(self._base)))
+
+    @property
+    def _base(self) -> np.ndarray:
+        return self.corrupt if self.outline.direction == "denoising" else self.clean
+
+    def _metric_of(self, logprobs_PA: np.ndarray) -> np.ndarray:
+        raw = self._graded(logprobs_PA)
+        return self._recovered(raw, slice(None)) if self.metric == "recovered" else raw
+
+    @property
+    def noise_floor(self) -> float:
+        """How far the patched prompt's metric moved when it ran again among the cells, unpatched or patched with its own activations.
+
+        The largest difference, in the metric's unit. NaN before the first such run.
+        """
+        base = self._metric_of(self._base)
+        moved = []
+        for noise in self.noise:
+            raw = self._graded(np.array(noise.logprobs))
+            value = self._recovered(raw, noise.pair) if self.metric == "recovered" else raw
+            moved.append(abs(float(value) - float(base[noise.pair])))
+        return max(moved, default=math.nan)
+
+    @property
+    def is_noise(self) -> dict[str, np.ndarray]:
+        """Which cells differ from the baseline by no more than the noise floor, by site."""
+        floor, base = self.noise_floor, self.baseline
+        return {site: np.abs(values - base) <= floor for site, values in self.values.items()}
+
+    @property
+    def effects(self) -> dict[str, np.ndarray]:
+        """How far each cell moved the metric from the baseline, by site.
+
+        As a share of the distance to the other prompt, if there is one.
+        """
+        if np.isnan(self.corrupt).all():
+            return {site: values - self.baseline for site, values in self.values.items()}
+        recovered = self.recovered
+        return (
+            recovered if self.outline.direction == "denoising" else {site: 1 - each for site, each in recovered.items()}
+        )
+
+    # The best cells.
+
+    def best(self, count: int = 10) -> list[BestCell]:
+        """The cells with the largest effect in either direction, largest first."""
+        return sorted((cell for _, cell in self._cells()), key=lambda cell: -abs(cell.effect))[:count]
+
+    def path(self, site: str | None = None) -> list[BestCell]:
+        """The cell with the largest effect of each layer: where the answer's information lies, from the first layer to the last."""
+        site = self._site(site)
+        rows: dict[int, BestCell] = {}
+        for row, cell in self._cells():
+            if cell.site == site and (row not in rows or abs(cell.effect) > abs(rows[row].effect)):
+                rows[row] = cell
+        return [rows[row] for row in sorted(rows)]
+
+    def _cells(self) -> Iterator[tuple[int, BestCell]]:
+        """The row of each cell that has run, and the cell."""
+        grid, arrays = self.outline.grid, (self.values, self.recovered, self.effects)
+        for site, index in in_order(grid):
+            value, recovered, effect = (float(array[site][index]) for array in arrays)
+            if not math.isnan(effect):
+                head = None if grid.heads is None else grid.heads[index[1]]
+                place = (site, tuple(grid.layers[index[0]]), head, grid.columns[index[-1]].label)
+                yield index[0], BestCell(*place, value, recovered, effect)
+
+    def _site(self, site: str | None) -> str:
+        sites = self.outline.grid.sites
+        if site is None and len(sites) == 1:
+            return sites[0]
+        if site not in sites:
+            raise ParameterError(f"site is {site!r}. This sweep has {', '.join(sites)}.")
+        return site
+
+    # Tables and figures.
+
+    def to_dataframe(self) -> Any:
+        """A row for each pair and cell that has run or is void. Needs pandas."""
+        try:
+            import pandas
+        except ImportError as error:
+            raise MidstreamError("to_dataframe needs pandas: pip install pandas.") from error
+        grid, values, recovered = self.outline.grid, self.by_pair, self._each(True)
+        reasons = {cell.key: cell.void for cell in self.void}
+        rows = []
+        for pair in range(len(self.outline.pairs)):
+            for site, index in in_order(grid):
+                logprobs, column = self.logprobs[site][(pair, *index)], grid.columns[index[-1]]
+                void = reasons.get(("fine", pair, site, *index))
+                if column.positions[pair] is None:
+                    void = void or NOT_ALIGNED
+                if np.isnan(logprobs[0]) and void is None:
+                    continue
+                layers = grid.layers[index[0]]
+                rows.append(
+                    {
+                        "pair": pair,
+                        "site": site,
+                        "layer": layers[0] if len(layers) == 1 else tuple(layers),
+                        **({} if grid.heads is None else {"head": grid.heads[index[1]]}),
+                        "position": _one_or_several(column.positions[pair]),
+                        "token": column.label,
+                        "logprob": logprobs[0],
+                        **({"foil_logprob": logprobs[1]} if len(logprobs) > 1 else {}),
+                        "value": values[site][(pair, *index)],
+                        "recovered": recovered[site][(pair, *index)],
+                        "void": void,
+                    }
+                )
+        frame = pandas.DataFrame(rows)
+        places = [name for name in ("pair", "site", "layer", "head", "position") if name in frame]
+        return frame.sort_values(places, key=lambda column: column.map(str) if column.dtype == object else column)
+
+    def plot(
+        self,
+        site: str | None = None,
+        *,
+        recovered: bool = False,
+        title: str | None = None,
+        path: str | PathLike[str] | None = None,
+        ax: Any = None,
+    ) -> Any:
+        """Draw a heatmap: layers upwards, tokens or heads to the right. Dots mark cells at or below the noise floor. Needs matplotlib.
+
+        Args:
+            site: may be left out if the sweep has one.
+            recovered: draw `recovered` instead of the metric.
+            title, path, ax: as in `midstream.plots.plot_heatmap`.
+
+        Returns:
+            The Axes.
+        """
+        grid, site = self.outline.grid, self._site(site)
+        values_LC = (self.recovered if recovered else self.values)[site]
+        noise_LC, labels = self.is_noise[site], [column.label for column in grid.columns]
+        xlabel = ""
+        if grid.heads is not None:
+            if len(grid.columns) > 1:
+                raise ParameterError(
+                    'A figure of heads needs one column of positions: sweep with positions="together" or one position, or use values.'
+                )
+            values_LC, noise_LC = values_LC[..., 0], noise_LC[..., 0]
+            labels, xlabel = [str(head) for head in grid.heads], f"head, patched at {labels[0]}"
+        name = "recovered" if recovered else self.metric if isinstance(self.metric, str) else self.outline.metric
+        layers = [str(row[0]) if len(row) == 1 else f"{row[0]}-{row[-1]}" for row in grid.layers]
+        ax = plot_heatmap(
+            values_LC[::-1].copy(),
+            labels,
+            layers[::-1],
+            title=site if title is None else title,
+            xlabel=xlabel,
+            label=name.replace("_", " "),
+            limits=(-1.0, 1.0) if name == "recovered" and _within(values_LC, 1.0) else None,
+            ax=ax,
+        )
+        rows, columns = np.nonzero(noise_LC[::-1])
+        ax.scatter(columns, rows, s=3, color="grey", linewidths=0)
+        if path is not None:
+            ax.figure.savefig(path, dpi=150)
+        return ax
+
+    def show(self, site: str | None = None, *, colour: bool | None = None) -> str:
+        """The heatmap as text, layers upwards. `colour`: with a terminal's colours."""
+        grid, site = self.outline.grid, self._site(site)
+        values_LC, noise_LC = self.values[site], self.is_noise[site]
+        labels = [column.label for column in grid.columns]
+        if grid.heads is not None:
+            values_LC, noise_LC = (array.reshape(len(grid.layers), -1) for array in (values_LC, noise_LC))
+            labels = [f"{head}{label if len(grid.columns) > 1 else ''}" for head in grid.heads for label in labels]
+        widths = [max(7, len(repr(label))) for label in labels]
+        lines = [f"{'layer':>7} " + "".join(f"{label!r:>{w + 1}}" for label, w in zip(labels, widths, strict=True))]
+        most = np.nanmax(np.abs(values_LC - self.baseline), initial=1e-12)
+        for row in reversed(range(len(grid.layers))):
+            cells = []
+            for column, width in enumerate(widths):
+                value = values_LC[row, column]
+                text = f"{'' if np.isnan(value) else f'{value:.2f}'}{'~' if noise_LC[row, column] else ''}"
+                text = f"{text:>{width + 1}}"
+                share = 0.0 if np.isnan(value) else (value - self.baseline) / most
+                cells.append(_shaded(text, share) if colour else text)
+            layers = grid.layers[row]
+            lines.append(f"{layers[0] if len(layers) == 1 else f'{layers[0]}-{layers[-1]}':>7} {''.join(cells)}")
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        grid, pairs = self.outline.grid, len(self.outline.pairs)
+        shape = " x ".join(map(str, grid.shape))
+        state = "" if self.summary is not None else ", running"
+        return (
+            f"<SweepResult: {', '.join(grid.sites)}, {shape}, {pairs} pair{'s' * (pairs > 1)}, {self.count} cells, {len(self.void)} void, "
+            f"noise floor {self.noise_floor:.2g}{state}>"
+        )
+
+    # Files.
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write to a `.npz` file: arrays, and JSON for the rest. It holds no code."""
+        arrays = {f"logprobs/{site}": values for site, values in self.logprobs.items()}
+        arrays |= {name: getattr(self, name) for name in _HELD}
+        if self.coarse is not None:
+            arrays |= {f"coarse/{site}": values for site, values in self.coarse.logprobs.items()}
+        rest = {
+            "outline": self.outline,
+            "noise": self.noise,
+            "void": self.void,
+            "coarse_void": self.coarse.void if self.coarse is not None else [],
+            "summary": self.summary,
+        }
+        text = np.frombuffer(msgspec.json.encode(rest), np.uint8)
+        with Path(path).open("wb") as file:
+            np.savez_compressed(file, json=text, **arrays)  # type: ignore[arg-type]
+
+    @classmethod
+    def load(cls, path: str | PathLike[str], metric: Metric | None = None) -> SweepResult:
+        """Read what `save` wrote. `metric`: the function, if the sweep was graded by one, or another metric."""
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                arrays = {name: file[name] for name in file.files}
+            rest = msgspec.json.decode(arrays.pop("json").tobytes(), type=_Rest)
+        except (OSError, ValueError, KeyError, msgspec.MsgspecError) as error:
+            raise MidstreamError(f"{path} holds no sweep: {error}.") from error
+        result = cls(rest.outline, metric)
+        result.clean, result.corrupt = (arrays[name] for name in _HELD)
+        result.noise, result.void, result.summary = rest.noise, rest.void, rest.summary
+        result.logprobs = {site: arrays[f"logprobs/{site}"] for site in rest.outline.grid.sites}
+        if result.coarse is not None:
+            result.coarse.clean, result.coarse.corrupt = result.clean, result.corrupt
+            result.coarse.void = rest.coarse_void
+            result.coarse.logprobs = {site: arrays[f"coarse/{site}"] for site in rest.outline.grid.sites}
+        return result
+
+
+class _Rest(msgspec.Struct):
+    outline: Outline
+    noise: list[Noise]
+    void: list[Cell]
+    coarse_void: list[Cell]
+    summary: Summary | None
+
+
+NOT_ALIGNED = "the two prompts have different tokens here, and cannot be aligned"
+
+
+def _mean(values: np.ndarray) -> np.ndarray:
+    """Over the first axis, without NaN."""
+    count = (~np.isnan(values)).sum(0)
+    with np.errstate(invalid="ignore"):
+        return np.where(count > 0, np.nansum(values, 0) / np.maximum(count, 1), np.nan)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _one_or_several(positions: list[int] | None) -> Any:
+    return None if positions is None else positions[0] if len(positions) == 1 else tuple(positions)
+
+
+def _within(values: np.ndarray, limit: float) -> bool:
+    return bool(np.nanmax(np.abs(values), initial=0.0) <= limit)
+
+
+def _shaded(text: str, share: float) -> str:
+    """Red below the baseline, blue above it."""
+    strength = int(min(abs(share), 1.0) * 5)
+    if not strength:
+        return text
+    code = (
+        16 + 36 * (5 - strength) + 6 * (5 - strength) + 5
+        if share > 0
+        else 16 + 36 * 5 + 6 * (5 - strength) + 5 - strength
+    )
+    return f"\x1b[48;5;{code}m\x1b[38;5;{16 if strength < 4 else 231}m{text}\x1b[0m"

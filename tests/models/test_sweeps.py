@@ -1,0 +1,260 @@
+"""Sweeps (rows H1 to H12, E6 to E8) against plain transformers with hooks, on vLLM, on transformers and, with --remote, on a server."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from midstream import Span
+from midstream.errors import ParameterError, PlanError, PromptError
+from midstream.sweeps.request import align
+from midstream.sweeps.results import SweepResult
+
+CLEAN, CORRUPT = "The capital of France is", "The capital of Italy is"
+PAIR = (CLEAN, CORRUPT, " Paris", " Rome")
+CLOSE = {"rtol": 1e-3, "atol": 2e-3}
+
+
+class Oracle:
+    """Patches one prompt from the run of another by hooks."""
+
+    def __init__(self, plain, base, source, answers):
+        self.plain, self.base = plain, plain.ids(base)
+        self.sites = plain.run(source).sites if isinstance(source, str) else source
+        self.answers = [plain.token(answer) for answer in answers]
+
+    def grade(self, edits=None):
+        logprobs = self.plain.run(self.base, edits).logits[-1].float().log_softmax(-1)
+        return [float(logprobs[token]) for token in self.answers]
+
+    def cell(self, site, layers, positions, sources=None, head=None):
+        sources = positions if sources is None else sources
+        edits = {}
+        for layer in layers:
+            rows = self.sites[site, layer]
+
+            def write(h, rows=rows):
+                for position, source in zip(positions, sources, strict=True):
+                    if head is None:
+                        h[position] = rows[source].reshape(-1)
+                    else:
+                        size = rows.shape[-1]
+                        h[position, head * size : (head + 1) * size] = rows[source, head]
+                return h
+
+            edits[site, layer] = write
+        return self.grade(edits)
+
+
+def diff(logprobs):
+    return logprobs[0] - logprobs[1]
+
+
+def clear(model):
+    """No run is left, and nothing is leased."""
+    assert not [run for run in model.runs if run.startswith("sweep-")]
+
+
+@pytest.mark.parametrize("direction", ["denoising", "noising"])
+def test_h1_every_cell_equals_transformers_with_hooks(model, plain, direction):
+    base, source = (CORRUPT, CLEAN) if direction == "denoising" else (CLEAN, CORRUPT)
+    oracle = Oracle(plain, base, source, PAIR[2:])
+    sites = ["resid_post", "mlp_out", "attn_out"]
+    result = model.sweep(*PAIR, sites=sites, layers=[0, 3, 4, 7], direction=direction)
+    for site in sites:
+        expected = [[diff(oracle.cell(site, [layer], [p])) for p in range(5)] for layer in (0, 3, 4, 7)]
+        np.testing.assert_allclose(result.values[site], expected, **CLOSE)
+    assert result.baseline == pytest.approx(diff(oracle.grade()), abs=1e-3)
+    assert result.summary.void == 0 and result.summary.cells == 60
+    clear(model)
+
+
+def test_h3_metrics_are_graded_by_token_id(model, plain):
+    def probability(answer, foil):
+        return math.exp(answer) - math.exp(foil)
+
+    oracle = Oracle(plain, CORRUPT, CLEAN, PAIR[2:])
+    clean, corrupt = diff(Oracle(plain, CLEAN, CLEAN, PAIR[2:]).grade()), diff(oracle.grade())
+    cells = [oracle.cell("resid_post", [4], [p]) for p in range(5)]
+    for metric, expected in (
+        ("logprob", [cell[0] for cell in cells]),
+        ("logit_diff", [diff(cell) for cell in cells]),
+        ("recovered", [(diff(cell) - corrupt) / (clean - corrupt) for cell in cells]),
+        (probability, [probability(*cell) for cell in cells]),
+    ):
+        result = model.sweep(*PAIR, layers=4, metric=metric)
+        np.testing.assert_allclose(result.values["resid_post"][0], expected, **CLOSE)
+    recovered = [(diff(cell) - corrupt) / (clean - corrupt) for cell in cells]
+    np.testing.assert_allclose(model.sweep(*PAIR, layers=4).recovered["resid_post"][0], recovered, **CLOSE)
+    result = model.sweep(CLEAN, CORRUPT, plain.token(" Paris"), layers=4, metric="logprob")
+    np.testing.assert_allclose(result.values["resid_post"][0], [cell[0] for cell in cells], **CLOSE)
+
+
+def test_h2_prompts_of_other_lengths_are_aligned_by_both_ends_and_the_middle_is_skipped(model, plain):
+    clean, corrupt = "The capital of France is", "The capital of the country Italy is"
+    base, source = plain.ids(corrupt), plain.ids(clean)
+    assert len(base) > len(source)
+    result = model.sweep(clean, corrupt, " Paris", " Rome", layers=[2, 5])
+    way = align(base, source)
+    skipped = [i for i, p in enumerate(way) if p is None]
+    assert result.outline.pairs[0].skipped == skipped and skipped
+    oracle = Oracle(plain, corrupt, clean, PAIR[2:])
+    for row, layer in enumerate((2, 5)):
+        for position, there in enumerate(way):
+            value = result.values["resid_post"][row, position]
+            if there is None:
+                assert math.isnan(value)
+            else:
+                expected = diff(oracle.cell("resid_post", [layer], [position], [there]))
+                assert value == pytest.approx(expected, abs=2e-3)
+    frame = result.to_dataframe()
+    assert set(frame[frame.position.isna()].void) == {
+        "the two prompts have different tokens here, and cannot be aligned"
+    }
+    assert result.summary.cells == 2 * (len(base) - len(skipped))
+
+
+def test_h2_alignment_of_token_ids():
+    assert align([1, 2, 3], [4, 5, 6]) == [0, 1, 2]
+    assert align([1, 2, 9, 3], [1, 2, 3]) == [0, 1, None, 2]
+    assert align([1, 2, 3], [1, 2, 8, 9, 3]) == [0, 1, 4]
+    assert align([1, 1], [1, 1, 1]) == [0, 1]
+    assert align([5, 1], [6, 7, 1]) == [None, 2]
+
+
+def test_e8_positions_are_numbers_and_text_in_groups(model, plain):
+    oracle = Oracle(plain, CORRUPT, CLEAN, PAIR[2:])
+    result = model.sweep(*PAIR, layers=[1, 5], positions=[Span("capital of"), " France", -1])
+    groups = [[1, 2], [3], [4]]  # France stands in the clean prompt, and Italy has its place
+    expected = [[diff(oracle.cell("resid_post", [layer], group)) for group in groups] for layer in (1, 5)]
+    np.testing.assert_allclose(result.values["resid_post"], expected, **CLOSE)
+    together = model.sweep(*PAIR, layers=[1, 5], positions="together")
+    assert together.values["resid_post"].shape == (2, 1)
+    assert together.values["resid_post"][0, 0] == pytest.approx(
+        diff(oracle.cell("resid_post", [1], [0, 1, 2, 3, 4])), abs=2e-3
+    )
+    named = model.sweep(*PAIR, layers=[1], positions={"subject": " Italy", "last": -1})
+    assert [column.label for column in named.outline.grid.columns] == ["subject", "last"]
+
+
+def test_h6_heads_are_patched_one_by_one(model, plain):
+    oracle = Oracle(plain, CORRUPT, CLEAN, PAIR[2:])
+    result = model.sweep(*PAIR, sites="attn_z", heads="all", layers=[3, 4], positions=[-1])
+    expected = [[[diff(oracle.cell("attn_z", [layer], [4], head=head))] for head in range(4)] for layer in (3, 4)]
+    assert result.values["attn_z"].shape == (2, 4, 1)
+    np.testing.assert_allclose(result.values["attn_z"], expected, **CLOSE)
+
+
+def test_h6_ablations_by_zeros_and_by_the_mean(model, plain):
+    sites = plain.run(CLEAN).sites
+    for source in ("zeros", "mean"):
+        rows = {
+            key: (torch.zeros_like(h) if source == "zeros" else h.mean(0).expand_as(h))
+            for key, h in sites.items()
+            if key[0] == "mlp_out"
+        }
+        oracle = Oracle(plain, CLEAN, rows, PAIR[2:])
+        result = model.sweep(CLEAN, None, " Paris", " Rome", sites="mlp_out", layers=[0, 4], source=source)
+        expected = [[diff(oracle.cell("mlp_out", [layer], [p])) for p in range(5)] for layer in (0, 4)]
+        np.testing.assert_allclose(result.values["mlp_out"], expected, **CLOSE)
+        assert np.isnan(result.recovered["mlp_out"]).all()
+
+
+def test_h6_several_pairs_have_a_mean_a_standard_error_and_an_interval(model):
+    pairs = [
+        ("The capital of France is", "The capital of Italy is", " Paris", " Rome"),
+        ("The capital of Spain is", "The capital of Germany is", " Madrid", " Berlin"),
+        ("The capital of Japan is", "The capital of China is", " Tokyo", " Beijing"),
+    ]
+    clean, corrupt, answers, foils = map(list, zip(*pairs, strict=True))
+    result = model.sweep(clean, corrupt, answers, foils, layers=[2, 6], positions={"country": 3, "last": -1})
+    alone = [model.sweep(*pair, layers=[2, 6], positions=[3, -1]).values["resid_post"] for pair in pairs]
+    np.testing.assert_allclose(result.by_pair["resid_post"], alone, **CLOSE)
+    np.testing.assert_allclose(result.values["resid_post"], np.mean(alone, 0), **CLOSE)
+    np.testing.assert_allclose(result.standard_error["resid_post"], np.std(alone, 0, ddof=1) / 3**0.5, rtol=1e-2)
+    low, high = result.interval()["resid_post"]
+    assert (np.min(alone, 0) - 1e-2 <= low).all() and (low <= result.values["resid_post"]).all()
+    assert (result.values["resid_post"] <= high).all() and (high <= np.max(alone, 0) + 1e-2).all()
+    clear(model)
+
+
+def test_h4_the_noise_floor_is_that_of_the_baseline_and_of_identity_patches(model):
+    result = model.sweep(*PAIR)
+    kinds = [noise.kind for noise in result.noise]
+    assert kinds.count("baseline") == 2 and kinds.count("identity") == 6
+    assert result.noise_floor < 1e-3
+    values, noise = result.values["resid_post"], result.is_noise["resid_post"]
+    assert noise[7, :4].all(), "the last layer's other positions reach no logits of the last one"
+    assert not noise[0, 3] and not noise[7, 4]
+    assert (noise == (np.abs(values - result.baseline) <= result.noise_floor)).all()
+
+
+def test_h7_cells_come_one_by_one_and_leaving_the_loop_ends_the_sweep(model):
+    stream = model.sweep(*PAIR, stream=True)
+    seen = [cell for cell, _ in zip(stream, range(3), strict=False)]
+    assert len(seen) == 3 and all(cell.value is not None for cell in seen)
+    assert stream.result.summary is None and stream.result.count >= 3
+    stream.close()
+    assert list(stream) == []
+    clear(model)
+
+
+def test_h8_coarse_windows_come_first_and_then_the_best_cells(model, plain):
+    result = model.sweep(*PAIR, coarse=(4, 2), best=1)
+    oracle = Oracle(plain, CORRUPT, CLEAN, PAIR[2:])
+    windows = [[[0, 1], [2, 3], [4]], [[0, 1, 2, 3], [4, 5, 6, 7]]]
+    expected = [[diff(oracle.cell("resid_post", layers, group)) for group in windows[0]] for layers in windows[1]]
+    np.testing.assert_allclose(result.coarse.values["resid_post"], expected, **CLOSE)
+    row, column = np.unravel_index(np.argmax(result.coarse.effects["resid_post"]), (2, 3))
+    fine = result.values["resid_post"]
+    inside = np.zeros_like(fine, bool)
+    inside[4 * row : 4 * row + 4, windows[0][column]] = True
+    assert (~np.isnan(fine) == inside).all()
+    layer, position = np.argwhere(inside)[0]
+    assert fine[layer, position] == pytest.approx(diff(oracle.cell("resid_post", [layer], [position])), abs=2e-3)
+
+
+def test_h9_results_are_saved_and_loaded_and_shown(model, tmp_path):
+    result = model.sweep(*PAIR)
+    result.save(tmp_path / "sweep.npz")
+    loaded = SweepResult.load(tmp_path / "sweep.npz")
+    np.testing.assert_array_equal(loaded.values["resid_post"], result.values["resid_post"])
+    assert loaded.outline == result.outline and loaded.summary == result.summary and repr(loaded) == repr(result)
+    frame = loaded.to_dataframe()
+    assert len(frame) == 40
+    cell = frame[(frame.layer == 2) & (frame.position == 3)].iloc[0]
+    assert cell.value == result.values["resid_post"][2, 3] and cell.token == " Italy" and cell.void is None
+    best = result.best(1)[0]
+    assert best.token == " Italy" and best.recovered > 0.99
+    assert [each.token for each in result.path()] == [" Italy"] * 4 + [best_of_layer_4(result)] + [" is"] * 3
+    lines = result.show().splitlines()
+    assert len(lines) == 9 and "' Italy'" in lines[0] and lines[-1].split()[0] == "0"
+    assert "\x1b[" in result.show(colour=True)
+
+
+def best_of_layer_4(result):
+    column = int(np.argmax(result.recovered["resid_post"][4]))
+    return result.outline.grid.columns[column].label
+
+
+def test_h3_what_is_wrong_is_said_before_anything_runs(model):
+    for error, text, changed in (
+        (PromptError, r"' Paris Rome' is 2 tokens", {"answer": " Paris Rome"}),
+        (PromptError, "foil is ' Paris', the same token", {"foil": " Paris"}),
+        (PromptError, "needs a foil", {"foil": None}),
+        (PromptError, "corrupt has 2 prompts, and clean has 1", {"corrupt": [CORRUPT, CORRUPT]}),
+        (PlanError, "resid_pots", {"sites": "resid_pots"}),
+        (PlanError, "layers has 11", {"layers": [11]}),
+        (PlanError, "positions has 7", {"positions": [7]}),
+        (PlanError, "Norway", {"positions": ["Norway"]}),
+        (ParameterError, "metric is 'logits'", {"metric": "logits"}),
+        (ParameterError, "heads needs sites=", {"heads": "all"}),
+        (ParameterError, "heads is", {"heads": [9], "sites": "attn_z"}),
+        (ParameterError, 'coarse needs positions="all"', {"coarse": (2, 2), "positions": [1]}),
+        (ParameterError, "positions of one length|one length", {"clean": [CLEAN, CLEAN], "corrupt": [CORRUPT, "Rome"]}),
+    ):
+        given = {"clean": CLEAN, "corrupt": CORRUPT, "answer": " Paris", "foil": " Rome", **changed}
+        with pytest.raises(error, match=text):
+            model.sweep(**given)
+    clear(model)
