@@ -156,7 +156,8 @@ async function stream(column) {
   find(`${column}-note`).className = "note";
   find(`${column}-note`).textContent = "…";
   const [path, body] = bodyOf(column);
-  const label = column === "steered" ? `${body.midstream.plan[0].vector} × ${find("scale-number").value}` : "";
+  const [steer] = body.midstream?.plan ?? [];
+  const label = steer ? `${steer.vector} × ${String(steer.scale).replace("-", "−")}` : "";
   const say = (text) => (find(`${column}-note`).textContent = [label, text].filter(Boolean).join(" · "));
   try {
     const response = await respond(path, { body, signal: controller.signal });

@@ -351,7 +351,11 @@ class Sweep {
   }
 }
 
-const small = (value) => (value !== 0 && value < 0.001 ? value.toExponential(0).replace("-", "−") : number(value));
+/** A number that is not rounded to zero. */
+function small(value) {
+  if (value === 0 || value >= 0.001) return number(value, value === 0 ? 0 : 3);
+  return value.toExponential(0).replace("-", "−");
+}
 
 // The colour bar.
 
@@ -393,7 +397,7 @@ function showTop(place, { patched, plain }, sweep) {
     const items = (top ?? []).map(([token, logprob]) => {
       const kind = token === answer ? "answer" : token === foil ? "foil" : "";
       const item = make("li", { class: kind }, make("code", {}, visible(token)), make("span", {}, percent(logprob)));
-      if (kind) item.title = kind;
+      item.title = `${kind ? `${kind}, ` : ""}log-probability ${number(logprob)}`;
       item.style.setProperty("--share", `${(100 * Math.exp(logprob)).toFixed(1)}%`);
       return item;
     });
