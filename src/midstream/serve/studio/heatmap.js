@@ -44,8 +44,10 @@ export class Heatmap {
       "aria-readonly": "true",
     });
     this.grid.style.setProperty("--columns", columns.length);
-    const isBare = columns.length > 16 || layers.length > 40;
-    this.grid.className = `grid${isBare ? " bare" : ""}${layers.length > 12 || sites.length > 1 ? " low" : ""}`;
+    const isFlat = layers.length > 24;
+    const isLow = layers.length > 12 || sites.length > 1;
+    const isBare = isFlat || columns.length > 16; // no room for numbers
+    this.grid.className = `grid${isBare ? " bare" : ""}${isFlat ? " flat" : isLow ? " low" : ""}`;
     for (const [row, group] of layers.entries()) this.addRow(row, group, columns);
     this.addLabels(columns, changed, isBare);
     this.places[0][0].element.tabIndex = 0;

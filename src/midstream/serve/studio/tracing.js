@@ -199,6 +199,7 @@ class Sweep {
     this.controller = new AbortController();
     this.heatmaps = new Map();
     this.scale = null;
+    this.waiting = []; // cells that have come and are not drawn
     this.done = this.cells = 0;
   }
 
@@ -210,6 +211,7 @@ class Sweep {
       for await (const { data } of eventsOf(response.body)) this.take(JSON.parse(data));
       if (!this.isOver) throw failure("The connection ended before the sweep did.");
     } catch (error) {
+      this.draw();
       const done = this.cells ? ` after ${this.done} of ${this.cells} cells` : "";
       find("progress").textContent = `${error.name === "AbortError" ? "Cancelled" : "Failed"}${done}`;
       if (error.name !== "AbortError") throw error;
@@ -228,7 +230,7 @@ class Sweep {
   }
 
   take(event) {
-    const take = { start: this.begin, baselines: this.compare, cell: this.show, noise: () => {}, summary: this.end };
+    const take = { start: this.begin, baselines: this.compare, cell: this.hold, summary: this.end };
     if (event.error) throw failure(event.error);
     take[event.event]?.call(this, event);
   }
@@ -270,13 +272,21 @@ class Sweep {
     this.recolour();
   }
 
-  show(cell) {
-    this.done++;
-    const isWider = cell.value !== null && this.scale?.hold(cell.value);
-    this.heatmaps.get(cell.site).show(cell, this.scale);
-    if (isWider) this.recolour();
-    if (this.pointed?.cell === cell) this.read(this.pointed);
-    this.showProgress();
+  /** Cells are drawn together, once for each frame of the screen: a fast server sends thousands in a second. */
+  hold(cell) {
+    if (!this.waiting.length) requestAnimationFrame(() => this.draw());
+    this.waiting.push(cell);
+  }
+
+  draw() {
+    const cells = this.waiting.splice(0);
+    if (!cells.length) return;
+    this.done += cells.length;
+    const wider = cells.filter(({ value }) => value !== null && this.scale?.hold(value));
+    for (const cell of cells) this.heatmaps.get(cell.site).show(cell, this.scale);
+    if (wider.length) this.recolour();
+    if (cells.includes(this.pointed?.cell)) this.read(this.pointed);
+    if (!this.isOver) this.showProgress();
   }
 
   recolour() {
@@ -292,6 +302,7 @@ class Sweep {
 
   end({ noise_floor, cells, void: voids, seconds }) {
     this.isOver = true;
+    this.draw();
     for (const heatmap of this.heatmaps.values()) heatmap.markQuiet(this.scale.centre, noise_floor);
     const parts = [`${cells} cells in ${seconds.toFixed(1)} s`, `noise floor ${small(noise_floor)}`];
     if (voids) parts.push(`${voids} void`);

@@ -58,7 +58,9 @@ def test_h11_the_page_loads_nothing_from_elsewhere_and_writes_no_html() -> None:
     for path in FOLDER.iterdir():
         text = path.read_text().replace('xmlns="http://www.w3.org/2000/svg"', "")
         assert not re.search(r"\w+://|[\"'(]//\w|@import|url\(", text), path
-        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", text), path
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", text), (
+            path
+        )
     page = (FOLDER / "index.html").read_text()
     assert not re.search(r"<style|\sstyle=|\son\w+=|<script(?![^>]*\ssrc=)|javascript:", page)
     for address in re.findall(r'(?:src|href)="([^"]+)"', page):
