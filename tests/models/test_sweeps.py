@@ -1,12 +1,14 @@
 """Sweeps (rows H1 to H12, E6 to E8) against plain transformers with hooks, on vLLM, on transformers and, with --remote, on a server."""
 
 import math
+import time
 
 import numpy as np
 import pytest
+import tiny_models
 import torch
 
-from midstream import Span
+from midstream import LanguageModel, Span
 from midstream.errors import ParameterError, PlanError, PromptError
 from midstream.sweeps.request import align
 from midstream.sweeps.results import SweepResult
@@ -52,8 +54,11 @@ def diff(logprobs):
 
 
 def clear(model):
-    """No run is left, and nothing is leased."""
-    assert not [run for run in model.runs if run.startswith("sweep-")]
+    """No run of a sweep is left. A server hears of a closed connection a moment later."""
+    deadline = time.monotonic() + 10
+    while left := [name for name in model.runs if name.startswith("sweep-")]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("direction", ["denoising", "noising"])
@@ -231,6 +236,36 @@ def test_h9_results_are_saved_and_loaded_and_shown(model, tmp_path):
     lines = result.show().splitlines()
     assert len(lines) == 9 and "' Italy'" in lines[0] and lines[-1].split()[0] == "0"
     assert "\x1b[" in result.show(colour=True)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt2", "gemma2", "mixtral"])
+def test_h9_cells_of_random_models_equal_hooks_on_the_layers(name, tmp_path_factory):
+    path = str(tiny_models.build(name, tmp_path_factory.getbasetemp()))
+    model = LanguageModel(path, dtype=torch.float32)
+    layers = model.module.transformer.h if name == "gpt2" else model.module.model.layers
+    clean, corrupt, tokens = [5, 9, 30, 7], [5, 9, 31, 7], [11, 12]
+    result = model.sweep(clean, corrupt, *tokens)
+
+    def run(ids, layer=None, write=None):
+        seen = {}
+
+        def hook(i, output):
+            h = output[0] if isinstance(output, tuple) else output
+            seen[i] = h[0].clone()
+            if i == layer:
+                h[0, write[0]] = write[1]
+
+        handles = [each.register_forward_hook(lambda *a, i=i: hook(i, a[2])) for i, each in enumerate(layers)]
+        with torch.no_grad():
+            logits = model.module(torch.tensor([ids]), use_cache=False).logits[0, -1].float()
+        for handle in handles:
+            handle.remove()
+        return diff(logits.log_softmax(-1)[tokens].tolist()), seen
+
+    rows = run(clean)[1]
+    expected = [[run(corrupt, i, (p, rows[i][p]))[0] for p in range(4)] for i in range(len(layers))]
+    np.testing.assert_allclose(result.values["resid_post"], expected, rtol=1e-4, atol=1e-4)
+    assert result.noise_floor < 1e-4
 
 
 def best_of_layer_4(result):

@@ -447,10 +447,10 @@ class Remote(DescribedModel):
         metric = asked.metric
         if callable(metric):
             metric = "logprob" if foil is None else "logit_diff"
-        given = {
-            name: getattr(asked, name) for name in ("layers", "heads", "direction", "source", "coarse", "best", "top")
-        }
+        given = {name: getattr(asked, name) for name in ("direction", "source", "coarse", "best", "top")}
         given |= {
+            "layers": _listed(asked.layers),
+            "heads": _listed(asked.heads),
             "clean": _prompts(clean),
             "corrupt": None if corrupt is None else _prompts(corrupt),
             "answer": answer,
@@ -580,6 +580,11 @@ def _prompts(given: Any) -> Any:
     if isinstance(given, (list, tuple)) and not all(isinstance(token, int) for token in given):
         return [_prompt(each) for each in given]
     return _prompt(given)
+
+
+def _listed(given: Any) -> Any:
+    """Numbers as a list; "all" and None as they are."""
+    return given if given is None or isinstance(given, str) else [given] if isinstance(given, int) else list(given)
 
 
 def _places(positions: Any) -> Any:

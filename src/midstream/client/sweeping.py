@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterable, Iterator, Sequence
@@ -75,7 +76,7 @@ class Sweeping:
         self._foil = [None] * len(self._clean) if foil is None else _each("foil", foil, len(self._clean))
         if foil is None and asked.metric == "logit_diff":
             raise PromptError(
-                'metric="logit_diff" needs a foil: the token that the answer is compared with. Or use metric="logprob".'
+                'foil is None, and metric="logit_diff" needs a foil, the token to compare the answer with. Or use metric="logprob".'
             )
         if asked.top and not model._has_logprobs:
             raise ParameterError("top needs a VLLM or a Remote: a LanguageModel has no logprobs.")
@@ -182,7 +183,9 @@ class Sweeping:
             if log is not None:
                 log.close()
         void = len(result.void) + (len(result.coarse.void) if result.coarse is not None else 0)
-        summary = Summary(_finite(result.noise_floor), result.count, void, time.monotonic() - began)
+        summary = Summary(
+            None if math.isnan(result.noise_floor) else result.noise_floor, result.count, void, time.monotonic() - began
+        )
         result.take(summary)
         if self._directory is not None:
             result.save(self._directory / RESULT)
@@ -352,30 +355,30 @@ class Sweeping:
             except PlanError as error:  # a recorded run is gone
                 results = [error] * len(group) * self._parts
             for number, job in enumerate(group):
-                yield self._ended(job, results[number :: len(group)], answers)
+                if (event := self._ended(job, results[number :: len(group)], answers)) is not None:
+                    yield event
 
     async def _run_async(self, ids: list[int], answers: Answers, jobs: list[Job]) -> AsyncGenerator[Event]:
         queue: asyncio.Queue[Event | BaseException | None] = asyncio.Queue()
         groups, tasks = _groups(jobs, (ASYNC_GROUP,)), set[asyncio.Task[None]]()
 
-        def start() -> None:
+        def start(_: Any = None) -> None:
             if (group := next(groups, None)) is not None:
-                tasks.add(asyncio.create_task(self._run_group(ids, answers, group, queue)))
+                task = asyncio.create_task(self._run_group(ids, answers, group, queue))
+                task.add_done_callback(start)
+                tasks.add(task)
 
         for _ in range(ASYNC_GROUPS):
             start()
         try:
-            left = len(jobs)
-            while left:
+            for _ in jobs:
                 found = await queue.get()
                 if isinstance(found, BaseException):
                     raise found
-                if found is None:
-                    start()
-                    continue
-                left -= 1
-                yield found
+                if found is not None:
+                    yield found
         finally:
+            groups = iter(())  # no other group starts
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -383,7 +386,7 @@ class Sweeping:
     async def _run_group(
         self, ids: list[int], answers: Answers, group: list[Job], queue: asyncio.Queue[Event | BaseException | None]
     ) -> None:
-        """Queue the group's events as they end, then None; or an error."""
+        """Queue the event of each job as it ends, None for those that have none; or an error."""
         results: dict[int, InvokeResult] = {}
         waiting = set(range(len(group)))
 
@@ -400,11 +403,9 @@ class Sweeping:
                     if all(part in results for part in parts(job)):
                         waiting.discard(job)
                         queue.put_nowait(self._ended(group[job], [results[part] for part in parts(job)], answers))
-            queue.put_nowait(None)
         except PlanError as error:  # a recorded run is gone
             for job in waiting:
                 queue.put_nowait(self._ended(group[job], [error], answers))
-            queue.put_nowait(None)
         except Exception as error:
             queue.put_nowait(error)
 
@@ -417,12 +418,12 @@ class Sweeping:
         graded = [self._invoke(ids, job.plan, answers) for job in group]
         return graded + [self._invoke(ids, job.plan, {}, logprobs=self.asked.top) for job in group if self.asked.top]
 
-    def _ended(self, job: Job, results: Sequence[InvokeResult | MidstreamError], answers: Answers) -> Event:
-        """The job's event, with its log-probabilities or the reason why it has none."""
+    def _ended(self, job: Job, results: Sequence[InvokeResult | MidstreamError], answers: Answers) -> Event | None:
+        """The job's event, with its log-probabilities or the reason why it has none; None for a noise run without."""
         error = next((each for each in map(_error_of, results) if each is not None), None)
         if error is not None:
             if isinstance(job.event, Noise):
-                raise error
+                return None
             return msgspec.structs.replace(job.event, void=str(error))
         graded, *top = [result.output for result in results if isinstance(result, InvokeResult)]
         likeliest = [_likeliest(output, self.asked.top, self._model.tokenizer) for output in top]
@@ -475,10 +476,6 @@ def _count(grid: Grid, pairs: int) -> int:
 def _skipped(base: Tokens, other: Tokens | None) -> list[int]:
     way = align(base.ids, base.ids if other is None else other.ids)
     return [position for position, source in enumerate(way) if source is None]
-
-
-def _finite(value: float) -> float:
-    return 0.0 if value != value else value
 
 
 def _prompts(name: str, given: Any) -> list[Prompt]:

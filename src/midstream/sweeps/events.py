@@ -144,11 +144,11 @@ class Summary(msgspec.Struct, frozen=True, tag="summary", tag_field="event"):
     """The end of a sweep.
 
     Attributes:
-        noise_floor: in the metric's unit; cells that differ from the baseline by no more than it mean nothing.
+        noise_floor: in the metric's unit; cells that differ from the baseline by no more than it mean nothing. None if it is not known.
         void: how many cells could not be patched.
     """
 
-    noise_floor: float
+    noise_floor: float | None
     cells: int
     void: int
     seconds: float
