@@ -140,6 +140,13 @@ def test_h11_token_strings_of_both_kinds_become_text(node: Path) -> None:
     ]
 
 
+def test_h11_white_space_and_control_characters_are_visible(node: Path) -> None:
+    script = """
+    import { visible } from "./tokens.js";
+    for (const text of [" a b", "\\n\\t", "\\r\\u0000", ""]) console.log(JSON.stringify(visible(text)));"""
+    assert evaluated(node, script) == ["·a·b", "↵⇥", "␍␀", "∅"]
+
+
 def test_h11_tokens_correspond_as_in_the_sweep(node: Path) -> None:
     pairs = [([1, 2, 3], [1, 9, 3]), ([1, 2, 3], [1, 8, 9, 3]), ([1, 2, 2, 3], [1, 2, 3]), ([1], [2, 3]), ([5, 5], [5])]
     script = f"""

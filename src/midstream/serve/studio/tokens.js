@@ -37,9 +37,11 @@ function textOf(bytes) {
   }
 }
 
-/** A token's text with marks in place of white space. */
+/** A token's text with marks in place of white space and control characters. */
 export function visible(text) {
-  return text.replaceAll(" ", "·").replaceAll("\n", "↵").replaceAll("\t", "⇥").replaceAll("\r", "␍") || "∅";
+  const marks = { " ": "·", "\n": "↵", "\t": "⇥", "\u007f": "␡" };
+  const mark = (each) => marks[each] ?? String.fromCharCode(0x2400 + each.charCodeAt(0));
+  return text.replace(/[\u0000-\u0020\u007f]/g, mark) || "∅";
 }
 
 /** For each token of `base`, the corresponding position of `other`, or null. As `align` of midstream/sweeps/request.py. */
