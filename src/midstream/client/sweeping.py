@@ -12,10 +12,20 @@ import itertools
 import math
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterable, Iterator, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Container,
+    Generator,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -170,10 +180,12 @@ class Sweeping:
             yield result.take(event)
         done = {event.key for event in before if isinstance(event, Cell) and event.void is None}
         try:
-            for stage in ("coarse", "fine") if outline.coarse is not None else ("fine",):
-                wanted = self._cells(outline, stage, result)
+            stages: list[Literal["coarse", "fine"]] = ["fine"] if outline.coarse is None else ["coarse", "fine"]
+            for stage in stages:
+                make = self._cells(outline, stage, result, done)
                 for number in range(len(outline.pairs)):
-                    cells = [cell for cell in wanted(number) if cell.key not in done]
+                    # A thread makes them on an async engine: the event loop serves others as well.
+                    cells = await asyncio.to_thread(make, number) if model._is_async else make(number)
                     async with contextlib.aclosing(self._pair(number, cells)) as running:
                         async for event in running:
                             if log is not None:
@@ -191,8 +203,10 @@ class Sweeping:
             result.save(self._directory / RESULT)
         yield summary
 
-    def _cells(self, outline: Outline, stage: str, result: SweepResult) -> Any:
-        """A function that gives a pair's cells of a stage, without results."""
+    def _cells(
+        self, outline: Outline, stage: Literal["coarse", "fine"], result: SweepResult, done: Container[Any]
+    ) -> Callable[[int], list[Cell]]:
+        """A function that gives a pair's cells of a stage, without results and without those in `done`."""
         grid = outline.grid_of(stage)
         chosen: set[Any] | None = None
         if stage == "fine" and outline.coarse is not None:
@@ -203,7 +217,8 @@ class Sweeping:
                 for layer, column in _within(result.coarse, outline, site, self.asked)
             }
 
-        def cells(pair: int) -> Iterator[Cell]:
+        def cells(pair: int) -> list[Cell]:
+            found = []
             for site, index in in_order(grid):
                 column, layers = grid.columns[index[-1]], grid.layers[index[0]]
                 positions = column.positions[pair]
@@ -211,7 +226,10 @@ class Sweeping:
                     continue
                 head = None if grid.heads is None else grid.heads[index[1]]
                 text = "".join(self._bases[pair].texts[i] for i in positions)
-                yield Cell(pair, stage, site, list(index), layers, head, positions, text)  # type: ignore[arg-type]
+                cell = Cell(pair, stage, site, list(index), layers, head, positions, text)
+                if cell.key not in done:
+                    found.append(cell)
+            return found
 
         return cells
 
@@ -224,52 +242,58 @@ class Sweeping:
         async with self._sources(number, grid) as (source, own):
             jobs = self._jobs(number, cells, grid, source, own)
             yield await self._baselines(number)
-            async with contextlib.aclosing(self._run(base.ids, self._answers[number], jobs)) as done:
+            given = (base.ids, self._answers[number], jobs)
+            is_async, count = self._model._is_async, len(cells) + _noise_runs(len(cells))
+            running = self._run_async(*given, count) if is_async else self._run_sync(*given)
+            async with contextlib.aclosing(running) as done:
                 async for event in done:
                     yield event
 
     @contextlib.asynccontextmanager
     async def _sources(self, number: int, grid: Grid) -> AsyncIterator[tuple[Any, RecordedRun]]:
         """What the cells are patched with, and the patched prompt's own run. Both are leased while the block runs, then deleted."""
-        model, base = self._model, self._bases[number]
-        layers = sorted({layer for row in grid.layers for layer in row})
         runs: list[RecordedRun] = []
-        try:
-            own = await self._record(base.ids, grid.sites, layers)
-            runs.append(own)
-            source: Any = "zeros"
-            if self.asked.source == "run":
-                other = self._others[number]
-                assert other is not None
-                source = await self._record(other.ids, grid.sites, layers)
-                runs.append(source)
-            elif self.asked.source == "mean":
-                source = await self._mean(grid.sites, layers)
-            yield source, own
-        finally:
-            if model._is_async:
-                task = asyncio.create_task(
-                    self._let_go(runs)
-                )  # a server cancels a request's task again at each of its awaits
-                _letting_go.add(task)  # asyncio holds its tasks weakly
-                task.add_done_callback(_letting_go.discard)
-                await asyncio.shield(task)
-            else:
+        recording: Any = self._recorded(number, grid, runs)
+        if not self._model._is_async:
+            try:
+                yield await recording
+            finally:
                 await self._let_go(runs)
+            return
+        recording = asyncio.ensure_future(recording)
+        try:
+            yield await asyncio.shield(recording)
+        finally:  # in a task of its own: a server cancels a request's task again at each of its awaits
+            task = asyncio.create_task(self._let_go(runs, recording))
+            _letting_go.add(task)  # asyncio holds its tasks weakly
+            task.add_done_callback(_letting_go.discard)
+            await asyncio.shield(task)
 
-    async def _record(self, ids: list[int], sites: list[str], layers: list[int]) -> RecordedRun:
-        model, name = self._model, f"sweep-{secrets.token_hex(6)}"
-        run: RecordedRun = await model._recording(ids, sites, layers, "all_prompt", name)
-        await model.runs.lease([run.id])
-        return run
+    async def _recorded(self, number: int, grid: Grid, runs: list[RecordedRun]) -> tuple[Any, RecordedRun]:
+        """What `_sources` yields; `runs` gets the runs as soon as they are there."""
+        layers = sorted({layer for row in grid.layers for layer in row})
 
-    async def _let_go(self, runs: list[RecordedRun]) -> None:
-        model = self._model
+        async def record(ids: list[int]) -> RecordedRun:
+            name = f"sweep-{secrets.token_hex(6)}"
+            run: RecordedRun = await self._model._recording(ids, grid.sites, layers, "all_prompt", name)
+            runs.append(run)
+            await self._model.runs.lease([run.id])
+            return run
+
+        own = await record(self._bases[number].ids)
+        if self.asked.source == "run":
+            return await record(self._others[number].ids), own
+        return (await self._mean(grid.sites, layers) if self.asked.source == "mean" else "zeros"), own
+
+    async def _let_go(self, runs: list[RecordedRun], recording: Awaitable[Any] | None = None) -> None:
+        """Release and delete `runs`, once `recording` is over."""
+        if recording is not None:
+            await asyncio.gather(recording, return_exceptions=True)
         for run in runs:
             with contextlib.suppress(MidstreamError, KeyError):  # a dead engine holds none
-                await model.runs.release([run.id])
-                deletion = model.runs.delete(run.name)
-                if model._is_async:
+                await self._model.runs.release([run.id])
+                deletion = self._model.runs.delete(run.name)
+                if self._model._is_async:
                     await deletion
 
     async def _mean(self, sites: list[str], layers: list[int]) -> dict[Any, np.ndarray]:
@@ -304,17 +328,17 @@ class Sweeping:
 
     # Cells as requests.
 
-    def _jobs(self, number: int, cells: list[Cell], grid: Grid, source: Any, own: RecordedRun) -> list[Job]:
+    def _jobs(self, number: int, cells: list[Cell], grid: Grid, source: Any, own: RecordedRun) -> Iterator[Job]:
         """The pair's requests: its cells, with the noise runs spread among them."""
-        jobs = [Job(cell, self._plan(cell, grid, source)) for cell in cells]
-        step = max(len(cells) // (_BASELINES + _IDENTITIES), 1)
-        for k in range(min(_BASELINES + _IDENTITIES, len(cells))):
-            if k % 4 == 0:
-                job = Job(Noise(number, "baseline", []), Plan())
-            else:
-                job = Job(Noise(number, "identity", []), self._plan(cells[k * step], grid, own, is_own=True))
-            jobs.insert(k * step + k + 1, job)
-        return jobs
+        noise = _noise_runs(len(cells))
+        step = len(cells) // noise
+        for k, cell in enumerate(cells):
+            yield Job(cell, self._plan(cell, grid, source))
+            if k % step == 0 and k // step < noise:
+                if (k // step) % 4 == 0:
+                    yield Job(Noise(number, "baseline", []), Plan())
+                else:
+                    yield Job(Noise(number, "identity", []), self._plan(cell, grid, own, is_own=True))
 
     def _plan(self, cell: Cell, grid: Grid, source: Any, is_own: bool = False) -> Plan:
         """The patches of a cell: the same positions at each of its layers."""
@@ -341,14 +365,7 @@ class Sweeping:
         mask[cell.head] = 1
         return mask.reshape(-1)
 
-    async def _run(self, ids: list[int], answers: Answers, jobs: list[Job]) -> AsyncGenerator[Event]:
-        """The jobs' events with their log-probabilities, as the requests end."""
-        run = self._run_async if self._model._is_async else self._run_sync
-        async with contextlib.aclosing(run(ids, answers, jobs)) as found:
-            async for event in found:
-                yield event
-
-    async def _run_sync(self, ids: list[int], answers: Answers, jobs: list[Job]) -> AsyncGenerator[Event]:
+    async def _run_sync(self, ids: list[int], answers: Answers, jobs: Iterator[Job]) -> AsyncGenerator[Event]:
         for group in _groups(jobs, GROUPS):
             try:
                 results = self._model._run(self._invokes(ids, answers, group))
@@ -358,7 +375,9 @@ class Sweeping:
                 if (event := self._ended(job, results[number :: len(group)], answers)) is not None:
                     yield event
 
-    async def _run_async(self, ids: list[int], answers: Answers, jobs: list[Job]) -> AsyncGenerator[Event]:
+    async def _run_async(
+        self, ids: list[int], answers: Answers, jobs: Iterator[Job], count: int
+    ) -> AsyncGenerator[Event]:
         queue: asyncio.Queue[Event | BaseException | None] = asyncio.Queue()
         groups, tasks = _groups(jobs, (ASYNC_GROUP,)), set[asyncio.Task[None]]()
 
@@ -371,7 +390,7 @@ class Sweeping:
         for _ in range(ASYNC_GROUPS):
             start()
         try:
-            for _ in jobs:
+            for _ in range(count):
                 found = await queue.get()
                 if isinstance(found, BaseException):
                     raise found
@@ -430,6 +449,11 @@ class Sweeping:
         return msgspec.structs.replace(
             job.event, logprobs=_logprobs(graded, answers), top=likeliest[0] if likeliest else None
         )
+
+
+def _noise_runs(cells: int) -> int:
+    """How many noise runs there are among so many cells."""
+    return min(_BASELINES + _IDENTITIES, cells)
 
 
 def _error_of(result: InvokeResult | MidstreamError) -> MidstreamError | None:
