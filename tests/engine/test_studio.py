@@ -28,12 +28,6 @@ LAYERS = 8
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(tmp_path_factory.mktemp("studio"), "--api-key", KEY, stock=False) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium")
     binary = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -51,6 +45,13 @@ def browser() -> Iterator[Any]:
         size = {"width": 1280, "height": 720, "deviceScaleFactor": 1, "mobile": False}
         browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
         yield browser
+
+
+@pytest.fixture(scope="module")
+def server(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Not started where there is no browser."""
+    with serving(tmp_path_factory.mktemp("studio"), "--api-key", KEY, stock=False) as server:
+        yield server
 
 
 class Page:
