@@ -1,7 +1,9 @@
 """Sweeps (rows H1 to H12, E6 to E8) against plain transformers with hooks, on vLLM, on transformers and, with --remote, on a server."""
 
 import math
+import sys
 import time
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -203,6 +205,27 @@ def test_h7_cells_come_one_by_one_and_leaving_the_loop_ends_the_sweep(model):
     stream.close()
     assert list(stream) == []
     clear(model)
+
+
+def test_h7_a_figure_fills_while_cells_come(hf, monkeypatch):
+    """IPython itself is not here: what it would show is counted."""
+    pixels = []
+
+    class Shown:
+        def update(self, figure):
+            figure.canvas.draw()
+            grid = figure.axes[0].images[0].get_array()
+            pixels.append(int((~np.ma.getmaskarray(np.ma.masked_invalid(grid))).sum()))
+
+    shell = ModuleType("IPython")
+    shell.version_info, shell.get_ipython = (8, 24), lambda: None  # matplotlib asks for them
+    monkeypatch.setitem(sys.modules, "IPython", shell)
+    display = ModuleType("IPython.display")
+    display.display = lambda figure, display_id: Shown()
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    result = hf.sweep(*PAIR, stream=True).draw(seconds=0.0)
+    assert result.summary.cells == 40
+    assert pixels == sorted(pixels) and pixels[0] == 1 and pixels[-1] == 40
 
 
 def test_h8_coarse_windows_come_first_and_then_the_best_cells(model, plain):

@@ -620,6 +620,30 @@ class SweepStream:
         """Run a sweep on a sync engine to its end."""
         return run_now(self._to_the_end())  # type: ignore[no-any-return]
 
+    def draw(self, site: str | None = None, *, seconds: float = 0.5) -> SweepResult:
+        """Run the sweep to its end in a notebook, with a figure that fills while the cells come. Needs IPython and matplotlib.
+
+        Args:
+            site: as in `SweepResult.plot`.
+            seconds: between two drawings.
+        """
+        from IPython.display import display  # type: ignore[import-not-found]
+
+        figure = self.result.plot(site).figure
+        shown, last = display(figure, display_id=True), time.monotonic()
+
+        def again() -> None:
+            figure.clear()
+            self.result.plot(site, ax=figure.subplots())
+            shown.update(figure)
+
+        for _ in self:
+            if time.monotonic() > last + seconds:
+                again()
+                last = time.monotonic()
+        again()
+        return self.result
+
     def close(self) -> None:
         """End the sweep on a sync engine, and let go of its recorded runs."""
         run_now(self._events.aclose())  # type: ignore[arg-type]
