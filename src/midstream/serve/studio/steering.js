@@ -80,8 +80,8 @@ async function upload() {
   try {
     const response = await respond("v1/midstream/vectors", { body: file });
     const names = Object.keys((await response.json()).vectors);
-    note("upload", `Added ${names.join(", ")}.`, "good");
     await listVectors(names[0]);
+    note("upload", `Added ${names.join(", ")}.`, "good");
   } catch (error) {
     note("upload", error.message, "error");
   }
