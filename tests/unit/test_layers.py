@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -328,6 +329,8 @@ def test_the_package_alone_runs_plans_and_traces_on_transformers(tmp_path: Path)
     run(uv, "build", "--wheel", "--out-dir", tmp_path, root)
     run(uv, "venv", "--python", sys.executable, venv)
     (wheel,) = tmp_path.glob("*.whl")
+    page = SRC / "midstream" / "serve" / "studio"
+    assert {f"midstream/serve/studio/{each.name}" for each in page.iterdir()} <= {*zipfile.ZipFile(wheel).namelist()}
     constraints = root / "requirements" / "cpu-constraints.txt"
     run(uv, "pip", "install", "--python", python, *torch_build, "-c", constraints, wheel)
     script = tmp_path / "script.py"  # a trace is run from its source

@@ -32,7 +32,7 @@ from midstream.plan.ops.edit import kinds
 from midstream.plan.values import Span
 from midstream.plan.vectors import Named, RecordedRun, Vector, read_vectors, written_vectors
 from midstream.plan.wire import MAX_STRANGERS_BYTES, MAX_STRANGERS_EDITS
-from midstream.serve import remote, sweeps
+from midstream.serve import remote, studio, sweeps
 from midstream.serve.captures import MAX_INLINE_BYTES, CaptureStore
 from midstream.serve.command import check_arguments
 from midstream.serve.requests import (
@@ -101,6 +101,7 @@ class Plugin:
         app.include_router(router)
         app.include_router(remote.router)
         app.include_router(sweeps.router)
+        app.include_router(studio.router)
         app.add_middleware(Gate)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:

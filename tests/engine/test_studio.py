@@ -1,0 +1,607 @@
+"""The studio in a real headless browser, on `midstream serve` of the bundled model (H11). Its numbers are those of plain HTTP.
+
+After each test the browser's console holds no error, and so no violation of the page's content security policy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from servers import Server, serving
+
+pytestmark = pytest.mark.engine
+
+KEY, HIDDEN = "my-key", 256
+CLEAN, CORRUPT, ANSWER, FOIL = "The capital of France is", "The capital of Italy is", " Paris", " Rome"
+SWEEP = {"clean": CLEAN, "corrupt": CORRUPT, "answer": ANSWER, "foil": FOIL, "sites": ["resid_post"]}
+LAYERS = 8
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium")
+    binary = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    driver = shutil.which("chromedriver")
+    if binary is None or driver is None:
+        pytest.skip("needs chromium and chromedriver (Debian's chromium and chromium-driver)")
+    options = webdriver.ChromeOptions()
+    options.binary_location = binary
+    for flag in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1280,720"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    with webdriver.Chrome(options=options, service=webdriver.ChromeService(driver)) as browser:
+        browser.set_page_load_timeout(60)
+        browser.set_script_timeout(60)
+        size = {"width": 1280, "height": 720, "deviceScaleFactor": 1, "mobile": False}
+        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def server(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Not started where there is no browser."""
+    with serving(tmp_path_factory.mktemp("studio"), "--api-key", KEY, stock=False) as server:
+        yield server
+
+
+class Page:
+    """The studio in the browser. Elements are found by their ids."""
+
+    def __init__(self, browser: Any, server: Server) -> None:
+        self.browser, self.server = browser, server
+        self.expected = ""  # a regular expression of the console's errors that belong to the test
+
+    def open(self, key: str = KEY, theme: str = "light") -> None:
+        """Open the page anew, with an API key and nothing else in its storage."""
+        self.emulate(theme)
+        self.browser.get(f"{self.server.url}/midstream/studio/icon.svg")  # of the same origin
+        self.run(
+            "sessionStorage.clear(); localStorage.clear(); if (arguments[0]) sessionStorage[arguments[1]] = arguments[0]",
+            key,
+            "midstream-api-key",
+        )
+        self.browser.get(f"{self.server.url}/midstream/studio")
+        if key:
+            self.wait(lambda: "demo" in self.text("model") and self.all("#site option"))
+
+    def emulate(self, theme: str) -> None:
+        features = [{"name": "prefers-color-scheme", "value": theme}]
+        self.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+
+    def run(self, script: str, *arguments: Any) -> Any:
+        return self.browser.execute_script(script, *arguments)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.browser.find_element("id", name)
+
+    def all(self, selector: str) -> list[Any]:
+        return self.browser.find_elements("css selector", selector)
+
+    def text(self, name: str) -> str:
+        return str(self.run("return document.getElementById(arguments[0]).textContent", name))
+
+    def texts(self, selector: str) -> list[str]:
+        return list(
+            self.run("return [...document.querySelectorAll(arguments[0])].map((each) => each.textContent)", selector)
+        )
+
+    def wait(self, condition: Callable[[], Any], seconds: float = 60) -> Any:
+        deadline = time.monotonic() + seconds
+        while not (found := condition()):
+            assert time.monotonic() < deadline, (self.text("progress"), self.texts(".error, .alert"), self.console())
+            time.sleep(0.05)
+        return found
+
+    def write(self, name: str, text: str) -> None:
+        self[name].clear()
+        self[name].send_keys(text)
+
+    def fill(self, **fields: str) -> None:
+        """Write into fields, and wait until the page has checked them."""
+        for name, text in fields.items():
+            self.write(name, text)
+        for name in fields:
+            self.wait(lambda name=name: self.text(f"{name}-note"))
+
+    def sweep(self, **fields: str) -> None:
+        """Fill in the form, and run it to its end."""
+        self.fill(**{"clean": CLEAN, "corrupt": CORRUPT, "answer": ANSWER, "foil": FOIL, **fields})
+        self["run"].click()
+        self.wait(lambda: "noise floor" in self.text("progress"))
+
+    def press(self, *keys: str) -> None:
+        """Press keys wherever the focus is."""
+        for key in keys:
+            self.browser.switch_to.active_element.send_keys(key)
+
+    def focused(self) -> dict[str, str]:
+        script = """const it = document.activeElement;
+            return {id: it.id, role: it.getAttribute("role") ?? "", label: it.getAttribute("aria-label") ?? ""}"""
+        return dict(self.run(script))
+
+    def labels(self) -> dict[tuple[str, int, int], str]:
+        """The label of every cell, by site, row and column."""
+        script = """return [...document.querySelectorAll("[role=gridcell]")].map((it) => [
+            it.closest("figure").querySelector("figcaption").textContent,
+            Number(it.parentNode.getAttribute("aria-rowindex")) - 1, Number(it.getAttribute("aria-colindex")) - 2,
+            it.getAttribute("aria-label")])"""
+        return {(site, row, column): label for site, row, column, label in self.run(script)}
+
+    def cell(self, row: int, column: int) -> Any:
+        return self.all("[role=grid]")[0].find_element(
+            "css selector", f"[aria-rowindex='{row + 1}'] [aria-colindex='{column + 2}']"
+        )
+
+    def console(self) -> list[str]:
+        """The console's errors and warnings since the last call."""
+        found = [each for each in self.browser.get_log("browser") if each["level"] in ("SEVERE", "WARNING")]
+        return [each["message"] for each in found if "/favicon.ico" not in each["message"]]  # for the icon by itself
+
+
+@pytest.fixture
+def page(browser: Any, server: Server) -> Iterator[Page]:
+    page = Page(browser, server)
+    page.console()
+    page.open()
+    yield page
+    errors = page.console()
+    assert all(page.expected and re.search(page.expected, each) for each in errors), errors
+
+
+def events(server: Server, **changes: Any) -> list[dict[str, Any]]:
+    """The events of a sweep by plain HTTP."""
+    status, text = server.post("/v1/midstream/sweeps", {**SWEEP, **changes}, key=KEY)
+    assert status == 200, text
+    return [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: ")]
+
+
+def value_of(label: str) -> float:
+    """The number in a cell's label, `layer 3, ·Italy: 16.642, within the noise floor`."""
+    found = re.search(r": (−?[\d.]+)(, within the noise floor)?$", label)
+    assert found, label
+    return float(found[1].replace("−", "-"))
+
+
+# ------------------------------------------------------------------------------------------------------- causal tracing
+
+
+@pytest.mark.parametrize(
+    "metric, direction", [("logit_diff", "denoising"), ("logprob", "noising"), ("recovered", "denoising")]
+)
+def test_h11_a_sweep_from_the_empty_form_fills_the_heatmap(
+    page: Page, server: Server, metric: str, direction: str
+) -> None:
+    assert not page["clean"].get_attribute("value") and not page.all("[role=grid]")
+    assert [each.get_attribute("value") for each in page.all("#site-list input:checked")] == ["resid_post"]
+    page.fill(clean=CLEAN, corrupt=CORRUPT, answer=ANSWER, foil=FOIL)
+    assert page.texts("#clean-tokens li") == ["The", "·capital", "·of", "·France (differs)", "·is"]
+    assert page.texts("#corrupt-tokens .changed") == ["·Italy (differs)"]
+    assert page.text("answer-note") == "·Paris is token 965"
+    for name, value in (("metric", metric), ("direction", direction)):
+        page[name].find_element("css selector", f"[value={value}]").click()
+    page["run"].click()
+    page.wait(lambda: "noise floor" in page.text("progress"))
+
+    start, *rest = events(server, metric=metric, direction=direction)
+    cells, labels = [each for each in rest if each["event"] == "cell"], page.labels()
+    assert len(labels) == len(cells) == start["cells"] == LAYERS * 5
+    for cell in cells:
+        label = labels[("resid_post", *cell["index"])]
+        token = cell["token"].replace(" ", "·")
+        assert label.startswith(f"layer {cell['layers'][0]}, {token}: ")
+        assert value_of(label) == pytest.approx(cell["value"], abs=2e-3)
+    assert f"{start['cells']} cells" in page.text("progress")
+    (baselines,) = (each for each in rest if each["event"] == "baselines")
+    patched = baselines["corrupt" if direction == "denoising" else "clean"]
+    centre = {"logit_diff": patched[0] - patched[-1], "logprob": patched[0], "recovered": 0.0}[metric]
+    for label in labels.values():
+        if "within the noise floor" in label:
+            assert value_of(label) == pytest.approx(centre, abs=2e-3)
+    assert 10 <= sum("within the noise floor" in label for label in labels.values()) < len(labels)
+
+
+def test_h11_a_cell_with_the_pointer_or_the_focus_on_it_shows_its_value(page: Page) -> None:
+    page.sweep()
+    from selenium.webdriver import ActionChains
+
+    ActionChains(page.browser).move_to_element(page.cell(2, 3)).perform()
+    shown = dict(zip(page.texts("#readout dt"), page.texts("#readout dd"), strict=True))
+    assert (shown["Site"], shown["Layer"], shown["Token"], shown["Position"]) == ("resid_post", "2", "·Italy", "3")
+    value = page.labels()["resid_post", 2, 3].rpartition(": ")[2]
+    assert shown["logit difference"] == value and set(shown) >= {"Change", "Recovered", "log p(·Paris)"}
+
+
+def test_h11_a_click_shows_the_cells_top_tokens_beside_the_baselines(page: Page, server: Server) -> None:
+    page.sweep()
+    page.cell(4, 3).click()
+    page.wait(lambda: len(page.all("#top li")) == 20)
+    found = events(server, layers=[4], positions=[3], top=10)
+    (patched,) = (each["top"] for each in found if each["event"] == "cell")
+    plain = next(each["top"] for each in found if each["event"] == "noise" and each["kind"] == "baseline")
+    for number, top in ((1, patched), (2, plain)):
+        tokens = page.texts(f"#top section:nth-child({number}) code")
+        assert tokens[:2] == [token.replace(" ", "·") for token, _ in top[:2]]  # those after them are almost equal
+        assert len(tokens) == 10
+    assert page.texts("#top h3") == ["Patched", "Unpatched corrupt"]
+    share = page.texts("#top section:first-child li:first-of-type span")[0]
+    assert float(share.rstrip("%")) == pytest.approx(100 * np.exp(patched[0][1]), abs=0.2)
+
+
+def test_h11_cells_arrive_one_by_one_and_cancel_ends_the_sweep_on_the_server(page: Page, server: Server) -> None:
+    many = " ".join(["The capital of France is Paris and"] * 30)
+    page.fill(clean=f"{many} {CLEAN}", corrupt=f"{many} {CORRUPT}", answer=ANSWER, foil=FOIL)
+    for site in ("attn_out", "mlp_out", "resid_mid"):
+        page[f"site-{site}"].click()
+    page["run"].click()
+    counts = "return ['.cell', '.cell.pending'].map((each) => document.querySelectorAll(each).length)"
+
+    def is_partly_filled() -> bool:
+        cells, pending = page.run(counts)
+        return bool(cells and 0 < pending < cells)
+
+    page.wait(is_partly_filled)
+    assert server.ask("GET", "/v1/midstream/gauges", key=KEY)[1]["server"]["sweeps"] == 1
+    page["cancel"].click()
+    page.wait(lambda: page.text("progress").startswith("Cancelled after"))
+    done, total = map(int, re.findall(r"\d+", page.text("progress")))
+    assert 0 < done < total and page["run"].is_enabled() and not page["cancel"].is_enabled()
+
+    def is_idle() -> bool:
+        gauges = server.ask("GET", "/v1/midstream/gauges", key=KEY)[1]
+        own = [gauges["server"][name] for name in ("running_prompts", "sweeps", "runs")]
+        return not any(own) and not any(each[name] for each in gauges["workers"] for name in ("requests", "leases"))
+
+    page.wait(is_idle, 20)
+
+
+def test_h11_an_answer_of_two_tokens_is_an_error_at_its_field(page: Page) -> None:
+    page.fill(clean=CLEAN, corrupt=CORRUPT, answer="terrible", foil=FOIL)
+    page.wait(lambda: page["answer"].get_attribute("aria-invalid") == "true")
+    assert re.fullmatch(r"2 tokens: \w+ \| \w+\. One is needed\.", page.text("answer-note"))
+    assert page["answer"].get_attribute("aria-describedby") == "answer-note"
+    page["run"].click()
+    page.wait(lambda: page["run"].is_enabled())
+    assert not page.all("[role=grid]") and page.focused()["id"] == "answer"
+    page.wait(page["answer-space"].is_displayed)
+    page["answer-space"].click()
+    page.wait(lambda: page.text("answer-note") == "·terrible is token 689")
+    assert page["answer"].get_attribute("aria-invalid") is None and not page["answer-space"].is_displayed()
+    page["run"].click()
+    page.wait(lambda: "noise floor" in page.text("progress"))
+
+
+def test_h11_what_is_missing_is_said_at_each_field(page: Page) -> None:
+    page["site-resid_post"].click()
+    page["run"].click()
+    page.wait(lambda: page.text("foil-note"))
+    wrong = {name: page.text(f"{name}-note") for name in ("clean", "corrupt", "answer", "foil", "sites")}
+    assert wrong == {
+        "clean": "Enter a prompt.",
+        "corrupt": "Enter a prompt.",
+        "answer": "Enter an answer of one token.",
+        "foil": "The logit difference needs a foil.",
+        "sites": "Tick at least one site.",
+    }
+    assert page.focused()["id"] == "clean"
+
+
+def test_h11_the_servers_own_error_is_shown_at_the_field_it_names(page: Page) -> None:
+    page.expected = "sweeps .* 400"
+    page.fill(clean=CLEAN, corrupt=CORRUPT, answer=ANSWER, foil=ANSWER)
+    page["run"].click()
+    page.wait(lambda: "the same token as the answer" in page.text("foil-note"))
+    assert page["foil"].get_attribute("aria-invalid") == "true" and page["run"].is_enabled()
+
+
+def test_h11_tokens_without_a_counterpart_are_void_with_a_reason(page: Page) -> None:
+    page.sweep(corrupt="The capital of the United Kingdom is")
+    apart = page.texts("#corrupt-tokens .unaligned")
+    assert apart and all(each.endswith("(no counterpart)") for each in apart)
+    labels = page.labels()
+    voids = [label for label in labels.values() if "void: no token of the other prompt corresponds" in label]
+    assert len(voids) == LAYERS * len(apart) == len(page.all(".cell.void"))
+    page.cell(0, 3).click()
+    assert "No token of the other prompt corresponds." in page.texts("#readout dd")
+
+
+def test_h11_what_a_user_writes_stays_text(page: Page) -> None:
+    hostile = "<img src=x onerror=alert(1)><b>bold</b>"
+    page.fill(clean=f"{CLEAN} {hostile}", corrupt=f"{CORRUPT} {hostile}", answer=ANSWER, foil=FOIL)
+    assert "".join(page.texts("#clean-tokens li")).replace(" (differs)", "").endswith(hostile.replace(" ", "·"))
+    page["run"].click()
+    page.wait(lambda: "noise floor" in page.text("progress"))
+    assert not page.all("img, b") and page.texts("[role=columnheader]")
+
+
+# ------------------------------------------------------------------------------------------------- keyboard and themes
+
+
+def test_h11_the_keyboard_alone_runs_a_sweep_and_reads_a_cell(page: Page) -> None:
+    from selenium.webdriver import ActionChains, Keys
+
+    def press(*keys: str) -> None:
+        for key in keys:
+            ActionChains(page.browser).send_keys(key).perform()
+
+    def tab_to(name: str) -> None:
+        for _ in range(40):
+            press(Keys.TAB)
+            focused = page.focused()
+            if name in (focused["id"], focused["role"]):
+                assert (
+                    page.run("return getComputedStyle(document.activeElement).outlineStyle") == "solid"
+                )  # a focus ring
+                return
+        raise AssertionError(name)
+
+    for name, text in (("clean", CLEAN), ("corrupt", CORRUPT), ("answer", ANSWER), ("foil", FOIL)):
+        tab_to(name)
+        press(text)
+    tab_to("site-mlp_out")
+    press(Keys.SPACE)
+    tab_to("run")
+    press(Keys.ENTER)
+    page.wait(lambda: "noise floor" in page.text("progress"))
+    assert len(page.all("[role=grid]")) == 2
+    tab_to("gridcell")
+    assert page.focused()["label"].startswith("layer 0, The")
+    press(Keys.ARROW_DOWN, Keys.ARROW_DOWN, Keys.ARROW_RIGHT)
+    assert page.focused()["label"].startswith("layer 2, ·capital")
+    press(Keys.END, Keys.ARROW_LEFT, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)  # the last one stays
+    assert page.focused()["label"].startswith("layer 2, ·is")
+    press(Keys.PAGE_DOWN, Keys.HOME, Keys.ARROW_UP)
+    assert page.focused()["label"].startswith("layer 6, The")
+    assert page.texts("#readout dd")[1:3] == ["6", "The"]
+    press(Keys.ENTER)
+    page.wait(lambda: len(page.all("#top li")) == 20)
+    tab_to("gridcell")  # of the second figure
+    assert (
+        page.run("return document.activeElement.closest('figure').querySelector('figcaption').textContent")
+        == "resid_post"
+    )
+    page["tab-tracing"].send_keys(Keys.ARROW_RIGHT)
+    assert page["steering"].is_displayed() and not page["tracing"].is_displayed()
+    assert page.focused()["id"] == "tab-steering"
+
+
+def contrast(page: Page, selector: str) -> float:
+    """WCAG's contrast of an element's text with the background that it stands on."""
+    script = """
+        const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+        const rgba = (colour) => {
+          canvas.clearRect(0, 0, 1, 1); canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1);
+          return [...canvas.getImageData(0, 0, 1, 1).data];
+        };
+        let it = document.querySelector(arguments[0]);
+        const ink = rgba(getComputedStyle(it).color);
+        while (rgba(getComputedStyle(it).backgroundColor)[3] < 255) it = it.parentElement;
+        return [ink, rgba(getComputedStyle(it).backgroundColor)];"""
+    linear = [
+        [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in np.array(rgba[:3]) / 255]
+        for rgba in page.run(script, selector)
+    ]
+    light = sorted(float(np.dot(each, (0.2126, 0.7152, 0.0722))) for each in linear)
+    return (light[1] + 0.05) / (light[0] + 0.05)
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_h11_text_is_readable_in_both_themes(page: Page, theme: str) -> None:
+    page.open(theme=theme)
+    page.sweep()
+    page.cell(4, 3).click()
+    page.wait(lambda: page.all("#top li"))
+    for selector in (
+        "h1",
+        "#model",
+        "#clean",
+        "#clean-note",
+        "#answer-note",
+        "#run",
+        "#progress",
+        "figcaption",
+        "#readout dt",
+        "#top code",
+    ):
+        assert contrast(page, selector) >= 4.5, selector
+    cells = [f"[aria-rowindex='{row}'] [aria-colindex='{column}']" for row in range(1, 9) for column in range(2, 7)]
+    assert min(contrast(page, f".grid {cell}") for cell in cells) >= 3.5
+    ground = page.run("return getComputedStyle(document.documentElement).backgroundColor")
+    assert (ground == "rgb(18, 21, 24)") == (theme == "dark")
+
+
+def test_h11_the_theme_follows_the_system_until_it_is_chosen(page: Page) -> None:
+    def ground() -> Any:
+        return page.run("return getComputedStyle(document.documentElement).backgroundColor")
+
+    light = ground()
+    page.emulate("dark")
+    dark = ground()
+    assert light != dark
+    page["theme"].click()  # always light
+    assert ground() == light and "light" in page["theme"].get_attribute("aria-label")
+    page["theme"].click()  # always dark
+    page.emulate("light")
+    assert ground() == dark
+    page.browser.refresh()
+    assert ground() == dark
+    page["theme"].click()
+    assert ground() == light
+
+
+def test_h11_the_page_fits_a_laptops_screen(page: Page) -> None:
+    page.sweep()
+    for tab in ("tracing", "steering"):
+        page[f"tab-{tab}"].click()
+        size = "const it = document.documentElement; return [it.scrollWidth, it.scrollHeight, innerWidth, innerHeight]"
+        width, height, *screen = page.run(size)
+        assert [width, height] == screen == [1280, 720]
+        form = page[tab].find_element("tag name", "form")
+        assert page.run("return arguments[0].scrollHeight <= arguments[0].clientHeight", form)
+
+
+# ------------------------------------------------------------------------------------------------------------- API key
+
+
+def test_h11_the_api_key_is_asked_for_and_kept_in_the_tab_alone(page: Page) -> None:
+    page.expected = "capabilities .* 401"
+    page.open(key="")
+    page.wait(lambda: page.text("model") == "The server asks for an API key.")
+    assert page.focused()["id"] == "key" and page["key"].get_attribute("type") == "password"
+    page["key"].send_keys(KEY)
+    page.wait(lambda: page.text("model").startswith("demo · 8 layers"))
+    stored = page.run(
+        "return [JSON.stringify(sessionStorage), JSON.stringify(localStorage), document.cookie, location.href]"
+    )
+    assert [KEY in each for each in stored] == [True, False, False, False]
+    page.sweep()
+
+
+# ------------------------------------------------------------------------------------------------------------ steering
+
+
+@pytest.fixture
+def vectors(tmp_path: Path, server: Server) -> Iterator[Path]:
+    numbers = np.random.default_rng(0).normal(size=HIDDEN) * 20
+    save_file({"far": numbers.astype(np.float32)}, path := tmp_path / "vectors.safetensors")
+    yield path
+    server.ask("DELETE", "/v1/midstream/vectors/far", key=KEY)
+
+
+def text_of(server: Server, scale: float | None, mode: str, prompt: str = CLEAN, tokens: int = 12) -> str:
+    """What the server generates by plain HTTP; unsteered if the scale is None."""
+    steer = {"kind": "steer", "site": "resid_post", "layers": [3], "vector": "far", "scale": scale}
+    body: dict[str, Any] = {"model": "demo", "max_tokens": tokens, "temperature": 0}
+    body |= {} if scale is None else {"midstream": {"plan": [steer]}}
+    if mode == "completion":
+        return str(server.post("/v1/completions", {**body, "prompt": prompt}, key=KEY)[1]["choices"][0]["text"])
+    messages = [{"role": "user", "content": prompt}]
+    choice = server.post("/v1/chat/completions", {**body, "messages": messages}, key=KEY)[1]["choices"][0]
+    return str(choice["message"]["content"])
+
+
+@pytest.mark.parametrize("mode", ["completion", "chat"])
+def test_h11_steered_and_unsteered_texts_stream_side_by_side(
+    page: Page, server: Server, vectors: Path, mode: str
+) -> None:
+    from selenium.webdriver import Keys
+
+    page["tab-steering"].click()
+    page.wait(lambda: "no vectors yet" in page.text("vector-note"))
+    assert not page["vector"].is_enabled()
+    page["upload"].send_keys(str(vectors))
+    page.wait(lambda: page.text("upload-note") == "Added far.")
+    assert page["vector"].get_attribute("value") == "far"
+    for name, text in (("layers", "3"), ("prompt", CLEAN), ("tokens", "12")):
+        page.write(name, text)
+    page["mode"].find_element("css selector", f"[value={mode}]").click()
+    page["generate"].click()
+
+    def wait() -> None:
+        page.wait(lambda: not page["stop"].is_enabled() and page.text("steered"))
+
+    wait()
+    plain, steered = text_of(server, None, mode), text_of(server, 1.0, mode)
+    assert (page.text("plain"), page.text("steered")) == (plain, steered) and plain != steered
+    assert page.text("steered-note").startswith("far × 1 · ")
+    pieces = page.run("return ['plain', 'steered'].map((name) => document.getElementById(name).childNodes.length)")
+    assert max(pieces) > 2  # they were streamed; vLLM sends several tokens at once if the page lags
+
+    page["scale"].send_keys(Keys.ARROW_LEFT)  # by 0.05, and the steered text follows
+    assert page["scale-number"].get_attribute("value") == "0.95"
+    page.wait(lambda: page.text("steered-note").startswith("far × 0.95 · "))
+    wait()
+    assert page.text("steered") == text_of(server, 0.95, mode) and page.text("plain") == plain
+    page.write("scale-number", "-12.5" + Keys.TAB)  # further than the slider went
+    page.wait(lambda: page.text("steered-note").startswith("far × −12.5 · "))
+    wait()
+    assert page["scale"].get_attribute("value") == "-12.5"
+    assert page.text("steered") == text_of(server, -12.5, mode)
+
+
+def test_h11_stop_ends_both_streams(page: Page, server: Server, vectors: Path) -> None:
+    page["tab-steering"].click()
+    page["upload"].send_keys(str(vectors))
+    page.wait(lambda: page.text("upload-note") == "Added far.")
+    page["mode"].find_element("css selector", "[value=completion]").click()
+    page.write("scale-number", "0.01")
+    page.write("prompt", "1 2 3 4")
+    page.write("tokens", "500")
+    page["generate"].click()
+    page["stop"].click()
+    page.wait(lambda: not page["stop"].is_enabled())
+    page.wait(lambda: server.ask("GET", "/v1/midstream/gauges", key=KEY)[1]["server"]["running_prompts"] == 0, 20)
+
+
+def test_h11_mistakes_of_steering_are_said_at_their_fields(page: Page, server: Server, vectors: Path) -> None:
+    page.expected = "(completions|vectors) .* 40[09]"
+    page["tab-steering"].click()
+    page["generate"].click()
+    assert (
+        page.text("vector-note") == "Choose a vector, or upload one." and page.text("prompt-note") == "Enter a prompt."
+    )
+    page["upload"].send_keys(str(vectors))
+    page.wait(lambda: page.text("upload-note") == "Added far.")
+    page["upload"].send_keys(str(vectors))
+    page.wait(lambda: "is there already" in page.text("upload-note"))
+    page["site"].find_element("css selector", "[value=mlp_act]").click()
+    page.wait(lambda: page.text("site-note") == "is 512 wide, the vector 256")
+    page["site"].find_element("css selector", "[value=resid_post]").click()
+    page.write("prompt", CLEAN)
+    page.write("layers", "three")
+    page["generate"].click()
+    assert page.text("layers-note") == "Write all, or layers such as 3, 5-6."
+    page.write("layers", "99")
+    page["generate"].click()
+    page.wait(lambda: "Steer.layers is 99" in page.text("layers-note"))
+    assert page["layers"].get_attribute("aria-invalid") == "true"
+
+
+@contextlib.contextmanager
+def answering(page: Page, part: str, status: int, body: str) -> Iterator[None]:
+    """Open the page with a server that answers so to requests with a part in their address or body."""
+    script = f"""
+        const fetching = window.fetch;
+        window.fetch = (address, request) => `${{address}} ${{request?.body}}`.includes({json.dumps(part)})
+          ? Promise.resolve(new Response({json.dumps(body)}, {{ status: {status} }}))
+          : fetching(address, request);"""
+    added = page.browser.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": script})
+    try:
+        page.open()
+        yield
+    finally:
+        page.browser.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", added)
+
+
+def test_h11_a_model_without_a_chat_template_gets_completions(page: Page) -> None:
+    """vLLM refuses to tokenize messages for such a model."""
+    with answering(page, '"messages"', 400, '{"error": {"message": "no chat template"}}'):
+        page.wait(lambda: page.run("return document.querySelector('#mode [value=chat]').disabled"))
+        assert page["mode"].get_attribute("value") == "completion"
+
+
+@pytest.mark.parametrize(
+    "body, message",
+    [
+        (
+            'event: error\ndata: {"error": {"message": "The engine has ended.", "code": 500}}\n\n',
+            "The engine has ended.",
+        ),
+        (": kept alive\n\n", "The connection ended before the sweep did."),
+    ],
+)
+def test_h11_a_sweep_that_fails_on_its_way_says_why(page: Page, body: str, message: str) -> None:
+    with answering(page, "/sweeps", 200, body):
+        page.fill(clean=CLEAN, corrupt=CORRUPT, answer=ANSWER, foil=FOIL)
+        page["run"].click()
+        page.wait(lambda: page.text("sweep-alert") == message)
+        assert page.text("progress") == "Failed" and page["run"].is_enabled()
