@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
@@ -32,6 +33,7 @@ from midstream.trace.program import Outcome
 from midstream.transport.receiver import Mailbox
 
 _SINK_THREADS = 1024  # how many requests can wait for their sinks at a time
+_LONG_SECONDS = 0.002  # a reading that takes longer is done on another thread the next time
 _DROP_SECONDS = 10.0  # a trace that is being abandoned may block a worker
 # The number of a request, its output, and its result if it has finished; or an error.
 _Queued = Item | BaseException
@@ -219,15 +221,19 @@ class _Saves:
     def __init__(self, box: Mailbox | None, samples: int, stages: int) -> None:
         self._box = box
         self._samples, self._stages = samples, stages
+        self._took = 0.0  # the last reading, in seconds
         # By sample and stage, in the order of the steps. Messages about steps before the last complete one are dropped.
         self._received: dict[int, dict[int, list[_StageMessage]]] = {}
 
     async def latest(self) -> Any:
         """The saved values after the last step for which all stages' snapshots have arrived."""
-        if self._box is None:
-            return self._read_latest()
-        # A trace that saves at every step has thousands of tensors after a while, and each snapshot lists them all.
-        return await asyncio.get_running_loop().run_in_executor(None, self._read_latest)
+        began = time.monotonic()
+        if self._took < _LONG_SECONDS:
+            found = self._read_latest()
+        else:  # a trace that saves at every step has thousands of tensors after a while, and each snapshot lists them all
+            found = await asyncio.get_running_loop().run_in_executor(None, self._read_latest)
+        self._took = time.monotonic() - began
+        return found
 
     def _read_latest(self) -> Any:
         with contextlib.suppress(ChannelClosedError):  # the engine's own error is more precise
