@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from midstream.errors import MidstreamError, ParameterError
-from midstream.plots import plot_heatmap
+from midstream.plots import plot_heatmap, write_figure
 from midstream.sweeps.events import Baselines, Cell, Event, Noise, Outline, Summary
 from midstream.sweeps.request import METRICS, Metric, in_order
 
@@ -334,13 +334,12 @@ class SweepResult:
             title=site if title is None else title,
             xlabel=xlabel,
             label=name.replace("_", " "),
-            limits=(-1.0, 1.0) if name == "recovered" and _within(values_LC, 1.0) else None,
+            limits=_symmetric(values_LC) if name == "recovered" else None,
             ax=ax,
         )
         rows, columns = np.nonzero(noise_LC[::-1])
         ax.scatter(columns, rows, s=3, color="grey", linewidths=0)
-        if path is not None:
-            ax.figure.savefig(path, dpi=150)
+        write_figure(ax.figure, path)
         return ax
 
     def show(self, site: str | None = None, *, colour: bool | None = None) -> str:
@@ -440,8 +439,10 @@ def _one_or_several(positions: list[int] | None) -> Any:
     return None if positions is None else positions[0] if len(positions) == 1 else tuple(positions)
 
 
-def _within(values: np.ndarray, limit: float) -> bool:
-    return bool(np.nanmax(np.abs(values), initial=0.0) <= limit)
+def _symmetric(values: np.ndarray) -> tuple[float, float]:
+    """From -1 to 1, or farther if a value lies outside."""
+    most = float(np.nanmax(np.abs(values), initial=1.0))
+    return -most, most
 
 
 def _shaded(text: str, share: float) -> str:
