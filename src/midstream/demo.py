@@ -255,17 +255,16 @@ def probe(model: VLLM) -> torch.Tensor:
 
 def sweep(model: VLLM) -> None:
     code(
-        "result = model.sweep(france, italy, ' Paris', ' Rome')     # every layer and position; each patch is a request",
-        "result.show()",
+        "result = model.sweep(france, italy, ' Paris', ' Rome')     # every layer and position; each patch is a request"
     )
+    code("result.show()")
     result = model.sweep(FRANCE, ITALY, " Paris", " Rome", progress=False)
     print("   logit(' Paris') - logit(' Rome') with France's activation in the run on Italy")
     for line in result.show(colour=is_coloured()).splitlines():
         print(f"   {line}")
-    best = result.best(1)[0]
-    print(
-        f"   noise floor {result.noise_floor:.1g}, ~ marks changes within it; layer {best.layers[0]} at {best.token!r} recovers {best.recovered:.0%}"
-    )
+    best, floor = result.best(1)[0], f"{result.noise_floor:.1g}"
+    cell = f"layer {best.layers[0]} at {best.token!r}"
+    print(f"   noise floor {floor}, ~ marks changes within it; {cell} recovers {best.recovered:.0%}")
 
 
 def planned_captures(model: Any) -> list[dict[str, torch.Tensor]]:
