@@ -16,7 +16,7 @@ HEAD = """# Reference
 Every public name, with its docstring. `scripts/write_reference.py` writes this page; the tests compare it with the code.
 """
 MODEL = (
-    "trace run generate collect record edit clear_edits plan num_layers hidden_size vocab_size num_heads num_kv_heads head_dim "
+    "trace run generate collect record sweep edit clear_edits plan num_layers hidden_size vocab_size num_heads num_kv_heads head_dim "
     "tokenizer close"
 )
 # Section -> (the class or function, what stands before its members, those that users call).
@@ -34,6 +34,17 @@ SECTIONS = {
         ("midstream.client.vectors_and_runs:Vectors", "model.vectors", "load"),
         ("midstream.client.vectors_and_runs:Runs", "model.runs", "listing delete"),
         ("midstream:engine_arguments", "", ""),
+    ],
+    "Sweeps": [
+        (
+            "midstream:SweepResult",
+            "result",
+            "values recovered by_pair standard_error interval baseline effects noise_floor is_noise count best path to_dataframe plot show "
+            "save load",
+        ),
+        ("midstream.sweeps.results:BestCell", "best", ""),
+        ("midstream.client.sweeping:SweepStream", "stream", "close"),
+        ("midstream.sweeps.events:Cell", "cell", ""),
     ],
     "Around a trace": [("midstream.client.tracing:Tracer", "tracer", "invoke barrier")],
     "Inside of a trace": [

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from midstream.client.vllm import VLLM
     from midstream.engine.launch import engine_arguments
     from midstream.plan.values import Capture, Clamp, Consumer, Patch, Plan, RecordedRun, Span, Steer
+    from midstream.sweeps.results import SweepResult
     from midstream.trace.tracer import backward, save
 
 __version__ = "0.1.0"
@@ -28,6 +29,7 @@ __all__ = [
     "Remote",
     "Span",
     "Steer",
+    "SweepResult",
     "backward",
     "demo_model",
     "engine_arguments",
@@ -46,6 +48,7 @@ _HOMES = {
     "Remote": "midstream.client.remote",
     "Span": "midstream.plan.values",
     "Steer": "midstream.plan.values",
+    "SweepResult": "midstream.sweeps.results",
     "VLLM": "midstream.client.vllm",
     "backward": "midstream.trace.tracer",
     "demo_model": "midstream.bundled",

@@ -1,7 +1,7 @@
 """`./demo`: what midstream does, in a minute, on the bundled model and a real vLLM engine.
 
 It shows reads, a logit lens, an ablation, a steering vector and an activation patch as traces, and a probe, a steering
-vector, an ablation and a patch as plans, each with its code. Then it compares values from vLLM and transformers, and fails
+vector, an ablation and a sweep of patches as plans, each with its code. Then it compares values from vLLM and transformers, and fails
 if they differ by more than float32 rounding.
 """
 
@@ -52,8 +52,11 @@ ENVIRONMENT = {
 
 def colour(code: int, text: str) -> str:
     """`text` in an ANSI colour, if stdout is a terminal."""
-    wanted = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    return f"\033[{code}m{text}\033[0m" if wanted else text
+    return f"\033[{code}m{text}\033[0m" if is_coloured() else text
+
+
+def is_coloured() -> bool:
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 
 def heading(number: int, title: str, *lines: str) -> None:
@@ -209,7 +212,7 @@ def plans(model: VLLM) -> None:
     show_changes(model, ["I think this film is"], Steer("resid_post", layers=5, vector=kindness, scale=-0.5), "steered")
     code("plan=Clamp('resid_post', direction=kindness)     # ablated: nothing of it is left, at any layer")
     show_changes(model, ["I dislike this hotel, it was", FRANCE], Clamp("resid_post", direction=kindness), "ablated")
-    patch_from_a_run(model)
+    sweep(model)
 
 
 def show_changes(model: VLLM, prompts: list[str], plan: Any, label: str) -> None:
@@ -250,24 +253,18 @@ def probe(model: VLLM) -> torch.Tensor:
     return directions[5]
 
 
-def patch_from_a_run(model: VLLM) -> None:
-    from midstream import Patch
-
+def sweep(model: VLLM) -> None:
     code(
-        "run = model.record(france, sites=['resid_post'])     # stays where the model is",
-        "plan=Patch('resid_post', layer=layer, position=position, source=run)",
+        "result = model.sweep(france, italy, ' Paris', ' Rome')     # every layer and position; each patch is a request"
     )
-    run = model.record(FRANCE, sites=["resid_post"], name="demo")
-    places = [3, 4]
-    grid = [[Patch("resid_post", layer=i, position=p, source=run)] for p in places for i in range(model.num_layers)]
-    outputs = model.generate([ITALY] * len(grid), plan=grid, max_tokens=1, temperature=0.0)
-    found = iter(output.outputs[0].text for output in outputs)
-    print(f"   {ITALY + ' ...':<27}{''.join(f'   layer {layer}' for layer in range(model.num_layers))}")
-    for place in (" Italy", " is"):
-        row = [next(found) for _ in range(model.num_layers)]
-        cells = [(good if text == " Paris" else str)(f"{text!r:>10}") for text in row]
-        print(f"   {'patched at ' + repr(place):<27}{''.join(cells)}")
-    del model.runs["demo"]
+    code("result.show()")
+    result = model.sweep(FRANCE, ITALY, " Paris", " Rome", progress=False)
+    print("   logit(' Paris') - logit(' Rome') with France's activation in the run on Italy")
+    for line in result.show(colour=is_coloured()).splitlines():
+        print(f"   {line}")
+    best, floor = result.best(1)[0], f"{result.noise_floor:.1g}"
+    cell = f"layer {best.layers[0]} at {best.token!r}"
+    print(f"   noise floor {floor}, ~ marks changes within it; {cell} recovers {best.recovered:.0%}")
 
 
 def planned_captures(model: Any) -> list[dict[str, torch.Tensor]]:

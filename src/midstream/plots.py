@@ -120,7 +120,7 @@ def plot_heatmap(
     image = _draw(ax, grid, columns, rows, cmap or ("RdBu" if low < 0 < high else "viridis"), (low, high))
     ax.set(xlabel=xlabel, ylabel=ylabel, title=title or "")
     ax.figure.colorbar(image, ax=ax, label=label, pad=0.02, aspect=25)
-    _write_file(pyplot, ax.figure, path)
+    write_figure(ax.figure, path)
     return ax
 
 
@@ -162,7 +162,7 @@ def plot_lines(
     ax.grid(alpha=0.3)
     if any(curves):
         ax.legend(fontsize=8, frameon=False)
-    _write_file(pyplot, ax.figure, path)
+    write_figure(ax.figure, path)
     return ax
 
 
@@ -208,7 +208,7 @@ def plot_logit_lens(
     figure.suptitle(title)
     label = "probability of the likeliest token"
     figure.colorbar(image, ax=list(bands[:, 0]), label=label, pad=0.02, aspect=25, shrink=min(1, 2 / len(starts)))
-    _write_file(pyplot, figure, path)
+    write_figure(figure, path)
     return figure
 
 
@@ -275,10 +275,11 @@ def _write_cells(ax: Any, image: Any, grid: torch.Tensor, text: Sequence[Sequenc
             ax.text(column, row, show(cell), ha="center", va="center", fontsize=8, color="white" if dark else "black")
 
 
-def _write_file(pyplot: Any, figure: Any, path: str | PathLike[str] | None) -> None:
+def write_figure(figure: Any, path: str | PathLike[str] | None) -> None:
+    """Write a figure to a file and close it, if there is a path."""
     if path is not None:
         figure.savefig(path, dpi=150, bbox_inches="tight")
-        pyplot.close(figure)
+        _pyplot().close(figure)
 
 
 def show(label: Any) -> str:

@@ -231,25 +231,29 @@ def test_issue3_10_demo_steers_and_ablates_by_plan(demo: subprocess.CompletedPro
         assert said == [answer(prompt, [], torch.Tensor.clone), changed]
 
 
-def test_issue3_10_demo_patches_from_a_recorded_run(demo: subprocess.CompletedProcess[str], plain: Plain) -> None:
-    for name, position in (("' Italy'", 3), ("' is'", 4)):
-        (row,) = planned_lines(demo, f"patched at {name}")
-        found = []
-        for layer in plain.layers:
-            kept: list[torch.Tensor] = []
+def test_issue3_10_demo_sweeps(demo: subprocess.CompletedProcess[str], plain: Plain) -> None:
+    """The heatmap's numbers, with forward hooks."""
+    rows = [line for line in planned_lines(demo, "") if re.match(r"\d  .*\.\d\d", line)]
+    shown = {int(row.split()[0]): [float(cell.rstrip("~")) for cell in row.split()[1:]] for row in rows}
+    assert list(shown) == [7, 6, 5, 4, 3, 2, 1, 0] and any("~" in row for row in rows)
+    for layer, module in enumerate(plain.layers):
+        kept: list[torch.Tensor] = []
 
-            def keep(_: Any, __: Any, out: Any, kept: list[torch.Tensor] = kept) -> None:
-                kept.append((out[0] if isinstance(out, tuple) else out).clone())
+        def keep(_: Any, __: Any, out: Any, kept: list[torch.Tensor] = kept) -> None:
+            kept.append((out[0] if isinstance(out, tuple) else out).clone())
+
+        plain.logits(FRANCE, module, keep)
+        for position, value in enumerate(shown[layer]):
 
             def put(_: Any, __: Any, out: Any, kept: list[torch.Tensor] = kept, position: int = position) -> Any:
                 changed = (out[0] if isinstance(out, tuple) else out).clone()
                 changed[0, position] = kept[0][0, position]
                 return (changed, *out[1:]) if isinstance(out, tuple) else changed
 
-            plain.logits(FRANCE, layer, keep)
-            found.append(repr(plain.tokenizer.decode(plain.logits(ITALY, layer, put).argmax())))
-        assert re.findall(r"' \w+'", row.removeprefix(f"patched at {name}")) == found
-        assert len(set(found)) == 2
+            logits = plain.logits(ITALY, module, put)
+            assert value == pytest.approx((logits[plain.paris] - logits[plain.rome]).item(), abs=0.02)
+    (best,) = planned_lines(demo, "noise floor")
+    assert best.endswith("recovers 100%")
 
 
 def test_demo_difference_table(demo: subprocess.CompletedProcess[str]) -> None:

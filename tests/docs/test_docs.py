@@ -216,6 +216,10 @@ RECIPES = {
     "direction-ablation": "Clamp(",
     "site-patching": "Patch(",
     "inspect": "read_captures(",
+    "factual-recall": "model.sweep(",
+    "indirect-object": "interval(",
+    "heads": 'heads="all"',
+    "coarse-to-fine": "coarse=(",
 }
 
 

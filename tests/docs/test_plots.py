@@ -116,6 +116,19 @@ def test_heatmap_says_what_does_not_fit(values: Any, words: str) -> None:
         plot_heatmap(values, ["a"], ["b"])
 
 
+def test_sweep_draws_layers_upwards_and_closes_a_figure_that_it_writes(hf: Any, tmp_path: Path) -> None:
+    """Row H9."""
+    pair = ("The capital of France is", "The capital of Italy is", " Paris", " Rome")
+    result = hf.sweep(*pair, layers=[0, 5, 7], positions=[" Italy", -1], progress=False)
+    ax = result.plot(recovered=True, path=tmp_path / "sweep.png")
+    assert not pyplot.get_fignums() and (tmp_path / "sweep.png").stat().st_size > 1000
+    assert (ticks(ax.xaxis), ticks(ax.yaxis)) == (["·Italy", "·is"], ["7", "5", "0"])
+    recovered = torch.tensor(result.recovered["resid_post"]).flip(0).float()
+    assert torch.equal(drawn_values(ax).float(), recovered)
+    low, high = ax.images[0].get_clim()
+    assert -low == high == pytest.approx(1.0, abs=1e-3)  # the same colours in every figure of recovered
+
+
 def lens_of(tokens: int, layers: int = 2) -> LogitLens:
     return LogitLens(
         [f" t{i}" for i in range(tokens)],

@@ -1,4 +1,4 @@
-"""Sweeps on engines: sources that go, cells on disk, cancelling, memory, neighbours (rows H5, H7, H11, H12)."""
+"""Sweeps on engines: lost sources, cells on disk, cancelling, memory, neighbours (rows H5, H7, H11, H12)."""
 
 from __future__ import annotations
 

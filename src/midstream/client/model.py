@@ -389,41 +389,41 @@ class TraceModel(Sizes):
         to: str | Path | None = None,
         progress: bool | None = None,
     ) -> Any:
-        """Patch every layer and position of one prompt from another, one at a time, and grade the answer each time.
+        """Patch one prompt from the run of another, at each layer and position in turn, and grade the answer each time.
 
-        Activation patching, also called causal tracing: Meng et al. 2022 (arXiv:2202.05262), Heimersheim and Nanda 2024
+        This is activation patching, also called causal tracing: Meng et al. 2022 (arXiv:2202.05262), Heimersheim and Nanda 2024
         (arXiv:2404.15255).
 
             result = model.sweep("The capital of France is", "The capital of Italy is", " Paris", " Rome")
             result.plot()
 
-        Prompts of different lengths are aligned by their common beginning and end; the tokens between are skipped, and listed in
-        `result.outline.pairs`. A cell that cannot be patched is void, and listed in `result.void` with the reason.
+        Prompts of different lengths are aligned by their common beginning and end. The tokens between are skipped, and
+        `result.outline.pairs` lists them. A cell that cannot be patched is void, and `result.void` lists it with the reason.
 
         Args:
-            clean, corrupt: a prompt each, or a list each, one pair of prompts after the other. `corrupt` may be None for ablations.
-            answer, foil: the token that the clean prompt has as its answer, and the one that the corrupt prompt has: text of one token, or
-                a token id; or a list with one for each pair. Both are graded by their ids, however unlikely they are.
-            sites: one site or several, as of `Patch`. On vLLM, sites outside of the engine's `graph_sites` run uncompiled.
+            clean, corrupt: one prompt each, or for several pairs one list each. `corrupt` may be None for ablations.
+            answer, foil: the answer of the clean prompt and that of the corrupt prompt: text of one token, or a token id; or a list with
+                one for each pair. Both are graded by token id, however unlikely they are.
+            sites: one site or a list, the sites of `Patch`. On vLLM, sites outside of the engine's `graph_sites` run uncompiled.
             layers: "all", a layer, or a list.
-            positions: of the patched prompt: "all", each on its own; "together", all in one cell; or a list with a cell for each entry,
-                which is a position, or text whose tokens are patched together. With a dict, the keys name the cells, and a value may be a
-                list with an entry for each pair.
-            heads: "all", or heads to patch one by one; with sites="attn_z".
-            metric: "logit_diff" (log-probability of the answer minus that of the foil, in nats: the difference of their logits), "logprob"
-                (of the answer), "recovered" (the first of them that applies, 0 as in the corrupt and 1 as in the clean prompt), or a
-                function of the answer's and, if given, the foil's log-probability.
-            direction: "denoising" patches the clean run into the corrupt prompt, "noising" the reverse. None: "denoising", or for
-                ablations "noising".
-            source: "run", the other prompt's run; or for ablations "zeros", or "mean", the mean over all tokens of the patched prompts.
-            coarse: (layers, positions): patch windows of so many first, then the single cells of the `best` windows of each site.
-            top: how many of the likeliest next tokens each cell has.
-            stream: return the running sweep, to iterate over its cells as they come.
+            positions: positions of the patched prompt. "all": each in a cell of its own. "together": all in one cell. A list: one cell for
+                each entry, which is a position, or text whose tokens are patched together. A dict: the same, with the cells' names as
+                keys; a value may be a list with an entry for each pair.
+            heads: "all", or the heads to patch one by one. Needs sites="attn_z".
+            metric: "logit_diff": the answer's log-probability minus the foil's, in nats, which equals the difference of their logits.
+                "logprob": the answer's log-probability. "recovered": "logit_diff", or "logprob" without a foil, scaled so that 0 is the
+                corrupt prompt's value and 1 the clean one's. Or a function of the log-probability of the answer and, if given, the foil.
+            direction: "denoising" patches the clean run into the corrupt prompt, "noising" the corrupt run into the clean prompt. None
+                means "denoising", and for ablations "noising".
+            source: "run" is the other prompt's run. For ablations: "zeros", or "mean", the mean over all tokens of the patched prompts.
+            coarse: (layers, positions), the size of windows to patch first. Then only the cells in the `best` windows of each site run.
+            top: how many of the likeliest next tokens to return with each cell. Needs a `VLLM` or a `Remote`.
+            stream: return the running sweep, and iterate over its cells as they come.
             to: a directory to write the cells to as they come. The same call continues a sweep that was interrupted.
-            progress: whether to show a progress bar; None: in a terminal and in a notebook.
+            progress: whether to show a progress bar. None shows it in a terminal and in a notebook.
 
         Returns:
-            A `SweepResult`, awaitable with `mode="async"`; with `stream`, a `SweepStream`.
+            A `SweepResult`. With `mode="async"` await it. With `stream=True`, a `SweepStream`.
 
         Raises:
             PromptError: an answer is not one token, or the prompts do not make pairs. Nothing has been run.
@@ -436,7 +436,7 @@ class TraceModel(Sizes):
         return running if stream or self._is_async else running.run()
 
     def _sweeping(self, clean: Any, corrupt: Any, answer: Any, foil: Any, asked: SweepRequest, to: Any) -> Any:
-        """What runs a sweep."""
+        """The object that runs a sweep."""
         return Sweeping(self, clean, corrupt, answer, foil, asked, to)
 
     def edit(self, name: str = "default") -> EditContext:

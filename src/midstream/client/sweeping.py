@@ -1,7 +1,8 @@
-"""Runs sweeps: one request for each cell, which is the patched prompt with a `Patch` from the recorded run of the other prompt.
+"""Runs sweeps. Each cell is one request: the patched prompt with a `Patch` from the recorded run of the other prompt.
 
-For each pair of prompts: record both, run both alone, run the cells with the noise runs among them, and let the recorded runs go. A sweep
-keeps the memory of one pair. Cells are independent requests: they share the KV blocks before their first patched position.
+For each pair of prompts, a sweep records both, runs both alone, runs the cells with noise runs among them, and deletes the recorded
+runs. So it holds the recorded runs of one pair at a time. Cells are independent requests: they share the KV blocks before their first
+patched position.
 """
 
 from __future__ import annotations
@@ -50,8 +51,11 @@ from midstream.sweeps.events import (
 from midstream.sweeps.request import SweepRequest, Tokens, align, columns, heads_of, in_order, rows_of, windows
 from midstream.sweeps.results import SweepResult
 
-GROUPS = (8, 32, 128, 512)  # requests in the first groups; the later ones are as large as the last
-ASYNC_GROUP, ASYNC_GROUPS = 32, 16  # requests in a group, and groups at a time: an event loop serves others as well
+GROUPS = (8, 32, 128, 512)  # sizes of the first groups of requests; later groups are as large as the last
+ASYNC_GROUP, ASYNC_GROUPS = (
+    32,
+    16,
+)  # requests in a group, and groups at a time; small, because the event loop serves others too
 _BASELINES, _IDENTITIES = 2, 6  # noise runs among the cells of each pair
 OUTLINE, CELLS, RESULT = "outline.json", "cells.jsonl", "result.npz"  # in the directory of `to`
 
@@ -68,7 +72,7 @@ class Job:
 
 
 class Sweeping:
-    """One call of `sweep`. Arguments and errors as of `TraceModel.sweep`."""
+    """One call of `sweep`. See `TraceModel.sweep` for the arguments and errors."""
 
     def __init__(
         self, model: Any, clean: Any, corrupt: Any, answer: Any, foil: Any, asked: SweepRequest, to: Any
@@ -77,9 +81,11 @@ class Sweeping:
         self._clean = _prompts("clean", clean)
         self._corrupt = None if corrupt is None else _prompts("corrupt", corrupt)
         if self._corrupt is None and asked.source == "run":
-            raise PromptError('corrupt is None. Only ablations (source="zeros" or "mean") do without a corrupt prompt.')
+            raise PromptError(
+                'corrupt is None. Only ablations (source="zeros" or "mean") work without a corrupt prompt.'
+            )
         if self._corrupt is None and (asked.direction == "denoising" or asked.metric == "recovered"):
-            raise PromptError("corrupt is None, and without it there is no denoising and no metric='recovered'.")
+            raise PromptError('corrupt is None. direction="denoising" and metric="recovered" need a corrupt prompt.')
         if self._corrupt is not None and len(self._corrupt) != len(self._clean):
             raise PromptError(f"corrupt has {len(self._corrupt)} prompts, and clean has {len(self._clean)}.")
         self._answer = _each("answer", answer, len(self._clean))
@@ -94,7 +100,7 @@ class Sweeping:
         self.result: SweepResult | None = None
 
     def outline(self) -> Outline:
-        """What will be run. Checks everything that can be checked before the first request."""
+        """The outline of the sweep. Checks everything that can be checked before the first request."""
         model, asked = self._model, self.asked
         clean = [self._tokens(prompt) for prompt in self._clean]
         corrupt: list[Any] = (
@@ -134,10 +140,10 @@ class Sweeping:
         return outline
 
     def _check(self, outline: Outline) -> None:
-        """Raise PlanError for a site or layer at which this model or engine has nothing to patch."""
+        """Raise PlanError if this model or engine cannot patch one of the sites or layers, or if no cell is left."""
         if not self.cells:
             raise PlanError(
-                "positions: none of them can be patched, since the prompts' tokens cannot be aligned there."
+                "positions: none of them can be patched, because these tokens have no counterpart in the other prompt."
             )
         for site, layers in itertools.product(outline.grid.sites, outline.grid.layers):
             for layer in layers:
@@ -166,7 +172,7 @@ class Sweeping:
     # Running. On a sync engine no await ever waits.
 
     async def events(self) -> AsyncGenerator[Event]:
-        """The sweep's events. Leaving it ends the requests that run, and lets go of the recorded runs."""
+        """The sweep's events. Closing the generator ends the running requests and deletes the recorded runs."""
         began, model = time.monotonic(), self._model
         if model._is_async:
             await model.start()
@@ -251,7 +257,7 @@ class Sweeping:
 
     @contextlib.asynccontextmanager
     async def _sources(self, number: int, grid: Grid) -> AsyncIterator[tuple[Any, RecordedRun]]:
-        """What the cells are patched with, and the patched prompt's own run. Both are leased while the block runs, then deleted."""
+        """The source of the patches, and the patched prompt's own run. Recorded runs are leased during the block and then deleted."""
         runs: list[RecordedRun] = []
         recording: Any = self._recorded(number, grid, runs)
         if not self._model._is_async:
@@ -290,14 +296,14 @@ class Sweeping:
         if recording is not None:
             await asyncio.gather(recording, return_exceptions=True)
         for run in runs:
-            with contextlib.suppress(MidstreamError, KeyError):  # a dead engine holds none
+            with contextlib.suppress(MidstreamError, KeyError):  # a dead engine has no runs to delete
                 await self._model.runs.release([run.id])
                 deletion = self._model.runs.delete(run.name)
                 if self._model._is_async:
                     await deletion
 
     async def _mean(self, sites: list[str], layers: list[int]) -> dict[Any, np.ndarray]:
-        """The mean of each site and layer over all tokens of the patched prompts, float32 `[width]`."""
+        """The mean of each site and layer over all tokens of the patched prompts: float32 `[width]`."""
         if (known := getattr(self, "_means", None)) is not None:
             return known  # type: ignore[no-any-return]
         plan = Plan(tuple(Capture(site, layers=layers, positions="all_prompt") for site in sites))
@@ -311,7 +317,7 @@ class Sweeping:
         return self._means
 
     async def _baselines(self, number: int) -> Baselines:
-        """Both prompts without a patch, each run alone."""
+        """Run both prompts without a patch, each alone."""
         answers, found = self._answers[number], []
         corrupt = None if self._corrupt is None else self._corrupt[number]
         for prompt in (self._clean[number], corrupt):
@@ -405,7 +411,7 @@ class Sweeping:
     async def _run_group(
         self, ids: list[int], answers: Answers, group: list[Job], queue: asyncio.Queue[Event | BaseException | None]
     ) -> None:
-        """Queue the event of each job as it ends, None for those that have none; or an error."""
+        """Run a group. Puts the event of each job into the queue as it ends, None for a job without an event, or an error."""
         results: dict[int, InvokeResult] = {}
         waiting = set(range(len(group)))
 
@@ -430,7 +436,7 @@ class Sweeping:
 
     @property
     def _parts(self) -> int:
-        """How many requests a job has: one that grades the answers, and one for the likeliest tokens if they are asked for."""
+        """How many requests a job has: one grades the answers; with `top`, another returns the likeliest tokens."""
         return 2 if self.asked.top else 1
 
     def _invokes(self, ids: list[int], answers: Answers, group: list[Job]) -> list[Invoke]:
@@ -438,7 +444,7 @@ class Sweeping:
         return graded + [self._invoke(ids, job.plan, {}, logprobs=self.asked.top) for job in group if self.asked.top]
 
     def _ended(self, job: Job, results: Sequence[InvokeResult | MidstreamError], answers: Answers) -> Event | None:
-        """The job's event, with its log-probabilities or the reason why it has none; None for a noise run without."""
+        """The job's event with its log-probabilities, or with the reason why it is void. None for a noise run that failed."""
         error = next((each for each in map(_error_of, results) if each is not None), None)
         if error is not None:
             if isinstance(job.event, Noise):
@@ -462,7 +468,7 @@ def _error_of(result: InvokeResult | MidstreamError) -> MidstreamError | None:
 
 def _logprobs(output: Any, answers: Answers) -> list[float]:
     if not output.answers:
-        raise MidstreamError("The engine gave no log-probabilities for the answers.")
+        raise MidstreamError("The engine returned no log-probabilities for the answers.")
     return [max(output.answers[answer], LOWEST) for answer in answers]
 
 
@@ -480,7 +486,7 @@ def _groups(jobs: Iterable[Job], sizes: Sequence[int]) -> Iterator[list[Job]]:
 
 
 def _within(coarse: SweepResult, outline: Outline, site: str, asked: SweepRequest) -> Iterator[tuple[int, int]]:
-    """The layer and column of each cell in the best windows of a site."""
+    """The layer and the column of each cell in a site's best windows."""
     assert asked.coarse is not None
     effects = np.abs(coarse.effects[site])
     effects = effects.max(1) if effects.ndim == 3 else effects
@@ -526,7 +532,7 @@ def _each(name: str, given: Any, pairs: int) -> list[Any]:
 
 
 class _Log:
-    """A sweep on disk: its outline, and a line for each event. Written as the events come, so that a killed sweep can be continued.
+    """A sweep on disk: its outline, and a line for each event. Each event is written as it comes, so a killed sweep can continue.
 
     Attributes:
         before: the events of earlier calls.
@@ -541,14 +547,16 @@ class _Log:
         about, wanted = directory / OUTLINE, encoded(outline)
         if about.exists() and about.read_bytes() != wanted:
             raise ParameterError(
-                f"{directory} holds another sweep, with other prompts, cells or options. Give an empty directory."
+                f"{directory} holds another sweep, with other prompts, cells or options. Use an empty directory."
             )
         about.write_bytes(wanted)
         path = directory / CELLS
         lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
         self.before = [decoded(line) for line in lines[:-1]]
         self._file = path.open("ab", buffering=0)
-        self._file.truncate(sum(len(line) + 1 for line in lines[:-1]))  # the last line of a killed sweep may be cut
+        self._file.truncate(
+            sum(len(line) + 1 for line in lines[:-1])
+        )  # a killed sweep may have written half of its last line
 
     def write(self, event: Event) -> None:
         self._file.write(encoded(event) + b"\n")
@@ -561,9 +569,9 @@ class _Log:
 
 
 class SweepStream:
-    """A running sweep. Iterate over its cells as they come; with an async engine, by `async for`, or await the result.
+    """A running sweep. Iterate over it to get each cell as it comes.
 
-    Leaving the loop, or `close`, cancels the sweep.
+    On an async engine use `async for`, or await the result. Leaving the loop, or `close()`, ends the sweep.
 
     Attributes:
         result: the cells that have come so far.
@@ -578,17 +586,17 @@ class SweepStream:
     @property
     def result(self) -> SweepResult:
         if self._sweeping.result is None:
-            raise MidstreamError("The sweep has not begun: iterate over it, or await it.")
+            raise MidstreamError("The sweep has not begun. Iterate over it, or await it.")
         return self._sweeping.result  # type: ignore[no-any-return]
 
     @property
     def events(self) -> AsyncGenerator[Event]:
-        """All events, for a server."""
+        """All events of the sweep. The server sends them on."""
         return self._events
 
     def __iter__(self) -> Generator[Cell]:
         if self._is_async:
-            raise MidstreamError("This sweep is on an async engine: `async for cell in model.sweep(...)`.")
+            raise MidstreamError("This sweep is on an async engine. Write `async for cell in model.sweep(...)`.")
         try:
             while True:
                 try:
@@ -617,7 +625,7 @@ class SweepStream:
         return self.result
 
     def run(self) -> SweepResult:
-        """Run a sweep on a sync engine to its end."""
+        """Run the sweep to its end. Only for sync engines."""
         return run_now(self._to_the_end())  # type: ignore[no-any-return]
 
     def draw(self, site: str | None = None, *, seconds: float = 0.5) -> SweepResult:
@@ -645,12 +653,12 @@ class SweepStream:
         return self.result
 
     def close(self) -> None:
-        """End the sweep on a sync engine, and let go of its recorded runs."""
+        """End the sweep, and delete its recorded runs. Only for sync engines."""
         run_now(self._events.aclose())  # type: ignore[arg-type]
 
 
 class _Bar:
-    """A progress bar: in a terminal or a notebook if `shown` is None."""
+    """A progress bar. If `shown` is None, it is shown in a terminal or a notebook."""
 
     def __init__(self, shown: bool | None) -> None:
         from tqdm.auto import tqdm

@@ -1,4 +1,4 @@
-"""Sweeps over HTTP: one route that takes a sweep, and streams its events as they come."""
+"""Sweeps over HTTP: one route takes a sweep and streams its events as they come."""
 
 from __future__ import annotations
 
@@ -64,9 +64,10 @@ class SweepToRun(BaseModel):
 @router.post("/sweeps")
 @answering_errors
 async def sweep(request: Request) -> Any:
-    """Patch every cell of a sweep, and stream them as server-sent events: `start`, `baselines`, `cell`, `noise`, `summary`.
+    """Run a sweep, and stream its server-sent events: `start`, `baselines`, `cell`, `noise` and `summary`.
 
-    An error before the first event is a plain 4xx. Closing the connection ends the sweep, and lets go of the runs that it has recorded.
+    An error before the first event is a plain 4xx. A later error is an event `error`. Closing the connection ends the sweep and deletes
+    its recorded runs.
     """
     server = server_of(request)
     body = await received(request, MAX_BODY_BYTES, "The sweep has {}. Send fewer prompts.")
@@ -113,7 +114,7 @@ def _check_size(asked: SweepToRun) -> None:
 
 @contextlib.contextmanager
 def _naming_fields() -> Iterator[None]:
-    """Put the field that an error's message names into the error, for OpenAI's form."""
+    """Store the field that an error's message names in the error, for OpenAI's `param`."""
     try:
         yield
     except MidstreamError as error:

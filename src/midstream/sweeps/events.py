@@ -1,8 +1,8 @@
-"""What a sweep tells while it runs, as data: for the iterator, the file on disk and the server's stream alike.
+"""The events of a running sweep, as data. The iterator, the file on disk and the server's stream all use them.
 
-    Outline, then for each pair of prompts Baselines, Cells and Noise in any order, then Summary
+    Outline, then for each pair of prompts Baselines, and Cells and Noise in any order, then Summary
 
-Log-probabilities are natural, of the answer and, if there is one, of the foil, in this order.
+Each list of log-probabilities has the answer's first and then, if there is a foil, the foil's. They are in nats.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from typing import Literal
 
 import msgspec
 
-LOWEST = -9999.0  # in place of minus infinity, which JSON lacks
+LOWEST = -9999.0  # stands for minus infinity, which JSON does not have
 
 
 class Column(msgspec.Struct, frozen=True):
     """Positions that are patched together.
 
     Attributes:
-        label: its text in figures.
-        positions: for each pair, the positions of the patched prompt; None if the other prompt has none that correspond.
-        sources: for each pair, the positions of the other prompt.
+        label: the text in figures.
+        positions: for each pair, positions in the patched prompt; None if they have no counterpart in the other prompt.
+        sources: for each pair, the corresponding positions in the other prompt.
     """
 
     label: str
@@ -33,7 +33,7 @@ class Grid(msgspec.Struct, frozen=True):
 
     Attributes:
         layers: for each row, the layers that are patched together.
-        heads: None if all heads are patched together.
+        heads: the heads that are patched one by one; None if all heads are patched together.
     """
 
     sites: list[str]
@@ -52,9 +52,9 @@ class Pair(msgspec.Struct, frozen=True):
     """A clean and a corrupt prompt.
 
     Attributes:
-        clean, corrupt: the text of each token. `corrupt` is None for an ablation without one.
-        answer, foil: as they were given; `foil` may be None.
-        skipped: positions of the patched prompt that correspond to none of the other.
+        clean, corrupt: the text of each token. `corrupt` is None if an ablation has no corrupt prompt.
+        answer, foil: as the caller gave them; `foil` may be None.
+        skipped: positions of the patched prompt that have no counterpart in the other prompt.
     """
 
     clean: list[str]
@@ -65,14 +65,14 @@ class Pair(msgspec.Struct, frozen=True):
 
 
 class Outline(msgspec.Struct, frozen=True, tag="start", tag_field="event"):
-    """What will be run.
+    """What the sweep will run.
 
     Attributes:
         direction: "denoising" if the clean run is patched into the corrupt prompt, "noising" for the reverse.
         source: what replaces the activations: "run", "zeros" or "mean".
         grid: the cells of the result.
-        coarse: the windows that are run first, if any; of `grid`, only the cells of the best windows are run.
-        cells: how many cells there are to run; with `coarse` at most.
+        coarse: the windows that run first, or None. With windows, only those cells of `grid` run that lie in the best windows.
+        cells: how many cells will run; with `coarse`, the largest number that can run.
     """
 
     model: str
@@ -90,7 +90,7 @@ class Outline(msgspec.Struct, frozen=True, tag="start", tag_field="event"):
 
 
 class Baselines(msgspec.Struct, frozen=True, tag="baselines", tag_field="event"):
-    """The log-probabilities of a pair's two prompts without a patch, each run alone."""
+    """The log-probabilities of a pair's two prompts without a patch. Each prompt runs alone."""
 
     pair: int
     clean: list[float]
@@ -102,13 +102,14 @@ class Cell(msgspec.Struct, frozen=True, tag="cell", tag_field="event"):
 
     Attributes:
         stage: "coarse" for a window of a coarse-to-fine sweep, else "fine".
-        index: `[layer row, column]`, or `[layer row, head, column]`, in the grid of its stage.
-        layers, head, positions, token: what was patched; positions of the patched prompt, and their text.
-        logprobs: after the patch; None if the cell is void.
+        index: the place in the grid of its stage: `[row of layers, column]`, or `[row of layers, head, column]`.
+        layers, head, positions: what was patched. The positions are those of the patched prompt.
+        token: the text at these positions.
+        logprobs: the log-probabilities of answer and foil after the patch; None if the cell is void.
         value: the metric; None if the cell is void.
-        recovered: 0 as in the corrupt prompt, 1 as in the clean one; None if void or not defined.
+        recovered: 0 as in the corrupt prompt, 1 as in the clean one. None if the cell is void, or if the two prompts do not differ.
         void: why the cell could not be patched, or None.
-        top: the likeliest next tokens with their log-probabilities, if they were asked for.
+        top: the likeliest next tokens with their log-probabilities, if the caller asked for them.
     """
 
     pair: int
@@ -132,7 +133,11 @@ class Cell(msgspec.Struct, frozen=True, tag="cell", tag_field="event"):
 
 
 class Noise(msgspec.Struct, frozen=True, tag="noise", tag_field="event"):
-    """The patched prompt, run again among the cells: without a patch, or patched with its own activations."""
+    """One more run of the patched prompt, among the cells.
+
+    Attributes:
+        kind: "baseline" without a patch, "identity" if it is patched with its own activations.
+    """
 
     pair: int
     kind: Literal["baseline", "identity"]
@@ -144,7 +149,10 @@ class Summary(msgspec.Struct, frozen=True, tag="summary", tag_field="event"):
     """The end of a sweep.
 
     Attributes:
-        noise_floor: in the metric's unit; cells that differ from the baseline by no more than it mean nothing. None if it is not known.
+        noise_floor: in the metric's unit. A cell that differs from the baseline by no more than this means nothing. None if unknown.
+        cells: how many cells ran.
+        void: how many cells could not be patched.
+        seconds: how long the sweep took.
         void: how many cells could not be patched.
     """
 

@@ -1,4 +1,4 @@
-"""What a sweep is asked for, and which cells that makes: rows of layers, heads, and columns of positions that correspond."""
+"""The arguments of a sweep, and the cells that they select: rows of layers, heads, and columns of corresponding positions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Tokens:
 
     Attributes:
         ids, texts: of each token.
-        offsets: gives the prompt's text, and the characters `[begin, end)` of each token in it. Raises PlanError.
+        offsets: returns the prompt's text, and the characters `[begin, end)` of each token in it. Raises PlanError.
     """
 
     ids: list[int]
@@ -39,7 +39,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class SweepRequest:
-    """The arguments of `sweep`, checked as far as this needs no model. Arguments and errors as of `TraceModel.sweep`."""
+    """The arguments of `sweep`, after the checks that need no model. See `TraceModel.sweep` for the arguments and errors."""
 
     sites: tuple[str, ...]
     layers: Any
@@ -68,7 +68,7 @@ class SweepRequest:
     ) -> SweepRequest:
         each = (sites,) if isinstance(sites, str) else tuple(sites)
         if not each or len({*each}) != len(each):
-            raise ParameterError(f"sites is {sites!r}. Allowed: one site or several different ones.")
+            raise ParameterError(f"sites is {sites!r}. Allowed: one site, or a list of different sites.")
         for site in each:
             if site not in LAYER_SITES:
                 raise PlanError(f"sites has {site!r}: {nearest(str(site), LAYER_SITES)}")
@@ -79,15 +79,15 @@ class SweepRequest:
             direction = "denoising" if source == "run" else "noising"
         _one_of("direction", direction, DIRECTIONS)
         if heads is not None and each != ("attn_z",):
-            raise ParameterError('heads needs sites="attn_z": at other sites a dimension belongs to no head.')
+            raise ParameterError('heads needs sites="attn_z": only there does each dimension belong to a head.')
         if coarse is not None:
             ok = isinstance(coarse, (tuple, list)) and len(coarse) == 2
             if not ok or any(type(size) is not int or size < 1 for size in coarse):
                 raise ParameterError(
-                    f"coarse is {coarse!r}. Allowed: (layers, positions), the size of the windows that are run first."
+                    f"coarse is {coarse!r}. Allowed: (layers, positions), the size of the windows that run first."
                 )
             if positions != "all":
-                raise ParameterError('coarse needs positions="all": the windows are made of them.')
+                raise ParameterError('coarse needs positions="all": windows are made of all positions.')
         for name, number, least in (("best", best, 1), ("top", top, 0)):
             if type(number) is not int or not least <= number <= 1000:
                 raise ParameterError(f"{name} is {number!r}. Allowed: a number from {least} to 1000.")
@@ -107,7 +107,7 @@ def _one_of(name: str, given: Any, allowed: Sequence[str], more: str = "") -> No
 
 
 def align(base: Sequence[int], other: Sequence[int]) -> list[int | None]:
-    """For each token of `base`, the corresponding position of `other`: those of the common prefix and suffix, and None between.
+    """For each token of `base`, the corresponding position in `other`. Tokens between the common prefix and suffix have None.
 
     Prompts of equal length correspond position by position.
     """
@@ -126,7 +126,7 @@ def columns(asked: Any, bases: Sequence[Tokens], others: Sequence[Tokens | None]
     Args:
         asked: the argument `positions`.
         bases: the patched prompt of each pair.
-        others: the other prompt, None where the source needs none.
+        others: the other prompt of each pair; None if the source reads no other prompt.
     """
     ways = [
         align(base.ids, base.ids if other is None else other.ids) for base, other in zip(bases, others, strict=True)
@@ -168,7 +168,7 @@ def _is_one(entry: Any) -> bool:
 
 
 def _found(entry: Any, base: Tokens, other: Tokens | None, way: list[int | None]) -> list[int]:
-    """The positions of one entry: a number, or text that stands in the patched prompt, or else in the other one."""
+    """The positions of one entry: a number, or text of the patched prompt, or else text of the other prompt."""
     if isinstance(entry, (str, Span)):
         span = entry if isinstance(entry, Span) else Span(entry)
         try:
@@ -180,7 +180,7 @@ def _found(entry: Any, base: Tokens, other: Tokens | None, way: list[int | None]
             return [i for i, position in enumerate(way) if position in there]
     if type(entry) is not int or not -len(base.ids) <= entry < len(base.ids):
         raise PlanError(
-            f"positions has {fields.shown(entry)}. Allowed: from {-len(base.ids)} to {len(base.ids) - 1} in this prompt, or text of it."
+            f"positions has {fields.shown(entry)}. Allowed: from {-len(base.ids)} to {len(base.ids) - 1} in this prompt, or text in it."
         )
     return [entry % len(base.ids)]
 
@@ -202,7 +202,7 @@ def _column(
 
 
 def windows(grid: Grid, size: tuple[int, int]) -> Grid:
-    """The grid in windows of so many layers and columns. A column that is not aligned belongs to no window."""
+    """The grid in windows of `size`, which is (layers, columns). Columns without a counterpart belong to no window."""
     layers, step = size
     rows = [[layer for row in grid.layers[i : i + layers] for layer in row] for i in range(0, len(grid.layers), layers)]
     pairs = range(len(grid.columns[0].positions))
@@ -221,7 +221,7 @@ def windows(grid: Grid, size: tuple[int, int]) -> Grid:
 
 
 def rows_of(layers: Any, sites: Sequence[str], facts: ModelFacts) -> list[list[int]]:
-    """A row for each layer. Raises PlanError for a layer that the model or a site lacks."""
+    """One row for each layer. Raises PlanError for a layer that the model does not have, or that lacks one of the sites."""
     have = [layer for layer in range(facts.num_layers) if all((site, layer) in facts.widths for site in sites)]
     if isinstance(layers, str) and layers == "all":
         if not have:
@@ -252,7 +252,7 @@ def heads_of(heads: Any, count: int) -> list[int] | None:
 
 
 def in_order(grid: Grid) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The site and index of every cell, first of a coarse grid and then of finer ones, so that a figure shows its outlines early."""
+    """The site and index of every cell. The order begins with a coarse grid and goes to finer ones, so figures take shape early."""
     indexes: list[tuple[int, ...]] = [()]
     for size in grid.shape:
         indexes = [(*index, i) for index in indexes for i in range(size)]

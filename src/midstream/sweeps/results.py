@@ -5,7 +5,8 @@
     result.plot(path="sweep.png")
     result.save("sweep.npz"); SweepResult.load("sweep.npz")
 
-Shapes: P pairs, L rows of layers, N heads (only in a sweep over heads), C columns of positions, A the answer and, if given, the foil.
+Shapes: P pairs, L rows of layers, N heads (only in a sweep over heads), C columns of positions, A answers (the answer, then the foil if
+there is one).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import msgspec
 import numpy as np
 
 from midstream.errors import MidstreamError, ParameterError
-from midstream.plots import plot_heatmap
+from midstream.plots import plot_heatmap, write_figure
 from midstream.sweeps.events import Baselines, Cell, Event, Noise, Outline, Summary
 from midstream.sweeps.request import METRICS, Metric, in_order
 
@@ -34,8 +35,9 @@ class BestCell:
     """A cell with its effect, averaged over the pairs.
 
     Attributes:
-        value, recovered: as in `SweepResult`; `recovered` is NaN where it is not defined.
-        effect: how far the patch moved the metric from the patched prompt's; a share of the distance to the other prompt if there is one.
+        value, recovered: as in `SweepResult`. `recovered` is NaN if the two prompts do not differ, or if there is no corrupt prompt.
+        effect: as in `SweepResult.effects`.
+        token: the label of the cell's column.
     """
 
     site: str
@@ -48,14 +50,14 @@ class BestCell:
 
 
 class SweepResult:
-    """The cells of a sweep, also while it runs: what has not come yet is NaN.
+    """The cells of a sweep. While the sweep runs, cells that have not come yet are NaN.
 
     Attributes:
         outline: what was asked for: the prompts' tokens, the grid, direction and source.
         metric: its name, or the function.
         logprobs: by site, float64 `[pairs, layers, (heads,) positions, answers]`, in nats.
-        clean, corrupt: the same of the prompts without a patch, `[pairs, answers]`.
-        noise: the patched prompt again among the cells: `[runs]` events.
+        clean, corrupt: the log-probabilities of the prompts without a patch, `[pairs, answers]`.
+        noise: the runs of the patched prompt among the cells, as `Noise` events.
         void: the cells that could not be patched, with their reasons.
         coarse: the result of the windows of a coarse-to-fine sweep, or None.
         summary: None until the sweep has ended.
@@ -64,7 +66,9 @@ class SweepResult:
     def __init__(self, outline: Outline, metric: Metric | None = None) -> None:
         self.outline, self.metric = outline, outline.metric if metric is None else metric
         if isinstance(self.metric, str) and self.metric not in METRICS:
-            raise ParameterError(f"This sweep was graded by the function {self.metric!r}: give it as metric=.")
+            raise ParameterError(
+                f"This sweep was graded by the function {self.metric!r}. Pass it again: metric=the function."
+            )
         pairs, answers = len(outline.pairs), 1 if outline.pairs[0].foil is None else 2
         shape = (pairs, *outline.grid.shape, answers)
         self.logprobs = {site: np.full(shape, np.nan) for site in outline.grid.sites}
@@ -79,7 +83,7 @@ class SweepResult:
     # What arrives.
 
     def take(self, event: Event) -> Event:
-        """Add an event of the sweep. Returns it; a cell with its `value` and `recovered`."""
+        """Add an event of the sweep. Returns the event; a cell gets its `value` and `recovered`."""
         if isinstance(event, Cell) and event.stage == "coarse" and self.coarse is not None:
             return self.coarse.take(msgspec.structs.replace(event, stage="fine")) and self._valued(event)
         match event:
@@ -100,7 +104,7 @@ class SweepResult:
 
     @property
     def count(self) -> int:
-        """How many cells have been graded, those of the coarse windows included."""
+        """How many cells have been graded, including the coarse windows."""
         each = [*self.logprobs.values(), *(self.coarse.logprobs.values() if self.coarse is not None else ())]
         return sum(int((~np.isnan(logprobs[..., 0])).sum()) for logprobs in each)
 
@@ -148,17 +152,17 @@ class SweepResult:
 
     @property
     def values(self) -> dict[str, np.ndarray]:
-        """The metric by site, the mean over the pairs: `[layers, (heads,) positions]`. NaN for cells that are void or not computed."""
+        """The metric by site, as the mean over the pairs: `[layers, (heads,) positions]`. NaN for cells that are void or have not run."""
         return {site: _mean(values) for site, values in self.by_pair.items()}
 
     @property
     def recovered(self) -> dict[str, np.ndarray]:
-        """`(cell - corrupt) / (clean - corrupt)` by site, the mean over the pairs. It needs a corrupt prompt."""
+        """`(cell - corrupt) / (clean - corrupt)` by site, as the mean over the pairs. Needs a corrupt prompt."""
         return {site: _mean(values) for site, values in self._each(True).items()}
 
     @property
     def standard_error(self) -> dict[str, np.ndarray]:
-        """Of `values`, over the pairs; NaN for a single pair."""
+        """The standard error of `values` over the pairs, by site. NaN for a single pair."""
         found = {}
         for site, values in self.by_pair.items():
             count = (~np.isnan(values)).sum(0)
@@ -179,7 +183,7 @@ class SweepResult:
 
     @property
     def baseline(self) -> float:
-        """The metric of the patched prompt without a patch, the mean over the pairs."""
+        """The metric of the patched prompt without a patch, as the mean over the pairs."""
         return float(_mean(self._metric_of(self._base)))
 
     @property
@@ -192,9 +196,9 @@ class SweepResult:
 
     @property
     def noise_floor(self) -> float:
-        """How far the patched prompt's metric moved when it ran again among the cells, unpatched or patched with its own activations.
+        """The largest difference between runs of the patched prompt that should be equal, in the metric's unit.
 
-        The largest difference, in the metric's unit. NaN before the first such run.
+        The prompt runs again among the cells, without a patch and patched with its own activations. NaN before the first such run.
         """
         base = self._metric_of(self._base)
         moved = []
@@ -212,9 +216,9 @@ class SweepResult:
 
     @property
     def effects(self) -> dict[str, np.ndarray]:
-        """How far each cell moved the metric from the baseline, by site.
+        """How far each patch moved the metric from the baseline, by site.
 
-        As a share of the distance to the other prompt, if there is one.
+        With a corrupt prompt, this is a share of the distance between the two prompts.
         """
         if np.isnan(self.corrupt).all():
             return {site: values - self.baseline for site, values in self.values.items()}
@@ -230,7 +234,7 @@ class SweepResult:
         return sorted((cell for _, cell in self._cells()), key=lambda cell: -abs(cell.effect))[:count]
 
     def path(self, site: str | None = None) -> list[BestCell]:
-        """The cell with the largest effect of each layer: where the answer's information lies, from the first layer to the last."""
+        """The cell with the largest effect in each layer, from the first layer to the last. It shows where the answer's information is."""
         site = self._site(site)
         rows: dict[int, BestCell] = {}
         for row, cell in self._cells():
@@ -259,7 +263,7 @@ class SweepResult:
     # Tables and figures.
 
     def to_dataframe(self) -> Any:
-        """A row for each pair and cell that has run or is void. Needs pandas."""
+        """A table with one row for each pair and each cell that has run or is void. Needs pandas."""
         try:
             import pandas
         except ImportError as error:
@@ -304,10 +308,10 @@ class SweepResult:
         path: str | PathLike[str] | None = None,
         ax: Any = None,
     ) -> Any:
-        """Draw a heatmap: layers upwards, tokens or heads to the right. Dots mark cells at or below the noise floor. Needs matplotlib.
+        """Draw a heatmap with layers upwards and tokens or heads to the right. Dots mark cells within the noise floor. Needs matplotlib.
 
         Args:
-            site: may be left out if the sweep has one.
+            site: needed only if the sweep has several.
             recovered: draw `recovered` instead of the metric.
             title, path, ax: as in `midstream.plots.plot_heatmap`.
 
@@ -321,7 +325,7 @@ class SweepResult:
         if grid.heads is not None:
             if len(grid.columns) > 1:
                 raise ParameterError(
-                    'A figure of heads needs one column of positions: sweep with positions="together" or one position, or use values.'
+                    'A figure of heads needs one column of positions. Sweep one position, or positions="together". Or use result.values.'
                 )
             values_LC, noise_LC = values_LC[..., 0], noise_LC[..., 0]
             labels, xlabel = [str(head) for head in grid.heads], f"head, patched at {labels[0]}"
@@ -334,17 +338,16 @@ class SweepResult:
             title=site if title is None else title,
             xlabel=xlabel,
             label=name.replace("_", " "),
-            limits=(-1.0, 1.0) if name == "recovered" and _within(values_LC, 1.0) else None,
+            limits=_symmetric(values_LC) if name == "recovered" else None,
             ax=ax,
         )
         rows, columns = np.nonzero(noise_LC[::-1])
         ax.scatter(columns, rows, s=3, color="grey", linewidths=0)
-        if path is not None:
-            ax.figure.savefig(path, dpi=150)
+        write_figure(ax.figure, path)
         return ax
 
     def show(self, site: str | None = None, *, colour: bool | None = None) -> str:
-        """The heatmap as text, layers upwards. `colour`: with a terminal's colours."""
+        """The heatmap as text, with layers upwards. `~` marks cells within the noise floor. `colour=True` uses a terminal's colours."""
         grid, site = self.outline.grid, self._site(site)
         values_LC, noise_LC = self.values[site], self.is_noise[site]
         labels = [column.label for column in grid.columns]
@@ -378,7 +381,7 @@ class SweepResult:
     # Files.
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write to a `.npz` file: arrays, and JSON for the rest. It holds no code."""
+        """Write a `.npz` file of arrays and JSON. It holds no code."""
         arrays = {f"logprobs/{site}": values for site, values in self.logprobs.items()}
         arrays |= {name: getattr(self, name) for name in _HELD}
         if self.coarse is not None:
@@ -396,7 +399,7 @@ class SweepResult:
 
     @classmethod
     def load(cls, path: str | PathLike[str], metric: Metric | None = None) -> SweepResult:
-        """Read what `save` wrote. `metric`: the function, if the sweep was graded by one, or another metric."""
+        """Read a file of `save`. If a function graded the sweep, pass it as `metric`. You can also pass another metric."""
         try:
             with np.load(path, allow_pickle=False) as file:
                 arrays = {name: file[name] for name in file.files}
@@ -426,7 +429,7 @@ NOT_ALIGNED = "the two prompts have different tokens here, and cannot be aligned
 
 
 def _mean(values: np.ndarray) -> np.ndarray:
-    """Over the first axis, without NaN."""
+    """The mean over the first axis, leaving NaN out."""
     count = (~np.isnan(values)).sum(0)
     with np.errstate(invalid="ignore"):
         return np.where(count > 0, np.nansum(values, 0) / np.maximum(count, 1), np.nan)
@@ -440,8 +443,10 @@ def _one_or_several(positions: list[int] | None) -> Any:
     return None if positions is None else positions[0] if len(positions) == 1 else tuple(positions)
 
 
-def _within(values: np.ndarray, limit: float) -> bool:
-    return bool(np.nanmax(np.abs(values), initial=0.0) <= limit)
+def _symmetric(values: np.ndarray) -> tuple[float, float]:
+    """From -1 to 1, or farther if a value lies outside."""
+    most = float(np.nanmax(np.abs(values), initial=1.0))
+    return -most, most
 
 
 def _shaded(text: str, share: float) -> str:
