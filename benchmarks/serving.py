@@ -270,16 +270,15 @@ def captured(server: Served, length: int, prompts: Iterator[list[int]]) -> Resul
 
 def rows_of(server: Served, load: Load) -> list[Row]:
     """The rows, with what they need on midstream's server."""
-    import torch
-    from safetensors.torch import save
+    from safetensors.numpy import save
 
     found = json.loads(server.ask("GET", "/v1/midstream/capabilities"))
     middle, hidden = found["num_layers"] // 2, found["hidden_size"]
-    server.ask("POST", "/v1/midstream/vectors", save({VECTOR: torch.full((hidden,), 0.01)}))
     vectors = np.random.default_rng(0).normal(scale=0.01, size=(load.count, hidden)).astype("<f4")
+    server.ask("POST", "/v1/midstream/vectors", save({VECTOR: vectors[0]}))
 
-    def steer(vector: Any, **more: Any) -> dict[str, Any]:
-        return {"plan": [{"kind": "steer", "site": "resid_post", "vector": vector, **more}]}
+    def steer(vector: Any) -> dict[str, Any]:
+        return {"plan": [{"kind": "steer", "site": "resid_post", "vector": vector, "layers": [middle]}]}
 
     def packed(vector: np.ndarray) -> dict[str, Any]:
         return {"data": base64.b64encode(vector.tobytes()).decode(), "dtype": "float32", "shape": [hidden]}
@@ -287,9 +286,9 @@ def rows_of(server: Served, load: Load) -> list[Row]:
     return [
         Row("stock vLLM", stock=True),
         Row("midstream, no plan"),
-        Row("every request steered by name, one layer", bodies=[steer(VECTOR, layers=[middle])]),
-        Row("every request steered by name, all layers", bodies=[steer(VECTOR)]),
-        Row("a vector of its own in each request", bodies=[steer(packed(each), layers=[middle]) for each in vectors]),
+        Row("every request steered by name", bodies=[steer(VECTOR)]),
+        Row("every request steered by the same vector, inline", bodies=[steer(packed(vectors[0]))]),
+        Row("a vector of its own in each request", bodies=[steer(packed(each)) for each in vectors]),
     ]
 
 
