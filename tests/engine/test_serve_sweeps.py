@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -111,6 +112,26 @@ def test_h10_only_so_many_sweeps_run_at_a_time_and_a_closed_connection_ends_one(
         response.close()
     assert let_go(server)
     assert events_of(server, ASKED)[-1][0] == "summary"
+
+
+def test_g8_a_sweep_with_a_long_prompt_or_many_positions_holds_nobody_up(server: Server) -> None:
+    """Seen failing where the event loop reads the prompts, and where a sweep may list any number of positions."""
+    asked = [
+        ({"clean": "a " * 1_900_000}, "bytes"),
+        ({"clean": [CLEAN] * 64, "corrupt": [CORRUPT] * 64, "positions": ["Norway"] * 200_000}, "1024"),
+    ]
+    for changed, text in asked:
+        body = json.dumps({**ASKED, **changed}).encode()
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(server.ask, "POST", "/v1/midstream/sweeps", body, key=KEY)
+            waits = []
+            while not answer.done():
+                begin = time.monotonic()
+                assert server.is_healthy()
+                waits.append(time.monotonic() - begin)
+            status, found = answer.result()
+        assert status == 400 and text in found["error"]["message"]
+        assert max(waits, default=0.0) < 0.5
 
 
 def test_h10_the_route_wants_the_api_key(server: Server) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import math
 import secrets
@@ -156,7 +157,7 @@ class Sweeping:
         if self._model.longest_prompt is not None and len(ids) > self._model.longest_prompt:
             raise PromptError(f"A prompt has {len(ids)} tokens; this model takes {self._model.longest_prompt}.")
         texts = [self._model.tokenizer.decode([token]) for token in ids]
-        return Tokens(ids, texts, lambda: offsets_of(prompt, ids, self._model.tokenizer))
+        return Tokens(ids, texts, functools.cache(lambda: offsets_of(prompt, ids, self._model.tokenizer)))
 
     def _graded(self, answer: Any, foil: Any) -> Answers:
         asked = [answer] if foil is None else [answer, foil]
@@ -176,21 +177,24 @@ class Sweeping:
         began, model = time.monotonic(), self._model
         if model._is_async:
             await model.start()
-        outline = self.outline()
+        # A thread reads the prompts on an async engine: the event loop serves others as well.
+        outline = await asyncio.to_thread(self.outline) if model._is_async else self.outline()
         result = self.result
         assert result is not None
         log = _Log(self._directory, outline) if self._directory is not None else None
         yield outline
-        before = log.before if log is not None else []
-        for event in before:
+        done = set[Any]()
+        for event in log.before if log is not None else ():
+            if isinstance(event, Cell) and event.void is not None:
+                continue  # it is run again
+            if isinstance(event, Cell):
+                done.add(event.key)
             yield result.take(event)
-        done = {event.key for event in before if isinstance(event, Cell) and event.void is None}
         try:
             stages: list[Literal["coarse", "fine"]] = ["fine"] if outline.coarse is None else ["coarse", "fine"]
             for stage in stages:
                 make = self._cells(outline, stage, result, done)
                 for number in range(len(outline.pairs)):
-                    # A thread makes them on an async engine: the event loop serves others as well.
                     cells = await asyncio.to_thread(make, number) if model._is_async else make(number)
                     async with contextlib.aclosing(self._pair(number, cells)) as running:
                         async for event in running:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import re
 from collections.abc import AsyncGenerator, Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -22,6 +22,7 @@ from midstream.sweeps.events import Event, Outline, encoded
 MAX_BODY_BYTES = 4 << 20
 MAX_PAIRS = 64
 MAX_CELLS = 65_536
+MAX_LISTED = 1024  # sites, layers, heads and positions that a sweep may list
 MAX_TOP = 20
 MAX_SWEEPS = 4  # at a time
 _log = logging.getLogger(__name__)
@@ -49,10 +50,13 @@ class SweepToRun(BaseModel):
     corrupt: Prompt | list[Prompt] | None = None
     answer: Token | list[Token]
     foil: Token | list[Token] | None = None
-    sites: list[str] = ["resid_post"]
-    layers: Literal["all"] | list[int] = "all"
-    positions: Literal["all", "together"] | list[Place] | dict[str, Place | list[Place]] = "all"
-    heads: Literal["all"] | list[int] | None = None
+    sites: list[str] = Field(["resid_post"], max_length=MAX_LISTED)
+    layers: Literal["all"] | Annotated[list[int], Field(max_length=MAX_LISTED)] = "all"
+    positions: (
+        Literal["all", "together"]
+        | Annotated[list[Place] | dict[str, Place | list[Place]], Field(max_length=MAX_LISTED)]
+    ) = "all"
+    heads: Literal["all"] | Annotated[list[int], Field(max_length=MAX_LISTED)] | None = None
     metric: Literal["logit_diff", "logprob", "recovered"] = "logit_diff"
     direction: Literal["denoising", "noising"] | None = None
     source: Literal["run", "zeros", "mean"] = "run"
@@ -79,7 +83,7 @@ async def sweep(request: Request) -> Any:
         raise Refused(400, f"{'.'.join(map(str, first['loc'])) or 'The body'}: {first['msg']}.", field) from error
     if server.sweeps >= MAX_SWEEPS:
         raise Refused(503, f"The server runs {MAX_SWEEPS} sweeps already. Try again later.")
-    _check_size(asked)
+    _check_size(server, asked)
     with _naming_fields():
         stream: SweepStream = server.model.sweep(**_arguments(asked), stream=True)
     server.sweeps += 1
@@ -102,14 +106,19 @@ async def sweep(request: Request) -> Any:
     return Messages(_sent(server, outline, stream.events), "text/event-stream", ended)
 
 
-def _check_size(asked: SweepToRun) -> None:
-    pairs = (
-        len(asked.clean)
-        if isinstance(asked.clean, list) and not all(type(token) is int for token in asked.clean)
-        else 1
-    )
-    if pairs > MAX_PAIRS:
-        raise Refused(400, f"The sweep has {pairs} pairs of prompts; allowed: {MAX_PAIRS}.", "clean")
+def _check_size(server: Server, asked: SweepToRun) -> None:
+    """Raise Refused for more than a server reads. The model's own limits are checked with the tokens."""
+    for name in ("clean", "corrupt"):
+        given = getattr(asked, name)
+        single = not isinstance(given, list) or all(type(token) is int for token in given)
+        prompts = [given] if single else given
+        if len(prompts) > MAX_PAIRS:
+            raise Refused(400, f"The sweep has {len(prompts)} pairs of prompts; allowed: {MAX_PAIRS}.", name)
+        if any(
+            isinstance(each, str) and len(each.encode(errors="replace")) > server.longest_prompt_bytes
+            for each in prompts
+        ):
+            raise Refused(400, f"A prompt for this model has at most {server.longest_prompt_bytes} bytes.", name)
 
 
 @contextlib.contextmanager
