@@ -90,6 +90,40 @@ async def a_clean_trace_runs(model: VLLM, plain: Plain) -> None:
     close(output.saves["hidden"], plain.run(FRANCE).sites["resid_post", 3])
 
 
+# Sweeps (rows H1 and H7).
+
+PAIR = (FRANCE, "The capital of Italy is", " Paris", " Rome")
+
+
+def test_h1_a_sweep_has_the_cells_that_transformers_have(model: VLLM, drive: Drive, hf: LanguageModel) -> None:
+    async def swept() -> Any:
+        result = await model.sweep(*PAIR, sites=["resid_post", "mlp_out"])
+        cells = [cell async for cell in model.sweep(*PAIR, stream=True)]
+        return result, cells
+
+    result, cells = drive(swept())
+    for site, values in hf.sweep(*PAIR, sites=["resid_post", "mlp_out"]).values.items():
+        np.testing.assert_allclose(result.values[site], values, rtol=1e-3, atol=2e-3)
+    assert len(cells) == 40
+
+
+def test_h7_a_cancelled_sweep_lets_go_of_its_sources(model: VLLM, drive: Drive) -> None:
+    """Seen failing without `Sweeping._let_go`."""
+
+    async def cancelled() -> Any:
+        task = asyncio.ensure_future(model.sweep(*[[each] * 20 for each in PAIR[:2]], " Paris", " Rome"))
+        while not model.runs.handles:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await left(model)
+        return await model.runs.listing()
+
+    assert not drive(cancelled())
+
+
 # Every invoke is submitted (A4), and saves stream (F1).
 
 
@@ -494,37 +528,3 @@ def test_closing_wakes_whoever_waits(model: VLLM, drive: Drive) -> None:
         await tracer.backend
 
     drive(main())
-
-
-# Sweeps (rows H1 and H7).
-
-PAIR = (FRANCE, "The capital of Italy is", " Paris", " Rome")
-
-
-def test_h1_a_sweep_has_the_cells_that_transformers_have(model: VLLM, drive: Drive, hf: LanguageModel) -> None:
-    async def swept() -> Any:
-        result = await model.sweep(*PAIR, sites=["resid_post", "mlp_out"])
-        cells = [cell async for cell in model.sweep(*PAIR, stream=True)]
-        return result, cells
-
-    result, cells = drive(swept())
-    for site, values in hf.sweep(*PAIR, sites=["resid_post", "mlp_out"]).values.items():
-        np.testing.assert_allclose(result.values[site], values, rtol=1e-3, atol=2e-3)
-    assert len(cells) == 40
-
-
-def test_h7_a_cancelled_sweep_lets_go_of_its_sources(model: VLLM, drive: Drive) -> None:
-    """Seen failing without `Sweeping._let_go`."""
-
-    async def cancelled() -> Any:
-        task = asyncio.ensure_future(model.sweep(*[[each] * 20 for each in PAIR[:2]], " Paris", " Rome"))
-        while not model.runs.handles:
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.05)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        await left(model)
-        return await model.runs.listing()
-
-    assert not drive(cancelled())
