@@ -259,6 +259,39 @@ class V1Runner(Runner):
         self._replace_while(Watch.ALL, target, dispatcher, dispatch_cudagraph)
         self._watch_samples(host, f"{self._RUNNER}._sample")
         self._watch_logits(host)
+        self._keep_top_logprobs()
+
+    def _keep_top_logprobs(self) -> None:
+        """Leave requests their likeliest tokens in a step in which another one grades answers.
+
+        vLLM gives all requests of such a step what one of them has asked for. The V2 runner gives each request its own.
+        """
+        runner, sampler = self.runner, self.runner.sampler
+        original = sampler.gather_specific_token_logprobs
+
+        def gather_specific_token_logprobs(
+            logprobs: torch.Tensor, logprob_token_ids: Mapping[int, Sequence[int]], sampled: torch.Tensor
+        ) -> Any:
+            found, count = original(logprobs, logprob_token_ids, sampled), runner.input_batch.max_num_logprobs
+            if not count or count < 0 or len(logprob_token_ids) == len(sampled):
+                return found
+            top = sampler.gather_logprobs(logprobs, count, token_ids=sampled)
+            graded_B1 = torch.zeros(len(sampled), 1, dtype=torch.bool)
+            graded_B1[list(logprob_token_ids)] = True
+            graded_B1 = graded_B1.to(sampled.device, non_blocking=True)
+            width = max(found.logprobs.shape[1], top.logprobs.shape[1])
+
+            def merged(graded: torch.Tensor, others: torch.Tensor, filling: float) -> torch.Tensor:
+                wide = [pad(each, (0, width - each.shape[1]), value=filling) for each in (graded, others)]
+                return torch.where(graded_B1, wide[0], wide[1])
+
+            return found._replace(
+                logprob_token_ids=merged(found.logprob_token_ids, top.logprob_token_ids, 0),
+                logprobs=merged(found.logprobs, top.logprobs, float("-inf")),
+            )
+
+        target = "vllm.v1.sample.sampler.Sampler.gather_specific_token_logprobs"
+        Replacement(target, sampler, gather_specific_token_logprobs).switch(True)
 
     def record_second_graphs(self, edit: Fire) -> None:
         runner = self.runner
@@ -363,46 +396,3 @@ def _blocks_of(name: str, kv: torch.Tensor, num_blocks: int) -> tuple[torch.Tens
 def adapt(runner: Any) -> Runner:
     """The adapter for `runner`."""
     return V2Runner(runner) if type(runner).__module__.startswith("vllm.v1.worker.gpu.") else V1Runner(runner)
-
-
-# Log-probabilities of the V1 runner. The V2 runner gives each request its own.
-
-
-def noting_top_logprobs(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A `Sampler.forward` that notes how many likeliest tokens the step's requests have asked for."""
-
-    def forward(self: Any, logits: torch.Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
-        self.midstream_top = sampling_metadata.max_num_logprobs
-        return original(self, logits, sampling_metadata, *args, **kwargs)
-
-    return forward
-
-
-def keeping_top_logprobs(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A `Sampler.gather_specific_token_logprobs` that has the likeliest tokens in the rows of the requests that grade no answers.
-
-    vLLM uses its result for all requests of the step.
-    """
-
-    def gather_specific_token_logprobs(
-        self: Any, logprobs: torch.Tensor, logprob_token_ids: Mapping[int, Sequence[int]], sampled: torch.Tensor
-    ) -> Any:
-        found = original(self, logprobs, logprob_token_ids, sampled)
-        if not self.midstream_top or self.midstream_top < 0 or len(logprob_token_ids) == len(sampled):
-            return found
-        top = self.gather_logprobs(logprobs, self.midstream_top, token_ids=sampled)
-        graded_B1 = torch.zeros(len(sampled), 1, dtype=torch.bool)
-        graded_B1[list(logprob_token_ids)] = True
-        graded_B1 = graded_B1.to(sampled.device, non_blocking=True)
-        width = max(found.logprobs.shape[1], top.logprobs.shape[1])
-
-        def merged(graded: torch.Tensor, others: torch.Tensor, filling: float) -> torch.Tensor:
-            wide = [pad(each, (0, width - each.shape[1]), value=filling) for each in (graded, others)]
-            return torch.where(graded_B1, wide[0], wide[1])
-
-        return found._replace(
-            logprob_token_ids=merged(found.logprob_token_ids, top.logprob_token_ids, 0),
-            logprobs=merged(found.logprobs, top.logprobs, float("-inf")),
-        )
-
-    return gather_specific_token_logprobs
