@@ -41,6 +41,7 @@ class ModelRunner:
 
     def __init__(self, model: Any) -> None:
         self.model, self.cudagraph_dispatcher = model, Dispatcher()
+        self.sampler = SimpleNamespace(gather_specific_token_logprobs=None)
         self.input_batch = SimpleNamespace(req_ids=["a"], num_computed_tokens_cpu=torch.zeros(1).numpy())
 
     def get_model(self) -> Any:
