@@ -115,7 +115,6 @@ def test_h10_only_so_many_sweeps_run_at_a_time_and_a_closed_connection_ends_one(
 
 
 def test_g8_a_sweep_with_a_long_prompt_or_many_positions_holds_nobody_up(server: Server) -> None:
-    """Seen failing where the event loop reads the prompts, and where a sweep may list any number of positions."""
     asked = [
         ({"clean": "a " * 1_900_000}, "bytes"),
         ({"clean": [CLEAN] * 64, "corrupt": [CORRUPT] * 64, "positions": ["Norway"] * 200_000}, "1024"),

@@ -78,7 +78,8 @@ async def sweep(request: Request) -> Any:
     try:
         asked = SweepToRun.model_validate_json(body)
     except ValidationError as error:
-        first = error.errors()[0]
+        errors = error.errors()
+        first = next((each for each in errors if each["type"] == "too_long"), errors[0])
         field = str(first["loc"][0]) if first["loc"] else "body"
         raise Refused(400, f"{'.'.join(map(str, first['loc'])) or 'The body'}: {first['msg']}.", field) from error
     if server.sweeps >= MAX_SWEEPS:
