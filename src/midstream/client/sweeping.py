@@ -126,23 +126,21 @@ class Sweeping:
                 clean, corrupt, self._answer, self._foil, self._bases, self._others, strict=True
             )
         ]
-        name = asked.metric_name
-        outline = Outline(model.model_name, name, asked.direction, asked.source, pairs, grid, None, 0)
+        coarse, cells = None, _count(grid, len(pairs))
         if asked.coarse is not None:
-            outline = msgspec.structs.replace(outline, coarse=windows(grid, asked.coarse))
-        self.cells = _count(outline.grid_of("coarse"), len(pairs)) + (
-            min(asked.best * asked.coarse[0] * asked.coarse[1] * len(pairs) * len(grid.sites), _count(grid, len(pairs)))
-            if asked.coarse is not None
-            else 0
+            coarse = windows(grid, asked.coarse)
+            fine = asked.best * asked.coarse[0] * asked.coarse[1] * len(pairs) * len(grid.sites)
+            cells = _count(coarse, len(pairs)) + min(fine, cells)
+        outline = Outline(
+            model.model_name, asked.metric_name, asked.direction, asked.source, pairs, grid, coarse, cells
         )
-        outline = msgspec.structs.replace(outline, cells=self.cells)
         self.result = SweepResult(outline, asked.metric)
         self._check(outline)
         return outline
 
     def _check(self, outline: Outline) -> None:
         """Raise PlanError if this model or engine cannot patch one of the sites or layers, or if no cell is left."""
-        if not self.cells:
+        if not outline.cells:
             raise PlanError(
                 "positions: none of them can be patched, because these tokens have no counterpart in the other prompt."
             )
@@ -205,9 +203,8 @@ class Sweeping:
             if log is not None:
                 log.close()
         void = len(result.void) + (len(result.coarse.void) if result.coarse is not None else 0)
-        summary = Summary(
-            None if math.isnan(result.noise_floor) else result.noise_floor, result.count, void, time.monotonic() - began
-        )
+        floor = result.noise_floor
+        summary = Summary(None if math.isnan(floor) else floor, result.count, void, time.monotonic() - began)
         result.take(summary)
         if self._directory is not None:
             result.save(self._directory / RESULT)
