@@ -23,6 +23,7 @@ from midstream.client.requests import (
     answers_of,
     plans_of,
     raise_failures,
+    sampling,
 )
 from midstream.client.sweeping import Sweeping, SweepStream
 from midstream.client.tracing import BlockContext, Tracer, in_with_header
@@ -62,14 +63,6 @@ class EditContext(BlockContext):
     def _captured(self, block: Block, frame: FrameType) -> None:
         injected = {block.target: BodyTracer()} if block.target else {}
         self._edits[self._name] = StandingEdit(BlockProgram(block, injected))
-
-
-def _sampling(params: dict[str, Any], max_tokens: int) -> dict[str, Any]:
-    """Sampling parameters under vLLM's names; `max_new_tokens` is another name of `max_tokens`."""
-    params = dict(params)
-    if "max_new_tokens" in params:
-        params["max_tokens"] = params.pop("max_new_tokens")
-    return {"max_tokens": max_tokens, **params}
 
 
 def _refuse_in_trace(name: str) -> None:
@@ -193,7 +186,7 @@ class TraceModel(Sizes):
             PlanError: the plan cannot be done on this model, or to this prompt.
         """
         _refuse_in_trace("trace")
-        return Tracer(self, prompt, _sampling(params, 1), plans_of(plan, 1, True)[0])
+        return Tracer(self, prompt, params, 1, plans_of(plan, 1, True)[0])
 
     def run(
         self, fn: Callable[..., Any], prompt: Prompt | list[str] | list[list[int]], *, plan: Any = None, **params: Any
@@ -220,7 +213,7 @@ class TraceModel(Sizes):
                 "run returns what its function returns, without captures. Allowed: Capture.to as a directory, a callable or a Consumer; "
                 "or `with model.trace(prompt, plan=...) as tracer:`, whose tracer.outputs have captures."
             )
-        invokes = [Invoke(p, program, _sampling(params, 1), q) for p, q in zip(prompts, plans, strict=True)]
+        invokes = [Invoke(p, program, sampling(params, 1), q) for p, q in zip(prompts, plans, strict=True)]
         return self._finish(self._returned(self._run(invokes), many))
 
     async def _returned(self, running: Any, many: bool) -> Any:
@@ -261,9 +254,9 @@ class TraceModel(Sizes):
         if in_with_header(sys._getframe(1)):
             if answers is not None:
                 raise TraceError("A trace has no answers=; read model.logits or model.next_token_probs in it.")
-            return Tracer(self, prompts, _sampling(params, 16), plan)  # type: ignore[arg-type]
+            return Tracer(self, prompts, params, 16, plan)  # type: ignore[arg-type]
         each, single = _each(prompts, "generate")
-        plans, params = plans_of(plan, len(each), single), _sampling(params, 16)
+        plans, params = plans_of(plan, len(each), single), sampling(params, 16)
         asked = self._answers(answers, len(each), params)
         running = self._run([Invoke(p, None, params, q, a) for p, q, a in zip(each, plans, asked, strict=True)])
         if self._is_async:
@@ -302,7 +295,7 @@ class TraceModel(Sizes):
             PlanError, PromptError, ParameterError: the plan, a prompt, the ids or a parameter is invalid. Nothing has been run.
         """
         _refuse_in_trace("collect")
-        collection = Collection(_each(prompts, "collect")[0], plan, to, ids, _sampling(params, 1))
+        collection = Collection(_each(prompts, "collect")[0], plan, to, ids, sampling(params, 1))
         return self._finish(self._collect(collection))
 
     async def _collect(self, collection: Collection) -> Store:

@@ -15,7 +15,14 @@ from midstream.capture.consumers import Collected
 from midstream.capture.rows import Routes, RowChunk, empty_chunk, identity, routes
 from midstream.capture.sinks import destination
 from midstream.client.vectors_and_runs import Runs, Vectors
-from midstream.errors import InterventionErrorGroup, MidstreamError, PlanError, PromptError, RequestErrorGroup
+from midstream.errors import (
+    InterventionErrorGroup,
+    MidstreamError,
+    ParameterError,
+    PlanError,
+    PromptError,
+    RequestErrorGroup,
+)
 from midstream.plan.ops.edit import changed
 from midstream.plan.values import (
     Capture,
@@ -116,6 +123,43 @@ def _grouped(group: Any, errors: list[MidstreamError]) -> MidstreamError:
     return group(text, errors)  # type: ignore[no-any-return]
 
 
+# Sampling parameters.
+
+_ASK_FOR_SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+_HARMLESS = (
+    "scan",
+    "validate",
+    "use_cache",
+    "return_dict",
+    "pad_token_id",
+)  # others' parameters, which change no value here
+
+
+def sampling(params: Mapping[str, Any], max_tokens: int) -> dict[str, Any]:
+    """Sampling parameters under vLLM's names, greedy unless one of them asks for sampling.
+
+    `temperature`, `top_p`, `top_k`, `min_p`, `n > 1` and `do_sample=True` ask for it; `do_sample=False` means greedy, whatever the others
+    say. `max_new_tokens` is another name of `max_tokens`.
+
+    Args:
+        max_tokens: how many there are if `params` do not say it.
+    """
+    unset = {name for name in _ASK_FOR_SAMPLING if name in params and params[name] is None}  # as transformers has it
+    given = {name: value for name, value in params.items() if name not in _HARMLESS and name not in unset}
+    if given.pop("remote", None):
+        raise ParameterError("remote= is not a parameter here: use midstream.Remote(url) in place of this model.")
+    if "max_new_tokens" in given:
+        given["max_tokens"] = given.pop("max_new_tokens")
+    asked = given.pop("do_sample", None)
+    if asked is not None and not isinstance(asked, bool):
+        raise ParameterError(f"do_sample is {asked!r}; allowed: True or False.")
+    if asked is None:
+        asked = any(name in given for name in _ASK_FOR_SAMPLING) or (given.get("n") or 1) > 1
+    if not asked:
+        given["temperature"] = 0.0
+    return {"max_tokens": max_tokens, **given}
+
+
 # Prompts.
 
 
@@ -134,7 +178,10 @@ def token_ids(invoke: Invoke, tokenizer: Callable[[], Any]) -> list[int]:
 
 
 def encode(prompt: Prompt, tokenizer: Callable[[], Any]) -> list[int]:
-    """The prompt's token ids; `tokenizer` returns the tokenizer for text. Raises PromptError if there are none, or images."""
+    """The prompt's token ids, without those that its `attention_mask` masks; `tokenizer` returns the tokenizer for text.
+
+    Raises PromptError if there are none, or images.
+    """
     if type(prompt) is list and prompt and all(type(token) is int for token in prompt):
         if (least := min(prompt)) < 0:  # older vLLMs fail at it
             raise PromptError(f"Token ids are 0 or more; the prompt has {least}.")
@@ -154,7 +201,15 @@ def encode(prompt: Prompt, tokenizer: Callable[[], Any]) -> list[int]:
     except (TypeError, ValueError, RuntimeError) as error:
         raise _no_prompt(prompt) from error
     ids = ids[0] if ids.ndim == 2 and ids.shape[0] == 1 else ids
-    if ids.ndim != 1 or not ids.numel():
+    if ids.ndim != 1:
+        raise _no_prompt(prompt)
+    mask = prompt.get("attention_mask") if isinstance(prompt, Mapping) else None
+    if mask is not None:
+        mask = torch.as_tensor(mask).flatten().bool()
+        if mask.shape != ids.shape:
+            raise PromptError(f"The attention_mask has {len(mask)} entries; the prompt has {len(ids)} tokens.")
+        ids = ids[mask.to(ids.device)]
+    if not ids.numel():
         raise _no_prompt(prompt)
     return ids.long().tolist()
 

@@ -11,7 +11,7 @@ from itertools import islice
 from types import FrameType, TracebackType
 from typing import Any, Protocol
 
-from midstream.client.requests import Invoke, InvokeResult, Prompt, raise_failures
+from midstream.client.requests import Invoke, InvokeResult, Prompt, raise_failures, sampling
 from midstream.errors import TraceError
 from midstream.plan.values import Plan
 from midstream.trace.block import Block, capture, in_place_of, link, push, skip, skipped
@@ -102,11 +102,14 @@ class Tracer(BlockContext):
         backend: with `mode="async"`, the stream of outputs: `async for output in tracer.backend`.
     """
 
-    def __init__(self, model: Backend, prompt: Prompt | None, params: dict[str, Any], plan: Any = None) -> None:
+    def __init__(
+        self, model: Backend, prompt: Prompt | None, params: dict[str, Any], max_tokens: int = 1, plan: Any = None
+    ) -> None:
         super().__init__()
         self._model = model
         self._prompt = prompt
-        self._params = params
+        self._params, self._max_tokens = params, max_tokens
+        sampling(params, max_tokens)  # raises for what is wrong with them
         self._plan = Plan.of(plan)
         self._saved: dict[int, Any] = {}
         self._collecting = False
@@ -136,7 +139,7 @@ class Tracer(BlockContext):
         if not self._collecting:
             raise TraceError("Give model.trace() no prompt to have invokes in it: `with model.trace() as tracer:`.")
         own = self._plan if plan is None else Plan.of(plan)
-        return InvokeContext(self, Invoke(prompt, None, {**self._params, **params}, own))
+        return InvokeContext(self, Invoke(prompt, None, sampling({**self._params, **params}, self._max_tokens), own))
 
     def barrier(self, parties: int) -> Barrier:
         """A point where `parties` invokes wait for each other. Call it in each of them."""
@@ -163,7 +166,8 @@ class Tracer(BlockContext):
     def _captured(self, block: Block, frame: FrameType) -> None:
         outer: dict[str, Any] = {}
         if self._prompt is not None:
-            self.invokes.append(Invoke(self._prompt, self.program_of(block), self._params, self._plan))
+            params = sampling(self._params, self._max_tokens)
+            self.invokes.append(Invoke(self._prompt, self.program_of(block), params, self._plan))
         else:
             outer = self._collect(block)
             self._outer = frozenset(outer)

@@ -153,7 +153,7 @@ def _refuse_escapes(node: ast.AST, filename: str, in_loop: bool = False) -> None
 class _Rewriter(ast.NodeTransformer):
     """Replaces the syntax that only traces have by plain Python.
 
-    `x.save()` -> `__save__(x)`; `with loss.backward():` -> `with __backward__(loss) as grads:`, with `grads(h)` for `h.grad` in it; and
+    `x.save()` -> `__save__(x)`; `with loss.backward():` -> `with __backward__(loss) as grads:`, with `grads[h]` for `h.grad` in it; and
     `with tracer.iter[:] as step:` -> `for step in tracer.iter[:]:`.
     """
 
@@ -168,8 +168,9 @@ class _Rewriter(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        if node.attr == "grad" and isinstance(node.ctx, ast.Load) and self.grads:
-            return _call(self.grads[-1], [self.visit(node.value)], [], node)
+        if node.attr == "grad" and not isinstance(node.ctx, ast.Del) and self.grads:
+            grads = ast.copy_location(ast.Name(self.grads[-1], ast.Load()), node)
+            return ast.copy_location(ast.Subscript(grads, self.visit(node.value), node.ctx), node)
         return self.generic_visit(node)
 
     def visit_With(self, node: ast.With) -> ast.AST:

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from midstream.errors import NeverReachedError, TraceError, UnknownModuleError
+from midstream.errors import NeverReachedError, ShapeError, TraceError, UnknownModuleError
 from midstream.trace.body import Body, StopTrace, current_body
 from midstream.trace.saves import refuse
 from midstream.trace.tree import Opaque, map_tensors
@@ -33,13 +33,15 @@ def save(value: Any) -> Any:
 
 
 class backward:
-    """`with backward(loss) as grad: g = grad(h)`, which gives the gradient of the loss at `h`.
+    """`with backward(loss) as grad: g = grad[h]`, which gives the gradient of the loss at `h`; `grad[h] = 0` replaces it.
 
     In a trace's block, `with loss.backward(): g = h.grad` is compiled to this. `h` may be any tensor of the trace that the loss depends on.
-    At the end of the block `loss.backward(...)` runs, so leaves and parameters get their `.grad` as usual.
+    A gradient that is replaced, or changed in place, goes on to the tensors that `h` was computed from: those read later in the block, and
+    leaves and parameters, which get their `.grad` at its end, where `loss.backward(...)` runs.
 
     Raises:
         TraceError: gradients are not recorded (engines compute in inference mode), or the loss does not depend on `h`.
+        ShapeError: a gradient was replaced by a tensor that does not broadcast to its shape.
     """
 
     def __init__(
@@ -52,11 +54,16 @@ class backward:
         self._loss = loss
         self._gradient = gradient
         self._rest = {"retain_graph": retain_graph, **rest}
+        self._read: list[
+            tuple[torch.Tensor, torch.Tensor, int]
+        ] = []  # tensor, its gradient, the gradient's version then
+        self._replaced: dict[int, Any] = {}  # id of a tensor -> the hook that replaces its gradient
 
     def __enter__(self) -> backward:
         return self
 
-    def __call__(self, value: torch.Tensor) -> torch.Tensor:
+    def __getitem__(self, value: torch.Tensor) -> torch.Tensor:
+        self._take_changes()
         if not value.requires_grad:
             raise TraceError(f"The tensor {list(value.shape)} has no gradient: it was computed without recording.")
         (grad,) = torch.autograd.grad(self._loss, value, self._gradient, retain_graph=True, allow_unused=True)
@@ -64,11 +71,48 @@ class backward:
             raise TraceError(
                 f"The loss does not depend on the tensor {list(value.shape)}. Read it before the values that the loss is computed from."
             )
+        grad = grad.clone()  # autograd may hand out a view or a shared tensor, and this one can be changed
+        self._read.append((value, grad, grad._version))
         return grad
 
+    __call__ = __getitem__
+
+    def __setitem__(self, value: torch.Tensor, grad: Any) -> None:
+        self._take_changes()
+        if grad is None or (value.is_leaf and not value.requires_grad):  # not a gradient of this loss
+            value.grad = grad
+            return
+        current = self[value]
+        try:
+            self._replace(value, torch.as_tensor(grad).to(current).expand_as(current))
+        except RuntimeError:
+            raise ShapeError(
+                f"The gradient is {list(current.shape)}; {list(grad.shape)} was written to it. Write a tensor of that shape, or one that "
+                "broadcasts to it."
+            ) from None
+
+    def _replace(self, value: torch.Tensor, grad: torch.Tensor) -> None:
+        if (before := self._replaced.pop(id(value), None)) is not None:
+            before.remove()
+        grad = grad.detach().clone()
+        self._replaced[id(value)] = value.register_hook(lambda _: grad)
+
+    def _take_changes(self) -> None:
+        """Replace the gradients that the trace has changed in place."""
+        read, self._read = self._read, []
+        for value, grad, version in read:
+            if grad._version != version:
+                self._replace(value, grad)
+            self._read.append((value, grad, grad._version))
+
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if kind is None:
-            self._loss.backward(self._gradient, **self._rest)
+        try:
+            if kind is None:
+                self._take_changes()
+                self._loss.backward(self._gradient, **self._rest)
+        finally:
+            for hook in self._replaced.values():
+                hook.remove()
 
 
 @dataclass(frozen=True)
