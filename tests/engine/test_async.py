@@ -252,7 +252,7 @@ def test_f7_collect_is_awaited_and_runs_what_is_missing(
 
 def test_an_edit_is_on_in_async_generation(model: VLLM, drive: Drive, plain: Plain) -> None:
     async def main() -> None:
-        with model.edit("nothing"):
+        with model.edit("nothing", inplace=True):
             model.layers_output[2] = torch.zeros_like(model.layers_output[2])
         try:
             (edited,) = await model.generate(FRANCE, max_tokens=3, **GREEDY)

@@ -181,7 +181,7 @@ def test_the_body_sees_no_step_past_the_end(engine: VLLM, stop: str) -> None:
 @pytest.mark.engine
 def test_an_edit_left_on_the_model_comes_before_the_trace(engine: VLLM, plain: Plain) -> None:
     """Also where the trace has waited for that place from the start, and the edit comes to it from an earlier one."""
-    with engine.edit("double"):
+    with engine.edit("double", inplace=True):
         engine.layers_output[1]
         engine.layers_output[3] = engine.layers_output[3] * 2
     try:

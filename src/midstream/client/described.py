@@ -83,7 +83,13 @@ class DescribedModel(TraceModel):
     def _code(self, invokes: Sequence[Invoke]) -> ShippedCode | None:
         """The code that runs in the invokes' forward passes, the model's edits first. Raises TraceError for what cannot be sent."""
         edits = list(self.edits.values())
-        programs = [[*edits, *([invoke.program] if invoke.program is not None else [])] for invoke in invokes]
+        programs = [
+            [
+                *(edits if invoke.edits is None else invoke.edits),
+                *([invoke.program] if invoke.program is not None else []),
+            ]
+            for invoke in invokes
+        ]
         return ship(programs, self._is_elsewhere) if any(programs) else None
 
     @property

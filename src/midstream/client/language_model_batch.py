@@ -24,7 +24,7 @@ from midstream.arch import Architecture
 from midstream.capture.consumers import CaptureInfo
 from midstream.capture.rows import Captured, RowChunk
 from midstream.capture.sinks import RequestCapture, Sinks
-from midstream.client.requests import Invoke, InvokeResult, PreparedPlan
+from midstream.client.requests import Invoke, InvokeResult, PreparedPlan, saves_of
 from midstream.errors import NotFiniteError, ParameterError, TraceError
 from midstream.plan.captures import Layout, Plane
 from midstream.plan.compile import compile_plan
@@ -122,7 +122,8 @@ class PaddedBatch:
         self.request_of: dict[str, BatchRequest] = {}
         shared: dict[str, Any] = {}
         for row, request in enumerate(requests):
-            programs = {f"{row}#{name}": edit for name, edit in model.edits.items()}
+            edits = list(model.edits.values()) if request.invoke.edits is None else request.invoke.edits
+            programs: dict[str, Program] = {f"{row}#{number}": edit for number, edit in enumerate(edits)}
             if request.invoke.program is not None:
                 programs[f"{row}"] = request.invoke.program
             for name, program in programs.items():
@@ -164,12 +165,9 @@ class PaddedBatch:
 
     def _result(self, row: int, request: BatchRequest) -> InvokeResult:
         own = self.outcomes.pop(str(row), None)
-        failed = [
-            other
-            for name, other in self.outcomes.items()
-            if self.request_of[name] is request and other.failure is not None
-        ]
-        outcomes = ([own] if own is not None else []) + failed
+        edits = [other for name, other in self.outcomes.items() if self.request_of[name] is request]
+        outcomes = [] if own is None else [own]
+        outcomes += [other for other in edits if other.failure is not None]
         output = Generated(
             request_id=request.name,
             prompt_token_ids=request.prompt,
@@ -180,9 +178,9 @@ class PaddedBatch:
             captures=Captured.nothing(request.name),
             answers=request.graded if request.invoke.answers else {},
         )
-        for each in outcomes:
+        for each in {id(each): each for each in (*outcomes, *edits)}.values():
             each.values = map_objects(each.values, Result, lambda _: output)
-        output.saves = own.values if own is not None else {}
+        output.saves = saves_of(own, edits)
         return InvokeResult(outcomes, output, request.plan)
 
     def _finish(self, name: str) -> None:

@@ -56,6 +56,7 @@ class Invoke:
         is_elsewhere: whether its block is in another function than the trace, so that its names are not the caller's.
         collected: for a request of `model.collect`.
         record: for a request of `model.record`, the run that its captured rows are kept as.
+        edits: the programs of the edits that run before its own; None for all edits of the model.
     """
 
     prompt: Prompt
@@ -66,6 +67,7 @@ class Invoke:
     is_elsewhere: bool = False
     collected: Collected | None = None
     record: RecordAs | None = None
+    edits: Sequence[Program] | None = None
 
     @property
     def block(self) -> Block | None:
@@ -96,6 +98,12 @@ class InvokeResult:
                 yield error
         if self.error is not None:
             yield self.error
+
+
+def saves_of(own: Outcome | None, edits: Sequence[Outcome]) -> dict[str, Any]:
+    """The values that a request saved: its edits', then its own, which count if a name is the same."""
+    every = [*edits, own] if own is not None else edits
+    return {name: value for outcome in every for name, value in outcome.values.items()}
 
 
 def raise_failures(results: list[InvokeResult]) -> None:

@@ -6,8 +6,9 @@ import dis
 import sys
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
+from operator import itemgetter
 from types import FrameType, TracebackType
 from typing import Any, Protocol
 
@@ -15,7 +16,7 @@ from midstream.client.requests import Invoke, InvokeResult, Prompt, raise_failur
 from midstream.errors import TraceError
 from midstream.plan.values import Plan
 from midstream.trace.block import Block, capture, in_place_of, link, push, skip, skipped
-from midstream.trace.program import BlockProgram
+from midstream.trace.program import BlockProgram, Program
 from midstream.trace.saves import CONTAINERS, attributes_of, refuse
 from midstream.trace.tracer import Barrier, BodyTracer, steps_of
 
@@ -51,6 +52,8 @@ class Backend(Protocol):
 
     def _run(self, invokes: list[Invoke], together: bool) -> Any: ...
 
+    def chosen_edits(self, edits: Any) -> Sequence[Program] | None: ...
+
 
 class BlockContext:
     """A with-statement whose block is captured as a program and not run in place."""
@@ -63,7 +66,13 @@ class BlockContext:
         frame = sys._getframe(1)
         self._block = capture(frame)
         self._frame = frame
-        skip(frame, self._block.target, self)
+        skip(frame, self._block.target, self._bound(self._block))
+        return self
+
+    def _bound(self, block: Block) -> Any:
+        """The value for the target of the with-statement."""
+        if isinstance(block.target, tuple):
+            raise TraceError(f"The target of a trace's `as` has to be a plain name; it is {', '.join(block.target)}.")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> bool:
@@ -103,10 +112,17 @@ class Tracer(BlockContext):
     """
 
     def __init__(
-        self, model: Backend, prompt: Prompt | None, params: dict[str, Any], max_tokens: int = 1, plan: Any = None
+        self,
+        model: Backend,
+        prompt: Prompt | None,
+        params: dict[str, Any],
+        max_tokens: int = 1,
+        plan: Any = None,
+        edits: Sequence[Program] | None = None,
     ) -> None:
         super().__init__()
         self._model = model
+        self._edits = edits
         self._prompt = prompt
         self._params, self._max_tokens = params, max_tokens
         sampling(params, max_tokens)  # raises for what is wrong with them
@@ -128,18 +144,20 @@ class Tracer(BlockContext):
             raise TraceError("tracer.result is there once the trace has run.")
         return self.outputs[0] if len(self.outputs) == 1 else self.outputs
 
-    def invoke(self, prompt: Prompt, *, plan: Any = None, **params: Any) -> InvokeContext:
+    def invoke(self, prompt: Prompt, *, plan: Any = None, edits: Any = None, **params: Any) -> InvokeContext:
         """One request of this trace.
 
         Args:
             prompt: text, token ids, or a tokenizer's output for one prompt.
-            plan: for this request, in place of the trace's.
+            plan, edits: for this request, in place of the trace's.
             params: sampling parameters of this request; the trace's are the defaults.
         """
         if not self._collecting:
             raise TraceError("Give model.trace() no prompt to have invokes in it: `with model.trace() as tracer:`.")
         own = self._plan if plan is None else Plan.of(plan)
-        return InvokeContext(self, Invoke(prompt, None, sampling({**self._params, **params}, self._max_tokens), own))
+        chosen = self._edits if edits is None else self._model.chosen_edits(edits)
+        params = sampling({**self._params, **params}, self._max_tokens)
+        return InvokeContext(self, Invoke(prompt, None, params, own, edits=chosen))
 
     def barrier(self, parties: int) -> Barrier:
         """A point where `parties` invokes wait for each other. Call it in each of them."""
@@ -158,7 +176,7 @@ class Tracer(BlockContext):
     def program_of(self, block: Block) -> BlockProgram:
         """The program of a block, with this tracer replaced by the one that bodies use."""
         injected = {name: BodyTracer() for name, value in block.captured.items() if value is self}
-        if self._prompt is not None and block.target is not None:
+        if self._prompt is not None and isinstance(block.target, str):
             injected[block.target] = BodyTracer()
         saved = [name for name, value in block.captured.items() if id(value) in self._saved]
         return BlockProgram(block, injected, saved)
@@ -167,7 +185,7 @@ class Tracer(BlockContext):
         outer: dict[str, Any] = {}
         if self._prompt is not None:
             params = sampling(self._params, self._max_tokens)
-            self.invokes.append(Invoke(self._prompt, self.program_of(block), params, self._plan))
+            self.invokes.append(Invoke(self._prompt, self.program_of(block), params, self._plan, edits=self._edits))
         else:
             outer = self._collect(block)
             self._outer = frozenset(outer)
@@ -228,7 +246,8 @@ class Tracer(BlockContext):
     def _collect(self, block: Block) -> dict[str, Any]:
         """Run the block around the invokes; each invoke in it captures its own block."""
         self._collecting = True
-        extra = {"__save__": self.save, "__steps__": steps_of, **({block.target: self} if block.target else {})}
+        target = {block.target: self} if isinstance(block.target, str) else {}
+        extra = {"__save__": self.save, "__steps__": steps_of, **target}
         try:
             names = block.function()(extra, {})
         except NameError as error:
@@ -259,17 +278,19 @@ def _names(results: list[InvokeResult], kind: str) -> list[str]:
 def saved_values(
     outer: dict[str, Any], saved: Mapping[int, Any], invokes: list[Invoke], results: list[InvokeResult]
 ) -> dict[str, Any]:
-    """The values to bind in the caller's frame. If several invokes saved a name, the last one's value counts.
+    """The values to bind in the caller's frame: a list, in the order of the invokes, for a name that several of them saved.
 
     The caller's lists and dicts, those that invokes use by name and those `saved` in the block around them, keep their identity and get
     the items that invokes put into them. In the engine, too, the invokes share them.
     """
     values = {name: value for name, value in outer.items() if id(value) in saved}
     above = dict(values)
+    several: dict[str, dict[int, Any]] = {}  # name -> values by the number of the invoke
     order = sorted(
-        zip(invokes, results, strict=True), key=lambda pair: pair[1].outcomes[-1].order if pair[1].outcomes else 0
+        enumerate(zip(invokes, results, strict=True)),
+        key=lambda pair: pair[1][1].outcomes[-1].order if pair[1][1].outcomes else 0,
     )
-    for invoke, result in order:
+    for number, (invoke, result) in order:
         for name in result.outcomes[0].values if result.outcomes else ():
             # Not the outcomes of standing edits that failed.
             samples = [o for o in result.outcomes if o.failure is None or name in o.values]
@@ -284,7 +305,13 @@ def saved_values(
             elif "." in name:
                 _set_attribute(invoke, name, value)
             if not invoke.is_elsewhere and name.isidentifier():
-                values[name] = value
+                if value is there or name in above:
+                    values[name] = value
+                else:
+                    several.setdefault(name, {})[number] = value
+    for name, by_invoke in several.items():
+        found = [value for _, value in sorted(by_invoke.items(), key=itemgetter(0))]
+        values[name] = found if len(found) > 1 else found[0]
     return values
 
 

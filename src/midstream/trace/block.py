@@ -73,8 +73,8 @@ class Block:
         return self.compiled.code
 
     @property
-    def target(self) -> str | None:
-        """The name after `as`. It is never captured: `function` gets its value as an argument."""
+    def target(self) -> str | tuple[str, ...] | None:
+        """The name after `as`, or the names of a tuple. They are never captured: `function` gets their values as an argument."""
         return self.compiled.target
 
     @property
@@ -273,14 +273,16 @@ class SkipBlock(BaseException):
         self.restore = restore
 
 
-def skip(frame: FrameType, target: str | None, value: Any) -> None:
+def skip(frame: FrameType, target: str | tuple[str, ...] | None, value: Any) -> None:
     """Leave the with statement that the frame is entering before its body begins, with `value` bound to its target.
+
+    `value` is a tuple if the target is one.
 
     To be called last in `__enter__`. `__exit__` has to call `skipped(exc)` first, which restores the former tracing function (of coverage
     or a debugger): Python drops a tracing function that raises.
     """
     if target is not None:
-        push(frame, {target: value})
+        push(frame, {target: value} if isinstance(target, str) else dict(zip(target, value, strict=True)))
     # Raise at the instruction that takes the value of `__enter__` off the stack. The body's first instruction would be too late: it may
     # belong to a `try`.
     place = _taken_off(frame.f_code, frame.f_lasti)
@@ -316,7 +318,7 @@ def _taken_off(code: CodeType, lasti: int) -> int:
     return next(
         i.offset
         for i in dis.get_instructions(code)
-        if i.offset > lasti and (i.opname == "POP_TOP" or i.opname.startswith("STORE_"))
+        if i.offset > lasti and (i.opname in ("POP_TOP", "UNPACK_SEQUENCE") or i.opname.startswith("STORE_"))
     )
 
 

@@ -25,13 +25,13 @@ class Compiled:
     """The code of a with statement's body. One object a statement, however often it is entered.
 
     Attributes:
-        target: the name after `as`.
+        target: the name after `as`, or the names of a tuple there.
         reads: names that the body reads and never binds.
         read_first: names that the body binds, but may read before that.
     """
 
     code: CodeType
-    target: str | None
+    target: str | tuple[str, ...] | None
     reads: frozenset[str]
     read_first: frozenset[str]
 
@@ -42,9 +42,7 @@ def compile_body(filename: str, node: ast.With, index: int, class_name: str | No
     Later items of the statement are a nested with statement in the body. `class_name` is the class around the statement, in which a name
     like `__x` means `_Class__x`. `frame_code` is the code of the frame.
     """
-    target = node.items[index].optional_vars
-    if target is not None and not isinstance(target, ast.Name):
-        raise TraceError(f"{filename}:{node.lineno}: the target of a trace's `as` has to be a plain name")
+    target = _target(node.items[index].optional_vars, filename)
     rest = node.items[index + 1 :]
     body: list[ast.stmt] = [ast.copy_location(ast.With(rest, node.body), node)] if rest else node.body
     for statement in body:
@@ -64,10 +62,20 @@ def compile_body(filename: str, node: ast.With, index: int, class_name: str | No
             f"{filename}:{node.lineno}: the file was edited after it was loaded; load it again."
         )
     code = code.replace(co_name=frame_code.co_name, co_qualname=frame_code.co_qualname)
-    name = None if target is None else target.id
-    outer = INJECTED | {name}
+    outer = INJECTED | ({target} if isinstance(target, str) else {*(target or ())})
     read_first = frozenset(code.co_freevars) - (names.bound - names.early)
-    return Compiled(code, name, frozenset(_globals(code)) - outer, read_first - outer)
+    return Compiled(code, target, frozenset(_globals(code)) - outer, read_first - outer)
+
+
+def _target(node: ast.expr | None, filename: str) -> str | tuple[str, ...] | None:
+    match node:
+        case None:
+            return None
+        case ast.Name(id=name):
+            return name
+        case ast.Tuple(elts=parts) if all(isinstance(part, ast.Name) for part in parts):
+            return tuple(part.id for part in parts if isinstance(part, ast.Name))
+    raise TraceError(f"{filename}:{node.lineno}: the target of a trace's `as` has to be a plain name")
 
 
 def _function_tree(node: ast.With, body: list[ast.stmt], class_name: str | None, bound: list[str]) -> ast.Module:

@@ -182,7 +182,9 @@ class Steps:
     """`tracer.iter`: `for step in tracer.iter[:]`, `tracer.iter[2:5]`, `tracer.iter[0]`, `tracer.iter[[0, 3]]`."""
 
     def __getitem__(self, chosen: slice | int | list[int]) -> Loop:
-        return Loop(steps(current_body(), chosen))
+        body = current_body()
+        body.has_iterated = True
+        return Loop(steps(body, chosen))
 
 
 @dataclass
@@ -263,6 +265,7 @@ class BodyTracer:
     def next(self, count: int = 1) -> int:
         """Go on to the next step, or `count` steps further. Later reads are of that step."""
         body = current_body()
+        body.has_iterated = True
         for step in steps(body, [body.step + count]):
             return step
         raise AssertionError("steps() yields a step asked for by number, or raises")
