@@ -9,7 +9,15 @@ import pytest
 import torch
 from oracle import close, differs
 
-from midstream.errors import NeverReachedError, ParameterError, PromptError, ShapeError, TraceError
+from midstream import VLLM, LanguageModel, demo_model
+from midstream.errors import (
+    NeverReachedError,
+    ParameterError,
+    PromptError,
+    ShapeError,
+    TraceError,
+    UnknownModuleError,
+)
 
 PARIS = "The capital of France is"
 ROME = "The capital of Italy is"
@@ -438,3 +446,140 @@ def test_j6_requests_choose_edits_by_name(model, plain, push):
     close(every, pushed)
     close(both, plain.run(EIFFEL, {**edit, **damp}).logits[-1:])
     assert generated(output) == plain.generate(EIFFEL, 4)
+
+
+# ---------------------------------------------------------------------------------------------- loading a model (J2)
+
+
+def test_j2_a_language_model_takes_the_arguments_of_nnsights_scripts(plain):
+    model = LanguageModel(
+        demo_model(),
+        dispatch=True,
+        device_map="auto",
+        task="text-generation",
+        torch_dtype=torch.float32,
+        tokenizer_kwargs={"padding_side": "right"},
+        trust_remote_code=False,
+    )
+    assert model.tokenizer.padding_side == "right" and model.module.dtype is torch.float32
+    assert generated(model.generate(EIFFEL, max_tokens=4)[0]) == plain.generate(EIFFEL, 4)
+    own = LanguageModel(plain.model, tokenizer=plain.tokenizer, dispatch=True, device_map="cpu")
+    close(own.run(lambda m: m.logits, PARIS)[0], plain.run(PARIS).logits[-1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"task": "fill-mask"}, "runs models that generate text"),
+        ({"torch_dtype": "float32", "dtype": "float32"}, "another name of dtype"),
+        ({"device_map": "balanced"}, "tensor_parallel_size"),
+        ({"device_map": {"": 0}}, "tensor_parallel_size"),
+    ],
+)
+@pytest.mark.parametrize("kind", [LanguageModel, VLLM])
+def test_j2_what_cannot_be_done_is_refused_with_what_to_write(kind, arguments, message):
+    with pytest.raises(ParameterError, match=message):
+        kind(demo_model(), **arguments)
+
+
+def test_j2_other_libraries_arguments_are_refused_by_midstreams_error(plain):
+    with pytest.raises(ParameterError, match=r"transformers does not load .*padding_sides"):
+        LanguageModel(demo_model(), padding_sides="left")
+    with pytest.raises(ParameterError, match=r"device_maps is not an argument of vLLM's engine"):
+        VLLM(demo_model(), device_maps="auto")
+    with pytest.raises(ParameterError, match="dtype: only for a model that is given by its name"):
+        LanguageModel(plain.model, plain.tokenizer, dtype=torch.float16)
+
+
+@pytest.mark.engine
+def test_j2_vllm_takes_the_arguments_of_nnsights_scripts(plain):
+    from engines import ENGINE
+    from forked import forked
+
+    settings = {name: value for name, value in ENGINE.items() if name != "dtype"}
+    given = {"dispatch": True, "device_map": "auto", "task": "text-generation", "torch_dtype": torch.float32}
+    with (
+        forked(),
+        VLLM(
+            demo_model(), **given, tokenizer_kwargs={"padding_side": "right"}, enforce_eager=True, **settings
+        ) as model,
+    ):
+        assert model.tokenizer.padding_side == "right"
+        assert generated(model.generate(EIFFEL, max_tokens=4)[0]) == plain.generate(EIFFEL, 4)
+
+
+# ---------------------------------------------------------------------------------- the tree outside of a trace (J3)
+
+
+def test_j3_the_tree_can_be_walked_outside_of_a_trace(model, plain):
+    layers = model.model.layers
+    assert len(layers) == len(list(layers)) == len(plain.model.model.layers) == model.num_layers
+    assert len(layers[2:5]) == 3 and len(layers[-2:]) == 2
+
+    with model.trace(PARIS):
+        last = layers[-1].mlp.output.save()
+    with model.trace(PARIS):
+        found = [].save()
+        for layer in layers:
+            found.append(layer.mlp.output)
+    ran = plain.run(PARIS)
+    close(last.reshape(5, -1), ran.sites["mlp_out", len(layers) - 1])
+    for index, value in enumerate(found):
+        close(value.reshape(5, -1), ran.sites["mlp_out", index])
+    with pytest.raises(UnknownModuleError, match="has 8 modules"):
+        layers[8]
+
+
+def test_j3_modules_and_sources_are_printed(model, plain):
+    layer = model.model.layers[0]
+    text = repr(layer)
+    assert all(name in text for name in ("self_attn", "mlp", "down_proj", "input_layernorm"))
+    source = str(layer.source)
+    assert "def forward(" in source and "self_mlp_0" in source and "self_mlp_0" in dir(layer.source)
+    with model.trace(PARIS):  # nothing is left of it on the model
+        hidden = model.layers_output[0].save()
+    close(hidden, plain.run(PARIS).sites["resid_post", 0])
+
+
+def test_j3_weights_are_read_outside_of_a_trace(model, plain):
+    expected = plain.model.model.layers[2].post_attention_layernorm
+    module = model.model.layers[2].post_attention_layernorm
+    close(module.weight, expected.weight)
+    (parameter,) = module.parameters()
+    close(parameter, expected.weight)
+    assert list(module.state_dict()) == ["weight"] == [name for name, _ in module.named_parameters()]
+    rows = len(plain.model.model.embed_tokens.weight)
+    close(model.model.embed_tokens.weight[:rows], plain.model.model.embed_tokens.weight)
+
+
+def test_j3_weights_that_an_engine_has_in_a_form_of_its_own_say_so(hf, engine, plain):
+    close(hf.model.layers[2].mlp.down_proj.weight, plain.model.model.layers[2].mlp.down_proj.weight)
+    with pytest.raises(TraceError, match="keeps these weights in a form of its own"):
+        _ = engine.model.layers[2].mlp.down_proj.weight
+
+
+def test_j3_reading_weights_leaves_edits_and_plans_alone(engine):
+    with engine.edit() as edited:
+        engine.layers_output[4] += float("nan")
+    assert edited.model.norm.weight.isfinite().all() and len(edited.edits) == 1
+
+
+def test_j3_config_is_the_transformers_configuration(model, plain):
+    assert model.config.num_hidden_layers == plain.model.config.num_hidden_layers
+    assert type(model.config).__name__ == "LlamaConfig"
+
+
+def test_j3_a_tree_of_other_names_says_where_the_layers_are(model):
+    for look in (lambda m: m.transformer.h[0], lambda m: m.gpt_neox, lambda m: m.model.h):
+        with pytest.raises(UnknownModuleError, match=r"The layers are at model\.model\.layers\[0\] to \[7\]"):
+            look(model)
+        with pytest.raises(UnknownModuleError, match=r"The layers are at model\.model\.layers\[0\] to \[7\]"):
+            model.run(lambda m, look=look: look(m).output, PARIS)
+
+
+@pytest.mark.engine
+def test_j3_an_async_engine_reads_weights_in_traces(engine):
+    view = engine.without_edits()
+    view._is_async = True
+    with pytest.raises(TraceError, match=r"await model\.run"):
+        _ = view.model.norm.weight

@@ -287,7 +287,7 @@ def _the_container(
     )
 
 
-def show_tree(modules: Mapping[str, Any], shapes: Mapping[str, str], sites: Iterable[str]) -> str:
+def show_tree(modules: Mapping[str, Any], shapes: Mapping[str, str], sites: Iterable[str] = ()) -> str:
     """Indented lines `name: Class -> shape`, with equal neighbouring layers on one line.
 
     Args:
@@ -314,8 +314,8 @@ def show_tree(modules: Mapping[str, Any], shapes: Mapping[str, str], sites: Iter
                 lines += [f"{indent}{name}: {head}", *below]
         return lines
 
-    last = f"sites: {', '.join(sites)}, logits, samples"
-    return "\n".join([classes.get("", "model"), *lines_below("", "  "), last])
+    last = [f"sites: {', '.join(sites)}, logits, samples"] if sites else []
+    return "\n".join([classes.get("", "model"), *lines_below("", "  "), *last])
 
 
 def text_config(root: nn.Module) -> Any:

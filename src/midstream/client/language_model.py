@@ -16,7 +16,7 @@ from midstream.arch import detect
 from midstream.arch.detect import show_tree
 from midstream.capture.sinks import Sinks
 from midstream.client.language_model_batch import BatchRequest, PaddedBatch, RunningPlan, plan_hooks
-from midstream.client.model import TraceModel
+from midstream.client.model import TraceModel, loading_arguments
 from midstream.client.requests import Invoke, InvokeResult, runs_of, token_ids
 from midstream.client.vectors_and_runs import Runs, Vectors, run_now
 from midstream.errors import MidstreamError, ParameterError, PromptError
@@ -26,6 +26,42 @@ from midstream.settings import RECORD_BYTES
 from midstream.sites import ACCESSORS, LAYER_SITES
 from midstream.trace.envoy import ModelEnvoy
 from midstream.trace.interleaver import Interleaver
+
+
+def _device(device: Any, device_map: Any) -> Any:
+    """The device that `device=` or `device_map=` asks for; None to leave the model where it is. Raises ParameterError."""
+    if device_map is None:
+        return device
+    if device is not None or not isinstance(device_map, (str, int, torch.device)) or device_map in _SPREAD:
+        raise ParameterError(
+            f"device_map is {device_map!r}. A LanguageModel is on one device, such as device_map='cuda:1'; VLLM with "
+            "tensor_parallel_size= puts a model on several."
+        )
+    return ("cuda" if torch.cuda.is_available() else "cpu") if device_map == "auto" else device_map
+
+
+_SPREAD = ("balanced", "balanced_low_0", "sequential")  # values of device_map for several devices
+
+
+def _loaded(name: str, arguments: Mapping[str, Any]) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        return AutoModelForCausalLM.from_pretrained(name, **arguments)  # type: ignore[no-any-return]
+    except TypeError as error:
+        raise ParameterError(f"transformers does not load {name!r} with these arguments: {error}") from error
+
+
+def _tokenizer(name: str, arguments: Mapping[str, Any], more: Mapping[str, Any]) -> Any:
+    """The tokenizer of that name, from where the model with these arguments is from."""
+    from transformers import AutoTokenizer
+
+    if not name:
+        raise ParameterError("This model has no name that its tokenizer could be found by: give tokenizer=.")
+    shared = {
+        key: arguments[key] for key in ("revision", "trust_remote_code", "token", "cache_dir") if key in arguments
+    }
+    return AutoTokenizer.from_pretrained(name, **{**shared, **more})
 
 
 class LanguageModel(TraceModel):
@@ -46,7 +82,11 @@ class LanguageModel(TraceModel):
         rename: names of this model's own modules for the standard ones, such as `{"blocks": "layers"}`.
         device: where to run.
         record_bytes: how many bytes recorded runs may take.
-        kwargs: for `from_pretrained`, `dtype` for example.
+        tokenizer_kwargs: for `from_pretrained` of the tokenizer.
+        kwargs: for `from_pretrained`, `dtype` for example. `torch_dtype` is another name of it, and `device_map` of `device`.
+
+    Raises:
+        ParameterError: transformers does not take an argument, or it asks for something that midstream does not do.
     """
 
     _has_logprobs = False
@@ -59,18 +99,20 @@ class LanguageModel(TraceModel):
         rename: Mapping[str, str] | None = None,
         device: str | torch.device | None = None,
         record_bytes: int = RECORD_BYTES,
+        tokenizer_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
-        module: Any = AutoModelForCausalLM.from_pretrained(model, **kwargs) if isinstance(model, str) else model
+        kwargs = loading_arguments(kwargs)
+        device = _device(device, kwargs.pop("device_map", None))
+        module: Any = _loaded(model, kwargs) if isinstance(model, str) else model
+        if kwargs and module is model:
+            raise ParameterError(f"{', '.join(kwargs)}: only for a model that is given by its name.")
         module = (module.to(device) if device is not None else module).eval()
         self.model_name: str = model if isinstance(model, str) else module.config.name_or_path
-        name = tokenizer if isinstance(tokenizer, str) else model if isinstance(model, str) else None
         self.module: Any = module
-        self.tokenizer = (
-            AutoTokenizer.from_pretrained(name) if tokenizer is None or isinstance(tokenizer, str) else tokenizer
-        )
+        self.tokenizer = tokenizer
+        if tokenizer is None or isinstance(tokenizer, str):
+            self.tokenizer = _tokenizer(tokenizer or self.model_name, kwargs, tokenizer_kwargs or {})
         self.edits = {}
         self.vectors = Vectors()
         self._run_store = RunStore(record_bytes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 import uuid
-from collections.abc import Callable, Coroutine, Iterable, Sequence, Sized
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence, Sized
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -29,7 +29,7 @@ from midstream.client.requests import (
 from midstream.client.sweeping import Sweeping, SweepStream
 from midstream.client.tracing import BlockContext, Tracer, in_with_header
 from midstream.client.vectors_and_runs import Runs, Vectors, run_now
-from midstream.errors import PlanError, PromptError, TraceError, UnsendableError
+from midstream.errors import ParameterError, PlanError, PromptError, TraceError, UnsendableError
 from midstream.plan.values import Capture, ModelFacts, Plan, RecordedRun
 from midstream.sweeps.request import Metric, SweepRequest
 from midstream.trace.block import Block
@@ -92,6 +92,22 @@ class EditContext(BlockContext):
         edit = StandingEdit(BlockProgram(block, injected), self._has_name)
         for model in (self._view, self._model) if self._inplace else (self._view,):
             model.edits[self._name] = edit
+
+
+def loading_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a model's constructor, without those of nnsight's that say what midstream does anyway.
+
+    Raises ParameterError for those that ask for something else.
+    """
+    given = dict(given)
+    given.pop("dispatch", None)  # models are loaded when they are made
+    if (task := given.pop("task", None)) not in (None, "text-generation", "generate"):
+        raise ParameterError(f"task is {task!r}; midstream runs models that generate text: leave it out.")
+    if "torch_dtype" in given:
+        if "dtype" in given:
+            raise ParameterError("torch_dtype is another name of dtype; give one of them.")
+        given["dtype"] = given.pop("torch_dtype")
+    return given
 
 
 _EDITS = itertools.count(1)  # numbers of edits without a name
@@ -508,11 +524,16 @@ class TraceModel(Sizes):
         """
         return EditContext(self, name, inplace)
 
+    def _view(self) -> Self:
+        """A copy with edits of its own on the same weights."""
+        view = object.__new__(type(self))
+        view.__dict__.update(self.__dict__)
+        view.edits, view._original = dict(self.edits), self
+        return view
+
     def _edited_view(self, name: str) -> TraceModel:
         """A copy with edits of its own, which can remove the one called `name`."""
-        view: TraceModel = object.__new__(type(self))
-        view.__dict__ |= self.__dict__
-        view.edits, view._original = dict(self.edits), self
+        view = self._view()
 
         def clear() -> None:
             for model in (view, self):

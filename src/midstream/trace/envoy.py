@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from midstream.arch import Architecture
 from midstream.arch.detect import Sizes, text_config
 from midstream.errors import ShapeError, TraceError, UnknownModuleError, UnknownSiteError
 from midstream.sites import ACCESSORS, LAYER_SITES, Binding, Key
-from midstream.trace.body import current_body
+from midstream.trace.body import current_body, is_in_body
 from midstream.trace.forward import Forward, forward_source
 from midstream.trace.remote import RemoteValue, real
 from midstream.trace.visit import Visit
@@ -29,6 +29,16 @@ def nearest(name: str, known: list[str]) -> str:
     """`; did you mean ...?` with the known names most like `name`; `.` if there are none."""
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
     return f"; did you mean {', '.join(close)}?" if close else "."
+
+
+def where_layers_are(paths: Iterable[str]) -> str:
+    """` The layers are at model.model.layers[0] to [11].`: the uppermost modules that are numbered; nothing if there are none."""
+    numbered = [path.rpartition(".") for path in paths if path.rpartition(".")[2].isdigit()]
+    if not numbered:
+        return ""
+    container = min((parent for parent, _, _ in numbered), key=lambda parent: parent.count("."))
+    last = max(int(name) for parent, _, name in numbered if parent == container)
+    return f" The layers are at model.{container}[0] to [{last}]."
 
 
 def read_point(key: Key) -> Any:
@@ -101,7 +111,8 @@ class Source:
         self._path = path
         if forward.stage.has((path, "output")):
             self._source = forward.source.of(path)
-            forward.source.install(path)
+            if is_in_body():
+                forward.source.install(path)
         else:
             self._source = forward_source(forward.stage.class_of(path).forward)  # type: ignore[arg-type]
 
@@ -110,7 +121,10 @@ class Source:
             raise UnknownModuleError(f"{self._path}.source has no call {name}{nearest(name, list(self._source.names))}")
         return SourceCall(self._path, name)
 
-    def __str__(self) -> str:
+    def __dir__(self) -> list[str]:
+        return list(self._source.names)
+
+    def __repr__(self) -> str:
         return str(self._source)
 
 
@@ -172,7 +186,10 @@ class Envoy(CallPoints):
             return self._computed(self._path, lambda: self._held(name))
         except AttributeError:
             where, known = self._path or "the model", children + self._public()
-            raise UnknownModuleError(f"{where} ({self._class_name}) has no {name}{nearest(name, known)}") from None
+            hint = where_layers_are(self._forward.stage.modules) if self._path.count(".") < 2 else ""
+            raise UnknownModuleError(
+                f"{where} ({self._class_name}) has no {name}{nearest(name, known)}{hint}"
+            ) from None
 
     def _public(self) -> list[str]:
         return [name for each in type(self).__mro__[:-1] for name in vars(each) if not name.startswith("_")]
@@ -209,7 +226,7 @@ class Envoy(CallPoints):
         return iter(self[:])
 
     def __repr__(self) -> str:
-        return f"<{self._path or 'model'}: {self._class_name}>"
+        return repr(self._module) if self._module is not None else f"{self._class_name}()"
 
     @property
     def _class_name(self) -> str:
