@@ -583,3 +583,47 @@ def test_j3_an_async_engine_reads_weights_in_traces(engine):
     view._is_async = True
     with pytest.raises(TraceError, match=r"await model\.run"):
         _ = view.model.norm.weight
+
+
+# ------------------------------------------------------------------------------------------------------- caches (J4)
+
+
+def test_j4_a_cache_is_read_by_nnsights_keys_and_by_paths(model, plain):
+    with model.trace(PARIS) as tracer:
+        cache = tracer.cache(modules=["model.model.layers.2.mlp", model.model.layers[3].mlp], include_inputs=True)
+    ran = plain.run(PARIS)
+    for entry in (
+        cache["model.layers.2.mlp"],
+        cache["model.model.layers.2.mlp"],
+        cache.model.layers[2].mlp,
+        cache.model.model.layers[2].mlp,
+    ):
+        close(entry.output.reshape(5, -1), ran.sites["mlp_out", 2])
+        close(entry.input.reshape(5, -1), ran.sites["mlp_in", 2])
+        assert len(entry.inputs) == 2
+    assert len(cache) == 2 and "model.model.layers.3.mlp" in cache and "model.layers.3.mlp" in cache
+    assert "model.model.layers.4.mlp" not in cache and cache.get("model.layers.4.mlp") is None
+    with pytest.raises(UnknownModuleError, match=r"holds nothing of model\.model\.layers\.4\.mlp"):
+        _ = cache.model.model.layers[4].mlp.output
+
+
+def test_j4_an_entry_of_several_steps_has_one_for_each(model, plain):
+    with model.generate(PARIS, max_new_tokens=3) as tracer:
+        cache = tracer.cache(modules=[model.model.layers[2].mlp], include_inputs=True)
+    entry = cache["model.model.layers.2.mlp"]
+    assert len(entry) == len(entry.output) == len(entry.input) == 3
+    close(entry[0].output.reshape(5, -1), plain.run(PARIS).sites["mlp_out", 2])
+    longer = plain.ids(PARIS) + plain.generate(PARIS, 2)
+    close(entry[-1].output.reshape(1, -1), plain.run(longer).sites["mlp_out", 2][-1:])
+    close(entry[-1].input.reshape(1, -1), plain.run(longer).sites["mlp_in", 2][-1:])
+
+
+def test_j4_a_cache_may_keep_gradients_and_says_if_it_has_no_inputs(hf, engine):
+    for model in (hf, engine):
+        with model.trace(PARIS) as tracer:
+            kept = tracer.cache(modules=["model.layers.2.mlp"], detach=False, non_blocking=True)
+            plain_cache = tracer.cache(modules=["model.layers.2.mlp"])
+        assert not plain_cache["model.layers.2.mlp"].output.requires_grad
+        assert kept["model.layers.2.mlp"].output.requires_grad == (model is hf)
+        with pytest.raises(TraceError, match="include_inputs=True"):
+            _ = kept["model.layers.2.mlp"].input

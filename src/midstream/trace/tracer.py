@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NoReturn
@@ -189,7 +189,10 @@ class Steps:
 
 @dataclass
 class CacheEntry:
-    """One module's output and inputs in a cache; lists of them if the request ran several steps."""
+    """One module's output and inputs in a cache; lists of them if the request ran several steps.
+
+    `entry[i]` is the entry of one call of the module, and `len(entry)` how many there are.
+    """
 
     output: Any = None
     inputs: Any = None
@@ -204,6 +207,21 @@ class CacheEntry:
             before.append(value)
         else:
             setattr(self, field_name, _Steps([before, value]))
+
+    @property
+    def input(self) -> Any:
+        """The first argument; a list if the request ran several steps."""
+        return [_first(each) for each in self.inputs] if isinstance(self.inputs, _Steps) else _first(self.inputs)
+
+    def __len__(self) -> int:
+        return max(map(len, self._steps.values()), default=0)
+
+    def __getitem__(self, index: int) -> CacheEntry:
+        entry = CacheEntry()
+        for field_name, numbers in self._steps.items():
+            values = getattr(self, field_name)
+            entry.add(field_name, values[index] if isinstance(values, _Steps) else [values][index], numbers[index])
+        return entry
 
     def until(self, step: int) -> CacheEntry:
         """The entry with the values of the steps before `step` only."""
@@ -220,8 +238,33 @@ class _Steps(list[Any]):
     """Values of several steps, as opposed to a list that a module returned."""
 
 
+def _first(inputs: Any) -> Any:
+    """The first of a call's arguments `(args, kwargs)`."""
+    if inputs is None:
+        raise TraceError("The cache has no inputs; make it by tracer.cache(include_inputs=True).")
+    args, kwargs = inputs
+    return args[0] if args else next(iter(kwargs.values()))
+
+
 class Cache(dict[str, CacheEntry], Opaque):
-    """Activations by module path: `cache["model.layers.3"].output`, or `cache.model.layers[3].output`."""
+    """Activations by module path: `cache["model.layers.3"].output`, or `cache.model.layers[3].output`.
+
+    Paths may begin with `model.` for the model itself, as in nnsight: `cache["model.model.layers.3"]`.
+    """
+
+    def __missing__(self, path: str) -> CacheEntry:
+        found = self.get(path)
+        if found is None:
+            raise UnknownModuleError(f"the cache holds nothing of {path}; it has {', '.join(list(self)[:8])} ...")
+        return found
+
+    def __contains__(self, path: object) -> bool:
+        return dict.__contains__(self, path) or dict.__contains__(self, str(path).removeprefix("model."))
+
+    def get(self, path: str, default: Any = None) -> Any:
+        if dict.__contains__(self, path):
+            return dict.__getitem__(self, path)
+        return dict.get(self, path.removeprefix("model."), default)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -240,16 +283,20 @@ class _CachePath:
         self._path = path
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("output", "inputs"):
-            if self._path not in self._cache:
-                raise UnknownModuleError(
-                    f"the cache holds nothing of {self._path}; it has {', '.join(list(self._cache)[:8])} ..."
-                )
+        if name in ("output", "inputs", "input"):
             return getattr(self._cache[self._path], name)
         return _CachePath(self._cache, f"{self._path}.{name}")
 
     def __getitem__(self, index: int) -> Any:
         return _CachePath(self._cache, f"{self._path}.{index}")
+
+
+def _path_of(module: Any, tree: Collection[str]) -> Any:
+    """The path of a module, or a path as it was given, without nnsight's `model.` for the model itself."""
+    path = getattr(module, "_path", module)
+    if isinstance(path, str) and path not in tree and path.removeprefix("model.") in tree:
+        return path.removeprefix("model.")
+    return path
 
 
 class BodyTracer:
@@ -292,6 +339,8 @@ class BodyTracer:
         include_inputs: bool = False,
         device: torch.device | str | None = "cpu",
         dtype: torch.dtype | None = None,
+        detach: bool = True,
+        non_blocking: bool = False,
     ) -> Cache:
         """Keep the modules' outputs during the rest of this trace, after all edits.
 
@@ -299,6 +348,8 @@ class BodyTracer:
             modules: modules or paths; None for every module of the tree.
             include_output, include_inputs: which of each module's values to keep.
             device, dtype: of the kept tensors; None leaves them as they are.
+            detach: whether to leave gradients out. Only `LanguageModel` has any.
+            non_blocking: for code that is written for nnsight; the values are complete when the trace ends, in any case.
 
         Returns:
             A saved cache, which fills up as the forward goes on.
@@ -309,12 +360,14 @@ class BodyTracer:
         )  # raises here for an impossible device or dtype, and not in the middle of the forward
         forward = body.forward
         tree = forward.stage.modules
-        paths = [p for p in tree if p] if modules is None else [getattr(m, "_path", m) for m in modules]
+        paths = [p for p in tree if p] if modules is None else [_path_of(m, tree) for m in modules]
         cache = Cache()
 
         def keep(path: str, field_name: str) -> Any:
             def watch(visit: Visit) -> None:
-                value = map_tensors(visit.raw(), lambda _, t: t.detach().to(device, dtype, copy=True))
+                value = map_tensors(
+                    visit.raw(), lambda _, t: (t.detach() if detach else t).to(device, dtype, copy=True)
+                )
                 cache.setdefault(path, CacheEntry()).add(field_name, value, visit.step)
 
             return watch
