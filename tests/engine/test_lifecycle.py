@@ -231,9 +231,9 @@ def growths(model: VLLM, windows: int, keep: list[Any] | None = None) -> list[He
                     with tracer.invoke(prompt):
                         every = [model.layers_output[i].save() for i in range(model.num_layers)].save()
                         model.layers_output[7] += 0.1
-            assert len(every) == model.num_layers
+            assert [len(each) for each in every] == [model.num_layers] * 5
             if keep is not None:
-                keep.append(every[0])
+                keep.append(every[-1][0])
         del tracer, every
         with model.trace(FRANCE, temperature=0.0) as tracer:
             worker = vars(Held.now()).save()

@@ -627,3 +627,183 @@ def test_j4_a_cache_may_keep_gradients_and_says_if_it_has_no_inputs(hf, engine):
         assert kept["model.layers.2.mlp"].output.requires_grad == (model is hf)
         with pytest.raises(TraceError, match="include_inputs=True"):
             _ = kept["model.layers.2.mlp"].input
+
+
+# ------------------------------------------------------------------------------------ prompts, batches and results (J5)
+
+
+def left_padded(plain, prompts):
+    rows = [plain.ids(prompt) for prompt in prompts]
+    length = max(map(len, rows))
+    return {
+        "input_ids": torch.tensor([[0] * (length - len(row)) + row for row in rows]),
+        "attention_mask": torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows]),
+    }
+
+
+def test_j5_a_result_is_the_tensor_of_its_token_ids_on_transformers(hf, plain):
+    with hf.generate(PARIS, max_new_tokens=3) as tracer:
+        ids = tracer.result.save()
+        same = hf.generator.output.save()
+        streamed = [].save()
+        for _ in tracer.iter[:]:
+            streamed.append(hf.generator.streamer.output.item())
+    expected = plain.ids(PARIS) + plain.generate(PARIS, 3)
+    assert ids.shape == (1, len(expected)) and ids[0].tolist() == expected and len(ids) == 1
+    assert torch.equal(ids, torch.tensor([expected])) and torch.equal(same[:, -3:], ids[:, -3:])
+    assert streamed == plain.generate(PARIS, 3)
+    assert hf.tokenizer.decode(ids[0]) == plain.decode(expected) == hf.tokenizer.batch_decode(ids)[0]
+    assert ids.outputs[0].text == tracer.result.text
+
+
+def test_j5_a_result_of_one_forward_has_logits_on_transformers(hf, plain):
+    with hf.trace(PARIS) as tracer:
+        out = tracer.result.save()
+        last = tracer.result.logits[:, -1].save()
+        root = hf.output.logits.save()
+    expected = plain.run(PARIS).logits
+    close(out.logits[0], expected)
+    close(last[0], expected[-1])
+    close(root[0], expected)
+    with hf.trace(PARIS) as tracer:
+        pass
+    with pytest.raises(TraceError, match=r"model\.output\.logits"):
+        _ = tracer.result.logits
+
+
+def test_j5_a_result_on_vllm_is_its_request_output(engine, plain):
+    with engine.generate(PARIS, max_new_tokens=3) as tracer:
+        out = tracer.result.save()
+        text = tracer.result.outputs[0].text.save()
+    assert generated(out) == plain.generate(PARIS, 3) and text == out.outputs[0].text
+    with pytest.raises(TraceError, match=r"tracer\.result"):
+        engine.run(lambda m: m.generator.output, PARIS)
+    with pytest.raises(TraceError, match="no such part"), engine.trace(PARIS) as tracer:
+        tracer.result.logits.save()
+
+
+@pytest.mark.parametrize("form", ["texts", "ids", "encoding", "unpacked", "invoke", "invoke unpacked"])
+def test_j5_a_batch_has_a_batch_axis_on_transformers(hf, plain, form):
+    prompts = [EIFFEL, PARIS]
+    encoding = left_padded(plain, prompts)
+    given = {"texts": prompts, "invoke": prompts, "ids": [plain.ids(p) for p in prompts], "encoding": encoding}
+    vector = 5 * torch.randn(256, generator=torch.Generator().manual_seed(1))
+    if form.startswith("invoke"):
+        with (
+            hf.trace() as tracer,
+            tracer.invoke(*([] if "un" in form else [prompts]), **(encoding if "un" in form else {})),
+        ):
+            raw = hf.model.layers[2].output.save()
+            hf.layers_output[3][:, -1] += vector
+            hidden = hf.layers_output[4].save()
+            logits = hf.logits.save()
+            out = tracer.result.save()
+    else:
+        with hf.trace(
+            *([] if form == "unpacked" else [given[form]]), **(encoding if form == "unpacked" else {})
+        ) as tracer:
+            raw = hf.model.layers[2].output.save()
+            hf.layers_output[3][:, -1] += vector
+            hidden = hf.layers_output[4].save()
+            logits = hf.logits.save()
+            out = tracer.result.save()
+    assert raw.shape == hidden.shape == (2, 8, 256) and logits.shape[0] == 2 and len(tracer.outputs) == 2
+    assert out.shape == (2, 9) and out.logits.shape[:2] == (2, 8)
+
+    def edit(h):
+        h[-1] += vector
+        return h
+
+    for row, prompt in enumerate(prompts):
+        ran = plain.run(prompt, {("resid_post", 3): edit})
+        count = len(plain.ids(prompt))
+        close(raw[row, -count:], ran.sites["resid_post", 2])
+        close(hidden[row, -count:], ran.sites["resid_post", 4])
+        close(logits[row], ran.logits[-1])
+        close(out.logits[row, -count:], ran.logits)
+        assert out[row, -1] == ran.logits[-1].argmax()
+
+
+def test_j5_an_invoke_without_a_prompt_sees_the_whole_batch_on_transformers(hf, plain):
+    with hf.trace() as tracer:
+        with tracer.invoke(PARIS):
+            one = hf.layers_output[2].save()
+        with tracer.invoke([EIFFEL, ROME]):
+            two = hf.layers_output[2].save()
+        with tracer.invoke():
+            every = hf.layers_output[2].save()
+            hf.layers_output[5][:] = 0
+            logits = hf.logits.save()
+    assert one.shape == (5, 256) and two.shape == (2, 8, 256) and every.shape == (3, 8, 256)
+    assert len(tracer.outputs) == 3
+    close(every[0, -5:], plain.run(PARIS).sites["resid_post", 2])
+    close(every[1], two[0])
+    close(one, every[0, -5:])
+    for row, prompt in enumerate((PARIS, EIFFEL, ROME)):
+        close(logits[row], plain.run(prompt, {("resid_post", 5): torch.zeros_like}).logits[-1])
+
+
+def test_j5_a_batch_generates_on_transformers(hf, plain):
+    prompts = [EIFFEL, PARIS, "Paris"]
+    with hf.generate(prompts, max_new_tokens=4) as tracer:
+        steps = [].save()
+        for _ in tracer.iter[:]:
+            steps.append(hf.samples)
+        ids = tracer.result.save()
+    expected = [plain.generate(prompt, 4) for prompt in prompts]
+    assert torch.stack(steps, 1).tolist() == expected == ids[:, -4:].tolist()
+    assert [output.token_ids for output in tracer.outputs] == expected
+    assert ids[2, :7].eq(hf.tokenizer.pad_token_id or 0).all() and ids.shape == (3, 12)
+
+
+def test_j5_gradients_of_a_batch(hf, plain):
+    with hf.trace([EIFFEL, PARIS]):
+        high = hf.layers_output[3]
+        loss = hf.logits[1, 7]
+        with loss.backward():
+            grad = high.grad.save()
+    assert grad.shape == (2, 8, 256) and not grad[0].any()
+    close(grad[1, -5:], upstream(plain, lambda g: g)[1])
+
+
+@pytest.mark.parametrize("form", ["trace", "invoke", "encoding"])
+def test_j5_on_vllm_a_list_of_prompts_runs_the_block_for_each(engine, plain, form):
+    prompts = [EIFFEL, PARIS]
+    found = []
+    if form == "invoke":
+        with engine.trace() as tracer, tracer.invoke(prompts):
+            hidden = engine.layers_output[2].save()
+            found.append(engine.samples.save())
+    else:
+        with engine.trace(prompts if form == "trace" else left_padded(plain, prompts)):
+            hidden = engine.layers_output[2].save()
+            found.append(engine.samples.save())
+    assert isinstance(hidden, list) and len(found) == 2
+    for value, prompt in zip(hidden, prompts, strict=True):
+        close(value, plain.run(prompt).sites["resid_post", 2])
+
+
+def test_j5_on_vllm_an_invoke_needs_a_prompt(engine):
+    with pytest.raises(TraceError, match=r"tracer\.invoke\(\[a, b\]\)"), engine.trace() as tracer:
+        with tracer.invoke(PARIS):
+            pass
+        with tracer.invoke():
+            pass
+
+
+def test_j5_a_trace_without_a_with_statement_returns_the_output(model, plain):
+    encoding = {name: rows[1:] for name, rows in left_padded(plain, [EIFFEL, PARIS]).items()}
+    token = plain.generate(PARIS, 1)
+    for output in (model.trace(PARIS, trace=False), model(PARIS), model(**encoding), model(encoding)):
+        assert generated(output) == token
+    assert [generated(output) for output in model([PARIS, EIFFEL])] == [token, plain.generate(EIFFEL, 1)]
+    (output,) = model.generate(**encoding, max_new_tokens=3)
+    assert generated(output) == plain.generate(PARIS, 3)
+    outputs = model.generate(left_padded(plain, [EIFFEL, PARIS]), max_new_tokens=3)
+    assert [generated(output) for output in outputs] == [plain.generate(EIFFEL, 3), plain.generate(PARIS, 3)]
+    with pytest.raises(PromptError, match="given twice"):
+        model.trace(PARIS, **encoding)
+
+
+def test_j5_a_call_of_a_language_model_has_logits(hf, plain):
+    close(hf(PARIS).logits[0], plain.run(PARIS).logits)

@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,16 +16,16 @@ from torch import nn
 from midstream.arch import detect
 from midstream.arch.detect import show_tree
 from midstream.capture.sinks import Sinks
-from midstream.client.language_model_batch import BatchRequest, PaddedBatch, RunningPlan, plan_hooks
+from midstream.client.language_model_batch import BatchInvoke, BatchRequest, PaddedBatch, RunningPlan, plan_hooks
 from midstream.client.model import TraceModel, loading_arguments
-from midstream.client.requests import Invoke, InvokeResult, runs_of, token_ids
+from midstream.client.requests import Invoke, InvokeResult, prompts_of, runs_of, token_ids
 from midstream.client.vectors_and_runs import Runs, Vectors, run_now
 from midstream.errors import MidstreamError, ParameterError, PromptError
 from midstream.plan.values import ModelFacts
 from midstream.runtime.store import RunStore, make_run
 from midstream.settings import RECORD_BYTES
 from midstream.sites import ACCESSORS, LAYER_SITES
-from midstream.trace.envoy import ModelEnvoy
+from midstream.trace.envoy import Generator, ModelEnvoy
 from midstream.trace.interleaver import Interleaver
 
 
@@ -130,6 +131,7 @@ class LanguageModel(TraceModel):
         )
         self._interleaver = Interleaver(module, self.arch.order)
         self._envoy = ModelEnvoy(module, self.arch, self._interleaver, self._unembed, lambda: self.tokenizer)
+        self._envoy._generator = Generator()
 
     def _probe(self) -> None:
         with torch.no_grad():
@@ -183,22 +185,26 @@ class LanguageModel(TraceModel):
 
     def _run(self, invokes: list[Invoke], together: bool = False) -> list[InvokeResult]:
         """Run traces as one batch; without traces, run prompts that have plans one after the other."""
-        invokes = self._with_plan(invokes)
-        prompts = [self._token_ids(invoke) for invoke in invokes]
-        plans = self.planner.prepare_all(invokes, prompts)
+        prompts = [[] if each.prompt is None else prompts_of(each.prompt) for each in invokes]
+        single = self._with_plan(
+            [replace(each, prompt=prompt) for each, own in zip(invokes, prompts, strict=True) for prompt in own]
+        )
+        ids = [self._token_ids(each) for each in single]
+        plans = self.planner.prepare_all(single, ids)
         for invoke in invokes:
             if (most := invoke.params.get("max_tokens")) is not None and most < 1:
                 raise ParameterError(f"max_tokens is {most}; allowed: at least 1.")
-        alone = any(plans) and all(invoke.program is None for invoke in invokes)
-        size = 1 if alone else len(invokes)
-        requests = [
-            BatchRequest(str(next(self._numbers)), invoke, ids, plan)
-            for invoke, ids, plan in zip(invokes, prompts, plans, strict=True)
+        requests = [BatchRequest(str(next(self._numbers)), *each) for each in zip(single, ids, plans, strict=True)]
+        rest = iter(requests)
+        batch = [
+            BatchInvoke(each, [next(rest) for _ in own] or requests, len(own) != 1)
+            for each, own in zip(invokes, prompts, strict=True)
         ]
+        alone = any(plans) and all(invoke.program is None for invoke in invokes)
         with ExitStack() as stack:
-            for i in range(0, len(requests), size):
-                self._run_batch(requests[i : i + size], stack)
-            return [self._result(request) for request in requests]
+            for part in [[each] for each in batch] if alone else [batch]:
+                self._run_batch(part, requests if not alone else part[0].requests, stack)
+            return [self._result(each) for each in batch]
 
     def _token_ids(self, invoke: Invoke) -> list[int]:
         ids = token_ids(invoke, lambda: self.tokenizer)
@@ -207,7 +213,7 @@ class LanguageModel(TraceModel):
             raise PromptError(f"The prompt has the token id {wrong[0]}; this model's are 0 to {rows - 1}.")
         return ids
 
-    def _run_batch(self, requests: Sequence[BatchRequest], until: ExitStack) -> None:
+    def _run_batch(self, invokes: Sequence[BatchInvoke], requests: Sequence[BatchRequest], until: ExitStack) -> None:
         """Run one batch to the end of its requests. Calls from several threads run one after the other.
 
         At the end of `until`, captured rows are dropped unless `_result` has taken them.
@@ -222,18 +228,20 @@ class LanguageModel(TraceModel):
                     request.running = RunningPlan(request, self.arch, self.vectors, self._run_store, self.sinks)
                     until.callback(request.running.discard)
             with plan_hooks(self.module, self.arch, requests, lambda: self._interleaver.muted):
-                PaddedBatch(self, self._interleaver, requests).run()
+                PaddedBatch(self, self._interleaver, requests, invokes).run()
             for request in requests:
                 if request.running is not None:
                     request.running.end(len(request.generated))
 
-    def _result(self, request: BatchRequest) -> InvokeResult:
-        """The result with captures on its output, once the sinks have taken theirs, or with an error."""
-        result = request.result
-        if request.running is not None:
-            result.output.captures = None
+    def _result(self, each: BatchInvoke) -> InvokeResult:
+        """The result with captures on its outputs, once the sinks have taken theirs, or with an error."""
+        result = each.result
+        for request in each.requests if each.invoke.prompt is not None else ():
+            if request.running is None:
+                continue
+            request.output.captures = None
             try:
-                result.output.captures = request.running.result(len(request.generated))
+                request.output.captures = request.running.result(len(request.generated))
                 if request.invoke.record is not None:
                     self._keep(result, *request.invoke.record)
             except MidstreamError as error:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence, Si
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Self, cast
+from typing import Any, Literal, Self, cast, overload
 
 from midstream.arch.detect import Sizes
 from midstream.capture.directory import Store, open_captures
@@ -23,6 +23,8 @@ from midstream.client.requests import (
     RecordAs,
     answers_of,
     plans_of,
+    prompt_in,
+    prompts_of,
     raise_failures,
     sampling,
 )
@@ -94,6 +96,10 @@ class EditContext(BlockContext):
             model.edits[self._name] = edit
 
 
+def _result(model: Any, tracer: Any) -> Any:
+    return tracer.result
+
+
 def loading_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of a model's constructor, without those of nnsight's that say what midstream does anyway.
 
@@ -120,10 +126,13 @@ def _refuse_in_trace(name: str) -> None:
 
 def _each(prompts: Any, method: str) -> tuple[list[Any], bool]:
     """The prompts as a list, and whether a single prompt was given."""
+    if hasattr(prompts, "keys") or getattr(prompts, "ndim", 0) == 2:
+        rows = prompts_of(prompts)
+        return rows, len(rows) == 1
     if not isinstance(prompts, Iterable):
         raise PromptError(f"{method} needs a prompt, or several; {prompts!r} was given.")
     given: Any = prompts if isinstance(prompts, (str, Sized)) else list(prompts)
-    single = isinstance(given, str) or hasattr(given, "keys") or all(isinstance(token, int) for token in given)
+    single = isinstance(given, str) or all(isinstance(token, int) for token in given)
     return ([given] if single else list(given)), single
 
 
@@ -219,17 +228,43 @@ class TraceModel(Sizes):
     def plan(self, plan: Any) -> None:
         self._plan = Plan.of(plan)
 
+    @overload
     def trace(
-        self, prompt: Prompt | None = None, *, plan: Any = None, edits: Sequence[Any] | None = None, **params: Any
-    ) -> Tracer:
+        self, prompt: Prompt | Sequence[Prompt] | None = None, *, trace: Literal[False], **params: Any
+    ) -> Any: ...
+
+    @overload
+    def trace(
+        self,
+        prompt: Prompt | Sequence[Prompt] | None = None,
+        *,
+        plan: Any = None,
+        edits: Sequence[Any] | None = None,
+        **params: Any,
+    ) -> Tracer: ...
+
+    def trace(
+        self,
+        prompt: Prompt | Sequence[Prompt] | None = None,
+        *,
+        plan: Any = None,
+        edits: Sequence[Any] | None = None,
+        trace: bool = True,
+        **params: Any,
+    ) -> Any:
         """`with model.trace(prompt) as tracer:` runs the block inside the model's forward pass on `prompt`.
 
         Args:
-            prompt: text, token ids, or a tokenizer's output; None if the block has invokes with prompts of their own.
+            prompt: text, token ids, or a tokenizer's output, also as `trace(**encoding)`; tokens that its `attention_mask` masks do not
+                count. None if the block has invokes with prompts of their own. Or a list of prompts: `LanguageModel` runs the block once
+                on their batch, so that values have a batch axis; the other models run it for each prompt, and a saved name has the list
+                of its values.
             plan: interventions that run beside the block; at a site, the plan's edits come before the block's.
             edits: names of the model's edits, or edited views, whose edits run. None runs all of the model's. Edits without a name
                 always run.
-            params: sampling parameters: `max_tokens` (1 if not given), `temperature` and so on.
+            trace: False returns the output, without a with-statement; a list of them for a list of prompts.
+            params: sampling parameters: `max_tokens` (1 if not given), `temperature` and so on. Decoding is greedy if none asks for
+                sampling, as `temperature`, `top_p`, `top_k`, `min_p`, `do_sample=True` and `n > 1` do.
 
         Raises:
             PromptError: an empty prompt, or one that does not fit into one step.
@@ -239,7 +274,15 @@ class TraceModel(Sizes):
             PlanError: the plan cannot be done on this model, or to this prompt.
         """
         _refuse_in_trace("trace")
+        prompt, params = prompt_in(prompt, params)
+        if not trace:
+            prompts = prompts_of(prompt)
+            return self.run(_result, prompts if len(prompts) > 1 else prompts[0], plan=plan, edits=edits, **params)
         return Tracer(self, prompt, params, 1, plans_of(plan, 1, True)[0], self.chosen_edits(edits))
+
+    def __call__(self, prompt: Prompt | Sequence[Prompt] | None = None, **params: Any) -> Any:
+        """Run a prompt, also as `model(**encoding)`, and return the output: `model.trace(prompt, trace=False)`."""
+        return self.trace(prompt, trace=False, **params)
 
     def run(
         self,
@@ -320,6 +363,7 @@ class TraceModel(Sizes):
             CaptureError: some captured rows did not arrive at their destination. `outputs` has the outputs of all prompts.
         """
         _refuse_in_trace("generate")
+        prompts, params = prompt_in(prompts, params)
         if in_with_header(sys._getframe(1)):
             if answers is not None:
                 raise TraceError("A trace has no answers=; read model.logits or model.next_token_probs in it.")

@@ -43,6 +43,7 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 Answers = Mapping[str | int, int]  # an answer, as a text or a token id -> its token id
 RecordAs = tuple[str, str]  # id and name of a recorded run
 _NOT_TEXT = ("multi_modal", "pixel_values", "image", "video", "audio", "input_features")
+_ENCODING = ("input_ids", "attention_mask", "token_type_ids", "position_ids")  # what a tokenizer returns
 _PLANE_BYTES = 256
 _INTERVENTIONS = (Edit, Capture)
 
@@ -50,6 +51,8 @@ _INTERVENTIONS = (Edit, Capture)
 @dataclass
 class Invoke:
     """One prompt, and the code and the plan that run on it.
+
+    On `LanguageModel`, code may also run on several prompts at once, or on all of its batch, for which the prompt is None.
 
     Attributes:
         answers: the answers to grade.
@@ -59,7 +62,7 @@ class Invoke:
         edits: the programs of the edits that run before its own; None for all edits of the model.
     """
 
-    prompt: Prompt
+    prompt: Any
     program: Program | None
     params: dict[str, Any] = field(default_factory=dict)
     plan: Plan = field(default_factory=Plan)
@@ -176,6 +179,37 @@ def is_multimodal(prompt: Any) -> bool:
     return isinstance(prompt, Mapping) and any(
         str(key).startswith(_NOT_TEXT) and value is not None for key, value in prompt.items()
     )
+
+
+def prompts_of(given: Any) -> list[Any]:
+    """The prompts in a list of prompts, or in an encoding of several rows; else the prompt alone."""
+    if isinstance(given, (list, tuple)) and any(isinstance(each, (str, list, tuple, Mapping)) for each in given):
+        return list(given)
+    ids: Any = given.get("input_ids") if isinstance(given, Mapping) else given
+    if isinstance(given, Mapping) and isinstance(ids, (list, tuple)) and not all(isinstance(row, int) for row in ids):
+        rows = range(len(ids))
+    elif getattr(ids, "ndim", 1) == 2:
+        rows = range(ids.shape[0])
+    else:
+        return [given]
+    if is_multimodal(given) or len(rows) < 2:
+        return [given]
+    if not isinstance(given, Mapping):
+        return [ids[row] for row in rows]
+    return [{name: given[name][row] for name in ("input_ids", "attention_mask") if name in given} for row in rows]
+
+
+def prompt_in(prompt: Any, params: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The prompt, and the sampling parameters without the parts of a tokenizer's output, as in `trace(**encoding)`.
+
+    Raises PromptError if there is a prompt beside them.
+    """
+    encoding = {name: params[name] for name in _ENCODING if name in params}
+    if "input_ids" not in encoding:
+        return prompt, params
+    if prompt is not None:
+        raise PromptError("The prompt was given twice: by position, and as input_ids=.")
+    return encoding, {name: value for name, value in params.items() if name not in encoding}
 
 
 def token_ids(invoke: Invoke, tokenizer: Callable[[], Any]) -> list[int]:

@@ -7,12 +7,21 @@ import sys
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from operator import itemgetter
 from types import FrameType, TracebackType
 from typing import Any, Protocol
 
-from midstream.client.requests import Invoke, InvokeResult, Prompt, raise_failures, sampling
+from midstream.client.requests import (
+    Invoke,
+    InvokeResult,
+    Prompt,
+    prompt_in,
+    prompts_of,
+    raise_failures,
+    sampling,
+)
 from midstream.errors import TraceError
 from midstream.plan.values import Plan
 from midstream.trace.block import Block, capture, in_place_of, link, push, skip, skipped
@@ -97,9 +106,8 @@ class InvokeContext(BlockContext):
         self._invoke = invoke
 
     def _captured(self, block: Block, frame: FrameType) -> None:
-        self._invoke.program = self._tracer.program_of(block)
         self._invoke.is_elsewhere = not self._tracer.is_run_by(frame)
-        self._tracer.invokes.append(self._invoke)
+        self._tracer.add(self._invoke, block)
 
 
 class Tracer(BlockContext):
@@ -107,14 +115,14 @@ class Tracer(BlockContext):
 
     Attributes:
         outputs: the final output of every invoke, in order, once the trace has run.
-        result: the output, if there is one invoke.
+        result: the output, if there is one invoke; else a list of them.
         backend: with `mode="async"`, the stream of outputs: `async for output in tracer.backend`.
     """
 
     def __init__(
         self,
         model: Backend,
-        prompt: Prompt | None,
+        prompt: Prompt | Sequence[Prompt] | None,
         params: dict[str, Any],
         max_tokens: int = 1,
         plan: Any = None,
@@ -133,6 +141,7 @@ class Tracer(BlockContext):
         self._outer: frozenset[str] = frozenset()  # names that the block around the invokes bound
         self.invokes: list[Invoke] = []
         self.outputs: list[Any] = []
+        self._result: Any = None
         self.backend: Any = None
 
     def __midstream_reference__(self) -> Any:
@@ -142,22 +151,41 @@ class Tracer(BlockContext):
     def result(self) -> Any:
         if not self.outputs:
             raise TraceError("tracer.result is there once the trace has run.")
+        if self._result is not None:
+            return self._result
         return self.outputs[0] if len(self.outputs) == 1 else self.outputs
 
-    def invoke(self, prompt: Prompt, *, plan: Any = None, edits: Any = None, **params: Any) -> InvokeContext:
+    def invoke(
+        self, prompt: Prompt | Sequence[Prompt] | None = None, *, plan: Any = None, edits: Any = None, **params: Any
+    ) -> InvokeContext:
         """One request of this trace.
 
         Args:
-            prompt: text, token ids, or a tokenizer's output for one prompt.
+            prompt: as in `trace`. None runs the block on the whole batch, on `LanguageModel`.
             plan, edits: for this request, in place of the trace's.
             params: sampling parameters of this request; the trace's are the defaults.
         """
         if not self._collecting:
             raise TraceError("Give model.trace() no prompt to have invokes in it: `with model.trace() as tracer:`.")
+        prompt, params = prompt_in(prompt, params)
+        if prompt is None and self._model._ships:
+            raise TraceError(
+                "tracer.invoke() without a prompt is for the batch of a LanguageModel. On vLLM each request has its own tokens: write "
+                "an invoke for each prompt, or tracer.invoke([a, b])."
+            )
         own = self._plan if plan is None else Plan.of(plan)
         chosen = self._edits if edits is None else self._model.chosen_edits(edits)
         params = sampling({**self._params, **params}, self._max_tokens)
         return InvokeContext(self, Invoke(prompt, None, params, own, edits=chosen))
+
+    def add(self, invoke: Invoke, block: Block) -> None:
+        """Add an invoke with its block; on an engine, one for each of its prompts."""
+        prompts = prompts_of(invoke.prompt)
+        if len(prompts) == 1 or not self._model._ships:
+            prompts = [prompts[0] if len(prompts) == 1 else prompts]
+        for prompt in prompts:
+            own = block if len(prompts) == 1 else replace(block)
+            self.invokes.append(replace(invoke, prompt=prompt, program=self.program_of(own)))
 
     def barrier(self, parties: int) -> Barrier:
         """A point where `parties` invokes wait for each other. Call it in each of them."""
@@ -185,7 +213,7 @@ class Tracer(BlockContext):
         outer: dict[str, Any] = {}
         if self._prompt is not None:
             params = sampling(self._params, self._max_tokens)
-            self.invokes.append(Invoke(self._prompt, self.program_of(block), params, self._plan, edits=self._edits))
+            self.add(Invoke(self._prompt, None, params, self._plan, edits=self._edits), block)
         else:
             outer = self._collect(block)
             self._outer = frozenset(outer)
@@ -201,10 +229,17 @@ class Tracer(BlockContext):
         if self._model._is_async:
             self.backend = running
             self.outputs = self.backend.outputs
+            self.backend.gives_one = len(self.invokes) == 1
             self.backend.when_done = lambda results: _warn(place, self._left_warnings(results))
             return
         results: list[InvokeResult] = running
-        self.outputs = [result.output for result in results]
+        self.outputs = [
+            output
+            for invoke, result in zip(self.invokes, results, strict=True)
+            if invoke.prompt is not None
+            for output in getattr(result.output, "rows", [result.output])
+        ]
+        self._result = results[0].output if len(results) == 1 else self.outputs
         mine = [result for invoke, result in zip(self.invokes, results, strict=True) if not invoke.is_elsewhere]
         values = saved_values(outer, self._saved, self.invokes, results)
         unsaved = [*(name for name in outer if name not in block.captured), *_names(mine, "unsaved")]

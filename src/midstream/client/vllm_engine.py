@@ -361,7 +361,7 @@ def merge_stages(messages: Iterable[tuple[dict[str, Any], list[Outcome]]], sampl
 def traced_result(samples: Sequence[list[Outcome]], output: Any) -> InvokeResult:
     """The result of a traced request, with the saved values on its output."""
     for outcome in (outcome for sample in samples for outcome in sample):
-        outcome.values = map_objects(outcome.values, Result, lambda _: output)
+        outcome.values = map_objects(outcome.values, Result, lambda result: result.of(output))
     output.saves = sample_saves(samples)
     # Of the edits' outcomes only errors are needed from here on.
     outcomes = [o for own, *edits in samples for o in (own, *(edit for edit in edits if edit.failure is not None))]

@@ -22,6 +22,7 @@ from midstream.sites import ACCESSORS, LAYER_SITES, Binding, Key
 from midstream.trace.body import current_body, is_in_body
 from midstream.trace.forward import Forward, forward_source
 from midstream.trace.remote import RemoteValue, real
+from midstream.trace.tracer import BodyTracer
 from midstream.trace.visit import Visit
 
 
@@ -292,6 +293,24 @@ def inside(name: str) -> TraceError:
     )
 
 
+class Generator:
+    """`model.generator`: transformers' generation. `output` stands for the final output, `streamer.output` is the token of the step."""
+
+    @property
+    def output(self) -> Any:
+        return BodyTracer().result
+
+    @property
+    def streamer(self) -> Generator:
+        return _Streamer()
+
+
+class _Streamer(Generator):
+    @property
+    def output(self) -> Any:
+        return read_point(("", "samples"))
+
+
 class ModelEnvoy(Envoy, Sizes):
     """The model in a trace's body: the module tree, and accessors that mean the same on every model and backend.
 
@@ -313,6 +332,7 @@ class ModelEnvoy(Envoy, Sizes):
         self._arch = arch
         self._unembed = unembed
         self._tokenizer = tokenizer
+        self._generator: Generator | None = None  # LanguageModel has one
 
     token_embeddings = _site_property("embed")
     embed = _site_property("embed")
@@ -364,6 +384,16 @@ class ModelEnvoy(Envoy, Sizes):
         write_point(("", "samples"), value)
 
     @property
+    def generator(self) -> Generator:
+        """On `LanguageModel`: `generator.output` is `tracer.result`, `generator.streamer.output` is `samples`."""
+        if self._generator is None:
+            raise TraceError(
+                "model.generator is transformers'. On vLLM read tracer.result, the request's output, and model.samples, the token of each "
+                "step."
+            )
+        return self._generator
+
+    @property
     def next_token_probs(self) -> torch.Tensor:
         """`softmax(logits)`, `[1, vocab]`, float32."""
         return self.logits.float().softmax(-1)
@@ -399,7 +429,7 @@ class ModelEnvoy(Envoy, Sizes):
             if positions is None:
                 hidden += added
             else:
-                hidden[positions] += added
+                hidden[..., positions, :] += added  # on LanguageModel there may be a batch axis before the tokens
             self.layers_output[layer] = hidden
 
     def skip_layers(self, start: int, end: int | None = None) -> None:

@@ -127,8 +127,35 @@ class Barrier:
 
 
 @dataclass(frozen=True)
-class Result:
-    """Stands for the request's final output, which does not exist yet while the body runs."""
+class Result(Opaque):
+    """Stands for the request's final output, which does not exist yet while the body runs, or for a part of it.
+
+    `tracer.result.outputs[0].text` is looked up in the output.
+
+    Attributes:
+        looks: what to look up: names of attributes, and keys in tuples of one.
+    """
+
+    looks: tuple[str | tuple[Any], ...] = ()
+
+    def __getattr__(self, name: str) -> Result:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return Result((*self.looks, name))
+
+    def __getitem__(self, key: Any) -> Result:
+        return Result((*self.looks, (key,)))
+
+    def of(self, output: Any) -> Any:
+        """What it stands for. Raises TraceError if the output has no such part."""
+        try:
+            for look in self.looks:
+                output = getattr(output, look) if isinstance(look, str) else output[look[0]]
+        except (AttributeError, LookupError, TypeError) as error:
+            raise TraceError(
+                f"tracer.result of this request is a {type(output).__name__}, which has no such part: {error}"
+            ) from error
+        return output
 
 
 def steps(body: Body, chosen: slice | int | list[int]) -> Iterator[int]:
@@ -303,7 +330,12 @@ class BodyTracer:
     """The tracer inside a trace's body."""
 
     iter = Steps()
-    result = Result()
+
+    @property
+    def result(self) -> Result:
+        """The request's final output, once the trace has run: save it, or a part of it."""
+        current_body().wants_result = True
+        return Result()
 
     def all(self) -> Loop:
         """Every step of the generation, as `iter[:]`."""
