@@ -679,7 +679,7 @@ def test_j5_a_result_on_vllm_is_its_request_output(engine, plain):
     with pytest.raises(TraceError, match=r"tracer\.result"):
         engine.run(lambda m: m.generator.output, PARIS)
     with pytest.raises(TraceError, match="no such part"), engine.trace(PARIS) as tracer:
-        tracer.result.logits.save()
+        found = tracer.result.logits.save()  # noqa: F841
 
 
 @pytest.mark.parametrize("form", ["texts", "ids", "encoding", "unpacked", "invoke", "invoke unpacked"])
@@ -807,3 +807,91 @@ def test_j5_a_trace_without_a_with_statement_returns_the_output(model, plain):
 
 def test_j5_a_call_of_a_language_model_has_logits(hf, plain):
     close(hf(PARIS).logits[0], plain.run(PARIS).logits)
+
+
+# ------------------------------------------------------------------------------ sessions, scans, saves elsewhere (J8)
+
+
+def test_j8_a_session_runs_its_traces_one_after_the_other(model, plain):
+    with model.session() as session:
+        results = list().save()
+        with model.trace(EIFFEL):
+            hidden = model.layers_output[3][-1].save()
+        for prompt in (PARIS, ROME):
+            with model.trace(prompt):
+                model.layers_output[3][-1] = hidden
+                results.append(model.logits.save())
+        count = len(results)
+    assert session is not None and count == 2
+    expected = plain.run(EIFFEL).sites["resid_post", 3][-1]
+    close(hidden, expected)
+
+    def put(h):
+        h[-1] = expected
+        return h
+
+    for prompt, logits in zip((PARIS, ROME), results, strict=True):
+        close(logits, plain.run(prompt, {("resid_post", 3): put}).logits[-1:])
+    with pytest.raises(ParameterError, match=r"midstream\.Remote"):
+        model.session(remote=True)
+
+
+def test_j8_errors_in_a_session_come_out(model):
+    with pytest.raises(ZeroDivisionError), model.session():
+        with model.trace(PARIS):
+            hidden = model.layers_output[3].save()
+        _ = hidden, 1 / 0
+
+
+def test_j8_a_scan_has_the_shapes(model):
+    with model.scan(PARIS):
+        shape = model.layers_output[3].shape.save()
+    assert tuple(shape) == (5, 256)
+
+
+def collect_all(model, layers):
+    found = list().save()
+    for layer in layers:
+        found.append(model.layers_output[layer].save())
+    return found
+
+
+def test_j8_a_function_that_the_block_calls_may_save(model, plain):
+    def last(value):
+        return value[-1].save()
+
+    with model.trace(PARIS):
+        first = collect_all(model, [1, 2])
+        hidden = last(model.layers_output[3])
+    ran = plain.run(PARIS)
+    for layer, value in zip((1, 2), first, strict=True):
+        close(value, ran.sites["resid_post", layer])
+    close(hidden, ran.sites["resid_post", 3][-1])
+
+
+def test_j8_the_error_of_a_function_that_saves_has_its_line(model):
+    def bad(value):
+        _ = value.save()
+        raise ValueError("this one")
+
+    with pytest.raises(ValueError, match="this one") as caught, model.trace(PARIS):
+        bad(model.layers_output[3])
+    assert 'raise ValueError("this one")' in str(caught.value)
+
+
+def test_j8_save_is_called_above_invokes(model, plain):
+    import midstream
+
+    with model.trace() as tracer:
+        found = midstream.save([])
+        for prompt in (PARIS, EIFFEL):
+            with tracer.invoke(prompt):
+                found.append(model.samples.item())
+    assert found == [plain.generate(PARIS, 1)[0], plain.generate(EIFFEL, 1)[0]]
+    with model.session():
+        also = midstream.save([])
+        with model.trace(PARIS):
+            also.append(model.samples.save())
+    assert len(also) == 1
+    with pytest.raises(TraceError, match="only inside a trace"):
+        midstream.save([])

@@ -29,7 +29,7 @@ from midstream.client.requests import (
     sampling,
 )
 from midstream.client.sweeping import Sweeping, SweepStream
-from midstream.client.tracing import BlockContext, Tracer, in_with_header
+from midstream.client.tracing import BlockContext, Session, Tracer, in_with_header
 from midstream.client.vectors_and_runs import Runs, Vectors, run_now
 from midstream.errors import ParameterError, PlanError, PromptError, TraceError, UnsendableError
 from midstream.plan.values import Capture, ModelFacts, Plan, RecordedRun
@@ -431,6 +431,18 @@ class TraceModel(Sizes):
     def _answer_tokens(self, given: Any, prompts: int) -> list[Answers]:
         """The answers of each prompt, with their token ids."""
         return answers_of(given, prompts, lambda: self.tokenizer, self.vocab_size)
+
+    def session(self, **params: Any) -> Session:
+        """`with model.session():` groups traces, as nnsight does. They run one after the other, as they would without it.
+
+        Save a value in one trace to use it in the next.
+        """
+        sampling(params, 1)  # refuses remote=True
+        return Session()
+
+    def scan(self, prompt: Prompt | Sequence[Prompt] | None = None, **params: Any) -> Tracer:
+        """`with model.scan(prompt):` is `model.trace(prompt)`: values have the shapes that nnsight's scan shows, and are real."""
+        return self.trace(prompt, **params)
 
     def record(
         self,

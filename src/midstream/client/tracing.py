@@ -27,7 +27,7 @@ from midstream.plan.values import Plan
 from midstream.trace.block import Block, capture, in_place_of, link, push, skip, skipped
 from midstream.trace.program import BlockProgram, Program
 from midstream.trace.saves import CONTAINERS, attributes_of, refuse
-from midstream.trace.tracer import Barrier, BodyTracer, steps_of
+from midstream.trace.tracer import SAVE_ABOVE, Barrier, BodyTracer, backward, steps_of
 
 _LEFT_IN_ENGINE = (
     "This trace put values into {names} and did not save them. On VLLM a trace works on copies, so they stay in the engine. Save the "
@@ -95,6 +95,24 @@ class BlockContext:
     def _captured(self, block: Block, frame: FrameType) -> None:
         """Handle the block of the with-statement in `frame`."""
         raise NotImplementedError
+
+
+class Session(BlockContext):
+    """`with model.session():`, a block with several traces, which runs in place. `.save()` around the traces gives the value itself."""
+
+    def _captured(self, block: Block, frame: FrameType) -> None:
+        target = {block.target: self} if isinstance(block.target, str) else {}
+        token = SAVE_ABOVE.set(_itself)
+        try:
+            names = block.function()({"__save__": _itself, "__backward__": backward, "__steps__": steps_of, **target})
+        finally:
+            SAVE_ABOVE.reset(token)
+        push(frame, names)
+
+
+def _itself(value: Any) -> Any:
+    refuse(value)
+    return value
 
 
 class InvokeContext(BlockContext):
@@ -281,6 +299,7 @@ class Tracer(BlockContext):
     def _collect(self, block: Block) -> dict[str, Any]:
         """Run the block around the invokes; each invoke in it captures its own block."""
         self._collecting = True
+        token = SAVE_ABOVE.set(self.save)
         target = {block.target: self} if isinstance(block.target, str) else {}
         extra = {"__save__": self.save, "__steps__": steps_of, **target}
         try:
@@ -295,6 +314,7 @@ class Tracer(BlockContext):
             raise
         finally:
             self._collecting = False
+            SAVE_ABOVE.reset(token)
         if not self.invokes:
             raise TraceError(_NO_PROMPT)
         return names

@@ -10,6 +10,9 @@ import __future__
 import ast
 import copy
 import dis
+import functools
+import inspect
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import CodeType
@@ -65,6 +68,30 @@ def compile_body(filename: str, node: ast.With, index: int, class_name: str | No
     outer = INJECTED | ({target} if isinstance(target, str) else {*(target or ())})
     read_first = frozenset(code.co_freevars) - (names.bound - names.early)
     return Compiled(code, target, frozenset(_globals(code)) - outer, read_first - outer)
+
+
+@functools.lru_cache(maxsize=1024)
+def compile_function(code: CodeType) -> CodeType | None:
+    """The code of a function, with `x.save()` in it as `__save__(x)`, which is one more free variable; None if its source is not found."""
+    try:
+        text = textwrap.dedent(inspect.getsource(code))
+        tree = ast.parse(text)
+    except (OSError, TypeError, SyntaxError):
+        return None
+    function = tree.body[0]
+    if not isinstance(function, ast.FunctionDef) or "__class__" in code.co_freevars:
+        return None
+    function.decorator_list = []
+    function = _SavesOnly().visit(function)
+    outer = ast.parse("def __names__():\n pass").body[0]
+    assert isinstance(outer, ast.FunctionDef)
+    free = [*code.co_freevars, "__save__"]
+    outer.body = [ast.Assign([ast.Name(name, ast.Store()) for name in free], ast.Constant(None)), function]
+    tree.body = [outer]
+    ast.increment_lineno(function, code.co_firstlineno - function.lineno)
+    made = compile(ast.fix_missing_locations(tree), code.co_filename, "exec", dont_inherit=True)
+    found = [each for each in _codes(made) if each.co_name == code.co_name and "__save__" in each.co_freevars]
+    return found[0].replace(co_qualname=code.co_qualname) if found else None
 
 
 def _target(node: ast.expr | None, filename: str) -> str | tuple[str, ...] | None:
@@ -158,7 +185,16 @@ def _refuse_escapes(node: ast.AST, filename: str, in_loop: bool = False) -> None
 # Rewriting.
 
 
-class _Rewriter(ast.NodeTransformer):
+class _SavesOnly(ast.NodeTransformer):
+    """`x.save()` -> `__save__(x)`."""
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "save" and not node.args and not node.keywords:
+            return _call("__save__", [self.visit(node.func.value)], [], node)
+        return self.generic_visit(node)
+
+
+class _Rewriter(_SavesOnly):
     """Replaces the syntax that only traces have by plain Python.
 
     `x.save()` -> `__save__(x)`; `with loss.backward():` -> `with __backward__(loss) as grads:`, with `grads[h]` for `h.grad` in it; and
@@ -169,11 +205,6 @@ class _Rewriter(ast.NodeTransformer):
         self.depth = 0  # of nested functions and classes
         self.backwards = self.loops = 0
         self.grads: list[str] = []
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        if isinstance(node.func, ast.Attribute) and node.func.attr == "save" and not node.args and not node.keywords:
-            return _call("__save__", [self.visit(node.func.value)], [], node)
-        return self.generic_visit(node)
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         if node.attr == "grad" and not isinstance(node.ctx, ast.Del) and self.grads:

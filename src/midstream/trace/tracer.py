@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NoReturn
@@ -12,12 +13,14 @@ from typing import Any, NoReturn
 import torch
 
 from midstream.errors import NeverReachedError, ShapeError, TraceError, UnknownModuleError
-from midstream.trace.body import Body, StopTrace, current_body
+from midstream.trace.body import Body, StopTrace, current_body, is_in_body
 from midstream.trace.saves import refuse
 from midstream.trace.tree import Opaque, map_tensors
 from midstream.trace.visit import Visit
 
 _numbers = itertools.count()
+# What `save` does in the code around invokes or traces, which runs in the caller's process.
+SAVE_ABOVE: ContextVar[Callable[[Any], Any] | None] = ContextVar("midstream_save_above", default=None)
 
 
 def save(value: Any) -> Any:
@@ -29,6 +32,8 @@ def save(value: Any) -> Any:
         The value to keep: for an engine's tensor a copy, which later kernels do not touch.
     """
     refuse(value)
+    if not is_in_body() and (outer := SAVE_ABOVE.get()) is not None:
+        return outer(value)
     return current_body().save(value)
 
 
