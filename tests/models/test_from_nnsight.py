@@ -895,3 +895,52 @@ def test_j8_save_is_called_above_invokes(model, plain):
     assert len(also) == 1
     with pytest.raises(TraceError, match="only inside a trace"):
         midstream.save([])
+
+
+# ------------------------------------------------------------------------------------------------ own modules (J8)
+
+
+class TinySAE(torch.nn.Module):
+    """Reconstructs a residual stream from 32 features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.encoder, self.decoder = torch.nn.Linear(256, 32), torch.nn.Linear(32, 256)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.decoder(self.encoder(hidden).relu())
+
+
+def test_j8_an_own_module_is_attached_on_transformers(plain):
+    sae = TinySAE()
+    hf = LanguageModel(demo_model(), dtype=torch.float32)
+    hf.model.layers[4].sae = sae
+    assert "sae: TinySAE" in repr(hf)
+    with hf.edit() as edited:
+        edited.layers_output[4] = edited.model.layers[4].sae(edited.layers_output[4])
+    with edited.trace(PARIS):
+        features = edited.model.layers[4].sae.encoder(edited.model.layers[4].mlp.output).save()
+        logits = edited.logits.save()
+    close(logits, plain.run(PARIS, {("resid_post", 4): sae}).logits[-1:])
+    close(features[0], sae.encoder(plain.run(PARIS).sites["mlp_out", 4]))
+    with pytest.raises(TraceError, match="has a mlp already"):
+        hf.model.layers[4].mlp = sae
+    with pytest.raises(TraceError, match="Apply its parts"), hf.trace(PARIS):
+        hf.model.layers[4].sae(hf.layers_output[4], hook=True)
+    with pytest.raises(TraceError, match="before the trace"), hf.trace(PARIS):
+        _ = hf.layers_output[0]
+        hf.model.layers[3].sae = sae
+
+
+def test_j8_an_own_module_is_a_variable_of_the_trace(model, plain):
+    sae = TinySAE()
+    with model.trace(PARIS):
+        model.layers_output[4] = sae(model.layers_output[4])
+        logits = model.logits.save()
+    close(logits, plain.run(PARIS, {("resid_post", 4): sae}).logits[-1:])
+
+
+def test_j8_vllm_says_how_to_use_an_own_module(engine):
+    with pytest.raises(TraceError, match=r"sae\(model\.layers_output\[3\]\)"):
+        engine.model.layers[4].sae = TinySAE()

@@ -59,6 +59,14 @@ class ModuleHandle:
         hint = where_layers_are(self._model.description["modules"]) if self._path.count(".") < 2 else ""
         raise UnknownModuleError(f"{self._path or 'the model'} has no module {name}{nearest(name, known)}{hint}")
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_"):
+            raise TraceError(
+                f"{self._path}.{name} cannot be set: the model is in another process. Use the object as a variable of the trace, "
+                f"`{name}(model.layers_output[3])`, which is sent with it; values are written in a trace."
+            )
+        super().__setattr__(name, value)
+
     def _contents(self, name: str) -> Any:
         if name in ("weight", "bias"):
             return self._read(name, partial(_parameter, self._path, name))

@@ -152,8 +152,12 @@ class Envoy(CallPoints):
         key = (self._path, "output")
         body.write((self._path, "input"), lambda _: body.forward.override(body.name, key, real(value)))
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, hook: bool = False, **kwargs: Any) -> Any:
         """Apply the module to values of the trace. This does not touch the running forward."""
+        if hook:
+            raise TraceError(
+                f"hook=True: the values in a module that a trace applies cannot be read. Apply its parts: {self._path}.part(x)."
+            )
         call = self._forward.peers.applied(self._path, self._module)
         return self._computed(self._path, lambda: self._apart(call, real(args), real(kwargs)))
 
@@ -205,6 +209,8 @@ class Envoy(CallPoints):
         return found
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, nn.Module) and not name.startswith("_"):
+            return self._forward.attach(self._path, name, value)
         if not name.startswith("_") and not isinstance(getattr(type(self), name, None), property):
             raise UnknownModuleError(
                 f"{self._path or 'the model'}.{name} cannot be written; write to its .output or .input."

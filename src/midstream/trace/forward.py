@@ -49,6 +49,7 @@ class Forward:
         overrides: values to put at points in this step, with the names of their bodies.
         at_barrier: the names of the bodies that wait at each barrier.
         freed: the names of those that a barrier has let go on.
+        attached: path -> names of the caller's modules there.
         live_storages: the memory of this step's activations, where traces get views of them.
     """
 
@@ -64,6 +65,7 @@ class Forward:
         self.overrides: dict[Key, list[tuple[str, Any]]] = {}
         self.at_barrier: dict[Any, list[str]] = {}
         self.freed: list[str] = []
+        self.attached: dict[str, set[str]] = {}
         self.live_storages: set[int | None] = set()
         self._position = -1
         self._point: Key = STEP_START
@@ -96,6 +98,11 @@ class Forward:
     def is_live(self, value: torch.Tensor) -> bool:
         """Whether `value` shares memory with an activation of this step."""
         return memory_of(value) in self.live_storages
+
+    @property
+    def stepping(self) -> bool:
+        """Whether a forward with traces is under way."""
+        return self._stepping
 
     # Called by bodies.
 
@@ -130,6 +137,21 @@ class Forward:
     def is_held(self, barrier: object, body: str) -> bool:
         """Whether the body has to go on waiting at a barrier."""
         return body in self.at_barrier.get(barrier, ())
+
+    def attach(self, path: str, name: str, module: nn.Module) -> None:
+        """Make a module of the caller's a child of the module at `path`. Raises TraceError in a trace, or for a name that is taken."""
+        parent = self.modules[path]
+        if self.stepping:
+            raise TraceError(
+                f"{name}: attach modules before the trace. On vLLM use the module as a variable of the trace."
+            )
+        if hasattr(parent, name) and name not in self.attached.get(path, ()):
+            raise TraceError(f"{path} has a {name} already; attach the module under another name.")
+        parent.add_module(name, module)
+        self.attached.setdefault(path, set()).add(name)
+        self.modules = dict(self.modules[""].named_modules())
+        self.source = SourceHooks(self.modules, self.fire)
+        self.stage = Stage(self.modules[""])
 
     # Hooks.
 
