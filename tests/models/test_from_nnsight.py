@@ -11,6 +11,7 @@ from oracle import close, differs
 
 from midstream import VLLM, LanguageModel, demo_model
 from midstream.errors import (
+    ArchitectureError,
     NeverReachedError,
     ParameterError,
     PromptError,
@@ -944,3 +945,89 @@ def test_j8_an_own_module_is_a_variable_of_the_trace(model, plain):
 def test_j8_vllm_says_how_to_use_an_own_module(engine):
     with pytest.raises(TraceError, match=r"sae\(model\.layers_output\[3\]\)"):
         engine.model.layers[4].sae = TinySAE()
+
+
+# ----------------------------------------------------------------------------------------- other names, and sources (J7)
+
+RENAME = {"model.layers": "blocks", "mlp": ["ffn", "feed_forward"], ".norm": "ln_f", "transformer.h": "layers"}
+
+
+def check_renamed(model, plain):
+    with model.trace(PARIS):
+        first = model.blocks[2].ffn.output.save()
+        second = model.model.layers[3].feed_forward.output.save()
+        third = model.blocks[-1].mlp.output.save()
+        last = model.model.ln_f.output.save()
+    ran = plain.run(PARIS)
+    close(first.reshape(5, -1), ran.sites["mlp_out", 2])
+    close(second.reshape(5, -1), ran.sites["mlp_out", 3])
+    close(third.reshape(5, -1), ran.sites["mlp_out", 7])
+    assert len(model.blocks) == 8 and last is not None
+    with pytest.raises(UnknownModuleError, match=r"no module h|has no h"):
+        _ = model.model.h
+
+
+def test_j7_rename_gives_modules_other_names_on_transformers(plain):
+    check_renamed(LanguageModel(demo_model(), dtype=torch.float32, rename=RENAME), plain)
+
+
+@pytest.mark.engine
+def test_j7_rename_gives_modules_other_names_on_vllm(plain):
+    from engines import start
+
+    with start(enforce_eager=True, rename=RENAME) as model:
+        check_renamed(model, plain)
+
+
+def test_j7_a_name_that_is_taken_is_refused():
+    with pytest.raises(ArchitectureError, match=r"has a self_attn already"):
+        LanguageModel(demo_model(), rename={"mlp": "self_attn"})
+    with pytest.raises(ArchitectureError, match=r"is 'output'"):
+        LanguageModel(demo_model(), rename={"mlp": "output"})
+
+
+def test_j7_calls_of_a_forward_have_nnsights_names(hf, engine):
+    names = dir(hf.model.layers[0].self_attn.source)
+    assert {"self_q_proj_0", "self_q_proj_0_view_0", "self_q_proj_0_view_0_transpose_0", "attention_interface_0"} <= {
+        *names
+    }
+    assert "self_o_proj_0" in dir(engine.model.layers[0].self_attn.source)
+    assert "attention_interface_0" in repr(hf.model.layers[0].self_attn.source.attention_interface_0)
+
+
+def test_j7_calls_in_a_function_that_the_forward_calls_are_read_and_written(hf, plain):
+    layer = plain.model.model.layers[2].self_attn
+    with hf.trace(PARIS):
+        call = hf.model.layers[2].self_attn.source.attention_interface_0
+        inner = call.source.torch_nn_functional_scaled_dot_product_attention_0
+        query = inner.input.save()
+        heads = inner.output.save()
+        inner.output = torch.zeros_like(heads)
+        out = hf.attentions_output[2].save()
+    assert query.shape[:3] == heads.shape[:3] == (1, layer.config.num_attention_heads, 5)
+    close(heads[0].transpose(0, 1), plain.run(PARIS).sites["attn_z", 2])
+    assert not out.any()
+
+
+def test_j7_sources_say_what_they_have(hf):
+    with pytest.raises(TraceError, match=r"calls the module model\.layers\.2\.mlp"), hf.trace(PARIS):
+        _ = hf.model.layers[2].source.self_mlp_0.source
+    with pytest.raises(NeverReachedError, match=r"has the calls .*scaled_dot_product_attention_0"), hf.trace(PARIS):
+        _ = hf.model.layers[2].self_attn.source.attention_interface_0.source.softmax_0.output
+
+
+def test_j7_a_call_of_a_forward_is_skipped(model, plain):
+    def body(model):
+        call = model.model.layers[2].mlp.source.self_down_proj_0
+        value = call.input
+        shape = (*value.shape[:-1], 256)
+        call.skip(
+            (torch.ones(shape), None)
+            if model.model.layers[2].mlp.down_proj._class_name != "Linear"
+            else torch.ones(shape)
+        )
+        return model.mlps_output[2], model.logits
+
+    out, logits = model.run(body, PARIS)
+    close(out, torch.ones(5, 256))
+    close(logits, plain.run(PARIS, {("mlp_out", 2): torch.ones_like}).logits[-1:])

@@ -7,6 +7,7 @@ from functools import cached_property, partial
 from types import TracebackType
 from typing import Any, Self
 
+from midstream.arch.aliases import Aliases
 from midstream.arch.detect import show_tree
 from midstream.client.model import TraceModel
 from midstream.client.requests import Invoke
@@ -49,6 +50,10 @@ class ModuleHandle:
         children = self._children
         if name in children:
             return self._child(name)
+        described = self._model.description
+        path = Aliases(described.get("rename")).resolve(self._path, name, described["modules"])
+        if path is not None:
+            return ModuleHandle(path, self._model)
         if name in _VALUES:
             raise TraceError(
                 f"{self._path}.{name} exists only in a trace: `with model.trace(prompt):` or `model.run(fn, prompt)`."

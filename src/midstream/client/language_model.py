@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from midstream.arch import detect
+from midstream.arch.aliases import Aliases, Rename
 from midstream.arch.detect import show_tree
 from midstream.capture.sinks import Sinks
 from midstream.client.language_model_batch import BatchInvoke, BatchRequest, PaddedBatch, RunningPlan, plan_hooks
@@ -80,7 +81,9 @@ class LanguageModel(TraceModel):
     Args:
         model: a path or name for `AutoModelForCausalLM`, or a model.
         tokenizer: a tokenizer, or a path or name; that of `model` if None.
-        rename: names of this model's own modules for the standard ones, such as `{"blocks": "layers"}`.
+        rename: other names of modules, such as `{"blocks": "layers"}` or `{"transformer.h": "layers"}`: a module of that name has the
+            other name, too, and the module at a path has it at the model. A standard name (`layers`, `attn`, `mlp`, `embed`,
+            `final_norm`, `attn_proj`, `mlp_proj`) says where the sites are. A list gives several names.
         device: where to run.
         record_bytes: how many bytes recorded runs may take.
         tokenizer_kwargs: for `from_pretrained` of the tokenizer.
@@ -97,7 +100,7 @@ class LanguageModel(TraceModel):
         model: str | nn.Module,
         tokenizer: Any = None,
         *,
-        rename: Mapping[str, str] | None = None,
+        rename: Rename | None = None,
         device: str | torch.device | None = None,
         record_bytes: int = RECORD_BYTES,
         tokenizer_kwargs: Mapping[str, Any] | None = None,
@@ -130,6 +133,7 @@ class LanguageModel(TraceModel):
             rename=rename,
         )
         self._interleaver = Interleaver(module, self.arch.order)
+        self._interleaver.aliases = Aliases(rename)
         self._envoy = ModelEnvoy(module, self.arch, self._interleaver, self._unembed, lambda: self.tokenizer)
         self._envoy._generator = Generator()
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal, Self
 
+from midstream.arch.aliases import Rename
 from midstream.capture.rows import Routes
 from midstream.capture.sinks import Sinks
 from midstream.client.described import DescribedModel
@@ -39,7 +40,9 @@ class VLLM(DescribedModel):
     Args:
         model: as for `vllm.LLM`.
         mode: `"sync"` runs traces to their end; `"async"` starts them, and `async for output in tracer.backend` follows.
-        rename: names of this model's own modules for the standard ones, such as `{"blocks": "layers"}`.
+        rename: other names of modules, such as `{"blocks": "layers"}` or `{"transformer.h": "layers"}`: a module of that name has the
+            other name, too, and the module at a path has it at the model. A standard name (`layers`, `attn`, `mlp`, `embed`,
+            `final_norm`, `attn_proj`, `mlp_proj`) says where the sites are. A list gives several names.
         graph_sites: sites that are built into the compiled forward and its CUDA graphs; a plan or trace at another site runs its
             steps uncompiled.
         record_bytes: how many bytes of each worker's memory recorded runs may take.
@@ -59,7 +62,7 @@ class VLLM(DescribedModel):
         model: str,
         *,
         mode: Literal["sync", "async"] = "sync",
-        rename: Mapping[str, str] | None = None,
+        rename: Rename | None = None,
         graph_sites: Sequence[str] = ("resid_post",),
         record_bytes: int = RECORD_BYTES,
         progress: bool = False,

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from midstream.arch.aliases import Rename
 from midstream.engine.plugin import PREFIX, SOCKETS, Replacement, register
 from midstream.errors import EngineClosedError, MidstreamError, ParameterError, PromptError
 from midstream.plan.fields import nearest
@@ -56,7 +57,7 @@ def engine_arguments(
     plan: Any = None,
     graph_sites: Sequence[str] = ("resid_post",),
     record_bytes: int = RECORD_BYTES,
-    rename: Mapping[str, str] | None = None,
+    rename: Rename | None = None,
 ) -> dict[str, Any]:
     """Arguments with which a stock vLLM engine takes plans: `vllm.LLM(model, **midstream.engine_arguments())`, or `AsyncEngineArgs`.
 

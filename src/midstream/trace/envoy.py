@@ -54,9 +54,18 @@ def write_point(key: Key, value: Any) -> None:
 
 
 class CallPoints:
-    """`.output`, `.input` and `.inputs` of a module, or of a call inside a forward."""
+    """`.output`, `.input` and `.inputs` of a module, or of a call inside a forward, and `.skip`."""
 
     _key: Key
+    _forward: Forward
+
+    def skip(self, value: Any) -> None:
+        """Have the call return `value`. Reading a value inside of the call raises NeverReachedError.
+
+        To be called before the module runs, or the call is made, in this step.
+        """
+        body, key = current_body(), (*self._key, "output")
+        body.write((*self._key, "input"), lambda _: body.forward.override(body.name, key, real(value)))
 
     @property
     def output(self) -> Any:
@@ -101,15 +110,45 @@ class CallPoints:
 class SourceCall(CallPoints):
     """One call inside a module's forward."""
 
-    def __init__(self, path: str, name: str) -> None:
+    def __init__(self, forward: Forward, path: str, name: str) -> None:
+        self._forward = forward
         self._key = (path, "source", name)
+
+    @property
+    def source(self) -> InnerSource:
+        """The calls inside the function that is called here. Raises TraceError for the call of a module, which has a source of its own."""
+        path, _, name = self._key
+        if self._forward.stage.has((path, "output")):
+            own = self._forward.source.module_point((path, "source", name, "output"))
+            if len(own) == 2:
+                raise TraceError(f"{path}.source.{name} calls the module {own[0]}: read model.{own[0]}.source.")
+            if is_in_body():
+                self._forward.source.open(path, name)
+        return InnerSource(self._forward, path, name)
+
+    def __repr__(self) -> str:
+        path, _, name = self._key
+        lines = str(Source(self._forward, path)).splitlines()
+        return "\n".join(line for line in lines if name in line.partition("|")[0].replace(",", " ").split())
+
+
+class InnerSource:
+    """`module.source.call.source`: the calls in the function that a forward calls. It is known once the forward calls it."""
+
+    def __init__(self, forward: Forward, path: str, name: str) -> None:
+        self._forward, self._path, self._name = forward, path, name
+
+    def __getattr__(self, name: str) -> SourceCall:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return SourceCall(self._forward, self._path, f"{self._name}.{name}")
 
 
 class Source:
     """`module.source`: the calls in the module's forward by name. `print(module.source)` shows them beside the code."""
 
     def __init__(self, forward: Forward, path: str) -> None:
-        self._path = path
+        self._path, self._forward = path, forward
         if forward.stage.has((path, "output")):
             self._source = forward.source.of(path)
             if is_in_body():
@@ -120,7 +159,7 @@ class Source:
     def __getattr__(self, name: str) -> SourceCall:
         if name not in self._source.names:
             raise UnknownModuleError(f"{self._path}.source has no call {name}{nearest(name, list(self._source.names))}")
-        return SourceCall(self._path, name)
+        return SourceCall(self._forward, self._path, name)
 
     def __dir__(self) -> list[str]:
         return list(self._source.names)
@@ -142,15 +181,6 @@ class Envoy(CallPoints):
     def source(self) -> Source:
         """The calls inside this module's Python forward."""
         return Source(self._forward, self._path)
-
-    def skip(self, value: Any) -> None:
-        """Have the module return `value`. The values of its submodules are then meaningless.
-
-        To be called before the module runs in this step.
-        """
-        body = current_body()
-        key = (self._path, "output")
-        body.write((self._path, "input"), lambda _: body.forward.override(body.name, key, real(value)))
 
     def __call__(self, *args: Any, hook: bool = False, **kwargs: Any) -> Any:
         """Apply the module to values of the trace. This does not touch the running forward."""
@@ -187,6 +217,8 @@ class Envoy(CallPoints):
         children = self._children
         if name in children:
             return self._child(name)
+        if (path := self._forward.aliases.resolve(self._path, name, self._forward.stage.modules)) is not None:
+            return Envoy(self._forward.modules.get(path), path, self._forward)
         try:
             return self._computed(self._path, lambda: self._held(name))
         except AttributeError:

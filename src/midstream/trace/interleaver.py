@@ -190,6 +190,9 @@ class Interleaver(Forward):
     def _why_never(self, key: Key, step: int) -> str:
         text = f"{point_name(key)} of step {step} was never reached: the forward pass ended without it."
         if len(key) == 4:
+            inner = self.source.calls_in(key[0], key[2].rpartition(".")[0])
+            if inner and key[2].rpartition(".")[2] not in inner:
+                return f"{text} The function there has the calls {', '.join(inner)}."
             return (
                 text
                 + " The call lies on a branch that was not taken, or its module was running already when it was asked for."
@@ -262,8 +265,12 @@ class Interleaver(Forward):
         if not self.overrides:
             return None
         request = name.partition("#")[0]
-        for (path, *_), overrides in self.overrides.items():
-            inside = key[0].startswith(f"{path}.") or (key[0] == path and len(key) == 4)
+        for skipped, overrides in self.overrides.items():
+            path = skipped[0]
+            if len(skipped) == 4:  # a call in a forward, with the calls in its function
+                path, inside = ".".join(skipped[:3]), key[:2] == skipped[:2] and key[2].startswith(f"{skipped[2]}.")
+            else:
+                inside = key[0].startswith(f"{path}.") or (key[0] == path and len(key) == 4)
             if inside and any(body.partition("#")[0] == request for body, _ in overrides):
                 return path
         return None
