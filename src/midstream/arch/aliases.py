@@ -35,15 +35,20 @@ class Aliases:
                 return found
         return None
 
-    def check(self, known: Collection[str]) -> None:
-        """Raise ArchitectureError for an alias that is the name of a module beside its own, or of something that modules have."""
+    def check(self, known: Collection[str], roles: Collection[str] = ()) -> None:
+        """Raise ArchitectureError for an alias that is the name of a module beside its own, or of something that modules have.
+
+        `roles` may be: they tell a module's part in the model, also if another module has that name.
+        """
         parents = sorted({path.rpartition(".")[0] for path in known})
         for key, names in self.rename.items():
             for name in names:
                 clash = [
                     parent
                     for parent in parents
-                    if self.resolve(parent, name, known) and (f"{parent}.{name}" if parent else name) in known
+                    if name not in roles
+                    and self.resolve(parent, name, known)
+                    and (f"{parent}.{name}" if parent else name) in known
                 ]
                 if clash or name in _TAKEN:
                     where = (

@@ -20,6 +20,7 @@ from torch import nn
 
 from midstream.arch.aliases import Aliases, Rename
 from midstream.arch.blocks import (
+    ROLES,
     Block,
     Names,
     bind_embed,
@@ -151,7 +152,7 @@ def detect(
     Raises:
         ArchitectureError: the model does not have the expected structure. The message names the module and what was expected.
     """
-    Aliases(rename).check(dict(root.named_modules()))
+    Aliases(rename).check(dict(root.named_modules()), ROLES)
     names, shards = Names(rename), shards or ShardFinder()
     modules = dict(root.named_modules())
     containers = {path: found for path in modules if (found := _blocks(path, modules, names))}
