@@ -9,11 +9,12 @@ import pytest
 import torch
 from oracle import close, differs
 
-from midstream import VLLM, LanguageModel, demo_model
+from midstream import VLLM, Capture, Clamp, LanguageModel, Patch, Steer, demo_model
 from midstream.errors import (
     ArchitectureError,
     NeverReachedError,
     ParameterError,
+    PlanError,
     PromptError,
     ShapeError,
     TraceError,
@@ -1031,3 +1032,69 @@ def test_j7_a_call_of_a_forward_is_skipped(model, plain):
     out, logits = model.run(body, PARIS)
     close(out, torch.ones(5, 256))
     close(logits, plain.run(PARIS, {("mlp_out", 2): torch.ones_like}).logits[-1:])
+
+
+# ------------------------------------------------------------------------------- sites by other names, layers from the end
+
+
+def test_sites_of_plans_have_the_names_of_the_accessors(model, plain):
+    vector = torch.randn(256, generator=torch.Generator().manual_seed(2))
+    plan = [
+        Steer("mlps_output", layers=2, vector=vector, scale=3.0),
+        Capture("layers_output", layers=[1, 2], positions="all_prompt"),
+        Capture("attentions_output", layers=3, positions="all_prompt"),
+    ]
+    (output,) = model.generate(PARIS, plan=plan, max_tokens=1)
+    ran = plain.run(PARIS, {("mlp_out", 2): lambda h: h + 3.0 * vector})
+    close(output.captures["resid_post", 2], ran.sites["resid_post", 2])
+    close(output.captures["layers_output", 1], ran.sites["resid_post", 1])
+    close(output.captures["attentions_output", 3], ran.sites["attn_out", 3])
+
+
+def test_layers_of_plans_count_from_the_end(model, plain):
+    vector = 20 * torch.randn(256, generator=torch.Generator().manual_seed(2))
+    run = model.record(ROME, sites="layers_output", layers=[-1, -3])
+    plans = [
+        [Steer("resid_post", layers=[-3, 1], vector=vector), Capture("resid_post", layers=-1, positions="all_prompt")],
+        [Patch("resid_post", layer=-3, position=3, source=run)],
+        [Clamp("resid_post", layers=-2, direction=vector, low=0.0, high=0.0)],
+    ]
+    counted = [
+        [Steer("resid_post", layers=[5, 1], vector=vector), Capture("resid_post", layers=7, positions="all_prompt")],
+        [Patch("resid_post", layer=5, position=3, source=run)],
+        [Clamp("resid_post", layers=6, direction=vector, low=0.0, high=0.0)],
+    ]
+    answers = [" Paris", " Rome"]
+    found = model.generate([PARIS] * 3, plan=plans, answers=answers, max_tokens=1)
+    same = model.generate([PARIS] * 3, plan=counted, answers=answers, max_tokens=1)
+    assert [output.answers for output in found] == [output.answers for output in same]
+    steered = {("resid_post", layer): lambda h: h + vector for layer in (1, 5)}
+    close(found[0].captures["resid_post", 7], plain.run(PARIS, steered).sites["resid_post", 7])
+    result = model.sweep(PARIS, ROME, " Paris", " Rome", layers=[-1], positions=[3], progress=False)
+    assert result.values["resid_post"].shape == (1, 1)
+    with pytest.raises(PlanError, match=r"layers is -9; allowed: 0 to 7"):
+        model.generate(PARIS, plan=Capture("resid_post", layers=-9))
+    with pytest.raises(PlanError, match="a layer twice"):
+        model.generate(PARIS, plan=Capture("resid_post", layers=[-1, 7]))
+
+
+def test_layers_of_traces_count_from_the_end(model, plain):
+    vector = torch.randn(256, generator=torch.Generator().manual_seed(2))
+    with model.trace(PARIS):
+        before = model.layers_input[-4].save()
+        model.skip_layers(-4, -3)
+        model.steer(-2, vector)
+        last = model.layers_output[-1].save()
+    off = {(site, layer): torch.zeros_like for site in ("attn_out", "mlp_out") for layer in (4, 5)}
+    ran = plain.run(PARIS, {**off, ("resid_post", 6): lambda h: h + vector})
+    close(before, ran.sites["resid_pre", 4])
+    close(last, ran.sites["resid_post", 7])
+
+
+def test_transformer_lens_names_are_understood_in_messages(model):
+    with pytest.raises(PlanError, match=r"did you mean 'resid_post', with layer 3\?"):
+        model.generate(PARIS, plan=Capture("blocks.3.hook_resid_post"))
+    with pytest.raises(PlanError, match=r"did you mean 'resid_mid'\?"):
+        model.sweep(PARIS, ROME, " Paris", " Rome", sites="hook_resid_mid")
+    with pytest.raises(UnknownModuleError, match=r"did you mean 'resid_post'\?"):
+        model.run(lambda m: m.hook_resid_post, PARIS)

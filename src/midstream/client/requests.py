@@ -31,6 +31,7 @@ from midstream.plan.values import (
     Plan,
     RecordedRun,
     check,
+    counted_from_0,
     has_spans,
     resolve_spans,
     with_digests,
@@ -431,7 +432,7 @@ class Planner:
 
     def check(self, plan: Plan) -> None:
         """Raise PlanError for what is wrong with a plan on this model, whatever its prompt."""
-        plan = self._without_missing_layers(plan)
+        plan = self._without_missing_layers(counted_from_0(plan, self.facts.num_layers))
         check(plan, self.facts, None, None, vectors=self._vectors.widths, runs=self._runs)
 
     def prepare_all(self, invokes: Sequence[Invoke], prompts: Sequence[list[int]]) -> list[PreparedPlan | None]:
@@ -463,7 +464,7 @@ class Planner:
             raise PlanError(
                 f"max_tokens is {max_tokens}; a request with a plan needs at least 1, as every request does on vLLM."
             )
-        plan = self._without_missing_layers(plan)
+        plan = self._without_missing_layers(counted_from_0(plan, self.facts.num_layers))
         check(plan, self.facts, len(ids), max_tokens, vectors=self._vectors.widths, runs=self._runs)
         plan = with_digests(plan, self._vectors.digests)
         found = routes(plan.captures, len(ids), range(self.facts.num_layers))

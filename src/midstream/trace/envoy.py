@@ -18,7 +18,7 @@ from torch import nn
 from midstream.arch import Architecture
 from midstream.arch.detect import Sizes, text_config
 from midstream.errors import ShapeError, TraceError, UnknownModuleError, UnknownSiteError
-from midstream.sites import ACCESSORS, LAYER_SITES, Binding, Key
+from midstream.sites import ACCESSORS, LAYER_SITES, Binding, Key, hook_hint
 from midstream.trace.body import current_body, is_in_body
 from midstream.trace.forward import Forward, forward_source
 from midstream.trace.remote import RemoteValue, real
@@ -224,9 +224,10 @@ class Envoy(CallPoints):
         except AttributeError:
             where, known = self._path or "the model", children + self._public()
             hint = where_layers_are(self._forward.stage.modules) if self._path.count(".") < 2 else ""
-            raise UnknownModuleError(
-                f"{where} ({self._class_name}) has no {name}{nearest(name, known)}{hint}"
-            ) from None
+            near = nearest(name, known)
+            if meant := hook_hint(name):
+                near = f"; {meant} A trace has one value for each layer: model.resid_post[3]."
+            raise UnknownModuleError(f"{where} ({self._class_name}) has no {name}{near}{hint}") from None
 
     def _public(self) -> list[str]:
         return [name for each in type(self).__mro__[:-1] for name in vars(each) if not name.startswith("_")]
@@ -473,8 +474,10 @@ class ModelEnvoy(Envoy, Sizes):
     def skip_layers(self, start: int, end: int | None = None) -> None:
         """Make layers `start` to `end`, inclusive, leave the residual stream as it is. `end=None` skips `start` only."""
         end = start if end is None else end
-        if not 0 <= start <= end < self.num_layers:
+        first, last = (layer + self.num_layers if layer < 0 else layer for layer in (start, end))
+        if not 0 <= first <= last < self.num_layers:
             raise UnknownSiteError(f"skip_layers({start}, {end}): layers run from 0 to {self.num_layers - 1}.")
+        start, end = first, last
         before = self.layers_input[start]
         self.layers_output[end] = before if isinstance(before, RemoteValue) else before.clone()
 
