@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from midstream import hooks
-from midstream.arch.aliases import Aliases
+from midstream.arch.aliases import Aliases, Rename
 from midstream.errors import SourceUnavailableError, TraceError
 from midstream.sites import Key, point_name
 from midstream.trace.remote import ALONE, Peers, Stage
@@ -41,6 +41,7 @@ class Forward:
         order: from `Architecture.order`: the moments of the forward at which each module is called and returns.
         stage: this process's stage of the pipeline.
         peers: the tensor-parallel ranks that share each layer with this one.
+        rename: the user's other names of modules.
 
     Attributes:
         modules: path -> module.
@@ -55,7 +56,14 @@ class Forward:
         live_storages: the memory of this step's activations, where traces get views of them.
     """
 
-    def __init__(self, root: nn.Module, order: Order, stage: Stage | None = None, peers: Peers = ALONE) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        order: Order,
+        stage: Stage | None = None,
+        peers: Peers = ALONE,
+        rename: Rename | None = None,
+    ) -> None:
         self.order = order
         self.stage = Stage(root) if stage is None else stage
         self.peers = peers
@@ -67,7 +75,7 @@ class Forward:
         self.overrides: dict[Key, list[tuple[str, Any]]] = {}
         self.at_barrier: dict[Any, list[str]] = {}
         self.freed: list[str] = []
-        self.aliases = Aliases()
+        self.aliases = Aliases(rename)
         self.attached: dict[str, set[str]] = {}
         self.live_storages: set[int | None] = set()
         self._position = -1
