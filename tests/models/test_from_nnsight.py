@@ -680,8 +680,12 @@ def test_j5_a_result_on_vllm_is_its_request_output(engine, plain):
     assert generated(out) == plain.generate(PARIS, 3) and text == out.outputs[0].text
     with pytest.raises(TraceError, match=r"tracer\.result"):
         engine.run(lambda m: m.generator.output, PARIS)
-    with pytest.raises(TraceError, match="no such part"), engine.trace(PARIS) as tracer:
-        found = tracer.result.logits.save()  # noqa: F841
+    with pytest.raises(TraceError, match="no such part"), engine.trace() as tracer:
+        with tracer.invoke(EIFFEL):
+            hidden = engine.layers_output[2].save()
+        with tracer.invoke(PARIS):
+            found = tracer.result.logits.save()  # noqa: F841
+    close(hidden, plain.run(EIFFEL).sites["resid_post", 2])
 
 
 @pytest.mark.parametrize("form", ["texts", "ids", "encoding", "unpacked", "invoke", "invoke unpacked"])
