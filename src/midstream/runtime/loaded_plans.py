@@ -109,7 +109,7 @@ class LoadedPlans:
     def __init__(
         self,
         tables: Tables,
-        compiled: Callable[[Plan, int, RunRow], CompiledPlan],
+        compiled: Callable[[PlanRequest, int, RunRow], CompiledPlan],
         hooked: Callable[[Collection[Point]], list[Point]],
         off_graph: Callable[[Collection[Point]], frozenset[str]],
     ) -> None:
@@ -126,7 +126,7 @@ class LoadedPlans:
         key = (payload.wire, length)
         loaded = self._loaded.get(key)
         if loaded is None:
-            loaded = self._make(payload.plan, length, row)
+            loaded = self._make(payload, length, row)
             if not has_open_names(loaded.plan):  # the name may stand for another vector the next time
                 loaded.key = key
                 self._loaded[key] = loaded
@@ -154,8 +154,8 @@ class LoadedPlans:
         self._loaded.pop(loaded.key, None)
         self._tables.unload(loaded.slots)
 
-    def _make(self, plan: Plan, length: int, row: RunRow) -> LoadedPlan:
-        compiled = self._compiled(plan, length, row)
+    def _make(self, payload: PlanRequest, length: int, row: RunRow) -> LoadedPlan:
+        plan, compiled = payload.plan, self._compiled(payload, length, row)
         slots = self._tables.load(compiled)
         widths = np.array([profile.row_width for profile in compiled.profiles])
         captured = np.nonzero(widths[compiled.prompt])[0]

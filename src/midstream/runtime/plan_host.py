@@ -342,12 +342,12 @@ class PlanHost:
         if not loaded.users:
             self.hooks.release(loaded.hooked)
 
-    def _compile(self, plan: Plan, length: int, row: RunRow) -> CompiledPlan:
-        vectors = {name: width for name, (width, _) in self.vectors.list().items()}
-        runs = {run["name"]: run["id"] for run in self.runs.list()}
-        check(plan, self.facts, length, None, vectors=vectors, runs=runs)
+    def _compile(self, payload: PlanRequest, length: int, row: RunRow) -> CompiledPlan:
+        if not payload.checked:
+            vectors = {name: width for name, (width, _) in self.vectors.list().items()}
+            check(payload.plan, self.facts, length, None, vectors=vectors, runs=self.runs.ids)
         return compile_plan(
-            plan,
+            payload.plan,
             length,
             self.facts.num_layers,
             width=lambda site, layer: self.facts.widths[site, layer],
