@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from midstream.arch.aliases import Rename
 from midstream.bundled import demo_model
 from midstream.client.model import TraceModel
 from midstream.errors import InterventionErrorGroup, MidstreamError, UnknownSiteError
@@ -303,7 +304,7 @@ def compare(
     prompts: Sequence[str] = PROMPTS,
     layers: Sequence[int] | None = None,
     dtype: str = "float32",
-    rename: dict[str, str] | None = None,
+    rename: Rename | None = None,
     **engine: Any,
 ) -> Comparison:
     """Run `model` on transformers, then on vLLM, and compare.

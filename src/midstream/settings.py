@@ -25,7 +25,7 @@ class Settings:
 
     Attributes:
         allow_traces: whether requests may carry code.
-        rename: names of the model's own modules for the standard ones.
+        rename: other names of the model's modules.
         graph_sites: sites built into the compiled forward; traces and plans that keep to them need no uncompiled step.
         record_bytes: how much of the workers' memory recorded runs may take.
         plan: a plan for every request, as JSON.
@@ -35,7 +35,7 @@ class Settings:
     """
 
     allow_traces: bool = False
-    rename: dict[str, str] = field(default_factory=dict)
+    rename: dict[str, Any] = field(default_factory=dict)
     graph_sites: tuple[str, ...] = ("resid_post",)
     record_bytes: int = RECORD_BYTES
     plan: str | None = None

@@ -38,6 +38,41 @@ ACCESSORS = {
     "token_embeddings": "embed",
 }
 
+# TransformerLens's names of activations, without `blocks.3.` before them.
+_HOOKS = {
+    "hook_resid_pre": "resid_pre",
+    "hook_resid_mid": "resid_mid",
+    "hook_resid_post": "resid_post",
+    "hook_attn_out": "attn_out",
+    "hook_mlp_out": "mlp_out",
+    "hook_mlp_in": "mlp_in",
+    "hook_attn_in": "attn_in",
+    "ln1.hook_normalized": "attn_in",
+    "ln2.hook_normalized": "mlp_in",
+    "attn.hook_z": "attn_z",
+    "hook_z": "attn_z",
+    "mlp.hook_post": "mlp_act",
+    "hook_post": "mlp_act",
+    "hook_embed": "embed",
+    "ln_final.hook_normalized": "final_norm",
+}
+
+
+def site_of(name: Any) -> Any:
+    """The site that a standard accessor's name stands for: `resid_post` for `layers_output`; else the name itself."""
+    return ACCESSORS.get(name, name) if isinstance(name, str) else name
+
+
+def hook_hint(name: str) -> str:
+    """`did you mean 'resid_post', with layer 3?` for TransformerLens's `blocks.3.hook_resid_post`; empty for other names."""
+    parts = name.split(".") if len(name) <= 100 else []
+    layer = parts[1] if len(parts) > 2 and parts[0] == "blocks" and parts[1].isdigit() else None
+    site = _HOOKS.get(".".join(parts[2:]) if layer is not None else name)
+    if site is None:
+        return ""
+    return f"did you mean {site!r}{f', with layer {layer}' if layer is not None else ''}?"
+
+
 Kind = Literal["input", "output"]
 Point = tuple[str, int]  # (site, layer)
 Ref = tuple[int | str, ...]  # where a tensor lies in a tree of tuples, lists and mappings

@@ -86,7 +86,7 @@ def counting(model: VLLM, prompt: str, max_tokens: int) -> Any:
 async def a_clean_trace_runs(model: VLLM, plain: Plain) -> None:
     with model.trace(FRANCE, temperature=0.0) as tracer:
         hidden = model.layers_output[3].save()  # noqa: F841
-    (output,) = await tracer.backend
+    output = await tracer.backend
     close(output.saves["hidden"], plain.run(FRANCE).sites["resid_post", 3])
 
 
@@ -184,7 +184,7 @@ def test_what_changes_in_place_after_its_save_is_exact_in_the_end(model: VLLM, d
                 hidden = model.layers_output[3][-1]
                 total += hidden
                 each.append(hidden.clone())
-        (output,) = await tracer.backend
+        output = await tracer.backend
         ids = plain.ids(FRANCE)
         whole = plain.run(ids + plain.generate(FRANCE, 6)[:-1]).sites["resid_post", 3]
         close(output.saves["total"], whole[len(ids) - 1 :].sum(0))
@@ -252,7 +252,7 @@ def test_f7_collect_is_awaited_and_runs_what_is_missing(
 
 def test_an_edit_is_on_in_async_generation(model: VLLM, drive: Drive, plain: Plain) -> None:
     async def main() -> None:
-        with model.edit("nothing"):
+        with model.edit("nothing", inplace=True):
             model.layers_output[2] = torch.zeros_like(model.layers_output[2])
         try:
             (edited,) = await model.generate(FRANCE, max_tokens=3, **GREEDY)

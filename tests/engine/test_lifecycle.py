@@ -181,7 +181,7 @@ def test_the_body_sees_no_step_past_the_end(engine: VLLM, stop: str) -> None:
 @pytest.mark.engine
 def test_an_edit_left_on_the_model_comes_before_the_trace(engine: VLLM, plain: Plain) -> None:
     """Also where the trace has waited for that place from the start, and the edit comes to it from an earlier one."""
-    with engine.edit("double"):
+    with engine.edit("double", inplace=True):
         engine.layers_output[1]
         engine.layers_output[3] = engine.layers_output[3] * 2
     try:
@@ -231,9 +231,9 @@ def growths(model: VLLM, windows: int, keep: list[Any] | None = None) -> list[He
                     with tracer.invoke(prompt):
                         every = [model.layers_output[i].save() for i in range(model.num_layers)].save()
                         model.layers_output[7] += 0.1
-            assert len(every) == model.num_layers
+            assert [len(each) for each in every] == [model.num_layers] * 5
             if keep is not None:
-                keep.append(every[0])
+                keep.append(every[-1][0])
         del tracer, every
         with model.trace(FRANCE, temperature=0.0) as tracer:
             worker = vars(Held.now()).save()

@@ -168,7 +168,7 @@ def test_f5_infinite_logits_are_a_traces_own_business(engine: VLLM) -> None:
 
 def test_f5_an_edit_left_on_the_model_ends_what_it_overflows(engine: VLLM) -> None:
     before = answers(engine)
-    with engine.edit("broken"):
+    with engine.edit("broken", inplace=True):
         engine.layers_output[2][:] = float("nan")
     try:
         with pytest.raises(MidstreamError):

@@ -638,7 +638,7 @@ def test_async_a_trace_with_a_plan(model: VLLM, drive: Drive, plain: Plain) -> N
             FRANCE, plan=[Steer("resid_post", layers=3, vector=v), everything()], temperature=0.0
         ) as tracer:
             hidden = model.layers_output[3].save()  # noqa: F841
-        (output,) = await tracer.backend
+        output = await tracer.backend
         expected = plain.run(FRANCE)
         close(output.saves["hidden"], expected.sites["resid_post", 3] + v)
         close(output.captures["resid_post", 3], expected.sites["resid_post", 3])

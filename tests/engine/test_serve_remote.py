@@ -219,7 +219,7 @@ def test_g9_traces_read_and_write_as_hooks_do(model: Remote, plain: Plain) -> No
         return torch.cat([hidden[:-1], row[None]])
 
     close(patched[-1], plain.run(FRANCE, {("resid_post", 5): swapped}).logits[-1])
-    with model.edit("tilt"):
+    with model.edit("tilt", inplace=True):
         model.layers_output[2] += VECTOR
     edited = model.run(lambda m: m.layers_output[3], TOWER)
     model.clear_edits()

@@ -259,7 +259,7 @@ def test_f3_invokes_that_use_each_others_variables_have_one_sample_each(engine, 
 
 def test_f3_samples_that_do_not_fit_into_one_step_together_are_refused(engine, plain):
     """They would wait for free places that never come, all other requests behind them."""
-    places = engine.config.scheduler_config.max_num_seqs
+    places = engine.vllm_config.scheduler_config.max_num_seqs
     with pytest.raises(PromptError, match=rf"{2 * places} prompts, counted once for each sample, .* do not fit"):
         with engine.trace(max_tokens=1, n=places, temperature=1.0, seed=0) as tracer:
             barrier = tracer.barrier(2 * places)
@@ -273,7 +273,7 @@ def test_f3_samples_that_do_not_fit_into_one_step_together_are_refused(engine, p
 def test_d8_traces_beside_drafted_tokens_are_refused(engine, plain, monkeypatch):
     """They would see the drafts as the request's own tokens, and nobody would tell."""
     with monkeypatch.context() as drafting:
-        drafting.setattr(engine.config, "speculative_config", object())
+        drafting.setattr(engine.vllm_config, "speculative_config", object())
         with pytest.raises(TraceError, match="not supported with speculative decoding"):
             with engine.trace(PARIS, temperature=0.0):
                 engine.logits.save()

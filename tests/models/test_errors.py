@@ -270,7 +270,7 @@ def test_a3_an_error_in_a_later_step_keeps_what_came_before(model, plain):
 
 def test_f3_an_error_in_a_standing_edit_is_raised_and_the_edit_can_be_cleared(model, plain):
     try:
-        with model.edit("broken"):
+        with model.edit("broken", inplace=True):
             model.layers_output[2] = torch.zeros(3, 7)
         with pytest.raises(ShapeError):
             with model.trace(PARIS, temperature=0.0):

@@ -204,10 +204,10 @@ def test_f1_generation_ends_at_a_string(model, plain, several):
 def test_f1_edits_stay_on_the_model_until_they_are_cleared(model, plain):
     vector = direction()
     try:
-        with model.edit("push"):
+        with model.edit("push", inplace=True):
             model.layers_output[4] += 30.0 * vector
         pushed = model.generate([EIFFEL, PARIS], max_tokens=4, temperature=0.0)
-        with model.edit("damp"):
+        with model.edit("damp", inplace=True):
             model.mlps_output[6] *= 0.25
         with model.trace(EIFFEL, temperature=0.0):
             both = model.logits.save()

@@ -571,7 +571,7 @@ def test_c14_an_error_on_one_stage_ends_the_request_on_all(pp2: VLLM, plain: Pla
 def test_c14_a_trace_that_one_stage_cannot_load_ends_on_all(pp2: VLLM, plain: Plain) -> None:
     """And nothing of it stays on any, nor of the standing edits that it would have had."""
     value = LoadsOnTheFirstStageAlone()
-    with pp2.edit("shift"):
+    with pp2.edit("shift", inplace=True):
         pp2.layers_output[EARLY][:] += 1
     try:
         with pytest.raises(MidstreamError, match="not here"):

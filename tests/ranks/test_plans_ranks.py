@@ -284,7 +284,7 @@ def test_d7_a_plan_for_every_request_writes_to_a_directory(
         Capture("resid_post", layers=[2, 6], positions="all", to=tmp_path / "all"),
         Capture("resid_post", layers=[5], positions="last_prompt", to=tmp_path / "late"),
     ])  # fmt: skip
-    monkeypatch.setitem(model.config.additional_config["midstream"], "plan", watch.to_json())
+    monkeypatch.setitem(model.vllm_config.additional_config["midstream"], "plan", watch.to_json())
     v = toward_rome(plain)
     steer = Steer("resid_post", layers=5, vector=v)
     outputs = submit(model, [FRANCE, EIFFEL, FRANCE], [None, None, Plan.of(steer)], max_tokens=4)

@@ -133,7 +133,7 @@ def set_and_read(model: VLLM, site: str) -> list[tuple[torch.Tensor, torch.Tenso
 
     values = [written_value(value.shape) for value in model.run(read, PROMPTS)]
     by_length = {len(value): value for value in values}
-    with model.edit("write"):
+    with model.edit("write", inplace=True):
         if site in LAYER_SITES:
             accessor = getattr(model, name)
             accessor[at] = by_length[len(accessor[at])]

@@ -186,7 +186,7 @@ def choose_tokens(model: Any, prompts: list[str]) -> Any:
 
 def steered_by_two(model: Any, prompts: list[str]) -> Any:
     """An edit left on the model and a trace write at the same place."""
-    with model.edit("double"):
+    with model.edit("double", inplace=True):
         model.layers_output[3] = model.layers_output[3] * 1.1
     try:
         return steer_every_step(model, prompts)

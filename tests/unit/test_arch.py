@@ -216,8 +216,12 @@ def test_rename() -> None:
     architecture = probe(Custom(), rename=rename)
     assert architecture.sites == probe(Model(Single, by_position)).sites
     assert architecture.binding("attn_in", 1).path == "my_blocks.1.mixer"
-    with pytest.raises(ArchitectureError, match=r"'layer'.* did you mean 'layers'"):
+    with pytest.raises(ArchitectureError, match=r"no list of layers.*rename=\{'my_blocks': 'layers'\}"):
         probe(Custom(), rename={"my_blocks": "layer"})
+    with pytest.raises(
+        ArchitectureError, match=r"rename\['mixer'\] is 'expander': my_blocks\.0 has a expander already"
+    ):
+        probe(Custom(), rename={**rename, "mixer": "expander"})
 
 
 def test_no_container() -> None:

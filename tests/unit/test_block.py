@@ -442,7 +442,13 @@ def test_backward_and_grad() -> None:
             log.append((loss, args, kwargs))
 
         def __enter__(self) -> Any:
-            return lambda of: f"d{self.loss}/d{of}"
+            return self
+
+        def __getitem__(self, of: Any) -> Any:
+            return f"d{self.loss}/d{of}"
+
+        def __setitem__(self, of: Any, grad: Any) -> None:
+            log.append((of, grad))
 
         def __exit__(self, *_: Any) -> None:
             log.append("left")
@@ -456,12 +462,12 @@ def test_backward_and_grad() -> None:
             g = h.grad.save()
             with l2.backward() as grads:
                 inner = [v.grad for v in "ab"]
-                mine = grads("z")
+                mine = grads["z"]
             again = (lambda: h.grad)()
-            plain.grad = 3
+            h.grad = 3
         outside = plain.grad
-    assert (g, inner, mine, again, outside) == ("dL/dh", ["dM/da", "dM/db"], "dM/dz", "dL/dh", 3)
-    assert log == [("L", (1,), {"retain_graph": True}), ("M", (), {}), "left", "left"]
+    assert (g, inner, mine, again, outside) == ("dL/dh", ["dM/da", "dM/db"], "dM/dz", "dL/dh", "plain")
+    assert log == [("L", (1,), {"retain_graph": True}), ("M", (), {}), "left", ("h", 3), "left"]
     assert t.saved == ["dL/dh"]
     assert not any(name.startswith("__") for name in t.result)
 

@@ -348,6 +348,17 @@ def engine_config() -> Any:
     )
 
 
+def test_layers_from_the_end_are_counted_from_0_at_admission() -> None:
+    """Whoever sends the plan: keys of KV blocks and the workers' tables know no other numbers."""
+    plan = [Steer("layers_output", layers=[-1, 2], vector=torch.ones(256))]
+    for given in every_form(*plan):
+        payload = admit(given)
+        (edit,) = PlanRequest.of(SimpleNamespace(extra_args={"midstream": payload})).plan.edits  # type: ignore[union-attr]
+        assert (edit.site, edit.layers) == ("resid_post", (2, 7))
+    with pytest.raises(PlanError, match="-9; allowed: 0 to 7"):
+        admit(Plan.of(Steer("resid_post", layers=-9, vector=torch.ones(256))).to_json())
+
+
 def test_d5_a_directory_is_the_front_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which may have gone to another one than the engine works in."""
     monkeypatch.chdir(tmp_path)

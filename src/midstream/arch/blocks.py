@@ -10,16 +10,15 @@ before the standard ones: `rename={"my_blocks": "layers", "mixer": "attn"}`, whe
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from torch import nn
 
+from midstream.arch.aliases import Aliases, Rename
 from midstream.arch.probe import Call, Leaf, Probe, planted_embedding
 from midstream.errors import ArchitectureError
 from midstream.sites import Binding, Ref, follow
@@ -44,14 +43,11 @@ PREFERRED = ("hidden_states", "hidden_state", "x", "inputs")
 class Names:
     """The user's names followed by the standard ones."""
 
-    def __init__(self, rename: Mapping[str, str] | None = None) -> None:
+    def __init__(self, rename: Rename | None = None) -> None:
         self._own: dict[str, list[str]] = {}
-        for name, role in (rename or {}).items():
-            if role not in STANDARD:
-                near = difflib.get_close_matches(role, ROLES, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise ArchitectureError(f"rename[{name!r}] is {role!r}, which is none of {', '.join(ROLES)}{hint}")
-            self._own.setdefault(role, []).append(name)
+        for name, aliases in Aliases(rename).rename.items():
+            for role in aliases:
+                self._own.setdefault(role, []).append(name.lstrip("."))
 
     def own(self, role: str) -> list[str]:
         """The user's names for this role."""

@@ -18,7 +18,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from midstream.arch.aliases import Aliases, Rename
 from midstream.arch.blocks import (
+    ROLES,
     Block,
     Names,
     bind_embed,
@@ -133,7 +135,7 @@ def detect(
     run: Callable[[], Any],
     *,
     head_dim: int | None = None,
-    rename: Mapping[str, str] | None = None,
+    rename: Rename | None = None,
     shards: ShardFinder | None = None,
 ) -> Architecture:
     """Find the sites of `root`.
@@ -143,12 +145,14 @@ def detect(
         run: runs one uncompiled forward of a few tokens over `root`. The probe changes values on the way, so nothing that is kept, such
             as a prefix cache, may come from this forward.
         head_dim: width of a head; takes precedence over what the model says.
-        rename: the user's names, such as `{"my_blocks": "layers", "mixer": "attn"}`. Roles are `midstream.arch.ROLES`.
+        rename: the user's names, such as `{"my_blocks": "layers", "mixer": "attn"}`. Roles are `midstream.arch.ROLES`; other names are
+            aliases alone.
         shards: finds the tensors that tensor-parallel ranks share.
 
     Raises:
         ArchitectureError: the model does not have the expected structure. The message names the module and what was expected.
     """
+    Aliases(rename).check(dict(root.named_modules()), ROLES)
     names, shards = Names(rename), shards or ShardFinder()
     modules = dict(root.named_modules())
     containers = {path: found for path in modules if (found := _blocks(path, modules, names))}
@@ -287,7 +291,7 @@ def _the_container(
     )
 
 
-def show_tree(modules: Mapping[str, Any], shapes: Mapping[str, str], sites: Iterable[str]) -> str:
+def show_tree(modules: Mapping[str, Any], shapes: Mapping[str, str], sites: Iterable[str] = ()) -> str:
     """Indented lines `name: Class -> shape`, with equal neighbouring layers on one line.
 
     Args:
@@ -314,8 +318,8 @@ def show_tree(modules: Mapping[str, Any], shapes: Mapping[str, str], sites: Iter
                 lines += [f"{indent}{name}: {head}", *below]
         return lines
 
-    last = f"sites: {', '.join(sites)}, logits, samples"
-    return "\n".join([classes.get("", "model"), *lines_below("", "  "), last])
+    last = [f"sites: {', '.join(sites)}, logits, samples"] if sites else []
+    return "\n".join([classes.get("", "model"), *lines_below("", "  "), *last])
 
 
 def text_config(root: nn.Module) -> Any:

@@ -24,6 +24,7 @@ from midstream.errors import CaptureError
 from midstream.plan.captures import Key, Layout, RowSelection
 from midstream.plan.fields import nearest
 from midstream.plan.values import Capture, Consumer
+from midstream.sites import site_of
 
 V = TypeVar("V")
 NO_POSITIONS = np.empty(0, np.int64)
@@ -266,6 +267,7 @@ class ByPlane(Mapping[Any, V], Generic[V]):
     def _resolve(self, key: Any) -> Key:
         with contextlib.suppress(TypeError):  # an unhashable object is no key
             if isinstance(key, tuple) and len(key) in (2, 3):
+                key = (site_of(key[0]), *key[1:])
                 for when in ("before", "after"):
                     if (full := (key[0], key[1], when)) in self._planes and key in (full, full[:2]):
                         return full

@@ -2,61 +2,170 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
 from types import TracebackType
 from typing import Any, Self
 
+from midstream.arch.aliases import Aliases
 from midstream.arch.detect import show_tree
 from midstream.client.model import TraceModel
 from midstream.client.requests import Invoke
 from midstream.errors import TraceError, UnknownModuleError
-from midstream.plan.values import ModelFacts
+from midstream.plan.values import ModelFacts, Plan
 from midstream.sites import ACCESSORS, LAYER_SITES
-from midstream.trace.envoy import nearest
+from midstream.trace.envoy import nearest, where_layers_are
 from midstream.trace.program import ShippedCode, ship
 
 _IN_TRACES = ("logits", "samples", "next_token_probs", "project_on_vocab", "steer", "skip_layers")
-_HELD = ("weight", "bias", "parameters", "state_dict", "forward")
+_VALUES = ("output", "input", "inputs")
+_CONTENTS = ("parameters", "named_parameters", "state_dict", "weight", "bias")
 
 
 class ModuleHandle:
-    """Refers to a module of the model outside of a trace. Inside a trace it is the module."""
+    """A module of the model outside of a trace: its children, its text, its weights. Inside a trace it is the module.
 
-    def __init__(self, path: str, paths: frozenset[str]) -> None:
+    The contents of the module come from the engine, by a request of one token without the model's edits and its plan.
+    """
+
+    def __init__(self, path: str, model: DescribedModel) -> None:
         self._path = path
-        self._paths = paths
+        self._model = model
 
     def __midstream_reference__(self) -> Any:
         return ("module", self._path)
 
-    def _child(self, name: str) -> ModuleHandle:
-        path = f"{self._path}.{name}" if self._path else name
-        if path not in self._paths:
-            if name in ("output", "input", "inputs", "source"):
-                raise TraceError(
-                    f"{self._path}.{name} exists only in a trace: `with model.trace(prompt):` or `model.run(fn, prompt)`."
-                )
-            if name in _HELD:
-                raise TraceError(
-                    f"Read the contents of modules in a trace: `model.run(lambda m: m.{self._path}.{name}, prompt)`. Outside of one the "
-                    "model is only the tree of its modules."
-                )
-            siblings = [p.rpartition(".")[2] for p in self._paths if p.rpartition(".")[0] == self._path]
-            siblings += [] if self._path else [*ACCESSORS, *LAYER_SITES, *_IN_TRACES]
-            raise UnknownModuleError(f"{self._path or 'the model'} has no module {name}{nearest(name, siblings)}")
-        return ModuleHandle(path, self._paths)
+    @property
+    def _children(self) -> list[str]:
+        start = f"{self._path}." if self._path else ""
+        names = [path[len(start) :] for path in self._model.description["modules"] if path.startswith(start)]
+        return [name for name in names if name and "." not in name]
 
-    def __getattr__(self, name: str) -> ModuleHandle:
+    def _child(self, name: str) -> ModuleHandle:
+        return ModuleHandle(f"{self._path}.{name}" if self._path else name, self._model)
+
+    def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return self._child(name)
+        children = self._children
+        if name in children:
+            return self._child(name)
+        described = self._model.description
+        path = Aliases(described.get("rename")).resolve(self._path, name, described["modules"])
+        if path is not None:
+            return ModuleHandle(path, self._model)
+        if name in _VALUES:
+            raise TraceError(
+                f"{self._path}.{name} exists only in a trace: `with model.trace(prompt):` or `model.run(fn, prompt)`."
+            )
+        if name in _CONTENTS and self._path:
+            return self._contents(name)
+        known = [*children, *((*_CONTENTS, "source") if self._path else (*ACCESSORS, *LAYER_SITES, *_IN_TRACES))]
+        hint = where_layers_are(self._model.description["modules"]) if self._path.count(".") < 2 else ""
+        raise UnknownModuleError(f"{self._path or 'the model'} has no module {name}{nearest(name, known)}{hint}")
 
-    def __getitem__(self, index: int) -> ModuleHandle:
-        return self._child(str(index))
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_"):
+            raise TraceError(
+                f"{self._path}.{name} cannot be set: the model is in another process. Use the object as a variable of the trace, "
+                f"`{name}(model.layers_output[3])`, which is sent with it; values are written in a trace."
+            )
+        super().__setattr__(name, value)
+
+    def _contents(self, name: str) -> Any:
+        if name in ("weight", "bias"):
+            return self._read(name, partial(_parameter, self._path, name))
+        state: dict[str, Any] = {}
+
+        def read() -> dict[str, Any]:
+            return state or self._read(name, partial(_state, self._path))
+
+        if name == "state_dict":
+            return read
+        return (lambda: iter(read().items())) if name == "named_parameters" else (lambda: iter(read().values()))
+
+    def _read(self, name: str, read: Callable[[Any], Any]) -> Any:
+        """What `read` returns in a trace."""
+        if self._model._is_async:
+            raise TraceError(
+                f"With mode='async', read {self._path}.{name} in a trace: `await model.run(lambda m: m.{self._path}.{name}, prompt)`."
+            )
+        if self._model.is_sharded:
+            raise TraceError(
+                f"{self._path}.{name}: each tensor-parallel rank has a part of it. Load the checkpoint to read weights."
+            )
+        return self._model.without_edits().run(read, [0])
+
+    @property
+    def source(self) -> SourceText:
+        """The module's forward with the calls in it, which a trace can read and write: `print(model.model.layers[0].source)`."""
+        return SourceText(self._path, *self._read("source", partial(_source, self._path)))
+
+    def __getitem__(self, index: int | slice | str) -> Any:
+        children = self._children
+        if isinstance(index, slice):
+            return [self._child(name) for name in children[index]]
+        if isinstance(index, str) or not -len(children) <= index < len(children):
+            raise UnknownModuleError(f"{self._path}[{index!r}]: {self._path} has {len(children)} modules.")
+        return self._child(children[index])
+
+    def __len__(self) -> int:
+        return len(self._children)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __iter__(self) -> Iterator[ModuleHandle]:
+        return map(self._child, self._children)
 
     def __repr__(self) -> str:
-        return f"<{self._path}>"
+        described = self._model.description
+        below = {
+            path.removeprefix(self._path).lstrip("."): name
+            for path, name in described["modules"].items()
+            if path == self._path or path.startswith(f"{self._path}.")
+        }
+        shapes = {path.removeprefix(self._path).lstrip("."): shape for path, shape in described["shapes"].items()}
+        return show_tree(below, shapes)
+
+
+class SourceText:
+    """The text of a module's forward, with the names of the calls in it at their lines."""
+
+    def __init__(self, path: str, text: str, names: Sequence[str]) -> None:
+        self._path, self._text, self._names = path, text, names
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if name not in self._names:
+            raise UnknownModuleError(f"{self._path}.source has no call {name}{nearest(name, list(self._names))}")
+        raise TraceError(f"{self._path}.source.{name} exists only in a trace: `with model.trace(prompt):`.")
+
+    def __dir__(self) -> Sequence[str]:
+        return self._names
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+def _parameter(path: str, name: str, model: Any) -> Any:
+    return getattr(_module(model, path), name).detach().clone()
+
+
+def _state(path: str, model: Any) -> Any:
+    return {name: value.detach().clone() for name, value in _module(model, path).state_dict().items()}
+
+
+def _source(path: str, model: Any) -> Any:
+    source = _module(model, path).source
+    return str(source), dir(source)
+
+
+def _module(model: Any, path: str) -> Any:
+    for name in path.split("."):
+        model = model[int(name)] if name.isdigit() else getattr(model, name)
+    return model
 
 
 class DescribedModel(TraceModel):
@@ -83,7 +192,13 @@ class DescribedModel(TraceModel):
     def _code(self, invokes: Sequence[Invoke]) -> ShippedCode | None:
         """The code that runs in the invokes' forward passes, the model's edits first. Raises TraceError for what cannot be sent."""
         edits = list(self.edits.values())
-        programs = [[*edits, *([invoke.program] if invoke.program is not None else [])] for invoke in invokes]
+        programs = [
+            [
+                *(edits if invoke.edits is None else invoke.edits),
+                *([invoke.program] if invoke.program is not None else []),
+            ]
+            for invoke in invokes
+        ]
         return ship(programs, self._is_elsewhere) if any(programs) else None
 
     @property
@@ -117,7 +232,18 @@ class DescribedModel(TraceModel):
             raise TraceError(
                 f"model.{name} exists only in a trace: `with model.trace(prompt):` or `model.run(fn, prompt)`."
             )
-        return getattr(ModuleHandle("", frozenset(self.description["modules"])), name)
+        return getattr(ModuleHandle("", self), name)
+
+    def without_edits(self) -> Self:
+        """A view of the model without edits and without a plan."""
+        view = self._view()
+        view.edits, view._plan = {}, Plan()
+        return view
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether several tensor-parallel ranks have parts of the weights."""
+        return False
 
     def __repr__(self) -> str:
         described = self.description

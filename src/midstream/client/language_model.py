@@ -7,25 +7,63 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from midstream.arch import detect
+from midstream.arch.aliases import Aliases, Rename
 from midstream.arch.detect import show_tree
 from midstream.capture.sinks import Sinks
-from midstream.client.language_model_batch import BatchRequest, PaddedBatch, RunningPlan, plan_hooks
-from midstream.client.model import TraceModel
-from midstream.client.requests import Invoke, InvokeResult, runs_of, token_ids
+from midstream.client.language_model_batch import BatchInvoke, BatchRequest, PaddedBatch, RunningPlan, plan_hooks
+from midstream.client.model import TraceModel, loading_arguments
+from midstream.client.requests import Invoke, InvokeResult, prompts_of, runs_of, token_ids
 from midstream.client.vectors_and_runs import Runs, Vectors, run_now
 from midstream.errors import MidstreamError, ParameterError, PromptError
 from midstream.plan.values import ModelFacts
 from midstream.runtime.store import RunStore, make_run
 from midstream.settings import RECORD_BYTES
 from midstream.sites import ACCESSORS, LAYER_SITES
-from midstream.trace.envoy import ModelEnvoy
+from midstream.trace.envoy import Generator, ModelEnvoy
 from midstream.trace.interleaver import Interleaver
+
+
+def _device(device: Any, device_map: Any) -> Any:
+    """The device that `device=` or `device_map=` asks for; None to leave the model where it is. Raises ParameterError."""
+    if device_map is None:
+        return device
+    if device is not None or not isinstance(device_map, (str, int, torch.device)) or device_map in _SPREAD:
+        raise ParameterError(
+            f"device_map is {device_map!r}. A LanguageModel is on one device, such as device_map='cuda:1'; VLLM with "
+            "tensor_parallel_size= puts a model on several."
+        )
+    return ("cuda" if torch.cuda.is_available() else "cpu") if device_map == "auto" else device_map
+
+
+_SPREAD = ("balanced", "balanced_low_0", "sequential")  # values of device_map for several devices
+
+
+def _loaded(name: str, arguments: Mapping[str, Any]) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        return AutoModelForCausalLM.from_pretrained(name, **arguments)  # type: ignore[no-any-return]
+    except TypeError as error:
+        raise ParameterError(f"transformers does not load {name!r} with these arguments: {error}") from error
+
+
+def _tokenizer(name: str, arguments: Mapping[str, Any], more: Mapping[str, Any]) -> Any:
+    """The tokenizer of that name, from where the model with these arguments is from."""
+    from transformers import AutoTokenizer
+
+    if not name:
+        raise ParameterError("This model has no name that its tokenizer could be found by: give tokenizer=.")
+    shared = {
+        key: arguments[key] for key in ("revision", "trust_remote_code", "token", "cache_dir") if key in arguments
+    }
+    return AutoTokenizer.from_pretrained(name, **{**shared, **more})
 
 
 class LanguageModel(TraceModel):
@@ -43,10 +81,16 @@ class LanguageModel(TraceModel):
     Args:
         model: a path or name for `AutoModelForCausalLM`, or a model.
         tokenizer: a tokenizer, or a path or name; that of `model` if None.
-        rename: names of this model's own modules for the standard ones, such as `{"blocks": "layers"}`.
+        rename: other names of modules, such as `{"blocks": "layers"}` or `{"transformer.h": "layers"}`: a module of that name has the
+            other name, too, and the module at a path has it at the model. A standard name (`layers`, `attn`, `mlp`, `embed`,
+            `final_norm`, `attn_proj`, `mlp_proj`) says where the sites are. A list gives several names.
         device: where to run.
         record_bytes: how many bytes recorded runs may take.
-        kwargs: for `from_pretrained`, `dtype` for example.
+        tokenizer_kwargs: for `from_pretrained` of the tokenizer.
+        kwargs: for `from_pretrained`, `dtype` for example. `torch_dtype` is another name of it, and `device_map` of `device`.
+
+    Raises:
+        ParameterError: transformers does not take an argument, or it asks for something that midstream does not do.
     """
 
     _has_logprobs = False
@@ -56,21 +100,23 @@ class LanguageModel(TraceModel):
         model: str | nn.Module,
         tokenizer: Any = None,
         *,
-        rename: Mapping[str, str] | None = None,
+        rename: Rename | None = None,
         device: str | torch.device | None = None,
         record_bytes: int = RECORD_BYTES,
+        tokenizer_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
-        module: Any = AutoModelForCausalLM.from_pretrained(model, **kwargs) if isinstance(model, str) else model
+        kwargs = loading_arguments(kwargs)
+        device = _device(device, kwargs.pop("device_map", None))
+        module: Any = _loaded(model, kwargs) if isinstance(model, str) else model
+        if kwargs and module is model:
+            raise ParameterError(f"{', '.join(kwargs)}: only for a model that is given by its name.")
         module = (module.to(device) if device is not None else module).eval()
         self.model_name: str = model if isinstance(model, str) else module.config.name_or_path
-        name = tokenizer if isinstance(tokenizer, str) else model if isinstance(model, str) else None
         self.module: Any = module
-        self.tokenizer = (
-            AutoTokenizer.from_pretrained(name) if tokenizer is None or isinstance(tokenizer, str) else tokenizer
-        )
+        self.tokenizer = tokenizer
+        if tokenizer is None or isinstance(tokenizer, str):
+            self.tokenizer = _tokenizer(tokenizer or self.model_name, kwargs, tokenizer_kwargs or {})
         self.edits = {}
         self.vectors = Vectors()
         self._run_store = RunStore(record_bytes)
@@ -87,7 +133,9 @@ class LanguageModel(TraceModel):
             rename=rename,
         )
         self._interleaver = Interleaver(module, self.arch.order)
+        self._interleaver.aliases = Aliases(rename)
         self._envoy = ModelEnvoy(module, self.arch, self._interleaver, self._unembed, lambda: self.tokenizer)
+        self._envoy._generator = Generator()
 
     def _probe(self) -> None:
         with torch.no_grad():
@@ -141,22 +189,26 @@ class LanguageModel(TraceModel):
 
     def _run(self, invokes: list[Invoke], together: bool = False) -> list[InvokeResult]:
         """Run traces as one batch; without traces, run prompts that have plans one after the other."""
-        invokes = self._with_plan(invokes)
-        prompts = [self._token_ids(invoke) for invoke in invokes]
-        plans = self.planner.prepare_all(invokes, prompts)
+        prompts = [[] if each.prompt is None else prompts_of(each.prompt) for each in invokes]
+        single = self._with_plan(
+            [replace(each, prompt=prompt) for each, own in zip(invokes, prompts, strict=True) for prompt in own]
+        )
+        ids = [self._token_ids(each) for each in single]
+        plans = self.planner.prepare_all(single, ids)
         for invoke in invokes:
             if (most := invoke.params.get("max_tokens")) is not None and most < 1:
                 raise ParameterError(f"max_tokens is {most}; allowed: at least 1.")
-        alone = any(plans) and all(invoke.program is None for invoke in invokes)
-        size = 1 if alone else len(invokes)
-        requests = [
-            BatchRequest(str(next(self._numbers)), invoke, ids, plan)
-            for invoke, ids, plan in zip(invokes, prompts, plans, strict=True)
+        requests = [BatchRequest(str(next(self._numbers)), *each) for each in zip(single, ids, plans, strict=True)]
+        rest = iter(requests)
+        batch = [
+            BatchInvoke(each, [next(rest) for _ in own] or requests, len(own) != 1)
+            for each, own in zip(invokes, prompts, strict=True)
         ]
+        alone = any(plans) and all(invoke.program is None for invoke in invokes)
         with ExitStack() as stack:
-            for i in range(0, len(requests), size):
-                self._run_batch(requests[i : i + size], stack)
-            return [self._result(request) for request in requests]
+            for part in [[each] for each in batch] if alone else [batch]:
+                self._run_batch(part, requests if not alone else part[0].requests, stack)
+            return [self._result(each) for each in batch]
 
     def _token_ids(self, invoke: Invoke) -> list[int]:
         ids = token_ids(invoke, lambda: self.tokenizer)
@@ -165,7 +217,7 @@ class LanguageModel(TraceModel):
             raise PromptError(f"The prompt has the token id {wrong[0]}; this model's are 0 to {rows - 1}.")
         return ids
 
-    def _run_batch(self, requests: Sequence[BatchRequest], until: ExitStack) -> None:
+    def _run_batch(self, invokes: Sequence[BatchInvoke], requests: Sequence[BatchRequest], until: ExitStack) -> None:
         """Run one batch to the end of its requests. Calls from several threads run one after the other.
 
         At the end of `until`, captured rows are dropped unless `_result` has taken them.
@@ -180,18 +232,20 @@ class LanguageModel(TraceModel):
                     request.running = RunningPlan(request, self.arch, self.vectors, self._run_store, self.sinks)
                     until.callback(request.running.discard)
             with plan_hooks(self.module, self.arch, requests, lambda: self._interleaver.muted):
-                PaddedBatch(self, self._interleaver, requests).run()
+                PaddedBatch(self, self._interleaver, requests, invokes).run()
             for request in requests:
                 if request.running is not None:
                     request.running.end(len(request.generated))
 
-    def _result(self, request: BatchRequest) -> InvokeResult:
-        """The result with captures on its output, once the sinks have taken theirs, or with an error."""
-        result = request.result
-        if request.running is not None:
-            result.output.captures = None
+    def _result(self, each: BatchInvoke) -> InvokeResult:
+        """The result with captures on its outputs, once the sinks have taken theirs, or with an error."""
+        result = each.result
+        for request in each.requests if each.invoke.prompt is not None else ():
+            if request.running is None:
+                continue
+            request.output.captures = None
             try:
-                result.output.captures = request.running.result(len(request.generated))
+                request.output.captures = request.running.result(len(request.generated))
                 if request.invoke.record is not None:
                     self._keep(result, *request.invoke.record)
             except MidstreamError as error:

@@ -24,7 +24,7 @@ from midstream.arch import Architecture
 from midstream.capture.consumers import CaptureInfo
 from midstream.capture.rows import Captured, RowChunk
 from midstream.capture.sinks import RequestCapture, Sinks
-from midstream.client.requests import Invoke, InvokeResult, PreparedPlan
+from midstream.client.requests import Invoke, InvokeResult, PreparedPlan, saves_of
 from midstream.errors import NotFiniteError, ParameterError, TraceError
 from midstream.plan.captures import Layout, Plane
 from midstream.plan.compile import compile_plan
@@ -45,9 +45,31 @@ _SAMPLING = set(
 _CONTEXT = 6  # tokens of the prompt to decode generated tokens with: a token's text may depend on those before it
 
 
-@dataclass
-class Generated:
-    """The output of `LanguageModel` for one prompt.
+class _Output(torch.Tensor):
+    """An output is the tensor of its token ids, as transformers' `generate` returns it, with attributes. Its parts are plain tensors."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    saves: dict[str, Any]
+    all_logits: torch.Tensor | None = None
+
+    @property
+    def logits(self) -> torch.Tensor:
+        """The model's logits, `[prompts, tokens, vocab]`."""
+        if self.all_logits is None:
+            raise TraceError(
+                "The logits of all positions are kept for traces of one step that use tracer.result. Otherwise save model.output.logits in "
+                "the trace."
+            )
+        return self.all_logits
+
+    @property
+    def sequences(self) -> torch.Tensor:
+        """The prompts' tokens and the generated ones, `[prompts, tokens]`."""
+        return self.as_subclass(torch.Tensor)
+
+
+class Generated(_Output):
+    """The output of `LanguageModel` for one prompt: the tensor of its token ids, `[1, tokens]`, the prompt's and the generated ones.
 
     Attributes:
         request_id: the request's id in a directory of captures.
@@ -64,22 +86,61 @@ class Generated:
     token_ids: list[int]
     text: str
     finish_reason: str
-    saves: dict[str, Any]
     captures: Captured | None
     answers: dict[str | int, float] | None
+
+    @staticmethod
+    def of(prompt_token_ids: list[int], token_ids: list[int], **attributes: Any) -> Generated:
+        output = torch.tensor([[*prompt_token_ids, *token_ids]]).as_subclass(Generated)
+        vars(output).update(attributes, prompt_token_ids=prompt_token_ids, token_ids=token_ids)
+        return output
 
     @property
     def outputs(self) -> list[Generated]:
         """The only sample, as in vLLM's outputs: `output.outputs[0].text`."""
         return [self]
 
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Generated(text={self.text!r}, ids={self.tolist()})"
 
-@dataclass
+
+class GeneratedBatch(_Output):
+    """The output of `LanguageModel` for the prompts of one invoke: the tensor of their token ids, `[prompts, tokens]`.
+
+    Shorter prompts are padded on the left, and shorter answers on the right.
+
+    Attributes:
+        rows: the output of each prompt.
+        saves: the trace's saved values, by name.
+    """
+
+    rows: list[Generated]
+
+    @staticmethod
+    def of(rows: list[Generated], pad: int) -> GeneratedBatch:
+        before = max(len(row.prompt_token_ids) for row in rows)
+        after = max(len(row.token_ids) for row in rows)
+        ids = [
+            [
+                *[pad] * (before - len(row.prompt_token_ids)),
+                *row.prompt_token_ids,
+                *row.token_ids,
+                *[pad] * (after - len(row.token_ids)),
+            ]
+            for row in rows
+        ]
+        output = torch.tensor(ids).as_subclass(GeneratedBatch)
+        output.rows = rows
+        return output
+
+
+@dataclass(eq=False)
 class BatchRequest:
-    """One request of a batch.
+    """One prompt of a batch.
 
     Attributes:
         name: its id.
+        invoke: with this prompt.
         prompt: token ids.
         plan: its plan.
         running: the same, while it runs.
@@ -87,7 +148,7 @@ class BatchRequest:
         finish_reason: None while it runs.
         graded: the log-probabilities of its answers.
         rows: its rows of the current step.
-        result: set when the batch has ended.
+        output: set when the batch has ended.
     """
 
     name: str
@@ -99,6 +160,22 @@ class BatchRequest:
     finish_reason: str | None = None
     graded: dict[str | int, float] | None = None
     rows: BatchRows = field(init=False)
+    output: Generated = field(init=False)
+
+
+@dataclass
+class BatchInvoke:
+    """One invoke of a batch.
+
+    Attributes:
+        requests: its prompts; those of the whole batch, if the invoke has none.
+        is_batch: whether its values have a batch axis.
+        result: set when the batch has ended.
+    """
+
+    invoke: Invoke
+    requests: list[BatchRequest]
+    is_batch: bool
     result: InvokeResult = field(init=False)
 
 
@@ -108,26 +185,39 @@ class PaddedBatch:
     Args:
         model: the LanguageModel.
         interleaver: runs the bodies.
+        requests: the rows of the batch.
     """
 
-    def __init__(self, model: Any, interleaver: Interleaver, requests: Sequence[BatchRequest]) -> None:
+    def __init__(
+        self, model: Any, interleaver: Interleaver, requests: Sequence[BatchRequest], invokes: Sequence[BatchInvoke]
+    ) -> None:
         self.module: Any = model.module
         self.tokenizer: Any = model.tokenizer
         self.interleaver = interleaver
-        self.requests = requests
-        self.params = self._common_params([request.invoke for request in requests])
+        self.requests, self.invokes = requests, invokes
+        self.params = self._common_params([each.invoke for each in invokes])
         self.length = max(len(request.prompt) for request in requests)
         self.programs: dict[str, Program] = {}
         self.outcomes: dict[str, Outcome] = {}
-        self.request_of: dict[str, BatchRequest] = {}
+        self.requests_of: dict[str, BatchInvoke] = {}  # by the name of a body
+        self.bodies: dict[str, Body] = {}
+        self.pad: int = self.tokenizer.pad_token_id or 0
+        self._logits: torch.Tensor | None = None  # of all positions
         shared: dict[str, Any] = {}
-        for row, request in enumerate(requests):
-            programs = {f"{row}#{name}": edit for name, edit in model.edits.items()}
-            if request.invoke.program is not None:
-                programs[f"{row}"] = request.invoke.program
-            for name, program in programs.items():
-                self.programs[name], self.request_of[name] = program, request
-                interleaver.add(Body(name, partial(program.run, model, shared), in_engine=False))
+        for number, each in enumerate(invokes):
+            edits = list(model.edits.values()) if each.invoke.edits is None else each.invoke.edits
+            for row, request in enumerate(each.requests if each.invoke.prompt is not None else ()):
+                for place, edit in enumerate(edits):
+                    self._add(
+                        f"{number}#{row}.{place}", edit, BatchInvoke(request.invoke, [request], False), model, shared
+                    )
+            if each.invoke.program is not None:
+                self._add(f"{number}", each.invoke.program, each, model, shared)
+
+    def _add(self, name: str, program: Program, of: BatchInvoke, model: Any, shared: dict[str, Any]) -> None:
+        self.programs[name], self.requests_of[name] = program, of
+        self.bodies[name] = Body(name, partial(program.run, model, shared), in_engine=False)
+        self.interleaver.add(self.bodies[name])
 
     @staticmethod
     def _common_params(invokes: Sequence[Invoke]) -> dict[str, Any]:
@@ -159,18 +249,13 @@ class PaddedBatch:
             hook.remove()
             for name in list(self.interleaver.bodies):
                 self.interleaver.discard(name)
-        for row, request in enumerate(self.requests):
-            request.result = self._result(row, request)
+        for request in self.requests:
+            request.output = self._output(request)
+        for number, each in enumerate(self.invokes):
+            each.result = self._result(str(number), each)
 
-    def _result(self, row: int, request: BatchRequest) -> InvokeResult:
-        own = self.outcomes.pop(str(row), None)
-        failed = [
-            other
-            for name, other in self.outcomes.items()
-            if self.request_of[name] is request and other.failure is not None
-        ]
-        outcomes = ([own] if own is not None else []) + failed
-        output = Generated(
+    def _output(self, request: BatchRequest) -> Generated:
+        return Generated.of(
             request_id=request.name,
             prompt_token_ids=request.prompt,
             token_ids=request.generated,
@@ -180,10 +265,23 @@ class PaddedBatch:
             captures=Captured.nothing(request.name),
             answers=request.graded if request.invoke.answers else {},
         )
-        for each in outcomes:
-            each.values = map_objects(each.values, Result, lambda _: output)
-        output.saves = own.values if own is not None else {}
-        return InvokeResult(outcomes, output, request.plan)
+
+    def _result(self, name: str, each: BatchInvoke) -> InvokeResult:
+        own = self.outcomes.get(name)
+        edits = [other for edit, other in self.outcomes.items() if edit.startswith(f"{name}#")]
+        outcomes = [] if own is None else [own]
+        outcomes += [other for other in edits if other.failure is not None]
+        output: Any = GeneratedBatch.of([request.output for request in each.requests], self.pad)
+        if not each.is_batch:
+            (output,) = output.rows
+        if self._logits is not None and name in self.bodies and self.bodies[name].wants_result:
+            output.all_logits = self._rows(each, self.length, is_prompt=True).take(self._logits)
+        for found in {id(found): found for found in (*outcomes, *edits)}.values():
+            found.values = map_objects(found.values, Result, lambda result: result.of(output))
+        output.saves = saves_of(own, edits)
+        for request in each.requests if each.is_batch and each.invoke.prompt is not None else ():
+            request.output.saves = output.saves
+        return InvokeResult(outcomes, output, each.requests[0].plan)
 
     def _finish(self, name: str) -> None:
         body = self.interleaver.finish(name)
@@ -197,14 +295,21 @@ class PaddedBatch:
         if self.interleaver.muted:
             return
         length = kwargs["input_ids"].shape[1]
+        is_prompt = length == self.length and not self.requests[0].generated
         for row, request in enumerate(self.requests):
-            is_prompt = length == self.length and not request.generated
             pad = self.length - len(request.prompt) if is_prompt else 0
             request.rows = BatchRows(row, pad, len(self.requests), length)
             if request.running is not None:
                 first = 0 if is_prompt else len(request.prompt) + len(request.generated) - 1
                 request.running.begin_step(first, request.rows.count)
-        self.interleaver.begin_step({name: self.request_of[name].rows for name in self.interleaver.bodies})
+        rows = {name: self._rows(self.requests_of[name], length, is_prompt) for name in self.interleaver.bodies}
+        self.interleaver.begin_step(rows)
+
+    def _rows(self, each: BatchInvoke, length: int, is_prompt: bool) -> BatchRows:
+        """The rows of an invoke in a step, without the padding that all of them have."""
+        pad = self.length - max(len(request.prompt) for request in each.requests) if is_prompt else 0
+        size = len(each.requests) if each.is_batch else None
+        return BatchRows(self.requests.index(each.requests[0]), pad, len(self.requests), length, size)
 
     def _end_step(self, samples: torch.Tensor) -> None:
         self.interleaver.end_step()
@@ -213,10 +318,11 @@ class PaddedBatch:
                 request.generated.append(token)
                 request.finish_reason = self._reason(request, token)
         for name, body in list(self.interleaver.bodies.items()):
-            request = self.request_of[name]
-            if body.done and body.failure is not None:
-                request.finish_reason = request.finish_reason or "length"
-            if request.finish_reason is not None:
+            each = self.requests_of[name]
+            if body.done and body.failure is not None and each.invoke.prompt is not None:
+                for request in each.requests:
+                    request.finish_reason = request.finish_reason or "length"
+            if all(request.finish_reason is not None for request in each.requests):
                 self._finish(name)
 
     def _reason(self, request: BatchRequest, token: int) -> str | None:
@@ -241,9 +347,8 @@ class PaddedBatch:
 
     def _inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
         device = self.module.device
-        pad = self.tokenizer.pad_token_id or 0
         padded = [(self.length - len(request.prompt), request.prompt) for request in self.requests]
-        ids_BS = torch.tensor([[pad] * count + prompt for count, prompt in padded], device=device)
+        ids_BS = torch.tensor([[self.pad] * count + prompt for count, prompt in padded], device=device)
         mask_BS = torch.tensor([[0] * count + [1] * len(prompt) for count, prompt in padded], device=device)
         return ids_BS, mask_BS
 
@@ -255,7 +360,9 @@ class PaddedBatch:
             kwargs = {"attention_mask": mask_BS}
             if "position_ids" in inspect.signature(self.module.forward).parameters:
                 kwargs["position_ids"] = (mask_BS.cumsum(-1) - 1).clamp(min=0)
-        logits_BV = self.module(input_ids=ids_BS, use_cache=False, **kwargs).logits[:, -1]
+        self._logits = self.module(input_ids=ids_BS, use_cache=False, **kwargs).logits
+        assert self._logits is not None
+        logits_BV = self._logits[:, -1]
         logits_BV = self.interleaver.fire(("", "logits"), logits_BV)
         self._grade(logits_BV)
         samples_B = self.interleaver.fire(("", "samples"), self._sample(logits_BV.detach()))
@@ -319,7 +426,7 @@ class PaddedBatch:
             attention_mask=mask_BS,
             logits_processor=LogitsProcessorList([on_logits]),
             stopping_criteria=StoppingCriteriaList([on_samples]),
-            pad_token_id=self.tokenizer.pad_token_id or 0,
+            pad_token_id=self.pad,
             eos_token_id=None if self.params.get("ignore_eos") else eos,
             **self._generation_settings(),
         )

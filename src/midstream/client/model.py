@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import uuid
-from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Self, cast
+from typing import Any, Literal, Self, cast, overload
 
 from midstream.arch.detect import Sizes
 from midstream.capture.directory import Store, open_captures
@@ -22,54 +23,100 @@ from midstream.client.requests import (
     RecordAs,
     answers_of,
     plans_of,
+    prompt_in,
+    prompts_of,
     raise_failures,
+    sampling,
 )
 from midstream.client.sweeping import Sweeping, SweepStream
-from midstream.client.tracing import BlockContext, Tracer, in_with_header
+from midstream.client.tracing import BlockContext, Session, Tracer, in_with_header
 from midstream.client.vectors_and_runs import Runs, Vectors, run_now
-from midstream.errors import PlanError, PromptError, TraceError, UnsendableError
+from midstream.errors import ParameterError, PlanError, PromptError, TraceError, UnsendableError
 from midstream.plan.values import Capture, ModelFacts, Plan, RecordedRun
 from midstream.sweeps.request import Metric, SweepRequest
 from midstream.trace.block import Block
 from midstream.trace.body import current_body, is_in_body
 from midstream.trace.envoy import inside
 from midstream.trace.program import RETURNED, BlockProgram, Found, FunctionProgram, Program
-from midstream.trace.tracer import BodyTracer, steps
+from midstream.trace.tracer import BodyTracer
 
 
 class StandingEdit(Program):
-    """A program that runs in every step of every request."""
+    """A program that runs in every step of every request, or once for each request if it goes through the steps itself.
 
-    def __init__(self, program: Program) -> None:
-        self.program = program
+    Attributes:
+        has_name: whether requests can leave it out by its name.
+    """
+
+    def __init__(self, program: Program, has_name: bool) -> None:
+        self.program, self.has_name = program, has_name
 
     def run(self, model: Any, shared: dict[str, Any]) -> Found:
-        for _ in steps(current_body(), slice(None)):
-            self.program.run(model, {})
-        return Found()
+        """The values that it saved; a list with one for each step, if a name was saved in several."""
+        saved: dict[str, list[Any]] = {}
+        body, step = current_body(), 0
+        while not body.has_iterated and body.wait_for_step(step):
+            for name, value in self.program.run(model, {}).values.items():
+                saved.setdefault(name, []).append(value)
+            step += 1
+        return Found({name: values if len(values) > 1 else values[0] for name, values in saved.items()})
 
     def recover(self, error: BaseException, body: Any) -> Found:
         return Found()
 
 
 class EditContext(BlockContext):
-    """`with model.edit("name"):`, a block that stays on the model for every request."""
+    """`with model.edit() as edited:`, a block that runs for every request of the view `edited`, or of the model if `inplace`."""
 
-    def __init__(self, edits: dict[str, StandingEdit], name: str) -> None:
+    def __init__(self, model: TraceModel, name: str | None, inplace: bool) -> None:
         super().__init__()
-        self._edits, self._name = edits, name
+        self._model, self._inplace = model, inplace
+        self._name, self._has_name = name or f"edit-{next(_EDITS)}", name is not None
+        self._view = model._edited_view(self._name)
+
+    def _bound(self, block: Block) -> Any:
+        if isinstance(block.target, tuple):
+            if len(block.target) != 2:
+                raise TraceError("The target of an edit is one name, or two: `with model.edit() as (tracer, edited):`.")
+            self._inplace = self._inplace or self._model._ships
+            return BodyTracer(), self._view
+        if block.target is None and not self._inplace:
+            raise TraceError(
+                "model.edit() makes an edited view of the model: write `with model.edit() as edited:` and use `edited`; or "
+                "`with model.edit(inplace=True):` to edit the model itself."
+            )
+        return BodyTracer() if self._inplace else self._view
 
     def _captured(self, block: Block, frame: FrameType) -> None:
-        injected = {block.target: BodyTracer()} if block.target else {}
-        self._edits[self._name] = StandingEdit(BlockProgram(block, injected))
+        names = (block.target,) if isinstance(block.target, str) else block.target or ()
+        bound = self._bound(block)
+        injected = dict(zip(names, bound if isinstance(bound, tuple) else (bound,), strict=False))
+        edit = StandingEdit(BlockProgram(block, injected), self._has_name)
+        for model in (self._view, self._model) if self._inplace else (self._view,):
+            model.edits[self._name] = edit
 
 
-def _sampling(params: dict[str, Any], max_tokens: int) -> dict[str, Any]:
-    """Sampling parameters under vLLM's names; `max_new_tokens` is another name of `max_tokens`."""
-    params = dict(params)
-    if "max_new_tokens" in params:
-        params["max_tokens"] = params.pop("max_new_tokens")
-    return {"max_tokens": max_tokens, **params}
+def _result(model: Any, tracer: Any) -> Any:
+    return tracer.result
+
+
+def loading_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a model's constructor, without those of nnsight's that say what midstream does anyway.
+
+    Raises ParameterError for those that ask for something else.
+    """
+    given = dict(given)
+    given.pop("dispatch", None)  # models are loaded when they are made
+    if (task := given.pop("task", None)) not in (None, "text-generation", "generate"):
+        raise ParameterError(f"task is {task!r}; midstream runs models that generate text: leave it out.")
+    if "torch_dtype" in given:
+        if "dtype" in given:
+            raise ParameterError("torch_dtype is another name of dtype; give one of them.")
+        given["dtype"] = given.pop("torch_dtype")
+    return given
+
+
+_EDITS = itertools.count(1)  # numbers of edits without a name
 
 
 def _refuse_in_trace(name: str) -> None:
@@ -79,10 +126,13 @@ def _refuse_in_trace(name: str) -> None:
 
 def _each(prompts: Any, method: str) -> tuple[list[Any], bool]:
     """The prompts as a list, and whether a single prompt was given."""
+    if hasattr(prompts, "keys") or getattr(prompts, "ndim", 0) == 2:
+        rows = prompts_of(prompts)
+        return rows, len(rows) == 1
     if not isinstance(prompts, Iterable):
         raise PromptError(f"{method} needs a prompt, or several; {prompts!r} was given.")
     given: Any = prompts if isinstance(prompts, (str, Sized)) else list(prompts)
-    single = isinstance(given, str) or hasattr(given, "keys") or all(isinstance(token, int) for token in given)
+    single = isinstance(given, str) or all(isinstance(token, int) for token in given)
     return ([given] if single else list(given)), single
 
 
@@ -96,6 +146,7 @@ class TraceModel(Sizes):
     """
 
     edits: dict[str, StandingEdit]
+    _original: TraceModel | None = None  # of an edited view
     model_name: str
     tokenizer: Any
     vectors: Vectors
@@ -189,13 +240,43 @@ class TraceModel(Sizes):
     def plan(self, plan: Any) -> None:
         self._plan = Plan.of(plan)
 
-    def trace(self, prompt: Prompt | None = None, *, plan: Any = None, **params: Any) -> Tracer:
+    @overload
+    def trace(
+        self, prompt: Prompt | Sequence[Prompt] | None = None, *, trace: Literal[False], **params: Any
+    ) -> Any: ...
+
+    @overload
+    def trace(
+        self,
+        prompt: Prompt | Sequence[Prompt] | None = None,
+        *,
+        plan: Any = None,
+        edits: Sequence[Any] | None = None,
+        **params: Any,
+    ) -> Tracer: ...
+
+    def trace(
+        self,
+        prompt: Prompt | Sequence[Prompt] | None = None,
+        *,
+        plan: Any = None,
+        edits: Sequence[Any] | None = None,
+        trace: bool = True,
+        **params: Any,
+    ) -> Any:
         """`with model.trace(prompt) as tracer:` runs the block inside the model's forward pass on `prompt`.
 
         Args:
-            prompt: text, token ids, or a tokenizer's output; None if the block has invokes with prompts of their own.
+            prompt: text, token ids, or a tokenizer's output, also as `trace(**encoding)`; tokens that its `attention_mask` masks do not
+                count. None if the block has invokes with prompts of their own. Or a list of prompts: `LanguageModel` runs the block once
+                on their batch, so that values have a batch axis; the other models run it for each prompt, and a saved name has the list
+                of its values.
             plan: interventions that run beside the block; at a site, the plan's edits come before the block's.
-            params: sampling parameters: `max_tokens` (1 if not given), `temperature` and so on.
+            edits: names of the model's edits, or edited views, whose edits run. None runs all of the model's. Edits without a name
+                always run.
+            trace: False returns the output, without a with-statement; a list of them for a list of prompts.
+            params: sampling parameters: `max_tokens` (1 if not given), `temperature` and so on. Decoding is greedy if none asks for
+                sampling, as `temperature`, `top_p`, `top_k`, `min_p`, `do_sample=True` and `n > 1` do.
 
         Raises:
             PromptError: an empty prompt, or one that does not fit into one step.
@@ -205,10 +286,24 @@ class TraceModel(Sizes):
             PlanError: the plan cannot be done on this model, or to this prompt.
         """
         _refuse_in_trace("trace")
-        return Tracer(self, prompt, _sampling(params, 1), plans_of(plan, 1, True)[0])
+        prompt, params = prompt_in(prompt, params)
+        if not trace:
+            prompts = prompts_of(prompt)
+            return self.run(_result, prompts if len(prompts) > 1 else prompts[0], plan=plan, edits=edits, **params)
+        return Tracer(self, prompt, params, 1, plans_of(plan, 1, True)[0], self.chosen_edits(edits))
+
+    def __call__(self, prompt: Prompt | Sequence[Prompt] | None = None, **params: Any) -> Any:
+        """Run a prompt, also as `model(**encoding)`, and return the output: `model.trace(prompt, trace=False)`."""
+        return self.trace(prompt, trace=False, **params)
 
     def run(
-        self, fn: Callable[..., Any], prompt: Prompt | list[str] | list[list[int]], *, plan: Any = None, **params: Any
+        self,
+        fn: Callable[..., Any],
+        prompt: Prompt | list[str] | list[list[int]],
+        *,
+        plan: Any = None,
+        edits: Sequence[Any] | None = None,
+        **params: Any,
     ) -> Any:
         """Run `fn(model)` or `fn(model, tracer)` inside the forward pass on `prompt`: a trace without a with-block.
 
@@ -216,7 +311,7 @@ class TraceModel(Sizes):
             fn: returns the values to bring back: tensors, or containers of them.
             prompt: one prompt, or a list of prompts, which run as one batch; `fn` is called for each.
             plan: as in `trace`, for all prompts; or a list with one for each.
-            params: as in `trace`.
+            edits, params: as in `trace`.
 
         Returns:
             The return value of `fn`, with tensors on the CPU; a list for a list of prompts. Awaitable with `mode="async"`.
@@ -232,7 +327,10 @@ class TraceModel(Sizes):
                 "run returns what its function returns, without captures. Allowed: Capture.to as a directory, a callable or a Consumer; "
                 "or `with model.trace(prompt, plan=...) as tracer:`, whose tracer.outputs have captures."
             )
-        invokes = [Invoke(p, program, _sampling(params, 1), q) for p, q in zip(prompts, plans, strict=True)]
+        chosen = self.chosen_edits(edits)
+        invokes = [
+            Invoke(p, program, sampling(params, 1), q, edits=chosen) for p, q in zip(prompts, plans, strict=True)
+        ]
         return self._finish(self._returned(self._run(invokes), many))
 
     async def _returned(self, running: Any, many: bool) -> Any:
@@ -247,7 +345,13 @@ class TraceModel(Sizes):
         return values if many else values[0]
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt] | None = None, *, plan: Any = None, answers: Any = None, **params: Any
+        self,
+        prompts: Prompt | Sequence[Prompt] | None = None,
+        *,
+        plan: Any = None,
+        answers: Any = None,
+        edits: Sequence[Any] | None = None,
+        **params: Any,
     ) -> Any:
         """Generate from prompts with a plan, and with the model's edits; in a with-statement, trace a generation.
 
@@ -258,6 +362,7 @@ class TraceModel(Sizes):
             answers: tokens, by text or id, to grade as the first token after the prompt: one or a list, for all prompts; or a list
                 with a list for each prompt. Their log-probabilities (nats, before temperature) are on the outputs as
                 `answers`, `{answer: log-probability}`, however unlikely they are.
+            edits: as in `trace`.
             params: sampling parameters; `max_tokens` is 16 if not given.
 
         Returns:
@@ -270,14 +375,18 @@ class TraceModel(Sizes):
             CaptureError: some captured rows did not arrive at their destination. `outputs` has the outputs of all prompts.
         """
         _refuse_in_trace("generate")
+        prompts, params = prompt_in(prompts, params)
         if in_with_header(sys._getframe(1)):
             if answers is not None:
                 raise TraceError("A trace has no answers=; read model.logits or model.next_token_probs in it.")
-            return Tracer(self, prompts, _sampling(params, 16), plan)  # type: ignore[arg-type]
+            return Tracer(self, prompts, params, 16, plan, self.chosen_edits(edits))  # type: ignore[arg-type]
         each, single = _each(prompts, "generate")
-        plans, params = plans_of(plan, len(each), single), _sampling(params, 16)
+        plans, params = plans_of(plan, len(each), single), sampling(params, 16)
         asked = self._answers(answers, len(each), params)
-        running = self._run([Invoke(p, None, params, q, a) for p, q, a in zip(each, plans, asked, strict=True)])
+        chosen = self.chosen_edits(edits)
+        running = self._run(
+            [Invoke(p, None, params, q, a, edits=chosen) for p, q, a in zip(each, plans, asked, strict=True)]
+        )
         if self._is_async:
             return running
         raise_failures(running)
@@ -314,7 +423,7 @@ class TraceModel(Sizes):
             PlanError, PromptError, ParameterError: the plan, a prompt, the ids or a parameter is invalid. Nothing has been run.
         """
         _refuse_in_trace("collect")
-        collection = Collection(_each(prompts, "collect")[0], plan, to, ids, _sampling(params, 1))
+        collection = Collection(_each(prompts, "collect")[0], plan, to, ids, sampling(params, 1))
         return self._finish(self._collect(collection))
 
     async def _collect(self, collection: Collection) -> Store:
@@ -334,6 +443,18 @@ class TraceModel(Sizes):
     def _answer_tokens(self, given: Any, prompts: int) -> list[Answers]:
         """The answers of each prompt, with their token ids."""
         return answers_of(given, prompts, lambda: self.tokenizer, self.vocab_size)
+
+    def session(self, **params: Any) -> Session:
+        """`with model.session():` groups traces, as nnsight does. They run one after the other, as they would without it.
+
+        Save a value in one trace to use it in the next.
+        """
+        sampling(params, 1)  # refuses remote=True
+        return Session()
+
+    def scan(self, prompt: Prompt | Sequence[Prompt] | None = None, **params: Any) -> Tracer:
+        """`with model.scan(prompt):` is `model.trace(prompt)`: values have the shapes that nnsight's scan shows, and are real."""
+        return self.trace(prompt, **params)
 
     def record(
         self,
@@ -451,9 +572,62 @@ class TraceModel(Sizes):
         """The object that runs a sweep."""
         return Sweeping(self, clean, corrupt, answer, foil, asked, to)
 
-    def edit(self, name: str = "default") -> EditContext:
-        """`with model.edit("name"):` keeps the block on the model: it runs in every step of every later request."""
-        return EditContext(self.edits, name)
+    def edit(self, name: str | None = None, *, inplace: bool = False) -> EditContext:
+        """`with model.edit() as edited:` makes a view of the model, for whose requests the block runs, too, in each of their steps.
+
+            with model.edit() as edited:
+                edited.layers_output[5] += direction
+            with edited.trace(prompt): ...          # with the edit
+            with model.trace(prompt): ...           # without
+
+        The view has the same weights, engine, vectors and runs. Values that the block saves are in `saves` of each request's output: a
+        list of them if it has saved a name in several steps. Edits run in the order in which they were made.
+
+        With two names, `with model.edit() as (tracer, edited):`, the block has a tracer; `edited.clear()` removes the edit. As in nnsight,
+        this form edits the model itself on `VLLM` and `Remote`, as with `inplace=True`.
+
+        Args:
+            name: for `clear_edits`, and for requests that choose edits; it replaces an edit of that name.
+            inplace: edit the model itself, `with model.edit(inplace=True):`. The target, if there is one, is a tracer.
+        """
+        return EditContext(self, name, inplace)
+
+    def _view(self) -> Self:
+        """A copy with edits of its own on the same weights."""
+        view = object.__new__(type(self))
+        view.__dict__.update(self.__dict__)
+        view.edits, view._original = dict(self.edits), self
+        return view
+
+    def _edited_view(self, name: str) -> TraceModel:
+        """A copy with edits of its own, which can remove the one called `name`."""
+        view = self._view()
+
+        def clear() -> None:
+            for model in (view, self):
+                model.edits.pop(name, None)
+
+        view.__dict__["clear"] = clear
+        return view
+
+    def chosen_edits(self, edits: Any) -> Sequence[Program] | None:
+        """The programs of the edits that a request asks for, by `edits=`: those without a name, and those listed. None for all.
+
+        Raises TraceError for an edit that is not there.
+        """
+        if edits is None:
+            return None
+        if isinstance(edits, str) or not isinstance(edits, Iterable):
+            raise TraceError(f"edits is a list of names of edits, or of edited views; {edits!r} was given.")
+        chosen = {name: edit for name, edit in self.edits.items() if not edit.has_name}
+        for each in edits:
+            if isinstance(each, TraceModel):
+                chosen |= each.edits
+            elif each in self.edits:
+                chosen[each] = self.edits[each]
+            else:
+                raise TraceError(f"There is no edit {each!r}; there are: {', '.join(self.edits) or 'none'}.")
+        return [*chosen.values()]
 
     def clear_edits(self, name: str | None = None) -> None:
         """Remove an edit, or all of them."""

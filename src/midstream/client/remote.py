@@ -380,6 +380,11 @@ class Remote(DescribedModel):
         return SimpleNamespace(**self._description["config"])
 
     @property
+    def config(self) -> Any:
+        """The numbers of the model's transformers configuration that the server tells."""
+        return self._text_config
+
+    @property
     def longest_prompt(self) -> int:
         return self._description["max_model_len"] - 1
 

@@ -245,7 +245,7 @@ def _read_outcome(written: dict[str, Any], output: RemoteOutput) -> Outcome:
 
 
 def _with(output: RemoteOutput, values: Any) -> Any:
-    return map_objects(values, Result, lambda _: output)
+    return map_objects(values, Result, lambda result: result.of(output))
 
 
 class Progress:

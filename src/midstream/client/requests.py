@@ -15,7 +15,14 @@ from midstream.capture.consumers import Collected
 from midstream.capture.rows import Routes, RowChunk, empty_chunk, identity, routes
 from midstream.capture.sinks import destination
 from midstream.client.vectors_and_runs import Runs, Vectors
-from midstream.errors import InterventionErrorGroup, MidstreamError, PlanError, PromptError, RequestErrorGroup
+from midstream.errors import (
+    InterventionErrorGroup,
+    MidstreamError,
+    ParameterError,
+    PlanError,
+    PromptError,
+    RequestErrorGroup,
+)
 from midstream.plan.ops.edit import changed
 from midstream.plan.values import (
     Capture,
@@ -24,6 +31,7 @@ from midstream.plan.values import (
     Plan,
     RecordedRun,
     check,
+    counted_from_0,
     has_spans,
     resolve_spans,
     with_digests,
@@ -36,6 +44,7 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 Answers = Mapping[str | int, int]  # an answer, as a text or a token id -> its token id
 RecordAs = tuple[str, str]  # id and name of a recorded run
 _NOT_TEXT = ("multi_modal", "pixel_values", "image", "video", "audio", "input_features")
+_ENCODING = ("input_ids", "attention_mask", "token_type_ids", "position_ids")  # what a tokenizer returns
 _PLANE_BYTES = 256
 _INTERVENTIONS = (Edit, Capture)
 
@@ -44,14 +53,17 @@ _INTERVENTIONS = (Edit, Capture)
 class Invoke:
     """One prompt, and the code and the plan that run on it.
 
+    On `LanguageModel`, code may also run on several prompts at once, or on all of its batch, for which the prompt is None.
+
     Attributes:
         answers: the answers to grade.
         is_elsewhere: whether its block is in another function than the trace, so that its names are not the caller's.
         collected: for a request of `model.collect`.
         record: for a request of `model.record`, the run that its captured rows are kept as.
+        edits: the programs of the edits that run before its own; None for all edits of the model.
     """
 
-    prompt: Prompt
+    prompt: Any
     program: Program | None
     params: dict[str, Any] = field(default_factory=dict)
     plan: Plan = field(default_factory=Plan)
@@ -59,6 +71,7 @@ class Invoke:
     is_elsewhere: bool = False
     collected: Collected | None = None
     record: RecordAs | None = None
+    edits: Sequence[Program] | None = None
 
     @property
     def block(self) -> Block | None:
@@ -91,6 +104,12 @@ class InvokeResult:
             yield self.error
 
 
+def saves_of(own: Outcome | None, edits: Sequence[Outcome]) -> dict[str, Any]:
+    """The values that a request saved: its edits', then its own, which count if a name is the same."""
+    every = [*edits, own] if own is not None else edits
+    return {name: value for outcome in every for name, value in outcome.values.items()}
+
+
 def raise_failures(results: list[InvokeResult]) -> None:
     """Raise the results' error, or a group of their errors; its `outputs` are the outputs of all invokes."""
     errors = [error for result in results for error in result.errors()]
@@ -116,6 +135,43 @@ def _grouped(group: Any, errors: list[MidstreamError]) -> MidstreamError:
     return group(text, errors)  # type: ignore[no-any-return]
 
 
+# Sampling parameters.
+
+_ASK_FOR_SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+_HARMLESS = (
+    "scan",
+    "validate",
+    "use_cache",
+    "return_dict",
+    "pad_token_id",
+)  # others' parameters, which change no value here
+
+
+def sampling(params: Mapping[str, Any], max_tokens: int) -> dict[str, Any]:
+    """Sampling parameters under vLLM's names, greedy unless one of them asks for sampling.
+
+    `temperature`, `top_p`, `top_k`, `min_p`, `n > 1` and `do_sample=True` ask for it; `do_sample=False` means greedy, whatever the others
+    say. `max_new_tokens` is another name of `max_tokens`.
+
+    Args:
+        max_tokens: how many there are if `params` do not say it.
+    """
+    unset = {name for name in _ASK_FOR_SAMPLING if name in params and params[name] is None}  # as transformers has it
+    given = {name: value for name, value in params.items() if name not in _HARMLESS and name not in unset}
+    if given.pop("remote", None):
+        raise ParameterError("remote= is not a parameter here: use midstream.Remote(url) in place of this model.")
+    if "max_new_tokens" in given:
+        given["max_tokens"] = given.pop("max_new_tokens")
+    asked = given.pop("do_sample", None)
+    if asked is not None and not isinstance(asked, bool):
+        raise ParameterError(f"do_sample is {asked!r}; allowed: True or False.")
+    if asked is None:
+        asked = any(name in given for name in _ASK_FOR_SAMPLING) or (given.get("n") or 1) > 1
+    if not asked:
+        given["temperature"] = 0.0
+    return {"max_tokens": max_tokens, **given}
+
+
 # Prompts.
 
 
@@ -126,6 +182,37 @@ def is_multimodal(prompt: Any) -> bool:
     )
 
 
+def prompts_of(given: Any) -> list[Any]:
+    """The prompts in a list of prompts, or in an encoding of several rows; else the prompt alone."""
+    if isinstance(given, (list, tuple)) and any(isinstance(each, (str, list, tuple, Mapping)) for each in given):
+        return list(given)
+    ids: Any = given.get("input_ids") if isinstance(given, Mapping) else given
+    if isinstance(given, Mapping) and isinstance(ids, (list, tuple)) and not all(isinstance(row, int) for row in ids):
+        rows = range(len(ids))
+    elif getattr(ids, "ndim", 1) == 2:
+        rows = range(ids.shape[0])
+    else:
+        return [given]
+    if is_multimodal(given) or len(rows) < 2:
+        return [given]
+    if not isinstance(given, Mapping):
+        return [ids[row] for row in rows]
+    return [{name: given[name][row] for name in ("input_ids", "attention_mask") if name in given} for row in rows]
+
+
+def prompt_in(prompt: Any, params: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The prompt, and the sampling parameters without the parts of a tokenizer's output, as in `trace(**encoding)`.
+
+    Raises PromptError if there is a prompt beside them.
+    """
+    encoding = {name: params[name] for name in _ENCODING if name in params}
+    if "input_ids" not in encoding:
+        return prompt, params
+    if prompt is not None:
+        raise PromptError("The prompt was given twice: by position, and as input_ids=.")
+    return encoding, {name: value for name, value in params.items() if name not in encoding}
+
+
 def token_ids(invoke: Invoke, tokenizer: Callable[[], Any]) -> list[int]:
     """The token ids of its prompt. Raises PromptError, or PlanError for a plan with positions in a prompt that has images."""
     if invoke.plan and is_multimodal(invoke.prompt):
@@ -134,7 +221,10 @@ def token_ids(invoke: Invoke, tokenizer: Callable[[], Any]) -> list[int]:
 
 
 def encode(prompt: Prompt, tokenizer: Callable[[], Any]) -> list[int]:
-    """The prompt's token ids; `tokenizer` returns the tokenizer for text. Raises PromptError if there are none, or images."""
+    """The prompt's token ids, without those that its `attention_mask` masks; `tokenizer` returns the tokenizer for text.
+
+    Raises PromptError if there are none, or images.
+    """
     if type(prompt) is list and prompt and all(type(token) is int for token in prompt):
         if (least := min(prompt)) < 0:  # older vLLMs fail at it
             raise PromptError(f"Token ids are 0 or more; the prompt has {least}.")
@@ -154,7 +244,15 @@ def encode(prompt: Prompt, tokenizer: Callable[[], Any]) -> list[int]:
     except (TypeError, ValueError, RuntimeError) as error:
         raise _no_prompt(prompt) from error
     ids = ids[0] if ids.ndim == 2 and ids.shape[0] == 1 else ids
-    if ids.ndim != 1 or not ids.numel():
+    if ids.ndim != 1:
+        raise _no_prompt(prompt)
+    mask = prompt.get("attention_mask") if isinstance(prompt, Mapping) else None
+    if mask is not None:
+        mask = torch.as_tensor(mask).flatten().bool()
+        if mask.shape != ids.shape:
+            raise PromptError(f"The attention_mask has {len(mask)} entries; the prompt has {len(ids)} tokens.")
+        ids = ids[mask.to(ids.device)]
+    if not ids.numel():
         raise _no_prompt(prompt)
     return ids.long().tolist()
 
@@ -334,7 +432,7 @@ class Planner:
 
     def check(self, plan: Plan) -> None:
         """Raise PlanError for what is wrong with a plan on this model, whatever its prompt."""
-        plan = self._without_missing_layers(plan)
+        plan = self._without_missing_layers(counted_from_0(plan, self.facts.num_layers))
         check(plan, self.facts, None, None, vectors=self._vectors.widths, runs=self._runs)
 
     def prepare_all(self, invokes: Sequence[Invoke], prompts: Sequence[list[int]]) -> list[PreparedPlan | None]:
@@ -366,7 +464,7 @@ class Planner:
             raise PlanError(
                 f"max_tokens is {max_tokens}; a request with a plan needs at least 1, as every request does on vLLM."
             )
-        plan = self._without_missing_layers(plan)
+        plan = self._without_missing_layers(counted_from_0(plan, self.facts.num_layers))
         check(plan, self.facts, len(ids), max_tokens, vectors=self._vectors.widths, runs=self._runs)
         plan = with_digests(plan, self._vectors.digests)
         found = routes(plan.captures, len(ids), range(self.facts.num_layers))

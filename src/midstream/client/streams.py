@@ -2,7 +2,7 @@
 
 async for output in tracer.backend:      # the outputs of all invokes
     output.saves                         # the values saved so far; all of them once output.finished
-outputs = await tracer.backend           # or only the final outputs, in the order of the invokes
+outputs = await tracer.backend           # or only the final outputs, in the order of the invokes; the output, if there is one invoke
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from midstream.errors import TraceError
 Item = tuple[int, Any, InvokeResult | None]
 
 
-class OutputStream(Awaitable[list[Any]]):
+class OutputStream(Awaitable[Any]):
     """The outputs of requests: iterate over them, or await the final ones. This submits the requests.
 
     A request that fails has no final output; its error is raised when all requests have finished, several errors as a group.
@@ -28,19 +28,20 @@ class OutputStream(Awaitable[list[Any]]):
         outputs: the final outputs in the order of the invokes, once all have finished.
         results: the results of all requests, once all have finished.
         when_done: called with the results.
+        gives_one: whether awaiting gives the only output, and not a list.
     """
 
     def __init__(self) -> None:
         self.outputs: list[Any] = []
         self.results: list[InvokeResult] = []
         self.when_done: Callable[[list[InvokeResult]], None] = lambda _: None
-        self._is_used = False
+        self._is_used = self.gives_one = False
 
     def items(self) -> AsyncIterator[Item]:
         """The outputs of all requests, those of failed ones included. To be called once."""
         raise NotImplementedError
 
-    def __await__(self) -> Generator[Any, None, list[Any]]:
+    def __await__(self) -> Generator[Any, None, Any]:
         return self._to_the_end().__await__()
 
     def __aiter__(self) -> AsyncIterator[Any]:
@@ -49,10 +50,10 @@ class OutputStream(Awaitable[list[Any]]):
         self._is_used = True
         return self._iterate()
 
-    async def _to_the_end(self) -> list[Any]:
+    async def _to_the_end(self) -> Any:
         async for _ in self:
             pass
-        return self.outputs
+        return self.outputs[0] if self.gives_one else self.outputs
 
     async def _iterate(self) -> AsyncIterator[Any]:
         done: dict[int, InvokeResult] = {}

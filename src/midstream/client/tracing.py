@@ -6,18 +6,28 @@ import dis
 import sys
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
+from operator import itemgetter
 from types import FrameType, TracebackType
 from typing import Any, Protocol
 
-from midstream.client.requests import Invoke, InvokeResult, Prompt, raise_failures
+from midstream.client.requests import (
+    Invoke,
+    InvokeResult,
+    Prompt,
+    prompt_in,
+    prompts_of,
+    raise_failures,
+    sampling,
+)
 from midstream.errors import TraceError
 from midstream.plan.values import Plan
 from midstream.trace.block import Block, capture, in_place_of, link, push, skip, skipped
-from midstream.trace.program import BlockProgram
+from midstream.trace.program import BlockProgram, Program
 from midstream.trace.saves import CONTAINERS, attributes_of, refuse
-from midstream.trace.tracer import Barrier, BodyTracer, steps_of
+from midstream.trace.tracer import SAVE_ABOVE, Barrier, BodyTracer, backward, steps_of
 
 _LEFT_IN_ENGINE = (
     "This trace put values into {names} and did not save them. On VLLM a trace works on copies, so they stay in the engine. Save the "
@@ -51,6 +61,8 @@ class Backend(Protocol):
 
     def _run(self, invokes: list[Invoke], together: bool) -> Any: ...
 
+    def chosen_edits(self, edits: Any) -> Sequence[Program] | None: ...
+
 
 class BlockContext:
     """A with-statement whose block is captured as a program and not run in place."""
@@ -63,7 +75,13 @@ class BlockContext:
         frame = sys._getframe(1)
         self._block = capture(frame)
         self._frame = frame
-        skip(frame, self._block.target, self)
+        skip(frame, self._block.target, self._bound(self._block))
+        return self
+
+    def _bound(self, block: Block) -> Any:
+        """The value for the target of the with-statement."""
+        if isinstance(block.target, tuple):
+            raise TraceError(f"The target of a trace's `as` has to be a plain name; it is {', '.join(block.target)}.")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> bool:
@@ -79,6 +97,24 @@ class BlockContext:
         raise NotImplementedError
 
 
+class Session(BlockContext):
+    """`with model.session():`, a block with several traces, which runs in place. `.save()` around the traces gives the value itself."""
+
+    def _captured(self, block: Block, frame: FrameType) -> None:
+        target = {block.target: self} if isinstance(block.target, str) else {}
+        token = SAVE_ABOVE.set(_itself)
+        try:
+            names = block.function()({"__save__": _itself, "__backward__": backward, "__steps__": steps_of, **target})
+        finally:
+            SAVE_ABOVE.reset(token)
+        push(frame, names)
+
+
+def _itself(value: Any) -> Any:
+    refuse(value)
+    return value
+
+
 class InvokeContext(BlockContext):
     """`with tracer.invoke(prompt):`, one request of the trace."""
 
@@ -88,9 +124,8 @@ class InvokeContext(BlockContext):
         self._invoke = invoke
 
     def _captured(self, block: Block, frame: FrameType) -> None:
-        self._invoke.program = self._tracer.program_of(block)
         self._invoke.is_elsewhere = not self._tracer.is_run_by(frame)
-        self._tracer.invokes.append(self._invoke)
+        self._tracer.add(self._invoke, block)
 
 
 class Tracer(BlockContext):
@@ -98,15 +133,25 @@ class Tracer(BlockContext):
 
     Attributes:
         outputs: the final output of every invoke, in order, once the trace has run.
-        result: the output, if there is one invoke.
+        result: the output, if there is one invoke; else a list of them.
         backend: with `mode="async"`, the stream of outputs: `async for output in tracer.backend`.
     """
 
-    def __init__(self, model: Backend, prompt: Prompt | None, params: dict[str, Any], plan: Any = None) -> None:
+    def __init__(
+        self,
+        model: Backend,
+        prompt: Prompt | Sequence[Prompt] | None,
+        params: dict[str, Any],
+        max_tokens: int = 1,
+        plan: Any = None,
+        edits: Sequence[Program] | None = None,
+    ) -> None:
         super().__init__()
         self._model = model
+        self._edits = edits
         self._prompt = prompt
-        self._params = params
+        self._params, self._max_tokens = params, max_tokens
+        sampling(params, max_tokens)  # raises for what is wrong with them
         self._plan = Plan.of(plan)
         self._saved: dict[int, Any] = {}
         self._collecting = False
@@ -114,6 +159,7 @@ class Tracer(BlockContext):
         self._outer: frozenset[str] = frozenset()  # names that the block around the invokes bound
         self.invokes: list[Invoke] = []
         self.outputs: list[Any] = []
+        self._result: Any = None
         self.backend: Any = None
 
     def __midstream_reference__(self) -> Any:
@@ -123,20 +169,41 @@ class Tracer(BlockContext):
     def result(self) -> Any:
         if not self.outputs:
             raise TraceError("tracer.result is there once the trace has run.")
+        if self._result is not None:
+            return self._result
         return self.outputs[0] if len(self.outputs) == 1 else self.outputs
 
-    def invoke(self, prompt: Prompt, *, plan: Any = None, **params: Any) -> InvokeContext:
+    def invoke(
+        self, prompt: Prompt | Sequence[Prompt] | None = None, *, plan: Any = None, edits: Any = None, **params: Any
+    ) -> InvokeContext:
         """One request of this trace.
 
         Args:
-            prompt: text, token ids, or a tokenizer's output for one prompt.
-            plan: for this request, in place of the trace's.
+            prompt: as in `trace`. None runs the block on the whole batch, on `LanguageModel`.
+            plan, edits: for this request, in place of the trace's.
             params: sampling parameters of this request; the trace's are the defaults.
         """
         if not self._collecting:
             raise TraceError("Give model.trace() no prompt to have invokes in it: `with model.trace() as tracer:`.")
+        prompt, params = prompt_in(prompt, params)
+        if prompt is None and self._model._ships:
+            raise TraceError(
+                "tracer.invoke() without a prompt is for the batch of a LanguageModel. On vLLM each request has its own tokens: write "
+                "an invoke for each prompt, or tracer.invoke([a, b])."
+            )
         own = self._plan if plan is None else Plan.of(plan)
-        return InvokeContext(self, Invoke(prompt, None, {**self._params, **params}, own))
+        chosen = self._edits if edits is None else self._model.chosen_edits(edits)
+        params = sampling({**self._params, **params}, self._max_tokens)
+        return InvokeContext(self, Invoke(prompt, None, params, own, edits=chosen))
+
+    def add(self, invoke: Invoke, block: Block) -> None:
+        """Add an invoke with its block; on an engine, one for each of its prompts."""
+        prompts = prompts_of(invoke.prompt)
+        if len(prompts) == 1 or not self._model._ships:
+            prompts = [prompts[0] if len(prompts) == 1 else prompts]
+        for prompt in prompts:
+            own = block if len(prompts) == 1 else replace(block)
+            self.invokes.append(replace(invoke, prompt=prompt, program=self.program_of(own)))
 
     def barrier(self, parties: int) -> Barrier:
         """A point where `parties` invokes wait for each other. Call it in each of them."""
@@ -155,7 +222,7 @@ class Tracer(BlockContext):
     def program_of(self, block: Block) -> BlockProgram:
         """The program of a block, with this tracer replaced by the one that bodies use."""
         injected = {name: BodyTracer() for name, value in block.captured.items() if value is self}
-        if self._prompt is not None and block.target is not None:
+        if self._prompt is not None and isinstance(block.target, str):
             injected[block.target] = BodyTracer()
         saved = [name for name, value in block.captured.items() if id(value) in self._saved]
         return BlockProgram(block, injected, saved)
@@ -163,7 +230,8 @@ class Tracer(BlockContext):
     def _captured(self, block: Block, frame: FrameType) -> None:
         outer: dict[str, Any] = {}
         if self._prompt is not None:
-            self.invokes.append(Invoke(self._prompt, self.program_of(block), self._params, self._plan))
+            params = sampling(self._params, self._max_tokens)
+            self.add(Invoke(self._prompt, None, params, self._plan, edits=self._edits), block)
         else:
             outer = self._collect(block)
             self._outer = frozenset(outer)
@@ -179,10 +247,17 @@ class Tracer(BlockContext):
         if self._model._is_async:
             self.backend = running
             self.outputs = self.backend.outputs
+            self.backend.gives_one = len(self.invokes) == 1
             self.backend.when_done = lambda results: _warn(place, self._left_warnings(results))
             return
         results: list[InvokeResult] = running
-        self.outputs = [result.output for result in results]
+        self.outputs = [
+            output
+            for invoke, result in zip(self.invokes, results, strict=True)
+            if invoke.prompt is not None
+            for output in getattr(result.output, "rows", [result.output])
+        ]
+        self._result = results[0].output if len(results) == 1 else self.outputs
         mine = [result for invoke, result in zip(self.invokes, results, strict=True) if not invoke.is_elsewhere]
         values = saved_values(outer, self._saved, self.invokes, results)
         unsaved = [*(name for name in outer if name not in block.captured), *_names(mine, "unsaved")]
@@ -224,7 +299,9 @@ class Tracer(BlockContext):
     def _collect(self, block: Block) -> dict[str, Any]:
         """Run the block around the invokes; each invoke in it captures its own block."""
         self._collecting = True
-        extra = {"__save__": self.save, "__steps__": steps_of, **({block.target: self} if block.target else {})}
+        token = SAVE_ABOVE.set(self.save)
+        target = {block.target: self} if isinstance(block.target, str) else {}
+        extra = {"__save__": self.save, "__steps__": steps_of, **target}
         try:
             names = block.function()(extra, {})
         except NameError as error:
@@ -237,6 +314,7 @@ class Tracer(BlockContext):
             raise
         finally:
             self._collecting = False
+            SAVE_ABOVE.reset(token)
         if not self.invokes:
             raise TraceError(_NO_PROMPT)
         return names
@@ -255,17 +333,19 @@ def _names(results: list[InvokeResult], kind: str) -> list[str]:
 def saved_values(
     outer: dict[str, Any], saved: Mapping[int, Any], invokes: list[Invoke], results: list[InvokeResult]
 ) -> dict[str, Any]:
-    """The values to bind in the caller's frame. If several invokes saved a name, the last one's value counts.
+    """The values to bind in the caller's frame: a list, in the order of the invokes, for a name that several of them saved.
 
     The caller's lists and dicts, those that invokes use by name and those `saved` in the block around them, keep their identity and get
     the items that invokes put into them. In the engine, too, the invokes share them.
     """
     values = {name: value for name, value in outer.items() if id(value) in saved}
     above = dict(values)
+    several: dict[str, dict[int, Any]] = {}  # name -> values by the number of the invoke
     order = sorted(
-        zip(invokes, results, strict=True), key=lambda pair: pair[1].outcomes[-1].order if pair[1].outcomes else 0
+        enumerate(zip(invokes, results, strict=True)),
+        key=lambda pair: pair[1][1].outcomes[-1].order if pair[1][1].outcomes else 0,
     )
-    for invoke, result in order:
+    for number, (invoke, result) in order:
         for name in result.outcomes[0].values if result.outcomes else ():
             # Not the outcomes of standing edits that failed.
             samples = [o for o in result.outcomes if o.failure is None or name in o.values]
@@ -280,7 +360,13 @@ def saved_values(
             elif "." in name:
                 _set_attribute(invoke, name, value)
             if not invoke.is_elsewhere and name.isidentifier():
-                values[name] = value
+                if value is there or name in above:
+                    values[name] = value
+                else:
+                    several.setdefault(name, {})[number] = value
+    for name, by_invoke in several.items():
+        found = [value for _, value in sorted(by_invoke.items(), key=itemgetter(0))]
+        values[name] = found if len(found) > 1 else found[0]
     return values
 
 

@@ -10,9 +10,11 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal, Self
 
+from midstream.arch.aliases import Rename
 from midstream.capture.rows import Routes
 from midstream.capture.sinks import Sinks
 from midstream.client.described import DescribedModel
+from midstream.client.model import loading_arguments
 from midstream.client.requests import Invoke, InvokeResult, PreparedPlan, token_ids, without_destinations
 from midstream.client.vllm_async import EngineStream
 from midstream.client.vllm_captures import RowReceiver
@@ -41,14 +43,18 @@ class VLLM(DescribedModel):
     Args:
         model: as for `vllm.LLM`.
         mode: `"sync"` runs traces to their end; `"async"` starts them, and `async for output in tracer.backend` follows.
-        rename: names of this model's own modules for the standard ones, such as `{"blocks": "layers"}`.
+        rename: other names of modules, such as `{"blocks": "layers"}` or `{"transformer.h": "layers"}`: a module of that name has the
+            other name, too, and the module at a path has it at the model. A standard name (`layers`, `attn`, `mlp`, `embed`,
+            `final_norm`, `attn_proj`, `mlp_proj`) says where the sites are. A list gives several names.
         graph_sites: sites that are built into the compiled forward and its CUDA graphs; a plan or trace at another site runs its
             steps uncompiled.
         record_bytes: how many bytes of each worker's memory recorded runs may take.
         progress: whether to show vLLM's progress bar if a call has several requests.
-        engine: any argument of `vllm.LLM`, or of `AsyncEngineArgs` with `mode="async"`.
+        tokenizer_kwargs: for `from_pretrained` of `model.tokenizer`, which makes token ids of prompts.
+        engine: any argument of `vllm.LLM`, or of `AsyncEngineArgs` with `mode="async"`. `torch_dtype` is another name of `dtype`.
 
     Raises:
+        ParameterError: an argument that vLLM does not have.
         UnsupportedVersionError: the vLLM version is not supported.
         ArchitectureError: the model's sites could not be found.
         UnknownSiteError: `graph_sites` has a site that cannot be built in.
@@ -59,10 +65,11 @@ class VLLM(DescribedModel):
         model: str,
         *,
         mode: Literal["sync", "async"] = "sync",
-        rename: Mapping[str, str] | None = None,
+        rename: Rename | None = None,
         graph_sites: Sequence[str] = ("resid_post",),
         record_bytes: int = RECORD_BYTES,
         progress: bool = False,
+        tokenizer_kwargs: Mapping[str, Any] | None = None,
         **engine: Any,
     ) -> None:
         if mode not in ("sync", "async"):
@@ -70,15 +77,21 @@ class VLLM(DescribedModel):
         settings = Settings(
             allow_traces=True, rename=dict(rename or {}), graph_sites=tuple(graph_sites), record_bytes=record_bytes
         )
+        engine = loading_arguments(engine)
+        if (given := engine.pop("device_map", None)) not in (None, "auto", "cuda"):
+            raise ParameterError(
+                f"device_map is {given!r}. vLLM puts a model on several GPUs by tensor_parallel_size= and pipeline_parallel_size=; "
+                "the environment variable CUDA_VISIBLE_DEVICES chooses them."
+            )
         arguments = launch.llm_arguments(model, settings, engine)
-        self.progress = progress
+        self.progress, self._tokenizer_kwargs = progress, dict(tokenizer_kwargs or {})
         self._use(launch.start(arguments, is_async=mode == "async"), model, mode)
 
     @classmethod
     def attached(cls, engine: Any) -> Self:
         """The model of a running `AsyncLLM` with midstream in it, which somebody else has started and will close."""
         model = cls.__new__(cls)
-        model.progress = False
+        model.progress, model._tokenizer_kwargs = False, {}
         model._use(engine, launch.config_of(engine).model_config.model, "async", is_ours=False)
         return model
 
@@ -88,7 +101,7 @@ class VLLM(DescribedModel):
         self._is_async = mode == "async"
         self.sinks = Sinks()
         self._connection = EngineConnection(engine, self.sinks, self._is_async, is_ours)
-        self.config = self._connection.config
+        self.vllm_config = self._connection.config
         self.vectors, self.runs = self._connection.vectors, self._connection.runs
 
     # The engine.
@@ -103,12 +116,17 @@ class VLLM(DescribedModel):
         """Whether the engine is neither closed nor known to be dead."""
         return self._connection.is_open
 
+    @property
+    def config(self) -> Any:
+        """The model's transformers configuration; `vllm_config` is the engine's."""
+        return self.vllm_config.model_config.hf_config
+
     @cached_property
     def tokenizer(self) -> Any:
         """The model's tokenizer, from transformers."""
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(self.config.model_config.tokenizer)
+        return AutoTokenizer.from_pretrained(self.vllm_config.model_config.tokenizer, **self._tokenizer_kwargs)
 
     async def start(self) -> Self:
         """Connect the workers of an async engine. The first trace calls it; call it yourself to use the module tree before."""
@@ -139,11 +157,15 @@ class VLLM(DescribedModel):
 
     @property
     def longest_prompt(self) -> int:
-        return self.config.model_config.max_model_len - 1
+        return self.vllm_config.model_config.max_model_len - 1
 
     @property
     def _text_config(self) -> Any:
-        return self.config.model_config.hf_text_config
+        return self.vllm_config.model_config.hf_text_config
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.vllm_config.parallel_config.tensor_parallel_size > 1
 
     def __repr__(self) -> str:
         return "<VLLM, closed>" if self._connection.is_closed else super().__repr__()
@@ -220,14 +242,14 @@ class VLLM(DescribedModel):
     def _traces(
         self, invokes: Sequence[Invoke], prompts: Sequence[list[int]], code: ShippedCode, together: bool
     ) -> Sequence[TraceRequest | None]:
-        if self.config.speculative_config is not None:
+        if self.vllm_config.speculative_config is not None:
             raise TraceError(
                 "Traces are not supported with speculative decoding: they would see draft tokens as the request's own. Start the engine "
                 "without speculative_config, or send a plan."
             )
         samples = [invoke.params.get("n", 1) for invoke in invokes]
         launch.check_prompts(
-            self.config, [p for p, n in zip(prompts, samples, strict=True) for _ in range(n)], together
+            self.vllm_config, [p for p, n in zip(prompts, samples, strict=True) for _ in range(n)], together
         )
         return requests_of(code, samples, together, self._is_async)
 

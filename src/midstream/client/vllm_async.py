@@ -23,7 +23,7 @@ from midstream.client.vllm_engine import (
     merge_stages,
     put_captures,
     results_lost,
-    saves_of,
+    sample_saves,
     trace_ids,
     traced_result,
 )
@@ -239,7 +239,7 @@ class _Saves:
         with contextlib.suppress(ChannelClosedError):  # the engine's own error is more precise
             while self._box is not None and (message := self._box.get_nowait()) is not None:
                 self._keep(message)
-        return saves_of(merge_stages(self._at_one_step(), self._samples))
+        return sample_saves(merge_stages(self._at_one_step(), self._samples))
 
     async def final(self) -> list[list[Outcome]]:
         if self._box is None:

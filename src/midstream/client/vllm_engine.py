@@ -15,7 +15,7 @@ from typing import Any
 
 from midstream.capture.rows import Captured
 from midstream.capture.sinks import Sinks
-from midstream.client.requests import Answers, InvokeResult, PreparedPlan, runs_of
+from midstream.client.requests import Answers, InvokeResult, PreparedPlan, runs_of, saves_of
 from midstream.client.vectors_and_runs import Runs, Vectors, run_now
 from midstream.client.vllm_captures import RESULT_SECONDS, RowReceiver, RowThread, sample_index
 from midstream.engine import launch
@@ -430,14 +430,15 @@ def merge_stages(messages: Iterable[tuple[dict[str, Any], list[Outcome]]], sampl
 
 def traced_result(samples: Sequence[list[Outcome]], output: Any) -> InvokeResult:
     """The result of a traced request, with the saved values on its output."""
-    outcomes = [outcome for sample in samples for outcome in sample]
-    for outcome in outcomes:
-        outcome.values = map_objects(outcome.values, Result, lambda _: output)
-    output.saves = saves_of(samples)
+    for outcome in (outcome for sample in samples for outcome in sample):
+        outcome.values = map_objects(outcome.values, Result, lambda result: result.of(output))
+    output.saves = sample_saves(samples)
+    # Of the edits' outcomes only errors are needed from here on.
+    outcomes = [o for own, *edits in samples for o in (own, *(edit for edit in edits if edit.failure is not None))]
     return InvokeResult(outcomes, output)
 
 
-def saves_of(samples: Sequence[list[Outcome]]) -> Any:
-    """The values that the request's own body saved: a dict, or a list of dicts for n > 1."""
-    own = [outcomes[0].values for outcomes in samples]
-    return own[0] if len(own) == 1 else own or {}
+def sample_saves(samples: Sequence[list[Outcome]]) -> Any:
+    """The values that the request saved: a dict, or a list of dicts for n > 1."""
+    each = [saves_of(own, edits) for own, *edits in samples]
+    return each[0] if len(each) == 1 else each or {}

@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from midstream.errors import MidstreamError, PlanError
 from midstream.plan import fields
-from midstream.plan.values import Capture, ModelFacts, Plan, check, check_strangers
+from midstream.plan.values import Capture, ModelFacts, Plan, check, check_strangers, counted_from_0
 from midstream.runtime.request import Envelope, Memory, PlanRequest, given_plan, packed, unpacked
 from midstream.settings import NAME, WORKER, Settings
 
@@ -170,6 +170,7 @@ def admitted(config: Any, settings: Settings, request: Any) -> dict[str, Any] | 
             "embeddings as patches of resid_pre at layer 0."
         )
     layers = config.model_config.hf_text_config.num_hidden_layers
+    plan = counted_from_0(plan, layers)
     wire = payload.wire if plan is own else packed(plan)
     model = (layers, config.model_config.get_hidden_size(), str(config.model_config.dtype).removeprefix("torch."))
     case = (wire, model, len(request.prompt_token_ids or ()), params.max_tokens, bool(request.mm_features))

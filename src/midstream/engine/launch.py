@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from midstream.arch.aliases import Rename
 from midstream.engine.plugin import PREFIX, SOCKETS, Replacement, register
 from midstream.errors import EngineClosedError, MidstreamError, ParameterError, PromptError
 from midstream.plan.fields import nearest
@@ -56,7 +57,7 @@ def engine_arguments(
     plan: Any = None,
     graph_sites: Sequence[str] = ("resid_post",),
     record_bytes: int = RECORD_BYTES,
-    rename: Mapping[str, str] | None = None,
+    rename: Rename | None = None,
 ) -> dict[str, Any]:
     """Arguments with which a stock vLLM engine takes plans: `vllm.LLM(model, **midstream.engine_arguments())`, or `AsyncEngineArgs`.
 
@@ -96,6 +97,9 @@ def start(arguments: dict[str, Any], *, is_async: bool) -> Any:
 
     It has its own directory for sockets, since vLLM leaves their files behind. The engine's processes remove the directory if the client
     dies.
+
+    Raises:
+        ParameterError: an argument that vLLM does not have.
     """
 
     def load() -> Callable[[], Any]:
@@ -117,8 +121,10 @@ def start(arguments: dict[str, Any], *, is_async: bool) -> Any:
         os.environ[_BASE] = directory
     try:
         engine = make()
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(directory, ignore_errors=True)
+        if unknown := [name for name in arguments if str(error).endswith(f"unexpected keyword argument '{name}'")]:
+            raise ParameterError(f"{unknown[0]} is not an argument of vLLM's engine: {_near(unknown[0])}") from error
         raise
     finally:
         for name, value in before.items():
@@ -129,6 +135,13 @@ def start(arguments: dict[str, Any], *, is_async: bool) -> Any:
             os.rmdir(directory)
     engine.midstream_sockets = directory
     return engine
+
+
+def _near(name: str) -> str:
+    """The engine arguments most like a name, as the end of a message."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    return nearest(name, inspect.signature(EngineArgs).parameters)
 
 
 def _loaded(load: Callable[[], Any]) -> Any:

@@ -17,6 +17,7 @@ from vllm.utils.network_utils import get_ip
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from midstream.arch import Architecture, detect
+from midstream.arch.aliases import Aliases
 from midstream.engine.graphs import EagerKernels, SiteOp, StepMode, build_in, buildable_points
 from midstream.engine.plugin import apply, follow_parent, raise_if_ending
 from midstream.engine.runners import Host, Watch, adapt
@@ -166,6 +167,7 @@ class Worker(PlatformWorker):
         stages = self._stages
         model_arch = stages.arch if stages is not None else arch
         interleaver = Interleaver(model, model_arch.order, stages, self._tensor_ranks or ALONE)
+        interleaver.aliases = Aliases(settings.rename)
         compute_logits: Any = model.compute_logits
 
         def unembed(hidden: torch.Tensor) -> torch.Tensor:
@@ -344,6 +346,7 @@ class Worker(PlatformWorker):
             "modules": {path: type(module).__name__ for path, module in modules.items()},
             "shapes": dict(arch.shapes),
             "sites": list(arch.sites),
+            "rename": self.midstream.interleaver.aliases.rename,
             "stage": [pipeline.rank_in_group, pipeline.world_size],
             "tensor": [tensor.rank_in_group, tensor.world_size],
             "layers": list(arch.layers),

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from midstream.errors import PlanError
-from midstream.sites import LAYER_SITES, MODEL_SITES
+from midstream.sites import LAYER_SITES, MODEL_SITES, hook_hint, site_of
 
 # No layer, position or token is larger, and the engine's int32 tables hold no larger number.
 MAX_INDEX = 2**31 - 1
@@ -177,15 +177,17 @@ def layers(field: str, value: Any) -> str | tuple[int, ...]:
     if isinstance(value, str) and value == "all":
         return "all"
     allowed = "'all', a layer or a sequence of layers, counted from 0"
-    return tuple(sorted(integers(field, value, allowed, 0)))
+    return tuple(sorted(integers(field, value, allowed)))
 
 
 def site(field: str, value: Any) -> str:
-    """A site that plans may name."""
+    """A site that plans may name, also by the name of its standard accessor: `layers_output` is `resid_post`."""
+    value = site_of(value)
     if not isinstance(value, str) or value not in LAYER_SITES:
         of_model = isinstance(value, str) and value in MODEL_SITES
         given = f"{value!r}, which a trace can reach but a plan cannot" if of_model else shown(value)
-        raise refuse(field, given, ", ".join(LAYER_SITES))
+        hint = hook_hint(value) if isinstance(value, str) else ""
+        raise refuse(field, given, f"{', '.join(LAYER_SITES)}{f'; {hint}' if hint else ''}")
     return value
 
 

@@ -56,6 +56,7 @@ __all__ = [
     "Zeros",
     "check",
     "check_strangers",
+    "counted_from_0",
     "has_spans",
     "not_finite",
     "resolve_spans",
@@ -272,6 +273,12 @@ def _resolved(item: Intervention, text: str, offsets: Sequence[tuple[int, int]])
         return item
     found: dict[str, Any] = {field: span_positions(span, text, offsets, item.label(field))}
     return dataclasses.replace(item, **found)  # type: ignore[type-var]
+
+
+def counted_from_0(plan: Plan, num_layers: int) -> Plan:
+    """The plan with layers that were counted from the model's end counted from 0. Raises PlanError for a layer that is there twice."""
+    items = tuple(item.counted_from_0(num_layers) for item in plan.interventions)
+    return Plan(items) if any(a is not b for a, b in zip(items, plan.interventions, strict=True)) else plan
 
 
 def with_digests(plan: Plan, digests: Mapping[str, str]) -> Plan:

@@ -362,8 +362,8 @@ class TraceHost:
             stages.link.end(request.steps, "the trace has no further step")
         for body_name in request.open_bodies:
             self._gather(request, body_name)
-        failed = [o for body_name, o in request.outcomes.items() if body_name != request.main and o.failure is not None]
-        self.reports.send(name, request.trace, [request.outcomes[request.main], *failed])
+        own, edits = request.outcomes[request.main], [request.outcomes[each] for each in request.bodies[:-1]]
+        self.reports.send(name, request.trace, [own, *(o for o in edits if o.failure is not None or o.values)])
         if goes_on:
             self._done[name] = request
         self._leave(name, request.trace)

@@ -50,12 +50,12 @@ async def description(request: Request) -> dict[str, Any]:
     """The model's modules, shapes and sites, for `midstream.Remote`."""
     model = server_of(request).model
     names = ("vocab_size", "num_attention_heads", "num_key_value_heads", "hidden_size", "head_dim")
-    config = model.config.model_config.hf_text_config
+    config = model.vllm_config.model_config.hf_text_config
     return {
         **model.description,
         "model": model.model_name,
         "config": {name: getattr(config, name, None) for name in names},
-        "max_model_len": model.config.model_config.max_model_len,
+        "max_model_len": model.vllm_config.model_config.max_model_len,
     }
 
 
@@ -133,7 +133,7 @@ def _check_code(server: Server, call: Call) -> None:
 
 
 def _allows_traces(server: Server) -> bool:
-    return Settings.of(server.model.config).allow_traces
+    return Settings.of(server.model.vllm_config).allow_traces
 
 
 def _stream(server: Server, call: Call) -> OutputStream:

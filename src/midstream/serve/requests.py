@@ -104,7 +104,7 @@ class Server:
         """A prompt that takes more bytes than this, as text or as token ids in msgpack, is too long for the model."""
         longest_token = max(map(len, self.model.tokenizer.get_vocab()), default=1)
         return (
-            self.model.config.model_config.max_model_len * max(4 * longest_token, 9) + 64
+            self.model.vllm_config.model_config.max_model_len * max(4 * longest_token, 9) + 64
         )  # 4 bytes at most for a character
 
     @contextlib.contextmanager

@@ -10,7 +10,7 @@ from midstream.errors import ParameterError, PlanError
 from midstream.plan import fields
 from midstream.plan.fields import Span, nearest, span_positions
 from midstream.plan.values import ModelFacts
-from midstream.sites import LAYER_SITES
+from midstream.sites import LAYER_SITES, hook_hint, site_of
 from midstream.sweeps.events import Column, Grid
 
 METRICS = ("logit_diff", "logprob", "recovered")
@@ -66,12 +66,12 @@ class SweepRequest:
         best: Any,
         top: Any,
     ) -> SweepRequest:
-        each = (sites,) if isinstance(sites, str) else tuple(sites)
+        each = tuple(map(site_of, (sites,) if isinstance(sites, str) else tuple(sites)))
         if not each or len({*each}) != len(each):
             raise ParameterError(f"sites is {sites!r}. Allowed: one site, or a list of different sites.")
         for site in each:
             if site not in LAYER_SITES:
-                raise PlanError(f"sites has {site!r}: {nearest(str(site), LAYER_SITES)}")
+                raise PlanError(f"sites has {site!r}: {hook_hint(str(site)) or nearest(str(site), LAYER_SITES)}")
         if not callable(metric):
             _one_of("metric", metric, METRICS, " or a function of the answer's and the foil's log-probabilities")
         _one_of("source", source, SOURCES)
@@ -230,6 +230,7 @@ def rows_of(layers: Any, sites: Sequence[str], facts: ModelFacts) -> list[list[i
     given = [layers] if isinstance(layers, int) else list(layers) if not isinstance(layers, str) else layers
     if not given or isinstance(given, str) or any(type(layer) is not int for layer in given):
         raise ParameterError(f'layers is {layers!r}. Allowed: "all", a layer, or a list of layers.')
+    given = [layer + facts.num_layers if -facts.num_layers <= layer < 0 else layer for layer in given]
     for layer in given:
         if layer not in have:
             raise PlanError(f"layers has {layer}. Layers of this model with {', '.join(sites)}: {fields.ranges(have)}.")

@@ -36,8 +36,8 @@ from typing import Any
 import torch
 
 from midstream.errors import SourceUnavailableError, TraceError
-from midstream.trace.rewrite import Compiled, compile_body
-from midstream.trace.saves import Unsaved, reached
+from midstream.trace.rewrite import Compiled, compile_body, compile_function
+from midstream.trace.saves import Unsaved, is_installed, reached
 
 _UNBOUND = object()
 Shared = MutableMapping[str, Any]  # "index.name" of the block that binds a name -> the name's cell
@@ -73,8 +73,8 @@ class Block:
         return self.compiled.code
 
     @property
-    def target(self) -> str | None:
-        """The name after `as`. It is never captured: `function` gets its value as an argument."""
+    def target(self) -> str | tuple[str, ...] | None:
+        """The name after `as`, or the names of a tuple. They are never captured: `function` gets their values as an argument."""
         return self.compiled.target
 
     @property
@@ -196,10 +196,39 @@ def capture(frame: FrameType) -> Block:
             captured[name] = frame.f_globals[name]
         if name in compiled.read_first and isinstance(captured.get(name), Unsaved):
             del captured[name]  # as if the name had never been set
+        elif type(captured.get(name)) is FunctionType:
+            captured[name] = with_saves(captured[name])
     module: dict[str, Any] = {
         name: frame.f_globals[name] for name in ("__name__", "__package__") if name in frame.f_globals
     }
     return Block(compiled, captured, module, reached(captured))
+
+
+def with_saves(function: FunctionType) -> FunctionType:
+    """The function with `x.save()` in it meaning `save(x)`, as in the block that calls it; itself if it has none, or no source."""
+    if "save" not in function.__code__.co_names or is_installed(function.__code__.co_filename):
+        return function
+    code = compile_function(function.__code__)
+    if code is None:
+        return function
+    own = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    own["__save__"] = CellType(_save)
+    made = FunctionType(
+        code,
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        tuple(own[name] for name in code.co_freevars),
+    )
+    made.__kwdefaults__, made.__dict__ = function.__kwdefaults__, {**function.__dict__}
+    made.__qualname__, made.__module__ = function.__qualname__, function.__module__
+    return made
+
+
+def _save(value: Any) -> Any:
+    from midstream.trace.tracer import save  # it imports what lies above this file
+
+    return save(value)
 
 
 @functools.lru_cache(maxsize=4096)  # a file may be edited after its statements were found
@@ -273,14 +302,16 @@ class SkipBlock(BaseException):
         self.restore = restore
 
 
-def skip(frame: FrameType, target: str | None, value: Any) -> None:
+def skip(frame: FrameType, target: str | tuple[str, ...] | None, value: Any) -> None:
     """Leave the with statement that the frame is entering before its body begins, with `value` bound to its target.
+
+    `value` is a tuple if the target is one.
 
     To be called last in `__enter__`. `__exit__` has to call `skipped(exc)` first, which restores the former tracing function (of coverage
     or a debugger): Python drops a tracing function that raises.
     """
     if target is not None:
-        push(frame, {target: value})
+        push(frame, {target: value} if isinstance(target, str) else dict(zip(target, value, strict=True)))
     # Raise at the instruction that takes the value of `__enter__` off the stack. The body's first instruction would be too late: it may
     # belong to a `try`.
     place = _taken_off(frame.f_code, frame.f_lasti)
@@ -316,7 +347,7 @@ def _taken_off(code: CodeType, lasti: int) -> int:
     return next(
         i.offset
         for i in dis.get_instructions(code)
-        if i.offset > lasti and (i.opname == "POP_TOP" or i.opname.startswith("STORE_"))
+        if i.offset > lasti and (i.opname in ("POP_TOP", "UNPACK_SEQUENCE") or i.opname.startswith("STORE_"))
     )
 
 

@@ -77,6 +77,8 @@ class Body:
         settled: whether it waits with another body for a value that was there already.
         random: a context manager around its code.
         saves: the values it has saved.
+        wants_result: whether its code has used `tracer.result`.
+        has_iterated: whether its code goes through the steps by the tracer.
         entry: the caller's values when its code began, as its program notes them.
     """
 
@@ -94,6 +96,7 @@ class Body:
         self.result: Any = None
         self.entry: Any = None
         self.saves = Saves()
+        self.has_iterated = self.wants_result = False
         self.in_engine = in_engine
         self.journal = Journal() if in_engine else None
         self.visit: Visit | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,10 +18,11 @@ from torch import nn
 from midstream.arch import Architecture
 from midstream.arch.detect import Sizes, text_config
 from midstream.errors import ShapeError, TraceError, UnknownModuleError, UnknownSiteError
-from midstream.sites import ACCESSORS, LAYER_SITES, Binding, Key
-from midstream.trace.body import current_body
+from midstream.sites import ACCESSORS, LAYER_SITES, Binding, Key, hook_hint
+from midstream.trace.body import current_body, is_in_body
 from midstream.trace.forward import Forward, forward_source
 from midstream.trace.remote import RemoteValue, real
+from midstream.trace.tracer import BodyTracer
 from midstream.trace.visit import Visit
 
 
@@ -29,6 +30,16 @@ def nearest(name: str, known: list[str]) -> str:
     """`; did you mean ...?` with the known names most like `name`; `.` if there are none."""
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
     return f"; did you mean {', '.join(close)}?" if close else "."
+
+
+def where_layers_are(paths: Iterable[str]) -> str:
+    """` The layers are at model.model.layers[0] to [11].`: the uppermost modules that are numbered; nothing if there are none."""
+    numbered = [path.rpartition(".") for path in paths if path.rpartition(".")[2].isdigit()]
+    if not numbered:
+        return ""
+    container = min((parent for parent, _, _ in numbered), key=lambda parent: parent.count("."))
+    last = max(int(name) for parent, _, name in numbered if parent == container)
+    return f" The layers are at model.{container}[0] to [{last}]."
 
 
 def read_point(key: Key) -> Any:
@@ -43,9 +54,18 @@ def write_point(key: Key, value: Any) -> None:
 
 
 class CallPoints:
-    """`.output`, `.input` and `.inputs` of a module, or of a call inside a forward."""
+    """`.output`, `.input` and `.inputs` of a module, or of a call inside a forward, and `.skip`."""
 
     _key: Key
+    _forward: Forward
+
+    def skip(self, value: Any) -> None:
+        """Have the call return `value`. Reading a value inside of the call raises NeverReachedError.
+
+        To be called before the module runs, or the call is made, in this step.
+        """
+        body, key = current_body(), (*self._key, "output")
+        body.write((*self._key, "input"), lambda _: body.forward.override(body.name, key, real(value)))
 
     @property
     def output(self) -> Any:
@@ -90,27 +110,61 @@ class CallPoints:
 class SourceCall(CallPoints):
     """One call inside a module's forward."""
 
-    def __init__(self, path: str, name: str) -> None:
+    def __init__(self, forward: Forward, path: str, name: str) -> None:
+        self._forward = forward
         self._key = (path, "source", name)
+
+    @property
+    def source(self) -> InnerSource:
+        """The calls inside the function that is called here. Raises TraceError for the call of a module, which has a source of its own."""
+        path, _, name = self._key
+        if self._forward.stage.has((path, "output")):
+            own = self._forward.source.module_point((path, "source", name, "output"))
+            if len(own) == 2:
+                raise TraceError(f"{path}.source.{name} calls the module {own[0]}: read model.{own[0]}.source.")
+            if is_in_body():
+                self._forward.source.open(path, name)
+        return InnerSource(self._forward, path, name)
+
+    def __repr__(self) -> str:
+        path, _, name = self._key
+        lines = str(Source(self._forward, path)).splitlines()
+        return "\n".join(line for line in lines if name in line.partition("|")[0].replace(",", " ").split())
+
+
+class InnerSource:
+    """`module.source.call.source`: the calls in the function that a forward calls. It is known once the forward calls it."""
+
+    def __init__(self, forward: Forward, path: str, name: str) -> None:
+        self._forward, self._path, self._name = forward, path, name
+
+    def __getattr__(self, name: str) -> SourceCall:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return SourceCall(self._forward, self._path, f"{self._name}.{name}")
 
 
 class Source:
     """`module.source`: the calls in the module's forward by name. `print(module.source)` shows them beside the code."""
 
     def __init__(self, forward: Forward, path: str) -> None:
-        self._path = path
+        self._path, self._forward = path, forward
         if forward.stage.has((path, "output")):
             self._source = forward.source.of(path)
-            forward.source.install(path)
+            if is_in_body():
+                forward.source.install(path)
         else:
             self._source = forward_source(forward.stage.class_of(path).forward)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> SourceCall:
         if name not in self._source.names:
             raise UnknownModuleError(f"{self._path}.source has no call {name}{nearest(name, list(self._source.names))}")
-        return SourceCall(self._path, name)
+        return SourceCall(self._forward, self._path, name)
 
-    def __str__(self) -> str:
+    def __dir__(self) -> list[str]:
+        return list(self._source.names)
+
+    def __repr__(self) -> str:
         return str(self._source)
 
 
@@ -128,17 +182,12 @@ class Envoy(CallPoints):
         """The calls inside this module's Python forward."""
         return Source(self._forward, self._path)
 
-    def skip(self, value: Any) -> None:
-        """Have the module return `value`. The values of its submodules are then meaningless.
-
-        To be called before the module runs in this step.
-        """
-        body = current_body()
-        key = (self._path, "output")
-        body.write((self._path, "input"), lambda _: body.forward.override(body.name, key, real(value)))
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, hook: bool = False, **kwargs: Any) -> Any:
         """Apply the module to values of the trace. This does not touch the running forward."""
+        if hook:
+            raise TraceError(
+                f"hook=True: the values in a module that a trace applies cannot be read. Apply its parts: {self._path}.part(x)."
+            )
         call = self._forward.peers.applied(self._path, self._module)
         return self._computed(self._path, lambda: self._apart(call, real(args), real(kwargs)))
 
@@ -168,11 +217,17 @@ class Envoy(CallPoints):
         children = self._children
         if name in children:
             return self._child(name)
+        if (path := self._forward.aliases.resolve(self._path, name, self._forward.stage.modules)) is not None:
+            return Envoy(self._forward.modules.get(path), path, self._forward)
         try:
             return self._computed(self._path, lambda: self._held(name))
         except AttributeError:
             where, known = self._path or "the model", children + self._public()
-            raise UnknownModuleError(f"{where} ({self._class_name}) has no {name}{nearest(name, known)}") from None
+            hint = where_layers_are(self._forward.stage.modules) if self._path.count(".") < 2 else ""
+            near = nearest(name, known)
+            if meant := hook_hint(name):
+                near = f"; {meant} A trace has one value for each layer: model.resid_post[3]."
+            raise UnknownModuleError(f"{where} ({self._class_name}) has no {name}{near}{hint}") from None
 
     def _public(self) -> list[str]:
         return [name for each in type(self).__mro__[:-1] for name in vars(each) if not name.startswith("_")]
@@ -187,6 +242,8 @@ class Envoy(CallPoints):
         return found
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, nn.Module) and not name.startswith("_"):
+            return self._forward.attach(self._path, name, value)
         if not name.startswith("_") and not isinstance(getattr(type(self), name, None), property):
             raise UnknownModuleError(
                 f"{self._path or 'the model'}.{name} cannot be written; write to its .output or .input."
@@ -209,7 +266,7 @@ class Envoy(CallPoints):
         return iter(self[:])
 
     def __repr__(self) -> str:
-        return f"<{self._path or 'model'}: {self._class_name}>"
+        return repr(self._module) if self._module is not None else f"{self._class_name}()"
 
     @property
     def _class_name(self) -> str:
@@ -275,6 +332,24 @@ def inside(name: str) -> TraceError:
     )
 
 
+class Generator:
+    """`model.generator`: transformers' generation. `output` stands for the final output, `streamer.output` is the token of the step."""
+
+    @property
+    def output(self) -> Any:
+        return BodyTracer().result
+
+    @property
+    def streamer(self) -> Generator:
+        return _Streamer()
+
+
+class _Streamer(Generator):
+    @property
+    def output(self) -> Any:
+        return read_point(("", "samples"))
+
+
 class ModelEnvoy(Envoy, Sizes):
     """The model in a trace's body: the module tree, and accessors that mean the same on every model and backend.
 
@@ -296,6 +371,7 @@ class ModelEnvoy(Envoy, Sizes):
         self._arch = arch
         self._unembed = unembed
         self._tokenizer = tokenizer
+        self._generator: Generator | None = None  # LanguageModel has one
 
     token_embeddings = _site_property("embed")
     embed = _site_property("embed")
@@ -347,6 +423,16 @@ class ModelEnvoy(Envoy, Sizes):
         write_point(("", "samples"), value)
 
     @property
+    def generator(self) -> Generator:
+        """On `LanguageModel`: `generator.output` is `tracer.result`, `generator.streamer.output` is `samples`."""
+        if self._generator is None:
+            raise TraceError(
+                "model.generator is transformers'. On vLLM read tracer.result, the request's output, and model.samples, the token of each "
+                "step."
+            )
+        return self._generator
+
+    @property
     def next_token_probs(self) -> torch.Tensor:
         """`softmax(logits)`, `[1, vocab]`, float32."""
         return self.logits.float().softmax(-1)
@@ -382,14 +468,16 @@ class ModelEnvoy(Envoy, Sizes):
             if positions is None:
                 hidden += added
             else:
-                hidden[positions] += added
+                hidden[..., positions, :] += added  # on LanguageModel there may be a batch axis before the tokens
             self.layers_output[layer] = hidden
 
     def skip_layers(self, start: int, end: int | None = None) -> None:
         """Make layers `start` to `end`, inclusive, leave the residual stream as it is. `end=None` skips `start` only."""
         end = start if end is None else end
-        if not 0 <= start <= end < self.num_layers:
+        first, last = (layer + self.num_layers if layer < 0 else layer for layer in (start, end))
+        if not 0 <= first <= last < self.num_layers:
             raise UnknownSiteError(f"skip_layers({start}, {end}): layers run from 0 to {self.num_layers - 1}.")
+        start, end = first, last
         before = self.layers_input[start]
         self.layers_output[end] = before if isinstance(before, RemoteValue) else before.clone()
 

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from midstream import hooks
+from midstream.arch.aliases import Aliases
 from midstream.errors import SourceUnavailableError, TraceError
 from midstream.sites import Key, point_name
 from midstream.trace.remote import ALONE, Peers, Stage
@@ -49,6 +50,8 @@ class Forward:
         overrides: values to put at points in this step, with the names of their bodies.
         at_barrier: the names of the bodies that wait at each barrier.
         freed: the names of those that a barrier has let go on.
+        aliases: the user's other names of modules.
+        attached: path -> names of the caller's modules there.
         live_storages: the memory of this step's activations, where traces get views of them.
     """
 
@@ -64,6 +67,8 @@ class Forward:
         self.overrides: dict[Key, list[tuple[str, Any]]] = {}
         self.at_barrier: dict[Any, list[str]] = {}
         self.freed: list[str] = []
+        self.aliases = Aliases()
+        self.attached: dict[str, set[str]] = {}
         self.live_storages: set[int | None] = set()
         self._position = -1
         self._point: Key = STEP_START
@@ -96,6 +101,11 @@ class Forward:
     def is_live(self, value: torch.Tensor) -> bool:
         """Whether `value` shares memory with an activation of this step."""
         return memory_of(value) in self.live_storages
+
+    @property
+    def stepping(self) -> bool:
+        """Whether a forward with traces is under way."""
+        return self._stepping
 
     # Called by bodies.
 
@@ -130,6 +140,21 @@ class Forward:
     def is_held(self, barrier: object, body: str) -> bool:
         """Whether the body has to go on waiting at a barrier."""
         return body in self.at_barrier.get(barrier, ())
+
+    def attach(self, path: str, name: str, module: nn.Module) -> None:
+        """Make a module of the caller's a child of the module at `path`. Raises TraceError in a trace, or for a name that is taken."""
+        parent = self.modules[path]
+        if self.stepping:
+            raise TraceError(
+                f"{name}: attach modules before the trace. On vLLM use the module as a variable of the trace."
+            )
+        if hasattr(parent, name) and name not in self.attached.get(path, ()):
+            raise TraceError(f"{path} has a {name} already; attach the module under another name.")
+        parent.add_module(name, module)
+        self.attached.setdefault(path, set()).add(name)
+        self.modules = dict(self.modules[""].named_modules())
+        self.source = SourceHooks(self.modules, self.fire)
+        self.stage = Stage(self.modules[""])
 
     # Hooks.
 
@@ -222,15 +247,14 @@ class _Dispatch(ast.NodeTransformer):
         if isinstance(node.func, ast.Name) and node.func.id in ("super", "locals", "isinstance", "getattr", "hasattr"):
             return self.generic_visit(node)
         called = ast.unparse(node.func)
-        words = "".join(c if c.isalnum() else " " for c in called).split()
-        stem = "_".join(words) or "call"
+        self.generic_visit(node)
+        stem = _stem(node.func)
         name = f"{stem}_{self.counts[stem]}"
         self.counts[stem] += 1
         self.calls.append((name, node.lineno))
         owner, _, attribute = called.partition(".")
         if owner == "self" and attribute.replace(".", "").isidentifier():
             self.attributes[name] = attribute
-        self.generic_visit(node)
         dispatched = ast.Call(
             ast.Name(_DISPATCH, ast.Load()), [ast.Constant(name), node.func, *node.args], node.keywords
         )
@@ -240,6 +264,19 @@ class _Dispatch(ast.NodeTransformer):
         node.decorator_list = []
         node.body = [self.visit(statement) for statement in node.body]
         return node
+
+
+def _stem(called: ast.expr) -> str:
+    """The name of a call without its number: `self_c_attn_0_split` for `self.c_attn(x).split(...)`. Calls in it have names already."""
+    match called:
+        case ast.Name(id=name):
+            return name
+        case ast.Attribute(value=value, attr=name):
+            return f"{_stem(value)}_{name}"
+        case ast.Call(func=ast.Name(id=name), args=[ast.Constant(value=str(inner)), *_]) if name == _DISPATCH:
+            return inner
+    words = "".join(c if c.isalnum() else " " for c in ast.unparse(called)).split()
+    return "_".join(words) or "call"
 
 
 @functools.cache
@@ -280,6 +317,9 @@ class SourceHooks:
         self._paths = {module: path for path, module in modules.items()}
         self._fire = fire
         self._handles: dict[str, hooks.Handle] = {}
+        self._opened: dict[
+            tuple[str, str], ForwardSource | None
+        ] = {}  # calls of functions whose own calls are reported
 
     def of(self, path: str) -> ForwardSource:
         return forward_source(type(self._modules[path]).forward)  # type: ignore[arg-type]
@@ -302,16 +342,48 @@ class SourceHooks:
         plain = inspect.unwrap(type(module).forward)
         cells = [cell.cell_contents for cell in plain.__closure__ or ()]
 
-        def call(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            args, kwargs = self._fire((path, "source", name, "input"), (args, kwargs))
-            return self._fire((path, "source", name, "output"), function(*args, **kwargs))
-
-        names = {**plain.__globals__, _DISPATCH: call}
+        names = {**plain.__globals__, _DISPATCH: self._caller(path)}
         exec(self.of(path).code, names)
         self._handles[path] = hooks.replace_forward(module, names["__factory__"](*cells).__get__(module))
 
+    def _caller(self, path: str, within: str = "") -> Callable[..., Any]:
+        """What rewritten code calls in place of a function; `within` is the start of the calls' names."""
+
+        def call(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            name = within + name
+            args, kwargs = self._fire((path, "source", name, "input"), (args, kwargs))
+            if (path, name) in self._opened:
+                function = self._reporting(path, name, function)
+            return self._fire((path, "source", name, "output"), function(*args, **kwargs))
+
+        return call
+
+    def open(self, path: str, name: str) -> None:
+        """Report the calls within the function that this call calls, too, as `name.inner`."""
+        self._opened.setdefault((path, name), None)
+
+    def calls_in(self, path: str, name: str) -> tuple[str, ...]:
+        """The names of the calls in a function that was opened and called."""
+        source = self._opened.get((path, name))
+        return source.names if source is not None else ()
+
+    def _reporting(self, path: str, name: str, function: Any) -> Any:
+        """The function, rewritten to report its calls; itself if it is not a Python function with source."""
+        plain = inspect.unwrap(getattr(function, "__func__", function))
+        try:
+            source = forward_source(plain)
+        except (SourceUnavailableError, AttributeError, TypeError):
+            return function
+        self._opened[path, name] = source
+        names = {**plain.__globals__, _DISPATCH: self._caller(path, f"{name}.")}
+        exec(source.code, names)
+        made = names["__factory__"](*[cell.cell_contents for cell in plain.__closure__ or ()])
+        made.__defaults__, made.__kwdefaults__ = plain.__defaults__, plain.__kwdefaults__
+        return made.__get__(function.__self__) if hasattr(function, "__func__") else made
+
     def remove(self) -> None:
         """Put the modules' own forwards back."""
+        self._opened.clear()
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()

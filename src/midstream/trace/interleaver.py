@@ -190,6 +190,9 @@ class Interleaver(Forward):
     def _why_never(self, key: Key, step: int) -> str:
         text = f"{point_name(key)} of step {step} was never reached: the forward pass ended without it."
         if len(key) == 4:
+            inner = self.source.calls_in(key[0], key[2].rpartition(".")[0])
+            if inner and key[2].rpartition(".")[2] not in inner:
+                return f"{text} The function there has the calls {', '.join(inner)}."
             return (
                 text
                 + " The call lies on a branch that was not taken, or its module was running already when it was asked for."
@@ -227,6 +230,7 @@ class Interleaver(Forward):
                 visit = self._visit(self.bodies[name], event)
                 visit.set_raw(value)
                 visit.leave()
+        waiting = [body for body in waiting or () if not self._refused(body, key)]
         while waiting:
             ordered = self._in_order(waiting) if len(waiting) > 1 else waiting
             for body in ordered:
@@ -236,15 +240,40 @@ class Interleaver(Forward):
             for body in ordered:
                 self._file(body)
             self._release_barriers()
-            waiting = self._waiting.pop(key, None)
+            waiting = self._waiting.pop(key, [])
         event.write_back()
         for name, watch in self.watchers.get(key, ()):
-            if name in self.rows and self.bodies[name].failure is None:
+            if name in self.rows and self.bodies[name].failure is None and not self._skipper(name, key):
                 with self._fails(self.bodies[name]):
                     watch(self._visit(self.bodies[name], event))
         self.peers.show()
         self._firing = None
         return event.tree
+
+    def _refused(self, body: Body, key: Key) -> bool:
+        """Raise NeverReachedError in a body that waits for a point within a module that its request skips in this step."""
+        if (path := self._skipper(body.name, key)) is None:
+            return False
+        text = f"{point_name(key)} of step {body.now} was never reached: {path} is skipped."
+        while body.parked == (key, body.now):  # again, if its code catches the error and asks again
+            body.resume(error=NeverReachedError(text))
+        self._file(body)
+        return True
+
+    def _skipper(self, name: str, key: Key) -> str | None:
+        """The path of the skipped module that `key` lies in, for the request of this body; None if there is none."""
+        if not self.overrides:
+            return None
+        request = name.partition("#")[0]
+        for skipped, overrides in self.overrides.items():
+            path = skipped[0]
+            if len(skipped) == 4:  # a call in a forward, with the calls in its function
+                path, inside = ".".join(skipped[:3]), key[:2] == skipped[:2] and key[2].startswith(f"{skipped[2]}.")
+            else:
+                inside = key[0].startswith(f"{path}.") or (key[0] == path and len(key) == 4)
+            if inside and any(body.partition("#")[0] == request for body, _ in overrides):
+                return path
+        return None
 
     def _in_order(self, bodies: list[Body]) -> list[Body]:
         """By the rows of their requests; bodies of one request in the order in which they were added, so that edits come before traces."""

@@ -10,6 +10,9 @@ import __future__
 import ast
 import copy
 import dis
+import functools
+import inspect
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import CodeType
@@ -25,13 +28,13 @@ class Compiled:
     """The code of a with statement's body. One object a statement, however often it is entered.
 
     Attributes:
-        target: the name after `as`.
+        target: the name after `as`, or the names of a tuple there.
         reads: names that the body reads and never binds.
         read_first: names that the body binds, but may read before that.
     """
 
     code: CodeType
-    target: str | None
+    target: str | tuple[str, ...] | None
     reads: frozenset[str]
     read_first: frozenset[str]
 
@@ -42,9 +45,7 @@ def compile_body(filename: str, node: ast.With, index: int, class_name: str | No
     Later items of the statement are a nested with statement in the body. `class_name` is the class around the statement, in which a name
     like `__x` means `_Class__x`. `frame_code` is the code of the frame.
     """
-    target = node.items[index].optional_vars
-    if target is not None and not isinstance(target, ast.Name):
-        raise TraceError(f"{filename}:{node.lineno}: the target of a trace's `as` has to be a plain name")
+    target = _target(node.items[index].optional_vars, filename)
     rest = node.items[index + 1 :]
     body: list[ast.stmt] = [ast.copy_location(ast.With(rest, node.body), node)] if rest else node.body
     for statement in body:
@@ -64,10 +65,44 @@ def compile_body(filename: str, node: ast.With, index: int, class_name: str | No
             f"{filename}:{node.lineno}: the file was edited after it was loaded; load it again."
         )
     code = code.replace(co_name=frame_code.co_name, co_qualname=frame_code.co_qualname)
-    name = None if target is None else target.id
-    outer = INJECTED | {name}
+    outer = INJECTED | ({target} if isinstance(target, str) else {*(target or ())})
     read_first = frozenset(code.co_freevars) - (names.bound - names.early)
-    return Compiled(code, name, frozenset(_globals(code)) - outer, read_first - outer)
+    return Compiled(code, target, frozenset(_globals(code)) - outer, read_first - outer)
+
+
+@functools.lru_cache(maxsize=1024)
+def compile_function(code: CodeType) -> CodeType | None:
+    """The code of a function, with `x.save()` in it as `__save__(x)`, which is one more free variable; None if its source is not found."""
+    try:
+        text = textwrap.dedent(inspect.getsource(code))
+        tree = ast.parse(text)
+    except (OSError, TypeError, SyntaxError):
+        return None
+    function = tree.body[0]
+    if not isinstance(function, ast.FunctionDef) or "__class__" in code.co_freevars:
+        return None
+    function.decorator_list = []
+    function = _SavesOnly().visit(function)
+    outer = ast.parse("def __names__():\n pass").body[0]
+    assert isinstance(outer, ast.FunctionDef)
+    free = [*code.co_freevars, "__save__"]
+    outer.body = [ast.Assign([ast.Name(name, ast.Store()) for name in free], ast.Constant(None)), function]
+    tree.body = [outer]
+    ast.increment_lineno(function, code.co_firstlineno - function.lineno)
+    made = compile(ast.fix_missing_locations(tree), code.co_filename, "exec", dont_inherit=True)
+    found = [each for each in _codes(made) if each.co_name == code.co_name and "__save__" in each.co_freevars]
+    return found[0].replace(co_qualname=code.co_qualname) if found else None
+
+
+def _target(node: ast.expr | None, filename: str) -> str | tuple[str, ...] | None:
+    match node:
+        case None:
+            return None
+        case ast.Name(id=name):
+            return name
+        case ast.Tuple(elts=parts) if all(isinstance(part, ast.Name) for part in parts):
+            return tuple(part.id for part in parts if isinstance(part, ast.Name))
+    raise TraceError(f"{filename}:{node.lineno}: the target of a trace's `as` has to be a plain name")
 
 
 def _function_tree(node: ast.With, body: list[ast.stmt], class_name: str | None, bound: list[str]) -> ast.Module:
@@ -150,10 +185,19 @@ def _refuse_escapes(node: ast.AST, filename: str, in_loop: bool = False) -> None
 # Rewriting.
 
 
-class _Rewriter(ast.NodeTransformer):
+class _SavesOnly(ast.NodeTransformer):
+    """`x.save()` -> `__save__(x)`."""
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "save" and not node.args and not node.keywords:
+            return _call("__save__", [self.visit(node.func.value)], [], node)
+        return self.generic_visit(node)
+
+
+class _Rewriter(_SavesOnly):
     """Replaces the syntax that only traces have by plain Python.
 
-    `x.save()` -> `__save__(x)`; `with loss.backward():` -> `with __backward__(loss) as grads:`, with `grads(h)` for `h.grad` in it; and
+    `x.save()` -> `__save__(x)`; `with loss.backward():` -> `with __backward__(loss) as grads:`, with `grads[h]` for `h.grad` in it; and
     `with tracer.iter[:] as step:` -> `for step in tracer.iter[:]:`.
     """
 
@@ -162,14 +206,10 @@ class _Rewriter(ast.NodeTransformer):
         self.backwards = self.loops = 0
         self.grads: list[str] = []
 
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        if isinstance(node.func, ast.Attribute) and node.func.attr == "save" and not node.args and not node.keywords:
-            return _call("__save__", [self.visit(node.func.value)], [], node)
-        return self.generic_visit(node)
-
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        if node.attr == "grad" and isinstance(node.ctx, ast.Load) and self.grads:
-            return _call(self.grads[-1], [self.visit(node.value)], [], node)
+        if node.attr == "grad" and not isinstance(node.ctx, ast.Del) and self.grads:
+            grads = ast.copy_location(ast.Name(self.grads[-1], ast.Load()), node)
+            return ast.copy_location(ast.Subscript(grads, self.visit(node.value), node.ctx), node)
         return self.generic_visit(node)
 
     def visit_With(self, node: ast.With) -> ast.AST:

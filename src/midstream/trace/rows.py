@@ -76,14 +76,23 @@ class FlatRows:
 class BatchRows:
     """Row `index` of a left-padded batch `[B, S, ...]` of transformers, without its first `pad` columns. Methods are as of `FlatRows`.
 
-    `take` returns views that stay in the autograd graph.
+    With a `size` it is so many rows from there on, whose values keep the batch axis. `take` returns views that stay in the autograd graph.
     """
 
     index: int
     pad: int
     batch: int
     length: int  # S of this step
+    size: int | None = None
     aliases = True
+
+    @property
+    def _chosen(self) -> int | slice:
+        return self.index if self.size is None else slice(self.index, self.index + self.size)
+
+    @property
+    def _is_all(self) -> bool:
+        return self.batch == (self.size or 1) and not self.pad
 
     @property
     def count(self) -> int:
@@ -92,13 +101,14 @@ class BatchRows:
     def take(self, full: torch.Tensor) -> torch.Tensor:
         if full.ndim == 0 or full.shape[0] != self.batch:
             return full
-        part = full[self.index : self.index + 1] if self.batch > 1 else full
+        size = self.size or 1
+        part = full[self.index : self.index + size] if self.batch > size else full
         if self.pad and part.ndim >= 2 and part.shape[1] == self.length:
             part = part[:, self.pad :]
         return part
 
     def put(self, full: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        if self.batch == 1 and not self.pad:
+        if self._is_all:
             return value.to(full.dtype)
         full = full.clone()
         self.take(full).copy_(value)
@@ -109,13 +119,13 @@ class BatchRows:
         return full if full.ndim >= 3 else full.unflatten(0, (self.batch, self.length))
 
     def take_tokens(self, full: torch.Tensor) -> torch.Tensor:
-        return self._grid(full)[self.index, self.pad :]
+        return self._grid(full)[self._chosen, self.pad :]
 
     def put_tokens(self, full: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        if self.batch == 1 and not self.pad:
+        if self._is_all:
             return value.to(full.dtype).reshape(full.shape)
         full = full.clone()
-        self._grid(full)[self.index, self.pad :] = value.to(full.dtype)
+        self._grid(full)[self._chosen, self.pad :] = value.to(full.dtype)
         return full
 
 

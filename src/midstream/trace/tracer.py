@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
 
-from midstream.errors import NeverReachedError, TraceError, UnknownModuleError
-from midstream.trace.body import Body, StopTrace, current_body
+from midstream.errors import NeverReachedError, ShapeError, TraceError, UnknownModuleError
+from midstream.trace.body import Body, StopTrace, current_body, is_in_body
 from midstream.trace.saves import refuse
 from midstream.trace.tree import Opaque, map_tensors
 from midstream.trace.visit import Visit
 
 _numbers = itertools.count()
+# What `save` does in the code around invokes or traces, which runs in the caller's process.
+SAVE_ABOVE: ContextVar[Callable[[Any], Any] | None] = ContextVar("midstream_save_above", default=None)
 
 
 def save(value: Any) -> Any:
@@ -29,17 +32,21 @@ def save(value: Any) -> Any:
         The value to keep: for an engine's tensor a copy, which later kernels do not touch.
     """
     refuse(value)
+    if not is_in_body() and (outer := SAVE_ABOVE.get()) is not None:
+        return outer(value)
     return current_body().save(value)
 
 
 class backward:
-    """`with backward(loss) as grad: g = grad(h)`, which gives the gradient of the loss at `h`.
+    """`with backward(loss) as grad: g = grad[h]`, which gives the gradient of the loss at `h`; `grad[h] = 0` replaces it.
 
     In a trace's block, `with loss.backward(): g = h.grad` is compiled to this. `h` may be any tensor of the trace that the loss depends on.
-    At the end of the block `loss.backward(...)` runs, so leaves and parameters get their `.grad` as usual.
+    A gradient that is replaced, or changed in place, goes on to the tensors that `h` was computed from: those read later in the block, and
+    leaves and parameters, which get their `.grad` at its end, where `loss.backward(...)` runs.
 
     Raises:
         TraceError: gradients are not recorded (engines compute in inference mode), or the loss does not depend on `h`.
+        ShapeError: a gradient was replaced by a tensor that does not broadcast to its shape.
     """
 
     def __init__(
@@ -52,11 +59,16 @@ class backward:
         self._loss = loss
         self._gradient = gradient
         self._rest = {"retain_graph": retain_graph, **rest}
+        self._read: list[
+            tuple[torch.Tensor, torch.Tensor, int]
+        ] = []  # tensor, its gradient, the gradient's version then
+        self._replaced: dict[int, Any] = {}  # id of a tensor -> the hook that replaces its gradient
 
     def __enter__(self) -> backward:
         return self
 
-    def __call__(self, value: torch.Tensor) -> torch.Tensor:
+    def __getitem__(self, value: torch.Tensor) -> torch.Tensor:
+        self._take_changes()
         if not value.requires_grad:
             raise TraceError(f"The tensor {list(value.shape)} has no gradient: it was computed without recording.")
         (grad,) = torch.autograd.grad(self._loss, value, self._gradient, retain_graph=True, allow_unused=True)
@@ -64,11 +76,48 @@ class backward:
             raise TraceError(
                 f"The loss does not depend on the tensor {list(value.shape)}. Read it before the values that the loss is computed from."
             )
+        grad = grad.clone()  # autograd may hand out a view or a shared tensor, and this one can be changed
+        self._read.append((value, grad, grad._version))
         return grad
 
+    __call__ = __getitem__
+
+    def __setitem__(self, value: torch.Tensor, grad: Any) -> None:
+        self._take_changes()
+        if grad is None or (value.is_leaf and not value.requires_grad):  # not a gradient of this loss
+            value.grad = grad
+            return
+        current = self[value]
+        try:
+            self._replace(value, torch.as_tensor(grad).to(current).expand_as(current))
+        except RuntimeError:
+            raise ShapeError(
+                f"The gradient is {list(current.shape)}; {list(grad.shape)} was written to it. Write a tensor of that shape, or one that "
+                "broadcasts to it."
+            ) from None
+
+    def _replace(self, value: torch.Tensor, grad: torch.Tensor) -> None:
+        if (before := self._replaced.pop(id(value), None)) is not None:
+            before.remove()
+        grad = grad.detach().clone()
+        self._replaced[id(value)] = value.register_hook(lambda _: grad)
+
+    def _take_changes(self) -> None:
+        """Replace the gradients that the trace has changed in place."""
+        read, self._read = self._read, []
+        for value, grad, version in read:
+            if grad._version != version:
+                self._replace(value, grad)
+            self._read.append((value, grad, grad._version))
+
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if kind is None:
-            self._loss.backward(self._gradient, **self._rest)
+        try:
+            if kind is None:
+                self._take_changes()
+                self._loss.backward(self._gradient, **self._rest)
+        finally:
+            for hook in self._replaced.values():
+                hook.remove()
 
 
 @dataclass(frozen=True)
@@ -83,8 +132,35 @@ class Barrier:
 
 
 @dataclass(frozen=True)
-class Result:
-    """Stands for the request's final output, which does not exist yet while the body runs."""
+class Result(Opaque):
+    """Stands for the request's final output, which does not exist yet while the body runs, or for a part of it.
+
+    `tracer.result.outputs[0].text` is looked up in the output.
+
+    Attributes:
+        looks: what to look up: names of attributes, and keys in tuples of one.
+    """
+
+    looks: tuple[str | tuple[Any], ...] = ()
+
+    def __getattr__(self, name: str) -> Result:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return Result((*self.looks, name))
+
+    def __getitem__(self, key: Any) -> Result:
+        return Result((*self.looks, (key,)))
+
+    def of(self, output: Any) -> Any:
+        """What it stands for. Raises TraceError if the output has no such part."""
+        try:
+            for look in self.looks:
+                output = getattr(output, look) if isinstance(look, str) else output[look[0]]
+        except (AttributeError, LookupError, TypeError) as error:
+            raise TraceError(
+                f"tracer.result of this request is a {type(output).__name__}, which has no such part: {error}"
+            ) from error
+        return output
 
 
 def steps(body: Body, chosen: slice | int | list[int]) -> Iterator[int]:
@@ -138,12 +214,17 @@ class Steps:
     """`tracer.iter`: `for step in tracer.iter[:]`, `tracer.iter[2:5]`, `tracer.iter[0]`, `tracer.iter[[0, 3]]`."""
 
     def __getitem__(self, chosen: slice | int | list[int]) -> Loop:
-        return Loop(steps(current_body(), chosen))
+        body = current_body()
+        body.has_iterated = True
+        return Loop(steps(body, chosen))
 
 
 @dataclass
 class CacheEntry:
-    """One module's output and inputs in a cache; lists of them if the request ran several steps."""
+    """One module's output and inputs in a cache; lists of them if the request ran several steps.
+
+    `entry[i]` is the entry of one call of the module, and `len(entry)` how many there are.
+    """
 
     output: Any = None
     inputs: Any = None
@@ -158,6 +239,21 @@ class CacheEntry:
             before.append(value)
         else:
             setattr(self, field_name, _Steps([before, value]))
+
+    @property
+    def input(self) -> Any:
+        """The first argument; a list if the request ran several steps."""
+        return [_first(each) for each in self.inputs] if isinstance(self.inputs, _Steps) else _first(self.inputs)
+
+    def __len__(self) -> int:
+        return max(map(len, self._steps.values()), default=0)
+
+    def __getitem__(self, index: int) -> CacheEntry:
+        entry = CacheEntry()
+        for field_name, numbers in self._steps.items():
+            values = getattr(self, field_name)
+            entry.add(field_name, values[index] if isinstance(values, _Steps) else [values][index], numbers[index])
+        return entry
 
     def until(self, step: int) -> CacheEntry:
         """The entry with the values of the steps before `step` only."""
@@ -174,8 +270,33 @@ class _Steps(list[Any]):
     """Values of several steps, as opposed to a list that a module returned."""
 
 
+def _first(inputs: Any) -> Any:
+    """The first of a call's arguments `(args, kwargs)`."""
+    if inputs is None:
+        raise TraceError("The cache has no inputs; make it by tracer.cache(include_inputs=True).")
+    args, kwargs = inputs
+    return args[0] if args else next(iter(kwargs.values()))
+
+
 class Cache(dict[str, CacheEntry], Opaque):
-    """Activations by module path: `cache["model.layers.3"].output`, or `cache.model.layers[3].output`."""
+    """Activations by module path: `cache["model.layers.3"].output`, or `cache.model.layers[3].output`.
+
+    Paths may begin with `model.` for the model itself, as in nnsight: `cache["model.model.layers.3"]`.
+    """
+
+    def __missing__(self, path: str) -> CacheEntry:
+        found = self.get(path)
+        if found is None:
+            raise UnknownModuleError(f"the cache holds nothing of {path}; it has {', '.join(list(self)[:8])} ...")
+        return found
+
+    def __contains__(self, path: object) -> bool:
+        return dict.__contains__(self, path) or dict.__contains__(self, str(path).removeprefix("model."))
+
+    def get(self, path: str, default: Any = None) -> Any:
+        if dict.__contains__(self, path):
+            return dict.__getitem__(self, path)
+        return dict.get(self, path.removeprefix("model."), default)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -194,11 +315,7 @@ class _CachePath:
         self._path = path
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("output", "inputs"):
-            if self._path not in self._cache:
-                raise UnknownModuleError(
-                    f"the cache holds nothing of {self._path}; it has {', '.join(list(self._cache)[:8])} ..."
-                )
+        if name in ("output", "inputs", "input"):
             return getattr(self._cache[self._path], name)
         return _CachePath(self._cache, f"{self._path}.{name}")
 
@@ -206,11 +323,24 @@ class _CachePath:
         return _CachePath(self._cache, f"{self._path}.{index}")
 
 
+def _path_of(module: Any, tree: Collection[str]) -> Any:
+    """The path of a module, or a path as it was given, without nnsight's `model.` for the model itself."""
+    path = getattr(module, "_path", module)
+    if isinstance(path, str) and path not in tree and path.removeprefix("model.") in tree:
+        return path.removeprefix("model.")
+    return path
+
+
 class BodyTracer:
     """The tracer inside a trace's body."""
 
     iter = Steps()
-    result = Result()
+
+    @property
+    def result(self) -> Result:
+        """The request's final output, once the trace has run: save it, or a part of it."""
+        current_body().wants_result = True
+        return Result()
 
     def all(self) -> Loop:
         """Every step of the generation, as `iter[:]`."""
@@ -219,6 +349,7 @@ class BodyTracer:
     def next(self, count: int = 1) -> int:
         """Go on to the next step, or `count` steps further. Later reads are of that step."""
         body = current_body()
+        body.has_iterated = True
         for step in steps(body, [body.step + count]):
             return step
         raise AssertionError("steps() yields a step asked for by number, or raises")
@@ -245,6 +376,8 @@ class BodyTracer:
         include_inputs: bool = False,
         device: torch.device | str | None = "cpu",
         dtype: torch.dtype | None = None,
+        detach: bool = True,
+        non_blocking: bool = False,
     ) -> Cache:
         """Keep the modules' outputs during the rest of this trace, after all edits.
 
@@ -252,6 +385,8 @@ class BodyTracer:
             modules: modules or paths; None for every module of the tree.
             include_output, include_inputs: which of each module's values to keep.
             device, dtype: of the kept tensors; None leaves them as they are.
+            detach: whether to leave gradients out. Only `LanguageModel` has any.
+            non_blocking: for code that is written for nnsight; the values are complete when the trace ends, in any case.
 
         Returns:
             A saved cache, which fills up as the forward goes on.
@@ -262,12 +397,14 @@ class BodyTracer:
         )  # raises here for an impossible device or dtype, and not in the middle of the forward
         forward = body.forward
         tree = forward.stage.modules
-        paths = [p for p in tree if p] if modules is None else [getattr(m, "_path", m) for m in modules]
+        paths = [p for p in tree if p] if modules is None else [_path_of(m, tree) for m in modules]
         cache = Cache()
 
         def keep(path: str, field_name: str) -> Any:
             def watch(visit: Visit) -> None:
-                value = map_tensors(visit.raw(), lambda _, t: t.detach().to(device, dtype, copy=True))
+                value = map_tensors(
+                    visit.raw(), lambda _, t: (t.detach() if detach else t).to(device, dtype, copy=True)
+                )
                 cache.setdefault(path, CacheEntry()).add(field_name, value, visit.step)
 
             return watch

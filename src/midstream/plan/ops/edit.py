@@ -122,10 +122,20 @@ class Intervention:
         if self.at_layers == "all":
             return range(num_layers)
         for layer in self.at_layers:
-            if num_layers and layer >= num_layers:
+            if num_layers and not 0 <= layer < num_layers:
                 allowed = f"0 to {num_layers - 1}, since the model has {num_layers} layers"
                 raise fields.refuse(self.label(self.layer_field), str(layer), allowed)
         return self.at_layers  # type: ignore[no-any-return]
+
+    def counted_from_0(self, num_layers: int) -> Self:
+        """The same with layers counted from 0, except for those outside the model. Raises PlanError for a layer that is there twice."""
+        if self.at_layers == "all" or self.at_layers[0] >= 0:  # they are in order
+            return self
+        layers = sorted(layer + num_layers if -num_layers <= layer < 0 else layer for layer in self.at_layers)
+        if len(set(layers)) < len(layers):
+            given = f"{fields.shown(self.at_layers)}, which has a layer twice in a model of {num_layers}"
+            raise fields.refuse(self.label(self.layer_field), given, "each once")
+        return changed(self, layers=tuple(layers))
 
     def place_in(self, prompt_length: int | None) -> Any:
         """Its place, with listed positions counted from the start. Raises PlanError for a position outside, or a `Span`."""

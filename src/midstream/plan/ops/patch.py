@@ -27,7 +27,7 @@ class Patch(Edit):
 
     Args:
         site: one of `midstream.sites.LAYER_SITES`.
-        layer: counted from 0.
+        layer: counted from 0, or from the end: -1.
         position: of the prompt, one or several or a `Span`; negatives count from its end.
         source: a `RecordedRun`, a vector `[hidden]`, `"zeros"`, or the name of a vector that the engine holds.
         source_position: of a run: one position for all, or one for each; negatives count from the end of the run's prompt. None: the
@@ -63,7 +63,7 @@ class Patch(Edit):
         elif not isinstance(source, (RecordedRun, Zeros)):
             source = as_vector_or_name("Patch.source", source)
         self.settle(
-            layer=fields.integer("Patch.layer", self.layer, 0),
+            layer=fields.integer("Patch.layer", self.layer),
             position=fields.positions("Patch.position", self.position),
             source=source,
             alpha=fields.number("Patch.alpha", self.alpha, 0.0, 1.0),
@@ -74,7 +74,7 @@ class Patch(Edit):
             if given is not None and not isinstance(source, RecordedRun):
                 raise fields.refuse(f"Patch.{name}", fields.shown(given), "None, since the source is no recorded run")
         if self.source_layer is not None:
-            fields.settle(self, source_layer=fields.integer("Patch.source_layer", self.source_layer, 0))
+            fields.settle(self, source_layer=fields.integer("Patch.source_layer", self.source_layer))
         if self.source_site is not None:
             fields.settle(self, source_site=fields.site("Patch.source_site", self.source_site))
         if self.source_position is not None:
@@ -90,6 +90,14 @@ class Patch(Edit):
     @property
     def at_layers(self) -> tuple[int]:
         return (self.layer,)
+
+    def counted_from_0(self, num_layers: int) -> Patch:
+        layers = {
+            name: layer + num_layers
+            for name in ("layer", "source_layer")
+            if (layer := getattr(self, name)) is not None and -num_layers <= layer < 0
+        }
+        return changed(self, **layers) if layers else self
 
     @property
     def place(self) -> Any:

@@ -23,8 +23,8 @@ class Steer(Edit):
     Rimsky et al. 2023 (arXiv:2312.06681).
 
     Args:
-        site: one of `midstream.sites.LAYER_SITES`, such as `"resid_post"`.
-        layers: `"all"`, a layer or a sequence of layers, counted from 0.
+        site: one of `midstream.sites.LAYER_SITES`, such as `"resid_post"`, or of the accessors, such as `"layers_output"`.
+        layers: `"all"`, a layer or a sequence of layers, counted from 0, or from the end: -1.
         vector: `[hidden]`, or the name of a vector that the engine holds.
         scale: the factor; 0 changes nothing.
         phase: at which tokens: `"prefill"` is the prompt's, `"decode"` every generated one, by position, however the engine batches.
