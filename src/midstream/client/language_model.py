@@ -132,8 +132,7 @@ class LanguageModel(TraceModel):
             head_dim=getattr(config, "head_dim", None),
             rename=rename,
         )
-        self._interleaver = Interleaver(module, self.arch.order)
-        self._interleaver.aliases = Aliases(rename)
+        self._interleaver = Interleaver(module, self.arch.order, aliases=Aliases(rename))
         self._envoy = ModelEnvoy(module, self.arch, self._interleaver, self._unembed, lambda: self.tokenizer)
         self._envoy._generator = Generator()
 

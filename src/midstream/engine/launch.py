@@ -139,9 +139,9 @@ def start(arguments: dict[str, Any], *, is_async: bool) -> Any:
 
 def _near(name: str) -> str:
     """The engine arguments most like a name, as the end of a message."""
-    from vllm.engine.arg_utils import EngineArgs
+    from vllm.engine.arg_utils import AsyncEngineArgs
 
-    return nearest(name, inspect.signature(EngineArgs).parameters)
+    return nearest(name, inspect.signature(AsyncEngineArgs).parameters)
 
 
 def _loaded(load: Callable[[], Any]) -> Any:

@@ -166,8 +166,8 @@ class Worker(PlatformWorker):
         model, config = self._runner.model, self.vllm_config
         stages = self._stages
         model_arch = stages.arch if stages is not None else arch
-        interleaver = Interleaver(model, model_arch.order, stages, self._tensor_ranks or ALONE)
-        interleaver.aliases = Aliases(settings.rename)
+        peers, aliases = self._tensor_ranks or ALONE, Aliases(settings.rename)
+        interleaver = Interleaver(model, model_arch.order, stages, peers, aliases)
         compute_logits: Any = model.compute_logits
 
         def unembed(hidden: torch.Tensor) -> torch.Tensor:

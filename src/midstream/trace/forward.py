@@ -41,6 +41,7 @@ class Forward:
         order: from `Architecture.order`: the moments of the forward at which each module is called and returns.
         stage: this process's stage of the pipeline.
         peers: the tensor-parallel ranks that share each layer with this one.
+        aliases: the user's other names of modules.
 
     Attributes:
         modules: path -> module.
@@ -50,12 +51,18 @@ class Forward:
         overrides: values to put at points in this step, with the names of their bodies.
         at_barrier: the names of the bodies that wait at each barrier.
         freed: the names of those that a barrier has let go on.
-        aliases: the user's other names of modules.
         attached: path -> names of the caller's modules there.
         live_storages: the memory of this step's activations, where traces get views of them.
     """
 
-    def __init__(self, root: nn.Module, order: Order, stage: Stage | None = None, peers: Peers = ALONE) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        order: Order,
+        stage: Stage | None = None,
+        peers: Peers = ALONE,
+        aliases: Aliases | None = None,
+    ) -> None:
         self.order = order
         self.stage = Stage(root) if stage is None else stage
         self.peers = peers
@@ -67,7 +74,7 @@ class Forward:
         self.overrides: dict[Key, list[tuple[str, Any]]] = {}
         self.at_barrier: dict[Any, list[str]] = {}
         self.freed: list[str] = []
-        self.aliases = Aliases()
+        self.aliases = aliases or Aliases()
         self.attached: dict[str, set[str]] = {}
         self.live_storages: set[int | None] = set()
         self._position = -1

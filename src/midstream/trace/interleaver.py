@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from midstream.arch.aliases import Aliases
 from midstream.errors import BarrierError, DivergedError, MidstreamError, NeverReachedError
 from midstream.sites import Key, point_name
 from midstream.trace.body import BARRIER, FETCH, Body, is_in_body
@@ -31,8 +32,15 @@ class Interleaver(Forward):
         last_rows: where logits and samples of the step's bodies are.
     """
 
-    def __init__(self, root: nn.Module, order: Order, stage: Stage | None = None, peers: Peers = ALONE) -> None:
-        super().__init__(root, order, stage, peers)
+    def __init__(
+        self,
+        root: nn.Module,
+        order: Order,
+        stage: Stage | None = None,
+        peers: Peers = ALONE,
+        aliases: Aliases | None = None,
+    ) -> None:
+        super().__init__(root, order, stage, peers, aliases)
         self.bodies: dict[str, Body] = {}
         self.rows: dict[str, Rows] = {}
         self.last_rows: dict[str, Rows] = {}
