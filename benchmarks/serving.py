@@ -24,7 +24,6 @@ import functools
 import http.client
 import json
 import os
-import shutil
 import signal
 import socket
 import statistics
@@ -147,29 +146,14 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 def model_and_flags(arguments: argparse.Namespace) -> tuple[str, list[str]]:
     """The model's directory, which has a tokenizer, and the flags of both servers."""
-    from midstream import demo_model
-
     path, given = engine_arguments(arguments)
     given.pop("skip_tokenizer_init", None)
-    if path != demo_model():
-        write_tokenizer(Path(demo_model()), Path(path))
     flags = ["--served-model-name", NAME, "--disable-uvicorn-access-log"]
     for name, value in given.items():
         if value is not False:
             flags.append(f"--{name.replace('_', '-')}")
             flags += [] if value is True else [value if isinstance(value, str) else json.dumps(value)]
     return path, flags
-
-
-def write_tokenizer(source: Path, target: Path) -> None:
-    """The bundled model's tokenizer, with made-up tokens up to the size of the target's vocabulary."""
-    size = json.loads((target / "config.json").read_text())["vocab_size"]
-    tokenizer = json.loads((source / "tokenizer.json").read_text())
-    vocabulary = tokenizer["model"]["vocab"]
-    taken = {*vocabulary.values(), *(token["id"] for token in tokenizer["added_tokens"])}
-    vocabulary.update((f"<{number}>", number) for number in range(size) if number not in taken)
-    (target / "tokenizer.json").write_text(json.dumps(tokenizer))
-    shutil.copy(source / "tokenizer_config.json", target)
 
 
 def single_tokens() -> list[str]:

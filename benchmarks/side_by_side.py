@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import platform
+import shutil
 import statistics
 import tempfile
 import time
@@ -96,19 +97,20 @@ def settle(arguments: argparse.Namespace) -> None:
 
 
 def engine_arguments(arguments: argparse.Namespace) -> tuple[str, dict[str, Any]]:
-    """The model's directory, and the arguments of every engine."""
+    """The model's directory, which has a tokenizer, and the arguments of every engine."""
     common = {
         "enforce_eager": arguments.eager,
         "pipeline_parallel_size": arguments.pp,
         "tensor_parallel_size": arguments.tp,
     }
-    if arguments.cpu:
-        from midstream import demo_model
+    from midstream import demo_model
 
+    if arguments.cpu:
         sizes = {"max_model_len": 512, "max_num_seqs": 64, "gpu_memory_utilization": 0.2}
         return demo_model(), {**common, **sizes, "dtype": "float32"}
     directory = tempfile.mkdtemp(prefix="shape-")
     (Path(directory) / "config.json").write_text(json.dumps(SHAPES[arguments.shape]))
+    write_tokenizer(Path(demo_model()), Path(directory))
     return directory, {
         **common,
         "dtype": "bfloat16",
@@ -122,6 +124,17 @@ def engine_arguments(arguments: argparse.Namespace) -> tuple[str, dict[str, Any]
         "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128]},  # few, for a quick start
         "seed": 0,
     }
+
+
+def write_tokenizer(source: Path, target: Path) -> None:
+    """The bundled model's tokenizer, with made-up tokens up to the size of the target's vocabulary."""
+    size = json.loads((target / "config.json").read_text())["vocab_size"]
+    tokenizer = json.loads((source / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    taken = {*vocabulary.values(), *(token["id"] for token in tokenizer["added_tokens"])}
+    vocabulary.update((f"<{number}>", number) for number in range(size) if number not in taken)
+    (target / "tokenizer.json").write_text(json.dumps(tokenizer))
+    shutil.copy(source / "tokenizer_config.json", target)
 
 
 def start_engine(arguments: argparse.Namespace, stack: ExitStack, *, stock: bool = False, **changed: Any) -> Any:

@@ -254,7 +254,9 @@ def test_images_at_rest_are_taken_again_and_are_bounded(steps, monkeypatch):
     monkeypatch.setattr(loaded_plans, "_IDLE", 3)
     made = []
     make = steps.host._loaded._make
-    monkeypatch.setattr(steps.host._loaded, "_make", lambda plan, *rest: (made.append(plan), make(plan, *rest))[1])
+    monkeypatch.setattr(
+        steps.host._loaded, "_make", lambda payload, *rest: (made.append(payload.plan), make(payload, *rest))[1]
+    )
 
     def run(*values):
         names = {f"r{value}": steer(value) for value in values}
@@ -270,6 +272,20 @@ def test_images_at_rest_are_taken_again_and_are_bounded(steps, monkeypatch):
     assert run(2, 1, 4) == []
     assert run(3) == [3]
     assert len(steps.tables.profiles) == 3 and len(steps.host._loaded._idle) == 3
+
+
+def test_a_plan_without_positions_is_loaded_once_for_prompts_of_all_lengths(steps):
+    plan = Plan.of([Steer("resid_post", layers=0, vector=[1.0] * WIDTH, phase="prefill")])
+    short, long = (steps.host._loaded.take(PlanRequest(packed(plan), LAYERS), length, None) for length in (2, 5))
+    assert short is long and len(steps.tables.profiles) == 1
+    acting = set(steps.tables.profiles)
+    for length in (2, 5):
+        profiles = [np.broadcast_to(long.profiles(at, at + 1, length), 1)[0] in acting for at in range(7)]
+        assert profiles == [at < length for at in range(7)]
+        assert [long.acts(at, at + 1, length) for at in range(7)] == [(at < length, False) for at in range(7)]
+    placed = Plan.of([Patch("resid_post", layer=0, position=-1, source=[1.0] * WIDTH)])
+    short, long = (steps.host._loaded.take(PlanRequest(packed(placed), LAYERS), length, None) for length in (2, 5))
+    assert short is not long and list(np.flatnonzero(long.profiles(0, 5, 5))) == [4]
 
 
 def test_images_at_rest_are_bounded_by_the_profiles_that_they_have(steps, monkeypatch):

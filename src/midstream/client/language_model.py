@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from midstream.arch import detect
-from midstream.arch.aliases import Rename
+from midstream.arch.aliases import Aliases, Rename
 from midstream.arch.detect import show_tree
 from midstream.capture.sinks import Sinks
 from midstream.client.language_model_batch import BatchInvoke, BatchRequest, PaddedBatch, RunningPlan, plan_hooks
@@ -132,7 +132,7 @@ class LanguageModel(TraceModel):
             head_dim=getattr(config, "head_dim", None),
             rename=rename,
         )
-        self._interleaver = Interleaver(module, self.arch.order, rename=rename)
+        self._interleaver = Interleaver(module, self.arch.order, aliases=Aliases(rename))
         self._envoy = ModelEnvoy(module, self.arch, self._interleaver, self._unembed, lambda: self.tokenizer)
         self._envoy._generator = Generator()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 import uuid
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -168,6 +168,18 @@ class TraceModel(Sizes):
         self.close()
 
     # Each model provides these.
+
+    def _stream(self, invokes: Iterator[Invoke]) -> Generator[tuple[int, InvokeResult]]:
+        """The number and the result of each invoke, as they end. An invoke is taken when there is room for it.
+
+        On a sync model, for invokes without a trace and captures. The caller holds leases on the recorded runs.
+        """
+        for number, invoke in enumerate(invokes):
+            try:
+                (result,) = self._run([invoke])
+            except PlanError as error:  # a recorded run is gone
+                result = InvokeResult([], None, error=error)
+            yield number, result
 
     def _run(self, invokes: list[Invoke], together: bool = False) -> Any:
         """Run `invokes` to their end; `together` if they must be in the same steps.

@@ -52,7 +52,6 @@ from midstream.sweeps.events import (
 from midstream.sweeps.request import SweepRequest, Tokens, align, columns, heads_of, in_order, rows_of, windows
 from midstream.sweeps.results import SweepResult
 
-GROUPS = (8, 32, 128, 512)  # sizes of the first groups of requests; later groups are as large as the last
 ASYNC_GROUP, ASYNC_GROUPS = (
     32,
     16,
@@ -373,20 +372,28 @@ class Sweeping:
         return mask.reshape(-1)
 
     async def _run_sync(self, ids: list[int], answers: Answers, jobs: Iterator[Job]) -> AsyncGenerator[Event]:
-        for group in _groups(jobs, GROUPS):
-            try:
-                results = self._model._run(self._invokes(ids, answers, group))
-            except PlanError as error:  # a recorded run is gone
-                results = [error] * len(group) * self._parts
-            for number, job in enumerate(group):
-                if (event := self._ended(job, results[number :: len(group)], answers)) is not None:
-                    yield event
+        started: dict[int, tuple[Job, dict[int, InvokeResult]]] = {}
+
+        def invokes() -> Iterator[Invoke]:
+            for number, job in enumerate(jobs):
+                started[number] = job, {}
+                yield from self._invokes(ids, answers, job)
+
+        with contextlib.closing(self._model._stream(invokes())) as results:
+            for index, result in results:
+                number, part = divmod(index, self._parts)
+                job, parts = started[number]
+                parts[part] = result
+                if len(parts) == self._parts:
+                    del started[number]
+                    if (event := self._ended(job, [parts[i] for i in sorted(parts)], answers)) is not None:
+                        yield event
 
     async def _run_async(
         self, ids: list[int], answers: Answers, jobs: Iterator[Job], count: int
     ) -> AsyncGenerator[Event]:
         queue: asyncio.Queue[Event | BaseException | None] = asyncio.Queue()
-        groups, tasks = _groups(jobs, (ASYNC_GROUP,)), set[asyncio.Task[None]]()
+        groups, tasks = _groups(jobs, ASYNC_GROUP), set[asyncio.Task[None]]()
 
         def start(_: Any = None) -> None:
             if (group := next(groups, None)) is not None:
@@ -417,21 +424,22 @@ class Sweeping:
         waiting = set(range(len(group)))
 
         def parts(job: int) -> range:
-            return range(job, len(group) * self._parts, len(group))
+            return range(job * self._parts, (job + 1) * self._parts)
 
         try:
-            items: Any = self._model._run(self._invokes(ids, answers, group)).items()
+            invokes = [invoke for job in group for invoke in self._invokes(ids, answers, job)]
+            items: Any = self._model._run(invokes).items()
             async with contextlib.aclosing(items):
                 async for index, _, result in items:
                     if result is None:
                         continue
-                    results[index], job = result, index % len(group)
+                    results[index], job = result, index // self._parts
                     if all(part in results for part in parts(job)):
                         waiting.discard(job)
                         queue.put_nowait(self._ended(group[job], [results[part] for part in parts(job)], answers))
         except PlanError as error:  # a recorded run is gone
             for job in waiting:
-                queue.put_nowait(self._ended(group[job], [error], answers))
+                queue.put_nowait(self._ended(group[job], [InvokeResult([], None, error=error)], answers))
         except Exception as error:
             queue.put_nowait(error)
 
@@ -440,18 +448,18 @@ class Sweeping:
         """How many requests a job has: one grades the answers; with `top`, another returns the likeliest tokens."""
         return 2 if self.asked.top else 1
 
-    def _invokes(self, ids: list[int], answers: Answers, group: list[Job]) -> list[Invoke]:
-        graded = [self._invoke(ids, job.plan, answers) for job in group]
-        return graded + [self._invoke(ids, job.plan, {}, logprobs=self.asked.top) for job in group if self.asked.top]
+    def _invokes(self, ids: list[int], answers: Answers, job: Job) -> list[Invoke]:
+        graded = self._invoke(ids, job.plan, answers)
+        return [graded, self._invoke(ids, job.plan, {}, logprobs=self.asked.top)] if self.asked.top else [graded]
 
-    def _ended(self, job: Job, results: Sequence[InvokeResult | MidstreamError], answers: Answers) -> Event | None:
+    def _ended(self, job: Job, results: Sequence[InvokeResult], answers: Answers) -> Event | None:
         """The job's event with its log-probabilities, or with the reason why it is void. None for a noise run that failed."""
-        error = next((each for each in map(_error_of, results) if each is not None), None)
+        error = next((result.error for result in results if result.error is not None), None)
         if error is not None:
             if isinstance(job.event, Noise):
                 return None
             return msgspec.structs.replace(job.event, void=str(error))
-        graded, *top = [result.output for result in results if isinstance(result, InvokeResult)]
+        graded, *top = [result.output for result in results]
         likeliest = [_likeliest(output, self.asked.top, self._model.tokenizer) for output in top]
         return msgspec.structs.replace(
             job.event, logprobs=_logprobs(graded, answers), top=likeliest[0] if likeliest else None
@@ -461,10 +469,6 @@ class Sweeping:
 def _noise_runs(cells: int) -> int:
     """How many noise runs there are among so many cells."""
     return min(_BASELINES + _IDENTITIES, cells)
-
-
-def _error_of(result: InvokeResult | MidstreamError) -> MidstreamError | None:
-    return result.error if isinstance(result, InvokeResult) else result
 
 
 def _logprobs(output: Any, answers: Answers) -> list[float]:
@@ -478,11 +482,9 @@ def _likeliest(output: Any, count: int, tokenizer: Any) -> list[tuple[str, float
     return [(tokenizer.decode([token]), max(logprob, LOWEST)) for logprob, token in found[:count]]
 
 
-def _groups(jobs: Iterable[Job], sizes: Sequence[int]) -> Iterator[list[Job]]:
+def _groups(jobs: Iterable[Job], size: int) -> Iterator[list[Job]]:
     left = iter(jobs)
-    for size in itertools.chain(sizes, itertools.repeat(sizes[-1])):
-        if not (group := list(itertools.islice(left, size))):
-            return
+    while group := list(itertools.islice(left, size)):
         yield group
 
 

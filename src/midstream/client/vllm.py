@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal, Self
@@ -17,13 +18,15 @@ from midstream.client.model import loading_arguments
 from midstream.client.requests import Invoke, InvokeResult, PreparedPlan, token_ids, without_destinations
 from midstream.client.vllm_async import EngineStream
 from midstream.client.vllm_captures import RowReceiver
-from midstream.client.vllm_engine import EngineConnection, EngineRequest, run_requests
+from midstream.client.vllm_engine import EngineConnection, EngineRequest, run_continuously, run_requests
 from midstream.engine import launch
 from midstream.errors import MidstreamError, ParameterError, PlanError, TraceError
 from midstream.plan.values import Plan
 from midstream.runtime.request import Envelope, PlanRequest, TraceRequest, packed, requests_of
 from midstream.settings import NAME, RECORD_BYTES, Settings
 from midstream.trace.program import ShippedCode
+
+_GROUP = 32  # invokes that become requests at a time
 
 
 class VLLM(DescribedModel):
@@ -168,6 +171,18 @@ class VLLM(DescribedModel):
         return "<VLLM, closed>" if self._connection.is_closed else super().__repr__()
 
     # Running.
+
+    def _stream(self, invokes: Iterator[Invoke]) -> Generator[tuple[int, InvokeResult]]:
+        def requests() -> Iterator[EngineRequest | PlanError]:
+            while group := self._with_plan(list(itertools.islice(invokes, _GROUP))):
+                try:
+                    yield from self._requests(
+                        group, [token_ids(invoke, lambda: self.tokenizer) for invoke in group], None
+                    )
+                except PlanError as error:  # a recorded run is gone
+                    yield from [error] * len(group)
+
+        return run_continuously(self._connection, requests())
 
     def _run(self, invokes: list[Invoke], together: bool = False) -> list[InvokeResult] | EngineStream:
         invokes = self._with_plan([_with_carried_plan(invoke) for invoke in invokes])

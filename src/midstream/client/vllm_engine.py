@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +34,8 @@ from midstream.runtime.request import TraceRequest
 from midstream.trace.program import Outcome, put_results
 from midstream.transport.receiver import Mailbox, Receiver
 
+_FIRST_REQUESTS = 8  # of many: so few are submitted before the first step
+_BATCHES = 3  # two may run, and one waits
 _CLOSED = "This engine is closed; make a new VLLM(...)."
 
 
@@ -78,6 +82,7 @@ class EngineConnection:
         lock: a `vllm.LLM` may be used by one thread at a time.
         sending: held on an async engine while changed vectors are sent.
         streams: the async streams that are being iterated over.
+        followed: the requests of `run_continuously` that run, by their ids, with what to call with the final output.
     """
 
     def __init__(self, engine: Any, sinks: Sinks, is_async: bool, is_ours: bool = True) -> None:
@@ -89,6 +94,7 @@ class EngineConnection:
         self.interrupted: list[str] = []
         self.lock = threading.RLock()
         self.streams: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.followed: dict[str, Callable[[Any], None]] = {}
         self.receiver: Receiver | None = Receiver(launch.address_for_workers(self.config))
         self._end = weakref.finalize(
             self, _end, engine if is_ours else None, self.receiver, sinks
@@ -125,6 +131,12 @@ class EngineConnection:
     def is_open(self) -> bool:
         """Whether the engine is neither closed nor known to be dead."""
         return self._engine is not None and not self.has_died
+
+    def step(self) -> None:
+        """One step of a `vllm.LLM`, on which only `followed` requests run."""
+        for output in launch.step(self.engine):
+            if (ended := self.followed.pop(output.request_id, None)) is not None:
+                ended(output)
 
     def ask(self, method: str, *args: Any) -> Any:
         """Call a method of every worker; returns a list of their answers, awaitable on an async engine."""
@@ -243,6 +255,8 @@ def run_requests(
     with ExitStack() as stack:
         stack.enter_context(connection.lock)
         connection.drop_interrupted()
+        while connection.followed:
+            connection.step()
         if runs := runs_of([request.plan for request in requests]):
             run_now(connection.runs.lease(runs))
             stack.callback(_release, connection, runs)
@@ -275,6 +289,62 @@ def run_requests(
             put_captures(result, request, counts_of(result.output))
             result.output.answers = graded(result.output, request.answers)
         return results
+
+
+def run_continuously(
+    connection: EngineConnection, requests: Iterable[EngineRequest | PlanError]
+) -> Generator[tuple[int, InvokeResult]]:
+    """The number and the result of each request on a `vllm.LLM`, as they end. Closing the generator aborts those that run.
+
+    Other calls may come between two results: what runs by then ends first.
+
+    Args:
+        requests: without traces and captures, taken as there is room for them; or why there is no request, which is its result.
+            The caller holds leases on the recorded runs that they read.
+    """
+    running: dict[str, tuple[int, EngineRequest]] = {}
+    done: deque[tuple[int, InvokeResult]] = deque()
+    waiting, room = enumerate(requests), _FIRST_REQUESTS
+    most = _BATCHES * connection.config.scheduler_config.max_num_seqs
+
+    def ended(output: Any) -> None:
+        number, request = running.pop(output.request_id)
+        result = InvokeResult([], output)
+        put_captures(result, request, counts_of(output))
+        output.answers = graded(output, request.answers)
+        done.append((number, result))
+
+    def submit(count: int) -> None:
+        given = list(itertools.islice(waiting, count))
+        done.extend(
+            (number, InvokeResult([], None, error=each)) for number, each in given if isinstance(each, PlanError)
+        )
+        group = [(number, each) for number, each in given if isinstance(each, EngineRequest)]
+        names = launch.submit(connection.engine, [each.prompt for _, each in group], [each.params for _, each in group])
+        running.update(zip(names, group, strict=True))
+        connection.followed.update(dict.fromkeys(names, ended))
+
+    connection.drop_interrupted()
+    try:
+        while True:
+            with connection.lock:
+                submit(max(room - len(running), 0))
+                room = min(2 * room, most)
+                if running:
+                    connection.step()
+            if not (running or done):
+                return
+            while done:
+                yield done.popleft()
+    except EngineClosedError:
+        connection.has_died = True
+        raise
+    finally:
+        with connection.lock:
+            for name in running:
+                connection.followed.pop(name, None)
+            if running and connection.is_open:
+                launch.abort(connection.engine, list(running))
 
 
 def _release(connection: EngineConnection, runs: list[str]) -> None:

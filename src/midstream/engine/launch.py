@@ -20,7 +20,7 @@ from midstream.engine.plugin import PREFIX, SOCKETS, Replacement, register
 from midstream.errors import EngineClosedError, MidstreamError, ParameterError, PromptError
 from midstream.plan.fields import nearest
 from midstream.plan.values import Plan
-from midstream.runtime.request import TraceRequest
+from midstream.runtime.request import TraceRequest, users_id
 from midstream.settings import RECORD_BYTES, SCHEDULER, WORKER, Settings
 
 DIED = "The engine died, or lost its results channel; its log says why. Start a new one."
@@ -295,6 +295,25 @@ def generate(
                 if pending := list(llm.llm_engine.output_processor.request_states):
                     llm.llm_engine.abort_request(pending, internal=True)
             raise
+
+
+def submit(llm: Any, prompts: Sequence[dict[str, Any]], params: Sequence[Any]) -> list[str]:
+    """Submit requests to a `vllm.LLM`, and return their ids, as outputs have them. `step` runs them."""
+    with _own_errors():
+        return [users_id(name) for name in llm.enqueue(prompts, params, use_tqdm=False)] if prompts else []
+
+
+def step(llm: Any) -> list[Any]:
+    """Wait for a step of a `vllm.LLM`, and return the outputs of the requests that ended in it."""
+    with _own_errors():
+        return [output for output in llm.llm_engine.step() if output.finished]
+
+
+def abort(llm: Any, names: list[str]) -> None:
+    """Abort requests by their ids."""
+    # What ended the caller's work matters more than an error here, and a dead engine has dropped the requests.
+    with contextlib.suppress(Exception):
+        llm.llm_engine.abort_request(names)
 
 
 @contextlib.contextmanager

@@ -113,11 +113,11 @@ _FRONT_END = (
          "vllm.LLM.generate returns all outputs together; its steps have each one as soon as it has finished.", signature="()"),
     Seam("vllm.LLM", CALLS, "midstream.engine.launch.start",
          "The offline engine.",
-         members="__init__(model, **rest); generate(prompts, sampling_params, *, use_tqdm); collective_rpc(method, *, args); "
-                 "llm_engine"),
+         members="__init__(model, **rest); generate(prompts, sampling_params, *, use_tqdm); "
+                 "enqueue(prompts, sampling_params, *, use_tqdm); collective_rpc(method, *, args); llm_engine"),
     Seam("vllm.v1.engine.llm_engine.LLMEngine", CALLS, "midstream.engine.launch.generate",
-         "Aborts the requests of an interrupted generate call, and reaches the configuration and the engine core's client.",
-         members="abort_request(request_ids, *, internal); output_processor; engine_core; vllm_config"),
+         "Steps and aborts requests, and reaches the configuration and the engine core's client.",
+         members="step(); abort_request(request_ids, *, internal); output_processor; engine_core; vllm_config"),
     Seam("vllm.v1.engine.output_processor.OutputProcessor", READS, "midstream.engine.launch.generate",
          "Lists the requests that have not finished.", members="request_states; has_unfinished_requests()"),
     Seam("vllm.v1.engine.async_llm.AsyncLLM", CALLS, "midstream.engine.launch.start",

@@ -17,6 +17,7 @@ from vllm.utils.network_utils import get_ip
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from midstream.arch import Architecture, detect
+from midstream.arch.aliases import Aliases
 from midstream.engine.graphs import EagerKernels, SiteOp, StepMode, build_in, buildable_points
 from midstream.engine.plugin import apply, follow_parent, raise_if_ending
 from midstream.engine.runners import Host, Watch, adapt
@@ -165,7 +166,8 @@ class Worker(PlatformWorker):
         model, config = self._runner.model, self.vllm_config
         stages = self._stages
         model_arch = stages.arch if stages is not None else arch
-        interleaver = Interleaver(model, model_arch.order, stages, self._tensor_ranks or ALONE, settings.rename)
+        peers, aliases = self._tensor_ranks or ALONE, Aliases(settings.rename)
+        interleaver = Interleaver(model, model_arch.order, stages, peers, aliases)
         compute_logits: Any = model.compute_logits
 
         def unembed(hidden: torch.Tensor) -> torch.Tensor:

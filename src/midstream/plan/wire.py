@@ -15,6 +15,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import dataclasses
+import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -181,10 +182,16 @@ def _runs(table: Any) -> dict[str, RecordedRun]:
     for key, run in _dict("runs", table).items():
         place = f"runs[{fields.shown(key)}]"
         _dict(place, run, ("name", *_RUN_LISTS))
-        lists = {name: tuple(_list(f"{place}.{name}", run[name])) for name in _RUN_LISTS}
+        lists = [tuple(_list(f"{place}.{name}", run[name])) for name in _RUN_LISTS]
         with _errors_at(place):
-            read[key] = RecordedRun(name=run["name"], id=key, **lists)
+            try:
+                read[key] = _made_run(run["name"], key, *lists)
+            except TypeError:  # not hashable, so not what a run has
+                read[key] = RecordedRun(run["name"], key, *lists)
     return read
+
+
+_made_run = functools.lru_cache(16)(RecordedRun)  # a sweep's thousands of plans name the same runs
 
 
 @dataclasses.dataclass

@@ -1,4 +1,4 @@
-"""Plans in the tables. All requests with the same plan and prompt length share one `LoadedPlan`.
+"""Plans in the tables. All requests with the same plan share one `LoadedPlan`; if it names positions, those with the same prompt length.
 
 A plan stays loaded for a while after its last request, so that the next request with it costs nothing.
 """
@@ -28,10 +28,11 @@ _IDLE_BYTES = 64 << 20  # of the device's memory that they may hold
 
 @dataclass(eq=False)
 class LoadedPlan:
-    """A plan for prompts of one length, in the tables.
+    """A plan for prompts of one length, or of any, in the tables.
 
     Attributes:
-        prompt: int32 `[prompt_length]`, the profile of each prompt position, by the tables' numbers.
+        prompt: int32 `[prompt_length]`, the profile of each prompt position, by the tables' numbers; `[1]` if all positions of any prompt
+            have the same.
         generated: the profile of every later position.
         hooked: the points of this rank, outside of the graphs, at which hooks act.
         last: the position behind the last one that is captured; None if generated ones are.
@@ -53,18 +54,20 @@ class LoadedPlan:
     users: int = 0
     key: Any = None
 
-    def profiles(self, start: int, stop: int) -> np.ndarray:
-        """int32, of the positions `start` to `stop`."""
-        length = len(self.prompt)
+    def profiles(self, start: int, stop: int, length: int) -> np.ndarray | int:
+        """int32, of the positions `start` to `stop` of a request whose prompt has `length`; one number if all have the same."""
         if start >= length:
-            return np.full(stop - start, self.generated, np.int32)
+            return self.generated
+        prompt_P = np.broadcast_to(self.prompt, length)
         if stop <= length:
-            return self.prompt[start:stop]
-        return np.concatenate([self.prompt[start:], np.full(stop - length, self.generated, np.int32)])
+            return prompt_P[start:stop]
+        return np.concatenate([prompt_P[start:], np.full(stop - length, self.generated, np.int32)])
 
-    def kept(self, start: int, stop: int) -> list[tuple[int, int, int]]:
+    def kept(self, start: int, stop: int, length: int) -> list[tuple[int, int, int]]:
         """(profile, first position, number) of the stretches of positions from `start` to `stop` that are captured."""
-        profiles = self.profiles(start, stop)
+        if not self._capturing:
+            return []
+        profiles = np.broadcast_to(self.profiles(start, stop, length), stop - start)
         edges = [0, *(np.flatnonzero(np.diff(profiles)) + 1).tolist(), len(profiles)]
         found = [(int(profiles[at]), start + at, end - at) for at, end in pairwise(edges)]
         return [stretch for stretch in found if stretch[0] in self._capturing]
@@ -80,10 +83,13 @@ class LoadedPlan:
         """`[prompt_length + 1]`, how many positions before each, of the prompt, it acts at."""
         return np.concatenate([[0], np.cumsum(self.reach.prompt)])
 
-    def acts(self, start: int, stop: int) -> tuple[bool, bool]:
+    def acts(self, start: int, stop: int, length: int) -> tuple[bool, bool]:
         """Whether it does anything at the prompt's positions among `start` to `stop`, and whether at the others."""
-        length = len(self.prompt)
-        in_prompt = start < length and bool(self._acting[start] < self._acting[min(stop, length)])
+        in_prompt = start < length
+        if in_prompt and len(self.prompt) == length:
+            in_prompt = bool(self._acting[start] < self._acting[min(stop, length)])
+        elif in_prompt:
+            in_prompt = bool(self.reach.prompt[0])
         return in_prompt, stop > length and self.reach.generated
 
     @cached_property
@@ -109,7 +115,7 @@ class LoadedPlans:
     def __init__(
         self,
         tables: Tables,
-        compiled: Callable[[Plan, int, RunRow], CompiledPlan],
+        compiled: Callable[[PlanRequest, int, RunRow], CompiledPlan],
         hooked: Callable[[Collection[Point]], list[Point]],
         off_graph: Callable[[Collection[Point]], frozenset[str]],
     ) -> None:
@@ -123,10 +129,11 @@ class LoadedPlans:
 
     def take(self, payload: PlanRequest, length: int, row: RunRow) -> LoadedPlan:
         """The plan for one more request; `row` gives rows of recorded runs. Raises PlanError, as the compiler does."""
+        length = length if _has_positions(payload.plan) else 1
         key = (payload.wire, length)
         loaded = self._loaded.get(key)
         if loaded is None:
-            loaded = self._make(payload.plan, length, row)
+            loaded = self._make(payload, length, row)
             if not has_open_names(loaded.plan):  # the name may stand for another vector the next time
                 loaded.key = key
                 self._loaded[key] = loaded
@@ -154,8 +161,8 @@ class LoadedPlans:
         self._loaded.pop(loaded.key, None)
         self._tables.unload(loaded.slots)
 
-    def _make(self, plan: Plan, length: int, row: RunRow) -> LoadedPlan:
-        compiled = self._compiled(plan, length, row)
+    def _make(self, payload: PlanRequest, length: int, row: RunRow) -> LoadedPlan:
+        plan, compiled = payload.plan, self._compiled(payload, length, row)
         slots = self._tables.load(compiled)
         widths = np.array([profile.row_width for profile in compiled.profiles])
         captured = np.nonzero(widths[compiled.prompt])[0]
@@ -172,6 +179,10 @@ class LoadedPlans:
             [run.id for run in plan.runs],
             reach,
         )
+
+
+def _has_positions(plan: Plan) -> bool:
+    return bool(plan.captures) or any(edit.place is not None for edit in plan.edits)
 
 
 def _points(profiles: Collection[Profile]) -> list[Point]:

@@ -33,6 +33,7 @@ class PlannedRequest:
 
     Attributes:
         sources: recorded rows for its patches.
+        length: of its prompt.
         captured: positions below this have been captured.
         computed: positions below this have been computed, or will be in the coming step.
         complete: all its captured rows are sent, if there are any.
@@ -44,6 +45,7 @@ class PlannedRequest:
     payload: PlanRequest
     loaded: LoadedPlan
     sources: Sources
+    length: int
     captured: int = 0
     computed: int = 0
     complete: bool = False
@@ -168,7 +170,7 @@ class PlanHost:
     def _all_generated(self, cached: Any) -> bool:
         known = (self._requests.get(name) for name in cached.req_ids)
         return all(
-            request is None or before >= len(request.loaded.prompt)
+            request is None or before >= request.length
             for request, before in zip(known, cached.num_computed_tokens, strict=True)
         )
 
@@ -200,7 +202,7 @@ class PlanHost:
             if count is None:
                 continue
             loaded, stop = request.loaded, computed[name] + count
-            in_prompt, in_generated = loaded.acts(stop - count, stop)
+            in_prompt, in_generated = loaded.acts(stop - count, stop, request.length)
             request.computed = max(request.computed, stop)
             self.step_is_planned = self.step_is_planned or in_prompt or in_generated
             if in_prompt and loaded.off_graph[0]:
@@ -235,7 +237,7 @@ class PlanHost:
         for scheduled in view.requests:
             if (request := self._requests.get(scheduled.request_id)) is not None:
                 start, stop = scheduled.computed, scheduled.computed + scheduled.stop - scheduled.start
-                profile[scheduled.start : scheduled.stop] = request.loaded.profiles(start, stop)
+                profile[scheduled.start : scheduled.stop] = request.loaded.profiles(start, stop, request.length)
         return profile
 
     def _blocks(self, view: StepView) -> dict[int, tuple[np.ndarray, torch.Tensor]]:
@@ -250,7 +252,7 @@ class PlanHost:
             start, stop = scheduled.computed, scheduled.computed + scheduled.stop - scheduled.start
             fresh = max(start, request.captured)
             request.captured = max(stop, request.captured)
-            for number, first, count in request.loaded.kept(fresh, stop) if fresh < stop else ():
+            for number, first, count in request.loaded.kept(fresh, stop, request.length) if fresh < stop else ():
                 wanted.setdefault(number, []).append((request, scheduled.start + first - start, count, first))
         blocks: dict[int, tuple[np.ndarray, torch.Tensor]] = {}
         for number, parts in wanted.items():
@@ -317,7 +319,9 @@ class PlanHost:
         self.captures.check(payload, plan)
         sources, loaded = self._take(name, payload, plan, len(prompt))
         done = not plan.captures
-        self._requests[name] = PlannedRequest(payload, loaded, sources, complete=done, stops_at_text=stops_at_text)
+        self._requests[name] = PlannedRequest(
+            payload, loaded, sources, len(prompt), complete=done, stops_at_text=stops_at_text
+        )
         if plan.edits:
             self._editing.add(name)
         if plan.captures:
@@ -342,12 +346,12 @@ class PlanHost:
         if not loaded.users:
             self.hooks.release(loaded.hooked)
 
-    def _compile(self, plan: Plan, length: int, row: RunRow) -> CompiledPlan:
-        vectors = {name: width for name, (width, _) in self.vectors.list().items()}
-        runs = {run["name"]: run["id"] for run in self.runs.list()}
-        check(plan, self.facts, length, None, vectors=vectors, runs=runs)
+    def _compile(self, payload: PlanRequest, length: int, row: RunRow) -> CompiledPlan:
+        if not payload.checked:
+            vectors = {name: width for name, (width, _) in self.vectors.list().items()}
+            check(payload.plan, self.facts, length, None, vectors=vectors, runs=self.runs.ids)
         return compile_plan(
-            plan,
+            payload.plan,
             length,
             self.facts.num_layers,
             width=lambda site, layer: self.facts.widths[site, layer],
@@ -366,7 +370,7 @@ class PlanHost:
     def _extend(self, name: str, request: PlannedRequest, length: int) -> None:
         """Streaming input has made the prompt longer, or V2 begins the request again after a preemption."""
         old = request.loaded
-        if length == len(old.prompt):
+        if length == request.length:
             return
         if any(capture.positions != "all" for capture in old.plan.captures):
             raise PlanError(
@@ -374,7 +378,7 @@ class PlanHost:
             )
         sources, loaded = self._take(name, request.payload, old.plan, length)
         request.sources.close()
-        request.sources, request.loaded = sources, loaded
+        request.sources, request.loaded, request.length = sources, loaded, length
         self._give_back(old)
         if request.complete and not request.has_all:
             request.complete = False
@@ -401,7 +405,7 @@ class PlanHost:
         """Keep a recorded run's rows here, unless its prompt was not computed to the end."""
         assert request.payload.record is not None
         pieces = request.take_pieces()
-        plan, length = request.loaded.plan, len(request.loaded.prompt)
+        plan, length = request.loaded.plan, request.length
         if request.computed >= length:
             layers, widths, size = self.facts.num_layers, self._pipeline.each, self._dtype.itemsize
             chunks = [piece.chunk for piece in pieces]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -81,6 +81,20 @@ class Run:
     points: frozenset[Point]
     sizes: tuple[int, ...]
     leases: int = 0
+    _float32: dict[Point, torch.Tensor] = field(
+        default_factory=dict
+    )  # of planes that were read, while the run is leased
+
+    def row(self, site: str, layer: int, position: int) -> torch.Tensor:
+        """float32 `[width]`, at a point that this stage has."""
+        if (site, layer) not in self._float32:
+            self._float32[site, layer] = self.rows[site, layer].float()
+        return self._float32[site, layer][self.at[position]]
+
+    def lease(self, by: int) -> None:
+        self.leases += by
+        if not self.leases:
+            self._float32.clear()
 
 
 class RunStore:
@@ -127,7 +141,7 @@ class RunStore:
         """
         for run_id in ids:
             if (run := self._runs.get(run_id)) is not None:
-                run.leases += by
+                run.lease(by)
                 self._runs.move_to_end(run_id)
         return [run_id for run_id in ids if run_id not in self._runs]
 
@@ -143,9 +157,13 @@ class RunStore:
         return run
 
     def row(self, handle: RecordedRun, site: str, layer: int, position: int) -> torch.Tensor:
-        """`[width]`, at a point that this stage has. Raises PlanError as `check` does."""
-        run = self.check(handle, site, layer, position)
-        return run.rows[site, layer][run.at[position]]
+        """float32 `[width]`, at a point that this stage has. Raises PlanError as `check` does."""
+        return self.check(handle, site, layer, position).row(site, layer, position)
+
+    @property
+    def ids(self) -> dict[str, str]:
+        """name -> id."""
+        return {run.name: run.id for run in self._runs.values()}
 
     def list(self) -> list[dict[str, Any]]:
         """One dict for each run, with the sites, layers and bytes of all stages."""

@@ -216,13 +216,14 @@ class DeviceTables(Tables):
         if not words:
             return
         ops_OW = np.frombuffer(b"".join(words), np.int64).reshape(-1, OP_WORDS)
-        there = torch.empty(ops_OW.size, dtype=torch.int64, device=self._device)
-        self._upload(ops_OW.reshape(-1).copy(), there)
-        slots.kept.append(there)
         profiles, points, first, counts = np.array(entries, np.int64).T
         self._host[profiles, points, 0] = counts
-        self._host[profiles, points, 1] = there.data_ptr() + first * OP_WORDS * 8
         self._host[profiles, points, 2:] = ops_OW[first]
+        if len(words) > len(entries):  # an entry holds the first of its ops
+            there = torch.empty(ops_OW.size, dtype=torch.int64, device=self._device)
+            self._upload(ops_OW.reshape(-1).copy(), there)
+            slots.kept.append(there)
+            self._host[profiles, points, 1] = there.data_ptr() + first * OP_WORDS * 8
 
     def _words(self, op: Op, bank: Sequence[int]) -> bytes:
         vector = bank[op.vector] if op.vector >= 0 else 0
@@ -234,7 +235,8 @@ class DeviceTables(Tables):
         here = [vector for vector in bank if not vector.is_cuda]
         addresses: list[int] = []
         whole = torch.empty(sum(_padded(v.numel()) for v in here), dtype=torch.float32, device=self._device)
-        kept.append(whole)
+        if here:
+            kept.append(whole)
         host = np.zeros(whole.numel(), np.float32)
         at = 0
         for vector in bank:

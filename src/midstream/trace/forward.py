@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from midstream import hooks
-from midstream.arch.aliases import Aliases, Rename
+from midstream.arch.aliases import Aliases
 from midstream.errors import SourceUnavailableError, TraceError
 from midstream.sites import Key, point_name
 from midstream.trace.remote import ALONE, Peers, Stage
@@ -41,7 +41,7 @@ class Forward:
         order: from `Architecture.order`: the moments of the forward at which each module is called and returns.
         stage: this process's stage of the pipeline.
         peers: the tensor-parallel ranks that share each layer with this one.
-        rename: the user's other names of modules.
+        aliases: the user's other names of modules.
 
     Attributes:
         modules: path -> module.
@@ -51,7 +51,6 @@ class Forward:
         overrides: values to put at points in this step, with the names of their bodies.
         at_barrier: the names of the bodies that wait at each barrier.
         freed: the names of those that a barrier has let go on.
-        aliases: the user's other names of modules.
         attached: path -> names of the caller's modules there.
         live_storages: the memory of this step's activations, where traces get views of them.
     """
@@ -62,7 +61,7 @@ class Forward:
         order: Order,
         stage: Stage | None = None,
         peers: Peers = ALONE,
-        rename: Rename | None = None,
+        aliases: Aliases | None = None,
     ) -> None:
         self.order = order
         self.stage = Stage(root) if stage is None else stage
@@ -75,7 +74,7 @@ class Forward:
         self.overrides: dict[Key, list[tuple[str, Any]]] = {}
         self.at_barrier: dict[Any, list[str]] = {}
         self.freed: list[str] = []
-        self.aliases = Aliases(rename)
+        self.aliases = aliases or Aliases()
         self.attached: dict[str, set[str]] = {}
         self.live_storages: set[int | None] = set()
         self._position = -1

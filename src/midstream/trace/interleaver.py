@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from midstream.arch.aliases import Rename
+from midstream.arch.aliases import Aliases
 from midstream.errors import BarrierError, DivergedError, MidstreamError, NeverReachedError
 from midstream.sites import Key, point_name
 from midstream.trace.body import BARRIER, FETCH, Body, is_in_body
@@ -38,9 +38,9 @@ class Interleaver(Forward):
         order: Order,
         stage: Stage | None = None,
         peers: Peers = ALONE,
-        rename: Rename | None = None,
+        aliases: Aliases | None = None,
     ) -> None:
-        super().__init__(root, order, stage, peers, rename)
+        super().__init__(root, order, stage, peers, aliases)
         self.bodies: dict[str, Body] = {}
         self.rows: dict[str, Rows] = {}
         self.last_rows: dict[str, Rows] = {}
