@@ -5,6 +5,8 @@ Expected values come from transformers with torch hooks (`Plain`), from torch au
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 import torch
 from oracle import close, differs
@@ -398,6 +400,15 @@ def test_j6_on_vllm_the_pair_edits_the_engines_model_until_it_is_cleared(engine,
     assert generated(engine.generate(EIFFEL, max_tokens=4)[0]) == plain.generate(EIFFEL, 4, edit)
     installed.clear()
     assert generated(engine.generate(EIFFEL, max_tokens=4)[0]) == plain.generate(EIFFEL, 4) and not engine.edits
+
+
+def test_j6_async_with_is_refused(model):
+    async def edit() -> None:
+        async with model.edit() as edited:
+            edited.layers_output[4] += 1.0
+
+    with pytest.raises(TraceError, match="not `async with`"):
+        asyncio.run(edit())
 
 
 def test_j1_the_saves_of_an_edit_come_back(model, plain):

@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import islice
 from operator import itemgetter
 from types import FrameType, TracebackType
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from midstream.client.requests import (
     Invoke,
@@ -91,6 +91,14 @@ class BlockContext:
         frame, self._frame = self._frame, None
         self._captured(self._block, frame)
         return True
+
+    async def __aenter__(self) -> NoReturn:
+        raise TraceError(
+            "Write `with`, not `async with`: the block is sent with the requests, and only these are awaited."
+        )
+
+    async def __aexit__(self, *_: object) -> None:
+        """Never called."""
 
     def _captured(self, block: Block, frame: FrameType) -> None:
         """Handle the block of the with-statement in `frame`."""
