@@ -631,6 +631,16 @@ def test_j4_an_entry_of_several_steps_has_one_for_each(model, plain):
     close(entry[-1].input.reshape(1, -1), plain.run(longer).sites["mlp_in", 2][-1:])
 
 
+def test_j4_a_cache_is_saved_again_and_belongs_into_an_invoke(model, plain):
+    with model.trace() as tracer, tracer.invoke(PARIS):
+        cache = tracer.cache(modules=[model.model.layers[2].mlp]).save()
+    close(cache["model.layers.2.mlp"].output.reshape(5, -1), plain.run(PARIS).sites["mlp_out", 2])
+    with pytest.raises(TraceError, match=r"tracer\.cache belongs into .* an invoke's block"), model.trace() as tracer:
+        cache = tracer.cache()
+        with tracer.invoke(PARIS):
+            pass
+
+
 def test_j4_a_cache_may_keep_gradients_and_says_if_it_has_no_inputs(hf, engine):
     for model in (hf, engine):
         with model.trace(PARIS) as tracer:

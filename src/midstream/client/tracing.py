@@ -25,6 +25,7 @@ from midstream.client.requests import (
 from midstream.errors import TraceError
 from midstream.plan.values import Plan
 from midstream.trace.block import Block, capture, in_place_of, link, push, skip, skipped
+from midstream.trace.body import NOT_INSIDE
 from midstream.trace.program import BlockProgram, Program
 from midstream.trace.saves import CONTAINERS, attributes_of, refuse
 from midstream.trace.tracer import SAVE_ABOVE, Barrier, BodyTracer, backward, steps_of
@@ -181,6 +182,13 @@ class Tracer(BlockContext):
             return self._result
         return self.outputs[0] if len(self.outputs) == 1 else self.outputs
 
+    def __getattr__(self, name: str) -> Any:
+        if name in ("iter", "all", "next", "stop", "cache"):
+            raise TraceError(
+                f"tracer.{name} belongs into the code of a request: into an invoke's block, or a trace's that has a prompt."
+            )
+        raise AttributeError(f"a trace has no {name}", name=name, obj=self)
+
     def invoke(
         self, prompt: Prompt | Sequence[Prompt] | None = None, *, plan: Any = None, edits: Any = None, **params: Any
     ) -> InvokeContext:
@@ -317,7 +325,7 @@ class Tracer(BlockContext):
                 error.add_note(_NOT_YET.format(name=error.name))
             raise
         except TraceError as error:
-            if not self.invokes:
+            if not self.invokes and str(error) == NOT_INSIDE:
                 raise TraceError(_NO_PROMPT) from error
             raise
         finally:

@@ -34,6 +34,7 @@ from midstream.trace.tree import leaves, memory_of
 from midstream.trace.visit import Journal, Visit
 
 CURRENT: ContextVar[Body] = ContextVar("midstream_body")
+NOT_INSIDE = "This works only inside a trace: `with model.trace(prompt) as tracer:` or `model.run(fn, prompt)`."
 BARRIER: Key = ("", "barrier")
 FETCH: Key = ("", "fetch")
 
@@ -42,9 +43,7 @@ def current_body() -> Body:
     """The running trace. Raises TraceError outside of traces."""
     body = CURRENT.get(None)
     if body is None:
-        raise TraceError(
-            "This works only inside a trace: `with model.trace(prompt) as tracer:` or `model.run(fn, prompt)`."
-        )
+        raise TraceError(NOT_INSIDE)
     return body
 
 
