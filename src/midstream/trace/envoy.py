@@ -373,6 +373,10 @@ class ModelEnvoy(Envoy, Sizes):
         self._tokenizer = tokenizer
         self._generator: Generator | None = None  # LanguageModel has one
 
+    def on(self, forward: Forward) -> ModelEnvoy:
+        """The same model, for bodies that `forward` runs."""
+        return ModelEnvoy(self._module, self._arch, forward, self._unembed, self._tokenizer)
+
     token_embeddings = _site_property("embed")
     embed = _site_property("embed")
     final_norm = _site_property("final_norm")

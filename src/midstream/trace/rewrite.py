@@ -16,6 +16,7 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import CodeType
+from typing import Any
 
 from midstream.errors import SourceUnavailableError, TraceError
 
@@ -31,12 +32,17 @@ class Compiled:
         target: the name after `as`, or the names of a tuple there.
         reads: names that the body reads and never binds.
         read_first: names that the body binds, but may read before that.
+        statements: the body as it was written; it is not sent.
     """
 
     code: CodeType
     target: str | tuple[str, ...] | None
     reads: frozenset[str]
     read_first: frozenset[str]
+    statements: tuple[ast.stmt, ...] = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Compiled, (self.code, self.target, self.reads, self.read_first)
 
 
 def compile_body(filename: str, node: ast.With, index: int, class_name: str | None, frame_code: CodeType) -> Compiled:
@@ -51,6 +57,7 @@ def compile_body(filename: str, node: ast.With, index: int, class_name: str | No
     for statement in body:
         _refuse_escapes(statement, filename)
     rewriter = _Rewriter()
+    statements = tuple(body)
     body = [rewriter.visit(statement) for statement in copy.deepcopy(body)]
     names = _Names(body)
     tree = _function_tree(node, body, class_name, sorted(names.bound))
@@ -67,7 +74,7 @@ def compile_body(filename: str, node: ast.With, index: int, class_name: str | No
     code = code.replace(co_name=frame_code.co_name, co_qualname=frame_code.co_qualname)
     outer = INJECTED | ({target} if isinstance(target, str) else {*(target or ())})
     read_first = frozenset(code.co_freevars) - (names.bound - names.early)
-    return Compiled(code, target, frozenset(_globals(code)) - outer, read_first - outer)
+    return Compiled(code, target, frozenset(_globals(code)) - outer, read_first - outer, statements)
 
 
 @functools.lru_cache(maxsize=1024)
