@@ -15,7 +15,7 @@ from midstream.errors import TraceError, UnknownModuleError
 from midstream.plan.values import ModelFacts, Plan
 from midstream.sites import ACCESSORS, LAYER_SITES
 from midstream.trace.envoy import nearest, where_layers_are
-from midstream.trace.program import ShippedCode, ship
+from midstream.trace.program import Program, ShippedCode, ship
 
 _IN_TRACES = ("logits", "samples", "next_token_probs", "project_on_vocab", "steer", "skip_layers")
 _VALUES = ("output", "input", "inputs")
@@ -191,15 +191,19 @@ class DescribedModel(TraceModel):
 
     def _code(self, invokes: Sequence[Invoke]) -> ShippedCode | None:
         """The code that runs in the invokes' forward passes, the model's edits first. Raises TraceError for what cannot be sent."""
+        programs = self._programs(invokes)
+        return ship(programs, self._is_elsewhere) if any(programs) else None
+
+    def _programs(self, invokes: Sequence[Invoke]) -> list[list[Program]]:
+        """For each invoke the code of its edits, and then its own."""
         edits = list(self.edits.values())
-        programs = [
+        return [
             [
                 *(edits if invoke.edits is None else invoke.edits),
                 *([invoke.program] if invoke.program is not None else []),
             ]
             for invoke in invokes
         ]
-        return ship(programs, self._is_elsewhere) if any(programs) else None
 
     @property
     def description(self) -> dict[str, Any]:

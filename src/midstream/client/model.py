@@ -48,6 +48,8 @@ class StandingEdit(Program):
         has_name: whether requests can leave it out by its name.
     """
 
+    is_standing = True
+
     def __init__(self, program: Program, has_name: bool) -> None:
         self.program, self.has_name = program, has_name
 

@@ -24,7 +24,8 @@ from midstream.errors import MidstreamError, ParameterError, PlanError, TraceErr
 from midstream.plan.values import Plan
 from midstream.runtime.request import Envelope, PlanRequest, TraceRequest, packed, requests_of
 from midstream.settings import NAME, RECORD_BYTES, Settings
-from midstream.trace.program import ShippedCode
+from midstream.trace.lowering import Lowered, lower_all
+from midstream.trace.program import ShippedCode, unrun
 
 _GROUP = 32  # invokes that become requests at a time
 
@@ -188,14 +189,24 @@ class VLLM(DescribedModel):
         invokes = self._with_plan([_with_carried_plan(invoke) for invoke in invokes])
         prompts = [token_ids(invoke, lambda: self.tokenizer) for invoke in invokes]
         code = self._code(invokes)
+        lowered = self._lowered(invokes, prompts) if code is not None else None
         if not self._is_async:
-            requests = self._requests(invokes, prompts, code, together)
+            requests = self._requests(invokes, prompts, code, together, lowered)
             return run_requests(self._connection, requests, self.progress)
         if not self._connection.is_described and any(invoke.plan for invoke in invokes):
             # Plans are checked once the engine has started.
             return EngineStream(self._connection, lambda: self._requests(invokes, prompts, code, together))
-        requests = self._requests(invokes, prompts, code, together)
+        requests = self._requests(invokes, prompts, code, together, lowered)
         return EngineStream(self._connection, lambda: requests)
+
+    def _lowered(self, invokes: Sequence[Invoke], prompts: Sequence[list[int]]) -> list[Lowered] | None:
+        """What the plans of these traces are, if none of them has to run in the forward."""
+        if not self._connection.is_described or any(invoke.plan for invoke in invokes):
+            return None  # a plan's edits and a trace's would act in another order
+        sites = self.description["free_sites"]
+        each = zip(self._programs(invokes), prompts, strict=True)
+        found = [lower_all(programs, self.facts, len(ids), sites) for programs, ids in each]
+        return None if any(each.reason for each in found) else found
 
     def stream(
         self, invokes: Sequence[Invoke], prompts: Sequence[list[int]], code: ShippedCode | None, together: bool
@@ -210,6 +221,7 @@ class VLLM(DescribedModel):
         prompts: Sequence[list[int]],
         code: ShippedCode | None,
         together: bool = False,
+        lowered: Sequence[Lowered] | None = None,
     ) -> list[EngineRequest]:
         """The requests of `invokes`.
 
@@ -217,6 +229,7 @@ class VLLM(DescribedModel):
             prompts: their token ids.
             code: the code of their traces.
             together: whether all of them must be in the same steps.
+            lowered: their plans, if the traces run behind the step.
 
         Raises:
             PromptError: a prompt that cannot be traced in one step.
@@ -228,15 +241,24 @@ class VLLM(DescribedModel):
         plans: Sequence[PreparedPlan | None] = [None] * len(invokes)
         if any(invoke.plan for invoke in invokes):
             plans = self.planner.prepare_all(invokes, prompts)
+        if lowered is not None:
+            planned = [replace(invoke, plan=each.plan) for invoke, each in zip(invokes, lowered, strict=True)]
+            plans = self.planner.prepare_all(planned, prompts)
+            traces = [replace(trace, behind=True) for trace in traces if trace is not None]
+            if not any(each.needs_body for each in lowered):
+                traces = [None] * len(invokes)  # the plans do all that they do
         shared: dict[Any, Any] = {}
         requests = []
         for invoke, ids, trace, plan in zip(invokes, prompts, traces, plans, strict=True):
             rows = None
-            if plan is not None and plan.plan.captures:
+            if plan is not None and plan.plan.captures and lowered is None:
                 rows = self._receiver(plan, invoke.params.get("n", 1), invoke)
             params = _params(invoke, trace, plan, rows, shared)
             salt = secrets.token_hex(8) if trace is not None else None
-            requests.append(EngineRequest(launch.engine_prompt(ids, salt), params, trace, plan, rows, invoke.answers))
+            own = None if trace is not None or invoke.program is None or lowered is None else unrun(invoke.program)
+            requests.append(
+                EngineRequest(launch.engine_prompt(ids, salt), params, trace, plan, rows, invoke.answers, own)
+            )
         return requests
 
     def _traces(
@@ -302,7 +324,7 @@ def _params(
 ) -> Any:
     """The request's SamplingParams. Requests with equal parameters and plans share one object; `shared` has those made so far."""
     if trace is not None:
-        return _with_plan(_sampling_params(invoke, trace), plan, rows, invoke)
+        return _with_plan(_sampling_params(invoke, trace), plan, rows, invoke, trace.behind)
     same = (id(invoke.params), id(invoke.answers))
     if same not in shared:
         shared[same] = _sampling_params(invoke, None)
@@ -320,12 +342,16 @@ def _sampling_params(invoke: Invoke, trace: TraceRequest | None) -> Any:
     return launch.sampling_params({**invoke.params, **answers}, trace)
 
 
-def _with_plan(params: Any, plan: PreparedPlan | None, rows: RowReceiver | None, invoke: Invoke) -> Any:
+def _with_plan(
+    params: Any, plan: PreparedPlan | None, rows: RowReceiver | None, invoke: Invoke, behind: bool = False
+) -> Any:
     """`params`, changed in place to carry the plan, and the address of its rows."""
     if plan is not None:
         wire = packed(without_destinations(plan.plan))
         key = rows.key if rows is not None else None
-        request = PlanRequest(wire, plan.facts.num_layers, capture=key, record=invoke.record, checked=True)
+        request = PlanRequest(
+            wire, plan.facts.num_layers, capture=key, record=invoke.record, checked=True, behind=behind
+        )
         extra = params.extra_args or {}
         params.extra_args = {**extra, NAME: Envelope({**extra.get(NAME, {}), **request.to_extra_args()[NAME]})}
     return params

@@ -50,6 +50,7 @@ class EngineRequest:
         plan: its plan.
         rows: receives captured rows.
         answers: the answers to grade.
+        unrun: the outcome of its trace, if a plan does all that it does.
     """
 
     prompt: dict[str, Any]
@@ -58,6 +59,7 @@ class EngineRequest:
     plan: PreparedPlan | None
     rows: RowReceiver | None
     answers: Answers
+    unrun: Outcome | None = None
 
 
 def trace_ids(requests: Sequence[EngineRequest]) -> list[str]:
@@ -277,7 +279,8 @@ def run_requests(
                 ended(output)
             if thread is not None:
                 thread.wait()
-            results = [collect(box, output, connection.stages) for (box, _), output in zip(boxes, outputs, strict=True)]
+            each = zip(requests, boxes, outputs, strict=True)
+            results = [collect(request, box, output, connection.stages) for request, (box, _), output in each]
         except BaseException as error:
             connection.interrupted += trace_ids(requests)
             connection.has_died |= isinstance(error, EngineClosedError)
@@ -361,14 +364,14 @@ def _row_thread(requests: Sequence[EngineRequest], boxes: Sequence[Mailbox | Non
     return RowThread([rows for rows, _ in sharing], sharing[0][1] if sharing else None, followed)
 
 
-def collect(box: Mailbox | None, output: Any, stages: int) -> InvokeResult:
+def collect(request: EngineRequest, box: Mailbox | None, output: Any, stages: int) -> InvokeResult:
     """The result of a request, once every pipeline stage has sent its part of every sample."""
     samples = len(output.outputs)
     try:
         messages = [box.get(RESULT_SECONDS) for _ in range(stages * samples)] if box is not None else []
     except ChannelClosedError as error:
         raise results_lost(error) from error
-    return traced_result(merge_stages(messages, samples), output)
+    return traced_result(request, merge_stages(messages, samples), output)
 
 
 # Results, on either kind of engine.
@@ -426,8 +429,9 @@ def merge_stages(messages: Iterable[tuple[dict[str, Any], list[Outcome]]], sampl
     return [merged_outcomes([of_stage for _, of_stage in sorted(each[sample].items())]) for sample in sorted(each)]
 
 
-def traced_result(samples: Sequence[list[Outcome]], output: Any) -> InvokeResult:
+def traced_result(request: EngineRequest, samples: Sequence[list[Outcome]], output: Any) -> InvokeResult:
     """The result of a traced request, with the saved values on its output."""
+    samples = samples or [[request.unrun]] * len(output.outputs) if request.unrun is not None else samples
     error = put_results((outcome for sample in samples for outcome in sample), output)
     output.saves = sample_saves(samples)
     # Of the edits' outcomes only errors are needed from here on.

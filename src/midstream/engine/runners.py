@@ -54,7 +54,7 @@ class Host:
         if self._plans.step_is_planned:
             self._plans.begin_step(view)
         if self._traces.step_is_traced:
-            self._traces.begin_step(view)
+            self._traces.begin_step(view, self._plans.take_rows)
 
 
 class Runner:

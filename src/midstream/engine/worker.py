@@ -148,6 +148,11 @@ class Worker(PlatformWorker):
             link = Link(pipeline.rank_in_group, exchange, "pipeline", get_ip())
             self._stages = Stages(exchange(StageParts.of(model, arch)), link, self.device)
         built_in = buildable_points(arch, settings.graph_sites) if compiles(config) else []
+        points = built_in if compiles(config) else points_of(arch)
+        several = self._tensor_ranks is not None
+        self._free_sites = sorted(
+            {point[0] for point in points if not (several and arch.shard_of(arch.bindings[point]))}
+        )
         self.midstream = self._make_trace_host(arch, settings)
         self.plans = self._make_plan_host(arch, settings, built_in)
         self._has_built_in = bool(built_in)
@@ -240,7 +245,11 @@ class Worker(PlatformWorker):
         self._runner.prepare(Watch.ALL, plans.step_is_planned)
         if traces.is_idle and not off_graph:
             return self._execute_planned(scheduler_output)
-        traced = traces.step_is_traced
+        traced = traces.acts_in_forward
+        if not (traced or off_graph):
+            output = self._execute_planned(scheduler_output)
+            traces.end_stage()
+            return output
         uncompiled = off_graph or (traced and traces.step_is_uncompiled)
         StepMode.set(traced or off_graph, uncompiled or (traced and not self._stops_alone), uncompiled)
         points = plans.tables.points
@@ -354,6 +363,7 @@ class Worker(PlatformWorker):
             "hidden_size": arch.hidden_size,
             "widths": {f"{site}/{layer}": width for (site, layer), width in self.plans.facts.widths.items()},
             "dtype": self.plans.facts.dtype,
+            "free_sites": self._free_sites,  # those at which plans leave compiled code and graphs as they are
         }
 
     def midstream_gauges(self) -> dict[str, int]:
@@ -366,6 +376,7 @@ class Worker(PlatformWorker):
             "off_graph_steps": self.plans.off_graph_steps,
             "table_growths": self.plans.tables.growths,
             "traced_steps": self.midstream.traced_steps,
+            "forward_traced_steps": self.midstream.forward_traced_steps,
             "uncompiled_steps": self.midstream.uncompiled_steps,
             **(self._stages.link.gauges() if self._stages is not None else {}),
             **(self._tensor_ranks.gauges() if self._tensor_ranks is not None else {}),

@@ -266,6 +266,11 @@ class PlanHost:
                 at += count
         return blocks
 
+    def take_rows(self, name: str) -> list[Piece]:
+        """The rows of a request that the coming forward captures for its trace. To be called once they have their places."""
+        request = self._requests.get(name)
+        return request.take_pieces() if request is not None and request.payload.behind else []
+
     def end_step(self) -> None:
         """The forward is queued: send what is complete."""
         self.step_is_planned = self.hooks.on = False
@@ -276,6 +281,10 @@ class PlanHost:
     def _send_complete(self) -> None:
         for name, request in self._requests.items():
             if request.complete or not (request.pieces or request.has_all) or request.payload.record is not None:
+                continue
+            if request.payload.behind:
+                request.complete = request.has_all
+                self._capturing -= request.complete
                 continue
             request.complete = request.has_all
             self._capturing -= request.complete

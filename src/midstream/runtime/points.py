@@ -20,7 +20,7 @@ from torch import nn
 from midstream import hooks
 from midstream.arch import Architecture
 from midstream.runtime.tables import Tables
-from midstream.sites import LAYER_SITES, Binding, Key, Point, follow, replaced
+from midstream.sites import LAYER_SITES, Binding, Key, Point, Ref, follow, replaced
 from midstream.trace.body import is_in_body
 from midstream.trace.remote import ALONE, Peers
 
@@ -48,6 +48,27 @@ def tree_at(arch: Architecture, point: Point, hidden: torch.Tensor, residual: to
     if binding.residual is not None:
         leaves[int(binding.residual[0])] = residual
     return tuple(leaves)
+
+
+def tree_of(arch: Architecture, values: Mapping[Point, torch.Tensor]) -> Any:
+    """What a module takes or returns, as far as its sites need it. `values`: `[rows, width]` of sites that all lie there."""
+    leaves: dict[Ref, torch.Tensor] = {}
+    for point, value in values.items():
+        binding = arch.bindings[point]
+        leaves[binding.hidden] = value
+        if binding.residual is not None:
+            leaves[binding.residual] = torch.zeros_like(value)
+    binding = arch.bindings[next(iter(values))]
+    if binding.kind == "output" and () in leaves:
+        return leaves[()]
+    if binding.kind == "output":
+        return _sequence({int(ref[0]): value for ref, value in leaves.items()})
+    named = {str(ref[1]): value for ref, value in leaves.items() if ref[0] == 1}
+    return _sequence({int(ref[1]): value for ref, value in leaves.items() if ref[0] == 0}), named
+
+
+def _sequence(leaves: Mapping[int, torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+    return tuple(leaves.get(i) for i in range(1 + max(leaves, default=-1)))
 
 
 class PointHooks:

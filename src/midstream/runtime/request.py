@@ -26,7 +26,7 @@ from midstream.trace.program import ShippedCode
 
 # Below this, every request of a trace carries the trace's code, so that the order in which they arrive does not matter.
 SMALL = 1 << 20
-_RESERVED = {"trace", "num_layers", "capture", "record", "checked"}  # what an Envelope has beside the plan
+_RESERVED = {"trace", "num_layers", "capture", "record", "checked", "behind"}  # what an Envelope has beside the plan
 _SUFFIX = re.compile("-[0-9a-f]{8}$")
 BYTES = 64 << 20
 _ENTRY_BYTES = 512  # what an entry, or an intervention, costs beside its numbers
@@ -157,6 +157,7 @@ class PlanRequest(msgspec.Struct, frozen=True, omit_defaults=True, rename={"wire
             nothing is captured.
         record: `(id, name)` of the run that the workers keep its captured rows as.
         checked: the client knows the model and has checked the plan.
+        behind: its captured rows are for the request's trace, which runs when the step is over.
     """
 
     wire: bytes
@@ -164,6 +165,12 @@ class PlanRequest(msgspec.Struct, frozen=True, omit_defaults=True, rename={"wire
     capture: tuple[str, int] | None = None
     record: tuple[str, str] | None = None
     checked: bool = False
+    behind: bool = False
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether its captured rows stay in the worker."""
+        return self.record is not None or self.behind
 
     def to_extra_args(self) -> dict[str, Any]:
         return {NAME: Envelope(msgspec.to_builtins(self, builtin_types=(bytes,)))}
@@ -241,6 +248,7 @@ class TraceRequest:
         graph_sites: whether its code keeps to sites that are built into the compiled forward.
         programs: the pickled programs; None if another request of the trace carries them.
         stream: whether the worker sends after each step what has been saved so far.
+        behind: whether its bodies run when the step is over, on captured rows; a plan makes their writes.
     """
 
     trace: str
@@ -251,6 +259,7 @@ class TraceRequest:
     graph_sites: bool
     programs: bytes | None
     stream: bool = False
+    behind: bool = False
 
     def to_extra_args(self) -> dict[str, Any]:
         return {NAME: Envelope(trace=asdict(self))}

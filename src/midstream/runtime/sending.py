@@ -60,7 +60,7 @@ class CaptureSender:
 
     def check(self, request: PlanRequest, plan: Plan) -> None:
         """Raise PlanError if the plan names a consumer that its rows would go to here and that is not installed."""
-        if request.capture is not None or request.record is not None:
+        if request.capture is not None or request.keeps_rows:
             return
         named = {to.name for capture in plan.captures for to in capture.sinks if isinstance(to, Consumer)}
         for name in named - self._found:
@@ -72,7 +72,7 @@ class CaptureSender:
 
     def begin(self, name: str, request: PlanRequest, plan: Plan, prompt_token_ids: Sequence[int]) -> None:
         """A request with captures begins."""
-        if self._sends and request.capture is None and request.record is None:
+        if self._sends and request.capture is None and not request.keeps_rows:
             self.local = self.local or self._make_local()
             self._begun.add(name)
             self.local.begin(name, plan, prompt_token_ids)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from midstream.arch import Architecture
+from midstream.capture.rows import Piece
 from midstream.errors import (
     NOT_FINITE,
     MidstreamError,
@@ -22,7 +23,7 @@ from midstream.errors import (
 )
 from midstream.ranks.link import Fetch
 from midstream.ranks.stages import Stages
-from midstream.runtime.points import trace_keys, tree_at
+from midstream.runtime.points import points_of, trace_keys, tree_at, tree_of
 from midstream.runtime.request import TraceRequest
 from midstream.runtime.sending import Reports
 from midstream.runtime.step import FiniteCheck, Scheduled, StepView
@@ -30,7 +31,7 @@ from midstream.sites import Key, NotFinite, Point, point_name
 from midstream.trace.body import Body, Randomness, is_in_body
 from midstream.trace.envoy import Envoy, ModelEnvoy
 from midstream.trace.forward import LAST_POINTS
-from midstream.trace.interleaver import Interleaver
+from midstream.trace.interleaver import BehindStep, Interleaver
 from midstream.trace.program import Failure, Outcome, Program, outcome, unship
 from midstream.trace.rows import FlatRows
 from midstream.trace.tracer import BodyTracer
@@ -78,6 +79,7 @@ class TracedRequest:
         outcomes: those of the bodies that have ended.
         journals: those of its bodies, in their order.
         goes_on: fetches from the last pipeline stage whether the bodies have another step.
+        forward: what runs its bodies.
     """
 
     trace: TraceRequest
@@ -85,6 +87,7 @@ class TracedRequest:
     main: str
     prompt_length: int
     sampling: Any
+    forward: Interleaver
     seen: int = 0
     generated: int = 0
     outcomes: dict[str, Outcome] = field(default_factory=dict)
@@ -139,6 +142,7 @@ class TraceHost:
 
     Attributes:
         step_is_traced: whether a trace shares the step that is being prepared or run.
+        acts_in_forward: whether one of these traces runs in the forward, and not behind the step.
         step_is_uncompiled: whether that step has to run uncompiled, since its traces use more than the sites in the compiled forward.
     """
 
@@ -156,20 +160,26 @@ class TraceHost:
         self.envoy = envoy
         self.arch = arch
         self.interleaver = interleaver
+        self._behind = BehindStep(envoy._module, interleaver.order, stages, interleaver.peers, interleaver.aliases)
+        self._behind_envoy = envoy.on(self._behind)
+        self._captured: list[tuple[int, list[Piece]]] = []  # rows and pieces of each request that runs behind the step
         self._stages = stages
         self.reports = reports
         self._device = next(envoy._module.parameters()).device
         self.stops: list[str] = []
-        self.traced_steps = self.uncompiled_steps = 0
+        self.traced_steps = self.forward_traced_steps = self.uncompiled_steps = 0
         self._allow_traces = allow_traces
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._requests: dict[str, TracedRequest] = {}
         self._done: dict[str, TracedRequest] = {}  # their bodies have ended; a preemption repeats their edits
         self._groups: dict[str, TracedGroup] = {}
-        self.step_is_traced = self.step_is_uncompiled = False
+        self.step_is_traced = self.acts_in_forward = self.step_is_uncompiled = False
         self._graph_keys: dict[Point, Key] = {}
         self._in_step: list[tuple[Scheduled, TracedRequest]] = []
+        self._running: list[Interleaver] = []  # those with bodies in this step
+        self._behind_points: dict[Key, list[Point]] = {}  # what was captured in this step, in the order of the forward
+        self._order = {point: i for i, point in enumerate(points_of(arch))}
         self._expects_logits = False
         self._sent = 0
         self.finite_check: FiniteCheck | None = None  # of the step that is being sampled
@@ -208,10 +218,12 @@ class TraceHost:
         for name, tokens in (computed or {}).items():
             if name in self._done and tokens < self._done[name].seen:
                 traced.append(self._done[name])
-        in_graphs = bool(self._graph_keys) and all(request.trace.graph_sites for request in traced)
-        self.step_is_traced = bool(traced)
-        self.step_is_uncompiled = self.step_is_traced and not in_graphs
+        in_forward = [request for request in traced if not request.trace.behind]
+        in_graphs = bool(self._graph_keys) and all(request.trace.graph_sites for request in in_forward)
+        self.step_is_traced, self.acts_in_forward = bool(traced), bool(in_forward)
+        self.step_is_uncompiled = self.acts_in_forward and not in_graphs
         self.traced_steps += self.step_is_traced
+        self.forward_traced_steps += self.acts_in_forward
         self.uncompiled_steps += self.step_is_uncompiled
 
     @property
@@ -232,7 +244,8 @@ class TraceHost:
     # Requests.
 
     def _begin(self, name: str, trace: TraceRequest, sampling: Any, length: int) -> None:
-        request = TracedRequest(trace, {}, f"{name}/{trace.index}", length, sampling)
+        forward, envoy = (self._behind, self._behind_envoy) if trace.behind else (self.interleaver, self.envoy)
+        request = TracedRequest(trace, {}, f"{name}/{trace.index}", length, sampling, forward)
         try:
             programs = self._programs(name, trace)
         except MidstreamError as error:
@@ -242,12 +255,15 @@ class TraceHost:
         self._requests[name] = request
         for body_name, program in zip(request.bodies, programs, strict=True):
             request.programs[body_name] = program
-            body = Body(body_name, partial(program.run, self.envoy, group.shared), in_engine=True)
+            body = Body(body_name, partial(program.run, envoy, group.shared), in_engine=True)
             body.linked = group if trace.together else None
             body.random = Randomness(body_name, self._device)
             assert body.journal is not None
-            request.journals.append(body.journal)
-            self.interleaver.add(body)
+            if trace.behind:
+                body.journal = None  # a plan makes its writes, also where positions are computed again
+            else:
+                request.journals.append(body.journal)
+            forward.add(body)
 
     def _programs(self, name: str, trace: TraceRequest) -> list[Program]:
         if not self._allow_traces:
@@ -260,7 +276,9 @@ class TraceHost:
                 raise TraceError(
                     "The trace's code came with a request that the engine has not begun; send its requests in order."
                 )
-            group = self._groups[trace.trace] = self._load(trace.programs)
+            group = self._groups[trace.trace] = self._load(
+                trace.programs, self._behind_envoy if trace.behind else self.envoy
+            )
         group.running.add(name)
         try:
             return group.programs_of(trace)
@@ -268,9 +286,9 @@ class TraceHost:
             self._leave(name, trace)
             raise
 
-    def _load(self, programs: bytes) -> TracedGroup:
+    def _load(self, programs: bytes, envoy: ModelEnvoy) -> TracedGroup:
         try:
-            return TracedGroup(unship(programs, self._resolve, self._device))
+            return TracedGroup(unship(programs, partial(self._resolve, envoy), self._device))
         except MidstreamError as error:
             return TracedGroup(error)
         except ModuleNotFoundError as error:
@@ -288,18 +306,18 @@ class TraceHost:
         if not group.running and group.ended == trace.size:
             del self._groups[trace.trace]
 
-    def _resolve(self, reference: tuple[Any, ...]) -> Any:
+    def _resolve(self, envoy: ModelEnvoy, reference: tuple[Any, ...]) -> Any:
         """The object of this process for a reference in a shipped trace."""
         kind, *rest = reference
         if kind == "model":
-            return self.envoy
+            return envoy
         if kind == "tracer":
             return BodyTracer()
         (path,) = rest
         modules = self.interleaver.modules
         if path not in (modules if self._stages is None else self._stages.modules):
             raise TraceError(f"The model has no module {path!r}.")
-        return Envoy(modules.get(path), path, self.interleaver)
+        return Envoy(modules.get(path), path, envoy._forward)
 
     # Pipeline stages.
 
@@ -315,7 +333,8 @@ class TraceHost:
             return
         stages = self._stages
         assert stages is not None
-        self.interleaver.end_step()
+        self._run_behind()
+        self._end_interleavers()
         for scheduled, request in self._in_step:
             request.generated += 1
             self._gather_done(request)
@@ -327,7 +346,7 @@ class TraceHost:
             request.goes_on = stages.link.fetch(stages.size - 1, request.steps, request.generated)
         self._in_step = []
         self.step_is_traced = False
-        stages.end_step(self.interleaver.bodies)
+        stages.end_step(self._bodies)
 
     def _end_what_is_over(self, scheduled: Collection[str]) -> None:
         """End the requests that the last stage has ended: async scheduling may run a step too many."""
@@ -374,7 +393,7 @@ class TraceHost:
             if request.trace.trace in traces:
                 del self._requests[name]
                 for body_name in request.programs:
-                    self.interleaver.discard(body_name)
+                    request.forward.discard(body_name)
                 if (stages := self._stages) is not None:
                     stages.link.drop([*request.programs, request.steps])
                 self.reports.end(name)
@@ -383,7 +402,7 @@ class TraceHost:
             self._groups.pop(trace, None)
 
     def _gather(self, request: TracedRequest, body_name: str) -> None:
-        body = self.interleaver.finish(body_name, self._failed_elsewhere(body_name))
+        body = request.forward.finish(body_name, self._failed_elsewhere(body_name))
         assert body is not None
         if (stages := self._stages) is not None:
             stages.end(body_name, body.error)
@@ -396,18 +415,22 @@ class TraceHost:
         if (done := request.outcomes.get(request.main)) is not None:
             values, steps = done.values, done.steps
         else:
-            body = self.interleaver.bodies[request.main]
+            body = request.forward.bodies[request.main]
             values, steps = request.programs[request.main].snapshot(body), body.now + 1
         self.reports.send(name, request.trace, [Outcome(values, name=request.main, steps=steps)], final=False)
 
     # Steps, called by the runner's adapter.
 
-    def begin_step(self, view: StepView) -> None:
-        """The batch is laid out; the forward comes next."""
+    def begin_step(self, view: StepView, take_rows: Callable[[str], list[Piece]] = lambda name: []) -> None:
+        """The batch is laid out; the forward comes next.
+
+        `take_rows` gives the rows of a request that the forward will capture for its trace.
+        """
         rows: dict[str, FlatRows] = {}
+        behind: list[tuple[list[str], int, int, FlatRows]] = []  # bodies, rows, first position, where the last row is
         replays: list[tuple[Journal, FlatRows]] = []
         last: dict[str, FlatRows] = {}
-        self._in_step = []
+        self._in_step, self._captured = [], []
         self._expects_logits = True
         self.interleaver.reachable = (
             None if self.step_is_uncompiled else frozenset((*self._graph_keys.values(), *LAST_POINTS))
@@ -422,14 +445,62 @@ class TraceHost:
             if scheduled.computed < request.seen:
                 again = FlatRows(scheduled.start, min(fresh, scheduled.stop), view.total, scheduled.computed)
                 replays += [(journal, again) for journal in request.journals]
+            pieces = take_rows(name) if request.trace.behind else []
             if end <= request.seen or name in self._done:
                 continue
-            for body_name in request.open_bodies:
+            if request.trace.behind:
+                first = max(request.seen, scheduled.computed)
+                at = FlatRows(scheduled.place, scheduled.place + 1, len(view.requests))
+                behind.append((request.open_bodies, scheduled.stop - fresh, first, at))
+                self._captured.append((scheduled.stop - fresh, pieces))
+            for body_name in request.open_bodies if not request.trace.behind else ():
                 rows[body_name] = FlatRows(fresh, scheduled.stop, view.total, max(request.seen, scheduled.computed))
                 last[body_name] = FlatRows(scheduled.place, scheduled.place + 1, len(view.requests))
             request.seen = end
             self._in_step.append((scheduled, request))
-        self.interleaver.begin_step(rows, replays, last)
+        self._running = []
+        if rows or replays:
+            self._running.append(self.interleaver)
+            self.interleaver.begin_step(rows, replays, last)
+        if behind:
+            self._begin_behind(behind)
+
+    def _begin_behind(self, requests: Sequence[tuple[list[str], int, int, FlatRows]]) -> None:
+        total, start = sum(count for _, count, _, _ in requests), 0
+        rows: dict[str, FlatRows] = {}
+        last: dict[str, FlatRows] = {}
+        for bodies, count, first, at in requests:
+            for body_name in bodies:
+                rows[body_name], last[body_name] = FlatRows(start, start + count, total, first), at
+            start += count
+        layouts = {id(piece.layout): piece.layout for _, pieces in self._captured for piece in pieces}
+        captured = {(site, layer) for layout in layouts.values() for site, layer, _ in layout.by_key}
+        self._behind_points = {}
+        for point in sorted(captured, key=lambda point: self._order[point]):
+            binding = self.arch.bindings[point]
+            self._behind_points.setdefault((binding.path, binding.kind), []).append(point)
+        self._behind.captured = self._behind_points
+        self._running.append(self._behind)
+        self._behind.begin_step(rows, (), last)
+
+    def _run_behind(self) -> None:
+        """The forward is over: run the bodies that run behind it, on what it has captured."""
+        captured, self._captured = self._captured, []
+        if self._behind not in self._running:
+            return
+        for key, points in self._behind_points.items():
+            if self._behind.expects(key):
+                values = {point: _rows_at(captured, (*point, "before")) for point in points}
+                self._behind.fire(key, tree_of(self.arch, values), direct=True)
+
+    def _end_interleavers(self) -> None:
+        for interleaver in self._running:
+            interleaver.end_step()
+        self._running = []
+
+    @property
+    def _bodies(self) -> dict[str, Body]:
+        return {**self.interleaver.bodies, **self._behind.bodies}
 
     def expects(self, point: Point) -> bool:
         """Whether a body waits for `point`, so that compiled code has to call `see_site` there."""
@@ -446,12 +517,17 @@ class TraceHost:
         if not self._expects_logits or is_in_body():
             return logits
         self._expects_logits = False
-        return self.interleaver.fire(("", "logits"), logits)
+        self._run_behind()
+        for interleaver in self._running:
+            logits = interleaver.fire(("", "logits"), logits)
+        return logits
 
     def see_samples(self, samples: torch.Tensor) -> torch.Tensor:
         """`[requests]`, the sampled token ids. Ends the step."""
-        before, samples = samples, self.interleaver.fire(("", "samples"), samples)
-        self.interleaver.end_step()
+        before = samples
+        for interleaver in self._running:
+            samples = interleaver.fire(("", "samples"), samples)
+        self._end_interleavers()
         if samples is not before:
             samples = self._with_tokens(samples, before)
         tokens = samples.tolist() if any(request.may_stop for _, request in self._in_step) else None
@@ -461,7 +537,7 @@ class TraceHost:
         self._in_step = []
         self.step_is_traced = False
         if self._stages is not None:
-            self._stages.end_step(self.interleaver.bodies)
+            self._stages.end_step(self._bodies)
         return samples
 
     def _fail_not_finite(self) -> None:
@@ -473,7 +549,7 @@ class TraceHost:
         for name, at in self.finite_check.not_finite().items():
             if (request := self._requests.get(name)) is not None:
                 for body_name in request.open_bodies:
-                    body = self.interleaver.bodies[body_name]
+                    body = request.forward.bodies[body_name]
                     body.fail(NotFiniteError(f"{NOT_FINITE}{self._first_written(body) or at}. Write smaller values."))
 
     def _first_written(self, body: Body) -> str | None:
@@ -500,7 +576,7 @@ class TraceHost:
         for place in bad.nonzero().flatten().tolist():
             text = f"model.samples was set to {int(samples[place])}; token ids are 0 to {self._vocab_size - 1}."
             for name in [n for s, request in self._in_step if s.place == place for n in request.open_bodies]:
-                self.interleaver.bodies[name].fail(ShapeError(text))
+                self._bodies[name].fail(ShapeError(text))
         return torch.where(bad, before, samples)
 
     def _after_step(self, name: str, request: TracedRequest, token: int | None) -> None:
@@ -521,8 +597,8 @@ class TraceHost:
 
     def _gather_done(self, request: TracedRequest) -> None:
         for body_name in request.open_bodies:
-            body = self.interleaver.bodies[body_name]
-            over = body.done and not self.interleaver.is_watched_by(body)
+            body = request.forward.bodies[body_name]
+            over = body.done and not request.forward.is_watched_by(body)
             if over or self._failed_elsewhere(body_name) is not None:
                 self._gather(request, body_name)
 
@@ -533,7 +609,22 @@ class TraceHost:
         return {
             "requests": len(self._requests) + len(self._done),
             "groups": len(self._groups),
-            "bodies": len(self.interleaver.bodies),
+            "bodies": len(self._bodies),
             "hooks": self.interleaver.hook_count,
             "queued_bytes": self.reports.queued_bytes,
         }
+
+
+def _rows_at(captured: Sequence[tuple[int, Sequence[Piece]]], key: tuple[str, int, str]) -> torch.Tensor:
+    """`[rows, width]`, what was captured at a site of all these requests; zeros for a request without it."""
+    parts: list[torch.Tensor | int] = []
+    for count, pieces in captured:
+        parts += (
+            [piece.chunk.plane(key) for piece in pieces]
+            if any(key in piece.layout.by_key for piece in pieces)
+            else [count]
+        )
+    like = next(part for part in parts if isinstance(part, torch.Tensor))
+    if len(parts) == 1:
+        return like
+    return torch.cat([like.new_zeros(part, like.shape[1]) if isinstance(part, int) else part for part in parts])

@@ -266,7 +266,8 @@ class Envoy(CallPoints):
         return iter(self[:])
 
     def __repr__(self) -> str:
-        return repr(self._module) if self._module is not None else f"{self._class_name}()"
+        shown = repr(self._module) if self._module is not None else self._class_name
+        return f"{self._path}: {shown}" if self._path else shown
 
     @property
     def _class_name(self) -> str:
@@ -372,6 +373,10 @@ class ModelEnvoy(Envoy, Sizes):
         self._unembed = unembed
         self._tokenizer = tokenizer
         self._generator: Generator | None = None  # LanguageModel has one
+
+    def on(self, forward: Forward) -> ModelEnvoy:
+        """The same model, for bodies that `forward` runs."""
+        return ModelEnvoy(self._module, self._arch, forward, self._unembed, self._tokenizer)
 
     token_embeddings = _site_property("embed")
     embed = _site_property("embed")

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from midstream.arch.aliases import Aliases
-from midstream.errors import BarrierError, DivergedError, MidstreamError, NeverReachedError
+from midstream.errors import BarrierError, DivergedError, MidstreamError, NeverReachedError, TraceError
 from midstream.sites import Key, point_name
 from midstream.trace.body import BARRIER, FETCH, Body, is_in_body
 from midstream.trace.forward import LAST_POINTS, STEP_START, Forward, Order
@@ -373,3 +373,23 @@ def _dense_span(rows: list[Rows]) -> Span | None:
         return None
     first, last = min(part.start for part in flat), max(part.stop for part in flat)
     return (first, last) if last - first <= 2 * sum(part.count for part in flat) else None
+
+
+class BehindStep(Interleaver):
+    """Bodies that run when the forward is over, in the same order and by the same rules: `fire` is called with captured values.
+
+    Attributes:
+        captured: the points that have values in this step.
+    """
+
+    captured: Collection[Key] = ()
+
+    def prepare(self, key: Key) -> None:
+        if key not in LAST_POINTS and key not in self.captured:
+            raise TraceError(
+                f"{point_name(key)} was not captured for this trace, which was taken for one that does not read it. This is a fault in "
+                "midstream; please report the trace."
+            )
+
+    def _watch_containers(self) -> None:
+        pass

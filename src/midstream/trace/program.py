@@ -53,7 +53,13 @@ class Found:
 
 
 class Program:
-    """One invoke's code."""
+    """One invoke's code.
+
+    Attributes:
+        is_standing: whether it runs in every step of a request.
+    """
+
+    is_standing = False
 
     def run(self, model: Any, shared: dict[str, Any]) -> Found:
         """Run in the current body."""
@@ -329,6 +335,14 @@ def put_results(outcomes: Iterable[Outcome], output: Any) -> MidstreamError | No
     return failed[0] if failed else None
 
 
+def unrun(program: Program) -> Outcome:
+    """The outcome of a program that only writes to the model, if a plan did it."""
+    if isinstance(program, BlockProgram):
+        captured = program.block.captured
+        return Outcome(unsaved=sorted(name for name in program.block.assigned if name not in captured))
+    return Outcome({RETURNED: None})
+
+
 # Whether a program needs uncompiled steps.
 
 _MODEL_USES = frozenset(
@@ -354,24 +368,25 @@ def keeps_to_graph_sites(program: Program) -> bool:
         uses = dict(zip(inspect.signature(fn).parameters, (_MODEL_USES, _TRACER_USES), strict=False))
     else:
         return False
-    uses |= {name: _MODEL_USES for name, value in values.items() if _is_model(value)}
+    uses |= {name: _MODEL_USES for name, value in values.items() if is_model(value)}
     others = [value for name, value in values.items() if name not in uses]
-    return all(map(_harmless, [*others, *defaults])) and _uses_only(code, uses)
+    return all(map(harmless, [*others, *defaults])) and _uses_only(code, uses)
 
 
-def _is_model(value: Any) -> bool:
+def is_model(value: Any) -> bool:
+    """Whether it is the caller's model, which stands for the running one in a trace."""
     refers = getattr(type(value), "__midstream_reference__", None)
     return refers is not None and refers(value) == ("model",)
 
 
-def _harmless(value: Any) -> bool:
+def harmless(value: Any) -> bool:
     """Whether `value` cannot reach the model."""
     if isinstance(value, _PLAIN):
         return True
     if isinstance(value, (list, tuple, set, frozenset)):
-        return all(map(_harmless, value))
+        return all(map(harmless, value))
     if isinstance(value, Mapping) and type(value) is dict:
-        return all(map(_harmless, value.keys())) and all(map(_harmless, value.values()))
+        return all(map(harmless, value.keys())) and all(map(harmless, value.values()))
     if isinstance(value, ModuleType):
         return value.__name__.partition(".")[0] in _KNOWN_CODE
     if isinstance(value, (FunctionType, BuiltinFunctionType, type)):

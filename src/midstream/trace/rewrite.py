@@ -11,11 +11,11 @@ import ast
 import copy
 import dis
 import functools
-import inspect
-import textwrap
+import linecache
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import CodeType
+from typing import Any
 
 from midstream.errors import SourceUnavailableError, TraceError
 
@@ -31,12 +31,17 @@ class Compiled:
         target: the name after `as`, or the names of a tuple there.
         reads: names that the body reads and never binds.
         read_first: names that the body binds, but may read before that.
+        statements: the body as it was written; it is not sent.
     """
 
     code: CodeType
     target: str | tuple[str, ...] | None
     reads: frozenset[str]
     read_first: frozenset[str]
+    statements: tuple[ast.stmt, ...] = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Compiled, (self.code, self.target, self.reads, self.read_first)
 
 
 def compile_body(filename: str, node: ast.With, index: int, class_name: str | None, frame_code: CodeType) -> Compiled:
@@ -51,6 +56,7 @@ def compile_body(filename: str, node: ast.With, index: int, class_name: str | No
     for statement in body:
         _refuse_escapes(statement, filename)
     rewriter = _Rewriter()
+    statements = tuple(body)
     body = [rewriter.visit(statement) for statement in copy.deepcopy(body)]
     names = _Names(body)
     tree = _function_tree(node, body, class_name, sorted(names.bound))
@@ -67,31 +73,37 @@ def compile_body(filename: str, node: ast.With, index: int, class_name: str | No
     code = code.replace(co_name=frame_code.co_name, co_qualname=frame_code.co_qualname)
     outer = INJECTED | ({target} if isinstance(target, str) else {*(target or ())})
     read_first = frozenset(code.co_freevars) - (names.bound - names.early)
-    return Compiled(code, target, frozenset(_globals(code)) - outer, read_first - outer)
+    return Compiled(code, target, frozenset(_globals(code)) - outer, read_first - outer, statements)
 
 
 @functools.lru_cache(maxsize=1024)
 def compile_function(code: CodeType) -> CodeType | None:
     """The code of a function, with `x.save()` in it as `__save__(x)`, which is one more free variable; None if its source is not found."""
     try:
-        text = textwrap.dedent(inspect.getsource(code))
-        tree = ast.parse(text)
-    except (OSError, TypeError, SyntaxError):
+        tree = ast.parse("".join(linecache.getlines(code.co_filename)))
+    except SyntaxError:
         return None
-    function = tree.body[0]
-    if not isinstance(function, ast.FunctionDef) or "__class__" in code.co_freevars:
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == code.co_name]
+    found = [
+        node for node in found if code.co_firstlineno in (node.lineno, *(d.lineno for d in node.decorator_list[:1]))
+    ]
+    if len(found) != 1 or "__class__" in code.co_freevars:
         return None
+    function = found[0]
     function.decorator_list = []
     function = _SavesOnly().visit(function)
     outer = ast.parse("def __names__():\n pass").body[0]
     assert isinstance(outer, ast.FunctionDef)
     free = [*code.co_freevars, "__save__"]
     outer.body = [ast.Assign([ast.Name(name, ast.Store()) for name in free], ast.Constant(None)), function]
+    for part in (outer, *outer.body[:1], *ast.walk(outer.body[0])):
+        ast.copy_location(part, function)
     tree.body = [outer]
-    ast.increment_lineno(function, code.co_firstlineno - function.lineno)
-    made = compile(ast.fix_missing_locations(tree), code.co_filename, "exec", dont_inherit=True)
-    found = [each for each in _codes(made) if each.co_name == code.co_name and "__save__" in each.co_freevars]
-    return found[0].replace(co_qualname=code.co_qualname) if found else None
+    module = compile(ast.fix_missing_locations(tree), code.co_filename, "exec", dont_inherit=True)
+    made = next((each for each in _codes(module) if each.co_name == code.co_name), None)
+    if made is None or "__save__" not in made.co_freevars or not _marks(made) <= _marks(code):
+        return None  # the file was edited after it was loaded
+    return made.replace(co_qualname=code.co_qualname)
 
 
 def _target(node: ast.expr | None, filename: str) -> str | tuple[str, ...] | None:
