@@ -25,7 +25,6 @@ from midstream.client.requests import (
 from midstream.errors import TraceError
 from midstream.plan.values import Plan
 from midstream.trace.block import Block, capture, in_place_of, link, push, skip, skipped
-from midstream.trace.body import NOT_INSIDE
 from midstream.trace.program import BlockProgram, Program
 from midstream.trace.saves import CONTAINERS, attributes_of, refuse
 from midstream.trace.tracer import SAVE_ABOVE, Barrier, BodyTracer, backward, steps_of
@@ -47,6 +46,10 @@ _NOT_YET = (
     "{name} is set in an invoke, and invokes run after the trace's block. Use {name} in an invoke, or save it there and use it "
     "after the trace."
 )
+
+
+class _MisplacedError(TraceError):
+    """Something of an invoke's block stands above the invokes."""
 
 
 class Backend(Protocol):
@@ -184,7 +187,7 @@ class Tracer(BlockContext):
 
     def __getattr__(self, name: str) -> Any:
         if name in ("iter", "all", "next", "stop", "cache"):
-            raise TraceError(
+            raise _MisplacedError(
                 f"tracer.{name} belongs into the code of a request: into an invoke's block, or a trace's that has a prompt."
             )
         raise AttributeError(f"a trace has no {name}", name=name, obj=self)
@@ -325,9 +328,9 @@ class Tracer(BlockContext):
                 error.add_note(_NOT_YET.format(name=error.name))
             raise
         except TraceError as error:
-            if not self.invokes and str(error) == NOT_INSIDE:
-                raise TraceError(_NO_PROMPT) from error
-            raise
+            if self.invokes or isinstance(error, _MisplacedError):
+                raise
+            raise TraceError(_NO_PROMPT) from error
         finally:
             self._collecting = False
             SAVE_ABOVE.reset(token)

@@ -34,7 +34,6 @@ from midstream.trace.tree import leaves, memory_of
 from midstream.trace.visit import Journal, Visit
 
 CURRENT: ContextVar[Body] = ContextVar("midstream_body")
-NOT_INSIDE = "This works only inside a trace: `with model.trace(prompt) as tracer:` or `model.run(fn, prompt)`."
 BARRIER: Key = ("", "barrier")
 FETCH: Key = ("", "fetch")
 
@@ -43,7 +42,9 @@ def current_body() -> Body:
     """The running trace. Raises TraceError outside of traces."""
     body = CURRENT.get(None)
     if body is None:
-        raise TraceError(NOT_INSIDE)
+        raise TraceError(
+            "This works only inside a trace: `with model.trace(prompt) as tracer:` or `model.run(fn, prompt)`."
+        )
     return body
 
 
