@@ -14,6 +14,7 @@ from midstream.arch.aliases import Rename
 from midstream.capture.rows import Routes
 from midstream.capture.sinks import Sinks
 from midstream.client.described import DescribedModel
+from midstream.client.lowering import Lowered, lower_all
 from midstream.client.model import loading_arguments
 from midstream.client.requests import Invoke, InvokeResult, PreparedPlan, token_ids, without_destinations
 from midstream.client.vllm_async import EngineStream
@@ -24,7 +25,6 @@ from midstream.errors import MidstreamError, ParameterError, PlanError, TraceErr
 from midstream.plan.values import Plan
 from midstream.runtime.request import Envelope, PlanRequest, TraceRequest, packed, requests_of
 from midstream.settings import NAME, RECORD_BYTES, Settings
-from midstream.trace.lowering import Lowered, lower_all
 from midstream.trace.program import ShippedCode, unrun
 
 _GROUP = 32  # invokes that become requests at a time

@@ -1,10 +1,7 @@
-"""What a trace's code does with the model, read off its syntax tree before it runs.
+"""Follows a trace's code, statement by statement, to find what it does with the model.
 
-A trace that writes nothing but what a plan can make need not stop the forward: the plan makes the edits, and the body runs when the step is
-over, on captured rows. `lower` finds the edits and the sites that are read. In doubt it says no, and the body runs in the forward.
-
-The code is followed statement by statement. Values known before the step are computed, so that a loop over layers is followed layer by
-layer. Of every other value it is only known whether it may share memory with an activation: such a value must not be changed in place.
+Values known before the step are computed, so that a loop over layers is followed layer by layer. Whatever is not recognised ends it with
+`Stays`: the trace then runs in the forward.
 """
 
 from __future__ import annotations
@@ -14,148 +11,65 @@ import builtins
 import contextlib
 import functools
 import inspect
-import operator
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, ModuleType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
-from midstream.errors import PlanError
-from midstream.plan.values import Capture, Edit, ModelFacts, Patch, Plan, Steer
+from midstream.client.findings import Record
+from midstream.client.known import (
+    COMPUTABLE,
+    COMPUTED,
+    COMPUTED_METHODS,
+    FRAMES,
+    IN_PLACE,
+    KNOWN_CODE,
+    MODEL,
+    NEW,
+    NEW_METHODS,
+    OPERATORS,
+    PLAIN_ATTRIBUTES,
+    SHARED,
+    TRACER,
+    Accessor,
+    Known,
+    Method,
+    Site,
+    Stays,
+    abstract,
+    changes_nothing,
+    is_asked_in_place,
+    is_fixed,
+    is_followed,
+    is_plain_module,
+    is_the_model,
+    joined,
+    may_hold,
+    may_share,
+    same,
+)
+from midstream.plan.values import Edit, Patch, Steer
 from midstream.sites import LAYER_SITES, Point, site_of
-from midstream.trace.program import BlockProgram, FunctionProgram, Program, harmless, is_model
 from midstream.trace.saves import variables_of
-from midstream.trace.tracer import BodyTracer, save
+from midstream.trace.tracer import save
 
 _UNROLLED = 4096  # rounds of loops over known values
 _DEPTH = 8  # of calls of the user's functions
 _PASSES = 3  # over a loop's body until what is known of its names stays the same
 
 
-@dataclass(frozen=True)
-class Note:
-    """What becomes of one line: `"edit"`, `"read"` or `"forward"`, and why."""
-
-    line: int
-    kind: str
-    text: str
-
-
-@dataclass
-class Lowered:
-    """What a program does.
-
-    Attributes:
-        edits: its writes, as a plan makes them.
-        reads: the points that it reads or writes, and whether in the prompt's step alone.
-        notes: line by line.
-        reason: why it has to run in the forward; None if it need not.
-        needs_body: whether it does more than the edits.
-    """
-
-    edits: tuple[Edit, ...] = ()
-    reads: dict[Point, bool] = field(default_factory=dict)
-    notes: list[Note] = field(default_factory=list)
-    reason: str | None = None
-    needs_body: bool = True
-
-    @property
-    def written(self) -> set[Point]:
-        return {(edit.site, layer) for edit in self.edits for layer in edit.at_layers}
-
-    @property
-    def plan(self) -> Plan:
-        """The edits, and captures of the rows that the body needs: its own writes go to its copies of them."""
-        if not self.needs_body:
-            return Plan(self.edits)
-        groups: dict[tuple[str, bool], list[int]] = {}
-        for (site, layer), in_prompt in sorted(self.reads.items()):
-            groups.setdefault((site, in_prompt), []).append(layer)
-        captures = [
-            Capture(site, layers=layers, positions="all_prompt" if in_prompt else "all")
-            for (site, in_prompt), layers in groups.items()
-        ]
-        return Plan((*self.edits, *captures))
-
-
-def lower(program: Program, facts: ModelFacts, prompt_length: int, sites: Iterable[str] = LAYER_SITES) -> Lowered:
-    """Read a program.
-
-    Args:
-        facts: of the model.
-        prompt_length: in tokens.
-        sites: those at which a plan costs nothing.
-    """
-    record = _Record(facts, prompt_length, frozenset(sites))
-    try:
-        statements, names = _code_of(getattr(program, "program", program))
-        reader = _Reader(record, names)
-        if program.is_standing and not any(map(reader.goes_through_steps, statements)):
-            record.step = "all"
-        reader.run(statements)
-        edits = tuple(edit for _, _, edit in record.edits)
-        return Lowered(edits, record.points(), record.notes, needs_body=record.needs_body)
-    except _Stays as stays:
-        record.notes.append(Note(stays.line, "forward", stays.reason))
-        return Lowered(notes=record.notes, reason=f"line {stays.line}: {stays.reason}")
-
-
-def lower_all(programs: Sequence[Program], facts: ModelFacts, prompt_length: int, sites: Iterable[str]) -> Lowered:
-    """What the programs of one request do together. Arguments are as of `lower`."""
-    each = [lower(program, facts, prompt_length, sites) for program in programs]
-    notes = [note for one in each for note in one.notes]
-    if reason := next((one.reason for one in each if one.reason is not None), None):
-        return Lowered(notes=notes, reason=reason)
-    written = [point for one in each for point in one.written]
-    if len(set(written)) < len(written):
-        return Lowered(notes=notes, reason="two of its bodies write to one site")
-    reads: dict[Point, bool] = {}
-    for one in each:
-        for point, in_prompt in one.reads.items():
-            reads[point] = reads.get(point, True) and in_prompt
-    return Lowered(tuple(e for one in each for e in one.edits), reads, notes, None, any(one.needs_body for one in each))
-
-
-class _Stays(Exception):
-    """The program has to run in the forward."""
-
-    def __init__(self, node: ast.AST | None, reason: str) -> None:
-        super().__init__(reason)
-        self.line, self.reason = getattr(node, "lineno", 0), reason
-
-
-def _code_of(program: Program) -> tuple[Sequence[ast.stmt], dict[str, Any]]:
-    """The statements, and what is known of their names. Raises _Stays without source."""
-    if isinstance(program, BlockProgram):
-        names: dict[str, Any] = {name: _abstract(value) for name, value in program.block.captured.items()}
-        names |= {
-            name: TRACER if isinstance(value, BodyTracer) else _abstract(value)
-            for name, value in program.injected.items()
-        }
-        if not program.block.compiled.statements:
-            raise _Stays(None, "the block has no source here")
-        return program.block.compiled.statements, names | dict.fromkeys(program.block.borrows, SHARED)
-    if isinstance(program, FunctionProgram) and isinstance(program.fn, FunctionType):
-        function, names = _source_of(program.fn, None)
-        given = [MODEL, TRACER][: len(function.args.args)]
-        names |= dict(zip((argument.arg for argument in function.args.args), given, strict=False))
-        return function.body, names
-    raise _Stays(None, "the function has no source that can be read")
-
-
-def _source_of(fn: FunctionType, node: ast.AST | None) -> tuple[ast.FunctionDef, dict[str, Any]]:
+def source_of(fn: FunctionType, node: ast.AST | None) -> tuple[ast.FunctionDef, dict[str, Any]]:
     found = _parsed(fn)
     if found is None:
-        raise _Stays(node, f"{fn.__name__} has no source that can be read, or takes its arguments in another way")
+        raise Stays(node, f"{fn.__name__} has no source that can be read, or takes its arguments in another way")
     used = {each.id for each in ast.walk(found) if isinstance(each, ast.Name)}
     around = {name: fn.__globals__[name] for name in used if name in fn.__globals__}
     own = [name for name, _ in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=False)]
     closed = {name: value for name, value in variables_of(fn) if name in own}
-    return found, {name: _abstract(value) for name, value in {**around, **closed}.items()}
+    return found, {name: abstract(value) for name, value in {**around, **closed}.items()}
 
 
 @functools.lru_cache(256)
@@ -175,264 +89,11 @@ def _parsed(fn: FunctionType) -> ast.FunctionDef | None:
     return function
 
 
-# What is known of a value.
-
-
-class _Marker:
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __repr__(self) -> str:
-        return self._name
-
-
-MODEL, TRACER = _Marker("model"), _Marker("tracer")
-NEW = _Marker("new")  # made by the trace; shares no memory with an activation
-SHARED = _Marker("shared")  # may share memory with an activation
-
-
-@dataclass(frozen=True)
-class _Known:
-    """A value known before the step."""
-
-    value: Any
-
-
-@dataclass(frozen=True)
-class _Accessor:
-    """`model.layers_output`."""
-
-    site: str
-
-
-@dataclass(frozen=True)
-class _Site:
-    """`model.layers_output[3]`."""
-
-    point: Point
-
-
-@dataclass(frozen=True)
-class _Method:
-    """`owner.name`."""
-
-    owner: Any
-    name: str
-
-
-def _abstract(value: Any) -> Any:
-    if is_model(value):
-        return MODEL
-    return _Known(value)
-
-
-def _may_share(value: Any) -> bool:
-    return value is SHARED or isinstance(value, (_Site, _Accessor))
-
-
-def _may_hold(value: Any) -> bool:
-    """Whether it may share memory with an activation or with a value of the caller's that can be changed."""
-    return _may_share(value) or (isinstance(value, _Known) and not _is_fixed(value.value))
-
-
-def _joined(values: Iterable[Any]) -> Any:
-    """What is known of a value that is one of these."""
-    values = list(values)
-    if values and all(_same(value, values[0]) for value in values[1:]):
-        return values[0]
-    if any(
-        value in (MODEL, TRACER) or isinstance(value, _Method)
-        for value in values
-        if isinstance(value, (_Marker, _Method))
-    ):
-        return MODEL
-    return SHARED if any(map(_may_hold, values)) else NEW
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, _Known) and isinstance(b, _Known):
-        return a.value is b.value or (type(a.value) is type(b.value) and _is_fixed(a.value) and a.value == b.value)
-    return a is b or (type(a) is type(b) and not isinstance(a, (_Marker, _Known)) and a == b)
-
-
-def _is_fixed(value: Any) -> bool:
-    """Whether nothing can change the value."""
-    if isinstance(value, (tuple, frozenset)):
-        return all(map(_is_fixed, value))
-    plain = (type(None), bool, int, float, complex, str, bytes, range, slice, torch.dtype, torch.device, ModuleType)
-    return isinstance(value, (*plain, FunctionType, BuiltinFunctionType, MethodDescriptorType, type, type(Ellipsis)))
-
-
-# Functions and methods that are known to change nothing.
-
-_KNOWN_CODE = frozenset("torch numpy math operator itertools functools collections builtins statistics".split())
-_COMPUTED = frozenset(
-    {range, len, min, max, sum, abs, int, float, list, tuple, zip, enumerate, sorted, reversed, bool, round, slice}
-    | {
-        torch.tensor,
-        torch.as_tensor,
-        torch.zeros,
-        torch.ones,
-        torch.full,
-        torch.arange,
-        torch.stack,
-        torch.cat,
-        torch.zeros_like,
-    }
-    | {torch.ones_like, torch.nn.functional.normalize, torch.norm}
-)
-_COMPUTED_METHODS = frozenset(
-    "to float half bfloat16 double clone norm mean sum detach cpu view reshape unsqueeze squeeze flatten item tolist numel "
-    "index keys values items get copy".split()
-)
-_NEW_METHODS = frozenset(
-    "clone norm mean sum std var argmax argmin max min softmax log_softmax sigmoid tanh relu exp log sqrt abs square pow item tolist "
-    "matmul mm bmm dot topk sort argsort add sub mul div neg numel size dim cumsum eq ne gt lt ge le any all logsumexp nelement".split()
-)
-_PLAIN_ATTRIBUTES = frozenset("shape dtype device ndim requires_grad is_cuda layout".split())
-_FRAMES = frozenset(
-    {"eval", "exec", "globals", "locals", "vars", "setattr", "delattr", "getattr", "__import__", "open"}
-)
-_CHANGING = frozenset("copyto put place putmask fill_diagonal shuffle setitem delitem seterr".split()) | {
-    name
-    for name in dir(operator)
-    if name.startswith("i") and name not in ("index", "indexOf", "inv", "invert", "is_", "is_not", "itemgetter")
-}
-_IN_PLACE = "changes an activation in place; write it back with model.SITE[layer] = ..."
-_OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod, ast.Pow: operator.pow, ast.MatMult: operator.matmul, ast.USub: operator.neg, ast.UAdd: operator.pos,
-    ast.Not: operator.not_, ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
-    ast.GtE: operator.ge, ast.In: lambda a, b: a in b, ast.NotIn: lambda a, b: a not in b, ast.Is: operator.is_, ast.IsNot: operator.is_not,
-}  # fmt: skip
-_COMPUTABLE = (torch.Tensor, int, float, complex, str, list, tuple, dict, range, type(None))
-
-
-def _changes_nothing(function: Any) -> bool:
-    """Whether it is a function of a package that reaches no model and changes none of its arguments."""
-    home, name = getattr(function, "__module__", None) or "builtins", getattr(function, "__name__", "")
-    return (
-        home.partition(".")[0] in _KNOWN_CODE
-        and not name.endswith("_")
-        and name not in _CHANGING
-        and name not in _FRAMES
-    )
-
-
-def _is_asked_in_place(function: Any, given: Sequence[Any], named: Mapping[Any, Any]) -> bool:
-    """Whether a call gives an argument `inplace` that is not False."""
-    try:
-        bound = (
-            inspect.signature(function)
-            .bind_partial(*given, **{str(name): each for name, each in named.items() if name})
-            .arguments
-        )
-    except (TypeError, ValueError):
-        return "inplace" in named
-    asked = bound.get("inplace")
-    return asked is not None and not (isinstance(asked, _Known) and asked.value is False)
-
-
-def _is_followed(value: Any) -> bool:
-    """Whether a captured value cannot reach the model, other than by code that is followed."""
-    return isinstance(value, FunctionType) or harmless(value) or _is_plain_module(value) or value is save
-
-
-def _is_plain_module(value: Any) -> bool:
-    """Whether it is a module of PyTorch's own classes, which changes none of its arguments."""
-    return isinstance(value, nn.Module) and all(
-        type(each).__module__.startswith("torch.nn.") and not getattr(each, "inplace", False)
-        and not (each._forward_hooks or each._forward_pre_hooks)
-        for each in value.modules()
-    )  # fmt: skip
-
-
-# What the code does.
-
-
-class _Record:
-    """The reads and writes that were found."""
-
-    def __init__(self, facts: ModelFacts, prompt_length: int, sites: frozenset[str]) -> None:
-        self.facts, self.length, self.sites = facts, prompt_length, sites
-        self.notes: list[Note] = []
-        self.edits: list[tuple[Point, str, Edit]] = []
-        self.reads: dict[Point, bool] = {}  # whether only in the prompt's step
-        self.step: str | None = "prompt"  # in which steps the code runs: "prompt", "all", "decode"; None: not known
-        self.is_dry = False  # nothing is noted
-        self.is_certain = True  # the code runs once in each of its steps
-        self.has_stopped = False
-        self.needs_body = False  # it does more than to write what a plan writes
-        self.last_written = (-1, 0)
-        self.rounds = 0
-
-    def note(self, node: ast.AST, kind: str, text: str) -> None:
-        note = Note(getattr(node, "lineno", 0), kind, text)
-        if not self.is_dry and note not in self.notes:
-            self.notes.append(note)
-
-    def read(self, node: ast.AST, site: str, layers: Sequence[int]) -> None:
-        if site not in self.sites:
-            raise _Stays(
-                node, f"{site} is not among the engine's graph_sites: {', '.join(sorted(self.sites)) or 'none'}"
-            )
-        if missing := [layer for layer in layers if (site, layer) not in self.facts.widths]:
-            raise _Stays(node, f"the model has no {site} at layer {missing[0]}")
-        listed = f"{site}[{layers[0]}]" if len(layers) == 1 else f"{site} at {len(layers)} layers"
-        self.note(node, "read", f"{listed} is captured")
-        if not self.is_dry:
-            for layer in layers:
-                self.reads[site, layer] = self.reads.get((site, layer), True) and self.step == "prompt"
-
-    def write(
-        self, node: ast.AST, point: Point, kind: str, make: Callable[[dict[str, Any]], Iterable[Edit]], at: Any
-    ) -> None:
-        """Note edits. `make` gets the fields that say where they act; `at`: the indices of the step's rows, None for all."""
-        if not self.is_certain or self.has_stopped or self.step is None:
-            raise _Stays(node, "it is not known before the step whether, or in which steps, this write is made")
-        if self.is_dry:
-            return
-        moment = point[1], LAYER_SITES.index(point[0])
-        self.needs_body = (
-            self.needs_body or moment < self.last_written
-        )  # it may be out of order, which the body will say
-        self.last_written = moment
-        others = {each for there, each, _ in self.edits if there == point}
-        if others - {"add"} or (others and kind != "add"):
-            raise _Stays(
-                node, f"{point[0]}[{point[1]}] has another write, and a plan makes its edits in an order of its own"
-            )
-        places: list[dict[str, Any]]
-        if at is not None:
-            places = [{"positions": at}]
-            if self.step != "prompt":
-                raise _Stays(node, "a plan can name positions of the prompt alone")
-        elif kind == "add":
-            places = [{"phase": {"prompt": "prefill", "all": "both", "decode": "decode"}[self.step]}]
-        elif self.step == "prompt":
-            places = [{"positions": tuple(range(self.length))}]
-        else:
-            raise _Stays(node, "a plan can replace rows of the prompt alone")
-        try:
-            made = [edit for place in places for edit in make(place)]
-        except PlanError as error:
-            raise _Stays(node, str(error)) from error
-        self.edits += [(point, kind, edit) for edit in made]
-        self.note(node, "edit", f"{point[0]}[{point[1]}] is edited by a plan")
-
-    def points(self) -> dict[Point, bool]:
-        """The points that are read or written, and whether in the prompt's step alone."""
-        found = dict(self.reads)
-        for point, _, edit in self.edits:
-            found[point] = found.get(point, True) and (edit.place is not None or edit.phase == "prefill")
-        return found
-
-
 class _Returned(Exception):
     """The function returned, for certain."""
 
 
-class _Reader:
+class Reader:
     """Follows the statements of one function or block.
 
     Args:
@@ -440,7 +101,7 @@ class _Reader:
         depth: of calls.
     """
 
-    def __init__(self, record: _Record, names: dict[str, Any], depth: int = 0) -> None:
+    def __init__(self, record: Record, names: dict[str, Any], depth: int = 0) -> None:
         self.record, self.names, self.depth = record, names, depth
         self.returned: list[Any] = []
 
@@ -461,7 +122,7 @@ class _Reader:
     def _statement(self, node: ast.stmt) -> None:
         self.record.rounds += 1
         if self.record.rounds > _UNROLLED * 8:
-            raise _Stays(node, "there is too much code to follow")
+            raise Stays(node, "there is too much code to follow")
         match node:
             case ast.Expr(value=value):
                 self._value(value)
@@ -482,7 +143,7 @@ class _Reader:
                 self._repeated(node, lambda: self._all([*body, ast.copy_location(ast.Expr(test), node)]), body)
             case ast.If(test=test, body=body, orelse=orelse):
                 found = self._value(test)
-                if isinstance(found, _Known) and isinstance(
+                if isinstance(found, Known) and isinstance(
                     found.value, (bool, int, float, str, type(None), tuple, list)
                 ):
                     self._all(body if found.value else orelse)
@@ -507,7 +168,7 @@ class _Reader:
                 )
                 self._either(lambda: self._all(final), lambda: None)
             case ast.Return(value=value):
-                self.returned.append(self._value(value) if value is not None else _Known(None))
+                self.returned.append(self._value(value) if value is not None else Known(None))
                 if self.record.is_certain:
                     raise _Returned
                 self.record.is_certain = False
@@ -529,24 +190,24 @@ class _Reader:
             case ast.Break() | ast.Continue() | ast.Pass():
                 pass
             case _:
-                raise _Stays(node, f"{type(node).__name__} is not followed")
+                raise Stays(node, f"{type(node).__name__} is not followed")
 
     def _bind(self, target: ast.expr, value: Any) -> None:
         match target:
             case ast.Name(id=name):
                 if not self.record.is_certain and name in self.names:
-                    value = _joined([self.names[name], value])
+                    value = joined([self.names[name], value])
                 self.names[name] = value
             case ast.Tuple(elts=parts) | ast.List(elts=parts):
                 each = self._parts(value, len(parts))
                 for part, of_part in zip(parts, each, strict=True):
                     self._bind(part, of_part)
             case ast.Starred(value=inner):
-                self._bind(inner, SHARED if _may_share(value) else NEW)
+                self._bind(inner, SHARED if may_share(value) else NEW)
             case ast.Attribute(value=owner, attr=attribute):
                 of = self._value(owner)
                 if of is MODEL and attribute not in ("logits", "samples"):
-                    raise _Stays(target, f"model.{attribute} is written")
+                    raise Stays(target, f"model.{attribute} is written")
                 self.record.needs_body = True
                 self._refuse_model(target, value)
                 if of is not MODEL:
@@ -554,17 +215,17 @@ class _Reader:
             case ast.Subscript(value=container, slice=index):
                 self._value(index)
                 of = self._value(container)
-                if isinstance(of, (_Site, _Accessor)) or of is SHARED:
-                    raise _Stays(target, _IN_PLACE)
+                if may_share(of):
+                    raise Stays(target, IN_PLACE)
                 self._refuse_model(target, value)
                 self._fill(container, of, value)
             case _:
-                raise _Stays(target, f"{type(target).__name__} is not followed")
+                raise Stays(target, f"{type(target).__name__} is not followed")
 
     def _parts(self, value: Any, count: int) -> list[Any]:
-        if isinstance(value, _Known) and isinstance(value.value, (list, tuple)) and len(value.value) == count:
-            return [_abstract(each) for each in value.value]
-        return [SHARED if _may_share(value) else NEW] * count
+        if isinstance(value, Known) and isinstance(value.value, (list, tuple)) and len(value.value) == count:
+            return [abstract(each) for each in value.value]
+        return [SHARED if may_share(value) else NEW] * count
 
     def _fill(self, container: ast.expr, of: Any, value: Any) -> None:
         """A container or an object of the trace's or the caller's gets another value."""
@@ -574,7 +235,7 @@ class _Reader:
         while isinstance(root, (ast.Attribute, ast.Subscript, ast.Call)):
             root = root.func if isinstance(root, ast.Call) else root.value
         if isinstance(root, ast.Name) and root.id in self.names:
-            self.names[root.id] = SHARED if _may_hold(value) or _may_hold(self.names[root.id]) else NEW
+            self.names[root.id] = SHARED if may_hold(value) or may_hold(self.names[root.id]) else NEW
 
     def _forget_what_can_change(self, changed: Any) -> None:
         """A value was changed: other names may hold it, or what holds it."""
@@ -583,8 +244,8 @@ class _Reader:
             if not isinstance(getattr(changed, "value", None), (list, dict, set))
             else (list, dict, set)
         )
-        for name, value in self.names.items() if isinstance(changed, _Known) else ():
-            if isinstance(value, _Known) and isinstance(value.value, kinds):
+        for name, value in self.names.items() if isinstance(changed, Known) else ():
+            if isinstance(value, Known) and isinstance(value.value, kinds):
                 self.names[name] = SHARED
 
     def _either(self, *branches: Callable[[], None]) -> None:
@@ -595,7 +256,7 @@ class _Reader:
             branch()
             ends.append(self.names)
         self.names = {
-            name: _joined([each[name] for each in ends if name in each])
+            name: joined([each[name] for each in ends if name in each])
             for name in dict.fromkeys(n for each in ends for n in each)
         }
         self.record.is_certain = certain and not self.returned
@@ -607,7 +268,7 @@ class _Reader:
         was, dry = self.record.is_certain, self.record.is_dry
         self.record.is_certain = was and certain
         for name in _names_bound(code):
-            if isinstance(self.names.get(name), _Known):
+            if isinstance(self.names.get(name), Known):
                 self.names[name] = NEW
         try:
             self.record.is_dry = True
@@ -615,20 +276,20 @@ class _Reader:
                 before = dict(self.names)
                 body()
                 self.names = {
-                    name: _joined([each[name] for each in (before, self.names) if name in each])
+                    name: joined([each[name] for each in (before, self.names) if name in each])
                     for name in dict.fromkeys([*before, *self.names])
                 }
             self.record.is_dry = dry
             before = dict(self.names)
             body()
             if any(
-                not _same(value, self.names.get(name))
+                not same(value, self.names.get(name))
                 for name, value in before.items()
-                if _may_share(value) is False and _may_share(self.names.get(name))
+                if may_share(value) is False and may_share(self.names.get(name))
             ):
-                raise _Stays(node, "what its names hold cannot be followed")
+                raise Stays(node, "what its names hold cannot be followed")
             self.names = {
-                name: _joined([each[name] for each in (before, self.names) if name in each])
+                name: joined([each[name] for each in (before, self.names) if name in each])
                 for name in dict.fromkeys([*before, *self.names])
             }
         finally:
@@ -648,7 +309,7 @@ class _Reader:
                 self._bind(target, item)
                 self._all(body)
             return
-        each = SHARED if _may_share(over) else NEW
+        each = SHARED if may_share(over) else NEW
 
         def once() -> None:
             self._bind(target, each)
@@ -709,42 +370,42 @@ class _Reader:
 
     def _point(self, place: ast.Subscript) -> Point:
         found = self._value(place, quiet=True)
-        if not isinstance(found, _Site):
-            raise _Stays(place, "the layer of a write is not known before the step")
+        if not isinstance(found, Site):
+            raise Stays(place, "the layer of a write is not known before the step")
         if found.point[0] not in self.record.sites:
-            raise _Stays(place, f"{found.point[0]} is not among the engine's graph_sites")
+            raise Stays(place, f"{found.point[0]} is not among the engine's graph_sites")
         return found.point
 
     def _change(self, node: ast.AugAssign, target: ast.expr, op: ast.operator, value: ast.expr) -> None:
         if (place := self._written_point(target)) is not None:
             point = self._point(place)
             if not isinstance(op, (ast.Add, ast.Sub)):
-                raise _Stays(node, "a plan adds, subtracts and replaces; this write does something else")
+                raise Stays(node, "a plan adds, subtracts and replaces; this write does something else")
             added = self._known(value)
             return self._add(node, point, added, -1.0 if isinstance(op, ast.Sub) else 1.0, self._rows(target, place))
         found = self._value(value)
         match target:
             case ast.Name(id=name):
                 before = self._value(target)
-                if before in (SHARED,) or isinstance(before, (_Site, _Accessor)):
-                    raise _Stays(node, f"{name}: {_IN_PLACE}")
-                if isinstance(before, _Known) and isinstance(found, _Known) and _is_fixed(before.value):
-                    return self._bind(target, self._computed(lambda: _OPERATORS[type(op)](before.value, found.value)))
+                if may_share(before):
+                    raise Stays(node, f"{name}: {IN_PLACE}")
+                if isinstance(before, Known) and isinstance(found, Known) and is_fixed(before.value):
+                    return self._bind(target, self._computed(lambda: OPERATORS[type(op)](before.value, found.value)))
                 self._refuse_model(node, found)
                 self.record.needs_body = True
                 self._forget_what_can_change(before)
-                self._bind(target, SHARED if _may_hold(before) else NEW)
+                self._bind(target, SHARED if may_hold(before) else NEW)
             case ast.Attribute(value=owner, attr=attribute) if self._value(owner) is MODEL and attribute in (
                 "logits",
                 "samples",
             ):
                 self.record.needs_body = True
             case ast.Subscript() | ast.Attribute():
-                if _may_share(self._value(target)) or _may_share(self._value(target.value)):
-                    raise _Stays(node, _IN_PLACE)
+                if may_share(self._value(target)) or may_share(self._value(target.value)):
+                    raise Stays(node, IN_PLACE)
                 self._fill(target.value, self._value(target.value), found)
             case _:
-                raise _Stays(node, f"{type(target).__name__} is not followed")
+                raise Stays(node, f"{type(target).__name__} is not followed")
 
     def _set(self, node: ast.stmt, target: ast.expr, value: ast.expr) -> None:
         place = self._written_point(target)
@@ -760,7 +421,7 @@ class _Reader:
         row = _row(new, width)
         if row is None:
             if not (isinstance(new, torch.Tensor) and tuple(new.shape) == (count, width) and not new.is_complex()):
-                raise _Stays(node, "the new value is no row, and not one row for each position")
+                raise Stays(node, "the new value is no row, and not one row for each position")
             each = [_row(part, width) for part in new]
         else:
             each = [row] * count
@@ -786,14 +447,14 @@ class _Reader:
             case ast.Name() | ast.Subscript():
                 found = self._value(node, quiet=True)
                 is_edited = any(there == point for there, _, _ in self.record.edits)
-                if isinstance(found, _Site) and found.point == point and not (is_edited and isinstance(node, ast.Name)):
+                if isinstance(found, Site) and found.point == point and not (is_edited and isinstance(node, ast.Name)):
                     return []
         return None
 
     def _add(self, node: ast.AST, point: Point, added: Any, scale: float, rows: tuple[int, ...] | None) -> None:
         vector = _row(added, self.record.facts.widths[point])
         if vector is None:
-            raise _Stays(node, "what is added is not one vector for all rows")
+            raise Stays(node, "what is added is not one vector for all rows")
         self.record.write(
             node,
             point,
@@ -819,15 +480,15 @@ class _Reader:
                 raise TypeError
             found = tuple(range(length)[each] for each in listed)
         except (TypeError, IndexError, ValueError) as error:
-            raise _Stays(target, "the rows of a write are not known before the step") from error
+            raise Stays(target, "the rows of a write are not known before the step") from error
         if not found or len(set(found)) < len(found):
-            raise _Stays(target, "the rows of a write are none, or one of them is named twice")
+            raise Stays(target, "the rows of a write are none, or one of them is named twice")
         return found
 
     def _known(self, node: ast.expr) -> Any:
         found = self._value(node)
-        if not isinstance(found, _Known):
-            raise _Stays(node, f"`{ast.unparse(node)}` is not known before the step")
+        if not isinstance(found, Known):
+            raise Stays(node, f"`{ast.unparse(node)}` is not known before the step")
         return found.value
 
     # Expressions.
@@ -836,7 +497,7 @@ class _Reader:
         """What is known of an expression's value. `quiet`: a site's value is not read, but written."""
         match node:
             case ast.Constant(value=value):
-                return _Known(value)
+                return Known(value)
             case ast.Name(id=name):
                 return self._named(node, name)
             case ast.Attribute(value=owner, attr=attribute):
@@ -844,40 +505,40 @@ class _Reader:
             case ast.Subscript(value=owner, slice=index):
                 return self._indexed(node, self._value(owner), self._value(index), quiet)
             case ast.Slice(lower=lower, upper=upper, step=step):
-                parts = [self._value(each) if each is not None else _Known(None) for each in (lower, upper, step)]
-                return _Known(slice(*(each.value for each in parts))) if _all_known(parts) else NEW
+                parts = [self._value(each) if each is not None else Known(None) for each in (lower, upper, step)]
+                return Known(slice(*(each.value for each in parts))) if _all_known(parts) else NEW
             case ast.BinOp(left=left, op=op, right=right):
                 both = [self._plain(left), self._plain(right)]
                 return (
-                    self._computed(lambda: _OPERATORS[type(op)](*(each.value for each in both)))
+                    self._computed(lambda: OPERATORS[type(op)](*(each.value for each in both)))
                     if _all_known(both)
                     else NEW
                 )
             case ast.UnaryOp(op=op, operand=operand):
                 found = self._plain(operand)
-                return self._computed(lambda: _OPERATORS[type(op)](found.value)) if _all_known([found]) else NEW
+                return self._computed(lambda: OPERATORS[type(op)](found.value)) if _all_known([found]) else NEW
             case ast.Compare(left=left, ops=ops, comparators=others):
                 each = [self._plain(left), *map(self._plain, others)]
                 if not _all_known(each):
                     return NEW
                 values = [one.value for one in each]
                 pairs = zip(ops, values, values[1:], strict=False)
-                return self._computed(lambda: all(_OPERATORS[type(op)](a, b) for op, a, b in pairs))
+                return self._computed(lambda: all(OPERATORS[type(op)](a, b) for op, a, b in pairs))
             case ast.BoolOp(values=values):
                 found = [self._plain(each) for each in values]
-                return NEW if not any(map(_may_hold, found)) else SHARED
+                return NEW if not any(map(may_hold, found)) else SHARED
             case ast.IfExp(test=test, body=body, orelse=orelse):
                 self._plain(test)
-                return _joined([self._plain(body), self._plain(orelse)])
+                return joined([self._plain(body), self._plain(orelse)])
             case ast.Tuple(elts=parts) | ast.List(elts=parts) | ast.Set(elts=parts):
                 found = [self._plain(each) for each in parts]
                 if _all_known(found) and not any(isinstance(each, ast.Starred) for each in parts):
                     kind = {ast.Tuple: tuple, ast.List: list, ast.Set: set}[type(node)]
                     return self._computed(lambda: kind(each.value for each in found))
-                return SHARED if any(map(_may_hold, found)) else NEW
+                return SHARED if any(map(may_hold, found)) else NEW
             case ast.Dict(keys=keys, values=values):
                 found = [self._plain(each) for each in [*keys, *values] if each is not None]
-                return SHARED if any(map(_may_hold, found)) else NEW
+                return SHARED if any(map(may_hold, found)) else NEW
             case ast.Starred(value=value):
                 return self._plain(value)
             case ast.JoinedStr(values=values):
@@ -904,37 +565,33 @@ class _Reader:
                 return NEW
             case ast.Call(func=function, args=args, keywords=keywords):
                 return self._called(node, function, args, keywords)
-        raise _Stays(node, f"{type(node).__name__} is not followed")
+        raise Stays(node, f"{type(node).__name__} is not followed")
 
     def _plain(self, node: ast.expr) -> Any:
         """The same, for a value that may not be the model."""
         found = self._value(node)
         self._refuse_model(node, found)
-        if isinstance(found, _Known) and isinstance(found.value, FunctionType) and not _changes_nothing(found.value):
-            raise _Stays(node, f"the function {found.value.__name__} gets another name")
-        if isinstance(found, _Accessor):
+        if isinstance(found, Known) and isinstance(found.value, FunctionType) and not changes_nothing(found.value):
+            raise Stays(node, f"the function {found.value.__name__} gets another name")
+        if isinstance(found, Accessor):
             self.record.read(node, found.site, range(self.record.facts.num_layers))
             return SHARED
         return found
 
     def _refuse_model(self, node: ast.AST, value: Any) -> None:
-        if (
-            value in (MODEL, TRACER)
-            if isinstance(value, _Marker)
-            else isinstance(value, _Method) and value.owner in (MODEL, TRACER)
-        ):
-            raise _Stays(node, "the model or the tracer gets another name")
+        if is_the_model(value):
+            raise Stays(node, "the model or the tracer gets another name")
 
     def _named(self, node: ast.Name, name: str) -> Any:
         if name in self.names:
             found = self.names[name]
-            if isinstance(found, _Known) and not _is_followed(found.value):
-                raise _Stays(node, f"{name}, a {type(found.value).__name__}, may reach the model by another way")
+            if isinstance(found, Known) and not is_followed(found.value):
+                raise Stays(node, f"{name}, a {type(found.value).__name__}, may reach the model by another way")
             return found
-        if name in _FRAMES:
-            raise _Stays(node, f"{name} may reach the model by another way")
+        if name in FRAMES:
+            raise Stays(node, f"{name} may reach the model by another way")
         if hasattr(builtins, name):
-            return _Known(getattr(builtins, name))
+            return Known(getattr(builtins, name))
         return SHARED  # a sibling's, or not bound
 
     def _attribute(self, node: ast.Attribute, owner: Any, attribute: str) -> Any:
@@ -942,18 +599,18 @@ class _Reader:
         if owner is MODEL:
             site = site_of(attribute)
             if site in LAYER_SITES:
-                return _Accessor(site)
+                return Accessor(site)
             if attribute in ("logits", "samples", "next_token_probs"):
                 record.needs_body = True
                 record.note(node, "read", f"{attribute}: read when the forward is over")
                 return NEW  # what is changed in place is written when the forward is over
             if attribute in ("num_layers", "hidden_size"):
-                return _Known(record.facts.num_layers) if attribute == "num_layers" else NEW
+                return Known(record.facts.num_layers) if attribute == "num_layers" else NEW
             if attribute == "tokenizer":
                 return NEW
             if attribute in ("steer", "project_on_vocab"):
-                return _Method(MODEL, attribute)
-            raise _Stays(
+                return Method(MODEL, attribute)
+            raise Stays(
                 node,
                 f"model.{attribute} is not a site that a plan knows; write model.layers_output[i] and the like where it fits",
             )
@@ -962,48 +619,48 @@ class _Reader:
                 record.needs_body = True
                 return NEW
             if attribute in ("stop", "next"):
-                return _Method(TRACER, attribute)
-            raise _Stays(node, f"tracer.{attribute} is not followed here")
-        if isinstance(owner, _Known):
+                return Method(TRACER, attribute)
+            raise Stays(node, f"tracer.{attribute} is not followed here")
+        if isinstance(owner, Known):
             if isinstance(owner.value, ModuleType) or (
-                isinstance(owner.value, torch.Tensor) and attribute in (*_PLAIN_ATTRIBUTES, "T", "mT")
+                isinstance(owner.value, torch.Tensor) and attribute in (*PLAIN_ATTRIBUTES, "T", "mT")
             ):
                 return self._computed(lambda: getattr(owner.value, attribute), everything=True)
-            return _Method(owner, attribute)
-        if _may_share(owner):
-            return NEW if attribute in _PLAIN_ATTRIBUTES else _Method(owner, attribute)
-        return _Method(owner, attribute) if owner is NEW else NEW
+            return Method(owner, attribute)
+        if may_share(owner):
+            return NEW if attribute in PLAIN_ATTRIBUTES else Method(owner, attribute)
+        return Method(owner, attribute) if owner is NEW else NEW
 
     def _indexed(self, node: ast.Subscript, owner: Any, index: Any, quiet: bool) -> Any:
         record = self.record
         self._refuse_model(node, owner)
-        if isinstance(owner, _Method):
+        if isinstance(owner, Method):
             owner = self._of_method(owner)
-        if isinstance(owner, _Accessor):
+        if isinstance(owner, Accessor):
             layers = range(record.facts.num_layers)
-            if isinstance(index, _Known):
+            if isinstance(index, Known):
                 try:
                     chosen = layers[index.value]
                 except (IndexError, TypeError, ValueError) as error:
-                    raise _Stays(node, f"layer {index.value!r} is not one of the model's") from error
+                    raise Stays(node, f"layer {index.value!r} is not one of the model's") from error
                 if isinstance(chosen, int):
                     if not quiet:
                         record.needs_body = True
                         record.read(node, owner.site, [chosen])
-                    return _Site((owner.site, chosen))
+                    return Site((owner.site, chosen))
                 layers = chosen
             record.needs_body = True
             if len(layers):
                 record.read(node, owner.site, list(layers))
             return SHARED
-        if isinstance(owner, _Known) and isinstance(index, _Known) and isinstance(owner.value, (*_COMPUTABLE, str)):
+        if isinstance(owner, Known) and isinstance(index, Known) and isinstance(owner.value, (*COMPUTABLE, str)):
             return self._computed(lambda: owner.value[index.value])
-        return SHARED if _may_hold(owner) else NEW
+        return SHARED if may_hold(owner) else NEW
 
-    def _of_method(self, method: _Method) -> Any:
+    def _of_method(self, method: Method) -> Any:
         """An attribute that is not called."""
         self._refuse_model(ast.Pass(), method)
-        return SHARED if _may_hold(method.owner) else NEW
+        return SHARED if may_hold(method.owner) else NEW
 
     def _computed(self, compute: Callable[[], Any], everything: bool = False) -> Any:
         """A value that is computed now from values known now."""
@@ -1011,9 +668,9 @@ class _Reader:
             found = compute()
         except Exception:  # the trace will raise it, at its own line
             return NEW
-        if everything or isinstance(found, (*_COMPUTABLE, bool, slice, set, torch.dtype, torch.device)):
-            return _abstract(found)
-        return _Known(found) if isinstance(found, (zip, enumerate, reversed)) else NEW
+        if everything or isinstance(found, (*COMPUTABLE, bool, slice, set, torch.dtype, torch.device)):
+            return abstract(found)
+        return Known(found) if isinstance(found, (zip, enumerate, reversed)) else NEW
 
     def _comprehended(
         self, node: ast.expr, elements: Sequence[ast.expr], generators: Sequence[ast.comprehension]
@@ -1028,9 +685,9 @@ class _Reader:
             over = self._value(generator.iter)
             self._refuse_model(node, over)
             items = _items(over)
-            if isinstance(over, _Accessor):
+            if isinstance(over, Accessor):
                 over = self._plain(generator.iter)
-            for item in items if items is not None else [SHARED if _may_hold(over) else NEW]:
+            for item in items if items is not None else [SHARED if may_hold(over) else NEW]:
                 for name in _names_bound([generator.target]):
                     self.names.pop(name, None)
                 self._bind(generator.target, item)
@@ -1044,21 +701,17 @@ class _Reader:
         finally:
             self.record.is_certain = certain
         self.names = names
-        return SHARED if any(map(_may_hold, found)) else NEW
+        return SHARED if any(map(may_hold, found)) else NEW
 
     def _refuse_uses(self, node: ast.AST) -> None:
-        """Raise _Stays if a nested function uses the model, or what may share memory with an activation."""
+        """Raise Stays if a nested function uses the model, or what may share memory with an activation."""
         for each in ast.walk(node):
             if isinstance(each, ast.Name):
                 found = self.names.get(each.id)
-                if (
-                    found in (MODEL, TRACER, SHARED)
-                    if isinstance(found, _Marker)
-                    else isinstance(found, (_Site, _Accessor, _Method))
-                ):
-                    raise _Stays(node, f"a function in the trace uses {each.id}")
-                if each.id in _FRAMES:
-                    raise _Stays(node, f"{each.id} may reach the model by another way")
+                if may_share(found) or is_the_model(found) or isinstance(found, Method):
+                    raise Stays(node, f"a function in the trace uses {each.id}")
+                if each.id in FRAMES:
+                    raise Stays(node, f"{each.id} may reach the model by another way")
 
     # Calls.
 
@@ -1066,26 +719,26 @@ class _Reader:
         self, node: ast.Call, function: ast.expr, args: Sequence[ast.expr], keywords: Sequence[ast.keyword]
     ) -> Any:
         called = self._value(function)
-        if isinstance(called, _Method) and called.owner in (MODEL, TRACER) and isinstance(called.owner, _Marker):
+        if isinstance(called, Method) and is_the_model(called):
             return self._of_model(node, called, args, keywords)
         if (
-            isinstance(called, _Known)
+            isinstance(called, Known)
             and isinstance(called.value, FunctionType)
-            and not _changes_nothing(called.value)
+            and not changes_nothing(called.value)
             and called.value is not save
         ):
             return self._followed(node, called.value, args, keywords)
         given = [self._plain(each) for each in args]
         named = {each.arg: self._plain(each.value) for each in keywords}
-        shares = any(map(_may_hold, [*given, *named.values()]))
-        if "out" in named or (isinstance(called, _Known) and _is_asked_in_place(called.value, given, named)):
-            raise _Stays(node, f"out= {_IN_PLACE}")
-        if isinstance(called, _Method):
+        shares = any(map(may_hold, [*given, *named.values()]))
+        if "out" in named or (isinstance(called, Known) and is_asked_in_place(called.value, given, named)):
+            raise Stays(node, f"out= {IN_PLACE}")
+        if isinstance(called, Method):
             return self._of_value(node, called, given, named, shares, function)
-        if isinstance(called, _Known) and called.value is save:
+        if isinstance(called, Known) and called.value is save:
             self.record.needs_body = True
             return given[0] if given else NEW
-        if isinstance(called, _Known) and _hashable(called.value) and called.value in _COMPUTED:
+        if isinstance(called, Known) and _hashable(called.value) and called.value in COMPUTED:
             if _all_known([*given, *named.values()]) and None not in named:
                 return self._computed(
                     lambda: called.value(
@@ -1094,22 +747,22 @@ class _Reader:
                 )
             return SHARED if shares else NEW
         self.record.needs_body = True
-        function_of = called.value if isinstance(called, _Known) else None
-        if _is_plain_module(function_of):
+        function_of = called.value if isinstance(called, Known) else None
+        if is_plain_module(function_of):
             return SHARED if shares else NEW
-        is_known = callable(function_of) and _changes_nothing(function_of)
+        is_known = callable(function_of) and changes_nothing(function_of)
         if is_known and not (
             isinstance(function_of, type) and function_of.__module__ not in ("builtins", "collections")
         ):
             return SHARED if shares else NEW
         if shares or (function_of is not None and not is_known):
-            raise _Stays(node, f"`{ast.unparse(function)}` is not known to change nothing")
+            raise Stays(node, f"`{ast.unparse(function)}` is not known to change nothing")
         return NEW
 
     def _of_value(
         self,
         node: ast.Call,
-        method: _Method,
+        method: Method,
         given: Sequence[Any],
         named: Mapping[Any, Any],
         shares: bool,
@@ -1117,18 +770,18 @@ class _Reader:
     ) -> Any:
         """A method of a value."""
         owner, name = method.owner, method.name
-        if _may_share(owner):
+        if may_share(owner):
             self.record.needs_body = True
             if name.endswith("_") and not name.startswith("_"):
-                raise _Stays(node, f".{name}() {_IN_PLACE}")
-            if isinstance(owner, _Accessor):
-                raise _Stays(node, "an accessor has no such method")
-            return NEW if name in _NEW_METHODS else owner if name == "save" else SHARED
-        if isinstance(owner, _Known):
+                raise Stays(node, f".{name}() {IN_PLACE}")
+            if isinstance(owner, Accessor):
+                raise Stays(node, "an accessor has no such method")
+            return NEW if name in NEW_METHODS else owner if name == "save" else SHARED
+        if isinstance(owner, Known):
             every = [*given, *named.values()]
             if (
-                isinstance(owner.value, _COMPUTABLE)
-                and name in _COMPUTED_METHODS
+                isinstance(owner.value, COMPUTABLE)
+                and name in COMPUTED_METHODS
                 and _all_known(every)
                 and None not in named
             ):
@@ -1140,24 +793,24 @@ class _Reader:
             if name == "save":
                 self.record.needs_body = True
                 return owner
-            plain = isinstance(owner.value, (*_COMPUTABLE, set)) or _is_plain_module(owner.value)
+            plain = isinstance(owner.value, (*COMPUTABLE, set)) or is_plain_module(owner.value)
             if not plain:
-                raise _Stays(node, f"`{ast.unparse(function)}` is not known to change nothing")
+                raise Stays(node, f"`{ast.unparse(function)}` is not known to change nothing")
         self.record.needs_body = True
         root = function.value if isinstance(function, ast.Attribute) else function
-        is_new = name in _NEW_METHODS and not isinstance(getattr(owner, "value", None), (list, dict, set))
+        is_new = name in NEW_METHODS and not isinstance(getattr(owner, "value", None), (list, dict, set))
         if not is_new:
             self._fill(root, owner, SHARED if shares else NEW)
-        return NEW if is_new or not (shares or _may_hold(owner)) else SHARED
+        return NEW if is_new or not (shares or may_hold(owner)) else SHARED
 
     def _of_model(
-        self, node: ast.Call, method: _Method, args: Sequence[ast.expr], keywords: Sequence[ast.keyword]
+        self, node: ast.Call, method: Method, args: Sequence[ast.expr], keywords: Sequence[ast.keyword]
     ) -> Any:
         record = self.record
         if method.name == "steer":
             names = ("layers", "vector", "factor", "positions")
             if len(args) > len(names) or any(each.arg not in names for each in keywords):
-                raise _Stays(node, "steer takes layers, vector, factor and positions")
+                raise Stays(node, "steer takes layers, vector, factor and positions")
             given = dict(zip(names, args, strict=False)) | {each.arg or "": each.value for each in keywords}
             known = {name: self._known(each) for name, each in given.items()}
             layers, vector, factor = known.get("layers"), known.get("vector"), known.get("factor", 1.0)
@@ -1166,18 +819,18 @@ class _Reader:
                 or type(factor) not in (int, float)
                 or not isinstance(vector, torch.Tensor)
             ):
-                raise _Stays(node, "this steer is left to the forward")
+                raise Stays(node, "this steer is left to the forward")
             chosen = (
                 [layers] if type(layers) is int else list(layers) if isinstance(layers, (list, tuple, range)) else []
             )
             count = record.facts.num_layers
             if not chosen or not all(type(each) is int and -count <= each < count for each in chosen):
-                raise _Stays(node, "the layers of steer are not among the model's")
+                raise Stays(node, "the layers of steer are not among the model's")
             if "resid_post" not in record.sites:
-                raise _Stays(node, "resid_post is not among the engine's graph_sites")
+                raise Stays(node, "resid_post is not among the engine's graph_sites")
             for layer in sorted(each % count for each in chosen):
                 self._add(node, ("resid_post", layer), vector, float(factor), None)
-            return _Known(None)
+            return Known(None)
         for each in (*args, *(keyword.value for keyword in keywords)):
             self._plain(each)
         record.needs_body = True
@@ -1192,40 +845,40 @@ class _Reader:
     ) -> Any:
         """A function of the user's: follow its code."""
         if self.depth >= _DEPTH:
-            raise _Stays(node, f"{fn.__name__} is called too deep")
-        function, names = _source_of(fn, node)
+            raise Stays(node, f"{fn.__name__} is called too deep")
+        function, names = source_of(fn, node)
         parameters = [each.arg for each in function.args.args]
         if any(isinstance(each, ast.Starred) for each in args) or any(each.arg is None for each in keywords):
-            raise _Stays(node, f"the arguments of {fn.__name__} are not followed")
+            raise Stays(node, f"the arguments of {fn.__name__} are not followed")
         given = dict(zip(parameters, map(self._value, args), strict=False))
         given |= {each.arg: self._value(each.value) for each in keywords if each.arg is not None}
         defaults = dict(
             zip(
                 parameters[len(parameters) - len(fn.__defaults__ or ()) :],
-                map(_abstract, fn.__defaults__ or ()),
+                map(abstract, fn.__defaults__ or ()),
                 strict=True,
             )
         )
         if len(args) > len(parameters) or set(given) - set(parameters) or set(parameters) - set(given) - set(defaults):
-            raise _Stays(node, f"the arguments of {fn.__name__} are not its own")
+            raise Stays(node, f"the arguments of {fn.__name__} are not its own")
         self.record.needs_body = self.record.needs_body or bool(_names_declared(function))
         if _names_declared(function):
-            raise _Stays(node, f"{fn.__name__} binds names of the code around it")
-        inner = _Reader(self.record, {**names, **defaults, **given}, self.depth + 1)
+            raise Stays(node, f"{fn.__name__} binds names of the code around it")
+        inner = Reader(self.record, {**names, **defaults, **given}, self.depth + 1)
         certain = self.record.is_certain
         inner.run(function.body)
         self.record.is_certain = certain
-        if any(_may_share(value) for value in inner.names.values()):
+        if any(may_share(value) for value in inner.names.values()):
             for name, value in self.names.items():  # what the function was given, it may have filled
                 if (
-                    isinstance(value, _Known)
-                    and not _is_fixed(value.value)
+                    isinstance(value, Known)
+                    and not is_fixed(value.value)
                     and isinstance(value.value, (list, dict, set))
                 ):
                     self.names[name] = SHARED
         if not inner.returned:
-            return _Known(None)
-        return _joined([*inner.returned, *([] if len(inner.returned) == 1 and _ends(function) else [_Known(None)])])
+            return Known(None)
+        return joined([*inner.returned, *([] if len(inner.returned) == 1 and _ends(function) else [Known(None)])])
 
 
 def _ends(function: ast.FunctionDef) -> bool:
@@ -1250,17 +903,17 @@ def _imported(node: ast.stmt, name: ast.alias) -> Any:
     """The module or function that an import statement binds, if it is one of PyTorch's or Python's own."""
     module = node.module if isinstance(node, ast.ImportFrom) else name.name
     if (
-        not module or module.partition(".")[0] not in _KNOWN_CODE
+        not module or module.partition(".")[0] not in KNOWN_CODE
     ):  # a relative import has a module that is not known either
-        raise _Stays(node, f"{module} is imported in the trace")
+        raise Stays(node, f"{module} is imported in the trace")
     found = (
         __import__(module, fromlist=["_"]) if isinstance(node, ast.ImportFrom) or name.asname else __import__(module)
     )
-    return _Known(getattr(found, name.name) if isinstance(node, ast.ImportFrom) else found)
+    return Known(getattr(found, name.name) if isinstance(node, ast.ImportFrom) else found)
 
 
 def _all_known(values: Iterable[Any]) -> bool:
-    return all(isinstance(value, _Known) and not isinstance(value.value, nn.Module) for value in values)
+    return all(isinstance(value, Known) and not isinstance(value.value, nn.Module) for value in values)
 
 
 def _hashable(value: Any) -> bool:
@@ -1269,14 +922,14 @@ def _hashable(value: Any) -> bool:
 
 def _items(over: Any) -> list[Any] | None:
     """The items of a value that is iterated over, if they are known and few."""
-    if not isinstance(over, _Known) or not isinstance(
+    if not isinstance(over, Known) or not isinstance(
         over.value, (range, list, tuple, dict, zip, enumerate, reversed, str)
     ):
         return None
     if isinstance(over.value, (range, list, tuple, dict, str)) and len(over.value) > _UNROLLED:
         return None
     items = list(over.value)
-    return [_abstract(each) for each in items] if len(items) <= _UNROLLED else None
+    return [abstract(each) for each in items] if len(items) <= _UNROLLED else None
 
 
 def _row(value: Any, width: int) -> torch.Tensor | None:

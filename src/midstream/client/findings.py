@@ -1,0 +1,102 @@
+"""The reads and writes that are found in a trace's code."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from midstream.client.known import (
+    Stays,
+)
+from midstream.errors import PlanError
+from midstream.plan.values import Edit, ModelFacts
+from midstream.sites import LAYER_SITES, Point
+
+
+@dataclass(frozen=True)
+class Note:
+    """What becomes of one line: `"edit"`, `"read"` or `"forward"`, and why."""
+
+    line: int
+    kind: str
+    text: str
+
+
+class Record:
+    """The reads and writes that were found."""
+
+    def __init__(self, facts: ModelFacts, prompt_length: int, sites: frozenset[str]) -> None:
+        self.facts, self.length, self.sites = facts, prompt_length, sites
+        self.notes: list[Note] = []
+        self.edits: list[tuple[Point, str, Edit]] = []
+        self.reads: dict[Point, bool] = {}  # whether only in the prompt's step
+        self.step: str | None = "prompt"  # in which steps the code runs: "prompt", "all", "decode"; None: not known
+        self.is_dry = False  # nothing is noted
+        self.is_certain = True  # the code runs once in each of its steps
+        self.has_stopped = False
+        self.needs_body = False  # it does more than to write what a plan writes
+        self.last_written = (-1, 0)
+        self.rounds = 0
+
+    def note(self, node: ast.AST, kind: str, text: str) -> None:
+        note = Note(getattr(node, "lineno", 0), kind, text)
+        if not self.is_dry and note not in self.notes:
+            self.notes.append(note)
+
+    def read(self, node: ast.AST, site: str, layers: Sequence[int]) -> None:
+        if site not in self.sites:
+            raise Stays(
+                node, f"{site} is not among the engine's graph_sites: {', '.join(sorted(self.sites)) or 'none'}"
+            )
+        if missing := [layer for layer in layers if (site, layer) not in self.facts.widths]:
+            raise Stays(node, f"the model has no {site} at layer {missing[0]}")
+        listed = f"{site}[{layers[0]}]" if len(layers) == 1 else f"{site} at {len(layers)} layers"
+        self.note(node, "read", f"{listed} is captured")
+        if not self.is_dry:
+            for layer in layers:
+                self.reads[site, layer] = self.reads.get((site, layer), True) and self.step == "prompt"
+
+    def write(
+        self, node: ast.AST, point: Point, kind: str, make: Callable[[dict[str, Any]], Iterable[Edit]], at: Any
+    ) -> None:
+        """Note edits. `make` gets the fields that say where they act; `at`: the indices of the step's rows, None for all."""
+        if not self.is_certain or self.has_stopped or self.step is None:
+            raise Stays(node, "it is not known before the step whether, or in which steps, this write is made")
+        if self.is_dry:
+            return
+        moment = point[1], LAYER_SITES.index(point[0])
+        self.needs_body = (
+            self.needs_body or moment < self.last_written
+        )  # it may be out of order, which the body will say
+        self.last_written = moment
+        others = {each for there, each, _ in self.edits if there == point}
+        if others - {"add"} or (others and kind != "add"):
+            raise Stays(
+                node, f"{point[0]}[{point[1]}] has another write, and a plan makes its edits in an order of its own"
+            )
+        places: list[dict[str, Any]]
+        if at is not None:
+            places = [{"positions": at}]
+            if self.step != "prompt":
+                raise Stays(node, "a plan can name positions of the prompt alone")
+        elif kind == "add":
+            places = [{"phase": {"prompt": "prefill", "all": "both", "decode": "decode"}[self.step]}]
+        elif self.step == "prompt":
+            places = [{"positions": tuple(range(self.length))}]
+        else:
+            raise Stays(node, "a plan can replace rows of the prompt alone")
+        try:
+            made = [edit for place in places for edit in make(place)]
+        except PlanError as error:
+            raise Stays(node, str(error)) from error
+        self.edits += [(point, kind, edit) for edit in made]
+        self.note(node, "edit", f"{point[0]}[{point[1]}] is edited by a plan")
+
+    def points(self) -> dict[Point, bool]:
+        """The points that are read or written, and whether in the prompt's step alone."""
+        found = dict(self.reads)
+        for point, _, edit in self.edits:
+            found[point] = found.get(point, True) and (edit.place is not None or edit.phase == "prefill")
+        return found

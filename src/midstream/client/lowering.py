@@ -1,0 +1,121 @@
+"""What a trace does with the model, found before it runs.
+
+A trace that writes nothing but what a plan can make need not stop the forward: the plan makes the edits, and the body runs when the step is
+over, on captured rows. `lower` finds the edits and the sites that are read. In doubt it says no, and the body runs in the forward.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Any
+
+from midstream.client.findings import Note, Record
+from midstream.client.following import Reader, source_of
+from midstream.client.known import (
+    MODEL,
+    SHARED,
+    TRACER,
+    Stays,
+    abstract,
+)
+from midstream.plan.values import Capture, Edit, ModelFacts, Plan
+from midstream.sites import LAYER_SITES, Point
+from midstream.trace.program import BlockProgram, FunctionProgram, Program
+from midstream.trace.tracer import BodyTracer
+
+
+@dataclass
+class Lowered:
+    """What a program does.
+
+    Attributes:
+        edits: its writes, as a plan makes them.
+        reads: the points that it reads or writes, and whether in the prompt's step alone.
+        notes: line by line.
+        reason: why it has to run in the forward; None if it need not.
+        needs_body: whether it does more than the edits.
+    """
+
+    edits: tuple[Edit, ...] = ()
+    reads: dict[Point, bool] = field(default_factory=dict)
+    notes: list[Note] = field(default_factory=list)
+    reason: str | None = None
+    needs_body: bool = True
+
+    @property
+    def written(self) -> set[Point]:
+        return {(edit.site, layer) for edit in self.edits for layer in edit.at_layers}
+
+    @property
+    def plan(self) -> Plan:
+        """The edits, and captures of the rows that the body needs: its own writes go to its copies of them."""
+        if not self.needs_body:
+            return Plan(self.edits)
+        groups: dict[tuple[str, bool], list[int]] = {}
+        for (site, layer), in_prompt in sorted(self.reads.items()):
+            groups.setdefault((site, in_prompt), []).append(layer)
+        captures = [
+            Capture(site, layers=layers, positions="all_prompt" if in_prompt else "all")
+            for (site, in_prompt), layers in groups.items()
+        ]
+        return Plan((*self.edits, *captures))
+
+
+def lower(program: Program, facts: ModelFacts, prompt_length: int, sites: Iterable[str] = LAYER_SITES) -> Lowered:
+    """Read a program.
+
+    Args:
+        facts: of the model.
+        prompt_length: in tokens.
+        sites: those at which a plan costs nothing.
+    """
+    record = Record(facts, prompt_length, frozenset(sites))
+    try:
+        statements, names = _code_of(getattr(program, "program", program))
+        reader = Reader(record, names)
+        if program.is_standing and not any(map(reader.goes_through_steps, statements)):
+            record.step = "all"
+        reader.run(statements)
+        edits = tuple(edit for _, _, edit in record.edits)
+        return Lowered(edits, record.points(), record.notes, needs_body=record.needs_body)
+    except Stays as stays:
+        record.notes.append(Note(stays.line, "forward", stays.reason))
+        return Lowered(notes=record.notes, reason=f"line {stays.line}: {stays.reason}")
+
+
+def lower_all(programs: Sequence[Program], facts: ModelFacts, prompt_length: int, sites: Iterable[str]) -> Lowered:
+    """What the programs of one request do together. Arguments are as of `lower`."""
+    each = [lower(program, facts, prompt_length, sites) for program in programs]
+    notes = [note for one in each for note in one.notes]
+    if reason := next((one.reason for one in each if one.reason is not None), None):
+        return Lowered(notes=notes, reason=reason)
+    written = [point for one in each for point in one.written]
+    if len(set(written)) < len(written):
+        return Lowered(notes=notes, reason="two of its bodies write to one site")
+    reads: dict[Point, bool] = {}
+    for one in each:
+        for point, in_prompt in one.reads.items():
+            reads[point] = reads.get(point, True) and in_prompt
+    return Lowered(tuple(e for one in each for e in one.edits), reads, notes, None, any(one.needs_body for one in each))
+
+
+def _code_of(program: Program) -> tuple[Sequence[ast.stmt], dict[str, Any]]:
+    """The statements, and what is known of their names. Raises Stays without source."""
+    if isinstance(program, BlockProgram):
+        names: dict[str, Any] = {name: abstract(value) for name, value in program.block.captured.items()}
+        names |= {
+            name: TRACER if isinstance(value, BodyTracer) else abstract(value)
+            for name, value in program.injected.items()
+        }
+        if not program.block.compiled.statements:
+            raise Stays(None, "the block has no source here")
+        return program.block.compiled.statements, names | dict.fromkeys(program.block.borrows, SHARED)
+    if isinstance(program, FunctionProgram) and isinstance(program.fn, FunctionType):
+        function, names = source_of(program.fn, None)
+        given = [MODEL, TRACER][: len(function.args.args)]
+        names |= dict(zip((argument.arg for argument in function.args.args), given, strict=False))
+        return function.body, names
+    raise Stays(None, "the function has no source that can be read")
