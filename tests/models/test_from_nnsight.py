@@ -1093,6 +1093,7 @@ def test_layers_of_plans_count_from_the_end(model, plain):
     found = model.generate([PARIS] * 3, plan=plans, answers=answers, max_tokens=1)
     same = model.generate([PARIS] * 3, plan=counted, answers=answers, max_tokens=1)
     assert [output.answers for output in found] == [output.answers for output in same]
+    del model.runs[run.name]
     steered = {("resid_post", layer): lambda h: h + vector for layer in (1, 5)}
     close(found[0].captures["resid_post", 7], plain.run(PARIS, steered).sites["resid_post", 7])
     result = model.sweep(PARIS, ROME, " Paris", " Rome", layers=[-1], positions=[3], progress=False)
