@@ -403,7 +403,7 @@ def test_untraced_requests_beside_a_trace_are_unchanged(model: VLLM, drive: Driv
         traced, beside = await asyncio.gather(tracer.backend, model.generate(prompts, max_tokens=30, **GREEDY))
         assert [o.outputs[0].token_ids for o in beside] == [o.outputs[0].token_ids for o in alone]
         assert [o.outputs[0].text for o in beside] == [o.outputs[0].text for o in alone]
-        assert traced[0].outputs[0].text != alone[0].outputs[0].text
+        assert traced.outputs[0].text != alone[0].outputs[0].text
         assert await steps(model) - before == 30
         again = await model.generate(prompts, max_tokens=30, **GREEDY)
         assert [o.outputs[0].text for o in again] == [o.outputs[0].text for o in alone]

@@ -5,6 +5,8 @@ Expected values come from transformers with torch hooks (`Plain`), from torch au
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 import torch
 from oracle import close, differs
@@ -400,6 +402,15 @@ def test_j6_on_vllm_the_pair_edits_the_engines_model_until_it_is_cleared(engine,
     assert generated(engine.generate(EIFFEL, max_tokens=4)[0]) == plain.generate(EIFFEL, 4) and not engine.edits
 
 
+def test_j6_async_with_is_refused(model):
+    async def edit() -> None:
+        async with model.edit() as edited:
+            edited.layers_output[4] += 1.0
+
+    with pytest.raises(TraceError, match="not `async with`"):
+        asyncio.run(edit())
+
+
 def test_j1_the_saves_of_an_edit_come_back(model, plain):
     with model.edit() as edited:
         hidden = model.layers_output[2].save()  # noqa: F841
@@ -620,6 +631,16 @@ def test_j4_an_entry_of_several_steps_has_one_for_each(model, plain):
     close(entry[-1].input.reshape(1, -1), plain.run(longer).sites["mlp_in", 2][-1:])
 
 
+def test_j4_a_cache_is_saved_again_and_belongs_into_an_invoke(model, plain):
+    with model.trace() as tracer, tracer.invoke(PARIS):
+        cache = tracer.cache(modules=[model.model.layers[2].mlp]).save()
+    close(cache["model.layers.2.mlp"].output.reshape(5, -1), plain.run(PARIS).sites["mlp_out", 2])
+    with pytest.raises(TraceError, match=r"tracer\.cache belongs into .* an invoke's block"), model.trace() as tracer:
+        cache = tracer.cache()
+        with tracer.invoke(PARIS):
+            pass
+
+
 def test_j4_a_cache_may_keep_gradients_and_says_if_it_has_no_inputs(hf, engine):
     for model in (hf, engine):
         with model.trace(PARIS) as tracer:
@@ -680,8 +701,12 @@ def test_j5_a_result_on_vllm_is_its_request_output(engine, plain):
     assert generated(out) == plain.generate(PARIS, 3) and text == out.outputs[0].text
     with pytest.raises(TraceError, match=r"tracer\.result"):
         engine.run(lambda m: m.generator.output, PARIS)
-    with pytest.raises(TraceError, match="no such part"), engine.trace(PARIS) as tracer:
-        found = tracer.result.logits.save()  # noqa: F841
+    with pytest.raises(TraceError, match="no such part"), engine.trace() as tracer:
+        with tracer.invoke(EIFFEL):
+            hidden = engine.layers_output[2].save()
+        with tracer.invoke(PARIS):
+            found = tracer.result.logits.save()  # noqa: F841
+    close(hidden, plain.run(EIFFEL).sites["resid_post", 2])
 
 
 @pytest.mark.parametrize("form", ["texts", "ids", "encoding", "unpacked", "invoke", "invoke unpacked"])

@@ -513,8 +513,7 @@ def test_f3_save_as_a_method_in_a_function_says_what_to_write(model):
         return hidden.save()  # type: ignore[attr-defined,no-any-return]
 
     with pytest.raises(AttributeError, match=r"write `midstream\.save\(value\)` in a function"):
-        with model.trace(PARIS):
-            hidden = keep(model.layers_output[3])  # noqa: F841
+        model.run(lambda m: keep(m.layers_output[3]), PARIS)
 
 
 def test_f3_a_name_of_an_invoke_used_in_the_block_around_says_when_it_is_there(model):

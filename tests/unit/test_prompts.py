@@ -51,7 +51,7 @@ def test_text_is_for_the_tokenizer() -> None:
     ids=repr,
 )
 def test_no_prompt(prompt: Any) -> None:
-    with pytest.raises(PromptError, match="Several are for `generate`"):
+    with pytest.raises(PromptError, match="Give several prompts as a list"):
         encode(prompt, no_tokenizer)
 
 

@@ -34,10 +34,8 @@ from midstream.runtime.store import RunStore
 from midstream.sites import LAYER_SITES, Binding, NotFinite, Point
 from midstream.trace.body import Body
 from midstream.trace.interleaver import Interleaver
-from midstream.trace.program import Outcome, Program, outcome
+from midstream.trace.program import Outcome, Program, outcome, put_results
 from midstream.trace.rows import BatchRows, Event
-from midstream.trace.tracer import Result
-from midstream.trace.tree import map_objects
 
 _SAMPLING = set(
     "max_tokens temperature top_p top_k min_p repetition_penalty seed ignore_eos stop stop_token_ids".split()
@@ -276,12 +274,11 @@ class PaddedBatch:
             (output,) = output.rows
         if self._logits is not None and name in self.bodies and self.bodies[name].wants_result:
             output.all_logits = self._rows(each, self.length, is_prompt=True).take(self._logits)
-        for found in {id(found): found for found in (*outcomes, *edits)}.values():
-            found.values = map_objects(found.values, Result, lambda result: result.of(output))
+        error = put_results([own, *edits] if own is not None else edits, output)
         output.saves = saves_of(own, edits)
         for request in each.requests if each.is_batch and each.invoke.prompt is not None else ():
             request.output.saves = output.saves
-        return InvokeResult(outcomes, output, each.requests[0].plan)
+        return InvokeResult(outcomes, output, each.requests[0].plan, error)
 
     def _finish(self, name: str) -> None:
         body = self.interleaver.finish(name)

@@ -379,10 +379,13 @@ class Remote(DescribedModel):
     def _text_config(self) -> Any:
         return SimpleNamespace(**self._description["config"])
 
-    @property
+    @cached_property
     def config(self) -> Any:
-        """The numbers of the model's transformers configuration that the server tells."""
-        return self._text_config
+        """The model's transformers configuration, from the server."""
+        from transformers import AutoConfig
+
+        told = dict(self._description["hf_config"])
+        return AutoConfig.for_model(told.pop("model_type"), **told)
 
     @property
     def longest_prompt(self) -> int:

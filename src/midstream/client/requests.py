@@ -264,8 +264,7 @@ def _text_of(prompt: Any) -> str | None:
 
 def _no_prompt(given: Any) -> PromptError:
     return PromptError(
-        f"A prompt is a text or one sequence of at least one token id; {given!r} was given. Several are for `generate` and `run`; a "
-        "trace has one `tracer.invoke(prompt)` for each."
+        f"A prompt is a text or one sequence of at least one token id; {given!r} was given. Give several prompts as a list of them."
     )
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import islice
 from operator import itemgetter
 from types import FrameType, TracebackType
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from midstream.client.requests import (
     Invoke,
@@ -46,6 +46,10 @@ _NOT_YET = (
     "{name} is set in an invoke, and invokes run after the trace's block. Use {name} in an invoke, or save it there and use it "
     "after the trace."
 )
+
+
+class _MisplacedError(TraceError):
+    """Something of an invoke's block stands above the invokes."""
 
 
 class Backend(Protocol):
@@ -91,6 +95,14 @@ class BlockContext:
         frame, self._frame = self._frame, None
         self._captured(self._block, frame)
         return True
+
+    async def __aenter__(self) -> NoReturn:
+        raise TraceError(
+            "Write `with`, not `async with`: the block is sent with the requests, and only these are awaited."
+        )
+
+    async def __aexit__(self, *_: object) -> None:
+        """Never called."""
 
     def _captured(self, block: Block, frame: FrameType) -> None:
         """Handle the block of the with-statement in `frame`."""
@@ -172,6 +184,13 @@ class Tracer(BlockContext):
         if self._result is not None:
             return self._result
         return self.outputs[0] if len(self.outputs) == 1 else self.outputs
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("iter", "all", "next", "stop", "cache"):
+            raise _MisplacedError(
+                f"tracer.{name} belongs into the code of a request: into an invoke's block, or a trace's that has a prompt."
+            )
+        raise AttributeError(f"a trace has no {name}", name=name, obj=self)
 
     def invoke(
         self, prompt: Prompt | Sequence[Prompt] | None = None, *, plan: Any = None, edits: Any = None, **params: Any
@@ -309,9 +328,9 @@ class Tracer(BlockContext):
                 error.add_note(_NOT_YET.format(name=error.name))
             raise
         except TraceError as error:
-            if not self.invokes:
-                raise TraceError(_NO_PROMPT) from error
-            raise
+            if self.invokes or isinstance(error, _MisplacedError):
+                raise
+            raise TraceError(_NO_PROMPT) from error
         finally:
             self._collecting = False
             SAVE_ABOVE.reset(token)

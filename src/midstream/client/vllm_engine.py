@@ -31,9 +31,7 @@ from midstream.errors import (
 )
 from midstream.ranks.merge import merged_description, merged_outcomes
 from midstream.runtime.request import TraceRequest
-from midstream.trace.program import Outcome
-from midstream.trace.tracer import Result
-from midstream.trace.tree import map_objects
+from midstream.trace.program import Outcome, put_results
 from midstream.transport.receiver import Mailbox, Receiver
 
 _FIRST_REQUESTS = 8  # of many: so few are submitted before the first step
@@ -434,12 +432,11 @@ def merge_stages(messages: Iterable[tuple[dict[str, Any], list[Outcome]]], sampl
 def traced_result(request: EngineRequest, samples: Sequence[list[Outcome]], output: Any) -> InvokeResult:
     """The result of a traced request, with the saved values on its output."""
     samples = samples or [[request.unrun]] * len(output.outputs) if request.unrun is not None else samples
-    for outcome in (outcome for sample in samples for outcome in sample):
-        outcome.values = map_objects(outcome.values, Result, lambda result: result.of(output))
+    error = put_results((outcome for sample in samples for outcome in sample), output)
     output.saves = sample_saves(samples)
     # Of the edits' outcomes only errors are needed from here on.
     outcomes = [o for own, *edits in samples for o in (own, *(edit for edit in edits if edit.failure is not None))]
-    return InvokeResult(outcomes, output)
+    return InvokeResult(outcomes, output, error=error)
 
 
 def sample_saves(samples: Sequence[list[Outcome]]) -> Any:

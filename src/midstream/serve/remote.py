@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -55,6 +56,7 @@ async def description(request: Request) -> dict[str, Any]:
         **model.description,
         "model": model.model_name,
         "config": {name: getattr(config, name, None) for name in names},
+        "hf_config": json.loads(model.config.to_json_string(use_diff=False)),
         "max_model_len": model.vllm_config.model_config.max_model_len,
     }
 

@@ -266,7 +266,8 @@ class Envoy(CallPoints):
         return iter(self[:])
 
     def __repr__(self) -> str:
-        return repr(self._module) if self._module is not None else f"{self._class_name}()"
+        shown = repr(self._module) if self._module is not None else self._class_name
+        return f"{self._path}: {shown}" if self._path else shown
 
     @property
     def _class_name(self) -> str:

@@ -238,7 +238,8 @@ class Interleaver(Forward):
                 visit = self._visit(self.bodies[name], event)
                 visit.set_raw(value)
                 visit.leave()
-        waiting = [body for body in waiting or () if not self._refused(body, key)]
+        if waiting and self.overrides:
+            waiting = [body for body in waiting if not self._refused(body, key)]
         while waiting:
             ordered = self._in_order(waiting) if len(waiting) > 1 else waiting
             for body in ordered:
@@ -248,7 +249,7 @@ class Interleaver(Forward):
             for body in ordered:
                 self._file(body)
             self._release_barriers()
-            waiting = self._waiting.pop(key, [])
+            waiting = self._waiting.pop(key, None)
         event.write_back()
         for name, watch in self.watchers.get(key, ()):
             if name in self.rows and self.bodies[name].failure is None and not self._skipper(name, key):

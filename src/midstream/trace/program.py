@@ -13,7 +13,7 @@ import pickle
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
@@ -27,8 +27,8 @@ from midstream.errors import InterventionError, MidstreamError, StageFailedError
 from midstream.trace.block import Block, locals_at
 from midstream.trace.body import Body, StopTrace, current_body
 from midstream.trace.saves import attributes_of, contents, is_container, is_installed, variables_of
-from midstream.trace.tracer import BodyTracer, backward, save, steps_of
-from midstream.trace.tree import as_bytes, is_raw, map_tensors, movable
+from midstream.trace.tracer import BodyTracer, Result, backward, save, steps_of
+from midstream.trace.tree import as_bytes, is_raw, map_objects, map_tensors, movable
 
 RETURNED = "return"
 _CHANGING_CLOUDPICKLE = threading.Lock()
@@ -317,6 +317,22 @@ def outcome(body: Body, program: Program) -> Outcome:
         steps=body.now + 1,
         saved=bool(body.saves),
     )
+
+
+def put_results(outcomes: Iterable[Outcome], output: Any) -> MidstreamError | None:
+    """Put the request's output in place of `tracer.result` in saved values. Returns the error for a part that the output lacks."""
+    failed: list[MidstreamError] = []
+
+    def found(result: Result) -> Any:
+        try:
+            return result.of(output)
+        except MidstreamError as error:
+            failed.append(error)
+            return None
+
+    for each in outcomes:
+        each.values = map_objects(each.values, Result, found)
+    return failed[0] if failed else None
 
 
 def unrun(program: Program) -> Outcome:

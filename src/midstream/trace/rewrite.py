@@ -11,8 +11,7 @@ import ast
 import copy
 import dis
 import functools
-import inspect
-import textwrap
+import linecache
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import CodeType
@@ -81,24 +80,30 @@ def compile_body(filename: str, node: ast.With, index: int, class_name: str | No
 def compile_function(code: CodeType) -> CodeType | None:
     """The code of a function, with `x.save()` in it as `__save__(x)`, which is one more free variable; None if its source is not found."""
     try:
-        text = textwrap.dedent(inspect.getsource(code))
-        tree = ast.parse(text)
-    except (OSError, TypeError, SyntaxError):
+        tree = ast.parse("".join(linecache.getlines(code.co_filename)))
+    except SyntaxError:
         return None
-    function = tree.body[0]
-    if not isinstance(function, ast.FunctionDef) or "__class__" in code.co_freevars:
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == code.co_name]
+    found = [
+        node for node in found if code.co_firstlineno in (node.lineno, *(d.lineno for d in node.decorator_list[:1]))
+    ]
+    if len(found) != 1 or "__class__" in code.co_freevars:
         return None
+    function = found[0]
     function.decorator_list = []
     function = _SavesOnly().visit(function)
     outer = ast.parse("def __names__():\n pass").body[0]
     assert isinstance(outer, ast.FunctionDef)
     free = [*code.co_freevars, "__save__"]
     outer.body = [ast.Assign([ast.Name(name, ast.Store()) for name in free], ast.Constant(None)), function]
+    for part in (outer, *outer.body[:1], *ast.walk(outer.body[0])):
+        ast.copy_location(part, function)
     tree.body = [outer]
-    ast.increment_lineno(function, code.co_firstlineno - function.lineno)
-    made = compile(ast.fix_missing_locations(tree), code.co_filename, "exec", dont_inherit=True)
-    found = [each for each in _codes(made) if each.co_name == code.co_name and "__save__" in each.co_freevars]
-    return found[0].replace(co_qualname=code.co_qualname) if found else None
+    module = compile(ast.fix_missing_locations(tree), code.co_filename, "exec", dont_inherit=True)
+    made = next((each for each in _codes(module) if each.co_name == code.co_name), None)
+    if made is None or "__save__" not in made.co_freevars or not _marks(made) <= _marks(code):
+        return None  # the file was edited after it was loaded
+    return made.replace(co_qualname=code.co_qualname)
 
 
 def _target(node: ast.expr | None, filename: str) -> str | tuple[str, ...] | None:

@@ -249,21 +249,33 @@ class CacheEntry:
         return max(map(len, self._steps.values()), default=0)
 
     def __getitem__(self, index: int) -> CacheEntry:
-        entry = CacheEntry()
-        for field_name, numbers in self._steps.items():
-            values = getattr(self, field_name)
-            entry.add(field_name, values[index] if isinstance(values, _Steps) else [values][index], numbers[index])
+        calls = range(len(self))[index]
+        return self._where(lambda place, _: place == calls)
+
+    def parts(self) -> list[tuple[str, list[int], list[Any]]]:
+        """Each field with the steps and the values of its calls, for `of`."""
+        found = [(name, numbers, getattr(self, name)) for name, numbers in self._steps.items()]
+        return [(name, numbers, [*each] if isinstance(each, _Steps) else [each]) for name, numbers, each in found]
+
+    @classmethod
+    def of(cls, parts: Iterable[tuple[str, list[int], list[Any]]]) -> CacheEntry:
+        entry = cls()
+        for name, numbers, values in parts:
+            for number, value in zip(numbers, values, strict=True):
+                entry.add(name, value, number)
         return entry
 
     def until(self, step: int) -> CacheEntry:
         """The entry with the values of the steps before `step` only."""
-        entry = CacheEntry()
-        for field_name, numbers in self._steps.items():
-            values = getattr(self, field_name)
-            for number, value in zip(numbers, values if isinstance(values, _Steps) else [values], strict=True):
-                if number < step:
-                    entry.add(field_name, value, number)
-        return entry
+        return self._where(lambda _, number: number < step)
+
+    def _where(self, chosen: Callable[[int, int], bool]) -> CacheEntry:
+        """The entry with the calls for whose place and step `chosen` holds."""
+        parts = []
+        for name, numbers, values in self.parts():
+            places = [place for place, number in enumerate(numbers) if chosen(place, number)]
+            parts.append((name, [numbers[place] for place in places], [values[place] for place in places]))
+        return CacheEntry.of(parts)
 
 
 class _Steps(list[Any]):
