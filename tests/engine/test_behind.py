@@ -167,6 +167,7 @@ def test_i1_a_reading_trace_does_not_stop_the_forward(engine: VLLM) -> None:
         h = engine.layers_output[2].save()
         engine.layers_output[5] += torch.ones(256)
     after = engine.gauges()[0]
+    assert h.shape[-1] == 256
     assert after["forward_traced_steps"] == before["forward_traced_steps"]
     assert after["traced_steps"] > before["traced_steps"] and after["planned_steps"] > before["planned_steps"]
 
