@@ -220,3 +220,24 @@ def test_plans_beside_a_trace_keep_it_in_the_forward(engine: VLLM) -> None:
         plain = engine.layers_output[2].save()
     torch.testing.assert_close(h, plain + 1)
     assert engine.gauges()[0]["forward_traced_steps"] > before
+
+
+def test_i2_explain_says_what_becomes_of_a_trace(engine: VLLM, capsys: pytest.CaptureFixture[str]) -> None:
+    def steers(model: Any) -> None:
+        model.layers_output[2] += torch.ones(256)
+
+    def scales(model: Any) -> Any:
+        h = model.layers_output[1]
+        model.layers_output[2] *= 0.5
+        return h
+
+    line = scales.__code__.co_firstlineno
+    assert engine.explain(steers).endswith("A plan does all of it: no code runs in the engine.")
+    text = engine.explain(scales)
+    assert f"line {line + 1}  read     resid_post[1] is captured" in text
+    assert f"line {line + 2}  forward  a plan adds, subtracts and replaces; this write does something else" in text
+    capsys.readouterr()
+    with engine.explain() as tracer:
+        for _ in tracer.iter[:]:
+            engine.layers_output[3][-1].save()
+    assert "The trace runs behind the step" in capsys.readouterr().out
