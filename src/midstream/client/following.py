@@ -232,9 +232,9 @@ class Reader:
         self.record.needs_body = True
         self._forget_what_can_change(of)
         root = container
-        while isinstance(root, (ast.Attribute, ast.Subscript, ast.Call)):
-            root = root.func if isinstance(root, ast.Call) else root.value
-        if isinstance(root, ast.Name) and root.id in self.names:
+        while isinstance(root, (ast.Attribute, ast.Subscript)):
+            root = root.value
+        if isinstance(root, ast.Name) and root.id in self.names and not is_the_model(self.names[root.id]):
             self.names[root.id] = SHARED if may_hold(value) or may_hold(self.names[root.id]) else NEW
 
     def _forget_what_can_change(self, changed: Any) -> None:

@@ -100,7 +100,7 @@ def joined(values: Iterable[Any]) -> Any:
     if values and all(same(value, values[0]) for value in values[1:]):
         return values[0]
     if any(map(is_the_model, values)):
-        return MODEL
+        raise Stays(None, "a name may stand for the model or for something else")
     return SHARED if any(map(may_hold, values)) else NEW
 
 

@@ -26,6 +26,8 @@ from midstream.sites import LAYER_SITES, Point
 from midstream.trace.program import BlockProgram, FunctionProgram, Program
 from midstream.trace.tracer import BodyTracer
 
+_LONG_PROMPT = 512
+
 
 @dataclass
 class Lowered:
@@ -62,6 +64,19 @@ class Lowered:
             for (site, in_prompt), layers in groups.items()
         ]
         return Plan((*self.edits, *captures))
+
+
+def explained(program: Program, facts: ModelFacts, sites: Iterable[str]) -> str:
+    """What becomes of a program, line by line, as text. Prompts are taken to have enough tokens for the positions that it names."""
+    found = lower(program, facts, _LONG_PROMPT, sites)
+    lines = [f"{f'line {note.line}':>10}  {note.kind:<8} {note.text}" for note in found.notes]
+    if found.reason is not None:
+        end = "The trace runs in the forward: its steps are slower, for all requests in them."
+    elif found.needs_body:
+        end = "The trace runs behind the step: a plan makes its writes, and its code gets captured rows. The forward is not stopped."
+    else:
+        end = "A plan does all of it: no code runs in the engine."
+    return "\n".join([*lines, end])
 
 
 def lower(program: Program, facts: ModelFacts, prompt_length: int, sites: Iterable[str] = LAYER_SITES) -> Lowered:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import copy
 import itertools
 import secrets
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from types import FrameType
 from typing import Any, Literal, Self
 
 from midstream.arch.aliases import Rename
 from midstream.capture.rows import Routes
 from midstream.capture.sinks import Sinks
 from midstream.client.described import DescribedModel
-from midstream.client.lowering import Lowered, lower_all
+from midstream.client.lowering import Lowered, explained, lower_all
 from midstream.client.model import loading_arguments
 from midstream.client.requests import Invoke, InvokeResult, PreparedPlan, token_ids, without_destinations
+from midstream.client.tracing import BlockContext
 from midstream.client.vllm_async import EngineStream
 from midstream.client.vllm_captures import RowReceiver
 from midstream.client.vllm_engine import EngineConnection, EngineRequest, run_continuously, run_requests
@@ -25,7 +27,9 @@ from midstream.errors import MidstreamError, ParameterError, PlanError, TraceErr
 from midstream.plan.values import Plan
 from midstream.runtime.request import Envelope, PlanRequest, TraceRequest, packed, requests_of
 from midstream.settings import NAME, RECORD_BYTES, Settings
-from midstream.trace.program import ShippedCode, unrun
+from midstream.trace.block import Block
+from midstream.trace.program import BlockProgram, FunctionProgram, ShippedCode, unrun
+from midstream.trace.tracer import BodyTracer
 
 _GROUP = 32  # invokes that become requests at a time
 
@@ -199,6 +203,24 @@ class VLLM(DescribedModel):
         requests = self._requests(invokes, prompts, code, together, lowered)
         return EngineStream(self._connection, lambda: requests)
 
+    def explain(self, fn: Callable[..., Any] | None = None) -> Any:
+        """Print what becomes of a trace's code line by line: what a plan does, what is read behind the step, what stays in the forward.
+
+            model.explain(fn)               # fn(model) or fn(model, tracer), as for `run`
+            with model.explain():           # the block is not run
+                model.layers_output[10] += v
+
+        Nothing is computed. Standing edits are not among it.
+
+        Returns:
+            The text, for a function.
+        """
+        if fn is None:
+            return ExplainContext(self)
+        text = explained(FunctionProgram(fn), self.facts, self.description["free_sites"])
+        print(text)
+        return text
+
     def _lowered(self, invokes: Sequence[Invoke], prompts: Sequence[list[int]]) -> list[Lowered] | None:
         """What the plans of these traces are, if none of them has to run in the forward."""
         if not self._connection.is_described or any(invoke.plan for invoke in invokes):
@@ -295,6 +317,19 @@ class VLLM(DescribedModel):
         if invoke.answers:
             params.logprob_token_ids = list(invoke.answers.values())
         return EngineRequest(prompt, _with_plan(params, plan, rows, invoke), None, plan, rows, invoke.answers)
+
+
+class ExplainContext(BlockContext):
+    """`with model.explain():`"""
+
+    def __init__(self, model: VLLM) -> None:
+        super().__init__()
+        self._model = model
+
+    def _captured(self, block: Block, frame: FrameType) -> None:
+        injected = {block.target: BodyTracer()} if isinstance(block.target, str) else {}
+        model = self._model
+        print(explained(BlockProgram(block, injected), model.facts, model.description["free_sites"]))
 
 
 def _with_carried_plan(invoke: Invoke) -> Invoke:

@@ -1,0 +1,527 @@
+"""What is found in a trace's code before it runs (rows I1, I2): edits that a plan makes, rows that are captured, and bodies that must stay
+in the forward. Each rule has a body that almost fits.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from midstream.client.lowering import Lowered, lower, lower_all
+from midstream.plan.values import ModelFacts, Patch, Steer
+from midstream.sites import LAYER_SITES
+from midstream.trace.program import FunctionProgram
+
+LAYERS, WIDTH, LENGTH = 4, 8, 5
+FACTS = ModelFacts(LAYERS, {(site, layer): WIDTH for site in LAYER_SITES for layer in range(LAYERS)}, "float32")
+V = torch.arange(float(WIDTH))
+ROWS = torch.arange(float(LENGTH * WIDTH)).reshape(LENGTH, WIDTH)
+LINEAR = torch.nn.Linear(WIDTH, 2)
+IN_PLACE = torch.nn.Sequential(torch.nn.ReLU(inplace=True))
+
+
+class Holder:
+    """An object that may hold the model."""
+
+    vector = V
+
+
+HOLDER = Holder()
+
+
+def found(fn, sites=LAYER_SITES) -> Lowered:
+    return lower(FunctionProgram(fn), FACTS, LENGTH, sites)
+
+
+def edits(fn):
+    """(site, layer, positions or phase, vector) of each edit."""
+    lowered = found(fn)
+    assert lowered.reason is None, lowered.reason
+    return [
+        (edit.site, edit.at_layers[0], edit.place or edit.phase, _vector(edit).tolist()) for edit in lowered.edits
+    ], lowered
+
+
+def _vector(edit):
+    data = torch.tensor((edit.vector if isinstance(edit, Steer) else edit.source).data)
+    return edit.scale * data if isinstance(edit, Steer) else data
+
+
+def added(vector, layer=2, where="prefill"):
+    return ("resid_post", layer, where, vector.tolist())
+
+
+# Writes that a plan makes.
+
+
+def in_place_sum(model):
+    model.layers_output[2] += V
+
+
+def difference(model):
+    model.layers_output[2] -= 2 * V
+
+
+def assigned_sum(model):
+    h = model.layers_output[2]
+    model.layers_output[2] = h + V
+
+
+def sum_of_three(model):
+    model.layers_output[2] = V + model.layers_output[2] - 0.5 * V
+
+
+def negative_layer(model):
+    model.layers_output[-2] += V
+
+
+def number(model):
+    model.layers_output[2] += 0.5
+
+
+def row_of_two_axes(model):
+    model.layers_output[2] += V[None]
+
+
+def another_name(model):
+    m = model
+    m.layers_output[2] += V
+
+
+def by_steer(model):
+    model.steer(layers=2, vector=V, factor=1.0)
+
+
+@pytest.mark.parametrize(
+    ("fn", "vector"),
+    [
+        (in_place_sum, V), (difference, -2 * V), (assigned_sum, V), (negative_layer, V), (number, torch.full((WIDTH,), 0.5)),
+        (row_of_two_axes, V), (another_name, V), (by_steer, V),
+    ],
+)  # fmt: skip
+def test_i2_a_known_vector_that_is_added_is_a_steer(fn, vector):
+    there, lowered = edits(fn)
+    assert (there == [added(vector)] and not lowered.needs_body) or (fn is assigned_sum and there == [added(vector)])
+
+
+def test_i2_summands_are_edits_of_their_own():
+    there, lowered = edits(sum_of_three)
+    assert there == [added(V), added(-0.5 * V)] and not lowered.needs_body
+
+
+def test_i2_loops_over_known_layers_are_followed():
+    def loop(model):
+        for layer, scale in zip(range(1, 3), [1.0, 3.0], strict=True):
+            model.layers_output[layer] += scale * V
+
+    there, lowered = edits(loop)
+    assert there == [added(V, 1), added(3 * V, 2)] and not lowered.needs_body
+
+
+def test_i2_rows_are_replaced():
+    def last_is_zero(model):
+        model.layers_output[1][-1] = 0
+
+    def slice_of_rows(model):
+        model.layers_output[1][1:3] = V
+
+    def all_rows(model):
+        model.layers_output[1] = ROWS
+
+    assert edits(last_is_zero)[0] == [("resid_post", 1, (4,), [0.0] * WIDTH)]
+    assert edits(slice_of_rows)[0] == [("resid_post", 1, (1, 2), V.tolist())]
+    assert edits(all_rows)[0] == [("resid_post", 1, (i,), ROWS[i].tolist()) for i in range(LENGTH)]
+    assert all(isinstance(edit, Patch) for edit in found(all_rows).edits)
+
+
+def test_i2_steps():
+    def every_step(model, tracer):
+        for _ in tracer.iter[:]:
+            model.layers_output[2] += V
+
+    def with_all(model, tracer):
+        with tracer.all():
+            model.layers_output[2] += V
+
+    def generated(model, tracer):
+        for _ in tracer.iter[1:]:
+            model.layers_output[2] += V
+
+    assert edits(every_step)[0] == edits(with_all)[0] == [added(V, where="both")]
+    assert edits(generated)[0] == [added(V, where="decode")]
+
+
+def test_i2_a_helper_function_and_a_closure_are_followed():
+    vectors = [V, 2 * V]
+
+    def helper(m, layer, scale=1.0):
+        m.layers_output[layer] += scale * vectors[layer - 1]
+
+    def body(model):
+        helper(model, 1)
+        helper(model, 2, scale=0.5)
+
+    assert edits(body)[0] == [added(V, 1), added(V, 2)]
+
+
+# Reads.
+
+
+def captures(fn):
+    lowered = found(fn)
+    assert lowered.reason is None, lowered.reason
+    return {(item.site, item.at_layers): item.positions for item in lowered.plan.captures}
+
+
+def test_i1_what_is_read_is_captured():
+    def one(model):
+        return model.layers_output[3].norm(), model.mlps_output[1:3], model.logits.argmax()
+
+    def unknown(model):
+        k = int(model.layers_output[0].norm())
+        return model.layers_output[k]
+
+    def every_step(model, tracer):
+        return [model.resid_mid[1][-1] for _ in tracer.iter[:]]
+
+    def for_loop(model, tracer):
+        out = []
+        for step in tracer.iter[:]:
+            out.append(model.resid_mid[1][-1])
+            if step == 3:
+                tracer.stop()
+        return out
+
+    def of_modules(model):
+        return LINEAR(model.layers_output[1]), F.softmax(model.layers_output[2], -1)
+
+    assert captures(one) == {("mlp_out", (1, 2)): "all_prompt", ("resid_post", (3,)): "all_prompt"}
+    assert captures(unknown) == {("resid_post", (0, 1, 2, 3)): "all_prompt"}
+    assert captures(for_loop) == {("resid_mid", (1,)): "all"}
+    assert captures(of_modules) == {("resid_post", (1, 2)): "all_prompt"}
+    assert found(every_step).reason is not None  # a comprehension over steps is left to the forward
+
+
+def test_i1_the_model_stays_the_model_after_its_values_are_used():
+    """Seen failing where a method of a value that the model gave was taken for a change of the model."""
+
+    def projects(model):
+        early = model.project_on_vocab(model.layers_output[1]).save()
+        late = model.project_on_vocab(model.layers_output[3]).save()
+        model.logits[:, 0] = 0
+        return early, late, model.layers_output[2]
+
+    def made(k):
+        return [k]
+
+    def calls(model):
+        made(1).append(model.layers_output[1])
+        return made(2)
+
+    assert captures(projects) == {("resid_post", (1, 2, 3)): "all_prompt"}
+    assert captures(calls) == {("resid_post", (1,)): "all_prompt"}
+
+
+def test_i1_a_written_site_is_captured_for_the_body_alone():
+    def reads_and_writes(model):
+        h = model.layers_output[1]
+        model.layers_output[2] += V
+        return h
+
+    assert captures(reads_and_writes) == {("resid_post", (1, 2)): "all_prompt"}
+    assert captures(in_place_sum) == {}
+
+
+def test_i1_sites_outside_of_the_graphs_stay():
+    def reads(model):
+        return model.mlps_output[1]
+
+    assert found(reads).reason is None
+    assert "mlp_out is not among the engine's graph_sites: resid_post" in found(reads, ["resid_post"]).reason
+
+
+def test_bodies_of_one_request_are_taken_together():
+    def early(model):
+        model.layers_output[1] += V
+
+    def reads(model):
+        return model.layers_output[1]
+
+    both = lower_all([FunctionProgram(early), FunctionProgram(reads)], FACTS, LENGTH, LAYER_SITES)
+    assert both.reason is None and both.needs_body and len(both.edits) == 1
+    assert [item.at_layers for item in both.plan.captures] == [(1,)]
+    twice = lower_all([FunctionProgram(early), FunctionProgram(early)], FACTS, LENGTH, LAYER_SITES)
+    assert "two of its bodies" in twice.reason
+
+
+# Bodies that almost fit.
+
+
+def in_place_on_a_name(model):
+    h = model.layers_output[2]
+    h += V
+
+
+def in_place_on_a_view(model):
+    h = model.layers_output[2].reshape(-1)
+    h[0] = 1
+
+
+def in_place_by_a_method(model):
+    model.layers_output[2].add_(V)
+
+
+def in_place_by_out(model):
+    h = model.layers_output[2]
+    torch.add(h, V, out=h)
+
+
+def in_place_by_a_function(model):
+    F.relu(model.layers_output[2], True)
+
+
+def in_place_by_operator(model):
+    operator.iadd(model.layers_output[2], V)
+
+
+def in_place_by_a_module(model):
+    return IN_PLACE(model.layers_output[2])
+
+
+def in_place_in_a_list(model):
+    hs = [model.layers_output[2]]
+    hs[0] += V
+
+
+def in_place_in_a_loop(model):
+    for h in [model.layers_output[1], model.layers_output[2]]:
+        h *= 2
+
+
+def in_place_by_a_helper(model):
+    def helper(h):
+        h += V
+
+    helper(model.layers_output[2])
+
+
+def in_place_by_a_known_helper(model):
+    _double(model.layers_output[2])
+
+
+def _double(h):
+    h *= 2
+
+
+def unknown_condition(model):
+    if model.layers_output[1].norm() > 3:
+        model.layers_output[2] += V
+
+
+def while_loop(model):
+    n = 0
+    while n < 2:
+        model.layers_output[2] += V
+        n += 1
+
+
+def unknown_vector(model):
+    h = model.layers_output[1]
+    model.layers_output[2] += h[-1]
+
+
+def random_vector(model):
+    model.layers_output[2] += torch.randn(WIDTH)
+
+
+def changed_vector(model):
+    v = V.clone()
+    v[0] = 7
+    model.layers_output[2] += v
+
+
+def vector_of_a_changed_list(model):
+    vectors = [V]
+    vectors.append(2 * V)
+    model.layers_output[2] += vectors[-1]
+
+
+def wrong_width(model):
+    model.layers_output[2] += torch.ones(3)
+
+
+def one_vector_a_row(model):
+    model.layers_output[2] += ROWS
+
+
+def scaled(model):
+    model.layers_output[2] *= 0.5
+
+
+def scaled_and_added(model):
+    model.layers_output[2] = 2 * model.layers_output[2] + V
+
+
+def other_layer(model):
+    model.layers_output[2] = model.layers_output[1] + V
+
+
+def replaced_in_every_step(model, tracer):
+    for _ in tracer.iter[:]:
+        model.layers_output[2] = V
+
+
+def some_steps(model, tracer):
+    for _ in tracer.iter[1:3]:
+        model.layers_output[2] += V
+
+
+def first_steps(model, tracer):
+    for step in tracer.iter[:]:
+        if step < 2:
+            model.layers_output[2] += V
+
+
+def broken_off(model, tracer):
+    for step in tracer.iter[:]:
+        if step == 2:
+            break
+        model.layers_output[2] += V
+
+
+def after_the_steps(model, tracer):
+    for _ in tracer.iter[:]:
+        model.layers_output[1].norm()
+    model.layers_output[2] += V
+
+
+def after_next(model, tracer):
+    tracer.next()
+    model.layers_output[2] += V
+
+
+def after_stop(model, tracer):
+    if model.layers_output[1].norm() > 0:
+        tracer.stop()
+    model.layers_output[2] += V
+
+
+def two_kinds(model):
+    model.layers_output[2] += V
+    model.layers_output[2][-1] = 0
+
+
+def row_twice(model):
+    model.layers_output[2][[1, 1]] = 0
+
+
+def caught(model):
+    try:
+        model.layers_output[2] += V
+    except ValueError:
+        print("caught")
+
+
+def early_return(model):
+    if model.layers_output[1].norm() > 0:
+        return
+    model.layers_output[2] += V
+
+
+def perhaps_another_name(model, tracer):
+    m = tracer
+    if model.layers_output[1].norm() > 0:
+        m = model
+    m.layers_output[2] += V
+
+
+def in_a_container(model):
+    parts = {"model": model}
+    return parts["model"].layers_output[2]
+
+
+def by_getattr(model):
+    return getattr(model, "layers_output")[2]  # noqa: B009
+
+
+def by_locals(model):
+    return locals()["model"].layers_output[2]
+
+
+def by_an_object(model):
+    return HOLDER.vector + model.layers_output[2]
+
+
+def module_of_the_model(model):
+    return model.model.layers[2].output
+
+
+def embeddings(model):
+    return model.token_embeddings
+
+
+def skips(model):
+    model.skip_layers(1)
+
+
+def caches(model, tracer):
+    return tracer.cache()
+
+
+def nested_function(model):
+    def inner():
+        return model.layers_output[2]
+
+    return inner()
+
+
+def layer_out_of_range(model):
+    return model.layers_output[9]
+
+
+def set_to_a_nan(model):
+    model.layers_output[2] += float("nan")
+
+
+def starred(model, *rest):
+    return model.layers_output[2]
+
+
+STAY = [each for each in list(globals().values()) if callable(each) and getattr(each, "__module__", "") == __name__]
+STAY = STAY[STAY.index(in_place_on_a_name) :]
+STAY = [each for each in STAY if each is not _double]
+
+
+@pytest.mark.parametrize("fn", STAY, ids=lambda fn: fn.__name__)
+def test_i2_what_is_not_recognised_stays_in_the_forward(fn):
+    lowered = found(fn)
+    assert lowered.reason is not None and not lowered.edits and lowered.notes[-1].kind == "forward"
+
+
+def test_values_that_the_trace_makes_may_be_changed_in_place():
+    def body(model, tracer):
+        total, count = 0.0, 0
+        out = []
+        for step in tracer.iter[:]:
+            h = model.layers_output[2].clone()
+            h[0] = 0
+            h += 1
+            total += h.norm()
+            count += 1
+            out.append(h)
+            model.logits[:, step] = -1.0
+        return out, total, count
+
+    assert found(body).reason is None
+
+
+def test_notes_say_what_becomes_of_each_line():
+    lowered = found(unknown_condition)
+    first = unknown_condition.__code__.co_firstlineno
+    assert [(note.line - first, note.kind) for note in lowered.notes] == [(1, "read"), (2, "forward")]
+    assert lowered.reason.startswith(f"line {first + 2}: ")
+    notes = found(assigned_sum).notes
+    assert [note.kind for note in notes] == ["read", "edit"] and "resid_post[2]" in notes[1].text
