@@ -338,10 +338,10 @@ def test_leaving_the_loop_early_aborts_the_rest(model: VLLM, drive: Drive, plain
         with model.trace(max_tokens=400, **GREEDY) as tracer:
             with tracer.invoke(FRANCE):
                 for _ in tracer.iter[:]:
-                    model.layers_output[3] += 0.0
+                    model.layers_output[3] *= 1.0
             with tracer.invoke(EIFFEL):
                 for _ in tracer.iter[:]:
-                    model.layers_output[3] += 0.0
+                    model.layers_output[3] *= 1.0
         before = await steps(model)
         async for output in tracer.backend:
             if len(output.outputs[0].token_ids) > 5:

@@ -243,6 +243,32 @@ def test_i1_sites_outside_of_the_graphs_stay():
     assert "mlp_out is not among the engine's graph_sites: resid_post" in found(reads, ["resid_post"]).reason
 
 
+def test_a_body_that_does_more_than_to_write_is_run():
+    def raises(model):
+        model.layers_output[2] += V
+        1 / 0
+
+    def looks_up(model):
+        model.layers_output[2] += V
+        {}["no such key"]
+
+    def asserts(model):
+        model.layers_output[2] += V
+        assert not WIDTH
+
+    def returns(model):
+        model.layers_output[2] += V
+        return 3
+
+    def backwards(model):
+        model.layers_output[2] += V
+        model.layers_output[1] += V
+
+    for fn in (raises, looks_up, asserts, returns, backwards):
+        assert found(fn).reason is None and found(fn).needs_body, fn
+    assert not found(in_place_sum).needs_body
+
+
 def test_bodies_of_one_request_are_taken_together():
     def early(model):
         model.layers_output[1] += V

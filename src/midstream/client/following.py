@@ -154,12 +154,14 @@ class Reader:
             ):
                 self._loop(node, target or ast.copy_location(ast.Name("_", ast.Store()), node), steps, body)
             case ast.With(items=items, body=body):
+                self.record.needs_body = True
                 for item in items:
                     self._refuse_model(item.context_expr, self._value(item.context_expr))
                     if item.optional_vars is not None:
                         self._bind(item.optional_vars, SHARED)
                 self._all(body)
             case ast.Try(body=body, handlers=handlers, orelse=orelse, finalbody=final):
+                self.record.needs_body = True
                 for handler in handlers:
                     if handler.name is not None:
                         self.names[handler.name] = NEW
@@ -168,7 +170,10 @@ class Reader:
                 )
                 self._either(lambda: self._all(final), lambda: None)
             case ast.Return(value=value):
-                self.returned.append(self._value(value) if value is not None else Known(None))
+                returned = self._value(value) if value is not None else Known(None)
+                self.returned.append(returned)
+                if not (isinstance(returned, Known) and returned.value is None):
+                    self.record.needs_body = True
                 if self.record.is_certain:
                     raise _Returned
                 self.record.is_certain = False
@@ -180,9 +185,11 @@ class Reader:
                 self.names[name] = NEW
             case ast.Assert(test=test, msg=message):
                 self._value(test)
+                self.record.needs_body = True
                 if message is not None:
                     self._value(message)
             case ast.Raise(exc=error, cause=None):
+                self.record.needs_body = True
                 if error is not None:
                     self._value(error)
             case ast.Delete(targets=targets) if all(isinstance(each, ast.Name) for each in targets):
@@ -495,6 +502,12 @@ class Reader:
 
     def _value(self, node: ast.expr, quiet: bool = False) -> Any:
         """What is known of an expression's value. `quiet`: a site's value is not read, but written."""
+        found = self._evaluated(node, quiet)
+        if found is NEW or found is SHARED:
+            self.record.needs_body = True  # it may raise, or have an effect
+        return found
+
+    def _evaluated(self, node: ast.expr, quiet: bool) -> Any:
         match node:
             case ast.Constant(value=value):
                 return Known(value)
