@@ -483,6 +483,7 @@ class TraceHost:
         self._running.append(self._behind)
         self._behind.begin_step(rows, (), last)
 
+    @torch.inference_mode()  # as in the forward, which is over
     def _run_behind(self) -> None:
         """The forward is over: run the bodies that run behind it, on what it has captured."""
         captured, self._captured = self._captured, []
