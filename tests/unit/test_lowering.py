@@ -243,6 +243,44 @@ def test_i1_sites_outside_of_the_graphs_stay():
     assert "mlp_out is not among the engine's graph_sites: resid_post" in found(reads, ["resid_post"]).reason
 
 
+def test_i1_what_is_read_before_a_return_in_a_loop_is_captured():
+    """Seen failing where the return ended the search before anything was noted."""
+
+    def first(model, tracer):
+        for _ in tracer.iter[:]:
+            return model.layers_output[2]
+
+    def then_writes(model):
+        for layer in range(3):
+            if model.layers_output[layer].norm() > 3:
+                return
+        model.layers_output[3] += V
+
+    assert captures(first) == {("resid_post", (2,)): "all"}
+    assert found(then_writes).reason is not None
+
+
+def test_i2_a_list_that_another_body_changes_is_not_known():
+    vectors = [V]
+
+    def fills(model):
+        vectors.append(model.layers_output[1][-1])
+
+    def writes(model):
+        model.layers_output[2] += vectors[-1]
+
+    assert found(fills).changes_captured and not found(writes).changes_captured
+    both = lower_all([FunctionProgram(fills), FunctionProgram(writes)], FACTS, LENGTH, LAYER_SITES)
+    assert "changes an object" in both.reason
+
+    def fills_its_own(model):
+        own = []
+        own.append(model.layers_output[1])
+        model.layers_output[2] += V
+
+    assert not found(fills_its_own).changes_captured and found(fills_its_own).edits
+
+
 def test_a_body_that_does_more_than_to_write_is_run():
     def raises(model):
         model.layers_output[2] += V

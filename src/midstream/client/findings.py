@@ -7,9 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from midstream.client.known import (
-    Stays,
-)
+from midstream.client.known import Known, Stays, is_fixed
 from midstream.errors import PlanError
 from midstream.plan.values import Edit, ModelFacts
 from midstream.sites import LAYER_SITES, Point
@@ -37,8 +35,22 @@ class Record:
         self.is_certain = True  # the code runs once in each of its steps
         self.has_stopped = False
         self.needs_body = False  # it does more than to write what a plan writes
+        self.captured: set[int] = set()  # ids of the caller's objects that can be changed
+        self.changes_captured = False
         self.last_written = (-1, 0)
         self.rounds = 0
+
+    def note_captured(self, values: Iterable[Any]) -> None:
+        """These are the caller's own."""
+        for value in values:
+            if isinstance(value, Known):
+                value = value.value
+            if not is_fixed(value) and id(value) not in self.captured:
+                self.captured.add(id(value))
+                if isinstance(value, (list, tuple, set)):
+                    self.note_captured(value)
+                elif isinstance(value, dict):
+                    self.note_captured(value.values())
 
     def note(self, node: ast.AST, kind: str, text: str) -> None:
         note = Note(getattr(node, "lineno", 0), kind, text)

@@ -49,7 +49,6 @@ from midstream.client.known import (
     joined,
     may_hold,
     may_share,
-    same,
 )
 from midstream.plan.values import Edit, Patch, Steer
 from midstream.sites import LAYER_SITES, Point, site_of
@@ -246,6 +245,8 @@ class Reader:
 
     def _forget_what_can_change(self, changed: Any) -> None:
         """A value was changed: other names may hold it, or what holds it."""
+        if isinstance(changed, Known) and id(changed.value) in self.record.captured:
+            self.record.changes_captured = True
         kinds = (
             (torch.Tensor, list, dict, set)
             if not isinstance(getattr(changed, "value", None), (list, dict, set))
@@ -277,33 +278,26 @@ class Reader:
         for name in _names_bound(code):
             if isinstance(self.names.get(name), Known):
                 self.names[name] = NEW
+
+        def once() -> None:
+            before = dict(self.names)
+            with contextlib.suppress(_Returned):
+                body()
+            each = (before, self.names)
+            names = dict.fromkeys([*before, *self.names])
+            self.names = {name: joined([one[name] for one in each if name in one]) for name in names}
+
         try:
             self.record.is_dry = True
             for _ in range(_PASSES):
-                before = dict(self.names)
-                body()
-                self.names = {
-                    name: joined([each[name] for each in (before, self.names) if name in each])
-                    for name in dict.fromkeys([*before, *self.names])
-                }
+                once()
             self.record.is_dry = dry
             before = dict(self.names)
-            body()
-            if any(
-                not same(value, self.names.get(name))
-                for name, value in before.items()
-                if may_share(value) is False and may_share(self.names.get(name))
-            ):
+            once()
+            if any(may_share(self.names[name]) and not may_share(value) for name, value in before.items()):
                 raise Stays(node, "what its names hold cannot be followed")
-            self.names = {
-                name: joined([each[name] for each in (before, self.names) if name in each])
-                for name in dict.fromkeys([*before, *self.names])
-            }
         finally:
-            self.record.is_certain, self.record.is_dry = (
-                was and not (self.returned and self.depth == 0 and not was),
-                dry,
-            )
+            self.record.is_certain, self.record.is_dry = was and not self.returned, dry
 
     def _loop(self, node: ast.stmt, target: ast.expr, iterable: ast.expr, body: Sequence[ast.stmt]) -> None:
         if (steps := self._steps(iterable)) is not None:
@@ -860,6 +854,7 @@ class Reader:
         if self.depth >= _DEPTH:
             raise Stays(node, f"{fn.__name__} is called too deep")
         function, names = source_of(fn, node)
+        self.record.note_captured(names.values())
         parameters = [each.arg for each in function.args.args]
         if any(isinstance(each, ast.Starred) for each in args) or any(each.arg is None for each in keywords):
             raise Stays(node, f"the arguments of {fn.__name__} are not followed")

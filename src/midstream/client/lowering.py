@@ -39,6 +39,7 @@ class Lowered:
         notes: line by line.
         reason: why it has to run in the forward; None if it need not.
         needs_body: whether it does more than the edits.
+        changes_captured: whether it may change one of the caller's objects, which another body may use.
     """
 
     edits: tuple[Edit, ...] = ()
@@ -46,6 +47,7 @@ class Lowered:
     notes: list[Note] = field(default_factory=list)
     reason: str | None = None
     needs_body: bool = True
+    changes_captured: bool = False
 
     @property
     def written(self) -> set[Point]:
@@ -90,12 +92,13 @@ def lower(program: Program, facts: ModelFacts, prompt_length: int, sites: Iterab
     record = Record(facts, prompt_length, frozenset(sites))
     try:
         statements, names = _code_of(getattr(program, "program", program))
+        record.note_captured(names.values())
         reader = Reader(record, names)
         if program.is_standing and not any(map(reader.goes_through_steps, statements)):
             record.step = "all"
         reader.run(statements)
         edits = tuple(edit for _, _, edit in record.edits)
-        return Lowered(edits, record.points(), record.notes, needs_body=record.needs_body)
+        return Lowered(edits, record.points(), record.notes, None, record.needs_body, record.changes_captured)
     except Stays as stays:
         record.notes.append(Note(stays.line, "forward", stays.reason))
         return Lowered(notes=record.notes, reason=f"line {stays.line}: {stays.reason}")
@@ -114,7 +117,11 @@ def lower_all(programs: Sequence[Program], facts: ModelFacts, prompt_length: int
     for one in each:
         for point, in_prompt in one.reads.items():
             reads[point] = reads.get(point, True) and in_prompt
-    return Lowered(tuple(e for one in each for e in one.edits), reads, notes, None, any(one.needs_body for one in each))
+    edits = tuple(edit for one in each for edit in one.edits)
+    needs_body, changes = any(one.needs_body for one in each), any(one.changes_captured for one in each)
+    if changes and edits and len(each) > 1:
+        return Lowered(notes=notes, reason="a body changes an object that another one may use in its writes")
+    return Lowered(edits, reads, notes, None, needs_body, changes)
 
 
 def _code_of(program: Program) -> tuple[Sequence[ast.stmt], dict[str, Any]]:

@@ -228,6 +228,9 @@ class VLLM(DescribedModel):
         sites = self.description["free_sites"]
         each = zip(self._programs(invokes), prompts, strict=True)
         found = [lower_all(programs, self.facts, len(ids), sites) for programs, ids in each]
+        changes, edits = any(each.changes_captured for each in found), any(each.edits for each in found)
+        if len(found) > 1 and changes and edits:  # an invoke may write what another one has put into a list
+            return None
         return None if any(each.reason for each in found) else found
 
     def stream(
