@@ -22,7 +22,7 @@ MODEL = (
 # Section -> (the class or function, what stands before its members, those that users call).
 SECTIONS = {
     "Models": [
-        ("midstream:VLLM", "model", f"{MODEL} engine start gauges"),
+        ("midstream:VLLM", "model", f"{MODEL} explain engine start gauges"),
         ("midstream:LanguageModel", "model", "close"),
         ("midstream:Remote", "model", "record engine_plan gauges close"),
         ("midstream.client.remote_calls:RemoteOutput", "output", ""),
