@@ -542,6 +542,35 @@ def nested_function(model):
     return inner()
 
 
+def nested_function_of_a_later_value(model):
+    def inner():
+        return h
+
+    h = model.layers_output[2]
+    x = inner()
+    x += 1
+
+
+def nested_function_that_reads(model):
+    def inner():
+        return _reads(1)
+
+    _reads(model)
+    return inner()
+
+
+def _reads(m):
+    return m if m == 1 else m.layers_output[2]
+
+
+def loop_that_changes_the_callers(model):
+    w = V
+    for k in [0, int(model.layers_output[1].norm())]:
+        w += k
+        w = w + 1
+    model.layers_output[2] += V
+
+
 def layer_out_of_range(model):
     return model.layers_output[9]
 
@@ -556,7 +585,7 @@ def starred(model, *rest):
 
 STAY = [each for each in list(globals().values()) if callable(each) and getattr(each, "__module__", "") == __name__]
 STAY = STAY[STAY.index(in_place_on_a_name) :]
-STAY = [each for each in STAY if each is not _double]
+STAY = [each for each in STAY if each not in (_double, _reads)]
 
 
 @pytest.mark.parametrize("fn", STAY, ids=lambda fn: fn.__name__)

@@ -209,7 +209,7 @@ class Reader:
                 for part, of_part in zip(parts, each, strict=True):
                     self._bind(part, of_part)
             case ast.Starred(value=inner):
-                self._bind(inner, SHARED if may_share(value) else NEW)
+                self._bind(inner, SHARED if may_hold(value) else NEW)
             case ast.Attribute(value=owner, attr=attribute):
                 of = self._value(owner)
                 if of is MODEL and attribute not in ("logits", "samples"):
@@ -231,7 +231,7 @@ class Reader:
     def _parts(self, value: Any, count: int) -> list[Any]:
         if isinstance(value, Known) and isinstance(value.value, (list, tuple)) and len(value.value) == count:
             return [abstract(each) for each in value.value]
-        return [SHARED if may_share(value) else NEW] * count
+        return [SHARED if may_hold(value) else NEW] * count
 
     def _fill(self, container: ast.expr, of: Any, value: Any) -> None:
         """A container or an object of the trace's or the caller's gets another value."""
@@ -276,8 +276,8 @@ class Reader:
         was, dry = self.record.is_certain, self.record.is_dry
         self.record.is_certain = was and certain
         for name in _names_bound(code):
-            if isinstance(self.names.get(name), Known):
-                self.names[name] = NEW
+            if isinstance(before := self.names.get(name), Known):
+                self.names[name] = NEW if is_fixed(before.value) else SHARED
 
         def once() -> None:
             before = dict(self.names)
@@ -310,7 +310,7 @@ class Reader:
                 self._bind(target, item)
                 self._all(body)
             return
-        each = SHARED if may_share(over) else NEW
+        each = SHARED if may_hold(over) else NEW
 
         def once() -> None:
             self._bind(target, each)
@@ -391,7 +391,9 @@ class Reader:
                 if may_share(before):
                     raise Stays(node, f"{name}: {IN_PLACE}")
                 if isinstance(before, Known) and isinstance(found, Known) and is_fixed(before.value):
-                    return self._bind(target, self._computed(lambda: OPERATORS[type(op)](before.value, found.value)))
+                    result = self._computed(lambda: OPERATORS[type(op)](before.value, found.value))
+                    self.record.needs_body = self.record.needs_body or result is NEW
+                    return self._bind(target, result)
                 self._refuse_model(node, found)
                 self.record.needs_body = True
                 self._forget_what_can_change(before)
@@ -710,15 +712,20 @@ class Reader:
         self.names = names
         return SHARED if any(map(may_hold, found)) else NEW
 
-    def _refuse_uses(self, node: ast.AST) -> None:
-        """Raise Stays if a nested function uses the model, or what may share memory with an activation."""
-        for each in ast.walk(node):
-            if isinstance(each, ast.Name):
-                found = self.names.get(each.id)
-                if may_share(found) or is_the_model(found) or isinstance(found, Method):
-                    raise Stays(node, f"a function in the trace uses {each.id}")
-                if each.id in FRAMES:
-                    raise Stays(node, f"{each.id} may reach the model by another way")
+    def _refuse_uses(self, node: ast.FunctionDef | ast.Lambda) -> None:
+        """Raise Stays if a nested function uses more than its own names, fixed values, and what is new."""
+        if any(isinstance(each, (ast.Global, ast.Nonlocal)) for each in ast.walk(node)):
+            raise Stays(node, "a function in the trace binds names of the code around it")
+        own = {each.arg for each in ast.walk(node) if isinstance(each, ast.arg)} | _names_bound([node])
+        for name in {each.id for each in ast.walk(node) if isinstance(each, ast.Name)} - own:
+            found = self.names.get(name)
+            is_free = found is NEW or (found is None and hasattr(builtins, name) and name not in FRAMES)
+            if isinstance(found, Known) and is_fixed(found.value):
+                is_free = is_followed(found.value) and (
+                    not isinstance(found.value, FunctionType) or changes_nothing(found.value)
+                )
+            if not is_free:
+                raise Stays(node, f"a function in the trace uses {name}")
 
     # Calls.
 
