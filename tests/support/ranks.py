@@ -36,8 +36,8 @@ SUITES = {
         "tests/models/test_steps.py",
         "tests/engine/test_prefix_and_chunks.py",
         "tests/engine/test_async.py",
-        "tests/engine/test_behind.py",
     ],
+    "behind": ["tests/engine/test_behind.py"],
     "results": [
         "tests/models/test_saves.py",
         "tests/models/test_errors.py",
