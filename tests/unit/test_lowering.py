@@ -618,3 +618,13 @@ def test_notes_say_what_becomes_of_each_line():
     assert lowered.reason.startswith(f"line {first + 2}: ")
     notes = found(assigned_sum).notes
     assert [note.kind for note in notes] == ["read", "edit"] and "resid_post[2]" in notes[1].text
+
+
+def test_i2_a_function_whose_file_was_edited_stays_in_the_forward(tmp_path):
+    """Its source is not what runs. Seen failing where the file's present text was read."""
+    path = tmp_path / "edited.py"
+    path.write_text("def body(model):\n    return model.layers_output[1]\n")
+    names: dict = {}
+    exec(compile(path.read_text(), str(path), "exec"), names)
+    path.write_text("def body(model):\n    return model.layers_output[2] + 7\n")
+    assert "no source" in found(names["body"]).reason

@@ -11,7 +11,6 @@ import builtins
 import contextlib
 import functools
 import inspect
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
@@ -52,6 +51,7 @@ from midstream.client.known import (
 )
 from midstream.plan.values import Edit, Patch, Steer
 from midstream.sites import LAYER_SITES, Point, site_of
+from midstream.trace.rewrite import function_tree
 from midstream.trace.saves import variables_of
 from midstream.trace.tracer import save
 
@@ -61,8 +61,8 @@ _PASSES = 3  # over a loop's body until what is known of its names stays the sam
 
 
 def source_of(fn: FunctionType, node: ast.AST | None) -> tuple[ast.FunctionDef, dict[str, Any]]:
-    found = _parsed(fn)
-    if found is None:
+    found = function_tree(fn.__code__)
+    if found is None or inspect.unwrap(fn) is not fn or not _is_simple(found):
         raise Stays(node, f"{fn.__name__} has no source that can be read, or takes its arguments in another way")
     used = {each.id for each in ast.walk(found) if isinstance(each, ast.Name)}
     around = {name: fn.__globals__[name] for name in used if name in fn.__globals__}
@@ -71,21 +71,12 @@ def source_of(fn: FunctionType, node: ast.AST | None) -> tuple[ast.FunctionDef, 
     return found, {name: abstract(value) for name, value in {**around, **closed}.items()}
 
 
-@functools.lru_cache(256)
-def _parsed(fn: FunctionType) -> ast.FunctionDef | None:
-    try:
-        (function,) = ast.parse(textwrap.dedent(inspect.getsource(fn))).body
-    except (OSError, TypeError, SyntaxError, ValueError):
-        return None
-    if not isinstance(function, ast.FunctionDef) or function.decorator_list or inspect.unwrap(fn) is not fn:
-        return None
-    arguments = function.args
-    if arguments.vararg or arguments.kwarg or arguments.kwonlyargs or arguments.posonlyargs:
-        return None
-    if any(isinstance(each, (ast.Yield, ast.YieldFrom, ast.Await)) for each in ast.walk(function)):
-        return None
-    ast.increment_lineno(function, fn.__code__.co_firstlineno - 1)
-    return function
+def _is_simple(function: ast.FunctionDef) -> bool:
+    """Whether it is a plain function with a fixed number of arguments."""
+    given = function.args
+    if function.decorator_list or given.vararg or given.kwarg or given.kwonlyargs or given.posonlyargs:
+        return False
+    return not any(isinstance(each, (ast.Yield, ast.YieldFrom, ast.Await)) for each in ast.walk(function))
 
 
 class _Returned(Exception):

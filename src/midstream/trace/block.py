@@ -36,7 +36,7 @@ from typing import Any
 import torch
 
 from midstream.errors import SourceUnavailableError, TraceError
-from midstream.trace.rewrite import Compiled, compile_body, compile_function
+from midstream.trace.rewrite import Compiled, compile_body, compile_function, parse
 from midstream.trace.saves import Unsaved, is_installed, reached
 
 _UNBOUND = object()
@@ -248,7 +248,7 @@ def _compiled(filename: str, code: CodeType, lasti: int) -> Compiled:
     position = _entered(code, lasti, filename)
     found = [
         (node, index, class_name)
-        for node, class_name in _withs(_parse(filename, "".join(lines)))
+        for node, class_name in _withs(parse(filename, "".join(lines)))
         for index, item in enumerate(node.items)
         if _covers(item.context_expr, position)
     ]
@@ -256,14 +256,6 @@ def _compiled(filename: str, code: CodeType, lasti: int) -> Compiled:
         reason = "the file was edited after it was loaded; load it again" if not found else "write one `with` per line"
         raise SourceUnavailableError(f"{filename}:{position[0]}: the with statement is not found there: {reason}.")
     return compile_body(filename, *found[0], code)
-
-
-@functools.lru_cache(maxsize=64)
-def _parse(filename: str, text: str) -> ast.Module:
-    try:
-        return ast.parse(text, filename)
-    except SyntaxError as error:
-        raise SourceUnavailableError(f"The source of {filename!r} cannot be parsed: {error}") from error
 
 
 def _entered(code: CodeType, lasti: int, filename: str) -> Position:

@@ -76,33 +76,60 @@ def compile_body(filename: str, node: ast.With, index: int, class_name: str | No
     return Compiled(code, target, frozenset(_globals(code)) - outer, read_first - outer, statements)
 
 
-@functools.lru_cache(maxsize=1024)
-def compile_function(code: CodeType) -> CodeType | None:
-    """The code of a function, with `x.save()` in it as `__save__(x)`, which is one more free variable; None if its source is not found."""
+@functools.lru_cache(maxsize=64)
+def parse(filename: str, text: str) -> ast.Module:
+    """The syntax tree of a file, which nobody may change. Raises SourceUnavailableError."""
     try:
-        tree = ast.parse("".join(linecache.getlines(code.co_filename)))
-    except SyntaxError:
+        return ast.parse(text, filename)
+    except SyntaxError as error:
+        raise SourceUnavailableError(f"The source of {filename!r} cannot be parsed: {error}") from error
+
+
+@functools.lru_cache(maxsize=1024)
+def function_tree(code: CodeType) -> ast.FunctionDef | None:
+    """The syntax tree of a function's definition, which nobody may change.
+
+    None if it is not found, or if the file was edited after it was loaded.
+    """
+    try:
+        tree = parse(code.co_filename, "".join(linecache.getlines(code.co_filename)))
+    except SourceUnavailableError:
         return None
     found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == code.co_name]
     found = [
         node for node in found if code.co_firstlineno in (node.lineno, *(d.lineno for d in node.decorator_list[:1]))
     ]
-    if len(found) != 1 or "__class__" in code.co_freevars:
+    if len(found) != 1 or "__class__" in code.co_freevars or _compiled_again(found[0], code, []) is None:
         return None
-    function = found[0]
+    return found[0]
+
+
+@functools.lru_cache(maxsize=1024)
+def compile_function(code: CodeType) -> CodeType | None:
+    """The code of a function, with `x.save()` in it as `__save__(x)`, which is one more free variable; None if its source is not found."""
+    tree = function_tree(code)
+    if tree is None:
+        return None
+    made = _compiled_again(_SavesOnly().visit(copy.deepcopy(tree)), code, ["__save__"])
+    return made if made is not None and "__save__" in made.co_freevars else None
+
+
+def _compiled_again(function: ast.FunctionDef, code: CodeType, more: list[str]) -> CodeType | None:
+    """The code of `function`, with the free variables of `code` and `more`; None if it is not that function's code."""
+    function = copy.copy(function)
     function.decorator_list = []
-    function = _SavesOnly().visit(function)
     outer = ast.parse("def __names__():\n pass").body[0]
     assert isinstance(outer, ast.FunctionDef)
-    free = [*code.co_freevars, "__save__"]
-    outer.body = [ast.Assign([ast.Name(name, ast.Store()) for name in free], ast.Constant(None)), function]
-    for part in (outer, *outer.body[:1], *ast.walk(outer.body[0])):
+    free = [*code.co_freevars, *more]
+    bound = [ast.Assign([ast.Name(name, ast.Store()) for name in free], ast.Constant(None))] if free else []
+    outer.body = [*bound, function]
+    for part in (outer, *bound, *(each for statement in bound for each in ast.walk(statement))):
         ast.copy_location(part, function)
-    tree.body = [outer]
-    module = compile(ast.fix_missing_locations(tree), code.co_filename, "exec", dont_inherit=True)
+    tree = ast.fix_missing_locations(ast.Module([outer], []))
+    module = compile(tree, code.co_filename, "exec", dont_inherit=True)
     made = next((each for each in _codes(module) if each.co_name == code.co_name), None)
-    if made is None or "__save__" not in made.co_freevars or not _marks(made) <= _marks(code):
-        return None  # the file was edited after it was loaded
+    if made is None or not _marks(made) <= _marks(code):
+        return None
     return made.replace(co_qualname=code.co_qualname)
 
 
