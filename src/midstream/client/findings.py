@@ -41,7 +41,7 @@ class Record:
         self.rounds = 0
 
     def note_captured(self, values: Iterable[Any]) -> None:
-        """These are the caller's own."""
+        """Note the caller's objects that can be changed, with those in them."""
         for value in values:
             if isinstance(value, Known):
                 value = value.value
@@ -71,7 +71,7 @@ class Record:
                 self.reads[site, layer] = self.reads.get((site, layer), True) and self.step == "prompt"
 
     def write(
-        self, node: ast.AST, point: Point, kind: str, make: Callable[[dict[str, Any]], Iterable[Edit]], at: Any
+        self, node: ast.AST, point: Point, kind: str, make: Callable[[dict[str, Any]], Sequence[Edit]], at: Any
     ) -> None:
         """Note edits. `make` gets the fields that say where they act; `at`: the indices of the step's rows, None for all."""
         if not self.is_certain or self.has_stopped or self.step is None:
@@ -79,28 +79,26 @@ class Record:
         if self.is_dry:
             return
         moment = point[1], LAYER_SITES.index(point[0])
-        self.needs_body = (
-            self.needs_body or moment < self.last_written
-        )  # it may be out of order, which the body will say
+        if moment < self.last_written:  # it may be out of order: the body will say it
+            self.needs_body = True
         self.last_written = moment
         others = {each for there, each, _ in self.edits if there == point}
         if others - {"add"} or (others and kind != "add"):
             raise Stays(
                 node, f"{point[0]}[{point[1]}] has another write, and a plan makes its edits in an order of its own"
             )
-        places: list[dict[str, Any]]
         if at is not None:
-            places = [{"positions": at}]
+            place: dict[str, Any] = {"positions": at}
             if self.step != "prompt":
                 raise Stays(node, "a plan can name positions of the prompt alone")
         elif kind == "add":
-            places = [{"phase": {"prompt": "prefill", "all": "both", "decode": "decode"}[self.step]}]
+            place = {"phase": {"prompt": "prefill", "all": "both", "decode": "decode"}[self.step]}
         elif self.step == "prompt":
-            places = [{"positions": tuple(range(self.length))}]
+            place = {"positions": tuple(range(self.length))}
         else:
             raise Stays(node, "a plan can replace rows of the prompt alone")
         try:
-            made = [edit for place in places for edit in make(place)]
+            made = make(place)
         except PlanError as error:
             raise Stays(node, str(error)) from error
         self.edits += [(point, kind, edit) for edit in made]

@@ -11,7 +11,7 @@ import builtins
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
@@ -23,14 +23,13 @@ from midstream.client.known import (
     COMPUTABLE,
     COMPUTED,
     COMPUTED_METHODS,
-    FRAMES,
     IN_PLACE,
-    KNOWN_CODE,
     MODEL,
     NEW,
     NEW_METHODS,
     OPERATORS,
     PLAIN_ATTRIBUTES,
+    REFUSED,
     SHARED,
     TRACER,
     Accessor,
@@ -51,6 +50,7 @@ from midstream.client.known import (
 )
 from midstream.plan.values import Edit, Patch, Steer
 from midstream.sites import LAYER_SITES, Point, site_of
+from midstream.trace.program import KNOWN_PACKAGES
 from midstream.trace.rewrite import function_tree
 from midstream.trace.saves import variables_of
 from midstream.trace.tracer import save
@@ -139,10 +139,10 @@ class Reader:
                     self._all(body if found.value else orelse)
                 else:
                     self._either(lambda: self._all(body), lambda: self._all(orelse))
-            case ast.With(items=[ast.withitem(context_expr=steps, optional_vars=target)], body=body) if self._steps(
-                steps
+            case ast.With(items=[ast.withitem(context_expr=chosen, optional_vars=target)], body=body) if (
+                steps := self._steps(chosen)
             ):
-                self._loop(node, target or ast.copy_location(ast.Name("_", ast.Store()), node), steps, body)
+                self._step_loop(chosen, target, steps, body)
             case ast.With(items=items, body=body):
                 self.record.needs_body = True
                 for item in items:
@@ -292,7 +292,7 @@ class Reader:
 
     def _loop(self, node: ast.stmt, target: ast.expr, iterable: ast.expr, body: Sequence[ast.stmt]) -> None:
         if (steps := self._steps(iterable)) is not None:
-            return self._step_loop(node, target, steps, body)
+            return self._step_loop(iterable, target, steps, body)
         over = self._value(iterable)
         items = _items(over)
         jumps = any(isinstance(each, (ast.Break, ast.Continue)) for statement in body for each in ast.walk(statement))
@@ -327,12 +327,13 @@ class Reader:
                         | ast.Slice(lower=None | ast.Constant(value=0), upper=ast.Constant(value=1), step=None)
                     ):
                         return "prompt"
-                self._value(index) if not isinstance(index, ast.Slice) else None
                 return "some"
         return None
 
-    def _step_loop(self, node: ast.stmt, target: ast.expr, steps: str, body: Sequence[ast.stmt]) -> None:
+    def _step_loop(self, chosen: ast.expr, target: ast.expr | None, steps: str, body: Sequence[ast.stmt]) -> None:
         record = self.record
+        if isinstance(chosen, ast.Subscript):
+            self._value(chosen.slice)
         inner = steps if record.step == "prompt" and steps != "some" else None
         if any(
             isinstance(each, (ast.Break, ast.Continue, ast.Return))
@@ -341,12 +342,15 @@ class Reader:
         ):
             inner = None
 
+        targets = [target] if target is not None else []
+
         def once() -> None:
-            self._bind(target, NEW)
+            for each in targets:
+                self._bind(each, NEW)
             self._all(body)
 
         record.step = inner
-        self._repeated(node, once, [*body, target], certain=True)
+        self._repeated(chosen, once, [*body, *targets], certain=True)
         record.step = None  # the steps are over, or the code goes on in the last of them
 
     # Writes.
@@ -411,22 +415,22 @@ class Reader:
             return
         new = self._known(value)
         width, length = self.record.facts.widths[point], self.record.length
-        count = length if rows is None else len(rows)
         row = _row(new, width)
+        parts: list[torch.Tensor | None] = []
         if row is None:
+            count = length if rows is None else len(rows)
             if not (isinstance(new, torch.Tensor) and tuple(new.shape) == (count, width) and not new.is_complex()):
                 raise Stays(node, "the new value is no row, and not one row for each position")
-            each = [_row(part, width) for part in new]
-        else:
-            each = [row] * count
+            parts = [_row(part, width) for part in new]
 
-        def make(place: dict[str, Any]) -> Iterator[Edit]:
+        def make(place: dict[str, Any]) -> list[Edit]:
             positions = place["positions"]
             if row is not None:
-                yield Patch(point[0], layer=point[1], position=positions, source=row)
-                return
-            for position, part in zip(positions, each, strict=True):
-                yield Patch(point[0], layer=point[1], position=position, source=part)
+                return [Patch(point[0], layer=point[1], position=positions, source=row)]
+            return [
+                Patch(point[0], layer=point[1], position=position, source=part)
+                for position, part in zip(positions, parts, strict=True)
+            ]
 
         self.record.write(node, point, "set", make, rows)
 
@@ -588,7 +592,7 @@ class Reader:
             if isinstance(found, Known) and not is_followed(found.value):
                 raise Stays(node, f"{name}, a {type(found.value).__name__}, may reach the model by another way")
             return found
-        if name in FRAMES:
+        if name in REFUSED:
             raise Stays(node, f"{name} may reach the model by another way")
         if hasattr(builtins, name):
             return Known(getattr(builtins, name))
@@ -653,7 +657,7 @@ class Reader:
             if len(layers):
                 record.read(node, owner.site, list(layers))
             return SHARED
-        if isinstance(owner, Known) and isinstance(index, Known) and isinstance(owner.value, (*COMPUTABLE, str)):
+        if isinstance(owner, Known) and isinstance(index, Known) and isinstance(owner.value, COMPUTABLE):
             return self._computed(lambda: owner.value[index.value])
         return SHARED if may_hold(owner) else NEW
 
@@ -672,6 +676,11 @@ class Reader:
             return abstract(found)
         return Known(found) if isinstance(found, (zip, enumerate, reversed)) else NEW
 
+    def _applied(self, function: Callable[..., Any], given: Sequence[Known], named: Mapping[Any, Known]) -> Any:
+        """What a function returns for known arguments."""
+        kwargs = {str(name): each.value for name, each in named.items()}
+        return self._computed(lambda: function(*(each.value for each in given), **kwargs))
+
     def _comprehended(
         self, node: ast.expr, elements: Sequence[ast.expr], generators: Sequence[ast.comprehension]
     ) -> Any:
@@ -681,7 +690,7 @@ class Reader:
             if not rest:
                 found.extend(self._plain(element) for element in elements)
                 return
-            generator, items = rest[0], None
+            generator = rest[0]
             over = self._value(generator.iter)
             self._refuse_model(node, over)
             items = _items(over)
@@ -705,12 +714,12 @@ class Reader:
 
     def _refuse_uses(self, node: ast.FunctionDef | ast.Lambda) -> None:
         """Raise Stays if a nested function uses more than its own names, fixed values, and what is new."""
-        if any(isinstance(each, (ast.Global, ast.Nonlocal)) for each in ast.walk(node)):
+        if _declares_names(node):
             raise Stays(node, "a function in the trace binds names of the code around it")
         own = {each.arg for each in ast.walk(node) if isinstance(each, ast.arg)} | _names_bound([node])
         for name in {each.id for each in ast.walk(node) if isinstance(each, ast.Name)} - own:
             found = self.names.get(name)
-            is_free = found is NEW or (found is None and hasattr(builtins, name) and name not in FRAMES)
+            is_free = found is NEW or (found is None and hasattr(builtins, name) and name not in REFUSED)
             if isinstance(found, Known) and is_fixed(found.value):
                 is_free = is_followed(found.value) and (
                     not isinstance(found.value, FunctionType) or changes_nothing(found.value)
@@ -745,11 +754,7 @@ class Reader:
             return given[0] if given else NEW
         if isinstance(called, Known) and _hashable(called.value) and called.value in COMPUTED:
             if _all_known([*given, *named.values()]) and None not in named:
-                return self._computed(
-                    lambda: called.value(
-                        *(each.value for each in given), **{str(name): each.value for name, each in named.items()}
-                    )
-                )
+                return self._applied(called.value, given, named)
             return SHARED if shares else NEW
         self.record.needs_body = True
         function_of = called.value if isinstance(called, Known) else None
@@ -790,11 +795,7 @@ class Reader:
                 and _all_known(every)
                 and None not in named
             ):
-                return self._computed(
-                    lambda: getattr(owner.value, name)(
-                        *(each.value for each in given), **{str(key): each.value for key, each in named.items()}
-                    )
-                )
+                return self._applied(lambda *args, **kwargs: getattr(owner.value, name)(*args, **kwargs), given, named)
             if name == "save":
                 self.record.needs_body = True
                 return owner
@@ -867,8 +868,7 @@ class Reader:
         )
         if len(args) > len(parameters) or set(given) - set(parameters) or set(parameters) - set(given) - set(defaults):
             raise Stays(node, f"the arguments of {fn.__name__} are not its own")
-        self.record.needs_body = self.record.needs_body or bool(_names_declared(function))
-        if _names_declared(function):
+        if _declares_names(function):
             raise Stays(node, f"{fn.__name__} binds names of the code around it")
         inner = Reader(self.record, {**names, **defaults, **given}, self.depth + 1)
         certain = self.record.is_certain
@@ -892,8 +892,9 @@ def _ends(function: ast.FunctionDef) -> bool:
     return isinstance(function.body[-1], ast.Return)
 
 
-def _names_declared(function: ast.FunctionDef) -> set[str]:
-    return {name for each in ast.walk(function) if isinstance(each, (ast.Global, ast.Nonlocal)) for name in each.names}
+def _declares_names(function: ast.AST) -> bool:
+    """Whether it has a `global` or `nonlocal` statement."""
+    return any(isinstance(each, (ast.Global, ast.Nonlocal)) for each in ast.walk(function))
 
 
 def _names_bound(code: Sequence[ast.AST]) -> set[str]:
@@ -908,9 +909,8 @@ def _names_bound(code: Sequence[ast.AST]) -> set[str]:
 def _imported(node: ast.stmt, name: ast.alias) -> Any:
     """The module or function that an import statement binds, if it is one of PyTorch's or Python's own."""
     module = node.module if isinstance(node, ast.ImportFrom) else name.name
-    if (
-        not module or module.partition(".")[0] not in KNOWN_CODE
-    ):  # a relative import has a module that is not known either
+    # The name of a relative import's module is not known either.
+    if not module or module.partition(".")[0] not in KNOWN_PACKAGES:
         raise Stays(node, f"{module} is imported in the trace")
     found = (
         __import__(module, fromlist=["_"]) if isinstance(node, ast.ImportFrom) or name.asname else __import__(module)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from midstream.sites import Point
-from midstream.trace.program import harmless, is_model
+from midstream.trace.program import KNOWN_PACKAGES, REACHING, harmless, is_model
 from midstream.trace.tracer import save
 
 
@@ -120,22 +120,11 @@ def is_fixed(value: Any) -> bool:
 
 # Functions and methods that are known to change nothing.
 
-KNOWN_CODE = frozenset("torch numpy math operator itertools functools collections builtins statistics".split())
-COMPUTED = frozenset(
-    {range, len, min, max, sum, abs, int, float, list, tuple, zip, enumerate, sorted, reversed, bool, round, slice}
-    | {
-        torch.tensor,
-        torch.as_tensor,
-        torch.zeros,
-        torch.ones,
-        torch.full,
-        torch.arange,
-        torch.stack,
-        torch.cat,
-        torch.zeros_like,
-    }
-    | {torch.ones_like, torch.nn.functional.normalize, torch.norm}
-)
+COMPUTED = frozenset({
+    range, len, min, max, sum, abs, int, float, list, tuple, zip, enumerate, sorted, reversed, bool, round, slice,
+    torch.tensor, torch.as_tensor, torch.zeros, torch.ones, torch.full, torch.arange, torch.stack, torch.cat, torch.zeros_like,
+    torch.ones_like, torch.nn.functional.normalize, torch.norm,
+})  # fmt: skip
 COMPUTED_METHODS = frozenset(
     "to float half bfloat16 double clone norm mean sum detach cpu view reshape unsqueeze squeeze flatten item tolist numel "
     "index keys values items get copy".split()
@@ -145,7 +134,7 @@ NEW_METHODS = frozenset(
     "matmul mm bmm dot topk sort argsort add sub mul div neg numel size dim cumsum eq ne gt lt ge le any all logsumexp nelement".split()
 )
 PLAIN_ATTRIBUTES = frozenset("shape dtype device ndim requires_grad is_cuda layout".split())
-FRAMES = frozenset({"eval", "exec", "globals", "locals", "vars", "setattr", "delattr", "getattr", "__import__", "open"})
+REFUSED = REACHING | {"setattr", "delattr", "getattr", "__import__", "open"}
 _CHANGING = frozenset("copyto put place putmask fill_diagonal shuffle setitem delitem seterr".split()) | {
     name
     for name in dir(operator)
@@ -165,7 +154,10 @@ def changes_nothing(function: Any) -> bool:
     """Whether it is a function of a package that reaches no model and changes none of its arguments."""
     home, name = getattr(function, "__module__", None) or "builtins", getattr(function, "__name__", "")
     return (
-        home.partition(".")[0] in KNOWN_CODE and not name.endswith("_") and name not in _CHANGING and name not in FRAMES
+        home.partition(".")[0] in KNOWN_PACKAGES
+        and not name.endswith("_")
+        and name not in _CHANGING
+        and name not in REFUSED
     )
 
 

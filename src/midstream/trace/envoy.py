@@ -18,7 +18,7 @@ from torch import nn
 from midstream.arch import Architecture
 from midstream.arch.detect import Sizes, text_config
 from midstream.errors import ShapeError, TraceError, UnknownModuleError, UnknownSiteError
-from midstream.sites import ACCESSORS, LAYER_SITES, Binding, Key, hook_hint
+from midstream.sites import ACCESSORS, LAYER_SITES, Binding, Key, hook_hint, site_of
 from midstream.trace.body import current_body, is_in_body
 from midstream.trace.forward import Forward, forward_source
 from midstream.trace.remote import RemoteValue, real
@@ -383,7 +383,7 @@ class ModelEnvoy(Envoy, Sizes):
     final_norm = _site_property("final_norm")
 
     def __getattr__(self, name: str) -> Any:
-        site = ACCESSORS.get(name, name)
+        site = site_of(name)
         if site in LAYER_SITES:
             return SitePerLayer(self._arch, site)
         if name in ("trace", "run", "generate", "record", "edit"):

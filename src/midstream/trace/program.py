@@ -351,7 +351,11 @@ _MODEL_USES = frozenset(
 )
 _TRACER_USES = frozenset({"iter", "all", "next", "stop", "result"})
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, torch.Tensor, torch.dtype, torch.device, torch.Size)
-_KNOWN_CODE = (*"torch numpy math operator itertools functools collections builtins".split(), "midstream.trace.tracer")
+KNOWN_PACKAGES = frozenset(
+    "torch numpy math operator itertools functools collections builtins".split()
+)  # they reach no model
+REACHING = frozenset({"eval", "exec", "globals", "locals", "vars"})  # functions that may find it under another name
+_KNOWN_CODE = (*KNOWN_PACKAGES, "midstream.trace.tracer")
 
 
 def keeps_to_graph_sites(program: Program) -> bool:
@@ -418,7 +422,7 @@ def _uses_only(code: CodeType, uses: Mapping[str, frozenset[str]]) -> bool:
 
 def _reaches_frames(code: CodeType) -> bool:
     """Whether the code calls functions that could find the model under another name."""
-    return bool({"eval", "exec", "globals", "locals", "vars"} & set(code.co_names))
+    return bool(REACHING & set(code.co_names))
 
 
 # Sending. Everything goes by value, except the model's own objects, which the worker replaces by its own.
