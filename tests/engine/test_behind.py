@@ -13,7 +13,6 @@ import torch
 from engines import alive
 
 from midstream.client import vllm as client
-from midstream.client.lowering import Lowered
 from midstream.errors import MidstreamError
 
 if TYPE_CHECKING:
@@ -29,11 +28,11 @@ SITES = {"layers_output": 3, "layers_input": 0, "attentions_output": 1, "mlps_ou
 @contextmanager
 def in_the_forward() -> Iterator[None]:
     """Without the mechanism: every trace stays in the forward."""
-    lower_all, client.lower_all = client.lower_all, lambda *given: Lowered(reason="asked for")
+    lower_trace, client.lower_trace = client.lower_trace, lambda *given: None
     try:
         yield
     finally:
-        client.lower_all = lower_all
+        client.lower_trace = lower_trace
 
 
 def body(seed: int) -> str:

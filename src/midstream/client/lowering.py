@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import FunctionType
 from typing import Any
 
@@ -53,7 +54,7 @@ class Lowered:
     def written(self) -> set[Point]:
         return {(edit.site, layer) for edit in self.edits for layer in edit.at_layers}
 
-    @property
+    @cached_property
     def plan(self) -> Plan:
         """The edits, and captures of the rows that the body needs: its own writes go to its copies of them."""
         if not self.needs_body:
@@ -119,9 +120,36 @@ def lower_all(programs: Sequence[Program], facts: ModelFacts, prompt_length: int
             reads[point] = reads.get(point, True) and in_prompt
     edits = tuple(edit for one in each for edit in one.edits)
     needs_body, changes = any(one.needs_body for one in each), any(one.changes_captured for one in each)
-    if changes and edits and len(each) > 1:
-        return Lowered(notes=notes, reason="a body changes an object that another one may use in its writes")
-    return Lowered(edits, reads, notes, None, needs_body, changes)
+    return Lowered(edits, reads, notes, _clash(each), needs_body, changes)
+
+
+def _clash(each: Sequence[Lowered]) -> str | None:
+    """Why bodies with the same captured objects have to run in the forward; None if they need not."""
+    if len(each) > 1 and any(one.changes_captured for one in each) and any(one.edits for one in each):
+        return "a body changes an object that another one may use in its writes"
+    return None
+
+
+def lower_trace(
+    programs: Sequence[Sequence[Program]], facts: ModelFacts, lengths: Sequence[int], sites: Iterable[str]
+) -> list[Lowered] | None:
+    """What each request of a trace does; None if any of them has to run in the forward.
+
+    Args:
+        programs: of each request.
+        facts, sites: as of `lower`.
+        lengths: of the requests' prompts, in tokens.
+    """
+    known: dict[tuple[int, ...], Lowered] = {}  # a function often runs on many prompts of the same length
+    found = []
+    for own, length in zip(programs, lengths, strict=True):
+        key = (length, *map(id, own))
+        if key not in known:
+            known[key] = lower_all(own, facts, length, sites)
+            if known[key].reason is not None:
+                return None
+        found.append(known[key])
+    return None if _clash(found) else found
 
 
 def _code_of(program: Program) -> tuple[Sequence[ast.stmt], dict[str, Any]]:

@@ -15,7 +15,7 @@ from midstream.arch.aliases import Rename
 from midstream.capture.rows import Routes
 from midstream.capture.sinks import Sinks
 from midstream.client.described import DescribedModel
-from midstream.client.lowering import Lowered, explained, lower_all
+from midstream.client.lowering import Lowered, explained, lower_trace
 from midstream.client.model import loading_arguments
 from midstream.client.requests import Invoke, InvokeResult, PreparedPlan, token_ids, without_destinations
 from midstream.client.tracing import BlockContext
@@ -226,12 +226,7 @@ class VLLM(DescribedModel):
         if not self._connection.is_described or any(invoke.plan for invoke in invokes):
             return None  # a plan's edits and a trace's would act in another order
         sites = self.description["free_sites"]
-        each = zip(self._programs(invokes), prompts, strict=True)
-        found = [lower_all(programs, self.facts, len(ids), sites) for programs, ids in each]
-        changes, edits = any(each.changes_captured for each in found), any(each.edits for each in found)
-        if len(found) > 1 and changes and edits:  # an invoke may write what another one has put into a list
-            return None
-        return None if any(each.reason for each in found) else found
+        return lower_trace(self._programs(invokes), self.facts, [len(ids) for ids in prompts], sites)
 
     def stream(
         self, invokes: Sequence[Invoke], prompts: Sequence[list[int]], code: ShippedCode | None, together: bool
