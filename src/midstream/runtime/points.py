@@ -20,7 +20,7 @@ from torch import nn
 from midstream import hooks
 from midstream.arch import Architecture
 from midstream.runtime.tables import Tables
-from midstream.sites import LAYER_SITES, Binding, Key, Point, Ref, follow, replaced
+from midstream.sites import LAYER_SITES, Binding, Key, Kind, Point, Ref, follow, replaced
 from midstream.trace.body import is_in_body
 from midstream.trace.remote import ALONE, Peers
 
@@ -41,33 +41,30 @@ def trace_keys(arch: Architecture, points: Sequence[Point]) -> dict[Point, Key]:
 def tree_at(arch: Architecture, point: Point, hidden: torch.Tensor, residual: torch.Tensor | None) -> Any:
     """The part of a layer's output that holds its `resid_post`."""
     binding = arch.bindings[point]
-    if not binding.hidden:
-        return hidden
-    leaves: list[torch.Tensor | None] = [None, None]
-    leaves[int(binding.hidden[0])] = hidden
-    if binding.residual is not None:
-        leaves[int(binding.residual[0])] = residual
-    return tuple(leaves)
+    second = {binding.residual: residual} if binding.residual is not None else {}
+    return _tree(binding.kind, {binding.hidden: hidden, **second})
 
 
 def tree_of(arch: Architecture, values: Mapping[Point, torch.Tensor]) -> Any:
     """What a module takes or returns, as far as its sites need it. `values`: `[rows, width]` of sites that all lie there."""
-    leaves: dict[Ref, torch.Tensor] = {}
+    leaves: dict[Ref, torch.Tensor | None] = {}
     for point, value in values.items():
         binding = arch.bindings[point]
         leaves[binding.hidden] = value
         if binding.residual is not None:
             leaves[binding.residual] = torch.zeros_like(value)
-    binding = arch.bindings[next(iter(values))]
-    if binding.kind == "output" and () in leaves:
-        return leaves[()]
-    if binding.kind == "output":
-        return _sequence({int(ref[0]): value for ref, value in leaves.items()})
+    return _tree(arch.bindings[next(iter(values))].kind, leaves)
+
+
+def _tree(kind: Kind, leaves: Mapping[Ref, torch.Tensor | None]) -> Any:
+    """A module's output, or its `(args, kwargs)`, with these leaves and None for all others."""
+    if kind == "output":
+        return leaves[()] if () in leaves else _sequence({int(ref[0]): value for ref, value in leaves.items()})
     named = {str(ref[1]): value for ref, value in leaves.items() if ref[0] == 1}
     return _sequence({int(ref[1]): value for ref, value in leaves.items() if ref[0] == 0}), named
 
 
-def _sequence(leaves: Mapping[int, torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+def _sequence(leaves: Mapping[int, torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
     return tuple(leaves.get(i) for i in range(1 + max(leaves, default=-1)))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -129,6 +129,23 @@ class TracedRequest:
         return stops and self.generated >= sampling.min_tokens
 
 
+class CapturedRows(NamedTuple):
+    """The rows that a step captures for one request, whose bodies run behind it.
+
+    Attributes:
+        number: how many.
+        first: the position of the first.
+        last_row: where its logits and its sample are.
+        pieces: the rows; none if the bodies read no site.
+    """
+
+    bodies: list[str]
+    number: int
+    first: int
+    last_row: FlatRows
+    pieces: list[Piece]
+
+
 class TraceHost:
     """Runs the traces of a worker's requests.
 
@@ -162,7 +179,7 @@ class TraceHost:
         self.interleaver = interleaver
         self._behind = BehindStep(envoy._module, interleaver.order, stages, interleaver.peers, interleaver.aliases)
         self._behind_envoy = envoy.on(self._behind)
-        self._captured: list[tuple[int, list[Piece]]] = []  # rows and pieces of each request that runs behind the step
+        self._captured: list[CapturedRows] = []  # of each request that runs behind the step
         self._stages = stages
         self.reports = reports
         self._device = next(envoy._module.parameters()).device
@@ -427,7 +444,6 @@ class TraceHost:
         `take_rows` gives the rows of a request that the forward will capture for its trace.
         """
         rows: dict[str, FlatRows] = {}
-        behind: list[tuple[list[str], int, int, FlatRows]] = []  # bodies, rows, first position, where the last row is
         replays: list[tuple[Journal, FlatRows]] = []
         last: dict[str, FlatRows] = {}
         self._in_step, self._captured = [], []
@@ -448,32 +464,36 @@ class TraceHost:
             pieces = take_rows(name) if request.trace.behind else []
             if end <= request.seen or name in self._done:
                 continue
+            first = max(request.seen, scheduled.computed)
+            last_row = FlatRows(scheduled.place, scheduled.place + 1, len(view.requests))
             if request.trace.behind:
-                first = max(request.seen, scheduled.computed)
-                at = FlatRows(scheduled.place, scheduled.place + 1, len(view.requests))
-                behind.append((request.open_bodies, scheduled.stop - fresh, first, at))
-                self._captured.append((scheduled.stop - fresh, pieces))
+                self._captured.append(
+                    CapturedRows(request.open_bodies, scheduled.stop - fresh, first, last_row, pieces)
+                )
             for body_name in request.open_bodies if not request.trace.behind else ():
-                rows[body_name] = FlatRows(fresh, scheduled.stop, view.total, max(request.seen, scheduled.computed))
-                last[body_name] = FlatRows(scheduled.place, scheduled.place + 1, len(view.requests))
+                rows[body_name] = FlatRows(fresh, scheduled.stop, view.total, first)
+                last[body_name] = last_row
             request.seen = end
             self._in_step.append((scheduled, request))
         self._running = []
         if rows or replays:
             self._running.append(self.interleaver)
             self.interleaver.begin_step(rows, replays, last)
-        if behind:
-            self._begin_behind(behind)
+        if self._captured:
+            self._begin_behind()
 
-    def _begin_behind(self, requests: Sequence[tuple[list[str], int, int, FlatRows]]) -> None:
-        total, start = sum(count for _, count, _, _ in requests), 0
+    def _begin_behind(self) -> None:
+        total, start = sum(each.number for each in self._captured), 0
         rows: dict[str, FlatRows] = {}
         last: dict[str, FlatRows] = {}
-        for bodies, count, first, at in requests:
-            for body_name in bodies:
-                rows[body_name], last[body_name] = FlatRows(start, start + count, total, first), at
-            start += count
-        layouts = {id(piece.layout): piece.layout for _, pieces in self._captured for piece in pieces}
+        for each in self._captured:
+            for body_name in each.bodies:
+                rows[body_name], last[body_name] = (
+                    FlatRows(start, start + each.number, total, each.first),
+                    each.last_row,
+                )
+            start += each.number
+        layouts = {id(piece.layout): piece.layout for each in self._captured for piece in each.pieces}
         captured = {(site, layer) for layout in layouts.values() for site, layer, _ in layout.by_key}
         self._behind_points = {}
         for point in sorted(captured, key=lambda point: self._order[point]):
@@ -616,15 +636,12 @@ class TraceHost:
         }
 
 
-def _rows_at(captured: Sequence[tuple[int, Sequence[Piece]]], key: tuple[str, int, str]) -> torch.Tensor:
+def _rows_at(captured: Sequence[CapturedRows], key: tuple[str, int, str]) -> torch.Tensor:
     """`[rows, width]`, what was captured at a site of all these requests; zeros for a request without it."""
     parts: list[torch.Tensor | int] = []
-    for count, pieces in captured:
-        parts += (
-            [piece.chunk.plane(key) for piece in pieces]
-            if any(key in piece.layout.by_key for piece in pieces)
-            else [count]
-        )
+    for each in captured:
+        has_site = any(key in piece.layout.by_key for piece in each.pieces)
+        parts += [piece.chunk.plane(key) for piece in each.pieces] if has_site else [each.number]
     like = next(part for part in parts if isinstance(part, torch.Tensor))
     if len(parts) == 1:
         return like
