@@ -316,6 +316,13 @@ def _in_factory(function: ast.FunctionDef, free: tuple[str, ...]) -> ast.Functio
     return ast.FunctionDef("__factory__", arguments, [function, returned], [], None, None, type_params=[])  # type: ignore[call-arg]
 
 
+def _rewritten(plain: Any, source: ForwardSource, caller: Callable[..., Any]) -> Any:
+    """The function whose source this is, with its calls made by `caller`."""
+    names = {**plain.__globals__, _DISPATCH: caller}
+    exec(source.code, names)
+    return names["__factory__"](*[cell.cell_contents for cell in plain.__closure__ or ()])
+
+
 class SourceHooks:
     """Replaces forwards by rewritten ones while a trace is alive. `fire` gets each call's point and value."""
 
@@ -347,11 +354,8 @@ class SourceHooks:
             return
         module = self._modules[path]
         plain = inspect.unwrap(type(module).forward)
-        cells = [cell.cell_contents for cell in plain.__closure__ or ()]
-
-        names = {**plain.__globals__, _DISPATCH: self._caller(path)}
-        exec(self.of(path).code, names)
-        self._handles[path] = hooks.replace_forward(module, names["__factory__"](*cells).__get__(module))
+        made = _rewritten(plain, self.of(path), self._caller(path))
+        self._handles[path] = hooks.replace_forward(module, made.__get__(module))
 
     def _caller(self, path: str, within: str = "") -> Callable[..., Any]:
         """What rewritten code calls in place of a function; `within` is the start of the calls' names."""
@@ -382,9 +386,7 @@ class SourceHooks:
         except (SourceUnavailableError, AttributeError, TypeError):
             return function
         self._opened[path, name] = source
-        names = {**plain.__globals__, _DISPATCH: self._caller(path, f"{name}.")}
-        exec(source.code, names)
-        made = names["__factory__"](*[cell.cell_contents for cell in plain.__closure__ or ()])
+        made = _rewritten(plain, source, self._caller(path, f"{name}."))
         made.__defaults__, made.__kwdefaults__ = plain.__defaults__, plain.__kwdefaults__
         return made.__get__(function.__self__) if hasattr(function, "__func__") else made
 

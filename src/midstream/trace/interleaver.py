@@ -10,14 +10,10 @@ import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import nn
-
-from midstream.arch.aliases import Aliases
 from midstream.errors import BarrierError, DivergedError, MidstreamError, NeverReachedError, TraceError
 from midstream.sites import Key, point_name
 from midstream.trace.body import BARRIER, FETCH, Body, is_in_body
-from midstream.trace.forward import LAST_POINTS, STEP_START, Forward, Order
-from midstream.trace.remote import ALONE, Peers, Stage
+from midstream.trace.forward import LAST_POINTS, STEP_START, Forward
 from midstream.trace.rows import Event, FlatRows, Rows, Span
 from midstream.trace.tree import leaves, memory_of
 from midstream.trace.visit import Journal, Visit, move_to_host
@@ -32,15 +28,8 @@ class Interleaver(Forward):
         last_rows: where logits and samples of the step's bodies are.
     """
 
-    def __init__(
-        self,
-        root: nn.Module,
-        order: Order,
-        stage: Stage | None = None,
-        peers: Peers = ALONE,
-        aliases: Aliases | None = None,
-    ) -> None:
-        super().__init__(root, order, stage, peers, aliases)
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
         self.bodies: dict[str, Body] = {}
         self.rows: dict[str, Rows] = {}
         self.last_rows: dict[str, Rows] = {}
