@@ -110,7 +110,7 @@ def flat(value: Any) -> list[Any]:
 
 
 def test_i2_random_bodies_give_the_same_behind_the_step_and_in_the_forward(engine: VLLM, bodies: list[Any]) -> None:
-    """Seen failing where the body's own writes do not go to its copies of the rows, and where captures leave out what it writes."""
+    """Seen failing where captures leave out what the body writes, and where the plan leaves out its edits."""
     stopped = 0
     for fn in bodies:
         with in_the_forward():
