@@ -15,6 +15,7 @@ NAME = "midstream"
 WORKER = "midstream.engine.worker.Worker"
 SCHEDULER = "midstream.engine.scheduler.make_scheduler"
 RECORD_BYTES = 1 << 30
+WEIGHT_BYTES = 1 << 30
 # At these sites a write in place changes all of the later forward pass and nothing else.
 BUILDABLE = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")
 
@@ -28,6 +29,7 @@ class Settings:
         rename: other names of the model's modules.
         graph_sites: sites built into the compiled forward; traces and plans that keep to them need no uncompiled step.
         record_bytes: how much of the workers' memory recorded runs may take.
+        weight_bytes: how much of it the weights that traces have used may take.
         plan: a plan for every request, as JSON.
 
     Raises:
@@ -38,6 +40,7 @@ class Settings:
     rename: dict[str, Any] = field(default_factory=dict)
     graph_sites: tuple[str, ...] = ("resid_post",)
     record_bytes: int = RECORD_BYTES
+    weight_bytes: int = WEIGHT_BYTES
     plan: str | None = None
 
     def __post_init__(self) -> None:

@@ -49,13 +49,18 @@ def alive(model: VLLM, seconds: float = 30.0) -> list[dict[str, int]]:
     """What is left on the workers.
 
     The client has its results a moment before the sender counts them as gone, and outputs a step before the workers hear of the end of
-    requests that nobody waits for rows of. Of several ranks, the last to hear of an end may be behind the client.
+    requests that nobody waits for rows of. Of several ranks, the last to hear of an end may be behind the client. Weights that traces
+    have used stay, but none is in use.
     """
+    connection = model.__dict__.get("_connection")
+    in_use = getattr(getattr(connection, "weights", None), "in_use", 0)
+    assert not in_use, in_use
+    stays = ("_steps", "_growths", "_failures", "weight_bytes")
     passing = {"queued_bytes", "plans", "profiles", "plan_hooks", "leases", "consumer_bytes"}
     deadline = time.monotonic() + seconds
     while True:
         gauges = [
-            {g: n for g, n in worker.items() if n and not g.endswith(("_steps", "_growths", "_failures"))}
+            {g: n for g, n in worker.items() if n and not g.endswith(stays)}
             for worker in model.gauges()
         ]
         if not any(gauges) or (len(gauges) == 1 and set(gauges[0]) - passing) or time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""Vectors and runs, which plans refer to by name: `model.vectors` and `model.runs`.
+"""What workers hold: vectors and runs, which plans refer to by name (`model.vectors` and `model.runs`), and the weights of traces.
 
     model.vectors["truth"] = tensor                         # [hidden]
     model.vectors.load("directions.safetensors")
@@ -14,14 +14,18 @@ Recorded runs share a byte budget: a run that no request uses may be dropped to 
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, MutableMapping
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 from midstream.errors import MidstreamError, PlanError
 from midstream.plan.fields import nearest
 from midstream.plan.values import RecordedRun
 from midstream.plan.vectors import Named, Vector, as_vector, load_vectors
+from midstream.trace.weights import Weight
 
 # Sends a request to every worker and returns their answers: ("list" | "delete" | "lease", arguments).
 AskWorkers = Callable[..., Awaitable[Any]]
@@ -230,3 +234,61 @@ def _info(parts: list[dict[str, Any]]) -> RunInfo:
     run = parts[0]
     places = (tuple(run[field]) for field in ("sites", "layers", "positions"))
     return RunInfo(run["name"], run["id"], run["bytes"], max(part["leases"] for part in parts), *places)
+
+
+class HeldWeights:
+    """The weights that the workers hold: those in use, and others within a budget, of which the least recently used are dropped first.
+
+    Args:
+        budget: bytes.
+        tell: tells every worker the digests of the weights to keep, and new weights by their digests. It drops all others.
+
+    Attributes:
+        sent_bytes: since the start, to each worker.
+    """
+
+    def __init__(self, budget: int, tell: Callable[[Sequence[str], Mapping[str, bytes]], Awaitable[Any]]) -> None:
+        self._budget, self._tell = budget, tell
+        self._held: OrderedDict[str, Weight] = OrderedDict()
+        self._uses: Counter[str] = Counter()
+        self._changing = asyncio.Lock()
+        self.sent_bytes = 0
+
+    @property
+    def in_use(self) -> int:
+        """How many uses of weights have not ended."""
+        return self._uses.total()
+
+    @contextlib.asynccontextmanager
+    async def used(self, weights: Mapping[str, Weight]) -> AsyncIterator[None]:
+        """The workers hold these weights while the block runs."""
+        self._uses.update(weights.keys())
+        try:
+            await self._hold(weights)
+            yield
+        finally:
+            self._uses.subtract(weights.keys())
+        await self._hold({})  # not after an error: a trace that was interrupted may still block a worker
+
+    async def _hold(self, weights: Mapping[str, Weight]) -> None:
+        """Send weights that are missing, and drop others that are over the budget.
+
+        If the workers cannot be told, they may hold other weights than are noted here. The next time they are told of all.
+        """
+        async with self._changing:
+            held = self._held
+            new = {digest: weight.data for digest, weight in weights.items() if digest not in held}
+            for digest in weights.keys() & held.keys():
+                held.move_to_end(digest)
+            excess = sum(len(weight.data) for weight in held.values()) + sum(map(len, new.values())) - self._budget
+            dropped = []
+            for digest in [digest for digest in held if not self._uses[digest]]:
+                if excess <= 0:
+                    break
+                excess -= len(held.pop(digest).data)
+                dropped.append(digest)
+            if not (new or dropped):
+                return
+            await self._tell(list(held), new)
+            held.update((digest, weights[digest]) for digest in new)
+            self.sent_bytes += sum(map(len, new.values()))

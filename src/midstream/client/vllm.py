@@ -26,7 +26,7 @@ from midstream.engine import launch
 from midstream.errors import MidstreamError, ParameterError, PlanError, TraceError
 from midstream.plan.values import Plan
 from midstream.runtime.request import Envelope, PlanRequest, TraceRequest, packed, requests_of
-from midstream.settings import NAME, RECORD_BYTES, Settings
+from midstream.settings import NAME, RECORD_BYTES, WEIGHT_BYTES, Settings
 from midstream.trace.block import Block
 from midstream.trace.program import BlockProgram, FunctionProgram, ShippedCode, unrun
 from midstream.trace.tracer import BodyTracer
@@ -54,6 +54,8 @@ class VLLM(DescribedModel):
         graph_sites: sites that are built into the compiled forward and its CUDA graphs; a plan or trace at another site runs its
             steps uncompiled.
         record_bytes: how many bytes of each worker's memory recorded runs may take.
+        weight_bytes: how many bytes of it large tensors of the caller's may take that traces have used. They stay for the next trace
+            that uses them.
         progress: whether to show vLLM's progress bar if a call has several requests.
         tokenizer_kwargs: for `from_pretrained` of `model.tokenizer`, which makes token ids of prompts.
         engine: any argument of `vllm.LLM`, or of `AsyncEngineArgs` with `mode="async"`. `torch_dtype` is another name of `dtype`.
@@ -73,6 +75,7 @@ class VLLM(DescribedModel):
         rename: Rename | None = None,
         graph_sites: Sequence[str] = ("resid_post",),
         record_bytes: int = RECORD_BYTES,
+        weight_bytes: int = WEIGHT_BYTES,
         progress: bool = False,
         tokenizer_kwargs: Mapping[str, Any] | None = None,
         **engine: Any,
@@ -80,7 +83,11 @@ class VLLM(DescribedModel):
         if mode not in ("sync", "async"):
             raise MidstreamError(f'mode is "sync" or "async"; {mode!r} was given.')
         settings = Settings(
-            allow_traces=True, rename=dict(rename or {}), graph_sites=tuple(graph_sites), record_bytes=record_bytes
+            allow_traces=True,
+            rename=dict(rename or {}),
+            graph_sites=tuple(graph_sites),
+            record_bytes=record_bytes,
+            weight_bytes=weight_bytes,
         )
         engine = loading_arguments(engine)
         if (given := engine.pop("device_map", None)) not in (None, "auto", "cuda"):
@@ -276,8 +283,9 @@ class VLLM(DescribedModel):
             params = _params(invoke, trace, plan, rows, shared)
             salt = secrets.token_hex(8) if trace is not None else None
             own = None if trace is not None or invoke.program is None or lowered is None else unrun(invoke.program)
+            weights = code.weights if code is not None and trace is not None else {}
             requests.append(
-                EngineRequest(launch.engine_prompt(ids, salt), params, trace, plan, rows, invoke.answers, own)
+                EngineRequest(launch.engine_prompt(ids, salt), params, trace, plan, rows, invoke.answers, own, weights)
             )
         return requests
 

@@ -26,6 +26,7 @@ from midstream.client.vllm_engine import (
     sample_saves,
     trace_ids,
     traced_result,
+    weights_of,
 )
 from midstream.engine import launch
 from midstream.errors import ChannelClosedError, EngineClosedError
@@ -116,6 +117,7 @@ async def submitted(
             lease = asyncio.ensure_future(connection.runs.lease(runs))
             stack.push_async_callback(_released, connection.runs, runs, lease)
             await asyncio.shield(lease)
+        await stack.enter_async_context(connection.weights.used(weights_of(requests)))
         boxes = connection.mailboxes(requests, stack)
         yield [AsyncRequest(request, *both, connection.stages) for request, both in zip(requests, boxes, strict=True)]
 

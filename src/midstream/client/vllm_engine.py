@@ -8,15 +8,16 @@ import itertools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from midstream.capture.rows import Captured
 from midstream.capture.sinks import Sinks
 from midstream.client.requests import Answers, InvokeResult, PreparedPlan, runs_of, saves_of
-from midstream.client.vectors_and_runs import Runs, Vectors, run_now
+from midstream.client.vectors_and_runs import HeldWeights, Runs, Vectors, run_now
 from midstream.client.vllm_captures import RESULT_SECONDS, RowReceiver, RowThread, sample_index
 from midstream.engine import launch
 from midstream.errors import (
@@ -31,7 +32,9 @@ from midstream.errors import (
 )
 from midstream.ranks.merge import merged_description, merged_outcomes
 from midstream.runtime.request import TraceRequest
+from midstream.settings import Settings
 from midstream.trace.program import Outcome, put_results
+from midstream.trace.weights import Weight
 from midstream.transport.receiver import Mailbox, Receiver
 
 _FIRST_REQUESTS = 8  # of many: so few are submitted before the first step
@@ -51,6 +54,7 @@ class EngineRequest:
         rows: receives captured rows.
         answers: the answers to grade.
         unrun: the outcome of its trace, if a plan does all that it does.
+        weights: what its trace needs the workers to hold, by digest.
     """
 
     prompt: dict[str, Any]
@@ -60,10 +64,15 @@ class EngineRequest:
     rows: RowReceiver | None
     answers: Answers
     unrun: Outcome | None = None
+    weights: Mapping[str, Weight] = field(default_factory=dict)
 
 
 def trace_ids(requests: Sequence[EngineRequest]) -> list[str]:
     return sorted({request.trace.trace for request in requests if request.trace is not None})
+
+
+def weights_of(requests: Sequence[EngineRequest]) -> dict[str, Weight]:
+    return {digest: weight for request in requests for digest, weight in request.weights.items()}
 
 
 class EngineConnection:
@@ -78,6 +87,7 @@ class EngineConnection:
         config: the engine's VllmConfig.
         stages: the number of pipeline stages.
         vectors, runs: what the workers hold for plans.
+        weights: what they hold for traces.
         receiver: receives results; None once the engine is closed.
         has_died: a call to the workers of a dead engine may never return.
         interrupted: ids of traces whose requests were aborted.
@@ -105,6 +115,9 @@ class EngineConnection:
         self._senders: list[str] = []
         self.vectors = Vectors((lambda: None) if is_async else (lambda: run_now(self.send_vectors())))
         self.runs = Runs(lambda what, *args: self.answers(f"midstream_{what}_runs", *args), is_async)
+        self.weights = HeldWeights(
+            Settings.of(self.config).weight_bytes, partial(self.answers, "midstream_set_weights")
+        )
         self.sending = asyncio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._starting: asyncio.Task[None] | None = None
@@ -263,6 +276,9 @@ def run_requests(
             run_now(connection.runs.lease(runs))
             stack.callback(_release, connection, runs)
         engine = connection.engine
+        held = connection.weights.used(weights_of(requests))
+        run_now(held.__aenter__())
+        stack.push(lambda *error: run_now(held.__aexit__(*error)))
         boxes = connection.mailboxes(requests, stack, share=True)
         thread = _row_thread(requests, [rows for _, rows in boxes])
         if thread is not None:

@@ -339,6 +339,7 @@ class Worker(PlatformWorker):
 
     def midstream_connect(self, address: Mapping[str, Any]) -> str | None:
         """Connect to the client's results channel. Returns the name under which this worker sends, or None if it sends nothing."""
+        self.midstream.set_weights((), {})
         reports = self.midstream.reports
         if not reports.sends:
             return None
@@ -385,6 +386,10 @@ class Worker(PlatformWorker):
     def midstream_drop(self, traces: list[str]) -> None:
         """Forget traces whose requests the client has aborted."""
         self.midstream.drop(traces)
+
+    def midstream_set_weights(self, kept: Sequence[str], new: Mapping[str, bytes]) -> None:
+        """Hold weights for traces, and no others: those of the digests in `kept`, and new ones by their digests."""
+        self.midstream.set_weights(kept, new)
 
     def midstream_set_vectors(self, vectors: Mapping[str, tuple[bytes, str]]) -> None:
         """Register named vectors: name -> (little-endian float32, digest)."""

@@ -36,6 +36,7 @@ from midstream.trace.program import Failure, Outcome, Program, outcome, unship
 from midstream.trace.rows import FlatRows
 from midstream.trace.tracer import BodyTracer
 from midstream.trace.visit import Journal
+from midstream.trace.weights import on_device
 
 
 @dataclass
@@ -191,6 +192,7 @@ class TraceHost:
         self._requests: dict[str, TracedRequest] = {}
         self._done: dict[str, TracedRequest] = {}  # their bodies have ended; a preemption repeats their edits
         self._groups: dict[str, TracedGroup] = {}
+        self._weights: dict[str, torch.Tensor] = {}  # of the client's, by digest, for traces that are to come
         self.step_is_traced = self.acts_in_forward = self.step_is_uncompiled = False
         self._graph_keys: dict[Point, Key] = {}
         self._in_step: list[tuple[Scheduled, TracedRequest]] = []
@@ -242,6 +244,12 @@ class TraceHost:
         self.traced_steps += self.step_is_traced
         self.forward_traced_steps += self.acts_in_forward
         self.uncompiled_steps += self.step_is_uncompiled
+
+    def set_weights(self, kept: Collection[str], new: Mapping[str, bytes]) -> None:
+        """Hold weights, and no others: those of the digests in `kept`, and new ones by their digests."""
+        self._weights = {digest: weight for digest, weight in self._weights.items() if digest in kept}
+        for digest, data in new.items():
+            self._weights[digest] = on_device(data, self._device)
 
     @property
     def is_idle(self) -> bool:
@@ -305,7 +313,7 @@ class TraceHost:
 
     def _load(self, programs: bytes, envoy: ModelEnvoy) -> TracedGroup:
         try:
-            return TracedGroup(unship(programs, partial(self._resolve, envoy), self._device))
+            return TracedGroup(unship(programs, partial(self._resolve, envoy), self._device, self._weights))
         except MidstreamError as error:
             return TracedGroup(error)
         except ModuleNotFoundError as error:
@@ -626,13 +634,14 @@ class TraceHost:
     # For tests and health.
 
     def gauges(self) -> dict[str, int]:
-        """Objects that are alive; all zero when there is no traced request."""
+        """Objects that are alive. All but `weight_bytes` are zero when there is no traced request."""
         return {
             "requests": len(self._requests) + len(self._done),
             "groups": len(self._groups),
             "bodies": len(self._bodies),
             "hooks": self.interleaver.hook_count,
             "queued_bytes": self.reports.queued_bytes,
+            "weight_bytes": sum(weight.nbytes for weight in self._weights.values()),
         }
 
 

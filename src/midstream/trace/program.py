@@ -29,6 +29,7 @@ from midstream.trace.body import Body, StopTrace, current_body
 from midstream.trace.saves import attributes_of, contents, is_container, is_installed, variables_of
 from midstream.trace.tracer import BodyTracer, Result, backward, save, steps_of
 from midstream.trace.tree import as_bytes, is_raw, map_objects, map_tensors, movable
+from midstream.trace.weights import Weight, Weights, tensors_of
 
 RETURNED = "return"
 _CHANGING_CLOUDPICKLE = threading.Lock()
@@ -429,11 +430,17 @@ def _reaches_frames(code: CodeType) -> bool:
 
 
 class _Pickler(cloudpickle.Pickler):
+    def __init__(self, buffer: io.BytesIO, weights: Weights | None = None) -> None:
+        super().__init__(buffer)
+        self._weights = weights
+
     def persistent_id(self, obj: Any) -> Any:
         stands_for = getattr(type(obj), "__midstream_reference__", None)
         return stands_for(obj) if stands_for is not None else None
 
     def reducer_override(self, obj: Any) -> Any:
+        if self._weights is not None and self._weights.takes(obj):
+            return _weight_here, (self._weights.take(obj),)
         if is_raw(obj):
             return _tensor_here, (bytes(as_bytes(obj).cpu().numpy()), obj.dtype, tuple(obj.shape))
         if isinstance(obj, torch.Tensor) and (there := movable(obj)) is not obj:
@@ -442,6 +449,7 @@ class _Pickler(cloudpickle.Pickler):
 
 
 _DEVICE: ContextVar[torch.device | None] = ContextVar("midstream_device", default=None)
+_WEIGHTS: ContextVar[Mapping[int, torch.Tensor]] = ContextVar("midstream_weights")
 
 
 def _tensor_here(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
@@ -450,9 +458,13 @@ def _tensor_here(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> tor
     return flat.view(dtype).reshape(shape).to(_DEVICE.get())
 
 
+def _weight_here(number: int) -> torch.Tensor:
+    return _WEIGHTS.get()[number]
+
+
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, data: bytes, resolve: Callable[[Any], Any]) -> None:
-        super().__init__(io.BytesIO(data))
+    def __init__(self, source: io.BytesIO, resolve: Callable[[Any], Any]) -> None:
+        super().__init__(source)
         self._resolve = resolve
 
     def persistent_load(self, pid: Any) -> Any:
@@ -464,32 +476,36 @@ class ShippedCode:
     """The code of several requests.
 
     Attributes:
-        programs: the programs of each request, pickled.
+        programs: the programs of each request, pickled, behind a table of the weights that they use.
         bodies: how many programs each request has: standing edits, then its own.
         graph_sites: for each request, whether its code keeps to sites that may be built into the compiled forward.
+        weights: what the workers must hold, by digest.
     """
 
     programs: bytes
     bodies: list[int]
     graph_sites: list[bool]
+    weights: Mapping[str, Weight] = field(default_factory=dict)
 
 
 def ship(programs: list[list[Program]], elsewhere: bool = False) -> ShippedCode:
     """The programs of each request; objects that they share stay shared. Raises TraceError, which names what cannot be sent.
 
-    `elsewhere`: whether they run on a machine that has installed packages alone, so that the user's own modules are sent, too.
+    `elsewhere`: whether they run on a machine that has installed packages alone, so that the user's own modules are sent, too, and all
+    tensors with the code.
     """
-    buffer = io.BytesIO(bytes(sys.version_info[:2]))
-    buffer.seek(2)
+    buffer, weights = io.BytesIO(), Weights()
     try:
         with _own_modules_by_value() if elsewhere else contextlib.nullcontext():
-            _Pickler(buffer).dump(programs)
+            _Pickler(buffer, None if elsewhere else weights).dump(programs)
     except Exception as error:
         names = [name for each in programs for program in each for name in _unsendable(program)]
         what = f", {names[0]}," if names else ""
         raise TraceError(f"The trace uses a value{what} that cannot be sent to the engine: {error}") from error
     keeps = [all(map(keeps_to_graph_sites, each)) for each in programs]
-    return ShippedCode(buffer.getvalue(), [len(each) for each in programs], keeps)
+    head, needed = weights.table()
+    data = b"".join((bytes(sys.version_info[:2]), pickle.dumps(head), buffer.getbuffer()))
+    return ShippedCode(data, [len(each) for each in programs], keeps, needed)
 
 
 @contextlib.contextmanager
@@ -540,18 +556,27 @@ def check_python(data: bytes) -> None:
         )
 
 
-def unship(data: bytes, resolve: Callable[[Any], Any], device: torch.device | None = None) -> list[list[Program]]:
-    """The programs, with references resolved by `resolve`, and tensors on `device`.
+def unship(
+    data: bytes,
+    resolve: Callable[[Any], Any],
+    device: torch.device | None = None,
+    weights: Mapping[str, torch.Tensor] | None = None,
+) -> list[list[Program]]:
+    """The programs, with references resolved by `resolve`, and tensors on `device`. `weights` are those that this process holds.
 
     Raises TraceError if another minor version of Python has sent them: code travels as bytecode.
     """
     check_python(data)
-    token = _DEVICE.set(device)
+    source = io.BytesIO(data)
+    source.seek(2)
+    tokens = _DEVICE.set(device), _WEIGHTS.set({})
     try:
         with torch.inference_mode(False):
-            programs: Any = _Unpickler(data[2:], resolve).load()
+            _WEIGHTS.set(tensors_of(pickle.load(source), weights or {}, device))
+            programs: Any = _Unpickler(source, resolve).load()
     finally:
-        _DEVICE.reset(token)
+        _DEVICE.reset(tokens[0])
+        _WEIGHTS.reset(tokens[1])
     if type(programs) is not list or not all(isinstance(each, Program) for every in programs for each in every):
         raise TraceError("The trace's code is not what `ship` has made.")
     return programs
