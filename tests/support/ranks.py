@@ -37,7 +37,7 @@ SUITES = {
         "tests/engine/test_prefix_and_chunks.py",
         "tests/engine/test_async.py",
     ],
-    "behind": ["tests/engine/test_behind.py", "tests/engine/test_weights.py"],
+    "behind": ["tests/engine/test_behind.py", "tests/engine/test_held_weights.py"],
     "results": [
         "tests/models/test_saves.py",
         "tests/models/test_errors.py",
