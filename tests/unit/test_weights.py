@@ -217,7 +217,7 @@ def test_f8_no_weight_in_use_is_dropped_whoever_uses_others() -> None:
 
 
 def test_f8_an_interrupted_change_is_made_good_by_the_next() -> None:
-    """Seen failing with changes told one by one, not as all that is to be kept."""
+    """Seen failing with a weight noted as held before the workers have answered."""
 
     async def use(weights: HeldWeights, name: str) -> None:
         async with weights.used(weight(name, 5)):
