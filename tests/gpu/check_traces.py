@@ -141,6 +141,30 @@ class Checks:
     def check_baseline_restored(self) -> None:
         assert self.tokens() == self.plain
 
+    def check_large_tensors(self) -> None:
+        """They go to the worker once, and a body changes its own copies of them."""
+        import torch
+
+        model = self.model
+        W, total = torch.randn(model.hidden_size, 4096), torch.zeros(64, 4096)
+        there, own = W.cpu(), W.cuda() if torch.cuda.is_available() else W.clone()
+        before, found = model.connection.weights.sent_bytes, []
+        for _ in range(3):
+            with model.trace(PROMPT):
+                h = model.layers_output[3]
+                total[: len(h)] += h.float() @ W
+                W.zero_()
+                own.mul_(2)
+                summed = total[: len(h)].save()
+                product = (h.float() @ own).save()
+                read = h.save()
+            found.append((read.float() @ there, summed, product))
+        for wanted, summed, product in found:
+            close(summed, wanted, 1e-2)
+            close(product, 2 * wanted, 1e-2)
+        assert model.connection.weights.sent_bytes - before <= W.nbytes + total.nbytes + own.nbytes
+        assert not total.any() and torch.equal(own.cpu(), there)
+
     def check_mixed_with_plain(self) -> None:
         """Traced and plain requests share steps of one batch; the steps after are graph steps again."""
         before = self.model.gauges()[0]["traced_steps"]
@@ -156,7 +180,7 @@ class Checks:
                 name: n
                 for gauges in self.model.gauges()
                 for name, n in gauges.items()
-                if n and not name.endswith("_steps")
+                if n and not name.endswith(("_steps", "weight_bytes"))
             }
             if set(alive) != {"queued_bytes"}:
                 break

@@ -59,10 +59,7 @@ def alive(model: VLLM, seconds: float = 30.0) -> list[dict[str, int]]:
     passing = {"queued_bytes", "plans", "profiles", "plan_hooks", "leases", "consumer_bytes"}
     deadline = time.monotonic() + seconds
     while True:
-        gauges = [
-            {g: n for g, n in worker.items() if n and not g.endswith(stays)}
-            for worker in model.gauges()
-        ]
+        gauges = [{g: n for g, n in worker.items() if n and not g.endswith(stays)} for worker in model.gauges()]
         if not any(gauges) or (len(gauges) == 1 and set(gauges[0]) - passing) or time.monotonic() > deadline:
             return [g for g in gauges if g]
         time.sleep(0.01)

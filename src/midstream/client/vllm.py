@@ -155,7 +155,8 @@ class VLLM(DescribedModel):
         self._connection.close()
 
     def gauges(self) -> Any:
-        """Counts of what each worker holds: zeros when no traced request is running (`traced_steps` counts since the start).
+        """Counts of what each worker holds: zeros when no traced request is running. `traced_steps` counts since the start, and
+        `weight_bytes` are kept for later traces.
 
         A list with a dict for each worker; awaitable with `mode="async"`.
         """

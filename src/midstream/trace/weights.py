@@ -6,7 +6,8 @@
 
     tensors = tensors_of(head, held, device)   # worker: `held` has the weights by their digests
 
-Tensors with one storage share their memory in the worker, too. A body's tensors are its own: writing to them changes no weight.
+Tensors with one storage share their memory in the worker, too, unless most of it belongs to none of them. A body's tensors are its own:
+writing to them changes no weight.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class Weights:
             for together in _parts(group):
                 begin, flat = _memory([*together.values()])
                 for number, tensor in together.items():
-                    offset = tensor.storage_offset() - begin // tensor.element_size()
+                    offset = int(tensor.storage_offset()) - begin // tensor.element_size()
                     views[number] = _View(
                         len(blocks), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), offset
                     )
@@ -116,7 +117,7 @@ def _range(tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
     begins, ends = [], []
     for tensor in tensors:
         elements = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-        begins.append(tensor.storage_offset() * tensor.element_size())
+        begins.append(int(tensor.storage_offset()) * tensor.element_size())
         ends.append(begins[-1] + elements * tensor.element_size())
     return min(begins) // _ALIGNMENT * _ALIGNMENT, max(ends)
 
@@ -142,7 +143,7 @@ def _memory(tensors: Sequence[torch.Tensor]) -> tuple[int, torch.Tensor]:
 def on_device(data: bytes, device: torch.device | None) -> torch.Tensor:
     """The bytes as flat uint8, in memory of their own."""
     with torch.inference_mode(False):
-        flat = torch.empty(len(data), dtype=torch.uint8)
+        flat = torch.empty(len(data), dtype=torch.uint8, device="cpu")
         ctypes.memmove(flat.data_ptr(), data, len(data))
         return flat.to(device)
 
