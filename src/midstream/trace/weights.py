@@ -24,7 +24,7 @@ import torch
 from midstream.errors import TraceError
 from midstream.trace.tree import is_raw
 
-LEAST_BYTES = 1 << 16  # of a storage whose tensors are taken out of the code, and of what is sent apart from it
+LEAST_BYTES = 1 << 18  # of a storage whose tensors are taken out of the code, and of what is sent apart from it
 _ALIGNMENT = 16  # bytes of the largest element
 _differ = ctypes.CDLL(None).memcmp
 _differ.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
