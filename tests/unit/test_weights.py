@@ -142,6 +142,12 @@ def test_f8_equal_content_is_one_weight() -> None:
     assert [*first.weights.values()] == [*second.weights.values()]
 
 
+def test_f8_tensors_are_on_the_models_device_wherever_the_worker_holds_them() -> None:
+    code = shipped(random_bits(300, 301))
+    ((program,),) = unship(code.programs, id, torch.device("meta"), stored(code))
+    assert isinstance(program, FunctionProgram) and program.fn(None).is_meta
+
+
 def test_f8_a_weight_that_is_missing_is_an_error() -> None:
     with pytest.raises(TraceError, match="Run the trace again"):
         loaded(shipped(random_bits(LARGE)), {})

@@ -262,12 +262,15 @@ class HeldWeights:
     @contextlib.asynccontextmanager
     async def used(self, weights: Mapping[str, Weight]) -> AsyncIterator[None]:
         """The workers hold these weights while the block runs."""
+        if not weights:
+            yield
+            return
         self._uses.update(weights.keys())
         try:
             await self._hold(weights)
             yield
         finally:
-            self._uses.subtract(weights.keys())
+            self._uses -= Counter(weights.keys())
         await self._hold({})  # not after an error: a trace that was interrupted may still block a worker
 
     async def _hold(self, weights: Mapping[str, Weight]) -> None:

@@ -249,7 +249,10 @@ class TraceHost:
         """Hold weights, and no others: those of the digests in `kept`, and new ones by their digests."""
         self._weights = {digest: weight for digest, weight in self._weights.items() if digest in kept}
         for digest, data in new.items():
-            self._weights[digest] = on_device(data, self._device)
+            try:
+                self._weights[digest] = on_device(data, self._device)
+            except torch.OutOfMemoryError:  # each trace copies it to the device
+                self._weights[digest] = on_device(data, None)
 
     @property
     def is_idle(self) -> bool:

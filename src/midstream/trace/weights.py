@@ -151,19 +151,21 @@ def on_device(data: bytes, device: torch.device | None) -> torch.Tensor:
 def tensors_of(head: Head, held: Mapping[str, torch.Tensor], device: torch.device | None) -> dict[int, torch.Tensor]:
     """The tensors by number, for one body or several that share their objects. Raises TraceError if a weight is missing."""
     blocks, views = head
-    memory = [_private(held, block) if isinstance(block, str) else on_device(block, device) for block in blocks]
+    memory = [_private(held, block, device) if isinstance(block, str) else on_device(block, device) for block in blocks]
     return {
         number: _elements(memory[view.block], view.dtype).as_strided(view.shape, view.stride, view.offset)
         for number, view in views.items()
     }
 
 
-def _private(held: Mapping[str, torch.Tensor], digest: str) -> torch.Tensor:
-    """A held weight's content, for a body to write to."""
+def _private(held: Mapping[str, torch.Tensor], digest: str, device: torch.device | None) -> torch.Tensor:
+    """A held weight's content on the device, for a body to write to."""
     if digest not in held:
         raise TraceError("The engine no longer has a tensor that the trace uses. Run the trace again.")
     weight = held[digest]
-    if weight.device.type == "cpu":
+    if device is not None and weight.device != device:
+        return weight.to(device)
+    if weight.is_cpu:
         return torch._lazy_clone(weight)  # type: ignore[attr-defined,no-any-return]  # copies at the first write
     return weight.clone()  # CUDA's lazy copies run on another stream than the forward
 
