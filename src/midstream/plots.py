@@ -9,8 +9,8 @@
     lens = logit_lens(model, "The capital of France is")     # the numbers alone
     plot_logit_lens(lens, path="lens.png")
 
-A notebook shows what they return; `path` is a file to write the figure to. matplotlib is loaded when a figure is drawn:
-`pip install "midstream[plot]"`.
+They draw with pyplot: a notebook shows the figure once, and a script calls `pyplot.show()`. `path` is a file to write the figure to.
+matplotlib is loaded when a figure is drawn: `pip install "midstream[plot]"`.
 
 Shapes: L layers, T tokens of the prompt.
 """
@@ -173,7 +173,7 @@ def plot_logit_lens(
     title: str = "Logit lens",
     path: str | PathLike[str] | None = None,
     wrap: int = 12,
-) -> Any:
+) -> list[Any]:
     """Draw the logit lens: tokens to the right, layers upwards, in each cell the likeliest next token.
 
     The colour is its probability. A dot at the start of a token stands for a space. A long prompt takes several bands.
@@ -185,7 +185,7 @@ def plot_logit_lens(
         wrap: the number of tokens in a band.
 
     Returns:
-        matplotlib's Figure.
+        The Axes of the bands, from top to bottom; `.figure` of each is the figure.
     """
     if isinstance(model_or_lens, LogitLens):
         lens = model_or_lens
@@ -209,7 +209,7 @@ def plot_logit_lens(
     label = "probability of the likeliest token"
     figure.colorbar(image, ax=list(bands[:, 0]), label=label, pad=0.02, aspect=25, shrink=min(1, 2 / len(starts)))
     write_figure(figure, path)
-    return figure
+    return list(bands[:, 0])
 
 
 def _pyplot() -> Any:

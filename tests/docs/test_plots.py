@@ -139,7 +139,7 @@ def lens_of(tokens: int, layers: int = 2) -> LogitLens:
 
 def test_lens_has_layers_upwards_and_tokens_in_the_cells() -> None:
     lens = lens_of(3)
-    (ax, *_) = plot_logit_lens(lens).axes
+    (ax,) = plot_logit_lens(lens)
     assert ticks(ax.yaxis) == ["1", "0"]
     assert torch.equal(drawn_values(ax).float(), lens.probs_LT.flip(0))
     written = {text.get_position(): text.get_text() for text in ax.texts}
@@ -149,7 +149,7 @@ def test_lens_has_layers_upwards_and_tokens_in_the_cells() -> None:
 
 def test_lens_of_a_long_prompt_takes_several_rows() -> None:
     lens = lens_of(30)
-    *bands, _ = plot_logit_lens(lens, wrap=12).axes
+    bands = plot_logit_lens(lens, wrap=12)
     assert [ax.get_xlabel() or len(ax.texts) for ax in bands] == [24, 24, 12]
     assert [tick for ax in bands for tick in ticks(ax.xaxis)] == [f"·t{i}" for i in range(30)]
     assert len({ax.get_xlim() for ax in bands}) == 1  # cells of one width
@@ -177,7 +177,7 @@ def check_lens(model: Any) -> None:
     torch.testing.assert_close(lens.probs_LT, probs_LT, atol=1e-4, rtol=1e-3)
     assert lens.top == [[model.tokenizer.decode([t]) for t in row] for row in tokens_LT.tolist()]
     assert "".join(lens.tokens) == PROMPT
-    assert len(plot_logit_lens(model, PROMPT).axes) == 2
+    assert len(plot_logit_lens(model, PROMPT)) == 1
 
 
 def test_lens_of_language_model(hf: Any) -> None:

@@ -639,8 +639,10 @@ class SweepStream:
             seconds: between two drawings.
         """
         from IPython.display import display  # type: ignore[import-not-found]
+        from matplotlib import pyplot
 
         figure = self.result.plot(site).figure
+        pyplot.close(figure)  # or the notebook shows it once more at the end of the cell
         shown, last = display(figure, display_id=True), time.monotonic()
 
         def again() -> None:

@@ -13,8 +13,7 @@
                 push(sys._getframe(1), run({"__save__": save, self.block.target: self}))
             return exc is None or isinstance(exc, SkipBlock)
 
-The source comes from linecache, which has files, IPython cells and doctests. `rewrite.py` compiles it. `link` lets the blocks of one trace
-read each other's names.
+`source.py` finds the source, and `rewrite.py` compiles it. `link` lets the blocks of one trace read each other's names.
 """
 
 from __future__ import annotations
@@ -36,8 +35,9 @@ from typing import Any
 import torch
 
 from midstream.errors import SourceUnavailableError, TraceError
-from midstream.trace.rewrite import Compiled, compile_body, compile_function, parse
+from midstream.trace.rewrite import Compiled, compile_body, compile_function
 from midstream.trace.saves import Unsaved, is_installed, reached
+from midstream.trace.source import source_of
 
 _UNBOUND = object()
 Shared = MutableMapping[str, Any]  # "index.name" of the block that binds a name -> the name's cell
@@ -239,23 +239,18 @@ def _compiled(filename: str, code: CodeType, lasti: int) -> Compiled:
     on one line, nested ones, and multi-line headers.
     """
     linecache.checkcache(filename)
-    lines = linecache.getlines(filename)
-    if not lines:
-        raise SourceUnavailableError(
-            f"No source for {filename!r}, and a with-block is run from its source. Put the code in a file or a "
-            "notebook cell, or use `model.run(fn, prompt)`, which takes a function and needs no source."
-        )
+    name, tree = source_of(code)
     position = _entered(code, lasti, filename)
     found = [
         (node, index, class_name)
-        for node, class_name in _withs(parse(filename, "".join(lines)))
+        for node, class_name in _withs(tree)
         for index, item in enumerate(node.items)
         if _covers(item.context_expr, position)
     ]
     if len(found) != 1:
         reason = "the file was edited after it was loaded; load it again" if not found else "write one `with` per line"
         raise SourceUnavailableError(f"{filename}:{position[0]}: the with statement is not found there: {reason}.")
-    return compile_body(filename, *found[0], code)
+    return compile_body(name, *found[0], code)
 
 
 def _entered(code: CodeType, lasti: int, filename: str) -> Position:

@@ -11,13 +11,13 @@ import ast
 import copy
 import dis
 import functools
-import linecache
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
 from midstream.errors import SourceUnavailableError, TraceError
+from midstream.trace.source import codes_in, source_of
 
 INJECTED = frozenset({"__save__", "__backward__", "__steps__", "__builtins__"})
 _GLOBAL_OPS = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "STORE_GLOBAL", "DELETE_GLOBAL"}
@@ -65,7 +65,7 @@ def compile_body(filename: str, node: ast.With, index: int, class_name: str | No
         module = compile(tree, filename, "exec", flags=flags, dont_inherit=True)
     except SyntaxError as error:
         raise TraceError(f"{filename}:{error.lineno}: {error.msg}") from error
-    (code,) = (code for code in _codes(module) if code.co_name == "__block__")
+    (code,) = (code for code in codes_in(module) if code.co_name == "__block__")
     if not _marks(code) <= _marks(frame_code):
         raise SourceUnavailableError(
             f"{filename}:{node.lineno}: the file was edited after it was loaded; load it again."
@@ -76,15 +76,6 @@ def compile_body(filename: str, node: ast.With, index: int, class_name: str | No
     return Compiled(code, target, frozenset(_globals(code)) - outer, read_first - outer, statements)
 
 
-@functools.lru_cache(maxsize=64)
-def parse(filename: str, text: str) -> ast.Module:
-    """The syntax tree of a file, which nobody may change. Raises SourceUnavailableError."""
-    try:
-        return ast.parse(text, filename)
-    except SyntaxError as error:
-        raise SourceUnavailableError(f"The source of {filename!r} cannot be parsed: {error}") from error
-
-
 @functools.lru_cache(maxsize=1024)
 def function_tree(code: CodeType) -> ast.FunctionDef | None:
     """The syntax tree of a function's definition, which nobody may change.
@@ -92,7 +83,7 @@ def function_tree(code: CodeType) -> ast.FunctionDef | None:
     None if it is not found, or if the file was edited after it was loaded.
     """
     try:
-        tree = parse(code.co_filename, "".join(linecache.getlines(code.co_filename)))
+        _, tree = source_of(code)
     except SourceUnavailableError:
         return None
     found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == code.co_name]
@@ -127,7 +118,7 @@ def _compiled_again(function: ast.FunctionDef, code: CodeType, more: list[str]) 
         ast.copy_location(part, function)
     tree = ast.fix_missing_locations(ast.Module([outer], []))
     module = compile(tree, code.co_filename, "exec", dont_inherit=True)
-    made = next((each for each in _codes(module) if each.co_name == code.co_name), None)
+    made = next((each for each in codes_in(module) if each.co_name == code.co_name), None)
     if made is None or not _marks(made) <= _marks(code):
         return None
     return made.replace(co_qualname=code.co_qualname)
@@ -165,7 +156,7 @@ def _function_tree(node: ast.With, body: list[ast.stmt], class_name: str | None,
 def _marks(code: CodeType) -> set[tuple[type, object]]:
     """The names and constants in a code object. Those of a block are among those of the function around it."""
     marks: set[tuple[type, object]] = set()
-    for part in _codes(code):
+    for part in codes_in(code):
         names = (*part.co_names, *part.co_varnames, *part.co_cellvars, *part.co_freevars)
         marks.update((str, name) for name in names if not name.startswith("__"))
         marks.update((type(value), value) for value in part.co_consts if not isinstance(value, CodeType | None))
@@ -173,15 +164,8 @@ def _marks(code: CodeType) -> set[tuple[type, object]]:
     return {(kind, value) for kind, value in marks if "__block__." not in str(value) and value == value}
 
 
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _codes(constant)
-
-
 def _globals(code: CodeType) -> Iterator[str]:
-    for part in _codes(code):
+    for part in codes_in(code):
         yield from (i.argval for i in dis.get_instructions(part) if i.opname in _GLOBAL_OPS)
 
 
