@@ -28,14 +28,14 @@ PLAN = [
 
 
 class Stream(threading.Thread):
-    """A streamed request of 200 tokens with captures; `lines` are those that have come."""
+    """A streamed request with captures; `lines` are those that have come."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, tokens: int = 200) -> None:
         super().__init__(daemon=True)
         body = {
             "model": "demo",
             "prompt": "The",
-            "max_tokens": 200,
+            "max_tokens": tokens,
             "temperature": 0.0,
             "ignore_eos": True,
             "stream": True,
@@ -117,8 +117,8 @@ def test_g12_a_killed_process_ends_the_server_and_its_clients_hear_of_it(
         server = stack.enter_context(serving(tmp_path, *flags, stock=False))
         if killed == "EngineCore":
             stack.enter_context(half_sent(server))
-        stream = Stream(server)
         (process,) = [pid for pid in processes(server) if title(pid).endswith(killed)]
+        stream = Stream(server, tokens=500)
         os.kill(process, signal.SIGKILL)
         stream.join(60)
         assert stream.error is not None or '"error"' in stream.lines[-2], stream.lines[-2:]
