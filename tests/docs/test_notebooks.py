@@ -1,4 +1,4 @@
-"""The notebooks of `examples/` run from top to bottom, each in a kernel of its own, and show each figure once."""
+"""What a notebook shows. Those of `examples/` run from top to bottom, each in a kernel of its own, and show each figure once."""
 
 from __future__ import annotations
 
@@ -26,3 +26,23 @@ def test_a_notebook_runs_to_its_end(path: Path, tmp_path: Path, monkeypatch: pyt
     for cell in notebook.cells:
         shown = [output for output in cell.get("outputs", ()) if "image/png" in output.get("data", {})]
         assert len(shown) == len(re.findall(r"plot\w*\(", cell.source)), cell.source
+
+
+CELLS = [
+    "from midstream import LanguageModel, demo_model\nmodel = LanguageModel(demo_model())\n"
+    "asked = ('The capital of France is', 'The capital of Italy is', ' Paris', ' Rome')",
+    "%%time\nwith model.trace(asked[0]):\n    h = model.layers_output[3].save()\nprint(list(h.shape))",
+    "result = model.sweep(*asked, layers=[2, 5], positions=[3])",
+    "drawn = model.sweep(*asked, layers=[2, 5], positions=[3], stream=True).draw()",
+]
+
+
+@pytest.mark.slow
+def test_a_kernel_shows_times_bars_and_figures() -> None:
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
+    NotebookClient(notebook, timeout=300).execute()
+    _, timed, swept, drawn = (cell.outputs for cell in notebook.cells)
+    said = "".join(output.get("text", "") for output in timed)
+    assert "[5, 256]" in said and "Wall time" in said
+    assert "2/2" in "".join(output.get("text", "") for output in swept)  # the bar
+    assert sum("image/png" in output.get("data", {}) for output in drawn) == 1

@@ -13,6 +13,7 @@ import functools
 import itertools
 import math
 import secrets
+import sys
 import time
 from collections.abc import (
     AsyncGenerator,
@@ -668,8 +669,7 @@ class _Bar:
     def __init__(self, shown: bool | None) -> None:
         from tqdm.auto import tqdm
 
-        in_notebook = "notebook" in tqdm.__module__
-        self._disable = not shown if shown is not None else False if in_notebook else None
+        self._disable = not shown if shown is not None else False if _is_notebook() else None
         self._make: Any = tqdm
         self._bar: Any = None
 
@@ -684,3 +684,12 @@ class _Bar:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
+
+
+def _is_notebook() -> bool:
+    """Whether a kernel of Jupyter's runs this code."""
+    if "IPython" not in sys.modules:
+        return False
+    from IPython import get_ipython
+
+    return hasattr(get_ipython(), "kernel")
