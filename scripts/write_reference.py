@@ -62,6 +62,16 @@ SECTIONS = {
         ("midstream:open_captures", "", ""),
         ("midstream.capture.directory:Store", "store", "failed refresh"),
     ],
+    "Figures": [
+        *[
+            (f"midstream.plots:{name}", "", "")
+            for name in ("plot_heatmap", "plot_lines", "plot_logit_lens", "logit_lens")
+        ],
+        ("midstream.plots:LogitLens", "lens", ""),
+    ],
+    "The bundled model": [
+        (f"midstream.bundled:{name}", "", "") for name in ("demo_model", "demo_facts", "demo_heldout", "demo_contrast")
+    ],
     "Evaluations": [
         ("midstream.inspect_ai:MidstreamAPI", "", ""),
         ("midstream.inspect_ai:read_captures", "", ""),

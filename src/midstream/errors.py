@@ -96,6 +96,12 @@ class CaptureError(MidstreamError):
     """Captured rows are incomplete, or a consumer of them failed."""
 
 
+class NotCapturedError(CaptureError, KeyError):
+    """The captures lack this request, site or layer. The message names the nearest ones."""
+
+    __str__ = Exception.__str__  # a KeyError's would quote the message
+
+
 class EngineClosedError(MidstreamError):
     """The engine was closed, or died."""
 

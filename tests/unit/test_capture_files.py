@@ -48,8 +48,7 @@ from safetensors.torch import load_file
 from midstream.capture import directory as directory_module
 from midstream.capture.consumers import CaptureInfo
 from midstream.capture.directory import DirectorySink, open_captures
-from midstream.capture.rows import NotCapturedError
-from midstream.errors import CaptureError
+from midstream.errors import CaptureError, NotCapturedError
 
 # -------------------------------------------------------------------------------------------------- bit for bit
 

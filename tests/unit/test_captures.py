@@ -38,8 +38,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from midstream.capture.consumers import CaptureInfo
-from midstream.capture.rows import NotCapturedError, empty_chunk, routes
-from midstream.errors import CaptureError, MidstreamError, PlanError
+from midstream.capture.rows import empty_chunk, routes
+from midstream.errors import CaptureError, MidstreamError, NotCapturedError, PlanError
 from midstream.plan.values import Capture, Consumer, Span
 
 A, B, C = ("resid_post", 1, "before", 3), ("resid_post", 1, "after", 3), ("mlp_out", 2, "before", 5)

@@ -47,8 +47,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from midstream.capture.consumers import CaptureInfo, Collected
-from midstream.capture.rows import Arranged, ByPlane, CapturedPositions, NotCapturedError, arrange, describe
-from midstream.errors import CaptureError
+from midstream.capture.rows import Arranged, ByPlane, CapturedPositions, arrange, describe
+from midstream.errors import CaptureError, NotCapturedError
 from midstream.plan.captures import Key
 from midstream.plan.fields import nearest
 from midstream.trace.tree import as_bytes

@@ -20,7 +20,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from midstream.errors import CaptureError
+from midstream.errors import CaptureError, NotCapturedError
 from midstream.plan.captures import Key, Layout, RowSelection
 from midstream.plan.fields import nearest
 from midstream.plan.values import Capture, Consumer
@@ -28,12 +28,6 @@ from midstream.sites import site_of
 
 V = TypeVar("V")
 NO_POSITIONS = np.empty(0, np.int64)
-
-
-class NotCapturedError(CaptureError, KeyError):
-    """The captures lack this request, site or layer. The message names the nearest ones."""
-
-    __str__ = Exception.__str__  # a KeyError's would quote the message
 
 
 class RowChunk(NamedTuple):
