@@ -9,9 +9,7 @@ compiled, run as a function, its names pushed back), and must leave the same nam
 from __future__ import annotations
 
 import linecache
-import os
 import pickle
-import subprocess
 import sys
 import textwrap
 import traceback
@@ -23,42 +21,13 @@ from typing import Any
 import cloudpickle
 import greenlet
 import pytest
+from bare_trace import Trace, run_python
 
 from midstream.errors import SourceUnavailableError, TraceError, UnsavedError
 from midstream.trace.block import Block, SkipBlock, capture, link, locals_at, push, skip, skipped
 from midstream.trace.program import BlockProgram, ship, unship
 from midstream.trace.saves import Unsaved
 from midstream.trace.tracer import steps_of
-
-SRC = Path(__file__).resolve().parents[2] / "src"
-
-
-class Trace:
-    """What a caller of the module does: capture and skip on entry, run and push on exit."""
-
-    def __init__(self, run: bool = True, **extra: Any) -> None:
-        self.runs, self.extra = run, extra
-        self.saved: list[Any] = []
-        self.result: dict[str, Any] = {}
-
-    def __enter__(self) -> Trace:
-        frame = sys._getframe(1)
-        self.block = capture(frame)
-        skip(frame, self.block.target, self)
-        return self
-
-    def save(self, value: Any) -> Any:
-        self.saved.append(value)
-        return value
-
-    def __exit__(self, kind: Any, exc: BaseException | None, tb: Any) -> bool:
-        if exc is not None and not skipped(exc):
-            return False
-        if self.runs:
-            target = {self.block.target: self} if self.block.target else {}
-            self.result = self.block.function()({"__save__": self.save, **target, **self.extra})
-            push(sys._getframe(1), self.result)
-        return True
 
 
 class Outer(Trace):
@@ -617,26 +586,9 @@ def test_a_file_edited_after_it_was_loaded(tmp_path: Path) -> None:
             fresh(Trace)
 
 
-def run_python(*args: str, stdin: str | None = None) -> str:
-    env = {**os.environ, "PYTHONPATH": str(SRC)}
-    done = subprocess.run([sys.executable, *args], input=stdin, capture_output=True, text=True, timeout=60, env=env)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 SCRIPT = """
 import sys
-from midstream.trace.block import capture, push, skip, skipped
-
-class T:
-    def __enter__(self):
-        self.block = capture(sys._getframe(1))
-        skip(sys._getframe(1), self.block.target, self)
-        return self
-    def __exit__(self, kind, exc, tb):
-        assert skipped(exc)
-        push(sys._getframe(1), self.block.function()({self.block.target: self}))
-        return True
+from bare_trace import Trace as T
 
 start = 1
 for n in range(2):

@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-
-SRC = Path(__file__).resolve().parents[2] / "src"
+from bare_trace import run_python
 
 # What a model's trace does to its block, in an IPython shell. The cells of the cases run one after the other.
 SHELL = """
-import sys
 from IPython.core.interactiveshell import InteractiveShell
-from midstream.trace.block import capture, push, skip, skipped
+from bare_trace import Trace as Bare
 from midstream.trace.rewrite import function_tree
 
-class Trace:
-    def __enter__(self):
-        self.block = capture(sys._getframe(1))
-        skip(sys._getframe(1), self.block.target, self)
-        return self
-    def __exit__(self, kind, exc, tb):
-        assert skipped(exc)
-        values = self.block.function()({"__save__": lambda value: ("saved", value), self.block.target: self})
-        push(sys._getframe(1), values)
-        return True
+class Trace(Bare):
+    def save(self, value):
+        return "saved", value
 
 shell = InteractiveShell.instance(colors="nocolor")
 shell.user_ns.update(Trace=Trace, function_tree=function_tree)
@@ -68,9 +55,7 @@ CASES = {
 def printed() -> dict[str, str]:
     """What the cells of each case print."""
     code = f"CASES = {CASES!r}\n{SHELL}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, cwd=SRC)
-    assert done.returncode == 0, done.stderr
-    parts = [part.partition("\n") for part in done.stdout.split("\n=== ")[1:]]
+    parts = [part.partition("\n") for part in run_python("-c", code).split("\n=== ")[1:]]
     return {name: text for name, _, text in parts}
 
 
