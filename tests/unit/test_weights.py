@@ -122,7 +122,7 @@ def test_f8_what_a_body_writes_no_other_body_sees() -> None:
         lambda weight: weight.detach().numpy().__setitem__((3, 4), 9.0),
         lambda weight: weight.detach().add_(1),
         lambda weight: setattr(weight, "data", torch.ones(300, 301)),
-        lambda weight: weight.untyped_storage().__setitem__(12_345, 77),
+        lambda weight: weight.untyped_storage().__setitem__(12_345, weight.untyped_storage()[12_345] ^ 1),
     ],
 )
 def test_f8_a_change_on_the_client_is_seen(change: Callable[[nn.Parameter], Any]) -> None:
