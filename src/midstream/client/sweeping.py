@@ -13,7 +13,6 @@ import functools
 import itertools
 import math
 import secrets
-import sys
 import time
 from collections.abc import (
     AsyncGenerator,
@@ -52,6 +51,7 @@ from midstream.sweeps.events import (
 )
 from midstream.sweeps.request import SweepRequest, Tokens, align, columns, heads_of, in_order, rows_of, windows
 from midstream.sweeps.results import SweepResult
+from midstream.trace.source import ipython_shell
 
 ASYNC_GROUP, ASYNC_GROUPS = (
     32,
@@ -669,7 +669,9 @@ class _Bar:
     def __init__(self, shown: bool | None) -> None:
         from tqdm.auto import tqdm
 
-        self._disable = not shown if shown is not None else False if _is_notebook() else None
+        if shown is None and hasattr(ipython_shell(), "kernel"):  # a notebook's
+            shown = True
+        self._disable = None if shown is None else not shown  # None: tqdm looks for a terminal
         self._make: Any = tqdm
         self._bar: Any = None
 
@@ -684,12 +686,3 @@ class _Bar:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
-
-
-def _is_notebook() -> bool:
-    """Whether a kernel of Jupyter's runs this code."""
-    if "IPython" not in sys.modules:
-        return False
-    from IPython import get_ipython
-
-    return hasattr(get_ipython(), "kernel")

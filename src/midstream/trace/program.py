@@ -29,7 +29,7 @@ from midstream.trace.body import Body, StopTrace, current_body
 from midstream.trace.saves import attributes_of, contents, is_container, is_installed, variables_of
 from midstream.trace.tracer import BodyTracer, Result, backward, save, steps_of
 from midstream.trace.tree import as_bytes, is_raw, map_objects, map_tensors, movable
-from midstream.trace.weights import Weight, Weights, tensors_of
+from midstream.trace.weights import Weight, Weights, on_device, tensors_of
 
 RETURNED = "return"
 _CHANGING_CLOUDPICKLE = threading.Lock()
@@ -454,8 +454,7 @@ _WEIGHTS: ContextVar[Mapping[int, torch.Tensor]] = ContextVar("midstream_weights
 
 def _tensor_here(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     """Put a tensor of the client's on the model's device, so that `model.layers_output[3] += v` works."""
-    flat = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-    return flat.view(dtype).reshape(shape).to(_DEVICE.get())
+    return on_device(data, _DEVICE.get()).view(dtype).reshape(shape)
 
 
 def _weight_here(number: int) -> torch.Tensor:

@@ -39,7 +39,7 @@ def source_of(code: CodeType) -> tuple[str, ast.Module]:
     """
     if lines := linecache.getlines(code.co_filename):
         return code.co_filename, parse(code.co_filename, "".join(lines))
-    shell = _shell()
+    shell = ipython_shell()
     if shell is None:
         raise SourceUnavailableError(
             f"No source for {code.co_filename!r}, and a with-block is run from its source. Put the code in a file or a "
@@ -56,7 +56,7 @@ def source_of(code: CodeType) -> tuple[str, ast.Module]:
     )
 
 
-def _shell() -> Any:
+def ipython_shell() -> Any:
     """The running IPython, or None."""
     ipython = sys.modules.get("IPython")
     return ipython.get_ipython() if ipython is not None else None
