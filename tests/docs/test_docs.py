@@ -220,6 +220,7 @@ RECIPES = {
     "indirect-object": "interval(",
     "heads": 'heads="all"',
     "coarse-to-fine": "coarse=(",
+    "sae": "sae_weights.safetensors",
 }
 
 
