@@ -60,7 +60,8 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)  # the models are small, and the other core is an engine's
     if (name := config.getoption("--ranks")) is not None:
         RANKS.update(ranks.SIZES[name])
-        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # whole GiB for each rank, and two engines of four ranks may run
+        # It counts whole GiB for each rank, and two engines of four ranks may run at once.
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
         ENGINE.update(gpu_memory_utilization=0.1, kv_cache_memory_bytes=1 << 28)
 
 
