@@ -59,7 +59,7 @@ LOADS = {
 CPU_LOADS = {"equal": (32, (16, 16), (32, 32)), "short": (32, (16, 16), (4, 32)), "mixed": (32, (8, 128), (4, 32))}
 PARAMS = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
 RATE = 1.25  # arrivals for each request that stock vLLM finishes
-ONE_IN = 20  # where a share of the requests is traced
+ONE_IN = (20, 4, 1)  # which requests are traced: every 20th, every 4th, all
 
 
 class Load:
@@ -165,17 +165,17 @@ def trace_rows(model: Any, load: Load) -> list[Row]:
         for _ in tracer.iter[:]:
             m.layers_output[middle] += vector
 
-    def change_mlp(m: Any, tracer: Any) -> None:
+    def squash_mlp(m: Any, tracer: Any) -> None:
         for _ in tracer.iter[:]:
-            m.mlps_output[middle] += vector
+            m.mlps_output[middle] = torch.tanh(m.mlps_output[middle])
 
     traces: dict[str, Callable[..., Any]] = {
         "reads one layer of its prompt": read,
         "adds a vector in every step": add,
-        "changes an MLP's output in every step (uncompiled)": change_mlp,
+        "computes an MLP's output anew in every step": squash_mlp,
     }
     rows = [Row("no trace")]
-    for one_in in (ONE_IN, 1) if model.mode == "async" else (1,):
+    for one_in in ONE_IN if model.mode == "async" else (1,):
         traced = f"{-(-load.count // one_in)} of {load.count} traced"
         rows += [Row(f"{traced}: {name}", None, trace, one_in) for name, trace in traces.items()]
     return rows
