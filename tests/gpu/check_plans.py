@@ -282,6 +282,20 @@ class Checks:
                 close(output.captures["resid_post", layer][:until], rows[layer][:until], self.tolerance)
             close(output.captures["resid_post", 5], rows[5][length - 1 : length], self.tolerance)
 
+    def check_staged_copies(self) -> None:
+        """The device is far behind the host, which places new values in memory from which copies have not been done yet."""
+        import torch
+
+        from midstream.runtime.tables import Staging
+
+        if not torch.cuda.is_available():
+            return
+        staging, there = Staging(1 << 12), torch.empty(200, 100, device="cuda")
+        torch.cuda._sleep(1 << 30)
+        for number, row in enumerate(there):
+            row.copy_(staging.place(torch.full((100,), float(number))), non_blocking=True)
+        assert torch.equal(there.cpu(), torch.arange(200.0)[:, None].expand(200, 100))
+
     def check_named_vectors_and_a_plan_for_all(self) -> None:
         """D1, D3, D6: a registered vector that is replaced, and the engine's own plan, in the graphs."""
         from midstream import Steer

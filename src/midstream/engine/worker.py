@@ -156,6 +156,12 @@ class Worker(PlatformWorker):
         self.midstream = self._make_trace_host(arch, settings)
         self.plans = self._make_plan_host(arch, settings, built_in)
         self._has_built_in = bool(built_in)
+        forms = {
+            (arch.widths[p], arch.bindings[p].residual is not None)
+            for p in buildable_points(arch, settings.graph_sites)
+        }
+        for width, dual in forms:
+            self.plans.tables.warm_up(width, dual, config.model_config.dtype)
         # In a graph, vLLM's all-reduce reads different buffers of the other ranks than outside of it. So either all ranks replay a graph
         # or none does.
         self._stops_alone = self._tensor_ranks is None and config.parallel_config.data_parallel_size == 1

@@ -32,7 +32,7 @@ import triton.language as tl
 
 from midstream.plan.ops.edit import kernel_codes, kind_of
 
-_FEW_ROWS = 1024
+FEW_ROWS = 1024  # up to here a row is loaded before it is known whether it is needed
 
 
 @triton.jit
@@ -209,7 +209,7 @@ def edit_rows(
     """
     rows, hidden_size = hidden_TH.shape
     second = residual_TH if residual_TH is not None else hidden_TH
-    few, dependent = rows <= _FEW_ROWS, early and _launches_dependent(hidden_TH.device)
+    few, dependent = rows <= FEW_ROWS, early and _launches_dependent(hidden_TH.device)
     block = triton.next_power_of_2(hidden_size)
     tensors = (hidden_TH, second, profile_T, capture_T, overflow_T, table_address)
     shape = (hidden_size, hidden_TH.stride(0), second.stride(0), residual_TH is not None, few, dependent, block)

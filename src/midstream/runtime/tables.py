@@ -141,6 +141,9 @@ class Tables:
         """
         raise NotImplementedError
 
+    def warm_up(self, hidden_size: int, dual: bool, dtype: torch.dtype) -> None:
+        """Have ready what compiles at its first use, for rows of this size, in two streams if `dual`."""
+
     def _grow(self) -> None:
         self.growths += 1
 
@@ -151,6 +154,38 @@ class Tables:
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     """`[T, H]` of a tensor that may have a leading batch axis of 1, as a view."""
     return tensor[0] if tensor.ndim == 3 else tensor
+
+
+class Staging:
+    """Pinned memory from which copies to the device start, used in turns: to pin anew for each of them costs a millisecond.
+
+    Args:
+        size: bytes of each of its two halves. A half is written again when the copies from it are done.
+    """
+
+    def __init__(self, size: int = 1 << 20) -> None:
+        self._size = size
+        self._halves: list[tuple[torch.Tensor, torch.cuda.Event]] = []
+        self._used = 0
+
+    def place(self, values: torch.Tensor) -> torch.Tensor:
+        """`values` in pinned memory, to be copied on the current stream before the next call."""
+        if values.nbytes > self._size:
+            return values.pin_memory()  # PyTorch hands it out again only when the copy from it is done
+        if not self._halves:
+            self._halves = [
+                (torch.empty(self._size, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()) for _ in "12"
+            ]
+        at = -(-self._used // 16) * 16
+        if at + values.nbytes > self._size:
+            self._halves[0][1].record()
+            self._halves.reverse()
+            self._halves[0][1].synchronize()
+            at = 0
+        self._used = at + values.nbytes
+        placed = self._halves[0][0][at : self._used].view(values.dtype).view(values.shape)
+        placed.copy_(values)
+        return placed
 
 
 class DeviceTables(Tables):
@@ -176,6 +211,7 @@ class DeviceTables(Tables):
         self._address = torch.tensor([self._table.data_ptr()], dtype=torch.int64, device=device)
         self._stale = range(0)  # profiles whose entries on the device are old
         self._acting: set[int] | None = None  # the points at which a row of the step has ops; None if not known yet
+        self._staging = Staging()
 
     def load(self, compiled: CompiledPlan) -> ProfileSlots:
         kinds = {op.kind for profile in compiled.profiles for ops in profile.ops.values() for op in ops}
@@ -189,8 +225,9 @@ class DeviceTables(Tables):
     @torch.inference_mode()
     def _upload(self, values: np.ndarray, to: torch.Tensor) -> None:
         host = torch.from_numpy(values)
-        # PyTorch hands a pinned block out again only when the copy from it is done.
-        to.copy_(host.pin_memory() if to.is_cuda else host, non_blocking=True)
+        if to.is_cuda:
+            host = self._staging.place(host)
+        to.copy_(host, non_blocking=True)
 
     def _grow(self) -> None:
         super()._grow()
@@ -315,6 +352,14 @@ class DeviceTables(Tables):
         copied = torch.cuda.Event()
         copied.record()
         return host_T, copied.synchronize
+
+    @torch.inference_mode()
+    def warm_up(self, hidden_size: int, dual: bool, dtype: torch.dtype) -> None:
+        """Triton takes half a second for each form of the kernel, and recorded graphs have only the one for few rows."""
+        for rows in (1, min(self._kernel.FEW_ROWS + 1, len(self._profile_T))):
+            hidden_TH = torch.zeros(rows, hidden_size, dtype=dtype, device=self._device)
+            self.edit_recorded(0, hidden_TH, torch.zeros_like(hidden_TH) if dual else None)
+            self._kernel.take_overflow(hidden_TH, self._overflow_T, len(self.points))
 
     @cached_property
     def _kernel(self) -> Any:
