@@ -26,7 +26,7 @@ from midstream.engine import launch
 from midstream.errors import MidstreamError, ParameterError, PlanError, TraceError
 from midstream.plan.values import Plan
 from midstream.runtime.request import Envelope, PlanRequest, TraceRequest, packed, requests_of
-from midstream.settings import NAME, RECORD_BYTES, WEIGHT_BYTES, Settings
+from midstream.settings import NAME, RECORD_BYTES, TRACE_SHARE, WEIGHT_BYTES, Settings
 from midstream.trace.block import Block
 from midstream.trace.program import BlockProgram, FunctionProgram, ShippedCode, unrun
 from midstream.trace.tracer import BodyTracer
@@ -56,6 +56,8 @@ class VLLM(DescribedModel):
         record_bytes: how many bytes of each worker's memory recorded runs may take.
         weight_bytes: how many bytes of it large tensors of the caller's may take that traces have used. They stay for the next trace
             that uses them.
+        trace_share: traces that neither run as plans nor behind the step (`explain` tells) slow a step down. They get steps of their own,
+            and while there are other requests at most this share of the engine's time, above 0. With 1 they share steps with the others.
         progress: whether to show vLLM's progress bar if a call has several requests.
         tokenizer_kwargs: for `from_pretrained` of `model.tokenizer`, which makes token ids of prompts.
         engine: any argument of `vllm.LLM`, or of `AsyncEngineArgs` with `mode="async"`. `torch_dtype` is another name of `dtype`.
@@ -76,6 +78,7 @@ class VLLM(DescribedModel):
         graph_sites: Sequence[str] = ("resid_post",),
         record_bytes: int = RECORD_BYTES,
         weight_bytes: int = WEIGHT_BYTES,
+        trace_share: float = TRACE_SHARE,
         progress: bool = False,
         tokenizer_kwargs: Mapping[str, Any] | None = None,
         **engine: Any,
@@ -88,6 +91,7 @@ class VLLM(DescribedModel):
             graph_sites=tuple(graph_sites),
             record_bytes=record_bytes,
             weight_bytes=weight_bytes,
+            trace_share=trace_share,
         )
         engine = loading_arguments(engine)
         if (given := engine.pop("device_map", None)) not in (None, "auto", "cuda"):

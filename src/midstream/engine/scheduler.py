@@ -1,5 +1,6 @@
-"""vLLM's scheduler with three more rules: a traced prompt is computed in one step, blocks of planned requests stay out of the prefix cache
-until the workers have taken the plan, and KV blocks that a plan or a trace has changed are cleared before another request gets them.
+"""vLLM's scheduler with four more rules: a traced prompt is computed in one step, requests with a trace in the forward get steps apart from
+all others, blocks of planned requests stay out of the prefix cache until the workers have taken the plan, and KV blocks that a plan or a
+trace has changed are cleared before another request gets them.
 
 A traced request whose prompt does not fit into the coming step waits, and so do the requests behind it in the queue, so no request starves.
 Everything else is vLLM's: chunked prefill, prefix caching and async scheduling stay on.
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
+from itertools import takewhile
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -19,6 +21,7 @@ from vllm.v1.request import RequestStatus
 from midstream.engine.plugin import Replacement, apply, follow_parent
 from midstream.engine.prefix_cache import EditedBlocks, Taken, holding_back, rekey, remember
 from midstream.engine.seams import Role
+from midstream.engine.turns import Turns
 from midstream.runtime.request import TraceRequest, changes_kv
 from midstream.runtime.step import RequestEnd, StepEnds
 from midstream.settings import Settings, is_ours
@@ -37,13 +40,18 @@ class _Rules:
     requests: dict[str, Any]
     vllm_config: Any
     scheduler_config: Any
+    max_num_running_reqs: int
     max_num_scheduled_tokens: int
     finish_requests: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._ends: dict[str, RequestEnd] = {}  # of requests, until the workers have been told
-        self._takes_traces = Settings.of(self.vllm_config).allow_traces
+        settings = Settings.of(self.vllm_config)
+        self._takes_traces = settings.allow_traces
+        self._turns = Turns(settings.trace_share) if settings.trace_share < 1 else None
+        self._apart: set[str] = set()  # requests that get steps apart from others, as their traces run in the forward
+        self._apart_is_stuck = False  # none of those that wait could begin in the last step that they had
         self._ours: set[str] = set()  # requests with a trace or a plan, until they end
         self._unstarted: set[str] = set()  # requests with a trace, until they have begun
         self._taken = Taken()
@@ -63,21 +71,57 @@ class _Rules:
         if (position := self._taken.held_from(request)) is not None:
             self._held[request.request_id] = position
         self.schedule, self.update_from_output = self._schedule, self._update
-        if self._takes_traces and TraceRequest.of(request.sampling_params) is not None:
+        trace = TraceRequest.of(request.sampling_params) if self._takes_traces else None
+        if trace is not None:
             self._unstarted.add(request.request_id)
+            if not trace.behind and self._turns is not None:
+                self._apart.add(request.request_id)
 
     def _schedule(self, *args: Any, **kwargs: Any) -> Any:
         with holding_back(self.kv_cache_manager, self._held) if self._held else contextlib.nullcontext():
-            if self._unstarted and self._may_begin_traces():
-                output = self._schedule_in_one_step(*args, **kwargs)
+            if not self._apart or self._turns is None:
+                output = self._schedule_together(*args, **kwargs)
             else:
-                output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+                traced = len(self._apart) == len(self.requests) or self._turns.traced_is_next
+                output = self._schedule_apart(traced, *args, **kwargs)
+                self._turns.begin(output, traced)
         if self._changing:
             self._note_written(output)
         if self._ends:
             output.midstream_finished = {n: self._ends.pop(n) for n in output.finished_req_ids if n in self._ends}
         if not (self._ours or self._ends):
             del self.schedule, self.update_from_output
+        return output
+
+    def _schedule_together(self, *args: Any, **kwargs: Any) -> Any:
+        if self._unstarted and self._may_begin_traces():
+            return self._schedule_in_one_step(*args, **kwargs)
+        return super().schedule(*args, **kwargs)  # type: ignore[misc]
+
+    def _schedule_apart(self, traced: bool, *args: Any, **kwargs: Any) -> Any:
+        """Schedule a step of the requests with a trace in the forward, or one of all others. vLLM sees only these meanwhile."""
+        apart, running, waiting = self._apart, self.running, self.waiting
+        waits = [request for request in waiting if (request.request_id in apart) is traced]
+        if self._apart_is_stuck and not traced:  # what gets free is for the request that waits longest
+            waits = list(takewhile(lambda request: request.request_id not in apart, waiting))
+        shown = [request for request in running if (request.request_id in apart) is traced]
+        before, hidden = set(running), len(running) - len(shown)
+        given = waits[: self.max_num_running_reqs - len(running)]  # requests that vLLM does not see keep their slots
+        self.running, self.waiting = shown, type(waiting)()
+        for request in given:
+            self.waiting.add_request(request)
+        self.max_num_running_reqs -= hidden
+        output = self._schedule_together(*args, **kwargs)
+        self.max_num_running_reqs += hidden
+        left = set(self.waiting)  # with preempted ones
+        new = [request for request in self.running if request not in before]
+        waiting.remove_requests([request for request in given if request not in left])
+        for request in reversed(list(self.waiting)):
+            if request in before:
+                waiting.prepend_request(request)
+        self.running, self.waiting = [request for request in running if request not in left] + new, waiting
+        if traced:
+            self._apart_is_stuck = bool(waits) and not new
         return output
 
     def _note_written(self, output: Any) -> None:
@@ -98,7 +142,7 @@ class _Rules:
 
     def _may_begin_traces(self) -> bool:
         """Whether a traced request may begin in the coming step. The time it takes does not grow with the queue."""
-        if len(self.running) >= self.scheduler_config.max_num_seqs:
+        if len(self.running) >= self.max_num_running_reqs:
             return False
         known = self.requests
         self._unstarted = {name for name in self._unstarted if name in known and _is_unstarted(known[name])}
@@ -113,6 +157,7 @@ class _Rules:
         if is_ours(request):
             self._ends[request.request_id] = RequestEnd(request.num_tokens)
         self._ours.discard(request.request_id)
+        self._apart.discard(request.request_id)
         self._changing.discard(request.request_id)
         self._held.pop(request.request_id, None)
         return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
@@ -120,6 +165,9 @@ class _Rules:
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
         rekey(request)
+        trace = TraceRequest.of(request.sampling_params)
+        if trace is not None and not trace.behind and self._turns is not None:
+            self._apart.add(request.request_id)  # its edits are made again in the forward, also if its trace is done
 
     def _update_request_as_session(self, session: Any, update: Any) -> None:
         remember(session)
@@ -145,7 +193,7 @@ class _Rules:
             if trace is not None and trace.together:
                 together.setdefault(trace.trace, []).append(request)
         budget = self.max_num_scheduled_tokens - sum(map(_to_compute, self.running))
-        slots = self.scheduler_config.max_num_seqs - len(self.running)
+        slots = self.max_num_running_reqs - len(self.running)
         for position, (request, trace) in enumerate(waiting):
             group = together[trace.trace] if trace is not None and trace.together else [request]
             if request is not group[0]:
@@ -161,12 +209,15 @@ class _Rules:
         return []
 
     def _update(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        if self._turns is not None:
+            self._turns.end(scheduler_output)
         step_ends: StepEnds | None = getattr(model_runner_output, "midstream", None)
         for begun in scheduler_output.scheduled_new_reqs:
             if begun.req_id in self._ours and (step_ends is None or begun.req_id not in step_ends.errors):
                 self._take_plan(begun.req_id, begun.sampling_params)
         if step_ends is None:
             return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        self._apart.difference_update(step_ends.done)
         for name in step_ends.stops:
             if (request := self.requests.get(name)) is not None:
                 request.max_tokens = request.num_output_tokens + 1  # the token of this step is its last

@@ -253,12 +253,12 @@ _SCHEDULER = (
     Seam("vllm.v1.core.kv_cache_utils.KVCacheBlock", READS, "midstream.engine.prefix_cache.EditedBlocks",
          "Identifies the blocks that a request is given.", members="block_id"),
     Seam("vllm.v1.core.sched.scheduler.Scheduler", SUBCLASSES, "midstream.engine.scheduler._Rules",
-         "Computes traced prompts in one step, tells workers of ends, and clears and keys KV blocks.",
+         "Computes traced prompts in one step, gives traces steps apart, tells workers of ends, and clears and keys KV blocks.",
          members="__init__(vllm_config, **rest); add_request(request); schedule(**rest) -> SchedulerOutput; "
                  "update_from_output(scheduler_output, model_runner_output); finish_requests(request_ids, finished_status); "
                  "_free_request(request, **rest); _preempt_request(request, **rest); _update_request_as_session(session, update); "
                  "_get_new_block_ids_to_zero() -> list[int] | None; kv_cache_manager; waiting; running; requests; vllm_config; "
-                 "scheduler_config; max_num_scheduled_tokens; has_unfinished_requests()"),
+                 "scheduler_config; max_num_running_reqs; max_num_scheduled_tokens; has_unfinished_requests()"),
     Seam("vllm.v1.core.sched.async_scheduler.AsyncScheduler", SUBCLASSES, "midstream.engine.scheduler.AsyncMidstreamScheduler",
          "The same rules where scheduling is asynchronous."),
     Seam("vllm.config.SchedulerConfig.long_prefill_token_threshold", REPLACES,
@@ -266,7 +266,7 @@ _SCHEDULER = (
          "No limit on long prompts in the steps in which a traced prompt begins: it may not be split."),
     Seam("vllm.v1.core.sched.request_queue.RequestQueue", CALLS, "midstream.engine.scheduler._Rules._take_held_back",
          "Takes requests that have to wait off the queue, and puts them back.",
-         members="__iter__(); add_request(request); remove_requests(requests)"),
+         members="__iter__(); add_request(request); prepend_request(request); remove_requests(requests)"),
     Seam("vllm.v1.request.Request", SETS, "midstream.engine.scheduler._Rules",
          "Ends a request by its max_tokens, and reads what the scheduler knows of it.",
          members="max_tokens; sampling_params; request_id; client_index; status; prompt_token_ids; num_prompt_tokens; num_tokens; "

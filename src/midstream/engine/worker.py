@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -240,7 +241,8 @@ class Worker(PlatformWorker):
         traces, plans = self.midstream, self.plans
         if not begins and plans.repeat(scheduler_output):  # a step like the last one costs little more than these
             planned = plans.step_is_planned
-            self._runner.prepare(Watch.ROWS if planned or plans.edits else Watch.NOTHING, planned)
+            watches = planned or plans.edits or not traces.is_idle
+            self._runner.prepare(Watch.ROWS if watches else Watch.NOTHING, planned)
             return self._execute_planned(scheduler_output)
         self._is_awake = begins or not (traces.is_idle and plans.is_idle)
         if not self._is_awake:
@@ -312,7 +314,7 @@ class Worker(PlatformWorker):
         self.midstream.schedule(traced_begun, scheduled.keys(), finished, computed)
         ends = getattr(scheduler_output, "midstream_finished", {})
         off_graph = self.plans.schedule(begun, scheduled, {name: ends.get(name) for name in finished}, computed)
-        self.plans.remember_step(scheduler_output, may_repeat=self.midstream.is_idle and not off_graph)
+        self.plans.remember_step(scheduler_output, may_repeat=not (self.midstream.step_is_traced or off_graph))
         return off_graph
 
     def sample_tokens(self, grammar_output: Any) -> Any:
@@ -323,13 +325,13 @@ class Worker(PlatformWorker):
         output = super().sample_tokens(grammar_output)
         if self._runner.watched is Watch.ALL:
             raise_if_ending()
-        stops, errors = self.midstream.take_stops(), self.plans.take_errors()
-        if output is None or not (stops or errors or rows):
+        ends, errors = self.midstream.take_ends(), self.plans.take_errors()
+        if output is None or not (ends.stops or ends.done or errors or rows):
             return output
 
         def find_endings() -> StepEnds | None:
             ended = {**self._refusals(rows), **errors} if rows is not None else errors
-            return StepEnds(stops, ended) if stops or ended else None
+            return replace(ends, errors=ended) if ends.stops or ends.done or ended else None
 
         if isinstance(output, AsyncModelRunnerOutput):
             return _ReportingOutput(output, find_endings)

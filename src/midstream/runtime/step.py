@@ -105,14 +105,16 @@ class FiniteCheck:
 
 @dataclass
 class StepEnds:
-    """The requests that end with a step. A worker sends it to the scheduler with the step's output.
+    """The requests that end with a step, and the traces. A worker sends it to the scheduler with the step's output.
 
     Attributes:
         stops: requests whose trace stopped them; the token of this step is their last.
+        done: requests that go on without their trace, which is over.
         errors: request -> why the worker ends it: its plan cannot be carried out, or its activations are not finite.
     """
 
     stops: list[str] = field(default_factory=list)
+    done: list[str] = field(default_factory=list)
     errors: dict[str, str] = field(default_factory=dict)
 
 

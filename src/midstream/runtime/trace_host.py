@@ -26,7 +26,7 @@ from midstream.ranks.stages import Stages
 from midstream.runtime.points import points_of, trace_keys, tree_at, tree_of
 from midstream.runtime.request import TraceRequest
 from midstream.runtime.sending import Reports
-from midstream.runtime.step import FiniteCheck, Scheduled, StepView
+from midstream.runtime.step import FiniteCheck, Scheduled, StepEnds, StepView
 from midstream.sites import Key, NotFinite, Point, point_name
 from midstream.trace.body import Body, Randomness, is_in_body
 from midstream.trace.envoy import Envoy, ModelEnvoy
@@ -185,6 +185,7 @@ class TraceHost:
         self.reports = reports
         self._device = next(envoy._module.parameters()).device
         self.stops: list[str] = []
+        self.done: list[str] = []
         self.traced_steps = self.forward_traced_steps = self.uncompiled_steps = 0
         self._allow_traces = allow_traces
         self._max_model_len = max_model_len
@@ -264,10 +265,11 @@ class TraceHost:
         """The traced requests that are alive."""
         return [*self._requests, *self._done]
 
-    def take_stops(self) -> list[str]:
-        """The requests that end with this step."""
-        stops, self.stops = self.stops, []
-        return stops
+    def take_ends(self) -> StepEnds:
+        """The requests that end with this step, and those whose trace does."""
+        ends = StepEnds(self.stops, self.done)
+        self.stops, self.done = [], []
+        return ends
 
     # Requests.
 
@@ -621,6 +623,8 @@ class TraceHost:
         over = asked or request.is_over(token, self._max_model_len)
         if over or not request.open_bodies:
             self._end(name, goes_on=not over)
+            if not over:
+                self.done.append(name)
             return
         if request.trace.stream:
             self._send_snapshot(name, request)

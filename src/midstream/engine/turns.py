@@ -1,0 +1,57 @@
+"""Steps apart: requests whose traces run in the forward make a step slow, so they get steps of their own and a bounded share of the time.
+
+turns = Turns(share=0.2)
+traced = turns.traced_is_next        # scheduler, where requests of both kinds are there
+turns.begin(output, traced)          # the step is scheduled
+turns.end(output)                    # its results are there
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+class Turns:
+    """Whose step comes next, by the time that steps have taken.
+
+    After a traced step the other requests are owed `(1 - share) / share` times as long. Steps may overlap, as those of async scheduling
+    and of a pipeline do: one lasts from the end of the one before it.
+
+    Args:
+        share: of the time, what traced steps get while there are other requests; above 0 and below 1.
+        clock: seconds.
+    """
+
+    def __init__(self, share: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._factor = (1 - share) / share
+        self._clock = clock
+        self._owed = 0.0
+        self._under_way: dict[
+            int, tuple[bool, float]
+        ] = {}  # id of the scheduler's output -> traced, when it was scheduled
+        self._ended = -math.inf
+
+    @property
+    def traced_is_next(self) -> bool:
+        """Whether traced requests may have the coming step. Until the last traced step has ended, it is not known what it takes."""
+        return self._owed <= 0 and not any(traced for traced, _ in self._under_way.values())
+
+    def begin(self, output: Any, traced: bool) -> None:
+        """A step of one kind is scheduled, while there are traced requests."""
+        if output.total_num_scheduled_tokens:
+            self._under_way[id(output)] = traced, self._clock()
+        elif traced:
+            self._owed = math.ulp(0.0)  # nobody was ready: they try again after a step of the others
+        else:
+            self._owed = 0.0
+
+    def end(self, output: Any) -> None:
+        """The step's results are there."""
+        if (step := self._under_way.pop(id(output), None)) is None:
+            return
+        (traced, began), now = step, self._clock()
+        took, self._ended = now - max(began, self._ended), now
+        self._owed = took * self._factor if traced else self._owed - took
