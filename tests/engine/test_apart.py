@@ -21,7 +21,14 @@ pytestmark = pytest.mark.engine
 PROMPTS = ["The capital of France is", "The Eiffel Tower is in the city of", "One two three", "Once upon a time"]
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 PAUSE = 0.1  # what each step of a slow trace takes
-BLOCKS = 20  # of 32 tokens
+# The cache has 20 blocks of 32 tokens.
+ENGINE = {
+    "mode": "async",
+    "enforce_eager": True,
+    "num_gpu_blocks_override": 20,
+    "block_size": 32,
+    "enable_prefix_caching": False,
+}
 
 Drive = Callable[[Coroutine[Any, Any, Any]], Any]
 
@@ -34,9 +41,7 @@ def runner() -> Iterator[asyncio.Runner]:
 
 @pytest.fixture(scope="module")
 def model(runner: asyncio.Runner) -> Iterator[VLLM]:
-    model = start(
-        mode="async", enforce_eager=True, num_gpu_blocks_override=BLOCKS, block_size=32, enable_prefix_caching=False
-    )
+    model = start(**ENGINE)
     yield model
     model.close()
 
@@ -121,9 +126,9 @@ def test_i4_results_are_those_of_each_request_alone(model: VLLM, drive: Drive) -
 
 
 def test_i4_a_trace_that_is_over_shares_the_steps_of_the_others(model: VLLM, drive: Drive) -> None:
-    """Its later tokens would else come at the pace of traced steps."""
+    """Its later tokens would else come at the pace of traced steps. Seen failing where the worker does not tell the scheduler."""
 
-    async def run() -> tuple[int, int]:
+    async def run() -> tuple[int, bool]:
         before = await forward_steps(model)
         other = asyncio.create_task(tokens(model, PROMPTS[1], 60))
         await model.run(squash_once, PROMPTS[0], max_tokens=40, **GREEDY)
@@ -132,23 +137,26 @@ def test_i4_a_trace_that_is_over_shares_the_steps_of_the_others(model: VLLM, dri
         return await forward_steps(model) - before, running
 
     steps, running = drive(run())
-    assert steps == 1
+    assert steps == 1 and running
 
 
 def test_i3_a_large_traced_prompt_gets_its_memory_from_requests_that_came_earlier(model: VLLM, drive: Drive) -> None:
     """Plain requests keep coming, and each takes what the one before it leaves. Seen failing where they may overtake the prompt."""
-    prompt, big = list(range(5, 105)), list(range(5, 405))
+    prompt, big = (
+        list(range(5, 25)),
+        list(range(5, 405)),
+    )  # big takes 13 of 20 blocks, 8 clients always more than 8 of them
     begun = [0]
 
     async def run() -> int:
         over = asyncio.Event()
 
-        async def client() -> None:
+        async def client(count: int) -> None:  # each with a length of its own, so that they end one by one
             while not over.is_set():
                 begun[0] += 1
-                await tokens(model, prompt, 30)
+                await tokens(model, prompt, count)
 
-        clients = [asyncio.create_task(client()) for _ in range(8)]
+        clients = [asyncio.create_task(client(40 + 3 * i)) for i in range(8)]
         await asyncio.sleep(0.5)
         before = begun[0]
         await asyncio.wait_for(model.run(squash_once, big, max_tokens=2, **GREEDY), 60)
@@ -157,7 +165,9 @@ def test_i3_a_large_traced_prompt_gets_its_memory_from_requests_that_came_earlie
         await asyncio.gather(*clients)
         return after - before
 
-    assert drive(run()) <= 16
+    assert (
+        drive(run()) < 100
+    )  # eight clients begin some while the trace is shipped, and one each until it has its memory
 
 
 def test_i3_preempted_requests_of_both_kinds_end_as_they_do_alone(model: VLLM, drive: Drive) -> None:
