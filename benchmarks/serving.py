@@ -32,11 +32,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import psutil
 from overhead import LOADS, RATE, Load, long_prompts
 from side_by_side import (
     Measured,
@@ -47,7 +49,7 @@ from side_by_side import (
     in_turns,
     mean,
     median,
-    on_the_same_cores,
+    pin,
     ratio,
     settle,
 )
@@ -58,6 +60,7 @@ CAPTURES = "captures"
 VECTOR = "steer"  # the name of the uploaded vector
 SLOWER = 0.7  # arrivals for each request that stock vLLM finishes, where TTFT and TPOT are measured
 START_SECONDS = 600
+KV_BYTES = 12 << 30
 Result = dict[str, float]
 
 
@@ -114,7 +117,7 @@ def served(arguments: argparse.Namespace, path: str, flags: list[str], *, stock:
     )
     log = Path(tempfile.mkdtemp(prefix="served-")) / "log"
     began = time.perf_counter()
-    with log.open("wb") as output, on_the_same_cores(arguments):
+    with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
         server = Served(port)
         try:
@@ -125,10 +128,14 @@ def served(arguments: argparse.Namespace, path: str, flags: list[str], *, stock:
                     server.ask("GET", "/health")
                     break
                 time.sleep(0.5)
+            root = psutil.Process(process.pid)
+            pin(arguments, [root, *root.children(recursive=True)])
         except BaseException:
             stop(process)
             raise
-    print(f"{'stock' if stock else 'midstream'} server started in {time.perf_counter() - began:.0f} s", flush=True)
+    print(
+        f"{'stock' if stock else 'midstream'} server started in {time.perf_counter() - began:.0f} s, beside the other"
+    )
     try:
         yield server
     finally:
@@ -148,6 +155,8 @@ def model_and_flags(arguments: argparse.Namespace) -> tuple[str, list[str]]:
     """The model's directory, which has a tokenizer, and the flags of both servers."""
     path, given = engine_arguments(arguments)
     given.pop("skip_tokenizer_init", None)
+    if not arguments.cpu:
+        given["kv_cache_memory_bytes"] = KV_BYTES  # which vLLM else measures, and both start at the same time
     flags = ["--served-model-name", NAME, "--disable-uvicorn-access-log"]
     for name, value in given.items():
         if value is not False:
@@ -271,7 +280,6 @@ def rows_of(server: Served, load: Load) -> list[Row]:
         Row("stock vLLM", stock=True),
         Row("midstream, no plan"),
         Row("every request steered by name", bodies=[steer(VECTOR)]),
-        Row("every request steered by the same vector, inline", bodies=[steer(packed(vectors[0]))]),
         Row("a vector of its own in each request", bodies=[steer(packed(each)) for each in vectors]),
     ]
 
@@ -325,7 +333,12 @@ def main() -> None:
     load = Load(arguments)
     path, flags = model_and_flags(arguments)
     with ExitStack() as stack:
-        servers = {stock: stack.enter_context(served(arguments, path, flags, stock=stock)) for stock in (True, False)}
+        with ThreadPoolExecutor() as pool:
+            starts = {
+                kind: pool.submit(stack.enter_context, served(arguments, path, flags, stock=kind))
+                for kind in (True, False)
+            }
+        servers = {kind: start.result() for kind, start in starts.items()}
         rows, bench = rows_of(servers[False], load), Bench(arguments, load, path)
         alone = [bench.run(servers[True], rows[0], float("inf"))["seconds"] for _ in range(3)][-1]
         fast, slower = RATE * load.count / alone, arguments.request_rate or SLOWER * load.count / alone

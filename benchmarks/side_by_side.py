@@ -178,12 +178,15 @@ def on_the_same_cores(arguments: argparse.Namespace) -> Iterator[None]:
     A small model's step takes as long as these loops, and cores of one machine differ by up to a fifth. Engines take turns, so they can
     share cores. The CPU build uses all cores, and nothing is pinned.
     """
-    if arguments.cpu:
-        yield
-        return
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     yield
-    started = [process for process in psutil.Process().children(recursive=True) if process.pid not in before]
+    pin(arguments, [process for process in psutil.Process().children(recursive=True) if process.pid not in before])
+
+
+def pin(arguments: argparse.Namespace, started: Sequence[psutil.Process]) -> None:
+    """As `on_the_same_cores`, for one engine's processes."""
+    if arguments.cpu:
+        return
     loops = [process.pid for process in started if "resource_tracker" not in " ".join(process.cmdline())]
     cores = sorted(os.sched_getaffinity(0))[2::2]  # one of two hyperthreads
     for loop, core in zip(sorted(loops), cores, strict=False):
