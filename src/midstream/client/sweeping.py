@@ -51,7 +51,6 @@ from midstream.sweeps.events import (
 )
 from midstream.sweeps.request import SweepRequest, Tokens, align, columns, heads_of, in_order, rows_of, windows
 from midstream.sweeps.results import SweepResult
-from midstream.trace.source import ipython_shell
 
 ASYNC_GROUP, ASYNC_GROUPS = (
     32,
@@ -669,7 +668,7 @@ class _Bar:
     def __init__(self, shown: bool | None) -> None:
         from tqdm.auto import tqdm
 
-        if shown is None and hasattr(ipython_shell(), "kernel"):  # a notebook's
+        if shown is None and in_notebook():  # a notebook's
             shown = True
         self._disable = None if shown is None else not shown  # None: tqdm looks for a terminal
         self._make: Any = tqdm

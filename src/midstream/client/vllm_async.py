@@ -29,7 +29,7 @@ from midstream.client.vllm_engine import (
     weights_of,
 )
 from midstream.engine import launch
-from midstream.errors import ChannelClosedError, EngineClosedError
+from midstream.errors import ChannelClosedError
 from midstream.trace.program import Outcome
 from midstream.transport.receiver import Mailbox
 
@@ -98,7 +98,7 @@ class EngineStream(OutputStream):
                 async for output, result in outputs:
                     self._queue.put_nowait((index, output, result))
         except Exception as error:
-            self._connection.has_died |= isinstance(error, EngineClosedError)
+            self._connection.failed(error)
             self._queue.put_nowait(error)
 
 
