@@ -111,7 +111,9 @@ def test_the_log_of_an_engine_that_died_stays_and_its_errors_name_it(
     assert "Loading weights took" in log.read_text()
 
 
-def test_an_engine_in_this_process_logs_as_vllm_does_once_it_has_started(command: dict[str, Any], tmp_path: Path) -> None:
+def test_an_engine_in_this_process_logs_as_vllm_does_once_it_has_started(
+    command: dict[str, Any], tmp_path: Path
+) -> None:
     command["env"]["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     done = subprocess.run(script("here"), capture_output=True, text=True, check=True, **command)
     told, logged = done.stdout.splitlines()

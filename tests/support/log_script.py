@@ -1,10 +1,10 @@
 """Run by test_log.py in a process of its own, without vLLM's environment variables about logs.
 
-    python log_script.py close              an engine that is closed
-    python log_script.py fail               one that cannot start
-    python log_script.py kill sync|async    one whose process is killed
-    python log_script.py unguarded          one that every process starts that imports the script
-    python log_script.py here               one in this process
+python log_script.py close              an engine that is closed
+python log_script.py fail               one that cannot start
+python log_script.py kill sync|async    one whose process is killed
+python log_script.py unguarded          one that every process starts that imports the script
+python log_script.py here               one in this process
 """
 
 from __future__ import annotations

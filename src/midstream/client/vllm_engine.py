@@ -267,11 +267,11 @@ def _end(engine: Any, receiver: Receiver, sinks: Sinks) -> None:
 
 
 def run_requests(
-    connection: EngineConnection, requests: Sequence[EngineRequest], progress: bool = False
+    connection: EngineConnection, requests: Sequence[EngineRequest], done: Callable[[int], object]
 ) -> list[InvokeResult]:
     """Run requests on a `vllm.LLM` to their end. Calls from several threads run one after the other.
 
-    `progress`: whether to show vLLM's progress bar if there are several requests.
+    `done`: called with 1 as each request ends.
     """
     with ExitStack() as stack:
         stack.enter_context(connection.lock)
@@ -294,9 +294,13 @@ def run_requests(
             if thread is not None:
                 thread.end(output.request_id, counts_of(output))
 
+        def finished(output: Any) -> None:
+            ended(output)
+            done(1)
+
         prompts, params = [request.prompt for request in requests], [request.params for request in requests]
         try:
-            outputs = launch.generate(engine, prompts, params, progress and len(requests) > 1, ended)
+            outputs = launch.generate(engine, prompts, params, finished)
             for output in outputs:
                 ended(output)
             if thread is not None:

@@ -183,8 +183,8 @@ def address_for_workers(config: Any) -> str | None:
 def shut_down(engine: Any) -> None:
     """End the engine and its processes, and give them time to free their shared memory and sockets."""
     core, log = engine.llm_engine.engine_core if hasattr(engine, "llm_engine") else engine, engine.midstream_log
-    if log is not None:
-        log.is_kept |= _has_died(engine)
+    if log is not None and _has_died(engine):
+        log.keep()
     try:
         with log.taking_vllms_logger() if log is not None else contextlib.nullcontext():
             core.shutdown(timeout=_SHUTDOWN_SECONDS)
@@ -211,8 +211,7 @@ def died(engine: Any) -> EngineClosedError:
 def keep_log(engine: Any, error: BaseException) -> None:
     """Keep the log of an engine that has ended by itself, if it is a file, and have the error name it."""
     if (log := getattr(engine, "midstream_log", None)) is not None:
-        log.is_kept = True
-        log.note_on(error)
+        log.keep(error)
 
 
 def is_in_process(engine: Any) -> bool:
@@ -315,9 +314,7 @@ def wake_waiting_callers(llm: Any) -> None:
             answer.set_exception(EngineDeadError())
 
 
-def generate(
-    llm: Any, prompts: list[dict[str, Any]], params: list[Any], progress: bool, finished: Callable[[Any], None]
-) -> list[Any]:
+def generate(llm: Any, prompts: list[dict[str, Any]], params: list[Any], finished: Callable[[Any], None]) -> list[Any]:
     """Run requests on a `vllm.LLM` to their end. If interrupted, it aborts them.
 
     Args:
@@ -325,7 +322,7 @@ def generate(
     """
     with _own_errors(llm), _reporting_finished(llm.llm_engine, finished):
         try:
-            return llm.generate(prompts, params, use_tqdm=progress)
+            return llm.generate(prompts, params, use_tqdm=False)
         except BaseException:
             # The interruption matters more than an error here, and a dead engine has dropped the requests.
             with contextlib.suppress(Exception):

@@ -50,14 +50,13 @@ class EngineLog:
 
     Attributes:
         path: of the file.
-        is_kept: whether the file stays once the engine has ended.
     """
 
     def __init__(self) -> None:
         handle, self.path = tempfile.mkstemp(prefix="vllm-", suffix=".log")
         os.close(handle)
         self._file = open(self.path, "a", buffering=1)  # noqa: SIM115
-        self.is_kept = False
+        self._is_kept = False
         self._prints: _Prints | None = None
 
     @contextlib.contextmanager
@@ -73,9 +72,8 @@ class EngineLog:
             self.close()
             raise
         except Exception as error:
-            self.is_kept = True
+            self.keep(error)
             self.close()
-            self.note_on(error)
             raise
         except BaseException:
             self.close()
@@ -102,7 +100,10 @@ class EngineLog:
         """As for the descriptors, for streams that do not write to them, as in a notebook."""
         switches = []
         with ExitStack() as stack:
-            for stream, redirect in ((sys.stdout, contextlib.redirect_stdout), (sys.stderr, contextlib.redirect_stderr)):
+            for stream, redirect in (
+                (sys.stdout, contextlib.redirect_stdout),
+                (sys.stderr, contextlib.redirect_stderr),
+            ):
                 if stream is not None and not _writes_to_descriptor(stream):
                     switches.append(_Switch(self._file, stream))
                     stack.enter_context(redirect(switches[-1]))  # type: ignore[type-var]
@@ -123,9 +124,10 @@ class EngineLog:
                 if stream is not None:
                     handler.setStream(stream)
 
-    def note_on(self, error: BaseException) -> None:
-        """Have the error say, once, where the log is and what its last errors are."""
-        if any(self.path in note for note in getattr(error, "__notes__", ())):
+    def keep(self, error: BaseException | None = None) -> None:
+        """Keep the file once the engine has ended, and have the error say, once, where it is and what its last errors are."""
+        self._is_kept = True
+        if error is None or any(self.path in note for note in getattr(error, "__notes__", ())):
             return
         if errors := errors_in(self.path):
             error.add_note("\n    ".join([f"vLLM's log is {self.path}. Its last errors are:", *errors]))
@@ -142,11 +144,11 @@ class EngineLog:
         self._prints.start()
 
     def close(self) -> None:
-        """Close the log, and delete the file unless it `is_kept`. The engine has ended."""
+        """Close the log of an engine that has ended, and delete the file unless it is to be kept."""
         if self._prints is not None:
             self._prints.close()
         self._file.close()
-        if not self.is_kept:
+        if not self._is_kept:
             with contextlib.suppress(OSError):
                 os.remove(self.path)
 
