@@ -23,6 +23,7 @@ LEVEL = os.environ.get("VLLM_LOGGING_LEVEL")
 from engines import start_spawned  # noqa: E402  # sets a level if there is none
 
 from midstream import VLLM  # noqa: E402
+from midstream.errors import EngineClosedError  # noqa: E402
 
 if LEVEL is None:
     del os.environ["VLLM_LOGGING_LEVEL"]
@@ -55,21 +56,21 @@ def fail() -> None:
 
 def kill(mode: str) -> None:
     model = start(mode=mode)
-    for process in psutil.Process().children(recursive=True):
-        if "EngineCore" in process.name() + " ".join(process.cmdline()):
-            process.kill()
 
-    async def awaited() -> None:
-        await model.generate([PROMPT])
+    async def run() -> None:
+        for _ in range(2):
+            outputs = model.generate([PROMPT])
+            if mode == "async":
+                await outputs
+            for process in psutil.Process().children(recursive=True):
+                if "EngineCore" in process.name() + " ".join(process.cmdline()):
+                    process.kill()
 
-    try:
-        asyncio.run(awaited()) if mode == "async" else model.generate([PROMPT])
-    except Exception as error:
-        tell(kind=type(error).__name__, notes=error.__notes__)
-    try:
-        _ = model.engine
-    except Exception as error:
-        tell(kind=type(error).__name__, notes=error.__notes__)
+    for call in (lambda: asyncio.run(run()), lambda: model.engine):
+        try:
+            call()
+        except EngineClosedError as error:
+            tell(notes=error.__notes__)
     model.close()
 
 
