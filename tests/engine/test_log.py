@@ -1,4 +1,4 @@
-"""vLLM's log while an engine starts and runs: it is in a file, which errors name, and a terminal shows one line."""
+"""Row F9: vLLM's log while an engine starts and runs: it is in a file, which errors name, and a terminal shows one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`progress=` of calls and of models, on vLLM and on transformers. `test_async.py` and `test_serve_remote.py` have the same of theirs."""
+"""Row F9: `progress=` of calls and of models, on vLLM and on transformers. `test_async.py` and `test_serve_remote.py` have the same of theirs."""
 
 from __future__ import annotations
 
