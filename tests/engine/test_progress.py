@@ -1,4 +1,7 @@
-"""Row F9: `progress=` of calls and of models, on vLLM and on transformers. `test_async.py` and `test_serve_remote.py` have the same of theirs."""
+"""Row F9: `progress=` of calls and of models, on vLLM and on transformers.
+
+`test_async.py` and `test_serve_remote.py` test it on an async engine and on a server.
+"""
 
 from __future__ import annotations
 

@@ -83,11 +83,11 @@ class EngineLog:
     def _taking_descriptors(self) -> Iterator[None]:
         saved = {}
         _flush()
-        for fd in (1, 2):
-            with contextlib.suppress(OSError):  # a daemon may have closed it
-                saved[fd] = os.dup(fd)
-                os.dup2(self._file.fileno(), fd)
         try:
+            for fd in (1, 2):
+                with contextlib.suppress(OSError):  # a daemon may have closed it
+                    saved[fd] = os.dup(fd)
+                    os.dup2(self._file.fileno(), fd)
             yield
         finally:
             _flush()
@@ -147,6 +147,7 @@ class EngineLog:
         """Close the log of an engine that has ended, and delete the file unless it is to be kept."""
         if self._prints is not None:
             self._prints.close()
+            self._prints = None
         self._file.close()
         if not self._is_kept:
             with contextlib.suppress(OSError):
@@ -197,13 +198,14 @@ class _Prints(threading.Thread):
                         stream = getattr(sys, name)
                         stream.write(text)
                         stream.flush()
+        for pipe in (self._end, *self._pipes):
+            os.close(pipe)
 
     def close(self) -> None:
         """End once all that has come is written."""
         os.close(self._ended)
-        self.join()
-        for pipe in (self._end, *self._pipes):
-            os.close(pipe)
+        if threading.current_thread() is not self:  # garbage may be collected in any thread, an engine among it
+            self.join()
 
 
 class _Switch:
