@@ -92,7 +92,8 @@ def test_what_a_stream_has_buffered_goes_where_it_was_written_to() -> None:
     assert done.stdout.splitlines() == ["before", "after", "True"]
 
 
-def test_handlers_write_to_their_streams_after_the_start(log: EngineLog) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_handlers_write_to_their_streams_after_the_start(log: EngineLog, fails: bool) -> None:
     """Those that vLLM's logger had before, and those that were made meanwhile."""
     logger, stdout = logging.getLogger("vllm"), io.StringIO()
     before = logging.StreamHandler(stdout)
@@ -100,10 +101,12 @@ def test_handlers_write_to_their_streams_after_the_start(log: EngineLog) -> None
     logger.addHandler(before)
     try:
         with contextlib.redirect_stdout(stdout):
-            with log.during_start():
+            with contextlib.suppress(RuntimeError), log.during_start():
                 made.append(logging.StreamHandler(sys.stdout))
                 logger.addHandler(made[0])
                 logger.error("meanwhile")
+                if fails:
+                    raise RuntimeError
             logger.error("after")
         assert sys.stdout is not stdout
     finally:
@@ -111,6 +114,27 @@ def test_handlers_write_to_their_streams_after_the_start(log: EngineLog) -> None
             logger.removeHandler(handler)
     assert stdout.getvalue() == "after\n" * 2
     assert Path(log.path).read_text() == "meanwhile\n" * 2
+
+
+def test_vllms_logger_is_the_files_while_the_engine_ends_and_another_engines_while_that_starts(log: EngineLog) -> None:
+    logger, stream, other = logging.getLogger("vllm"), io.StringIO(), EngineLog()
+    handler = logging.StreamHandler(stream)
+    logger.addHandler(handler)
+    try:
+        with log.during_end():
+            logger.error("ending")
+        with other.during_start():
+            ending = log.during_end()
+            ending.__enter__()
+            logger.error("starting")
+        logger.error("after")
+        ending.__exit__(None, None, None)
+        logger.error("after")
+    finally:
+        logger.removeHandler(handler)
+        found = Path(other.path).read_text()
+        other.close()
+    assert (Path(log.path).read_text(), found, stream.getvalue()) == ("ending\n", "starting\n", "after\n" * 2)
 
 
 def test_starts_in_several_threads_have_a_file_each(

@@ -186,7 +186,7 @@ def shut_down(engine: Any) -> None:
     if log is not None and _has_died(engine):
         log.keep()
     try:
-        with log.taking_vllms_logger() if log is not None else contextlib.nullcontext():
+        with log.during_end() if log is not None else contextlib.nullcontext():
             core.shutdown(timeout=_SHUTDOWN_SECONDS)
     finally:
         if log is not None:

@@ -37,7 +37,7 @@ _PERIOD_SECONDS = 1.0
 _WIDTH = 100  # of the status line, in a notebook
 _STREAMS = ("stdout", "stderr")
 
-_starting = threading.Lock()  # file descriptors are the whole process's
+_redirecting = threading.Lock()  # file descriptors are the whole process's
 
 
 def new_log() -> EngineLog | None:
@@ -63,7 +63,7 @@ class EngineLog:
     def during_start(self) -> Iterator[None]:
         """Send all output of this process to the file in the block, and show the status line. Errors of vLLM's say where the file is."""
         try:
-            with _starting, ExitStack() as stack:
+            with _redirecting, ExitStack() as stack:
                 stack.enter_context(_status_line(self.path))
                 stack.enter_context(self._taking_descriptors())
                 stack.enter_context(self._taking_streams())
@@ -98,23 +98,32 @@ class EngineLog:
     @contextlib.contextmanager
     def _taking_streams(self) -> Iterator[None]:
         """As for the descriptors, for streams that do not write to them, as in a notebook."""
-        switches = []
         with ExitStack() as stack:
             for stream, redirect in (
                 (sys.stdout, contextlib.redirect_stdout),
                 (sys.stderr, contextlib.redirect_stderr),
             ):
                 if stream is not None and not _writes_to_descriptor(stream):
-                    switches.append(_Switch(self._file, stream))
-                    stack.enter_context(redirect(switches[-1]))  # type: ignore[type-var]
-            with self.taking_vllms_logger():
-                yield
-        for switch in switches:
-            switch.restore()
+                    switch = _Switch(self._file, stream)
+                    stack.callback(switch.restore)
+                    stack.enter_context(redirect(switch))  # type: ignore[type-var]
+            stack.enter_context(self._taking_vllms_logger())
+            yield
 
     @contextlib.contextmanager
-    def taking_vllms_logger(self) -> Iterator[None]:
+    def during_end(self) -> Iterator[None]:
         """Send what this process logs for vLLM to the file in the block."""
+        if not _redirecting.acquire(blocking=False):  # an engine starts, which takes this process's log
+            yield
+            return
+        try:
+            with self._taking_vllms_logger():
+                yield
+        finally:
+            _redirecting.release()
+
+    @contextlib.contextmanager
+    def _taking_vllms_logger(self) -> Iterator[None]:
         handlers = [each for each in logging.getLogger("vllm").handlers if isinstance(each, logging.StreamHandler)]
         streams = [handler.setStream(self._file) for handler in handlers]
         try:
@@ -271,7 +280,10 @@ class _Line:
     def __init__(self) -> None:
         self._stream, self._before = sys.stderr, 0
         # Written to without Python's locks: a process may be forked meanwhile.
-        self._terminal = None if in_notebook() else os.dup(self._stream.fileno())
+        self._terminal: int | None = None
+        if not in_notebook():
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # of a terminal that is no file
+                self._terminal = os.dup(self._stream.fileno())
 
     def write(self, text: str) -> None:
         """Write `text` over the last one; "" leaves an empty line with the cursor at its beginning."""
