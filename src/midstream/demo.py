@@ -34,7 +34,6 @@ COMPARED = (
 )  # fmt: skip
 
 ENVIRONMENT = {
-    "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # an engine in this process starts in seconds
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -352,7 +351,6 @@ def start(eager: bool) -> tuple[VLLM, LanguageModel]:
             max_model_len=256,
             max_num_seqs=64,
             gpu_memory_utilization=0.2,
-            use_tqdm_on_load=False,
         )
     with waiting("loading the same model in transformers"):
         hf = LanguageModel(demo_model(), dtype=torch.float32)

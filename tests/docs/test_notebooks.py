@@ -32,7 +32,8 @@ CELLS = [
     "from midstream import LanguageModel, demo_model\nmodel = LanguageModel(demo_model())\n"
     "asked = ('The capital of France is', 'The capital of Italy is', ' Paris', ' Rome')",
     "%%time\nwith model.trace(asked[0]):\n    h = model.layers_output[3].save()\nprint(list(h.shape))",
-    "result = model.sweep(*asked, layers=[2, 5], positions=[3])",
+    "result = model.sweep(*asked, layers=[2, 5], positions=[3], progress=True)",
+    "from midstream import progress\nprogress._LONG_SECONDS = 0.0\noutputs = model.generate([asked[0]] * 5, max_tokens=20)",
     "drawn = model.sweep(*asked, layers=[2, 5], positions=[3], stream=True).draw()",
 ]
 
@@ -41,8 +42,9 @@ CELLS = [
 def test_a_kernel_shows_times_bars_and_figures() -> None:
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
     NotebookClient(notebook, timeout=300).execute()
-    _, timed, swept, drawn = (cell.outputs for cell in notebook.cells)
+    _, timed, swept, generated, drawn = (cell.outputs for cell in notebook.cells)
     said = "".join(output.get("text", "") for output in timed)
     assert "[5, 256]" in said and "Wall time" in said
-    assert "2/2" in "".join(output.get("text", "") for output in swept)  # the bar
+    bars = ["".join(output.get("text", "") for output in each) for each in (swept, generated)]
+    assert "2/2" in bars[0] and "5/5" in bars[1] and "IProgress" not in "".join(bars)
     assert sum("image/png" in output.get("data", {}) for output in drawn) == 1

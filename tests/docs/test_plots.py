@@ -1,4 +1,4 @@
-"""Issue 2, point 10: figures for notebooks, and the progress bar.
+"""Issue 2, point 10: figures for notebooks.
 
 What is drawn is read back off the Axes; the logit lens is checked against plain transformers.
 """
@@ -207,14 +207,3 @@ except midstream.plots.MidstreamError as error:
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "midstream[plot]" in result.stdout
-
-
-@pytest.mark.engine
-@pytest.mark.parametrize(("prompts", "bar"), [([PROMPT] * 3, True), ([PROMPT], False)])
-def test_progress_bar_on_calls_with_several_prompts(
-    engine: Any, prompts: list[str], bar: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """`VLLM(progress=True)`; a call with one prompt is no long work."""
-    monkeypatch.setattr(engine, "progress", True)
-    engine.run(lambda model: model.layers_output[0], prompts)
-    assert (f"{len(prompts)}/{len(prompts)}" in capfd.readouterr().err) == bar

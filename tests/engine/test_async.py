@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from bars import CALLS, counted
 from engines import start
 from oracle import Plain, close
 
@@ -528,3 +529,16 @@ def test_closing_wakes_whoever_waits(model: VLLM, drive: Drive) -> None:
         await tracer.backend
 
     drive(main())
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_bar_counts_the_requests_that_are_awaited(
+    model: VLLM, drive: Drive, call: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def awaited(to: Path, **progress: Any) -> None:
+        await CALLS[call](model, to, **progress)
+
+    drive(awaited(tmp_path / "shown", progress=True))
+    assert counted(capfd.readouterr().err) == ["3/3"]
+    drive(awaited(tmp_path / "hidden"))
+    assert counted(capfd.readouterr().err) == []

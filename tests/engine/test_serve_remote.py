@@ -28,6 +28,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from bars import CALLS, counted
 from limits import least
 from oracle import Plain
 from servers import ADMIN, KEYS, Server
@@ -591,3 +592,16 @@ def test_g9_what_cannot_be_reached_or_is_no_midstream_says_so(server: Server) ->
         Remote(f"{server.url}/docs", api_key=KEY)
     with pytest.raises(MidstreamError, match="mode is"):
         Remote(server.url, api_key=KEY, mode="fast")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("call", CALLS)
+async def test_g9_a_bar_counts_the_requests_of_a_call(
+    server: Server, call: str, mode: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with Remote(server.url, api_key=KEY, mode=mode, progress=True) as model:
+        for progress, shown in ({}, ["3/3"]), ({"progress": False}, []):
+            running = CALLS[call](model, tmp_path / str(len(shown)), **progress)
+            if mode == "async":
+                await running
+            assert counted(capfd.readouterr().err) == shown

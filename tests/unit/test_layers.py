@@ -40,6 +40,7 @@ LEAVES = {
     "bundled",
     "hooks",
     "plots",
+    "progress",
     "queues",
 }  # import nothing of midstream but each other; all may import them
 ENTRY_POINTS = {

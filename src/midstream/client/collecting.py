@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -59,8 +59,8 @@ class Collection:
                 "max_tokens is 1, and the last generated token has no row: give collect a larger one to capture generated rows."
             )
 
-    def parts(self, model: Any) -> Iterator[list[Invoke]]:
-        """The requests to run, part by part. All of them are checked before the first part is returned.
+    def parts(self, model: Any) -> list[list[Invoke]]:
+        """The requests to run, part by part, all of them checked.
 
         `model`: the TraceModel that will run them.
         """
@@ -71,8 +71,7 @@ class Collection:
         if there:  # a warning, so that it shows without any logging set up
             text = "%s of %s prompts are in %s already; %s to go"
             _log.warning(text, f"{there:,}", f"{count:,}", self.directory, f"{len(missing):,}")
-        for first in range(0, len(missing), PART):
-            yield missing[first : first + PART]
+        return [missing[first : first + PART] for first in range(0, len(missing), PART)]
 
     @property
     def _has_generated(self) -> bool:

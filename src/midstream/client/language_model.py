@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -86,6 +86,7 @@ class LanguageModel(TraceModel):
             `final_norm`, `attn_proj`, `mlp_proj`) says where the sites are. A list gives several names.
         device: where to run.
         record_bytes: how many bytes recorded runs may take.
+        progress: of the calls that do not say it themselves, as in `generate`.
         tokenizer_kwargs: for `from_pretrained` of the tokenizer.
         kwargs: for `from_pretrained`, `dtype` for example. `torch_dtype` is another name of it, and `device_map` of `device`.
 
@@ -103,6 +104,7 @@ class LanguageModel(TraceModel):
         rename: Rename | None = None,
         device: str | torch.device | None = None,
         record_bytes: int = RECORD_BYTES,
+        progress: bool | None = None,
         tokenizer_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -117,7 +119,7 @@ class LanguageModel(TraceModel):
         self.tokenizer = tokenizer
         if tokenizer is None or isinstance(tokenizer, str):
             self.tokenizer = _tokenizer(tokenizer or self.model_name, kwargs, tokenizer_kwargs or {})
-        self.edits = {}
+        self.edits, self.progress = {}, progress
         self.vectors = Vectors()
         self._run_store = RunStore(record_bytes)
         self.runs = Runs(self._ask_runs, False)
@@ -186,7 +188,9 @@ class LanguageModel(TraceModel):
         }
         return ModelFacts(self.arch.num_layers, widths, str(self.module.dtype).removeprefix("torch."))
 
-    def _run(self, invokes: list[Invoke], together: bool = False) -> list[InvokeResult]:
+    def _run(
+        self, invokes: list[Invoke], together: bool = False, ended: Callable[[int], object] = lambda _: None
+    ) -> list[InvokeResult]:
         """Run traces as one batch; without traces, run prompts that have plans one after the other."""
         prompts = [[] if each.prompt is None else prompts_of(each.prompt) for each in invokes]
         single = self._with_plan(
@@ -207,6 +211,7 @@ class LanguageModel(TraceModel):
         with ExitStack() as stack:
             for part in [[each] for each in batch] if alone else [batch]:
                 self._run_batch(part, requests if not alone else part[0].requests, stack)
+                ended(len(part))
             return [self._result(each) for each in batch]
 
     def _token_ids(self, invoke: Invoke) -> list[int]:

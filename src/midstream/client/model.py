@@ -7,6 +7,7 @@ import sys
 import uuid
 from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Literal, Self, cast, overload
@@ -33,6 +34,7 @@ from midstream.client.tracing import BlockContext, Session, Tracer, in_with_head
 from midstream.client.vectors_and_runs import Runs, Vectors, run_now
 from midstream.errors import ParameterError, PlanError, PromptError, TraceError, UnsendableError
 from midstream.plan.values import Capture, ModelFacts, Plan, RecordedRun
+from midstream.progress import Bar
 from midstream.sweeps.request import Metric, SweepRequest
 from midstream.trace.block import Block
 from midstream.trace.body import current_body, is_in_body
@@ -145,6 +147,7 @@ class TraceModel(Sizes):
         model_name: as it was given.
         vectors: the named vectors that plans may use: `model.vectors["truth"] = tensor`.
         runs: the recorded runs.
+        progress: whether calls show a progress bar that do not say it themselves, as in `generate`.
     """
 
     edits: dict[str, StandingEdit]
@@ -153,6 +156,7 @@ class TraceModel(Sizes):
     tokenizer: Any
     vectors: Vectors
     runs: Runs
+    progress: bool | None = None
     _plan: Plan = Plan()
     _planner: tuple[Any, Planner] | None = None  # what it was made with
     _is_async = False
@@ -183,8 +187,13 @@ class TraceModel(Sizes):
                 result = InvokeResult([], None, error=error)
             yield number, result
 
-    def _run(self, invokes: list[Invoke], together: bool = False) -> Any:
+    def _run(
+        self, invokes: list[Invoke], together: bool = False, ended: Callable[[int], object] = lambda _: None
+    ) -> Any:
         """Run `invokes` to their end; `together` if they must be in the same steps.
+
+        Args:
+            ended: called as invokes end, with how many.
 
         Returns their InvokeResults. On an async engine, an OutputStream, which runs them once it is awaited or iterated over.
         """
@@ -201,6 +210,19 @@ class TraceModel(Sizes):
         return None
 
     # Shared by the models.
+
+    def _bar(self, progress: bool | None, total: int, unit: str = "request") -> Bar:
+        return Bar(self.progress if progress is None else progress, total, unit)
+
+    def _run_with_bar(self, invokes: list[Invoke], together: bool = False, *, progress: bool | None) -> Any:
+        """As `_run`, with a progress bar."""
+        bar = self._bar(progress, len(invokes))
+        if self._is_async:
+            stream = self._run(invokes, together, bar.update)
+            stream.bar = bar
+            return stream
+        with bar:
+            return self._run(invokes, together, bar.update)
 
     @property
     def planner(self) -> Planner:
@@ -254,6 +276,7 @@ class TraceModel(Sizes):
         *,
         plan: Any = None,
         edits: Sequence[Any] | None = None,
+        progress: bool | None = None,
         **params: Any,
     ) -> Tracer: ...
 
@@ -264,6 +287,7 @@ class TraceModel(Sizes):
         plan: Any = None,
         edits: Sequence[Any] | None = None,
         trace: bool = True,
+        progress: bool | None = None,
         **params: Any,
     ) -> Any:
         """`with model.trace(prompt) as tracer:` runs the block inside the model's forward pass on `prompt`.
@@ -277,6 +301,7 @@ class TraceModel(Sizes):
             edits: names of the model's edits, or edited views, whose edits run. None runs all of the model's. Edits without a name
                 always run.
             trace: False returns the output, without a with-statement; a list of them for a list of prompts.
+            progress: as in `generate`.
             params: sampling parameters: `max_tokens` (1 if not given), `temperature` and so on. Decoding is greedy if none asks for
                 sampling, as `temperature`, `top_p`, `top_k`, `min_p`, `do_sample=True` and `n > 1` do.
 
@@ -291,8 +316,9 @@ class TraceModel(Sizes):
         prompt, params = prompt_in(prompt, params)
         if not trace:
             prompts = prompts_of(prompt)
-            return self.run(_result, prompts if len(prompts) > 1 else prompts[0], plan=plan, edits=edits, **params)
-        return Tracer(self, prompt, params, 1, plans_of(plan, 1, True)[0], self.chosen_edits(edits))
+            given = prompts if len(prompts) > 1 else prompts[0]
+            return self.run(_result, given, plan=plan, edits=edits, progress=progress, **params)
+        return Tracer(self, prompt, params, 1, plans_of(plan, 1, True)[0], self.chosen_edits(edits), progress)
 
     def __call__(self, prompt: Prompt | Sequence[Prompt] | None = None, **params: Any) -> Any:
         """Run a prompt, also as `model(**encoding)`, and return the output: `model.trace(prompt, trace=False)`."""
@@ -305,6 +331,7 @@ class TraceModel(Sizes):
         *,
         plan: Any = None,
         edits: Sequence[Any] | None = None,
+        progress: bool | None = None,
         **params: Any,
     ) -> Any:
         """Run `fn(model)` or `fn(model, tracer)` inside the forward pass on `prompt`: a trace without a with-block.
@@ -314,6 +341,7 @@ class TraceModel(Sizes):
             prompt: one prompt, or a list of prompts, which run as one batch; `fn` is called for each.
             plan: as in `trace`, for all prompts; or a list with one for each.
             edits, params: as in `trace`.
+            progress: as in `generate`.
 
         Returns:
             The return value of `fn`, with tensors on the CPU; a list for a list of prompts. Awaitable with `mode="async"`.
@@ -333,7 +361,7 @@ class TraceModel(Sizes):
         invokes = [
             Invoke(p, program, sampling(params, 1), q, edits=chosen) for p, q in zip(prompts, plans, strict=True)
         ]
-        return self._finish(self._returned(self._run(invokes), many))
+        return self._finish(self._returned(self._run_with_bar(invokes, progress=progress), many))
 
     async def _returned(self, running: Any, many: bool) -> Any:
         """The function's return value in each invoke, or in the only one."""
@@ -353,6 +381,7 @@ class TraceModel(Sizes):
         plan: Any = None,
         answers: Any = None,
         edits: Sequence[Any] | None = None,
+        progress: bool | None = None,
         **params: Any,
     ) -> Any:
         """Generate from prompts with a plan, and with the model's edits; in a with-statement, trace a generation.
@@ -365,6 +394,8 @@ class TraceModel(Sizes):
                 with a list for each prompt. Their log-probabilities (nats, before temperature) are on the outputs as
                 `answers`, `{answer: log-probability}`, however unlikely they are.
             edits: as in `trace`.
+            progress: whether to show a progress bar of the requests, if there are several. None shows it in a terminal and in a notebook,
+                once the call has lasted two seconds; or as the model's own `progress` says.
             params: sampling parameters; `max_tokens` is 16 if not given.
 
         Returns:
@@ -381,14 +412,13 @@ class TraceModel(Sizes):
         if in_with_header(sys._getframe(1)):
             if answers is not None:
                 raise TraceError("A trace has no answers=; read model.logits or model.next_token_probs in it.")
-            return Tracer(self, prompts, params, 16, plan, self.chosen_edits(edits))  # type: ignore[arg-type]
+            return Tracer(self, prompts, params, 16, plan, self.chosen_edits(edits), progress)  # type: ignore[arg-type]
         each, single = _each(prompts, "generate")
         plans, params = plans_of(plan, len(each), single), sampling(params, 16)
         asked = self._answers(answers, len(each), params)
         chosen = self.chosen_edits(edits)
-        running = self._run(
-            [Invoke(p, None, params, q, a, edits=chosen) for p, q, a in zip(each, plans, asked, strict=True)]
-        )
+        invokes = [Invoke(p, None, params, q, a, edits=chosen) for p, q, a in zip(each, plans, asked, strict=True)]
+        running = self._run_with_bar(invokes, progress=progress)
         if self._is_async:
             return running
         raise_failures(running)
@@ -401,6 +431,7 @@ class TraceModel(Sizes):
         plan: Any,
         to: str | Path,
         ids: Iterable[Any] | None = None,
+        progress: bool | None = None,
         **params: Any,
     ) -> Any:
         """Run the prompts whose captures a directory lacks, and write their captures to the directory.
@@ -414,6 +445,7 @@ class TraceModel(Sizes):
             to: a directory, for this model, this plan and nothing else. With captures of generated rows, also for these parameters.
             ids: an id for each prompt, text or a number: `store[id]` has the prompt's captures, and later calls recognize the prompt
                 by it. None makes ids from the tokens; each of several equal prompts has an id of its own.
+            progress: as in `generate`. The bar counts the prompts that the directory lacks.
             params: sampling parameters; `max_tokens` is 1 if not given.
 
         Returns:
@@ -426,13 +458,15 @@ class TraceModel(Sizes):
         """
         _refuse_in_trace("collect")
         collection = Collection(_each(prompts, "collect")[0], plan, to, ids, sampling(params, 1))
-        return self._finish(self._collect(collection))
+        return self._finish(self._collect(collection, progress))
 
-    async def _collect(self, collection: Collection) -> Store:
+    async def _collect(self, collection: Collection, progress: bool | None) -> Store:
         if self._is_async:
             await cast(Any, self).start()
-        for part in collection.parts(self):
-            await self._results(self._run(part))
+        parts = collection.parts(self)
+        with self._bar(progress, sum(map(len, parts)), "prompt") as bar:
+            for part in parts:
+                await self._results(self._run(part, ended=bar.update))
         return open_captures(collection.directory)
 
     def _answers(self, given: Any, prompts: int, params: dict[str, Any]) -> list[Answers]:
@@ -555,7 +589,7 @@ class TraceModel(Sizes):
             top: how many of the likeliest next tokens to return with each cell. Needs a `VLLM` or a `Remote`.
             stream: return the running sweep, and iterate over its cells as they come.
             to: a directory to write the cells to as they come. The same call continues a sweep that was interrupted.
-            progress: whether to show a progress bar. None shows it in a terminal and in a notebook.
+            progress: whether to show a progress bar of the cells, as in `generate`.
 
         Returns:
             A `SweepResult`. With `mode="async"` await it. With `stream=True`, a `SweepStream`.
@@ -567,7 +601,8 @@ class TraceModel(Sizes):
         """
         _refuse_in_trace("sweep")
         asked = SweepRequest.of(sites, layers, positions, heads, metric, direction, source, coarse, best, top)
-        running = SweepStream(self._sweeping(clean, corrupt, answer, foil, asked, to), self._is_async, progress)
+        sweeping = self._sweeping(clean, corrupt, answer, foil, asked, to)
+        running = SweepStream(sweeping, self._is_async, partial(self._bar, progress, unit="cell"))
         return running if stream or self._is_async else running.run()
 
     def _sweeping(self, clean: Any, corrupt: Any, answer: Any, foil: Any, asked: SweepRequest, to: Any) -> Any:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from importlib import metadata
@@ -239,12 +239,17 @@ class RemoteStream(OutputStream):
     Args:
         calls: the calls that they are sent with, one after the other.
         deliveries: for each call, those of its requests that have one.
+        ended: called with 1 as each request ends.
     """
 
     def __init__(
-        self, server: ServerConnection, calls: Sequence[Call], deliveries: Sequence[dict[int, Delivery]]
+        self,
+        server: ServerConnection,
+        calls: Sequence[Call],
+        deliveries: Sequence[dict[int, Delivery]],
+        ended: Callable[[int], object],
     ) -> None:
-        super().__init__()
+        super().__init__(ended)
         self._server, self._calls, self._deliveries = server, calls, deliveries
 
     async def items(self) -> AsyncGenerator[Item]:
@@ -333,6 +338,7 @@ class Remote(DescribedModel):
         api_key: one of the server's; the environment variable MIDSTREAM_API_KEY if None.
         mode: `"sync"` runs requests to their end; with `"async"`, `async for output in tracer.backend` follows them.
         admin_key: the server's key for administration, which `engine_plan` needs; MIDSTREAM_ADMIN_KEY if None.
+        progress: of the calls that do not say it themselves, as in `generate`.
 
     Attributes:
         plan: the plan of every request of this object, sent with each but not with `record`; `engine_plan` is that of all clients.
@@ -352,10 +358,11 @@ class Remote(DescribedModel):
         *,
         mode: Literal["sync", "async"] = "sync",
         admin_key: str | None = None,
+        progress: bool | None = None,
     ) -> None:
         if mode not in ("sync", "async"):
             raise MidstreamError(f'mode is "sync" or "async"; {mode!r} was given.')
-        self.edits = {}
+        self.edits, self.progress = {}, progress
         self.mode, self._is_async = mode, mode == "async"
         keys = (api_key or os.environ.get(API_KEY), admin_key or os.environ.get(ADMIN_KEY))
         self._connection = ServerConnection(url, *keys)
@@ -471,19 +478,23 @@ class Remote(DescribedModel):
 
     # Running.
 
-    def _run(self, invokes: list[Invoke], together: bool = False) -> list[InvokeResult] | OutputStream:
+    def _run(
+        self, invokes: list[Invoke], together: bool = False, ended: Callable[[int], object] = lambda _: None
+    ) -> list[InvokeResult] | OutputStream:
         invokes = [replace(invoke, prompt=_prompt(invoke.prompt)) for invoke in self._with_plan(invokes)]
         parts = [invokes] if together else list(_parts(invokes))
         calls = [self._call(part, together) for part in parts]
         deliveries = [self._deliveries(part) for part in parts]
         if self._is_async:
-            return RemoteStream(self._connection, calls, deliveries)
+            return RemoteStream(self._connection, calls, deliveries, ended)
         results = []
         for call, delivered in zip(calls, deliveries, strict=True):
             progress = Progress(len(call.asked))
             for index, _, result in self._connection.messages(call, progress):
-                if result is not None and index in delivered:
-                    delivered[index].take(result)
+                if result is not None:
+                    ended(1)
+                    if index in delivered:
+                        delivered[index].take(result)
             for index, delivery in delivered.items():
                 delivery.finish(progress.results[index])
             results += [progress.results[i] for i in range(len(call.asked))]

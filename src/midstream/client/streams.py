@@ -24,17 +24,23 @@ class OutputStream(Awaitable[Any]):
     A request that fails has no final output; its error is raised when all requests have finished, several errors as a group.
     Leaving the loop early, or cancelling its task, aborts the requests that have not finished.
 
+    Args:
+        ended: called with 1 as each request ends.
+
     Attributes:
         outputs: the final outputs in the order of the invokes, once all have finished.
         results: the results of all requests, once all have finished.
         when_done: called with the results.
         gives_one: whether awaiting gives the only output, and not a list.
+        bar: a context in which the requests run if they are awaited.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ended: Callable[[int], object] = lambda _: None) -> None:
+        self._ended = ended
         self.outputs: list[Any] = []
         self.results: list[InvokeResult] = []
         self.when_done: Callable[[list[InvokeResult]], None] = lambda _: None
+        self.bar: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self._is_used = self.gives_one = False
 
     def items(self) -> AsyncIterator[Item]:
@@ -51,8 +57,9 @@ class OutputStream(Awaitable[Any]):
         return self._iterate()
 
     async def _to_the_end(self) -> Any:
-        async for _ in self:
-            pass
+        with self.bar:
+            async for _ in self:
+                pass
         return self.outputs[0] if self.gives_one else self.outputs
 
     async def _iterate(self) -> AsyncIterator[Any]:
@@ -62,6 +69,7 @@ class OutputStream(Awaitable[Any]):
             async for index, output, result in items:
                 if result is not None:
                     done[index] = result
+                    self._ended(1)
                     if result.error is not None or any(outcome.failure is not None for outcome in result.outcomes):
                         continue
                 yield output

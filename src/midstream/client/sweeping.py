@@ -36,6 +36,7 @@ from midstream.client.requests import Answers, Invoke, InvokeResult, Prompt, enc
 from midstream.client.vectors_and_runs import run_now
 from midstream.errors import MidstreamError, ParameterError, PlanError, PromptError
 from midstream.plan.values import Capture, Patch, Plan, RecordedRun
+from midstream.progress import Bar
 from midstream.sweeps.events import (
     LOWEST,
     Baselines,
@@ -51,7 +52,6 @@ from midstream.sweeps.events import (
 )
 from midstream.sweeps.request import SweepRequest, Tokens, align, columns, heads_of, in_order, rows_of, windows
 from midstream.sweeps.results import SweepResult
-from midstream.trace.source import ipython_shell
 
 ASYNC_GROUP, ASYNC_GROUPS = (
     32,
@@ -581,8 +581,8 @@ class SweepStream:
         result: the cells that have come so far.
     """
 
-    def __init__(self, sweeping: Any, is_async: bool, progress: bool | None) -> None:
-        self._sweeping, self._is_async, self._progress = sweeping, is_async, progress
+    def __init__(self, sweeping: Any, is_async: bool, bar: Callable[[int], Bar]) -> None:
+        self._sweeping, self._is_async, self._bar = sweeping, is_async, bar
         self._events: AsyncGenerator[Event] = sweeping.events()
         if not is_async:
             run_now(anext(self._events))  # type: ignore[arg-type]  # raises what is wrong with the arguments
@@ -622,10 +622,12 @@ class SweepStream:
         return self._to_the_end().__await__()
 
     async def _to_the_end(self) -> SweepResult:
-        with contextlib.closing(_Bar(self._progress)) as bar:
-            async with contextlib.aclosing(self._events) as events:
+        async with contextlib.aclosing(self._events) as events:
+            if self._is_async:
+                await anext(events, None)  # the outline
+            with self._bar(self.result.outline.cells) as bar:
                 async for event in events:
-                    bar.take(event, self._sweeping)
+                    bar.update(isinstance(event, Cell))
         return self.result
 
     def run(self) -> SweepResult:
@@ -661,28 +663,3 @@ class SweepStream:
     def close(self) -> None:
         """End the sweep, and delete its recorded runs. Only for sync engines."""
         run_now(self._events.aclose())  # type: ignore[arg-type]
-
-
-class _Bar:
-    """A progress bar. If `shown` is None, it is shown in a terminal or a notebook."""
-
-    def __init__(self, shown: bool | None) -> None:
-        from tqdm.auto import tqdm
-
-        if shown is None and hasattr(ipython_shell(), "kernel"):  # a notebook's
-            shown = True
-        self._disable = None if shown is None else not shown  # None: tqdm looks for a terminal
-        self._make: Any = tqdm
-        self._bar: Any = None
-
-    def take(self, event: Event, sweeping: Any) -> None:
-        if self._bar is None:
-            self._bar = self._make(
-                total=sweeping.result.outline.cells, unit="cell", disable=self._disable, desc="sweep"
-            )
-        if isinstance(event, Cell):
-            self._bar.update()
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()

@@ -56,14 +56,14 @@ class Backend(Protocol):
     """The model that a trace runs on.
 
     Attributes:
-        _is_async: whether `_run` returns a stream of outputs, and not the results.
+        _is_async: whether `_run_with_bar` returns a stream of outputs, and not the results.
         _ships: whether traces run in another process, on copies of what they use.
     """
 
     _is_async: Any
     _ships: bool
 
-    def _run(self, invokes: list[Invoke], together: bool) -> Any: ...
+    def _run_with_bar(self, invokes: list[Invoke], together: bool, *, progress: bool | None) -> Any: ...
 
     def chosen_edits(self, edits: Any) -> Sequence[Program] | None: ...
 
@@ -157,9 +157,10 @@ class Tracer(BlockContext):
         max_tokens: int = 1,
         plan: Any = None,
         edits: Sequence[Program] | None = None,
+        progress: bool | None = None,
     ) -> None:
         super().__init__()
-        self._model = model
+        self._model, self._progress = model, progress
         self._edits = edits
         self._prompt = prompt
         self._params, self._max_tokens = params, max_tokens
@@ -262,7 +263,7 @@ class Tracer(BlockContext):
             )
         together = together or self._has_barrier
         place = frame.f_code.co_filename, frame.f_lineno
-        running = self._model._run(self.invokes, together)
+        running = self._model._run_with_bar(self.invokes, together, progress=self._progress)
         if self._model._is_async:
             self.backend = running
             self.outputs = self.backend.outputs

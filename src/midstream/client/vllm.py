@@ -43,7 +43,8 @@ class VLLM(DescribedModel):
             h = model.layers_output[8].save()         # [tokens, hidden], on the CPU
             model.layers_output[10] += v
 
-    Steps without traces run as in stock vLLM, compiled and with CUDA graphs.
+    Steps without traces run as in stock vLLM, compiled and with CUDA graphs. vLLM's log goes to a file, which errors name, unless an
+    environment variable such as VLLM_LOGGING_LEVEL is set.
 
     Args:
         model: as for `vllm.LLM`.
@@ -58,7 +59,7 @@ class VLLM(DescribedModel):
             that uses them.
         trace_share: traces that neither run as plans nor behind the step (`explain` tells) slow a step down. They get steps of their own,
             and while there are other requests at most this share of the engine's time, above 0. With 1 they share steps with the others.
-        progress: whether to show vLLM's progress bar if a call has several requests.
+        progress: of the calls that do not say it themselves, as in `generate`.
         tokenizer_kwargs: for `from_pretrained` of `model.tokenizer`, which makes token ids of prompts.
         engine: any argument of `vllm.LLM`, or of `AsyncEngineArgs` with `mode="async"`. `torch_dtype` is another name of `dtype`.
 
@@ -79,7 +80,7 @@ class VLLM(DescribedModel):
         record_bytes: int = RECORD_BYTES,
         weight_bytes: int = WEIGHT_BYTES,
         trace_share: float = TRACE_SHARE,
-        progress: bool = False,
+        progress: bool | None = None,
         tokenizer_kwargs: Mapping[str, Any] | None = None,
         **engine: Any,
     ) -> None:
@@ -107,7 +108,7 @@ class VLLM(DescribedModel):
     def attached(cls, engine: Any) -> Self:
         """The model of a running `AsyncLLM` with midstream in it, which somebody else has started and will close."""
         model = cls.__new__(cls)
-        model.progress, model._tokenizer_kwargs = False, {}
+        model._tokenizer_kwargs = {}
         model._use(engine, launch.config_of(engine).model_config.model, "async", is_ours=False)
         return model
 
@@ -201,19 +202,21 @@ class VLLM(DescribedModel):
 
         return run_continuously(self._connection, requests())
 
-    def _run(self, invokes: list[Invoke], together: bool = False) -> list[InvokeResult] | EngineStream:
+    def _run(
+        self, invokes: list[Invoke], together: bool = False, ended: Callable[[int], object] = lambda _: None
+    ) -> list[InvokeResult] | EngineStream:
         invokes = self._with_plan([_with_carried_plan(invoke) for invoke in invokes])
         prompts = [token_ids(invoke, lambda: self.tokenizer) for invoke in invokes]
         code = self._code(invokes)
         lowered = self._lowered(invokes, prompts) if code is not None else None
         if not self._is_async:
             requests = self._requests(invokes, prompts, code, together, lowered)
-            return run_requests(self._connection, requests, self.progress)
+            return run_requests(self._connection, requests, ended)
         if not self._connection.is_described and any(invoke.plan for invoke in invokes):
             # Plans are checked once the engine has started.
-            return EngineStream(self._connection, lambda: self._requests(invokes, prompts, code, together))
+            return EngineStream(self._connection, lambda: self._requests(invokes, prompts, code, together), ended)
         requests = self._requests(invokes, prompts, code, together, lowered)
-        return EngineStream(self._connection, lambda: requests)
+        return EngineStream(self._connection, lambda: requests, ended)
 
     def explain(self, fn: Callable[..., Any] | None = None) -> Any:
         """Print what becomes of a trace's code line by line: what a plan does, what is read behind the step, what stays in the forward.

@@ -29,7 +29,7 @@ from midstream.client.vllm_engine import (
     weights_of,
 )
 from midstream.engine import launch
-from midstream.errors import ChannelClosedError, EngineClosedError
+from midstream.errors import ChannelClosedError
 from midstream.trace.program import Outcome
 from midstream.transport.receiver import Mailbox
 
@@ -46,10 +46,16 @@ class EngineStream(OutputStream):
 
     Args:
         prepare: returns the requests; called when the engine has started.
+        ended: called with 1 as each request ends.
     """
 
-    def __init__(self, connection: EngineConnection, prepare: Callable[[], list[EngineRequest]]) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        connection: EngineConnection,
+        prepare: Callable[[], list[EngineRequest]],
+        ended: Callable[[int], object] = lambda _: None,
+    ) -> None:
+        super().__init__(ended)
         self._connection = connection
         self._prepare = prepare
         self._queue: asyncio.Queue[_Queued] = asyncio.Queue()
@@ -98,7 +104,7 @@ class EngineStream(OutputStream):
                 async for output, result in outputs:
                     self._queue.put_nowait((index, output, result))
         except Exception as error:
-            self._connection.has_died |= isinstance(error, EngineClosedError)
+            self._connection.failed(error)
             self._queue.put_nowait(error)
 
 

@@ -135,7 +135,7 @@ class EngineConnection:
         if self._engine is None:
             raise EngineClosedError(_CLOSED)
         if self.has_died:
-            raise EngineClosedError(launch.DIED)
+            raise launch.died(self._engine)
         return self._engine
 
     @property
@@ -146,6 +146,12 @@ class EngineConnection:
     def is_open(self) -> bool:
         """Whether the engine is neither closed nor known to be dead."""
         return self._engine is not None and not self.has_died
+
+    def failed(self, error: BaseException) -> None:
+        """Note that the engine is dead, if `error` says so, which then names the engine's log."""
+        if isinstance(error, EngineClosedError):
+            self.has_died = True
+            launch.keep_log(self._engine, error)
 
     def step(self) -> None:
         """One step of a `vllm.LLM`, on which only `followed` requests run."""
@@ -261,11 +267,11 @@ def _end(engine: Any, receiver: Receiver, sinks: Sinks) -> None:
 
 
 def run_requests(
-    connection: EngineConnection, requests: Sequence[EngineRequest], progress: bool = False
+    connection: EngineConnection, requests: Sequence[EngineRequest], done: Callable[[int], object]
 ) -> list[InvokeResult]:
     """Run requests on a `vllm.LLM` to their end. Calls from several threads run one after the other.
 
-    `progress`: whether to show vLLM's progress bar if there are several requests.
+    `done`: called with 1 as each request ends.
     """
     with ExitStack() as stack:
         stack.enter_context(connection.lock)
@@ -288,9 +294,13 @@ def run_requests(
             if thread is not None:
                 thread.end(output.request_id, counts_of(output))
 
+        def finished(output: Any) -> None:
+            ended(output)
+            done(1)
+
         prompts, params = [request.prompt for request in requests], [request.params for request in requests]
         try:
-            outputs = launch.generate(engine, prompts, params, progress and len(requests) > 1, ended)
+            outputs = launch.generate(engine, prompts, params, finished)
             for output in outputs:
                 ended(output)
             if thread is not None:
@@ -299,7 +309,7 @@ def run_requests(
             results = [collect(request, box, output, connection.stages) for request, (box, _), output in each]
         except BaseException as error:
             connection.interrupted += trace_ids(requests)
-            connection.has_died |= isinstance(error, EngineClosedError)
+            connection.failed(error)
             raise
         for request, output in zip(requests, outputs, strict=True):
             if request.rows is not None:  # all sinks begin to take their rows before the first is waited for
@@ -355,8 +365,8 @@ def run_continuously(
                 return
             while done:
                 yield done.popleft()
-    except EngineClosedError:
-        connection.has_died = True
+    except EngineClosedError as error:
+        connection.failed(error)
         raise
     finally:
         with connection.lock:

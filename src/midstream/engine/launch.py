@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from midstream.arch.aliases import Rename
+from midstream.engine.log import new_log
 from midstream.engine.plugin import PREFIX, SOCKETS, Replacement, register
 from midstream.errors import EngineClosedError, MidstreamError, ParameterError, PromptError
 from midstream.plan.fields import nearest
@@ -23,7 +24,6 @@ from midstream.plan.values import Plan
 from midstream.runtime.request import TraceRequest, users_id
 from midstream.settings import RECORD_BYTES, SCHEDULER, WORKER, Settings
 
-DIED = "The engine died, or lost its results channel; its log says why. Start a new one."
 _SHUTDOWN_SECONDS = 15.0
 _NOTICE_SECONDS = 10.0
 _BASE = "VLLM_RPC_BASE_PATH"
@@ -101,6 +101,17 @@ def start(arguments: dict[str, Any], *, is_async: bool) -> Any:
     Raises:
         ParameterError: an argument that vLLM does not have.
     """
+    log = new_log()
+    with log.during_start() if log is not None else contextlib.nullcontext():
+        engine = _started(arguments, is_async)
+    if log is not None and not is_in_process(engine):
+        log.return_prints(engine.midstream_sockets)
+    engine.midstream_log = log
+    return engine
+
+
+def _started(arguments: dict[str, Any], is_async: bool) -> Any:
+    """Arguments and errors as of `start`."""
 
     def load() -> Callable[[], Any]:
         register()
@@ -171,11 +182,36 @@ def address_for_workers(config: Any) -> str | None:
 
 def shut_down(engine: Any) -> None:
     """End the engine and its processes, and give them time to free their shared memory and sockets."""
-    core = engine.llm_engine.engine_core if hasattr(engine, "llm_engine") else engine
+    core, log = engine.llm_engine.engine_core if hasattr(engine, "llm_engine") else engine, engine.midstream_log
+    if log is not None and _has_died(engine):
+        log.keep()
     try:
-        core.shutdown(timeout=_SHUTDOWN_SECONDS)
+        with log.during_end() if log is not None else contextlib.nullcontext():
+            core.shutdown(timeout=_SHUTDOWN_SECONDS)
     finally:
+        if log is not None:
+            log.close()
         shutil.rmtree(engine.midstream_sockets, ignore_errors=True)
+
+
+def _has_died(engine: Any) -> bool:
+    """Whether vLLM knows that the engine has ended by itself."""
+    if not hasattr(engine, "llm_engine"):
+        return bool(engine.errored)
+    return not is_in_process(engine) and bool(engine.llm_engine.engine_core.resources.engine_dead)
+
+
+def died(engine: Any) -> EngineClosedError:
+    """The error for an engine that has ended by itself."""
+    error = EngineClosedError("The engine died, or lost its results channel; its log says why. Start a new one.")
+    keep_log(engine, error)
+    return error
+
+
+def keep_log(engine: Any, error: BaseException) -> None:
+    """Keep the log of an engine that has ended by itself, if it is a file, and have the error name it."""
+    if (log := getattr(engine, "midstream_log", None)) is not None:
+        log.keep(error)
 
 
 def is_in_process(engine: Any) -> bool:
@@ -251,10 +287,10 @@ def ask(engine: Any, method: str, *args: Any) -> Any:
     """
 
     async def awaited(answers: Awaitable[Any]) -> Any:
-        with _own_errors():
+        with _own_errors(engine):
             return await answers
 
-    with _own_errors():
+    with _own_errors(engine):
         answers = engine.collective_rpc(method, args=args)
     return awaited(answers) if inspect.isawaitable(answers) else answers
 
@@ -278,17 +314,15 @@ def wake_waiting_callers(llm: Any) -> None:
             answer.set_exception(EngineDeadError())
 
 
-def generate(
-    llm: Any, prompts: list[dict[str, Any]], params: list[Any], progress: bool, finished: Callable[[Any], None]
-) -> list[Any]:
+def generate(llm: Any, prompts: list[dict[str, Any]], params: list[Any], finished: Callable[[Any], None]) -> list[Any]:
     """Run requests on a `vllm.LLM` to their end. If interrupted, it aborts them.
 
     Args:
         finished: called with each request's output as soon as the request has ended, between two steps.
     """
-    with _own_errors(), _reporting_finished(llm.llm_engine, finished):
+    with _own_errors(llm), _reporting_finished(llm.llm_engine, finished):
         try:
-            return llm.generate(prompts, params, use_tqdm=progress)
+            return llm.generate(prompts, params, use_tqdm=False)
         except BaseException:
             # The interruption matters more than an error here, and a dead engine has dropped the requests.
             with contextlib.suppress(Exception):
@@ -299,13 +333,13 @@ def generate(
 
 def submit(llm: Any, prompts: Sequence[dict[str, Any]], params: Sequence[Any]) -> list[str]:
     """Submit requests to a `vllm.LLM`, and return their ids, as outputs have them. `step` runs them."""
-    with _own_errors():
+    with _own_errors(llm):
         return [users_id(name) for name in llm.enqueue(prompts, params, use_tqdm=False)] if prompts else []
 
 
 def step(llm: Any) -> list[Any]:
     """Wait for a step of a `vllm.LLM`, and return the outputs of the requests that ended in it."""
-    with _own_errors():
+    with _own_errors(llm):
         return [output for output in llm.llm_engine.step() if output.finished]
 
 
@@ -334,21 +368,21 @@ def _reporting_finished(engine: Any, finished: Callable[[Any], None]) -> Iterato
 
 async def stream(engine: Any, prompt: dict[str, Any], params: Any, request_id: str) -> AsyncGenerator[Any]:
     """The outputs of one request on an `AsyncLLM`. If cancelled or closed, it aborts the request."""
-    with _own_errors():
+    with _own_errors(engine):
         async with contextlib.aclosing(engine.generate(prompt, params, request_id)) as outputs:
             async for output in outputs:
                 yield output
 
 
 @contextlib.contextmanager
-def _own_errors() -> Iterator[None]:
+def _own_errors(engine: Any = None) -> Iterator[None]:
     """Turn vLLM's errors into midstream's: those that say that the engine is dead, and those that refuse a request."""
     try:
         yield
     except Exception as error:
         kinds = {each.__name__ for each in type(error).__mro__}
         if "EngineDeadError" in kinds:
-            raise EngineClosedError(DIED) from error
+            raise died(engine) from error
         if not (
             kinds & {"VLLMClientError", "VLLMValidationError"} or ("ValueError" in kinds and _is_about_input(error))
         ):

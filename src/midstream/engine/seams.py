@@ -128,6 +128,8 @@ _FRONT_END = (
          "Takes midstream's worker, scheduler and settings.", members="worker_cls; scheduler_cls; additional_config"),
     Seam("vllm.v1.engine.core_client.EngineCoreClient", CALLS, "midstream.engine.launch.shut_down",
          "Ends the engine with time to free its shared memory and sockets.", members="shutdown(*, timeout)"),
+    Seam("vllm.v1.engine.async_llm.AsyncLLM", READS, "midstream.engine.launch._has_died",
+         "The log of an engine that has ended by itself is kept.", members="errored"),
     Seam("vllm.v1.engine.core_client.SyncMPClient", READS, "midstream.engine.launch.wake_waiting_callers",
          "vLLM leaves callers waiting when the engine's process is killed (0.26 to 0.33); midstream puts the error into their queues.",
          members="resources; outputs_queue; utility_results"),

@@ -20,6 +20,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 from midstream.arch import Architecture, detect
 from midstream.arch.aliases import Aliases
 from midstream.engine.graphs import EagerKernels, SiteOp, StepMode, build_in, buildable_points
+from midstream.engine.log import print_to_client
 from midstream.engine.plugin import apply, follow_parent, raise_if_ending
 from midstream.engine.runners import Host, Watch, adapt
 from midstream.engine.seams import Role
@@ -347,6 +348,7 @@ class Worker(PlatformWorker):
 
     def midstream_connect(self, address: Mapping[str, Any]) -> str | None:
         """Connect to the client's results channel. Returns the name under which this worker sends, or None if it sends nothing."""
+        print_to_client()
         self.midstream.set_weights((), {})
         reports = self.midstream.reports
         if not reports.sends:

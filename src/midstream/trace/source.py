@@ -17,6 +17,7 @@ from types import CodeType
 from typing import Any
 
 from midstream.errors import SourceUnavailableError
+from midstream.progress import ipython_shell
 
 _FUTURE = functools.reduce(
     int.__or__, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
@@ -54,12 +55,6 @@ def source_of(code: CodeType) -> tuple[str, ast.Module]:
         f"IPython keeps no source for {code.co_filename!r}, and a with-block is run from its source. Move the trace "
         "into a function in a cell of its own, without a magic such as `%%time`, and call the function here."
     )
-
-
-def ipython_shell() -> Any:
-    """The running IPython, or None."""
-    ipython = sys.modules.get("IPython")
-    return ipython.get_ipython() if ipython is not None else None
 
 
 def _in_running_magics(code: CodeType) -> Iterator[tuple[str, ast.Module]]:

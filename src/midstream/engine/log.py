@@ -1,0 +1,318 @@
+"""vLLM's log in a file, and one line that tells how far an engine's start is.
+
+Processes inherit file descriptors 1 and 2. They are the file's while the engine starts; then this process gets its own back, and the
+engine's processes keep the file. What code of the user's prints there, as in a trace, comes back through pipes in the directory of the
+engine's sockets.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import logging
+import os
+import re
+import selectors
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from midstream.engine.plugin import SOCKETS
+from midstream.errors import MidstreamError
+from midstream.progress import in_notebook, is_watched
+
+_CHOICES = ("VLLM_LOGGING_LEVEL", "VLLM_LOGGING_CONFIG_PATH", "VLLM_CONFIGURE_LOGGING")
+_LINE = re.compile(r"\b(INFO|WARNING|ERROR|CRITICAL|DEBUG) \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\] (.*)")
+_BAR = re.compile(r"\d+%")
+_COLOUR = re.compile(r"\x1b\[[\d;]*m")
+_TRACEBACK = "Traceback (most recent call last)"
+_TAIL_BYTES = 4096
+_LAST_ERRORS, _LAST_LINES = 5, 15
+_PERIOD_SECONDS = 1.0
+_WIDTH = 100  # of the status line, in a notebook
+_STREAMS = ("stdout", "stderr")
+
+_redirecting = threading.Lock()  # file descriptors are the whole process's
+
+
+def new_log() -> EngineLog | None:
+    """A log for an engine that will start. None if the user has chosen by an environment variable what vLLM logs where."""
+    return None if any(name in os.environ for name in _CHOICES) else EngineLog()
+
+
+class EngineLog:
+    """A file for what vLLM writes to stdout and stderr.
+
+    Attributes:
+        path: of the file.
+    """
+
+    def __init__(self) -> None:
+        handle, self.path = tempfile.mkstemp(prefix="vllm-", suffix=".log")
+        os.close(handle)
+        self._file = open(self.path, "a", buffering=1)  # noqa: SIM115
+        self._is_kept = False
+        self._prints: _Prints | None = None
+
+    @contextlib.contextmanager
+    def during_start(self) -> Iterator[None]:
+        """Send all output of this process to the file in the block, and show the status line. Errors of vLLM's say where the file is."""
+        try:
+            with _redirecting, ExitStack() as stack:
+                stack.enter_context(_status_line(self.path))
+                stack.enter_context(self._taking_descriptors())
+                stack.enter_context(self._taking_streams())
+                yield
+        except MidstreamError:
+            self.close()
+            raise
+        except Exception as error:
+            self.keep(error)
+            self.close()
+            raise
+        except BaseException:
+            self.close()
+            raise
+
+    @contextlib.contextmanager
+    def _taking_descriptors(self) -> Iterator[None]:
+        saved = {}
+        _flush()
+        try:
+            for fd in (1, 2):
+                with contextlib.suppress(OSError):  # a daemon may have closed it
+                    saved[fd] = os.dup(fd)
+                    os.dup2(self._file.fileno(), fd)
+            yield
+        finally:
+            _flush()
+            for fd, own in saved.items():
+                os.dup2(own, fd)
+                os.close(own)
+
+    @contextlib.contextmanager
+    def _taking_streams(self) -> Iterator[None]:
+        """As for the descriptors, for streams that do not write to them, as in a notebook."""
+        with ExitStack() as stack:
+            for stream, redirect in (
+                (sys.stdout, contextlib.redirect_stdout),
+                (sys.stderr, contextlib.redirect_stderr),
+            ):
+                if stream is not None and not _writes_to_descriptor(stream):
+                    switch = _Switch(self._file, stream)
+                    stack.callback(switch.restore)
+                    stack.enter_context(redirect(switch))  # type: ignore[type-var]
+            stack.enter_context(self._taking_vllms_logger())
+            yield
+
+    @contextlib.contextmanager
+    def during_end(self) -> Iterator[None]:
+        """Send what this process logs for vLLM to the file in the block."""
+        if not _redirecting.acquire(blocking=False):  # an engine starts, which takes this process's log
+            yield
+            return
+        try:
+            with self._taking_vllms_logger():
+                yield
+        finally:
+            _redirecting.release()
+
+    @contextlib.contextmanager
+    def _taking_vllms_logger(self) -> Iterator[None]:
+        handlers = [each for each in logging.getLogger("vllm").handlers if isinstance(each, logging.StreamHandler)]
+        streams = [handler.setStream(self._file) for handler in handlers]
+        try:
+            yield
+        finally:
+            for handler, stream in zip(handlers, streams, strict=True):
+                if stream is not None:
+                    handler.setStream(stream)
+
+    def keep(self, error: BaseException | None = None) -> None:
+        """Keep the file once the engine has ended, and have the error say, once, where it is and what its last errors are."""
+        self._is_kept = True
+        if error is None or any(self.path in note for note in getattr(error, "__notes__", ())):
+            return
+        if errors := errors_in(self.path):
+            error.add_note("\n    ".join([f"vLLM's log is {self.path}. Its last errors are:", *errors]))
+        else:
+            error.add_note(f"vLLM's log is {self.path}. It has no error, as when a process was killed.")
+
+    def return_prints(self, directory: str) -> None:
+        """Write to this process's stdout and stderr what the workers' Python code prints from now on.
+
+        Args:
+            directory: of the engine's sockets.
+        """
+        self._prints = _Prints(Path(directory))
+        self._prints.start()
+
+    def close(self) -> None:
+        """Close the log of an engine that has ended, and delete the file unless it is to be kept."""
+        if self._prints is not None:
+            self._prints.close()
+            self._prints = None
+        self._file.close()
+        if not self._is_kept:
+            with contextlib.suppress(OSError):
+                os.remove(self.path)
+
+
+def errors_in(path: str) -> list[str]:
+    """The last errors that vLLM has logged, without stack traces; if none, the end of the last traceback that a process printed."""
+    lines = [line for line in _COLOUR.sub("", Path(path).read_text(errors="replace")).splitlines() if line.strip()]
+    logged = [match[2] for line in lines if (match := _LINE.search(line)) and match[1] in ("ERROR", "CRITICAL")]
+    if told := [text for text in logged if text and not text.startswith((" ", _TRACEBACK))]:
+        return list(dict.fromkeys(told))[-_LAST_ERRORS:]
+    printed = [line for line in lines if not _LINE.search(line)]
+    begin = max((i for i, line in enumerate(printed) if line.startswith((_TRACEBACK, "Fatal "))), default=len(printed))
+    return printed[begin:][-_LAST_LINES:]
+
+
+def print_to_client() -> None:
+    """In a worker: send what Python code prints from now on to the client, if it takes it. vLLM's logger keeps its own stream."""
+    for name, redirect in zip(_STREAMS, (contextlib.redirect_stdout, contextlib.redirect_stderr), strict=True):
+        with contextlib.suppress(OSError):  # there is no pipe if the log is no file's, or on another host
+            pipe = os.open(Path(os.environ.get(SOCKETS, ""), name), os.O_WRONLY | os.O_NONBLOCK)
+            os.set_blocking(pipe, True)
+            redirect(os.fdopen(pipe, "w", buffering=1)).__enter__()
+
+
+class _Prints(threading.Thread):
+    """Reads the pipes that workers print to."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(name="midstream-prints", daemon=True)
+        self._end, self._ended = os.pipe()
+        self._pipes: dict[int, tuple[str, Any]] = {}
+        for name in _STREAMS:
+            os.mkfifo(directory / name, 0o600)
+            pipe = os.open(directory / name, os.O_RDWR)  # also as a writer, or the pipe ends when no worker has it open
+            self._pipes[pipe] = name, codecs.getincrementaldecoder("utf-8")("replace")
+
+    def run(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for pipe in (self._end, *self._pipes):
+                selector.register(pipe, selectors.EVENT_READ)
+            while pipes := {key.fd for key, _ in selector.select()} & self._pipes.keys():
+                for pipe in pipes:
+                    name, decoder = self._pipes[pipe]
+                    text = decoder.decode(os.read(pipe, 1 << 16))
+                    with contextlib.suppress(Exception):  # the user may have closed the stream
+                        stream = getattr(sys, name)
+                        stream.write(text)
+                        stream.flush()
+        for pipe in (self._end, *self._pipes):
+            os.close(pipe)
+
+    def close(self) -> None:
+        """End once all that has come is written."""
+        os.close(self._ended)
+        if threading.current_thread() is not self:  # garbage may be collected in any thread, an engine among it
+            self.join()
+
+
+class _Switch:
+    """A stream to write to a log, and after `restore` to another: code that runs during the start may keep it."""
+
+    def __init__(self, log: Any, other: Any) -> None:
+        self._now, self._other = log, other
+
+    def restore(self) -> None:
+        self._now = self._other
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._now, name)
+
+
+def _writes_to_descriptor(stream: Any) -> bool:
+    try:
+        return stream.fileno() in (1, 2)
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+
+
+# The status line.
+
+
+@contextlib.contextmanager
+def _status_line(path: str) -> Iterator[None]:
+    """Where a person watches, rewrite one line every second in the block, and clear it at the end."""
+    if not is_watched():
+        yield
+        return
+    over = threading.Event()
+    with contextlib.closing(_Line()) as line:
+        thread = threading.Thread(target=_follow, args=(path, line, over), name="midstream-status", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+
+def _follow(path: str, line: _Line, over: threading.Event) -> None:
+    began = time.monotonic()
+    with contextlib.suppress(OSError, ValueError):  # the terminal may go
+        while not over.is_set():
+            seconds, message = time.monotonic() - began, _last_message(path)
+            line.write(f"Starting vLLM, {seconds:.0f} s" + (f": {message}" if message else ""))
+            over.wait(_PERIOD_SECONDS)
+        line.write("")
+
+
+class _Line:
+    """A line on stderr as it is now, to be rewritten."""
+
+    def __init__(self) -> None:
+        self._stream, self._before = sys.stderr, 0
+        # Written to without Python's locks: a process may be forked meanwhile.
+        self._terminal: int | None = None
+        if not in_notebook():
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # of a terminal that is no file
+                self._terminal = os.dup(self._stream.fileno())
+
+    def write(self, text: str) -> None:
+        """Write `text` over the last one; "" leaves an empty line with the cursor at its beginning."""
+        text = text[: self._width()]
+        data = "\r" + text.ljust(self._before) + ("" if text else "\r")
+        self._before = len(text)
+        if self._terminal is not None:
+            os.write(self._terminal, data.encode())
+        else:
+            self._stream.write(data)
+            self._stream.flush()
+
+    def _width(self) -> int:
+        columns = os.get_terminal_size(self._terminal).columns if self._terminal is not None else 0
+        return columns - 1 if columns else _WIDTH
+
+    def close(self) -> None:
+        if self._terminal is not None:
+            os.close(self._terminal)
+
+
+def _last_message(path: str) -> str:
+    """What the last line that vLLM or a progress bar has written to a log says; "" if there is none."""
+    with open(path, "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+        text = _COLOUR.sub("", file.read().decode(errors="replace"))
+    for line in reversed(text.splitlines()):  # also at each carriage return
+        if (match := _LINE.search(line)) and match[2] and not match[2][0].isspace():
+            return match[2]
+        if _BAR.search(line):
+            return line.strip()
+    return ""

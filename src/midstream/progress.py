@@ -1,0 +1,59 @@
+"""What long work shows of itself where a person watches: in a terminal or in a notebook."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any, Self
+
+_LONG_SECONDS = 2.0
+
+
+def ipython_shell() -> Any:
+    """The running IPython, or None."""
+    ipython = sys.modules.get("IPython")
+    return ipython.get_ipython() if ipython is not None else None
+
+
+def in_notebook() -> bool:
+    """Whether this process is a notebook's kernel."""
+    return hasattr(ipython_shell(), "kernel")
+
+
+def is_watched() -> bool:
+    """Whether a person sees stderr: it is a terminal's, or a notebook's."""
+    return in_notebook() or (hasattr(sys.stderr, "isatty") and sys.stderr.isatty())
+
+
+class Bar:
+    """A progress bar on stderr, in the block of a with-statement.
+
+    Args:
+        progress: True shows it from the start, False never. None shows it where a person watches, once the work has lasted two seconds.
+        total: how many units there are; one alone has no bar.
+        unit: what the bar counts.
+    """
+
+    def __init__(self, progress: bool | None, total: int, unit: str = "request") -> None:
+        self._is_shown = (is_watched() if progress is None else progress) and total > 1
+        self._delay = _LONG_SECONDS if progress is None else 0.0
+        self._total, self._unit = total, unit
+        self._bar: Any = None
+
+    def __enter__(self) -> Self:
+        if self._is_shown:
+            with warnings.catch_warnings():  # a notebook without ipywidgets gets a bar of text
+                warnings.simplefilter("ignore")
+                from tqdm.auto import tqdm
+            self._bar = tqdm(total=self._total, unit=self._unit, delay=self._delay)
+        return self
+
+    def update(self, count: int = 1) -> None:
+        """Count units that are done. Does nothing outside of the block."""
+        if self._bar is not None:
+            self._bar.update(count)
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None

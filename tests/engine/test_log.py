@@ -1,0 +1,151 @@
+"""Row F9: vLLM's log while an engine starts and runs: it is in a file, which errors name, and a terminal shows one line."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+import termios
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from jupyter_client.manager import KernelManager
+from nbclient import NotebookClient
+
+pytestmark = pytest.mark.engine
+ROOT = Path(__file__).resolve().parents[2]
+LOGS = ("VLLM_LOGGING_LEVEL", "VLLM_LOGGING_CONFIG_PATH", "VLLM_CONFIGURE_LOGGING")
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> dict[str, Any]:
+    """Arguments of `subprocess.run`: the environment of a user, with the logs in `tmp_path`."""
+    kept = {name: value for name, value in os.environ.items() if name not in LOGS}
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests" / "support")])
+    return {"env": {**kept, "PYTHONPATH": path, "TMPDIR": str(tmp_path)}, "cwd": tmp_path, "timeout": 300}
+
+
+def script(*arguments: str) -> list[str]:
+    return [sys.executable, str(ROOT / "tests" / "support" / "log_script.py"), *arguments]
+
+
+def test_nothing_of_vllms_log_is_shown_and_what_traces_print_is(command: dict[str, Any], tmp_path: Path) -> None:
+    done = subprocess.run(script("close"), capture_output=True, text=True, check=True, **command)
+    told, *lines = done.stdout.splitlines()
+    assert json.loads(told)["there"]
+    assert sorted(lines) == ["printed by the script", "printed in a trace"]
+    assert re.fullmatch(r".*: UserWarning: warned in a trace\n.*\n", done.stderr), done.stderr
+    assert not list(tmp_path.glob("vllm-*"))  # the engine was closed
+
+
+def test_a_terminal_shows_one_line_that_is_cleared(command: dict[str, Any]) -> None:
+    def run(terminal: int) -> None:
+        subprocess.run(script("close"), stdin=terminal, stdout=terminal, stderr=terminal, check=True, **command)
+
+    shown = in_terminal(run)
+    line, _, rest = shown.partition("\n")
+    *states, cleared, told = line.split("\r")[1:-1]
+    assert len(states) > 3 and all(re.match(r"Starting vLLM, \d+ s", state) for state in states)
+    assert any(re.match(r"Starting vLLM, \d+ s: \w", state) for state in states)
+    assert max(map(len, states)) < 80 and not cleared.strip() and json.loads(told)["there"]
+    assert "pid=" not in shown
+    assert "printed in a trace" in rest
+
+
+def in_terminal(run: Callable[[int], object]) -> str:
+    """What a terminal of 80 columns shows of what `run(terminal)` writes."""
+    ours, terminal = pty.openpty()
+    termios.tcsetwinsize(terminal, (24, 80))
+    shown: list[bytes] = []
+
+    def read() -> None:
+        with contextlib.suppress(OSError):  # no process has the terminal open
+            while data := os.read(ours, 1 << 16):
+                shown.append(data)
+
+    reading = threading.Thread(target=read)
+    reading.start()
+    try:
+        run(terminal)
+    finally:
+        os.close(terminal)
+        reading.join(30)
+        os.close(ours)
+    return b"".join(shown).decode()
+
+
+def test_an_engine_that_cannot_start_says_why_and_where_its_log_is(command: dict[str, Any], tmp_path: Path) -> None:
+    done = subprocess.run(script("fail"), capture_output=True, text=True, **command)
+    assert done.returncode == 1 and not done.stdout
+    (log,) = tmp_path.glob("vllm-*.log")
+    error, _, note = done.stderr.partition(f"\nvLLM's log is {log}. Its last errors are:\n")
+    assert "Engine core initialization failed" in error.splitlines()[-1]
+    assert "max seq len (10000000)" in note and "max seq len (10000000)" in log.read_text()
+    assert "Traceback" not in note and len(note.splitlines()) < 6
+
+
+def test_a_script_that_is_imported_again_by_each_process_is_told_so(command: dict[str, Any]) -> None:
+    command["env"]["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    done = subprocess.run(script("unguarded"), capture_output=True, text=True, **command)
+    _, _, note = done.stderr.partition("Engine core initialization failed")
+    assert "if __name__ == '__main__':" in note, done.stderr
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_the_log_of_an_engine_that_died_stays_and_its_errors_name_it(
+    command: dict[str, Any], tmp_path: Path, mode: str
+) -> None:
+    done = subprocess.run(script("kill", mode), capture_output=True, text=True, check=True, **command)
+    _, *errors = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    (log,) = tmp_path.glob("vllm-*.log")
+    assert [error["notes"] for error in errors] == [
+        [f"vLLM's log is {log}. It has no error, as when a process was killed."]
+    ] * 2
+    assert "Loading weights took" in log.read_text()
+
+
+def test_an_engine_in_this_process_logs_as_vllm_does_once_it_has_started(
+    command: dict[str, Any], tmp_path: Path
+) -> None:
+    command["env"]["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    done = subprocess.run(script("here"), capture_output=True, text=True, check=True, **command)
+    told, logged = done.stdout.splitlines()
+    assert json.loads(told)["there"] and logged.endswith("logged after the start")
+    assert not list(tmp_path.glob("vllm-*"))
+
+
+def test_nothing_is_redirected_if_the_user_has_chosen_a_level(command: dict[str, Any], tmp_path: Path) -> None:
+    command["env"] |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "INFO"}
+    done = subprocess.run(script("here"), capture_output=True, text=True, check=True, **command)
+    assert "non-default args" in done.stdout and '"log": null' in done.stdout
+    assert not list(tmp_path.glob("vllm-*"))
+
+
+CELLS = [
+    "from midstream import VLLM, demo_model",
+    "model = VLLM(demo_model(), dtype='float32', max_model_len=512, enforce_eager=True, gpu_memory_utilization=0.2)",
+    "with model.trace('The capital of France is'):\n    print('printed in a trace')\n"
+    "    h = model.layers_output[0].save()\nprint(list(h.shape))",
+    "model.close()",
+]
+
+
+def test_a_notebook_shows_one_line_and_what_traces_print(command: dict[str, Any], tmp_path: Path) -> None:
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
+    manager = KernelManager()
+    client = NotebookClient(notebook, km=manager, timeout=300)
+    with client.setup_kernel(env=command["env"], cwd=str(tmp_path)):
+        for number, cell in enumerate(notebook.cells):
+            client.execute_cell(cell, number)
+    _, started, traced, closed = ("".join(each.get("text", "") for each in cell.outputs) for cell in notebook.cells)
+    assert "Starting vLLM, 3 s" in started and "pid=" not in started and "\n" not in started, started
+    assert "printed in a trace" in traced and "[5, 256]" in traced
+    assert not closed and not list(tmp_path.glob("vllm-*"))

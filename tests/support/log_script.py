@@ -1,0 +1,85 @@
+"""Run by test_log.py in a process of its own, without vLLM's environment variables about logs.
+
+python log_script.py close              an engine that is closed
+python log_script.py fail               one that cannot start
+python log_script.py kill sync|async    one whose process is killed
+python log_script.py unguarded          one that every process starts that imports the script
+python log_script.py here               one in this process
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import sys
+import warnings
+from typing import Any
+
+import psutil
+
+LEVEL = os.environ.get("VLLM_LOGGING_LEVEL")
+from engines import start_spawned  # noqa: E402  # sets a level if there is none
+
+from midstream import VLLM  # noqa: E402
+from midstream.errors import EngineClosedError  # noqa: E402
+
+if LEVEL is None:
+    del os.environ["VLLM_LOGGING_LEVEL"]
+PROMPT = "The capital of France is"
+
+
+def start(**arguments: Any) -> VLLM:
+    model = start_spawned(enforce_eager=True, **arguments)
+    log = model.engine.midstream_log
+    tell(log=log and log.path, there=log is not None and os.path.exists(log.path))
+    return model
+
+
+def tell(**found: Any) -> None:
+    print(json.dumps(found), flush=True)
+
+
+def close() -> None:
+    with start() as model, model.trace(PROMPT):
+        print("printed in a trace")
+        warnings.warn("warned in a trace", stacklevel=1)
+        h = model.layers_output[0].save()  # noqa: F841
+    print("printed by the script")
+
+
+def fail() -> None:
+    longest = 10**7
+    start_spawned(enforce_eager=True, max_model_len=longest, hf_overrides={"max_position_embeddings": longest})
+
+
+def kill(mode: str) -> None:
+    model = start(mode=mode)
+
+    async def run() -> None:
+        for _ in range(2):
+            outputs = model.generate([PROMPT])
+            if mode == "async":
+                await outputs
+            for process in psutil.Process().children(recursive=True):
+                if "EngineCore" in process.name() + " ".join(process.cmdline()):
+                    process.kill()
+
+    for call in (lambda: asyncio.run(run()), lambda: model.engine):
+        try:
+            call()
+        except EngineClosedError as error:
+            tell(notes=error.__notes__)
+    model.close()
+
+
+def here() -> None:
+    with start():
+        logging.getLogger("vllm.tests").warning("logged after the start")
+
+
+if sys.argv[1:] == ["unguarded"]:
+    start()
+elif __name__ == "__main__":
+    globals()[sys.argv[1]](*sys.argv[2:])
