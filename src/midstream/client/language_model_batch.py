@@ -237,10 +237,11 @@ class PaddedBatch:
         """Run the requests to their end, and set their results."""
         hook = hooks.before(self.module, self._before_forward, first=True)
         try:
-            if self.params["max_tokens"] == 1:
-                self._forward_once()
-            else:
-                self._generate()
+            with torch.set_grad_enabled(torch.is_grad_enabled() and bool(self.bodies)):
+                if self.params["max_tokens"] == 1:
+                    self._forward_once()
+                else:
+                    self._generate()
             for name in list(self.interleaver.bodies):
                 self._finish(name)
         finally:
@@ -353,10 +354,13 @@ class PaddedBatch:
         """One forward in the caller's gradient mode; transformers' generate would turn gradients off."""
         ids_BS, mask_BS = self._inputs()
         kwargs: dict[str, Any] = {}
+        accepted = inspect.signature(self.module.forward).parameters
         if not mask_BS.all():
             kwargs = {"attention_mask": mask_BS}
-            if "position_ids" in inspect.signature(self.module.forward).parameters:
+            if "position_ids" in accepted:
                 kwargs["position_ids"] = (mask_BS.cumsum(-1) - 1).clamp(min=0)
+        if not self.bodies and "logits_to_keep" in accepted:
+            kwargs["logits_to_keep"] = 1  # nothing reads the others
         self._logits = self.module(input_ids=ids_BS, use_cache=False, **kwargs).logits
         assert self._logits is not None
         logits_BV = self._logits[:, -1]
@@ -540,9 +544,12 @@ def plan_hooks(
         is_muted: whether the modules run for another reason than the step.
     """
     order = {site: i for i, site in enumerate(LAYER_SITES)}
-    points = {point for request in requests if request.running is not None for point in request.running.points}
+    at: dict[Point, list[BatchRequest]] = {}
+    for request in requests:
+        for point in request.running.points if request.running is not None else ():
+            at.setdefault(point, []).append(request)
     hooked: dict[tuple[str, str], list[tuple[Point, Binding]]] = {}  # by module and whether it is its input or output
-    for point in sorted(points, key=lambda p: (p[1], order[p[0]])):
+    for point in sorted(at, key=lambda p: (p[1], order[p[0]])):
         binding = arch.binding(*point)
         hooked.setdefault((binding.path, binding.kind), []).append((point, binding))
 
@@ -551,8 +558,8 @@ def plan_hooks(
             return tree
         event = Event(key, tree)
         for point, binding in hooked[key]:
-            for request in requests:
-                if request.running is not None and request.finish_reason is None and point in request.running.points:
+            for request in at[point]:
+                if request.running is not None and request.finish_reason is None:
                     _edit(event, point, binding, request.running, request.rows)
         return event.tree
 
@@ -583,4 +590,4 @@ def _edit(event: Event, point: Point, binding: Binding, plan: RunningPlan, rows:
     if new_tH is old_tH:
         return
     for ref, part in binding.leaves(new_tH.view(value.shape), leaf):
-        event.write(ref, part, rows, tokens=True, in_place=binding.in_place)
+        event.write(ref, part, rows, tokens=True, in_place=binding.in_place or event.is_copy(ref))
