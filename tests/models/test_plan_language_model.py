@@ -483,7 +483,7 @@ def test_prompts_may_come_from_a_generator(hf: LanguageModel) -> None:
     prompts = [FRANCE, ITALY, EIFFEL]
     outputs = hf.generate((prompt for prompt in prompts), max_tokens=1)
     assert [output.prompt_token_ids for output in outputs] == [hf.tokenizer(prompt)["input_ids"] for prompt in prompts]
-    with pytest.raises(PromptError, match="generate needs a prompt, or several; 3 was given"):
+    with pytest.raises(PromptError, match="list of chat messages; 3 was given"):
         hf.generate(3)
 
 

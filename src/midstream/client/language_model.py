@@ -19,7 +19,8 @@ from midstream.arch.detect import show_tree
 from midstream.capture.sinks import Sinks
 from midstream.client.language_model_batch import BatchInvoke, BatchRequest, PaddedBatch, RunningPlan, plan_hooks
 from midstream.client.model import TraceModel, loading_arguments
-from midstream.client.requests import Invoke, InvokeResult, prompts_of, runs_of, token_ids
+from midstream.client.prompts import prompts_of
+from midstream.client.requests import Invoke, InvokeResult, runs_of, token_ids
 from midstream.client.vectors_and_runs import Runs, Vectors, run_now
 from midstream.errors import MidstreamError, ParameterError, PlanError, PromptError
 from midstream.plan.values import ModelFacts
@@ -142,7 +143,7 @@ class LanguageModel(TraceModel):
             head_dim=getattr(config, "head_dim", None),
             rename=rename,
         )
-        self._interleaver = Interleaver(module, self.arch.order, aliases=Aliases(rename))
+        self._interleaver = Interleaver(module, self.arch.order, aliases=Aliases(rename, dict(module.named_modules())))
         self._envoy = ModelEnvoy(module, self.arch, self._interleaver, self._unembed, lambda: self.tokenizer)
         self._envoy._generator = Generation()
 
@@ -176,7 +177,10 @@ class LanguageModel(TraceModel):
             super().__setattr__(name, value)
 
     def __repr__(self) -> str:
-        return show_tree(self._interleaver.modules, self.arch.shapes, self.arch.sites)
+        forward = self._interleaver
+        return show_tree(
+            forward.modules, self.arch.shapes, self.arch.sites, forward.aliases.table(forward.stage.modules)
+        )
 
     # Running.
 
@@ -198,7 +202,7 @@ class LanguageModel(TraceModel):
 
     def _run(self, invokes: list[Invoke], together: bool = False) -> list[InvokeResult]:
         """Run traces as one batch, and requests without traces in the batches of `_batches`."""
-        prompts = [[] if each.prompt is None else prompts_of(each.prompt) for each in invokes]
+        prompts = [[] if each.prompt is None else prompts_of(each.prompt)[0] for each in invokes]
         single = self._with_plan(
             [replace(each, prompt=prompt) for each, own in zip(invokes, prompts, strict=True) for prompt in own]
         )

@@ -11,13 +11,13 @@ from functools import cached_property
 from types import FrameType
 from typing import Any, Literal, Self
 
-from midstream.arch.aliases import Rename
+from midstream.arch.aliases import Rename, names_alone
 from midstream.capture.rows import Routes
 from midstream.capture.sinks import Sinks
 from midstream.client.described import DescribedModel
 from midstream.client.lowering import Lowered, explained, lower_trace
 from midstream.client.model import loading_arguments
-from midstream.client.requests import Invoke, InvokeResult, PreparedPlan, token_ids, without_destinations
+from midstream.client.requests import Invoke, InvokeResult, PreparedPlan, engine_params, token_ids, without_destinations
 from midstream.client.tracing import BlockContext
 from midstream.client.vllm_async import EngineStream
 from midstream.client.vllm_captures import RowReceiver
@@ -84,7 +84,7 @@ class VLLM(DescribedModel):
             raise MidstreamError(f'mode is "sync" or "async"; {mode!r} was given.')
         settings = Settings(
             allow_traces=True,
-            rename=dict(rename or {}),
+            rename=names_alone(rename),
             graph_sites=tuple(graph_sites),
             record_bytes=record_bytes,
             weight_bytes=weight_bytes,
@@ -381,7 +381,7 @@ def _params(
 
 def _sampling_params(invoke: Invoke, trace: TraceRequest | None) -> Any:
     answers = {"logprob_token_ids": list(invoke.answers.values())} if invoke.answers else {}
-    return launch.sampling_params({**invoke.params, **answers}, trace)
+    return launch.sampling_params({**engine_params(invoke.params), **answers}, trace)
 
 
 def _with_plan(
