@@ -264,7 +264,8 @@ class TraceModel(Sizes):
                 always run.
             trace: False returns the output, without a with-statement; a list of them for a list of prompts.
             params: sampling parameters: `max_tokens` (1 if not given), `temperature` and so on. Decoding is greedy if none asks for
-                sampling, as `temperature`, `top_p`, `top_k`, `min_p`, `do_sample=True` and `n > 1` do.
+                sampling, as `temperature`, `top_p`, `top_k`, `min_p`, `do_sample=True` and `n > 1` do. On `LanguageModel` also
+                `output_hidden_states=True` and `output_attentions=True`, for the forward, and `use_cache=True` for a single one.
 
         Raises:
             PromptError: an empty prompt, one that does not fit into one step, or a chat without a chat template.
