@@ -265,6 +265,33 @@ def test_an_edit_is_on_in_async_generation(model: VLLM, drive: Drive, plain: Pla
     drive(main())
 
 
+def test_f9_a_chat_is_a_prompt(model: VLLM, drive: Drive, plain: Plain) -> None:
+    """The demo model's chat template joins the messages' contents."""
+    chat = [{"role": "user", "content": FRANCE}]
+
+    async def main() -> None:
+        outputs = await model.generate([chat, EIFFEL], plan=Capture("resid_post", layers=3), max_tokens=2, **GREEDY)
+        assert [list(output.prompt_token_ids) for output in outputs] == [plain.ids(FRANCE), plain.ids(EIFFEL)]
+        with model.trace(chat) as tracer:
+            kept = model.layers_output[2].save()  # noqa: F841
+        output = await tracer.backend
+        close(output.saves["kept"], plain.run(FRANCE).sites["resid_post", 2])
+        run = await model.record(chat, "resid_post", layers=[3])
+        assert list(run.prompt_token_ids) == plain.ids(FRANCE)
+        await model.runs.delete(run.name)
+        result = await model.sweep(
+            chat,
+            [{"role": "user", "content": "The capital of Italy is"}],
+            " Paris",
+            " Rome",
+            layers=[3],
+            positions=[-1],
+        )
+        assert "".join(result.outline.pairs[0].clean) == FRANCE
+
+    drive(main())
+
+
 # Errors (A3).
 
 

@@ -10,6 +10,7 @@ import asyncio
 import pytest
 import torch
 from oracle import close, differs
+from transformers import AutoModelForCausalLM
 
 from midstream import VLLM, Capture, Clamp, LanguageModel, Patch, Steer, demo_model
 from midstream.errors import (
@@ -975,7 +976,16 @@ def test_j8_vllm_says_how_to_use_an_own_module(engine):
 
 # ----------------------------------------------------------------------------------------- other names, and sources (J7)
 
-RENAME = {"model.layers": "blocks", "mlp": ["ffn", "feed_forward"], ".norm": "ln_f", "transformer.h": "layers"}
+RENAME = {
+    "model.layers": "blocks",
+    "mlp": ["ffn", "feed_forward"],
+    ".norm": "ln_f",
+    "transformer.h": "layers",
+    "model.layers.*.self_attn": "mixer",
+    "*.embed_tokens": "words",
+    "self_attn.o_proj": "out",
+    "self_attn": "self_attn",  # for architectures that have another name for it
+}
 
 
 def check_renamed(model, plain):
@@ -991,6 +1001,40 @@ def check_renamed(model, plain):
     assert len(model.blocks) == 8 and last is not None
     with pytest.raises(UnknownModuleError, match=r"no module h|has no h"):
         _ = model.model.h
+    with model.trace(PARIS):
+        words = model.words.output.save()
+        mixed = model.blocks[2].mixer.o_proj.input.save()
+        same = model.model.layers[2].out.input.save()
+    close(words.reshape(5, -1), ran.sites["embed"])
+    close(mixed.reshape(5, -1), ran.sites["attn_z", 2].flatten(-2))
+    assert torch.equal(same, mixed)
+    check_cached(model, ran)
+    lines = [line.strip().partition(": ")[0] for line in str(model).splitlines()]
+    for shown in ("blocks = model.layers", "words = model.embed_tokens", "out = self_attn.o_proj"):
+        assert shown in lines
+    assert {"embed_tokens/words", "self_attn/mixer", "mlp/ffn/feed_forward", "norm/ln_f"} <= {*lines}
+    with pytest.raises(UnknownModuleError, match=r"no module mixer|has no mixer"):
+        _ = model.mixer  # several have the name
+
+
+def check_cached(model, ran):
+    """A cache is made and read by the other names, also in a saved list, and in a generation."""
+    with model.trace(PARIS) as tracer:
+        every = [tracer.cache()].save()
+        one = tracer.cache(modules=["model.blocks.3.ffn", model.blocks[2].ffn, "blocks.4.mlp"])
+    assert sorted(one) == ["model.layers.2.mlp", "model.layers.3.mlp", "model.layers.4.mlp"]
+    for cache in (every[0], one):
+        for name in ("model.layers.3.mlp", "model.blocks.3.ffn", "blocks.3.feed_forward", "model.model.layers.3.ffn"):
+            assert name in cache
+            close(cache[name].output.reshape(5, -1), ran.sites["mlp_out", 3])
+        close(cache.model.blocks[2].ffn.output.reshape(5, -1), ran.sites["mlp_out", 2])
+        assert "blocks.3.nothing" not in cache
+        with pytest.raises(UnknownModuleError, match=r"the cache holds nothing of blocks\.3\.nothing"):
+            _ = cache["blocks.3.nothing"]
+    assert "model.layers.2.mlp" in list(every[0]) and not any("ffn" in name for name in every[0])
+    with model.generate(PARIS, max_new_tokens=2, ignore_eos=True) as tracer:
+        steps = tracer.cache(modules=[model.blocks[1].ffn])
+    assert len(steps["blocks.1.ffn"]) == 2
 
 
 def test_j7_rename_gives_modules_other_names_on_transformers(plain):
@@ -1010,6 +1054,72 @@ def test_j7_a_name_that_is_taken_is_refused():
         LanguageModel(demo_model(), rename={"mlp": "self_attn"})
     with pytest.raises(ArchitectureError, match=r"is 'output'"):
         LanguageModel(demo_model(), rename={"mlp": "output"})
+    with pytest.raises(
+        ArchitectureError, match=r"rename\['model.layers.\*.mlp'\] is 'self_attn': model.layers.0 has a self"
+    ):
+        LanguageModel(demo_model(), rename={"model.layers.*.mlp": "self_attn"})
+
+
+def test_j7_classes_of_modules_have_names(plain):
+    """In a tree with other modules under one name, too: two layers have another MLP."""
+    model = AutoModelForCausalLM.from_pretrained(demo_model(), dtype=torch.float32)
+    kind = type(model.model.layers[0].mlp)
+
+    class Other(kind):
+        pass
+
+    for layer in model.model.layers[2:4]:
+        layer.mlp.__class__ = Other
+    model = LanguageModel(
+        model, tokenizer=demo_model(), rename={Other: "other", kind: "ffn", torch.nn.Embedding: "words"}
+    )
+    with model.trace(PARIS) as tracer:
+        cache = tracer.cache()
+        words = model.model.words.output.save()
+        first = model.model.layers[1].ffn.output.save()
+        second = model.model.layers[3].other.output.save()
+    ran = plain.run(PARIS)
+    close(first[0], ran.sites["mlp_out", 1])
+    close(second[0], ran.sites["mlp_out", 3])
+    close(words[0], ran.sites["embed"])
+    close(cache["model.layers.3.other"].output[0], ran.sites["mlp_out", 3])
+    assert "mlp/other/ffn: Other" in str(model) and "mlp/ffn: LlamaMLP" in str(model)
+    with pytest.raises(UnknownModuleError, match="has no other"):
+        _ = model.model.layers[1].other
+
+
+def test_j7_a_class_tells_where_sites_are(plain):
+    """A standard name for modules whose own name says nothing."""
+    model = AutoModelForCausalLM.from_pretrained(demo_model(), dtype=torch.float32)
+    kind = type(model.model.layers[0].mlp)
+    rename_in_place(model, "mlp", "expander")
+    model = LanguageModel(model, tokenizer=demo_model(), rename={kind: "mlp"})
+    with model.trace(PARIS):
+        value = model.mlps_output[3].save()
+    close(value, plain.run(PARIS).sites["mlp_out", 3])
+
+
+def rename_in_place(model, before, after):
+    """The layers' modules under another name, in a forward that is otherwise the same."""
+
+    class Layer(type(model.model.layers[0])):
+        def __getattr__(self, name):
+            return super().__getattr__(after if name == before else name)
+
+    for layer in model.model.layers:
+        module = getattr(layer, before)
+        delattr(layer, before)
+        setattr(layer, after, module)
+        layer.__class__ = Layer
+
+
+def test_j7_a_class_that_cannot_be_a_name_is_refused():
+    with pytest.raises(
+        ArchitectureError, match=r"rename\[Linear\] is 'linear': model.layers.0.self_attn has 4 modules of"
+    ):
+        LanguageModel(demo_model(), rename={torch.nn.Linear: "linear"})
+    with pytest.raises(ArchitectureError, match=r"the class Linear as a key, and vLLM's modules are of other classes"):
+        VLLM(demo_model(), rename={torch.nn.Linear: "linear"})
 
 
 def test_j7_calls_of_a_forward_have_nnsights_names(hf, engine):

@@ -83,13 +83,16 @@ def on_transformers(rows: Path, log: Any) -> None:
     import torch
 
     from midstream import LanguageModel, demo_model
+    from midstream.client import language_model
     from midstream.client.language_model_batch import PaddedBatch
 
+    language_model.BATCH_TOKENS = 64  # a few prompts
     really = PaddedBatch.run
 
     def run(self: Any) -> Any:
         done = really(self)
-        print(time.time(), self.requests[0].name, file=log, flush=True)
+        for request in self.requests:
+            print(time.time(), request.name, file=log, flush=True)
         time.sleep(PACE)
         return done
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 from midstream.errors import ArchitectureError
 
-Rename = Mapping[str, str | Sequence[str]]
+Rename = Mapping[Any, str | Sequence[str]]  # keys are names, paths, or classes of modules
 _TAKEN = frozenset({"output", "input", "inputs", "source", "skip", "trace", "run", "generate", "edit"})
 
 
@@ -14,46 +16,118 @@ class Aliases:
     """Other names of modules.
 
     Args:
-        rename: a key is the name of a module, which then has the other name wherever it is (`"mlp"`); or a path, whose module has the
-            other name at the model itself (`"transformer.h"`). A value is the other name, or a list of them. A key that names nothing
-            is skipped, so that one `rename` serves several architectures.
+        rename: a key is a path, which may be a single name (`"mlp"`); the module there has the other name at every module that the path
+            begins at: `"mlp"` at each layer, `"transformer.h"` at the model. A `*` in a path stands for any one name. Each module that
+            such a path fits has the other name where the last `*` is: `"layers.*.self_attn"` at each layer. Where the path fits one
+            module alone, that has the name also where the path begins. A key may be a class of modules, which then have the other name
+            at the module that they are in. A value is the other name, or a list of them. A key that names nothing is skipped, so that
+            one `rename` serves several architectures.
+        modules: path -> module, to find the modules of a class.
     """
 
-    def __init__(self, rename: Rename | None = None) -> None:
-        self.rename = {key: [value] if isinstance(value, str) else list(value) for key, value in (rename or {}).items()}
+    def __init__(self, rename: Rename | None = None, modules: Mapping[str, Any] | None = None) -> None:
+        given = {key: [value] if isinstance(value, str) else list(value) for key, value in (rename or {}).items()}
+        self.rename: dict[str, list[str]] = {
+            key.lstrip("."): names for key, names in given.items() if isinstance(key, str)
+        }
+        self.classes = {key: names for key, names in given.items() if not isinstance(key, str)}
+        self._modules = modules or {}
+        self._table: tuple[Collection[str], int, dict[tuple[str, str], str]] = ((), 0, {})
 
     def resolve(self, path: str, name: str, known: Collection[str]) -> str | None:
         """The path of the module that is called `name` at the module at `path`; None if there is no such alias."""
+        return self.table(known).get((path, name)) if self.rename or self.classes else None
+
+    def table(self, known: Collection[str]) -> Mapping[tuple[str, str], str]:
+        """The path of each alias, by the path of the module that has it and the alias."""
+        of, size, found = self._table
+        if of is not known or size != len(known):  # modules may have been attached
+            found = {}
+            for owner, name, path, _ in self._found(known):
+                found.setdefault((owner, name), path)
+            self._table = known, len(known), found
+        return found
+
+    def _found(self, known: Collection[str]) -> Iterator[tuple[str, str, str, str]]:
+        """Where each alias is, the alias, the path of its module, and its key."""
+        for key, names, places in self._places(known):
+            for owner, path in places:
+                yield from (
+                    (owner, name, path, key) for name in names if (f"{owner}.{name}" if owner else name) != path
+                )
+
+    def _places(self, known: Collection[str]) -> Iterator[tuple[str, list[str], list[tuple[str, str]]]]:
+        """Each key with its names, and where they are: the paths of two modules, of which the first has names for the second."""
         for key, names in self.rename.items():
-            if name not in names or key == name:
-                continue
-            is_path = "." in key.lstrip(".") and not key.startswith(".")
-            if is_path and path:
-                continue
-            found = f"{path}.{key.lstrip('.')}" if path else key.lstrip(".")
-            if found in known:
-                return found
-        return None
+            fitting: dict[str, list[str]] = {}  # by where the key begins
+            for path in known:
+                if path and ends_with(path, key):
+                    fitting.setdefault(_above(path, key.count(".") + 1), []).append(path)
+            behind_star = key.rpartition("*")[2].count(".")
+            for owner, paths in fitting.items():
+                places = [(owner, paths[0])] if len(paths) == 1 else []
+                places += [(_above(path, behind_star), path) for path in paths if "*" in key and behind_star]
+                yield repr(key), names, places
+        for kind, names in self.classes.items():
+            yield kind.__name__, names, [(_above(path, 1), path) for path in self._of_class(kind)]
+
+    def _of_class(self, kind: type) -> list[str]:
+        return [path for path, module in self._modules.items() if path and isinstance(module, kind)]
+
+    def by_path(self) -> dict[str, list[str]]:
+        """As `rename`, with the paths of modules in place of their classes."""
+        return {**self.rename, **{path: names for kind, names in self.classes.items() for path in self._of_class(kind)}}
 
     def check(self, known: Collection[str], roles: Collection[str] = ()) -> None:
         """Raise ArchitectureError for an alias that is the name of a module beside its own, or of something that modules have.
 
         `roles` may be: they tell a module's part in the model, also if another module has that name.
         """
-        parents = sorted({path.rpartition(".")[0] for path in known})
-        for key, names in self.rename.items():
-            for name in names:
-                clash = [
-                    parent
-                    for parent in parents
-                    if name not in roles
-                    and self.resolve(parent, name, known)
-                    and (f"{parent}.{name}" if parent else name) in known
-                ]
-                if clash or name in _TAKEN:
-                    where = (
-                        f"{clash[0] or 'the model'} has a {name} already"
-                        if clash
-                        else "a trace has that name for something else"
-                    )
-                    raise ArchitectureError(f"rename[{key!r}] is {name!r}: {where}. Choose another name.")
+        for kind, names in self.classes.items():
+            for owner, count in Counter(_above(path, 1) for path in self._of_class(kind)).items():
+                if count > 1:
+                    reason = f"{owner or 'the model'} has {count} modules of that class"
+                    raise _refused(kind.__name__, names[0], reason, "Give the name of the one that you mean.")
+        for owner, name, _, key in self._found(known):
+            if name in _TAKEN:
+                raise _refused(key, name, "a trace has that name for something else", "Choose another name.")
+            if name not in roles and (f"{owner}.{name}" if owner else name) in known:
+                raise _refused(key, name, f"{owner or 'the model'} has a {name} already", "Choose another name.")
+
+
+def _refused(key: str, name: str, reason: str, instead: str) -> ArchitectureError:
+    return ArchitectureError(f"rename[{key}] is {name!r}: {reason}. {instead}")
+
+
+def ends_with(path: str, key: str) -> bool:
+    """Whether `path` ends with the names in `key`, in which `*` stands for any one name."""
+    if "*" not in key:
+        return path == key or path.endswith(f".{key}")
+    names, wanted = path.split("."), key.split(".")
+    return len(names) >= len(wanted) and all(
+        theirs in ("*", ours) for ours, theirs in zip(names[-len(wanted) :], wanted, strict=True)
+    )
+
+
+def resolved(path: str, table: Mapping[tuple[str, str], str]) -> str:
+    """The path of the module that `path` names with aliases, by `Aliases.table`."""
+    at = ""
+    for name in path.split("."):
+        at = table.get((at, name)) or (f"{at}.{name}" if at else name)
+    return at
+
+
+def names_alone(rename: Rename | None) -> dict[Any, Any]:
+    """`rename` for an engine. Raises ArchitectureError for a class, because the engine's modules have classes of its own."""
+    for key in rename or {}:
+        if not isinstance(key, str):
+            raise ArchitectureError(
+                f"rename has the class {getattr(key, '__name__', key)} as a key, and vLLM's modules are of other classes. Give the "
+                "module's name, as print(model) shows it."
+            )
+    return dict(rename or {})
+
+
+def _above(path: str, levels: int) -> str:
+    """The path of the module so many levels above."""
+    return ".".join(path.split(".")[: -levels or None])

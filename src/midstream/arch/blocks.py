@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from midstream.arch.aliases import Aliases, Rename
+from midstream.arch.aliases import Aliases, Rename, ends_with
 from midstream.arch.probe import Call, Leaf, Probe, planted_embedding
 from midstream.errors import ArchitectureError
 from midstream.sites import Binding, Ref, follow
@@ -57,7 +57,7 @@ class Names:
         """How well the name of `path` fits `role`: 0 is best, None means that it does not."""
         candidates = [*self.own(role), *STANDARD[role]]
         for rank, name in enumerate(candidates):
-            if path == name or path.endswith(f".{name}"):
+            if ends_with(path, name):
                 return rank
         return None
 

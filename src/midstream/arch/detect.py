@@ -10,9 +10,11 @@ the module's output before scaling. The backends handle the sites `logits` and `
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -152,9 +154,10 @@ def detect(
     Raises:
         ArchitectureError: the model does not have the expected structure. The message names the module and what was expected.
     """
-    Aliases(rename).check(dict(root.named_modules()), ROLES)
-    names, shards = Names(rename), shards or ShardFinder()
     modules = dict(root.named_modules())
+    aliases = Aliases(rename, modules)
+    aliases.check(modules, ROLES)
+    names, shards = Names(aliases.by_path()), shards or ShardFinder()
     containers = {path: found for path in modules if (found := _blocks(path, modules, names))}
     probe = _probed(root, run, containers, names, shards)
     container = _the_container(containers, modules, probe, names)
@@ -291,31 +294,48 @@ def _the_container(
     )
 
 
-def show_tree(modules: Mapping[str, Any], shapes: Mapping[str, str], sites: Iterable[str] = ()) -> str:
+def show_tree(
+    modules: Mapping[str, Any],
+    shapes: Mapping[str, str],
+    sites: Iterable[str] = (),
+    aliases: Mapping[tuple[str, str], str] = MappingProxyType({}),
+) -> str:
     """Indented lines `name: Class -> shape`, with equal neighbouring layers on one line.
+
+    `mlp/ffn: ...` is a module with another name, and `blocks = model.layers` another name of one further down.
 
     Args:
         modules: path -> module, or the name of its class.
         shapes: path -> shape of what it returned (`shapes_of`).
+        aliases: from `Aliases.table`.
     """
+    beside: dict[str, str] = {}
+    further: dict[str, list[str]] = {}
+    for (owner, alias), path in aliases.items():
+        below = path.removeprefix(owner).lstrip(".")
+        if "." in below:
+            further.setdefault(owner, []).append(f"{alias} = {below}")
+        else:
+            beside[path] = f"{beside.get(path, '')}/{alias}"
     classes = {path: each if isinstance(each, str) else type(each).__name__ for path, each in modules.items()}
     children: dict[str, list[str]] = {}
     for path in filter(None, modules):
         children.setdefault(path.rpartition(".")[0], []).append(path)
 
     def lines_below(parent: str, indent: str) -> list[str]:
-        lines: list[str] = []
+        lines = [f"{indent}{line}" for line in further.get(parent, ())]
         folded: list[str] = []  # the layer before, whose first line is lines[at]
         at = 0
         for path in children.get(parent, ()):
             name, below = path.rpartition(".")[2], lines_below(path, f"{indent}  ")
-            head = f"{classes[path]}{f' -> {shapes[path]}' if path in shapes else ''}"
+            more = beside.get(path, "")
+            head = f"{more}: {classes[path]}{f' -> {shapes[path]}' if path in shapes else ''}"
             if name.isdigit() and [head, *below] == folded:
-                first = lines[at].strip().partition(":")[0].partition("-")[0]
-                lines[at] = f"{indent}{first}-{name}: {head}"
+                first = re.match(r"\s*(\d+)", lines[at])[1]  # type: ignore[index]
+                lines[at] = f"{indent}{first}-{name}{head}"
             else:
                 folded, at = [head, *below], len(lines)
-                lines += [f"{indent}{name}: {head}", *below]
+                lines += [f"{indent}{name}{head}", *below]
         return lines
 
     last = [f"sites: {', '.join(sites)}, logits, samples"] if sites else []

@@ -18,7 +18,8 @@ import numpy as np
 
 from midstream.capture.consumers import Collected
 from midstream.capture.directory import open_captures, remove_orphans
-from midstream.client.requests import Invoke, Prompt, encode
+from midstream.client.prompts import Prompt, encode
+from midstream.client.requests import Invoke
 from midstream.errors import CaptureError, ParameterError, PlanError, PromptError
 from midstream.plan.values import Capture, Plan, has_spans, with_digests
 from midstream.plan.vectors import digest

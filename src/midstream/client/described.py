@@ -51,7 +51,7 @@ class ModuleHandle:
         if name in children:
             return self._child(name)
         described = self._model.description
-        path = Aliases(described.get("rename")).resolve(self._path, name, described["modules"])
+        path = self._model.aliases.resolve(self._path, name, described["modules"])
         if path is not None:
             return ModuleHandle(path, self._model)
         if name in _VALUES:
@@ -119,14 +119,15 @@ class ModuleHandle:
         return map(self._child, self._children)
 
     def __repr__(self) -> str:
-        described = self._model.description
-        below = {
-            path.removeprefix(self._path).lstrip("."): name
-            for path, name in described["modules"].items()
-            if path == self._path or path.startswith(f"{self._path}.")
-        }
-        shapes = {path.removeprefix(self._path).lstrip("."): shape for path, shape in described["shapes"].items()}
-        return show_tree(below, shapes)
+        described, size = self._model.description, len(self._path) + 1
+        inside = {path for path in described["modules"] if f"{path}.".startswith(f"{self._path}.")}
+        modules, shapes = (
+            {path[size:]: each for path, each in described[what].items() if path in inside}
+            for what in ("modules", "shapes")
+        )
+        aliases = self._model.aliases.table(described["modules"])
+        own = {(owner[size:], name): path[size:] for (owner, name), path in aliases.items() if owner in inside}
+        return show_tree(modules, shapes, aliases=own)
 
 
 class SourceText:
@@ -238,6 +239,11 @@ class DescribedModel(TraceModel):
             )
         return getattr(ModuleHandle("", self), name)
 
+    @cached_property
+    def aliases(self) -> Aliases:
+        """The user's other names of modules."""
+        return Aliases(self.description.get("rename"))
+
     def without_edits(self) -> Self:
         """A view of the model without edits and without a plan."""
         view = self._view()
@@ -251,4 +257,5 @@ class DescribedModel(TraceModel):
 
     def __repr__(self) -> str:
         described = self.description
-        return show_tree(described["modules"], described["shapes"], described["sites"])
+        aliases = self.aliases.table(described["modules"])
+        return show_tree(described["modules"], described["shapes"], described["sites"], aliases)

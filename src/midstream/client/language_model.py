@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -19,14 +19,16 @@ from midstream.arch.detect import show_tree
 from midstream.capture.sinks import Sinks
 from midstream.client.language_model_batch import BatchInvoke, BatchRequest, PaddedBatch, RunningPlan, plan_hooks
 from midstream.client.model import TraceModel, loading_arguments
-from midstream.client.requests import Invoke, InvokeResult, prompts_of, runs_of, token_ids
+from midstream.client.prompts import prompts_of
+from midstream.client.requests import Invoke, InvokeResult, runs_of, token_ids
 from midstream.client.vectors_and_runs import Runs, Vectors, run_now
-from midstream.errors import MidstreamError, ParameterError, PromptError
+from midstream.errors import MidstreamError, ParameterError, PlanError, PromptError
 from midstream.plan.values import ModelFacts
 from midstream.runtime.store import RunStore, make_run
 from midstream.settings import RECORD_BYTES
 from midstream.sites import ACCESSORS, LAYER_SITES
-from midstream.trace.envoy import Generator, ModelEnvoy
+from midstream.trace.envoy import Generator as Generation
+from midstream.trace.envoy import ModelEnvoy
 from midstream.trace.interleaver import Interleaver
 
 
@@ -43,6 +45,14 @@ def _device(device: Any, device_map: Any) -> Any:
 
 
 _SPREAD = ("balanced", "balanced_low_0", "sequential")  # values of device_map for several devices
+
+
+BATCH_TOKENS = 2048  # of prompts with plans that run together, and of what they generate
+
+
+def _batch_size(tokens: int, invoke: Invoke) -> int:
+    """How many prompts like this one, of so many tokens, run together."""
+    return max(BATCH_TOKENS // (tokens + invoke.params["max_tokens"]), 1)
 
 
 def _loaded(name: str, arguments: Mapping[str, Any]) -> nn.Module:
@@ -75,15 +85,17 @@ class LanguageModel(TraceModel):
             h = model.layers_output[8].save()         # [tokens, hidden]
 
     Several invokes run as one left-padded batch; each sees only its own tokens. Traces record gradients as torch is set at
-    the call: `with loss.backward():` works, and `torch.no_grad()` around a trace makes it cheaper. Prompts of a `generate` with a
-    plan run one after the other, so that padding changes no bit.
+    the call: `with loss.backward():` works, and `torch.no_grad()` around a trace makes it cheaper. Prompts with plans and without
+    traces run without padding: those of equal length together in batches, if they decode greedily with the same parameters. A batch
+    may change the last bits of a value, about 1e-5 of it in float32.
 
     Args:
         model: a path or name for `AutoModelForCausalLM`, or a model.
         tokenizer: a tokenizer, or a path or name; that of `model` if None.
-        rename: other names of modules, such as `{"blocks": "layers"}` or `{"transformer.h": "layers"}`: a module of that name has the
-            other name, too, and the module at a path has it at the model. A standard name (`layers`, `attn`, `mlp`, `embed`,
-            `final_norm`, `attn_proj`, `mlp_proj`) says where the sites are. A list gives several names.
+        rename: other names of modules, such as `{"blocks": "layers"}` or `{"transformer.h": "layers"}`. A key is a path, and its module
+            has the other name where the path begins: at the model, or at each layer, say. `*` stands for any one name: with
+            `{"layers.*.mlp": "ffn"}` each layer has a `ffn`. A key may be a class of modules. A standard name (`layers`, `attn`, `mlp`,
+            `embed`, `final_norm`, `attn_proj`, `mlp_proj`) says where the sites are. A list gives several names.
         device: where to run.
         record_bytes: how many bytes recorded runs may take.
         progress: of the calls that do not say it themselves, as in `generate`.
@@ -134,9 +146,9 @@ class LanguageModel(TraceModel):
             head_dim=getattr(config, "head_dim", None),
             rename=rename,
         )
-        self._interleaver = Interleaver(module, self.arch.order, aliases=Aliases(rename))
+        self._interleaver = Interleaver(module, self.arch.order, aliases=Aliases(rename, dict(module.named_modules())))
         self._envoy = ModelEnvoy(module, self.arch, self._interleaver, self._unembed, lambda: self.tokenizer)
-        self._envoy._generator = Generator()
+        self._envoy._generator = Generation()
 
     def _probe(self) -> None:
         with torch.no_grad():
@@ -168,7 +180,10 @@ class LanguageModel(TraceModel):
             super().__setattr__(name, value)
 
     def __repr__(self) -> str:
-        return show_tree(self._interleaver.modules, self.arch.shapes, self.arch.sites)
+        forward = self._interleaver
+        return show_tree(
+            forward.modules, self.arch.shapes, self.arch.sites, forward.aliases.table(forward.stage.modules)
+        )
 
     # Running.
 
@@ -191,8 +206,8 @@ class LanguageModel(TraceModel):
     def _run(
         self, invokes: list[Invoke], together: bool = False, ended: Callable[[int], object] = lambda _: None
     ) -> list[InvokeResult]:
-        """Run traces as one batch; without traces, run prompts that have plans one after the other."""
-        prompts = [[] if each.prompt is None else prompts_of(each.prompt) for each in invokes]
+        """Run traces as one batch, and requests without traces in the batches of `_batches`."""
+        prompts = [[] if each.prompt is None else prompts_of(each.prompt)[0] for each in invokes]
         single = self._with_plan(
             [replace(each, prompt=prompt) for each, own in zip(invokes, prompts, strict=True) for prompt in own]
         )
@@ -207,12 +222,37 @@ class LanguageModel(TraceModel):
             BatchInvoke(each, [next(rest) for _ in own] or requests, len(own) != 1)
             for each, own in zip(invokes, prompts, strict=True)
         ]
-        alone = any(plans) and all(invoke.program is None for invoke in invokes)
+        has_trace = any(invoke.program is not None for invoke in invokes)
         with ExitStack() as stack:
-            for part in [[each] for each in batch] if alone else [batch]:
-                self._run_batch(part, requests if not alone else part[0].requests, stack)
+            for part in [batch] if has_trace or not any(plans) else self._batches(batch):
+                self._run_batch(part, stack)
                 ended(len(part))
             return [self._result(each) for each in batch]
+
+    def _stream(self, invokes: Iterator[Invoke]) -> Generator[tuple[int, InvokeResult]]:
+        numbers = itertools.count()
+        for first in invokes:
+            size = _batch_size(len(self._token_ids(first)), first)
+            group = [first, *itertools.islice(invokes, size - 1)]
+            try:
+                results = self._run(group)
+            except PlanError as error:  # a recorded run is gone
+                results = [InvokeResult([], None, error=error) for _ in group]
+            for result in results:
+                yield next(numbers), result
+
+    def _batches(self, invokes: Sequence[BatchInvoke]) -> Iterator[list[BatchInvoke]]:
+        """The batches of invokes with plans: greedy ones of equal length and parameters together, so that none is padded; others alone."""
+        alike: dict[Any, list[BatchInvoke]] = {}
+        for each in invokes:
+            params = each.invoke.params
+            has_edits = bool(self.edits if each.invoke.edits is None else each.invoke.edits)
+            is_alone = has_edits or each.is_batch or params.get("temperature", 1.0) > 0
+            key = id(each) if is_alone else (len(each.requests[0].prompt), repr(sorted(params.items())))
+            alike.setdefault(key, []).append(each)
+        for group in alike.values():
+            size = _batch_size(len(group[0].requests[0].prompt), group[0].invoke)
+            yield from (group[first : first + size] for first in range(0, len(group), size))
 
     def _token_ids(self, invoke: Invoke) -> list[int]:
         ids = token_ids(invoke, lambda: self.tokenizer)
@@ -221,11 +261,12 @@ class LanguageModel(TraceModel):
             raise PromptError(f"The prompt has the token id {wrong[0]}; this model's are 0 to {rows - 1}.")
         return ids
 
-    def _run_batch(self, invokes: Sequence[BatchInvoke], requests: Sequence[BatchRequest], until: ExitStack) -> None:
+    def _run_batch(self, invokes: Sequence[BatchInvoke], until: ExitStack) -> None:
         """Run one batch to the end of its requests. Calls from several threads run one after the other.
 
         At the end of `until`, captured rows are dropped unless `_result` has taken them.
         """
+        requests = [request for each in invokes if each.invoke.prompt is not None for request in each.requests]
         with ExitStack() as stack:
             stack.enter_context(self._lock)
             if runs := runs_of([request.plan for request in requests]):

@@ -10,9 +10,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from midstream.arch import Architecture
 from midstream.capture.consumers import CaptureInfo
 from midstream.capture.rows import Captured, RowChunk
 from midstream.capture.sinks import RequestCapture, Sinks
-from midstream.client.requests import Invoke, InvokeResult, PreparedPlan, saves_of
+from midstream.client.requests import FORWARD_ARGUMENTS, Invoke, InvokeResult, PreparedPlan, saves_of
 from midstream.errors import NotFiniteError, ParameterError, TraceError
 from midstream.plan.captures import Layout, Plane
 from midstream.plan.compile import compile_plan
@@ -40,6 +41,7 @@ from midstream.trace.rows import BatchRows, Event
 _SAMPLING = set(
     "max_tokens temperature top_p top_k min_p repetition_penalty seed ignore_eos stop stop_token_ids".split()
 )
+_FOR_GENERATE = ("min_p", "repetition_penalty", "output_hidden_states", "output_attentions")
 _CONTEXT = 6  # tokens of the prompt to decode generated tokens with: a token's text may depend on those before it
 
 
@@ -48,17 +50,30 @@ class _Output(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     saves: dict[str, Any]
-    all_logits: torch.Tensor | None = None
+    forward_output: Mapping[str, Any] = MappingProxyType({})  # what the model returned, by name
 
     @property
     def logits(self) -> torch.Tensor:
         """The model's logits, `[prompts, tokens, vocab]`."""
-        if self.all_logits is None:
+        return self._forward("logits", "")  # type: ignore[no-any-return]
+
+    @property
+    def hidden_states(self) -> tuple[torch.Tensor, ...]:
+        """With `output_hidden_states=True`: the embeddings and what each layer returned, `[prompts, tokens, hidden]`."""
+        return self._forward("hidden_states", " and have output_hidden_states=True")  # type: ignore[no-any-return]
+
+    @property
+    def attentions(self) -> tuple[torch.Tensor, ...]:
+        """With `output_attentions=True`: the attention weights of each layer, `[prompts, heads, tokens, tokens]`."""
+        return self._forward("attentions", " and have output_attentions=True")  # type: ignore[no-any-return]
+
+    def _forward(self, name: str, condition: str) -> Any:
+        if name not in self.forward_output:
             raise TraceError(
-                "The logits of all positions are kept for traces of one step that use tracer.result. Otherwise save model.output.logits in "
-                "the trace."
+                f"The {name} of all positions are kept for traces of one step that use tracer.result{condition}. Otherwise save "
+                f"model.output.{name} in the trace."
             )
-        return self.all_logits
+        return self.forward_output[name]
 
     @property
     def sequences(self) -> torch.Tensor:
@@ -200,7 +215,7 @@ class PaddedBatch:
         self.requests_of: dict[str, BatchInvoke] = {}  # by the name of a body
         self.bodies: dict[str, Body] = {}
         self.pad: int = self.tokenizer.pad_token_id or 0
-        self._logits: torch.Tensor | None = None  # of all positions
+        self._forward_output: Mapping[str, Any] = {}  # of the whole batch
         shared: dict[str, Any] = {}
         for number, each in enumerate(invokes):
             edits = list(model.edits.values()) if each.invoke.edits is None else each.invoke.edits
@@ -222,7 +237,7 @@ class PaddedBatch:
         params = invokes[0].params
         if any(invoke.params != params for invoke in invokes):
             raise TraceError("On transformers all invokes of a trace need the same sampling parameters.")
-        if unknown := set(params) - _SAMPLING:
+        if unknown := set(params) - _SAMPLING - set(FORWARD_ARGUMENTS):
             raise ParameterError(
                 f"LanguageModel has no sampling parameter {', '.join(sorted(unknown))}; it has {', '.join(sorted(_SAMPLING))}."
             )
@@ -237,10 +252,11 @@ class PaddedBatch:
         """Run the requests to their end, and set their results."""
         hook = hooks.before(self.module, self._before_forward, first=True)
         try:
-            if self.params["max_tokens"] == 1:
-                self._forward_once()
-            else:
-                self._generate()
+            with torch.set_grad_enabled(torch.is_grad_enabled() and bool(self.bodies)):
+                if self.params["max_tokens"] == 1:
+                    self._forward_once()
+                else:
+                    self._generate()
             for name in list(self.interleaver.bodies):
                 self._finish(name)
         finally:
@@ -272,8 +288,9 @@ class PaddedBatch:
         output: Any = GeneratedBatch.of([request.output for request in each.requests], self.pad)
         if not each.is_batch:
             (output,) = output.rows
-        if self._logits is not None and name in self.bodies and self.bodies[name].wants_result:
-            output.all_logits = self._rows(each, self.length, is_prompt=True).take(self._logits)
+        if name in self.bodies and self.bodies[name].wants_result:
+            rows = self._rows(each, self.length, is_prompt=True)
+            output.forward_output = {part: _taken(rows, part, value) for part, value in self._forward_output.items()}
         error = put_results([own, *edits] if own is not None else edits, output)
         output.saves = saves_of(own, edits)
         for request in each.requests if each.is_batch and each.invoke.prompt is not None else ():
@@ -352,14 +369,19 @@ class PaddedBatch:
     def _forward_once(self) -> None:
         """One forward in the caller's gradient mode; transformers' generate would turn gradients off."""
         ids_BS, mask_BS = self._inputs()
-        kwargs: dict[str, Any] = {}
+        kwargs: dict[str, Any] = {"use_cache": False}
+        accepted = inspect.signature(self.module.forward).parameters
         if not mask_BS.all():
-            kwargs = {"attention_mask": mask_BS}
-            if "position_ids" in inspect.signature(self.module.forward).parameters:
+            kwargs["attention_mask"] = mask_BS
+            if "position_ids" in accepted:
                 kwargs["position_ids"] = (mask_BS.cumsum(-1) - 1).clamp(min=0)
-        self._logits = self.module(input_ids=ids_BS, use_cache=False, **kwargs).logits
-        assert self._logits is not None
-        logits_BV = self._logits[:, -1]
+        if not self.bodies and "logits_to_keep" in accepted:
+            kwargs["logits_to_keep"] = 1  # nothing reads the others
+        kwargs |= {name: self.params[name] for name in FORWARD_ARGUMENTS if name in self.params}
+        output = self.module(input_ids=ids_BS, **kwargs)
+        names = ("logits", "hidden_states", "attentions")
+        self._forward_output = {name: part for name in names if (part := getattr(output, name, None)) is not None}
+        logits_BV = output.logits[:, -1]
         logits_BV = self.interleaver.fire(("", "logits"), logits_BV)
         self._grade(logits_BV)
         samples_B = self.interleaver.fire(("", "samples"), self._sample(logits_BV.detach()))
@@ -396,7 +418,7 @@ class PaddedBatch:
         if temperature > 0:
             top_p, top_k = params.get("top_p", 1.0), max(params.get("top_k", 0), 0)
             settings |= {"temperature": temperature, "top_p": top_p, "top_k": top_k}
-        settings |= {k: params[k] for k in ("min_p", "repetition_penalty") if k in params}
+        settings |= {k: params[k] for k in _FOR_GENERATE if k in params}
         return settings
 
     def _generate(self) -> None:
@@ -427,6 +449,15 @@ class PaddedBatch:
             eos_token_id=None if self.params.get("ignore_eos") else eos,
             **self._generation_settings(),
         )
+
+
+def _taken(rows: BatchRows, name: str, value: Any) -> Any:
+    """An invoke's part of what the model returned."""
+    if isinstance(value, tuple):
+        return tuple(_taken(rows, name, each) for each in value)
+    if name != "attentions":
+        return rows.take(value)
+    return replace(rows, pad=0).take(value)[..., rows.pad :, rows.pad :]
 
 
 def _strings(stop: str | Sequence[str] | None) -> Sequence[str]:
@@ -540,9 +571,12 @@ def plan_hooks(
         is_muted: whether the modules run for another reason than the step.
     """
     order = {site: i for i, site in enumerate(LAYER_SITES)}
-    points = {point for request in requests if request.running is not None for point in request.running.points}
+    at: dict[Point, list[BatchRequest]] = {}
+    for request in requests:
+        for point in request.running.points if request.running is not None else ():
+            at.setdefault(point, []).append(request)
     hooked: dict[tuple[str, str], list[tuple[Point, Binding]]] = {}  # by module and whether it is its input or output
-    for point in sorted(points, key=lambda p: (p[1], order[p[0]])):
+    for point in sorted(at, key=lambda p: (p[1], order[p[0]])):
         binding = arch.binding(*point)
         hooked.setdefault((binding.path, binding.kind), []).append((point, binding))
 
@@ -551,8 +585,8 @@ def plan_hooks(
             return tree
         event = Event(key, tree)
         for point, binding in hooked[key]:
-            for request in requests:
-                if request.running is not None and request.finish_reason is None and point in request.running.points:
+            for request in at[point]:
+                if request.running is not None and request.finish_reason is None:
                     _edit(event, point, binding, request.running, request.rows)
         return event.tree
 
@@ -583,4 +617,4 @@ def _edit(event: Event, point: Point, binding: Binding, plan: RunningPlan, rows:
     if new_tH is old_tH:
         return
     for ref, part in binding.leaves(new_tH.view(value.shape), leaf):
-        event.write(ref, part, rows, tokens=True, in_place=binding.in_place)
+        event.write(ref, part, rows, tokens=True, in_place=binding.in_place or event.is_copy(ref))

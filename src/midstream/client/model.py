@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 import uuid
-from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,17 +15,15 @@ from typing import Any, Literal, Self, cast, overload
 from midstream.arch.detect import Sizes
 from midstream.capture.directory import Store, open_captures
 from midstream.client.collecting import Collection
+from midstream.client.prompts import Prompt, prompt_in, prompts_of
 from midstream.client.requests import (
     Answers,
     Invoke,
     InvokeResult,
     Planner,
-    Prompt,
     RecordAs,
     answers_of,
     plans_of,
-    prompt_in,
-    prompts_of,
     raise_failures,
     sampling,
 )
@@ -126,18 +124,6 @@ _EDITS = itertools.count(1)  # numbers of edits without a name
 def _refuse_in_trace(name: str) -> None:
     if is_in_body():
         raise inside(name)
-
-
-def _each(prompts: Any, method: str) -> tuple[list[Any], bool]:
-    """The prompts as a list, and whether a single prompt was given."""
-    if hasattr(prompts, "keys") or getattr(prompts, "ndim", 0) == 2:
-        rows = prompts_of(prompts)
-        return rows, len(rows) == 1
-    if not isinstance(prompts, Iterable):
-        raise PromptError(f"{method} needs a prompt, or several; {prompts!r} was given.")
-    given: Any = prompts if isinstance(prompts, (str, Sized)) else list(prompts)
-    single = isinstance(given, str) or all(isinstance(token, int) for token in given)
-    return ([given] if single else list(given)), single
 
 
 class TraceModel(Sizes):
@@ -293,20 +279,21 @@ class TraceModel(Sizes):
         """`with model.trace(prompt) as tracer:` runs the block inside the model's forward pass on `prompt`.
 
         Args:
-            prompt: text, token ids, or a tokenizer's output, also as `trace(**encoding)`; tokens that its `attention_mask` masks do not
-                count. None if the block has invokes with prompts of their own. Or a list of prompts: `LanguageModel` runs the block once
-                on their batch, so that values have a batch axis; the other models run it for each prompt, and a saved name has the list
-                of its values.
+            prompt: text; token ids; chat messages, for the tokenizer's chat template; or a tokenizer's output, also as
+                `trace(**encoding)`, whose tokens that `attention_mask` masks do not count. None if the block has invokes with prompts of
+                their own. Or a list of prompts: `LanguageModel` runs the block once on their batch, so that values have a batch axis; the
+                other models run it for each prompt, and a saved name has the list of its values.
             plan: interventions that run beside the block; at a site, the plan's edits come before the block's.
             edits: names of the model's edits, or edited views, whose edits run. None runs all of the model's. Edits without a name
                 always run.
             trace: False returns the output, without a with-statement; a list of them for a list of prompts.
             progress: as in `generate`.
             params: sampling parameters: `max_tokens` (1 if not given), `temperature` and so on. Decoding is greedy if none asks for
-                sampling, as `temperature`, `top_p`, `top_k`, `min_p`, `do_sample=True` and `n > 1` do.
+                sampling, as `temperature`, `top_p`, `top_k`, `min_p`, `do_sample=True` and `n > 1` do. On `LanguageModel` also
+                `output_hidden_states=True` and `output_attentions=True`, for the forward, and `use_cache=True` for a single one.
 
         Raises:
-            PromptError: an empty prompt, or one that does not fit into one step.
+            PromptError: an empty prompt, one that does not fit into one step, or a chat without a chat template.
             InterventionError: the block raised; the error is also an instance of the builtin class that was raised.
             OutOfOrderError, NeverReachedError, ShapeError, UnknownModuleError, UnknownSiteError: the block asked for a value
                 that cannot be had.
@@ -315,7 +302,7 @@ class TraceModel(Sizes):
         _refuse_in_trace("trace")
         prompt, params = prompt_in(prompt, params)
         if not trace:
-            prompts = prompts_of(prompt)
+            prompts, _ = prompts_of(prompt)
             given = prompts if len(prompts) > 1 else prompts[0]
             return self.run(_result, given, plan=plan, edits=edits, progress=progress, **params)
         return Tracer(self, prompt, params, 1, plans_of(plan, 1, True)[0], self.chosen_edits(edits), progress)
@@ -327,7 +314,7 @@ class TraceModel(Sizes):
     def run(
         self,
         fn: Callable[..., Any],
-        prompt: Prompt | list[str] | list[list[int]],
+        prompt: Prompt | Sequence[Prompt],
         *,
         plan: Any = None,
         edits: Sequence[Any] | None = None,
@@ -347,11 +334,8 @@ class TraceModel(Sizes):
             The return value of `fn`, with tensors on the CPU; a list for a list of prompts. Awaitable with `mode="async"`.
         """
         _refuse_in_trace("run")
-        many = isinstance(prompt, list) and not all(isinstance(token, int) for token in prompt)
-        prompts: list[Any] = prompt if many else [prompt]  # type: ignore[assignment]
-        if many and not prompts:
-            raise PromptError("run needs at least one prompt.")
-        program, plans = FunctionProgram(fn), plans_of(plan, len(prompts), not many)
+        prompts, single = prompts_of(prompt)
+        program, plans = FunctionProgram(fn), plans_of(plan, len(prompts), single)
         if any(None in capture.sinks for each in plans for capture in each.captures):
             raise PlanError(
                 "run returns what its function returns, without captures. Allowed: Capture.to as a directory, a callable or a Consumer; "
@@ -361,9 +345,9 @@ class TraceModel(Sizes):
         invokes = [
             Invoke(p, program, sampling(params, 1), q, edits=chosen) for p, q in zip(prompts, plans, strict=True)
         ]
-        return self._finish(self._returned(self._run_with_bar(invokes, progress=progress), many))
+        return self._finish(self._returned(self._run_with_bar(invokes, progress=progress), single))
 
-    async def _returned(self, running: Any, many: bool) -> Any:
+    async def _returned(self, running: Any, single: bool) -> Any:
         """The function's return value in each invoke, or in the only one."""
         values = []
         for result in await self._results(running):
@@ -372,7 +356,7 @@ class TraceModel(Sizes):
                 if isinstance(value, UnsendableError):
                     raise TraceError(f"The function's return value could not be sent: {value}.")
             values.append(samples[0] if len(samples) == 1 else samples)
-        return values if many else values[0]
+        return values[0] if single else values
 
     def generate(
         self,
@@ -387,7 +371,7 @@ class TraceModel(Sizes):
         """Generate from prompts with a plan, and with the model's edits; in a with-statement, trace a generation.
 
         Args:
-            prompts: one prompt or several.
+            prompts: one prompt or several, each as in `trace`.
             plan: `Steer`, `Patch`, `Clamp` and `Capture`, or a list of them, for all prompts; or a list with one plan, list or None
                 for each prompt. Captured rows are on the outputs, as `captures`.
             answers: tokens, by text or id, to grade as the first token after the prompt: one or a list, for all prompts; or a list
@@ -413,7 +397,7 @@ class TraceModel(Sizes):
             if answers is not None:
                 raise TraceError("A trace has no answers=; read model.logits or model.next_token_probs in it.")
             return Tracer(self, prompts, params, 16, plan, self.chosen_edits(edits), progress)  # type: ignore[arg-type]
-        each, single = _each(prompts, "generate")
+        each, single = prompts_of(prompts)
         plans, params = plans_of(plan, len(each), single), sampling(params, 16)
         asked = self._answers(answers, len(each), params)
         chosen = self.chosen_edits(edits)
@@ -457,7 +441,7 @@ class TraceModel(Sizes):
             PlanError, PromptError, ParameterError: the plan, a prompt, the ids or a parameter is invalid. Nothing has been run.
         """
         _refuse_in_trace("collect")
-        collection = Collection(_each(prompts, "collect")[0], plan, to, ids, sampling(params, 1))
+        collection = Collection(prompts_of(prompts)[0], plan, to, ids, sampling(params, 1))
         return self._finish(self._collect(collection, progress))
 
     async def _collect(self, collection: Collection, progress: bool | None) -> Store:

@@ -21,15 +21,15 @@ from midstream import errors
 from midstream.capture.consumers import CaptureInfo, Collected
 from midstream.capture.sinks import RequestCapture, Sinks
 from midstream.client.described import DescribedModel
+from midstream.client.prompts import Prompt, encode, prompts_of
 from midstream.client.remote_calls import MAX_PROMPTS, MAX_TOKENS, Asked, Call, Progress, raw
 from midstream.client.requests import (
     Answers,
     Invoke,
     InvokeResult,
     PreparedPlan,
-    Prompt,
     answers_by_prompt,
-    encode,
+    engine_params,
     token_ids,
     without_destinations,
 )
@@ -440,7 +440,7 @@ class Remote(DescribedModel):
     ) -> RecordedRun:
         """Has the server record, with its engine-wide plan and without this object's."""
         asked = {
-            "prompt": _prompt(prompt),
+            "prompt": self._sent(prompt),
             "sites": sites,
             "layers": layers if layers == "all" else [layers] if isinstance(layers, int) else list(layers),
             "positions": _positions(positions),
@@ -466,8 +466,8 @@ class Remote(DescribedModel):
         given |= {
             "layers": _listed(asked.layers),
             "heads": _listed(asked.heads),
-            "clean": _prompts(clean),
-            "corrupt": None if corrupt is None else _prompts(corrupt),
+            "clean": list(map(self._sent, prompts_of(clean)[0])),
+            "corrupt": None if corrupt is None else list(map(self._sent, prompts_of(corrupt)[0])),
             "answer": answer,
             "foil": foil,
             "sites": list(asked.sites),
@@ -476,12 +476,16 @@ class Remote(DescribedModel):
         }
         return RemoteSweep(self._connection, given, asked.metric, self._is_async)
 
+    def _sent(self, prompt: Prompt) -> str | list[int]:
+        """The prompt as the server reads it."""
+        return prompt if isinstance(prompt, str) else encode(prompt, lambda: self.tokenizer)
+
     # Running.
 
     def _run(
         self, invokes: list[Invoke], together: bool = False, ended: Callable[[int], object] = lambda _: None
     ) -> list[InvokeResult] | OutputStream:
-        invokes = [replace(invoke, prompt=_prompt(invoke.prompt)) for invoke in self._with_plan(invokes)]
+        invokes = [replace(invoke, prompt=self._sent(invoke.prompt)) for invoke in self._with_plan(invokes)]
         parts = [invokes] if together else list(_parts(invokes))
         calls = [self._call(part, together) for part in parts]
         deliveries = [self._deliveries(part) for part in parts]
@@ -586,21 +590,6 @@ def _vector(name: str) -> str:
     return f"vectors/{quote(name, safe='')}"
 
 
-def _prompt(prompt: Prompt) -> str | list[int]:
-    return prompt if isinstance(prompt, str) else encode(prompt, _no_tokenizer)
-
-
-def _no_tokenizer() -> Any:
-    return lambda text: {"input_ids": text}
-
-
-def _prompts(given: Any) -> Any:
-    """One prompt, or several."""
-    if isinstance(given, (list, tuple)) and not all(isinstance(token, int) for token in given):
-        return [_prompt(each) for each in given]
-    return _prompt(given)
-
-
 def _listed(given: Any) -> Any:
     """Numbers as a list; "all" and None as they are."""
     return given if given is None or isinstance(given, str) else [given] if isinstance(given, int) else list(given)
@@ -628,7 +617,8 @@ def _params(params: dict[str, Any]) -> dict[str, Any]:
     for name in ("extra_args", "output_kind"):
         if name in params:
             raise ParameterError(f"{name} is not for Remote. A plan is given as plan=.")
-    return {name: list(value) if isinstance(value, (set, tuple)) else value for name, value in params.items()}
+    given = engine_params(params)
+    return {name: list(value) if isinstance(value, (set, tuple)) else value for name, value in given.items()}
 
 
 def _positions(positions: Any) -> Any:

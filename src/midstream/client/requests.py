@@ -1,4 +1,4 @@
-"""One request as the user asks for it: its prompt as token ids, its plan checked against the model, its answers, its result.
+"""One request as the user asks for it: its plan checked against the model, its answers, its result.
 
 `TraceModel` makes an `Invoke` for each prompt; `Planner` checks its plan; the model runs it and gives an `InvokeResult`.
 """
@@ -14,6 +14,7 @@ import torch
 from midstream.capture.consumers import Collected
 from midstream.capture.rows import Routes, RowChunk, empty_chunk, identity, routes
 from midstream.capture.sinks import destination
+from midstream.client.prompts import Prompt, encode, is_multimodal, offsets_of
 from midstream.client.vectors_and_runs import Runs, Vectors
 from midstream.errors import (
     InterventionErrorGroup,
@@ -40,11 +41,8 @@ from midstream.runtime.request import Memory, plan_bytes
 from midstream.trace.block import Block
 from midstream.trace.program import BlockProgram, Outcome, Program
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
 Answers = Mapping[str | int, int]  # an answer, as a text or a token id -> its token id
 RecordAs = tuple[str, str]  # id and name of a recorded run
-_NOT_TEXT = ("multi_modal", "pixel_values", "image", "video", "audio", "input_features")
-_ENCODING = ("input_ids", "attention_mask", "token_type_ids", "position_ids")  # what a tokenizer returns
 _PLANE_BYTES = 256
 _INTERVENTIONS = (Edit, Capture)
 
@@ -141,10 +139,24 @@ _ASK_FOR_SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 _HARMLESS = (
     "scan",
     "validate",
-    "use_cache",
     "return_dict",
     "pad_token_id",
 )  # others' parameters, which change no value here
+
+# Arguments of a transformers model's forward -> what to do on vLLM, which has no such argument.
+FORWARD_ARGUMENTS = {
+    "output_hidden_states": "Read model.layers_output[i] in a trace, or capture resid_post with a plan.",
+    "output_attentions": "Its attention kernels return no weights. Use LanguageModel(name, attn_implementation='eager').",
+    "use_cache": None,  # it always has one
+}
+
+
+def engine_params(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Sampling parameters for vLLM. Raises ParameterError for an argument of a transformers model's forward."""
+    for name, instead in FORWARD_ARGUMENTS.items():
+        if name in params and instead is not None:
+            raise ParameterError(f"{name}= is an argument of transformers' forward, and vLLM has none such. {instead}")
+    return {name: value for name, value in params.items() if name not in FORWARD_ARGUMENTS}
 
 
 def sampling(params: Mapping[str, Any], max_tokens: int) -> dict[str, Any]:
@@ -157,6 +169,7 @@ def sampling(params: Mapping[str, Any], max_tokens: int) -> dict[str, Any]:
         max_tokens: how many there are if `params` do not say it.
     """
     unset = {name for name in _ASK_FOR_SAMPLING if name in params and params[name] is None}  # as transformers has it
+    unset |= {name for name in FORWARD_ARGUMENTS if not params.get(name)}
     given = {name: value for name, value in params.items() if name not in _HARMLESS and name not in unset}
     if given.pop("remote", None):
         raise ParameterError("remote= is not a parameter here: use midstream.Remote(url) in place of this model.")
@@ -172,117 +185,11 @@ def sampling(params: Mapping[str, Any], max_tokens: int) -> dict[str, Any]:
     return {"max_tokens": max_tokens, **given}
 
 
-# Prompts.
-
-
-def is_multimodal(prompt: Any) -> bool:
-    """Whether the prompt has images, sound or video."""
-    return isinstance(prompt, Mapping) and any(
-        str(key).startswith(_NOT_TEXT) and value is not None for key, value in prompt.items()
-    )
-
-
-def prompts_of(given: Any) -> list[Any]:
-    """The prompts in a list of prompts, or in an encoding of several rows; else the prompt alone."""
-    if isinstance(given, (list, tuple)) and any(isinstance(each, (str, list, tuple, Mapping)) for each in given):
-        return list(given)
-    ids: Any = given.get("input_ids") if isinstance(given, Mapping) else given
-    if isinstance(given, Mapping) and isinstance(ids, (list, tuple)) and not all(isinstance(row, int) for row in ids):
-        rows = range(len(ids))
-    elif getattr(ids, "ndim", 1) == 2:
-        rows = range(ids.shape[0])
-    else:
-        return [given]
-    if is_multimodal(given) or len(rows) < 2:
-        return [given]
-    if not isinstance(given, Mapping):
-        return [ids[row] for row in rows]
-    return [{name: given[name][row] for name in ("input_ids", "attention_mask") if name in given} for row in rows]
-
-
-def prompt_in(prompt: Any, params: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The prompt, and the sampling parameters without the parts of a tokenizer's output, as in `trace(**encoding)`.
-
-    Raises PromptError if there is a prompt beside them.
-    """
-    encoding = {name: params[name] for name in _ENCODING if name in params}
-    if "input_ids" not in encoding:
-        return prompt, params
-    if prompt is not None:
-        raise PromptError("The prompt was given twice: by position, and as input_ids=.")
-    return encoding, {name: value for name, value in params.items() if name not in encoding}
-
-
 def token_ids(invoke: Invoke, tokenizer: Callable[[], Any]) -> list[int]:
     """The token ids of its prompt. Raises PromptError, or PlanError for a plan with positions in a prompt that has images."""
     if invoke.plan and is_multimodal(invoke.prompt):
         check(invoke.plan, ModelFacts(), None, None, vectors=None, runs=None, multimodal=True)
     return encode(invoke.prompt, tokenizer)
-
-
-def encode(prompt: Prompt, tokenizer: Callable[[], Any]) -> list[int]:
-    """The prompt's token ids, without those that its `attention_mask` masks; `tokenizer` returns the tokenizer for text.
-
-    Raises PromptError if there are none, or images.
-    """
-    if type(prompt) is list and prompt and all(type(token) is int for token in prompt):
-        if (least := min(prompt)) < 0:  # older vLLMs fail at it
-            raise PromptError(f"Token ids are 0 or more; the prompt has {least}.")
-        return prompt.copy()
-    if is_multimodal(prompt):
-        raise PromptError(
-            "A prompt here is text. Send a prompt with images, sound or video to `model.engine.generate(prompt, "
-            'SamplingParams(...))`, which takes a plan without positions as extra_args={"midstream": plan}.'
-        )
-    ids: Any = prompt
-    if (text := _text_of(prompt)) is not None:
-        ids = tokenizer()(text)["input_ids"]
-    elif isinstance(prompt, Mapping):
-        ids = next((prompt[key] for key in ("input_ids", "prompt_token_ids") if prompt.get(key) is not None), ())
-    try:
-        ids = torch.as_tensor(ids)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise _no_prompt(prompt) from error
-    ids = ids[0] if ids.ndim == 2 and ids.shape[0] == 1 else ids
-    if ids.ndim != 1:
-        raise _no_prompt(prompt)
-    mask = prompt.get("attention_mask") if isinstance(prompt, Mapping) else None
-    if mask is not None:
-        mask = torch.as_tensor(mask).flatten().bool()
-        if mask.shape != ids.shape:
-            raise PromptError(f"The attention_mask has {len(mask)} entries; the prompt has {len(ids)} tokens.")
-        ids = ids[mask.to(ids.device)]
-    if not ids.numel():
-        raise _no_prompt(prompt)
-    return ids.long().tolist()
-
-
-def _text_of(prompt: Any) -> str | None:
-    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-    return text if isinstance(text, str) else None
-
-
-def _no_prompt(given: Any) -> PromptError:
-    return PromptError(
-        f"A prompt is a text or one sequence of at least one token id; {given!r} was given. Give several prompts as a list of them."
-    )
-
-
-def offsets_of(prompt: Prompt, ids: Sequence[int], tokenizer: Any) -> tuple[str, list[tuple[int, int]]]:
-    """The prompt's text, and the `[begin, end)` of each token in it. Raises PlanError if the tokenizer cannot tell."""
-    text = _text_of(prompt)
-    if text is None:
-        text = tokenizer.decode(ids, skip_special_tokens=True)
-    try:
-        encoded = tokenizer(text, return_offsets_mapping=True)
-    except NotImplementedError as error:
-        raise PlanError("Span needs a tokenizer that tells offsets (a fast one); give positions as numbers.") from error
-    if list(encoded["input_ids"]) != list(ids):
-        raise PlanError(
-            "Span needs the prompt's text, and the tokenizer turns the text of these token ids into other ids; "
-            "give the prompt as text, or positions as numbers."
-        )
-    return text, [(int(begin), int(end)) for begin, end in encoded["offset_mapping"]]
 
 
 # Answers: tokens to grade as the first token after the prompt. They are looked up by id, so unlikely ones have a value, too.

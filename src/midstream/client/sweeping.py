@@ -32,7 +32,8 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from midstream.client.requests import Answers, Invoke, InvokeResult, Prompt, encode, offsets_of
+from midstream.client.prompts import Prompt, encode, offsets_of, prompts_of
+from midstream.client.requests import Answers, Invoke, InvokeResult
 from midstream.client.vectors_and_runs import run_now
 from midstream.errors import MidstreamError, ParameterError, PlanError, PromptError
 from midstream.plan.values import Capture, Patch, Plan, RecordedRun
@@ -79,8 +80,8 @@ class Sweeping:
         self, model: Any, clean: Any, corrupt: Any, answer: Any, foil: Any, asked: SweepRequest, to: Any
     ) -> None:
         self._model, self.asked = model, asked
-        self._clean = _prompts("clean", clean)
-        self._corrupt = None if corrupt is None else _prompts("corrupt", corrupt)
+        self._clean = prompts_of(clean)[0]
+        self._corrupt = None if corrupt is None else prompts_of(corrupt)[0]
         if self._corrupt is None and asked.source == "run":
             raise PromptError(
                 'corrupt is None. Only ablations (source="zeros" or "mean") work without a corrupt prompt.'
@@ -150,8 +151,6 @@ class Sweeping:
 
     def _tokens(self, prompt: Prompt) -> Tokens:
         ids = encode(prompt, lambda: self._model.tokenizer)
-        if not ids:
-            raise PromptError("A prompt of a sweep is empty.")
         if self._model.longest_prompt is not None and len(ids) > self._model.longest_prompt:
             raise PromptError(f"A prompt has {len(ids)} tokens; this model takes {self._model.longest_prompt}.")
         texts = [self._model.tokenizer.decode([token]) for token in ids]
@@ -510,19 +509,6 @@ def _count(grid: Grid, pairs: int) -> int:
 def _skipped(base: Tokens, other: Tokens | None) -> list[int]:
     way = align(base.ids, base.ids if other is None else other.ids)
     return [position for position, source in enumerate(way) if source is None]
-
-
-def _prompts(name: str, given: Any) -> list[Prompt]:
-    single = (
-        isinstance(given, str)
-        or hasattr(given, "keys")
-        or (isinstance(given, (list, tuple)) and bool(given) and all(isinstance(token, int) for token in given))
-    )
-    if not single and (not isinstance(given, (list, tuple)) or not given):
-        raise PromptError(
-            f"{name} is {given!r}. Allowed: a prompt, as text or token ids, or a list of prompts, one for each pair."
-        )
-    return [given] if single else list(given)
 
 
 def _each(name: str, given: Any, pairs: int) -> list[Any]:

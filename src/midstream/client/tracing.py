@@ -13,15 +13,8 @@ from operator import itemgetter
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, Protocol
 
-from midstream.client.requests import (
-    Invoke,
-    InvokeResult,
-    Prompt,
-    prompt_in,
-    prompts_of,
-    raise_failures,
-    sampling,
-)
+from midstream.client.prompts import Prompt, prompt_in, prompts_of
+from midstream.client.requests import Invoke, InvokeResult, raise_failures, sampling
 from midstream.errors import TraceError
 from midstream.plan.values import Plan
 from midstream.trace.block import Block, capture, in_place_of, link, push, skip, skipped
@@ -218,7 +211,7 @@ class Tracer(BlockContext):
 
     def add(self, invoke: Invoke, block: Block) -> None:
         """Add an invoke with its block; on an engine, one for each of its prompts."""
-        prompts = prompts_of(invoke.prompt)
+        prompts = [None] if invoke.prompt is None else prompts_of(invoke.prompt)[0]
         if len(prompts) == 1 or not self._model._ships:
             prompts = [prompts[0] if len(prompts) == 1 else prompts]
         for prompt in prompts:

@@ -11,13 +11,13 @@ from functools import cached_property
 from types import FrameType
 from typing import Any, Literal, Self
 
-from midstream.arch.aliases import Rename
+from midstream.arch.aliases import Rename, names_alone
 from midstream.capture.rows import Routes
 from midstream.capture.sinks import Sinks
 from midstream.client.described import DescribedModel
 from midstream.client.lowering import Lowered, explained, lower_trace
 from midstream.client.model import loading_arguments
-from midstream.client.requests import Invoke, InvokeResult, PreparedPlan, token_ids, without_destinations
+from midstream.client.requests import Invoke, InvokeResult, PreparedPlan, engine_params, token_ids, without_destinations
 from midstream.client.tracing import BlockContext
 from midstream.client.vllm_async import EngineStream
 from midstream.client.vllm_captures import RowReceiver
@@ -49,9 +49,10 @@ class VLLM(DescribedModel):
     Args:
         model: as for `vllm.LLM`.
         mode: `"sync"` runs traces to their end; `"async"` starts them, and `async for output in tracer.backend` follows.
-        rename: other names of modules, such as `{"blocks": "layers"}` or `{"transformer.h": "layers"}`: a module of that name has the
-            other name, too, and the module at a path has it at the model. A standard name (`layers`, `attn`, `mlp`, `embed`,
-            `final_norm`, `attn_proj`, `mlp_proj`) says where the sites are. A list gives several names.
+        rename: other names of modules, such as `{"blocks": "layers"}` or `{"transformer.h": "layers"}`. A key is a path, and its module
+            has the other name where the path begins: at the model, or at each layer, say. `*` stands for any one name: with
+            `{"layers.*.mlp": "ffn"}` each layer has a `ffn`. A standard name (`layers`, `attn`, `mlp`, `embed`, `final_norm`,
+            `attn_proj`, `mlp_proj`) says where the sites are. A list gives several names.
         graph_sites: sites that are built into the compiled forward and its CUDA graphs; a plan or trace at another site runs its
             steps uncompiled.
         record_bytes: how many bytes of each worker's memory recorded runs may take.
@@ -88,7 +89,7 @@ class VLLM(DescribedModel):
             raise MidstreamError(f'mode is "sync" or "async"; {mode!r} was given.')
         settings = Settings(
             allow_traces=True,
-            rename=dict(rename or {}),
+            rename=names_alone(rename),
             graph_sites=tuple(graph_sites),
             record_bytes=record_bytes,
             weight_bytes=weight_bytes,
@@ -388,7 +389,7 @@ def _params(
 
 def _sampling_params(invoke: Invoke, trace: TraceRequest | None) -> Any:
     answers = {"logprob_token_ids": list(invoke.answers.values())} if invoke.answers else {}
-    return launch.sampling_params({**invoke.params, **answers}, trace)
+    return launch.sampling_params({**engine_params(invoke.params), **answers}, trace)
 
 
 def _with_plan(

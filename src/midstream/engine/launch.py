@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from midstream.arch.aliases import Rename
+from midstream.arch.aliases import Rename, names_alone
 from midstream.engine.log import new_log
 from midstream.engine.plugin import PREFIX, SOCKETS, Replacement, register
 from midstream.errors import EngineClosedError, MidstreamError, ParameterError, PromptError
@@ -74,7 +74,7 @@ def engine_arguments(
     """
     _loaded(register)  # vLLM calls it by the package's entry points, which a source tree on the path does not have
     text = Plan.of(plan).to_json() if plan is not None else None  # vLLM hashes the settings as JSON
-    settings = Settings(False, dict(rename or {}), tuple(graph_sites), record_bytes, plan=text)
+    settings = Settings(False, names_alone(rename), tuple(graph_sites), record_bytes, plan=text)
     return {"worker_cls": WORKER, "scheduler_cls": SCHEDULER, "additional_config": settings.to_config()}
 
 

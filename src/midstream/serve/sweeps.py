@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from midstream.client.prompts import prompts_of
 from midstream.client.sweeping import SweepStream
 from midstream.errors import MidstreamError
 from midstream.plan.values import Span
@@ -111,8 +112,7 @@ def _check_size(server: Server, asked: SweepToRun) -> None:
     """Raise Refused for more than a server reads. The model's own limits are checked with the tokens."""
     for name in ("clean", "corrupt"):
         given = getattr(asked, name)
-        single = not isinstance(given, list) or all(type(token) is int for token in given)
-        prompts = [given] if single else given
+        prompts, _ = ([], True) if given is None else prompts_of(given)
         if len(prompts) > MAX_PAIRS:
             raise Refused(400, f"The sweep has {len(prompts)} pairs of prompts; allowed: {MAX_PAIRS}.", name)
         if any(

@@ -205,6 +205,10 @@ class Event:
         """The batch's tensor at `ref`, or None."""
         return follow(self.tree, ref)
 
+    def is_copy(self, ref: Ref) -> bool:
+        """Whether an earlier write has replaced the leaf by a tensor of the event's own."""
+        return ref in self._owned
+
     def write(self, ref: Ref, value: torch.Tensor, rows: Rows, tokens: bool, in_place: bool = False) -> None:
         """Replace this request's part of the leaf by `value`, which is `[t, ...]` if `tokens`.
 

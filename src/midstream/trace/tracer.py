@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, NoReturn
 
 import torch
 
+from midstream.arch.aliases import resolved
 from midstream.errors import NeverReachedError, ShapeError, TraceError, UnknownModuleError
 from midstream.trace.body import Body, StopTrace, current_body, is_in_body
 from midstream.trace.saves import refuse
@@ -293,8 +294,11 @@ def _first(inputs: Any) -> Any:
 class Cache(dict[str, CacheEntry], Opaque):
     """Activations by module path: `cache["model.layers.3"].output`, or `cache.model.layers[3].output`.
 
-    Paths may begin with `model.` for the model itself, as in nnsight: `cache["model.model.layers.3"]`.
+    Paths may begin with `model.` for the model itself, as in nnsight: `cache["model.model.layers.3"]`. The user's other names of
+    modules work, too.
     """
+
+    _aliases: Mapping[tuple[str, str], str] = MappingProxyType({})  # from `Aliases.table`
 
     def __missing__(self, path: str) -> CacheEntry:
         found = self.get(path)
@@ -303,12 +307,12 @@ class Cache(dict[str, CacheEntry], Opaque):
         return found
 
     def __contains__(self, path: object) -> bool:
-        return dict.__contains__(self, path) or dict.__contains__(self, str(path).removeprefix("model."))
+        return self.get(str(path)) is not None
 
     def get(self, path: str, default: Any = None) -> Any:
-        if dict.__contains__(self, path):
-            return dict.__getitem__(self, path)
-        return dict.get(self, path.removeprefix("model."), default)
+        short = path.removeprefix("model.")
+        spelled = (path, short, resolved(path, self._aliases), resolved(short, self._aliases))
+        return next((dict.__getitem__(self, each) for each in spelled if dict.__contains__(self, each)), default)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -318,7 +322,9 @@ class Cache(dict[str, CacheEntry], Opaque):
     def __midstream_until__(self, step: int) -> Cache:
         """The cache with the values of the steps before `step` only."""
         entries = {path: entry.until(step) for path, entry in self.items()}
-        return Cache({path: entry for path, entry in entries.items() if entry._steps})
+        cache = Cache({path: entry for path, entry in entries.items() if entry._steps})
+        cache._aliases = self._aliases
+        return cache
 
 
 class _CachePath:
@@ -335,12 +341,14 @@ class _CachePath:
         return _CachePath(self._cache, f"{self._path}.{index}")
 
 
-def _path_of(module: Any, tree: Collection[str]) -> Any:
-    """The path of a module, or a path as it was given, without nnsight's `model.` for the model itself."""
+def _path_of(module: Any, tree: Collection[str], aliases: Mapping[tuple[str, str], str]) -> Any:
+    """The path of a module, or of the path that was given, which may have the user's names, and nnsight's `model.` for the model itself."""
     path = getattr(module, "_path", module)
-    if isinstance(path, str) and path not in tree and path.removeprefix("model.") in tree:
-        return path.removeprefix("model.")
-    return path
+    if not isinstance(path, str):
+        return path
+    short = path.removeprefix("model.")
+    spelled = (path, short, resolved(path, aliases), resolved(short, aliases))
+    return next((each for each in spelled if each in tree), path)
 
 
 class BodyTracer:
@@ -409,8 +417,10 @@ class BodyTracer:
         )  # raises here for an impossible device or dtype, and not in the middle of the forward
         forward = body.forward
         tree = forward.stage.modules
-        paths = [p for p in tree if p] if modules is None else [_path_of(m, tree) for m in modules]
+        aliases = forward.aliases.table(tree)
+        paths = [p for p in tree if p] if modules is None else [_path_of(m, tree, aliases) for m in modules]
         cache = Cache()
+        cache._aliases = aliases
 
         def keep(path: str, field_name: str) -> Any:
             def watch(visit: Visit) -> None:

@@ -160,7 +160,8 @@ def _written(value: Any, tensors: dict[int, tuple[int, torch.Tensor]], depth: in
     if kind in _SEQUENCES:
         return [_SEQUENCES[kind], *each(value)]
     if isinstance(value, Cache):
-        return ["cache", list(value), *each([entry.parts() for entry in value.values()])]
+        aliases = [[*at, path] for at, path in value._aliases.items()]
+        return ["cache", list(value), aliases, *each([entry.parts() for entry in value.values()])]
     if kind is defaultdict and (factory := getattr(value.default_factory, "__name__", "")) in _FACTORIES:
         return ["defaultdict", factory, each(value), each(value.values())]
     if isinstance(value, dict):  # a ModelOutput, for one, becomes a plain one
@@ -235,8 +236,10 @@ def _read(tree: Any, tensors: list[torch.Tensor | None]) -> Any:
             return dict(zip(each(keys), each(values), strict=True))
         case ["defaultdict", name, keys, values]:
             return defaultdict(_FACTORIES[name], zip(each(keys), each(values), strict=True))
-        case ["cache", paths, *entries]:
-            return Cache(zip(paths, map(CacheEntry.of, each(entries)), strict=True))
+        case ["cache", paths, aliases, *entries]:
+            cache = Cache(zip(paths, map(CacheEntry.of, each(entries)), strict=True))
+            cache._aliases = {(owner, name): path for owner, name, path in aliases}
+            return cache
         case ["size", *shape]:
             return torch.Size(shape)
         case ["named", name, fields, items]:

@@ -1,0 +1,123 @@
+"""Chat messages as prompts (row F9), on both backends and, with --remote, on a server. Expected texts are written out by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from oracle import Plain, close
+from plan_cases import tokens, vector
+
+from midstream import Capture, Patch, Span, Steer
+from midstream.errors import PromptError
+
+TEMPLATE = (
+    "<|endoftext|>{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+ASKED = [{"role": "user", "content": "The capital of France?"}]
+ITALY = [{"role": "user", "content": "The capital of Italy?"}]
+BEGUN = [*ASKED, {"role": "assistant", "content": "The capital of France is"}]
+TEXTS = {  # of ASKED, ITALY and BEGUN
+    "asked": "<|endoftext|>user: The capital of France?\nassistant:",
+    "italy": "<|endoftext|>user: The capital of Italy?\nassistant:",
+    "begun": "<|endoftext|>user: The capital of France?\nassistant: The capital of France is",
+}
+
+
+@pytest.fixture
+def chats(model: Any, plain: Plain) -> Iterator[dict[str, list[int]]]:
+    """The token ids of the chats, by names."""
+    before, model.tokenizer.chat_template = model.tokenizer.chat_template, TEMPLATE
+    yield {name: plain.ids(text) for name, text in TEXTS.items()}
+    model.tokenizer.chat_template = before
+
+
+def test_f9_generate(model: Any, plain: Plain, chats: dict[str, list[int]]) -> None:
+    (output,) = model.generate(ASKED, max_tokens=3, ignore_eos=True)
+    assert list(output.prompt_token_ids) == chats["asked"]
+    assert tokens(output) == plain.generate(chats["asked"], 3)
+    outputs = model.generate([ASKED, "Paris", BEGUN], max_tokens=1)
+    assert [list(each.prompt_token_ids) for each in outputs] == [chats["asked"], plain.ids("Paris"), chats["begun"]]
+    outputs = model.generate((chat for chat in (ASKED, BEGUN)), plan=Capture("resid_post", layers=3), max_tokens=1)
+    assert [list(each.prompt_token_ids) for each in outputs] == [chats["asked"], chats["begun"]]
+
+
+def test_f9_trace_and_invoke(model: Any, plain: Plain, chats: dict[str, list[int]]) -> None:
+    with model.trace(BEGUN):
+        h = model.layers_output[3].save()
+    close(h.reshape(-1, 256), plain.run(chats["begun"]).sites["resid_post", 3])
+    with model.trace() as tracer:
+        with tracer.invoke(ASKED):
+            first = model.logits.save()
+        with tracer.invoke(BEGUN):
+            second = model.logits.save()
+    close(first[0], plain.run(chats["asked"]).logits[-1])
+    close(second[0], plain.run(chats["begun"]).logits[-1])
+    output = model(ASKED)
+    assert list(output.prompt_token_ids) == chats["asked"]
+
+
+def test_f9_run(model: Any, plain: Plain, chats: dict[str, list[int]]) -> None:
+    def logits(model: Any) -> Any:
+        return model.logits
+
+    close(model.run(logits, ASKED)[0], plain.run(chats["asked"]).logits[-1])
+    for name, found in zip(("asked", "begun"), model.run(logits, [ASKED, BEGUN]), strict=True):
+        close(found[0], plain.run(chats[name]).logits[-1])
+
+
+def test_f9_record_and_collect(model: Any, plain: Plain, chats: dict[str, list[int]], tmp_path: Path) -> None:
+    run = model.record(ASKED, "resid_post", layers=[2], name="chat")
+    assert list(run.prompt_token_ids) == chats["asked"]
+    model.runs.delete("chat")
+    store = model.collect([ASKED, BEGUN], plan=Capture("resid_post", layers=2), to=tmp_path)
+    assert [list(prompt) for _, prompt in store.entries()] == [chats["asked"], chats["begun"]]
+
+
+def test_f9_a_span_in_a_chat(model: Any, plain: Plain, chats: dict[str, list[int]]) -> None:
+    v, ids = vector(1), chats["begun"]
+    plan = [
+        Patch("resid_post", layer=2, position=Span("France", 1), source=v),
+        Capture("resid_post", layers=2, positions="all_prompt", when="after"),
+    ]
+    (output,) = model.generate(BEGUN, plan=plan, max_tokens=1)
+    place = [number for number, token in enumerate(ids) if "France" in plain.decode([token])][-1]
+    expected = plain.run(ids).sites["resid_post", 2].clone()
+    expected[place] = v
+    close(output.captures["resid_post", 2, "after"], expected)
+
+
+def test_f9_sweep(model: Any, plain: Plain, chats: dict[str, list[int]]) -> None:
+    for clean, corrupt in ((ASKED, ITALY), ([ASKED, ASKED], [ITALY, ITALY])):
+        result = model.sweep(clean, corrupt, " Paris", " Rome", layers=[3], positions=[-1], progress=False)
+        pairs = result.outline.pairs
+        assert len(pairs) == (1 if clean is ASKED else 2)
+        assert all("".join(pair.clean) == TEXTS["asked"] for pair in pairs)
+        assert all("".join(pair.corrupt) == TEXTS["italy"] for pair in pairs)
+        logits = plain.run(chats["asked"]).logits[-1]
+        expected = float(logits[plain.token(" Paris")] - logits[plain.token(" Rome")])
+        assert float(result.clean[0, 0] - result.clean[0, 1]) == pytest.approx(expected, abs=2e-3)
+
+
+def test_f9_a_plan_for_each_chat(model: Any, plain: Plain, chats: dict[str, list[int]]) -> None:
+    v = vector(2)
+    plans = [[Steer("resid_post", layers=4, vector=v)], None]
+    outputs = model.generate([ASKED, BEGUN], plan=plans, max_tokens=3, ignore_eos=True)
+    assert tokens(outputs[0]) == plain.generate(chats["asked"], 3, {("resid_post", 4): lambda h: h + v})
+    assert tokens(outputs[1]) == plain.generate(chats["begun"], 3)
+
+
+def test_f9_what_is_no_chat_is_refused_in_words(model: Any, chats: dict[str, list[int]]) -> None:
+    model.tokenizer.chat_template = None
+    with pytest.raises(PromptError, match=r"no chat template. Set one, model.tokenizer.chat_template = "):
+        model.generate(ASKED)
+    model.tokenizer.chat_template = "{{ raise_exception('users and assistants take turns') }}"
+    with pytest.raises(PromptError, match="does not take these messages: users and assistants take turns"):
+        model.generate(ASKED)
+    with pytest.raises(PromptError, match="images, sound or video"):
+        model.generate([{"role": "user", "content": [{"type": "image", "url": "cat.png"}]}])
+    with pytest.raises(PromptError, match="or a list of chat messages"):
+        model.generate([ASKED[0], "and a text"])
