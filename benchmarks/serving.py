@@ -106,10 +106,8 @@ class Served:
 
 
 @contextlib.contextmanager
-def served(arguments: argparse.Namespace, path: str, flags: list[str], *, stock: bool) -> Iterator[Served]:
+def served(arguments: argparse.Namespace, path: str, flags: list[str], port: int, *, stock: bool) -> Iterator[Served]:
     """A server in a process group of its own, without a log of requests."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     program = ["vllm.entrypoints.openai.api_server", "--model"] if stock else ["midstream.cli", "serve"]
     command = [sys.executable, "-m", *program, path, "--host", "127.0.0.1", "--port", str(port), *flags]
     environment = (
@@ -140,6 +138,12 @@ def served(arguments: argparse.Namespace, path: str, flags: list[str], *, stock:
         yield server
     finally:
         stop(process)
+
+
+def free_ports() -> list[int]:
+    """Two of them."""
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        return [free.getsockname()[1] for free in (one, other)]
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
@@ -335,10 +339,10 @@ def main() -> None:
     with ExitStack() as stack:
         with ThreadPoolExecutor() as pool:
             starts = {
-                kind: pool.submit(stack.enter_context, served(arguments, path, flags, stock=kind))
-                for kind in (True, False)
+                stock: pool.submit(stack.enter_context, served(arguments, path, flags, port, stock=stock))
+                for stock, port in zip((True, False), free_ports(), strict=True)
             }
-        servers = {kind: start.result() for kind, start in starts.items()}
+        servers = {stock: start.result() for stock, start in starts.items()}
         rows, bench = rows_of(servers[False], load), Bench(arguments, load, path)
         alone = [bench.run(servers[True], rows[0], float("inf"))["seconds"] for _ in range(3)][-1]
         fast, slower = RATE * load.count / alone, arguments.request_rate or SLOWER * load.count / alone

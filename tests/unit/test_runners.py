@@ -281,22 +281,22 @@ def test_a_request_that_its_traces_code_is_not_for_is_refused() -> None:
     assert not host._groups
 
 
-@pytest.mark.parametrize(("traces_are_idle", "off_graph"), [(True, False), (False, False), (True, True)])
+@pytest.mark.parametrize(("is_traced", "off_graph"), [(False, False), (True, False), (False, True)])
 def test_only_a_step_of_plans_in_the_graphs_may_be_repeated_unseen(
-    monkeypatch: pytest.MonkeyPatch, traces_are_idle: bool, off_graph: bool
+    monkeypatch: pytest.MonkeyPatch, is_traced: bool, off_graph: bool
 ) -> None:
-    """F1: a trace is told of every step while it lives. Seen failing without either."""
+    """F1: a trace is told of each of its steps. Seen failing without either."""
     worker, _ = bare_worker(monkeypatch)
     del worker._schedule
     remembered: list[bool] = []
-    worker.midstream = SimpleNamespace(is_idle=traces_are_idle, schedule=lambda *step: None)
+    worker.midstream = SimpleNamespace(step_is_traced=is_traced, schedule=lambda *step: None)
     worker.plans.schedule = lambda *step: off_graph
     worker.plans.remember_step = lambda step, may_repeat: remembered.append(may_repeat)
     cached = SimpleNamespace(req_ids=["a"], num_computed_tokens=[4])
     step = SimpleNamespace(
         scheduled_new_reqs=[], scheduled_cached_reqs=cached, num_scheduled_tokens={"a": 1}, finished_req_ids=set()
     )
-    assert worker._schedule(step) == off_graph and remembered == [traces_are_idle and not off_graph]
+    assert worker._schedule(step) == off_graph and remembered == [not (is_traced or off_graph)]
 
 
 def test_second_graphs_are_for_steps_in_which_a_plan_acts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
