@@ -83,20 +83,26 @@ async def forward_steps(model: VLLM) -> int:
 def test_i3_a_slow_trace_takes_its_share_of_the_time_and_no_more(model: VLLM, drive: Drive) -> None:
     """Seen failing with `trace_share=1`, where every token of the others takes as long as the trace's step."""
 
-    async def run() -> tuple[float, int, int]:
-        await tokens(model, PROMPTS[0], 4)
-        slow = asyncio.create_task(model.run(pause, PROMPTS[0], max_tokens=100, **GREEDY))
-        while not await forward_steps(model):
-            await asyncio.sleep(0.01)
-        first, began = await forward_steps(model), time.monotonic()
-        others = await asyncio.gather(*(tokens(model, prompt, 200) for prompt in PROMPTS[1:]))
-        took, steps = time.monotonic() - began, await forward_steps(model) - first
-        slow.cancel()
-        assert all(len(each) == 200 for each in others)
-        return took, steps, 200
+    async def others() -> float:
+        began = time.monotonic()
+        found = await asyncio.gather(*(tokens(model, prompt, 200) for prompt in PROMPTS[1:]))
+        assert all(len(each) == 200 for each in found)
+        return time.monotonic() - began
 
-    took, steps, count = drive(run())
-    assert took < count * PAUSE / 2
+    async def run() -> tuple[float, float, int]:
+        alone = await others()
+        slow = asyncio.create_task(model.run(pause, PROMPTS[0], max_tokens=100, **GREEDY))
+        before = await forward_steps(model)
+        while await forward_steps(model) == before:
+            await asyncio.sleep(0.01)
+        before = await forward_steps(model)
+        took = await others()
+        steps = await forward_steps(model) - before
+        slow.cancel()
+        return alone, took, steps
+
+    alone, took, steps = drive(run())
+    assert took < 1.5 * alone / 0.8 + 1 < 200 * PAUSE  # seconds, on a machine that does other things as well
     assert 1 <= steps <= 0.2 * took / PAUSE + 3  # async scheduling is two steps ahead when the others come
 
 
