@@ -264,7 +264,7 @@ def test_an_output_on_its_way_carries_the_requests_that_end_with_it() -> None:
 
     from midstream.engine.worker import _ReportingOutput
 
-    ends = StepEnds(["stopped"], {})
+    ends = StepEnds(["stopped"])
     output: Any = SimpleNamespace(get_output=SimpleNamespace, get_kv_connector_output=lambda: "kv")
     judged = _ReportingOutput(output, lambda: ends)
     assert isinstance(judged, AsyncModelRunnerOutput)

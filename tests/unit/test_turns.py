@@ -77,6 +77,24 @@ def test_a_step_in_which_nobody_was_ready_leaves_the_turn_to_the_other_kind() ->
     assert turns.traced_is_next
 
 
+def test_the_time_in_which_the_scheduler_could_not_hear_counts_for_its_step() -> None:
+    """In one process with the worker: the host's part of a traced step delays the news of the step before it."""
+    clock = Clock()
+    turns = Turns(0.2, clock)
+    other, traced = step(), step()
+    turns.begin(other, False)
+    turns.begin(traced, True)
+    clock.now = 1.001  # other's results have been there since 0.001
+    turns.end(other, at=0.001)
+    turns.end(traced, at=1.001)
+    for i in range(4):
+        assert not turns.traced_is_next
+        turns.begin(other := step(), False)
+        clock.now += 1
+        turns.end(other, at=clock.now if i else -5.0)  # the clock of another host
+    assert turns.traced_is_next
+
+
 def test_an_unknown_step_ends_without_effect() -> None:
     """One that was scheduled when there was only one kind of requests."""
     turns = Turns(0.2, Clock())

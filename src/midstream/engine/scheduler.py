@@ -209,9 +209,9 @@ class _Rules:
         return []
 
     def _update(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        if self._turns is not None:
-            self._turns.end(scheduler_output)
         step_ends: StepEnds | None = getattr(model_runner_output, "midstream", None)
+        if self._turns is not None:
+            self._turns.end(scheduler_output, step_ends.at if step_ends is not None else None)
         for begun in scheduler_output.scheduled_new_reqs:
             if begun.req_id in self._ours and (step_ends is None or begun.req_id not in step_ends.errors):
                 self._take_plan(begun.req_id, begun.sampling_params)

@@ -48,10 +48,17 @@ class Turns:
         else:
             self._owed = 0.0
 
-    def end(self, output: Any) -> None:
-        """The step's results are there."""
+    def end(self, output: Any, at: float | None = None) -> None:
+        """The step's results are there.
+
+        Args:
+            at: since when, by the worker's clock. In one process with the worker, the scheduler hears of a step only when the host's part
+                of the step after it is over. Ignored if it cannot be, as with a worker on another host.
+        """
         if (step := self._under_way.pop(id(output), None)) is None:
             return
         (traced, began), now = step, self._clock()
-        took, self._ended = now - max(began, self._ended), now
+        start = max(began, self._ended)
+        self._ended = at if at is not None and start <= at <= now else now
+        took = self._ended - start
         self._owed = took * self._factor if traced else self._owed - took
