@@ -112,6 +112,11 @@ def test_the_log_of_an_engine_that_died_stays_and_its_errors_name_it(
     assert "Loading weights took" in log.read_text()
 
 
+def test_the_log_of_an_engine_that_died_between_calls_stays(command: dict[str, Any], tmp_path: Path) -> None:
+    subprocess.run(script("kill", "unseen"), capture_output=True, text=True, check=True, **command)
+    assert list(tmp_path.glob("vllm-*.log"))
+
+
 def test_an_engine_in_this_process_logs_as_vllm_does_once_it_has_started(
     command: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -1,19 +1,21 @@
 """Run by test_log.py in a process of its own, without vLLM's environment variables about logs.
 
-python log_script.py close              an engine that is closed
-python log_script.py fail               one that cannot start
-python log_script.py kill sync|async    one whose process is killed
-python log_script.py unguarded          one that every process starts that imports the script
-python log_script.py here               one in this process
+python log_script.py close                     an engine that is closed
+python log_script.py fail                      one that cannot start
+python log_script.py kill sync|async|unseen    one whose process is killed, during its calls or between them
+python log_script.py unguarded                 one that every process starts that imports the script
+python log_script.py here                      one in this process
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
 import sys
+import time
 import warnings
 from typing import Any
 
@@ -21,6 +23,7 @@ import psutil
 
 LEVEL = os.environ.get("VLLM_LOGGING_LEVEL")
 from engines import start_spawned  # noqa: E402  # sets a level if there is none
+from forked import forked  # noqa: E402
 
 from midstream import VLLM  # noqa: E402
 from midstream.errors import EngineClosedError  # noqa: E402
@@ -30,8 +33,10 @@ if LEVEL is None:
 PROMPT = "The capital of France is"
 
 
-def start(**arguments: Any) -> VLLM:
-    model = start_spawned(enforce_eager=True, **arguments)
+def start(is_forked: bool = False, **arguments: Any) -> VLLM:
+    """`is_forked`: sooner there, but vLLM is imported before the start."""
+    with forked(server=False) if is_forked else contextlib.nullcontext():
+        model = start_spawned(enforce_eager=True, **arguments)
     log = model.engine.midstream_log
     tell(log=log and log.path, there=log is not None and os.path.exists(log.path))
     return model
@@ -51,14 +56,14 @@ def close() -> None:
 
 def fail() -> None:
     longest = 10**7
-    start_spawned(enforce_eager=True, max_model_len=longest, hf_overrides={"max_position_embeddings": longest})
+    start(is_forked=True, max_model_len=longest, hf_overrides={"max_position_embeddings": longest})
 
 
 def kill(mode: str) -> None:
-    model = start(mode=mode)
+    model = start(is_forked=True, mode="async" if mode == "async" else "sync")
 
     async def run() -> None:
-        for _ in range(2):
+        for _ in range(1 if mode == "unseen" else 2):
             outputs = model.generate([PROMPT])
             if mode == "async":
                 await outputs
@@ -71,6 +76,8 @@ def kill(mode: str) -> None:
             call()
         except EngineClosedError as error:
             tell(notes=error.__notes__)
+    if mode == "unseen":
+        time.sleep(2)  # vLLM looks after its processes
     model.close()
 
 
