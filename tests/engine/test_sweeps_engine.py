@@ -87,7 +87,9 @@ def test_h7_a_killed_sweep_continues_where_it_stopped(engine: VLLM, tmp_path: Pa
         import torch
 
         from midstream import LanguageModel, demo_model
+        from midstream.client import language_model
 
+        language_model.BATCH_TOKENS = 24  # four prompts
         model = LanguageModel(demo_model(), dtype=torch.float32)
         run, count = model._run, 0
 

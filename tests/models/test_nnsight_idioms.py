@@ -300,7 +300,7 @@ def test_j10_hidden_states_that_nobody_asked_for(model):
 @pytest.mark.engine
 def test_j10_vllm_says_what_to_do_instead(engine):
     with pytest.raises(
-        ParameterError, match=r"output_hidden_states= .* vLLM has none such\. Read model\.layers_output"
+        ParameterError, match=r"output_hidden_states= .* which vLLM does not have\. Read model\.layers_output"
     ):
         engine.generate(FRANCE, max_tokens=1, output_hidden_states=True)
     with (

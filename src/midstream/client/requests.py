@@ -155,7 +155,9 @@ def engine_params(params: Mapping[str, Any]) -> dict[str, Any]:
     """Sampling parameters for vLLM. Raises ParameterError for an argument of a transformers model's forward."""
     for name, instead in FORWARD_ARGUMENTS.items():
         if name in params and instead is not None:
-            raise ParameterError(f"{name}= is an argument of transformers' forward, and vLLM has none such. {instead}")
+            raise ParameterError(
+                f"{name}= is an argument of transformers' forward, which vLLM does not have. {instead}"
+            )
     return {name: value for name, value in params.items() if name not in FORWARD_ARGUMENTS}
 
 
