@@ -248,7 +248,7 @@ def compare(arguments: argparse.Namespace, rows_of: Callable[[Any, Load], list[R
             print(
                 f"stock vLLM takes {alone:.2f} s for all requests at once; they arrive over {load.arrivals[-1]:.2f} s"
             )
-        rows = [Row("stock vLLM"), *rows_of(models[0], load)]
+        rows = [Row("stock vLLM"), *(row for row in rows_of(models[0], load) if arguments.only in row.name)]
         runs: Runs[Run] = {rows[0].name: [functools.partial(run_stock, engine, load, loop) for engine in stocks]}
         for row in rows[1:]:
             runs[row.name] = [functools.partial(run_midstream, model, row, load, loop) for model in models]
@@ -345,6 +345,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["plans", "traces", "captures", "stages"])
     parser.add_argument("--load", choices=LOADS, default="equal", help="for plans and traces")
+    parser.add_argument("--only", default="", metavar="TEXT", help="rows whose name has it, beside stock vLLM's")
     add_arguments(parser)
     arguments = parser.parse_args()
     settle(arguments)
