@@ -82,9 +82,10 @@ class _Rules:
             if not self._apart or self._turns is None:
                 output = self._schedule_together(*args, **kwargs)
             else:
-                traced = len(self._apart) == len(self.requests) or self._turns.traced_is_next
+                traced = True if len(self._apart) == len(self.requests) else self._turns.next()
                 output = self._schedule_apart(traced, *args, **kwargs)
-                self._turns.begin(output, traced)
+                if traced is not None:
+                    self._turns.begin(output, traced)
         if self._changing:
             self._note_written(output)
         if self._ends:
@@ -98,11 +99,11 @@ class _Rules:
             return self._schedule_in_one_step(*args, **kwargs)
         return super().schedule(*args, **kwargs)  # type: ignore[misc]
 
-    def _schedule_apart(self, traced: bool, *args: Any, **kwargs: Any) -> Any:
-        """Schedule a step of the requests with a trace in the forward, or one of all others. vLLM sees only these meanwhile."""
+    def _schedule_apart(self, traced: bool | None, *args: Any, **kwargs: Any) -> Any:
+        """Schedule a step of the requests with a trace in the forward, of all others, or of nobody. vLLM sees only these meanwhile."""
         apart, running, waiting = self._apart, self.running, self.waiting
         waits = [request for request in waiting if (request.request_id in apart) is traced]
-        if self._apart_is_stuck and not traced:  # what gets free is for the request that waits longest
+        if self._apart_is_stuck and traced is False:  # what gets free is for the request that waits longest
             waits = list(takewhile(lambda request: request.request_id not in apart, waiting))
         shown = [request for request in running if (request.request_id in apart) is traced]
         before, hidden = set(running), len(running) - len(shown)
@@ -211,7 +212,7 @@ class _Rules:
     def _update(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         step_ends: StepEnds | None = getattr(model_runner_output, "midstream", None)
         if self._turns is not None:
-            self._turns.end(scheduler_output, step_ends.at if step_ends is not None else None)
+            self._turns.end(scheduler_output)
         for begun in scheduler_output.scheduled_new_reqs:
             if begun.req_id in self._ours and (step_ends is None or begun.req_id not in step_ends.errors):
                 self._take_plan(begun.req_id, begun.sampling_params)

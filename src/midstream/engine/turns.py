@@ -1,9 +1,9 @@
 """Steps apart: requests whose traces run in the forward make a step slow, so they get steps of their own and a bounded share of the time.
 
 turns = Turns(share=0.2)
-traced = turns.traced_is_next        # scheduler, where requests of both kinds are there
-turns.begin(output, traced)          # the step is scheduled
-turns.end(output)                    # its results are there
+traced = turns.next()            # scheduler, where requests of both kinds are there
+turns.begin(output, traced)      # the step is scheduled
+turns.end(output)                # its results are there
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 class Turns:
     """Whose step comes next, by the time that steps have taken.
 
-    After a traced step the other requests are owed `(1 - share) / share` times as long. Steps may overlap, as those of async scheduling
-    and of a pipeline do: one lasts from the end of the one before it.
+    After a traced step the other requests are owed `(1 - share) / share` times as long. Async scheduling and pipelines schedule steps
+    before earlier ones are over; a step lasts from the end of the one before it.
 
     Args:
         share: of the time, what traced steps get while there are other requests; above 0 and below 1.
@@ -34,10 +34,16 @@ class Turns:
         ] = {}  # id of the scheduler's output -> traced, when it was scheduled
         self._ended = -math.inf
 
-    @property
-    def traced_is_next(self) -> bool:
-        """Whether traced requests may have the coming step. Until the last traced step has ended, it is not known what it takes."""
-        return self._owed <= 0 and not any(traced for traced, _ in self._under_way.values())
+    def next(self) -> bool | None:
+        """Whether traced requests have the coming step. None: nobody has, so that the steps under way end first.
+
+        A traced step begins alone: in one process with the worker, the scheduler hears of earlier steps only when the host's part of a
+        step is over, and would take the traced step's time for theirs.
+        """
+        under_way = [traced for traced, _ in self._under_way.values()]
+        if self._owed > 0 or any(under_way):  # what a traced step takes is not known before its end
+            return False
+        return None if under_way else True
 
     def begin(self, output: Any, traced: bool) -> None:
         """A step of one kind is scheduled, while there are traced requests."""
@@ -48,17 +54,10 @@ class Turns:
         else:
             self._owed = 0.0
 
-    def end(self, output: Any, at: float | None = None) -> None:
-        """The step's results are there.
-
-        Args:
-            at: since when, by the worker's clock. In one process with the worker, the scheduler hears of a step only when the host's part
-                of the step after it is over. Ignored if it cannot be, as with a worker on another host.
-        """
+    def end(self, output: Any) -> None:
+        """The step's results are there."""
         if (step := self._under_way.pop(id(output), None)) is None:
             return
         (traced, began), now = step, self._clock()
-        start = max(began, self._ended)
-        self._ended = at if at is not None and start <= at <= now else now
-        took = self._ended - start
+        took, self._ended = now - max(began, self._ended), now
         self._owed = took * self._factor if traced else self._owed - took

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -57,7 +56,7 @@ _PROBE_TOKENS = 3
 class _ReportingOutput:
     """An output on its way from the device, and a function that tells which requests end with it."""
 
-    def __init__(self, output: AsyncModelRunnerOutput, find_endings: Callable[[], StepEnds]) -> None:
+    def __init__(self, output: AsyncModelRunnerOutput, find_endings: Callable[[], StepEnds | None]) -> None:
         self._output = output
         self._find_endings = find_endings
 
@@ -68,8 +67,9 @@ class _ReportingOutput:
         return getattr(self._output, name)  # the methods of an output differ between versions of vLLM
 
 
-def _with_endings(output: Any, endings: StepEnds) -> Any:
-    output.midstream = endings
+def _with_endings(output: Any, endings: StepEnds | None) -> Any:
+    if endings is not None:
+        output.midstream = endings
     return output
 
 
@@ -330,9 +330,9 @@ class Worker(PlatformWorker):
         if output is None or not (ends.stops or ends.done or errors or rows):
             return output
 
-        def find_endings() -> StepEnds:
+        def find_endings() -> StepEnds | None:
             ended = {**self._refusals(rows), **errors} if rows is not None else errors
-            return replace(ends, errors=ended, at=time.monotonic())
+            return replace(ends, errors=ended) if ends.stops or ends.done or ended else None
 
         if isinstance(output, AsyncModelRunnerOutput):
             return _ReportingOutput(output, find_endings)

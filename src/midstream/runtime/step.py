@@ -110,14 +110,12 @@ class StepEnds:
     Attributes:
         stops: requests whose trace stopped them; the token of this step is their last.
         done: requests that go on without their trace, which is over.
-        at: when the step's results were there, by `time.monotonic`.
         errors: request -> why the worker ends it: its plan cannot be carried out, or its activations are not finite.
     """
 
     stops: list[str] = field(default_factory=list)
     done: list[str] = field(default_factory=list)
     errors: dict[str, str] = field(default_factory=dict)
-    at: float | None = None
 
 
 class RequestEnd(NamedTuple):
