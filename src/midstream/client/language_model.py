@@ -92,10 +92,10 @@ class LanguageModel(TraceModel):
     Args:
         model: a path or name for `AutoModelForCausalLM`, or a model.
         tokenizer: a tokenizer, or a path or name; that of `model` if None.
-        rename: other names of modules, such as `{"blocks": "layers"}` or `{"transformer.h": "layers"}`. A key is a path, and its module
-            has the other name where the path begins: at the model, or at each layer, say. `*` stands for any one name: with
-            `{"layers.*.mlp": "ffn"}` each layer has a `ffn`. A key may be a class of modules. A standard name (`layers`, `attn`, `mlp`,
-            `embed`, `final_norm`, `attn_proj`, `mlp_proj`) says where the sites are. A list gives several names.
+        rename: new names of modules, such as `{"blocks": "layers"}` or `{"transformer.h": "layers"}`. A key is a path; the module that
+            contains the path has the new name. `*` stands for any one name: with `{"layers.*.mlp": "ffn"}` each layer has a `ffn`.
+            A key may be a class of modules. A standard name (`layers`, `attn`, `mlp`, `embed`, `final_norm`, `attn_proj`, `mlp_proj`) says where the sites are.
+            A list gives several names.
         device: where to run.
         record_bytes: how many bytes recorded runs may take.
         progress: of the calls that do not say it themselves, as in `generate`.

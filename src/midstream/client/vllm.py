@@ -49,10 +49,10 @@ class VLLM(DescribedModel):
     Args:
         model: as for `vllm.LLM`.
         mode: `"sync"` runs traces to their end; `"async"` starts them, and `async for output in tracer.backend` follows.
-        rename: other names of modules, such as `{"blocks": "layers"}` or `{"transformer.h": "layers"}`. A key is a path, and its module
-            has the other name where the path begins: at the model, or at each layer, say. `*` stands for any one name: with
-            `{"layers.*.mlp": "ffn"}` each layer has a `ffn`. A standard name (`layers`, `attn`, `mlp`, `embed`, `final_norm`,
-            `attn_proj`, `mlp_proj`) says where the sites are. A list gives several names.
+        rename: new names of modules, such as `{"blocks": "layers"}` or `{"transformer.h": "layers"}`. A key is a path; the module that
+            contains the path has the new name. `*` stands for any one name: with `{"layers.*.mlp": "ffn"}` each layer has a `ffn`.
+            A standard name (`layers`, `attn`, `mlp`, `embed`, `final_norm`, `attn_proj`, `mlp_proj`) says where the sites are.
+            A list gives several names.
         graph_sites: sites that are built into the compiled forward and its CUDA graphs; a plan or trace at another site runs its
             steps uncompiled.
         record_bytes: how many bytes of each worker's memory recorded runs may take.
