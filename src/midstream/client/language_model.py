@@ -94,8 +94,8 @@ class LanguageModel(TraceModel):
         tokenizer: a tokenizer, or a path or name; that of `model` if None.
         rename: new names of modules, such as `{"blocks": "layers"}` or `{"transformer.h": "layers"}`. A key is a path; the module that
             contains the path has the new name. `*` stands for any one name: with `{"layers.*.mlp": "ffn"}` each layer has a `ffn`.
-            A key may be a class of modules. A standard name (`layers`, `attn`, `mlp`, `embed`, `final_norm`, `attn_proj`, `mlp_proj`) says where the sites are.
-            A list gives several names.
+            A key may be a class of modules. A standard name (`layers`, `attn`, `mlp`, `embed`, `final_norm`, `attn_proj`,
+            `mlp_proj`) says where the sites are. A list gives several names.
         device: where to run.
         record_bytes: how many bytes recorded runs may take.
         progress: of the calls that do not say it themselves, as in `generate`.
