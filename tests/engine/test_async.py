@@ -535,6 +535,19 @@ def test_another_event_loop_is_refused(model: VLLM, drive: Drive) -> None:
         asyncio.run(model.start())
 
 
+@pytest.mark.parametrize("call", CALLS)
+def test_a_bar_counts_the_requests_that_are_awaited(
+    model: VLLM, drive: Drive, call: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def awaited(to: Path, **progress: Any) -> None:
+        await CALLS[call](model, to, **progress)
+
+    drive(awaited(tmp_path / "shown", progress=True))
+    assert counted(capfd.readouterr().err) == ["3/3"]
+    drive(awaited(tmp_path / "hidden"))
+    assert counted(capfd.readouterr().err) == []
+
+
 def test_closing_wakes_whoever_waits(model: VLLM, drive: Drive) -> None:
     async def main() -> None:
         task = asyncio.create_task(whole(counting(model, FRANCE, 400)))
@@ -556,16 +569,3 @@ def test_closing_wakes_whoever_waits(model: VLLM, drive: Drive) -> None:
         await tracer.backend
 
     drive(main())
-
-
-@pytest.mark.parametrize("call", CALLS)
-def test_a_bar_counts_the_requests_that_are_awaited(
-    model: VLLM, drive: Drive, call: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    async def awaited(to: Path, **progress: Any) -> None:
-        await CALLS[call](model, to, **progress)
-
-    drive(awaited(tmp_path / "shown", progress=True))
-    assert counted(capfd.readouterr().err) == ["3/3"]
-    drive(awaited(tmp_path / "hidden"))
-    assert counted(capfd.readouterr().err) == []

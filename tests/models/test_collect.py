@@ -93,7 +93,9 @@ def test_prompts_are_submitted_in_parts(hf: LanguageModel, tmp_path: Path, monke
     really = LanguageModel._run
     monkeypatch.setattr(collecting, "PART", 3)
     monkeypatch.setattr(
-        LanguageModel, "_run", lambda self, invokes: parts.append(len(invokes)) or really(self, invokes)
+        LanguageModel,
+        "_run",
+        lambda self, invokes, **given: parts.append(len(invokes)) or really(self, invokes, **given),
     )
     store = hf.collect([[1, i] for i in range(8)], plan=LAST, to=tmp_path)
     assert parts == [3, 3, 2] and len(store) == 8

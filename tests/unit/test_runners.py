@@ -326,7 +326,9 @@ class Vllms:
     """What the rules touch of vLLM's scheduler."""
 
     def __init__(self) -> None:
-        self.vllm_config = SimpleNamespace(additional_config={})
+        self.vllm_config = SimpleNamespace(
+            additional_config={}, parallel_config=SimpleNamespace(distributed_executor_backend=None)
+        )
         self.kv_cache_manager = SimpleNamespace(block_pool=SimpleNamespace())
         self.requests: dict[str, Any] = {}
         self.new: list[Any] = []

@@ -82,7 +82,7 @@ def test_a_step_in_which_nobody_was_ready_leaves_the_turn_to_the_other_kind() ->
     turns.begin(step(0), True)
     turns.begin(output := step(), False)
     assert turns.next() is False
-    clock.now += 0.001
+    clock.now += 0.03
     turns.end(output)
     assert turns.next()
 
@@ -103,3 +103,11 @@ def test_an_unknown_step_ends_without_effect() -> None:
     turns = Turns(0.2, Clock())
     turns.end(step())
     assert turns.next()
+
+
+def test_steps_whose_end_is_not_told_are_forgotten() -> None:
+    turns = Turns(0.2, Clock())
+    for traced in (True, False):
+        turns.begin(step(), traced)
+        turns.forget()
+        assert turns.next() is True

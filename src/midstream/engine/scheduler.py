@@ -49,8 +49,13 @@ class _Rules:
         self._ends: dict[str, RequestEnd] = {}  # of requests, until the workers have been told
         settings = Settings.of(self.vllm_config)
         self._takes_traces = settings.allow_traces
-        self._turns = Turns(settings.trace_share) if settings.trace_share < 1 else None
-        self._apart: set[str] = set()  # requests that get steps apart from others, as their traces run in the forward
+        # With a launcher of the user's, each rank has a scheduler, and all have to decide the same, whatever their clocks say.
+        is_one = self.vllm_config.parallel_config.distributed_executor_backend != "external_launcher"
+        self._turns = Turns(settings.trace_share) if settings.trace_share < 1 and is_one else None
+        self._in_forward: set[str] = set()  # requests with a trace in the forward, until they end
+        self._apart: set[str] = (
+            set()
+        )  # those of them that get steps apart from requests without one, until their trace is over
         self._apart_is_stuck = False  # none of those that wait could begin in the last step that they had
         self._ours: set[str] = set()  # requests with a trace or a plan, until they end
         self._unstarted: set[str] = set()  # requests with a trace, until they have begun
@@ -74,15 +79,19 @@ class _Rules:
         trace = TraceRequest.of(request.sampling_params) if self._takes_traces else None
         if trace is not None:
             self._unstarted.add(request.request_id)
-            if not trace.behind and self._turns is not None:
+            if not trace.behind:
+                self._in_forward.add(request.request_id)
                 self._apart.add(request.request_id)
 
     def _schedule(self, *args: Any, **kwargs: Any) -> Any:
         with holding_back(self.kv_cache_manager, self._held) if self._held else contextlib.nullcontext():
             if not self._apart or self._turns is None:
                 output = self._schedule_together(*args, **kwargs)
+            elif len(self._in_forward) == len(self.requests):  # nobody to keep apart from
+                output = self._schedule_together(*args, **kwargs)
+                self._turns.begin(output, True)
             else:
-                traced = True if len(self._apart) == len(self.requests) else self._turns.next()
+                traced = self._turns.next()
                 output = self._schedule_apart(traced, *args, **kwargs)
                 if traced is not None:
                     self._turns.begin(output, traced)
@@ -92,6 +101,8 @@ class _Rules:
             output.midstream_finished = {n: self._ends.pop(n) for n in output.finished_req_ids if n in self._ends}
         if not (self._ours or self._ends):
             del self.schedule, self.update_from_output
+            if self._turns is not None:
+                self._turns.forget()  # it will not hear of the steps under way
         return output
 
     def _schedule_together(self, *args: Any, **kwargs: Any) -> Any:
@@ -114,11 +125,11 @@ class _Rules:
         self.max_num_running_reqs -= hidden
         output = self._schedule_together(*args, **kwargs)
         self.max_num_running_reqs += hidden
-        left = set(self.waiting)  # with preempted ones
+        left, known = set(self.waiting), set(given)  # beside these, preempted ones are left
         new = [request for request in self.running if request not in before]
         waiting.remove_requests([request for request in given if request not in left])
         for request in reversed(list(self.waiting)):
-            if request in before:
+            if request not in known:
                 waiting.prepend_request(request)
         self.running, self.waiting = [request for request in running if request not in left] + new, waiting
         if traced:
@@ -159,6 +170,7 @@ class _Rules:
             self._ends[request.request_id] = RequestEnd(request.num_tokens)
         self._ours.discard(request.request_id)
         self._apart.discard(request.request_id)
+        self._in_forward.discard(request.request_id)
         self._changing.discard(request.request_id)
         self._held.pop(request.request_id, None)
         return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
@@ -166,9 +178,8 @@ class _Rules:
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
         rekey(request)
-        trace = TraceRequest.of(request.sampling_params)
-        if trace is not None and not trace.behind and self._turns is not None:
-            self._apart.add(request.request_id)  # its edits are made again in the forward, also if its trace is done
+        if request.request_id in self._in_forward:
+            self._apart.add(request.request_id)  # its edits are made again in the forward, also if its trace is over
 
     def _update_request_as_session(self, session: Any, update: Any) -> None:
         remember(session)

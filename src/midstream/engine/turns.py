@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+_RETRY_SECONDS = 0.02  # until traced requests that could not begin try again
+
 
 class Turns:
     """Whose step comes next, by the time that steps have taken.
@@ -30,8 +32,8 @@ class Turns:
         self._clock = clock
         self._owed = 0.0
         self._under_way: dict[
-            int, tuple[bool, float]
-        ] = {}  # id of the scheduler's output -> traced, when it was scheduled
+            int, tuple[bool, float, Any]
+        ] = {}  # by the output's id: traced, when scheduled, the output
         self._ended = -math.inf
 
     def next(self) -> bool | None:
@@ -40,7 +42,7 @@ class Turns:
         A traced step begins alone: in one process with the worker, the scheduler hears of earlier steps only when the host's part of a
         step is over, and would take the traced step's time for theirs.
         """
-        under_way = [traced for traced, _ in self._under_way.values()]
+        under_way = [traced for traced, *_ in self._under_way.values()]
         if self._owed > 0 or any(under_way):  # what a traced step takes is not known before its end
             return False
         return None if under_way else True
@@ -48,9 +50,9 @@ class Turns:
     def begin(self, output: Any, traced: bool) -> None:
         """A step of one kind is scheduled, while there are traced requests."""
         if output.total_num_scheduled_tokens:
-            self._under_way[id(output)] = traced, self._clock()
+            self._under_way[id(output)] = traced, self._clock(), output
         elif traced:
-            self._owed = math.ulp(0.0)  # nobody was ready: they try again after a step of the others
+            self._owed = _RETRY_SECONDS  # nobody was ready
         else:
             self._owed = 0.0
 
@@ -58,6 +60,11 @@ class Turns:
         """The step's results are there."""
         if (step := self._under_way.pop(id(output), None)) is None:
             return
-        (traced, began), now = step, self._clock()
+        (traced, began, _), now = step, self._clock()
         took, self._ended = now - max(began, self._ended), now
         self._owed = took * self._factor if traced else self._owed - took
+
+    def forget(self) -> None:
+        """Begin anew, for requests that are to come: the ends of the steps under way will not be told."""
+        self._under_way.clear()
+        self._owed, self._ended = 0.0, -math.inf
