@@ -9,9 +9,10 @@ import pty
 import re
 import subprocess
 import sys
+import tempfile
 import termios
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,13 @@ from nbclient import NotebookClient
 pytestmark = pytest.mark.engine
 ROOT = Path(__file__).resolve().parents[2]
 LOGS = ("VLLM_LOGGING_LEVEL", "VLLM_LOGGING_CONFIG_PATH", "VLLM_CONFIGURE_LOGGING")
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """Shorter than pytest's: it is in the paths of sockets, which have 107 characters at most."""
+    with tempfile.TemporaryDirectory(prefix="log-") as directory:
+        yield Path(directory)
 
 
 @pytest.fixture

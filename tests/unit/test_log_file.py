@@ -34,6 +34,15 @@ ValueError: too long
 """
 
 
+@pytest.fixture(autouse=True)
+def vllms_logger(monkeypatch: pytest.MonkeyPatch) -> logging.Logger:
+    """Without the handlers that pytest or an import of vLLM has given it."""
+    logger = logging.getLogger("vllm")
+    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(logger, "propagate", False)
+    return logger
+
+
 @pytest.fixture
 def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineLog]:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))

@@ -53,6 +53,12 @@ def add(session, tokens, plan):
     scheduler._update_request_as_session(session, StreamingUpdate.from_request(request(tokens, plan)))
 
 
+def preempt(request):
+    scheduler = object.__new__(MidstreamScheduler)
+    scheduler._in_forward = set()
+    scheduler._preempt_request(request, 0.0)
+
+
 STEER = {
     phase: Steer("resid_post", layers=0, vector=[1.0, 2.0], phase=phase) for phase in ("prefill", "decode", "both")
 }
@@ -102,7 +108,7 @@ def test_what_is_computed_again_after_a_preemption_is_nobody_elses(first, then, 
     add(session, range(50, 61), then)
     tokens, old = list(session.all_token_ids), list(session.block_hashes)
     monkeypatch.setattr(Scheduler, "_preempt_request", lambda *_: None)
-    object.__new__(MidstreamScheduler)._preempt_request(session, 0.0)
+    preempt(session)
     assert len(session.block_hashes) == len(old) == len(tokens) // BLOCK
     others = [request(tokens, plan, prompt) for plan in (first, then) for prompt in (None, 2, 10)]
     assert not set(session.block_hashes) & {key for other in others for key in other.block_hashes}
@@ -114,7 +120,7 @@ def test_a_preempted_request_keeps_its_keys(monkeypatch):
     for plan in (None, STEER["both"]):
         preempted = request(range(11), plan, prompt=6)
         before = list(preempted.block_hashes)
-        object.__new__(MidstreamScheduler)._preempt_request(preempted, 0.0)
+        preempt(preempted)
         assert preempted.block_hashes == before
 
 
