@@ -34,13 +34,14 @@ ValueError: too long
 """
 
 
-@pytest.fixture(autouse=True)
-def vllms_logger(monkeypatch: pytest.MonkeyPatch) -> logging.Logger:
-    """Without the handlers that pytest or an import of vLLM has given it."""
+@contextlib.contextmanager
+def vllms_logger(*handlers: logging.Handler) -> Iterator[logging.Logger]:
+    """With these handlers only: pytest gives each logger that does not propagate its own, and an import of vLLM gives one too."""
     logger = logging.getLogger("vllm")
-    monkeypatch.setattr(logger, "handlers", [])
-    monkeypatch.setattr(logger, "propagate", False)
-    return logger
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logger, "handlers", [*handlers])
+        patch.setattr(logger, "propagate", False)
+        yield logger
 
 
 @pytest.fixture
@@ -104,32 +105,21 @@ def test_what_a_stream_has_buffered_goes_where_it_was_written_to() -> None:
 @pytest.mark.parametrize("fails", [False, True])
 def test_handlers_write_to_their_streams_after_the_start(log: EngineLog, fails: bool) -> None:
     """Those that vLLM's logger had before, and those that were made meanwhile."""
-    logger, stdout = logging.getLogger("vllm"), io.StringIO()
-    before = logging.StreamHandler(stdout)
-    made = []
-    logger.addHandler(before)
-    try:
-        with contextlib.redirect_stdout(stdout):
-            with contextlib.suppress(RuntimeError), log.during_start():
-                made.append(logging.StreamHandler(sys.stdout))
-                logger.addHandler(made[0])
-                logger.error("meanwhile")
-                if fails:
-                    raise RuntimeError
-            logger.error("after")
-        assert sys.stdout is not stdout
-    finally:
-        for handler in (before, *made):
-            logger.removeHandler(handler)
+    stdout = io.StringIO()
+    with vllms_logger(logging.StreamHandler(stdout)) as logger, contextlib.redirect_stdout(stdout):
+        with contextlib.suppress(RuntimeError), log.during_start():
+            logger.addHandler(logging.StreamHandler(sys.stdout))
+            logger.error("meanwhile")
+            if fails:
+                raise RuntimeError
+        logger.error("after")
     assert stdout.getvalue() == "after\n" * 2
     assert Path(log.path).read_text() == "meanwhile\n" * 2
 
 
 def test_vllms_logger_is_the_files_while_the_engine_ends_and_another_engines_while_that_starts(log: EngineLog) -> None:
-    logger, stream, other = logging.getLogger("vllm"), io.StringIO(), EngineLog()
-    handler = logging.StreamHandler(stream)
-    logger.addHandler(handler)
-    try:
+    stream, other = io.StringIO(), EngineLog()
+    with contextlib.closing(other), vllms_logger(logging.StreamHandler(stream)) as logger:
         with log.during_end():
             logger.error("ending")
         with other.during_start():
@@ -139,10 +129,7 @@ def test_vllms_logger_is_the_files_while_the_engine_ends_and_another_engines_whi
         logger.error("after")
         ending.__exit__(None, None, None)
         logger.error("after")
-    finally:
-        logger.removeHandler(handler)
         found = Path(other.path).read_text()
-        other.close()
     assert (Path(log.path).read_text(), found, stream.getvalue()) == ("ending\n", "starting\n", "after\n" * 2)
 
 
