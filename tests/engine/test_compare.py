@@ -135,6 +135,14 @@ def test_edits_do_what_hooks_do(ran: dict[str, Any], name: str, edit: str) -> No
 
 
 @each
+def test_every_cell_of_a_sweep_is_what_hooks_give(ran: dict[str, Any], name: str) -> None:
+    """H9: patches at each layer and token, with no code of midstream on the other side."""
+    expected = ran["plain"]["sweep"]
+    assert expected.std() > 0
+    near(name, ran["sweep"].float(), expected)
+
+
+@each
 def test_the_stream_is_continuous(ran: dict[str, Any], name: str) -> None:
     """B3: what leaves a layer is what enters the next, bit for bit; and both prompts were in one step."""
     assert ran["continuous"] == [True] * (2 * (LAYERS - 1))

@@ -27,6 +27,7 @@ from midstream import VLLM, Capture, LanguageModel, Steer, compare
 from midstream.sites import ACCESSORS, LAYER_SITES
 
 PROMPTS = ["The river runs from the mountains to the sea", "The capital of France is"]
+SWEPT = ("from the mountains to the sea", "from the sea to the mountains", 11, 12)  # clean, corrupt, and the tokens of answer and foil
 AT = tiny_models.LAYERS // 2  # the layer that is edited; `compare.collect` edits it too
 ENGINE = {
     "dtype": "float32",
@@ -62,8 +63,8 @@ class Plain:
         return logits, entered
 
     @contextlib.contextmanager
-    def edited(self, edit: Any, *, entering: bool = False) -> Iterator[None]:
-        """`edit` maps what leaves layer AT, or enters it, `[1, tokens, hidden]`, to what goes on instead."""
+    def edited(self, edit: Any, at: int = AT, *, entering: bool = False) -> Iterator[None]:
+        """`edit` maps what leaves layer `at`, or enters it, `[1, tokens, hidden]`, to what goes on instead."""
 
         def before(_: Any, args: Any, kwargs: Any) -> Any:
             if args:
@@ -76,11 +77,29 @@ class Plain:
             new = edit(left, entered)
             return (new, *output[1:]) if isinstance(output, tuple) else new
 
-        layer = self.layers[AT]
+        layer = self.layers[at]
         register = layer.register_forward_pre_hook if entering else layer.register_forward_hook
         handle = register(before if entering else after, with_kwargs=True)
         yield
         handle.remove()
+
+
+def plain_sweep(plain: Plain) -> torch.Tensor:
+    """`[layers, tokens]`, the logit difference of SWEPT with one layer's output patched at one token. The last layer is left out."""
+    clean, corrupt, answer, foil = SWEPT
+    _, entered = plain(clean)
+
+    def cell(at: int, token: int) -> float:
+        def patched(left: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+            left = left.clone()
+            left[:, token] = entered[at + 1][token]
+            return left
+
+        with plain.edited(patched, at):
+            (logits,) = plain(corrupt)[0]
+        return float(logits[answer] - logits[foil])
+
+    return torch.tensor([[cell(at, token) for token in range(len(entered[0]))] for at in range(tiny_models.LAYERS - 1)])
 
 
 def plain_values(path: Path) -> dict[str, Any]:
@@ -97,7 +116,7 @@ def plain_values(path: Path) -> dict[str, Any]:
     def steered(left: torch.Tensor, entered: torch.Tensor) -> torch.Tensor:
         return left + donor.std() * torch.linspace(-1, 1, left.shape[-1]).roll(AT)
 
-    values: dict[str, Any] = {"clean": clean}
+    values: dict[str, Any] = {"clean": clean, "sweep": plain_sweep(plain)}
     for name, edit in {
         "zero layers_output": lambda left, entered: torch.zeros_like(left),
         "skip_layers": lambda left, entered: entered,
@@ -221,6 +240,7 @@ def on_vllm(model: VLLM) -> dict[str, Any]:
         "set": {site: set_and_read(model, site) for site in sites},
         "middle": model.run(write_middle, PROMPTS) if "resid_mid" in sites else [],
         "bystander": edit_first_only(model),
+        "sweep": torch.from_numpy(model.sweep(*SWEPT, layers=range(tiny_models.LAYERS - 1)).values["resid_post"]),
         "gauges": settled_gauges(model),
     }
 
