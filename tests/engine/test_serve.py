@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import json
 import pickle
+import re
 import socket
 import sys
 import time
@@ -662,6 +663,15 @@ def test_g10_metrics_have_the_gauges_in_prometheus_form(server: Server, client: 
 
 
 def test_g6_the_openapi_page_has_the_routes(server: Server) -> None:
-    paths = server.ask("GET", "/openapi.json")[1]["paths"]
+    page = server.ask("GET", "/openapi.json")[1]
+    paths = page["paths"]
     assert set(paths["/v1/midstream/vectors"]) == {"get", "post"}
     assert set(paths["/v1/midstream/captures/{handle}"]) == {"get", "delete"}
+    for route, needed in (("runs", ["prompt", "sites"]), ("sweeps", ["clean", "answer"])):
+        body = paths[f"/v1/midstream/{route}"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        assert body["required"] == needed
+        (place,) = {place for place in re.findall(r'"\$ref": "#/(.*?)"', json.dumps(body)) if "SpanOfText" in place}
+        span = page
+        for part in place.split("/"):
+            span = span[part.replace("~1", "/")]
+        assert span["required"] == ["span"]

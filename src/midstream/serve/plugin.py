@@ -29,7 +29,6 @@ from midstream.engine.seams import Role
 from midstream.errors import EngineClosedError, MidstreamError, PromptError
 from midstream.plan.fields import nearest
 from midstream.plan.ops.edit import kinds
-from midstream.plan.values import Span
 from midstream.plan.vectors import Named, RecordedRun, Vector, read_vectors, written_vectors
 from midstream.plan.wire import MAX_STRANGERS_BYTES, MAX_STRANGERS_EDITS
 from midstream.serve import remote, studio, sweeps
@@ -39,8 +38,10 @@ from midstream.serve.requests import (
     Gate,
     Refused,
     Server,
+    SpanOfText,
     answering_errors,
     at_fault,
+    openapi_body,
     owner_of,
     problem,
     received,
@@ -63,14 +64,6 @@ _NO_CAPTURES = "There are no captures under this handle: it has expired, or is a
 router = APIRouter(prefix=f"/v1/{NAME}", tags=[NAME])
 
 
-class SpanOfText(BaseModel):
-    """As `midstream.Span`."""
-
-    model_config = ConfigDict(extra="forbid")
-    span: str
-    occurrence: int = 0
-
-
 class RunToRecord(BaseModel):
     """A prompt, as text or token ids, and which of its activations to keep, as in `midstream.VLLM.record`.
 
@@ -84,11 +77,6 @@ class RunToRecord(BaseModel):
     positions: list[int] | Literal["all_prompt", "last_prompt"] | SpanOfText = "all_prompt"
     replace: bool = False
     name: str | None = Field(None, min_length=1, max_length=LONGEST_NAME)
-
-
-_RUN_PLACE = f"#/paths/~1v1~1{NAME}~1runs/post/requestBody/content/application~1json/schema"  # in openapi.json
-_RUN_SCHEMA = RunToRecord.model_json_schema(ref_template=_RUN_PLACE + "/$defs/{model}")
-_RUN_BODY = {"requestBody": {"required": True, "content": {"application/json": {"schema": _RUN_SCHEMA}}}}
 
 
 class Plugin:
@@ -249,7 +237,7 @@ async def list_runs(request: Request) -> dict[str, Any]:
     return {"runs": await _runs(server_of(request).model)}
 
 
-@router.post("/runs", openapi_extra=_RUN_BODY)
+@router.post("/runs", openapi_extra=openapi_body(f"/v1/{NAME}/runs", RunToRecord))
 @answering_errors
 async def record_run(request: Request) -> Any:
     """Run a prompt, and keep its activations on the server as the source of patches: `"source": {"run": NAME}`.
@@ -271,8 +259,7 @@ async def record_run(request: Request) -> Any:
         del server.owners["runs", gone]
     server.recording.add(name)
     try:
-        span = run.positions if isinstance(run.positions, SpanOfText) else None
-        positions = run.positions if span is None else Span(span.span, span.occurrence)
+        positions = run.positions.read() if isinstance(run.positions, SpanOfText) else run.positions
         given = (run.prompt, run.sites, run.layers, positions, name)
         with _naming_the_field():
             recording: Any = await on_a_thread(len(data), model.record, *given)  # a long text takes seconds to tokenize

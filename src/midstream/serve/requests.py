@@ -24,6 +24,7 @@ from typing import Any
 
 from fastapi import Request
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import ClientDisconnect
 
 from midstream.client.requests import Invoke, answers_of
@@ -32,7 +33,7 @@ from midstream.client.vllm_async import submitted
 from midstream.engine.admission import json_size, misspelt, on_a_thread, refused, unread
 from midstream.errors import CaptureError, ChannelError, EngineClosedError, MidstreamError, PlanError
 from midstream.plan import fields
-from midstream.plan.values import Plan, check_strangers
+from midstream.plan.values import Plan, Span, check_strangers
 from midstream.plan.wire import MAX_STRANGERS_BYTES
 from midstream.runtime.request import Envelope
 from midstream.serve.captures import MAX_INLINE_BYTES, CaptureStore
@@ -306,6 +307,24 @@ def problem(status: int, message: str, parameter: str | None = None, kind: str |
 def owner_of(headers: Mapping[str, str]) -> bytes:
     """Who sent a request with these headers: a hash of the API key."""
     return hashlib.sha256(headers.get("authorization", "").partition(" ")[2].encode()).digest()
+
+
+class SpanOfText(BaseModel):
+    """As `midstream.Span`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    span: str = Field(max_length=4096)
+    occurrence: int = 0
+
+    def read(self) -> Span:
+        return Span(self.span, self.occurrence)
+
+
+def openapi_body(path: str, body: type[BaseModel]) -> dict[str, Any]:
+    """The body of `POST path` for `openapi_extra`, for routes that read it themselves."""
+    place = f"#/paths/{path.replace('/', '~1')}/post/requestBody/content/application~1json/schema"
+    schema = body.model_json_schema(ref_template=place + "/$defs/{model}")
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def _content(given: Any) -> dict[str, Any]:

@@ -14,9 +14,17 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from midstream.client.prompts import prompts_of
 from midstream.client.sweeping import SweepStream
 from midstream.errors import MidstreamError
-from midstream.plan.values import Span
 from midstream.serve.remote import Messages, alive
-from midstream.serve.requests import Refused, Server, answering_errors, problem, received, server_of
+from midstream.serve.requests import (
+    Refused,
+    Server,
+    SpanOfText,
+    answering_errors,
+    openapi_body,
+    problem,
+    received,
+    server_of,
+)
 from midstream.settings import NAME
 from midstream.sweeps.events import Event, Outline, encoded
 
@@ -30,14 +38,6 @@ _log = logging.getLogger(__name__)
 router = APIRouter(prefix=f"/v1/{NAME}", tags=[NAME])
 Prompt = str | list[int]
 Token = str | int
-
-
-class SpanOfText(BaseModel):
-    """As `midstream.Span`."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-    span: str = Field(max_length=4096)
-    occurrence: int = 0
 
 
 Place = int | str | SpanOfText
@@ -66,7 +66,7 @@ class SweepToRun(BaseModel):
     top: int = Field(0, ge=0, le=MAX_TOP)
 
 
-@router.post("/sweeps")
+@router.post("/sweeps", openapi_extra=openapi_body(f"/v1/{NAME}/sweeps", SweepToRun))
 @answering_errors
 async def sweep(request: Request) -> Any:
     """Run a sweep, and stream its server-sent events: `start`, `baselines`, `cell`, `noise` and `summary`.
@@ -147,7 +147,7 @@ def _arguments(asked: SweepToRun) -> dict[str, Any]:
 
 
 def _place(place: Place) -> Any:
-    return Span(place.span, place.occurrence) if isinstance(place, SpanOfText) else place
+    return place.read() if isinstance(place, SpanOfText) else place
 
 
 async def _sent(server: Server, outline: Outline, events: AsyncGenerator[Event]) -> AsyncGenerator[bytes]:
