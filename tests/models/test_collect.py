@@ -71,12 +71,35 @@ def test_ids_name_the_captures(hf: LanguageModel, plain: Plain, tmp_path: Path, 
         hf.collect([IDS[3]], plan=LAST, to=tmp_path, ids=["a"])
 
 
+def test_the_captures_come_in_the_order_of_the_prompts(hf: LanguageModel, tmp_path: Path) -> None:
+    hf.collect([IDS[3], IDS[0]], plan=LAST, to=tmp_path)
+    for given in (IDS, IDS[::-1], [IDS[2], IDS[0], IDS[2]]):
+        store = hf.collect(given, plan=LAST, to=tmp_path)
+        assert [capture.prompt_token_ids for capture in store.values()] == given
+        assert len(store) == len(given) and all(name in store for name in store)
+    assert len(open_captures(tmp_path)) == 5
+
+
+@pytest.mark.parametrize("first", [None, ["a", "b"]])
+def test_ids_may_not_be_added_or_left_out_later(hf: LanguageModel, tmp_path: Path, first: Any) -> None:
+    """Every prompt would be run again, and be there twice."""
+    hf.collect(IDS[:2], plan=LAST, to=tmp_path, ids=first)
+    now = ["a", "b"] if first is None else None
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(
+        CaptureError, match=f"has prompt 1 already.*collected with{'out' if first is None else ''} ids="
+    ) as raised:
+        hf.collect([IDS[2], IDS[1]], plan=LAST, to=tmp_path, ids=now)
+    assert ("'b'" in str(raised.value)) == (first is not None) and sorted(tmp_path.iterdir()) == before
+    assert len(hf.collect([IDS[2]], plan=LAST, to=tmp_path, ids=now and ["c"])) == 1  # another prompt may have one
+
+
 def test_of_equal_prompts_each_counts_once(hf: LanguageModel, tmp_path: Path, caplog: Any) -> None:
     one, other = IDS[:2]
     assert len(hf.collect([one, one, other], plan=LAST, to=tmp_path)) == 3
     store = hf.collect([other, one, one, one], plan=LAST, to=tmp_path)
     assert "3 of 4" in caplog.text and names(store) == sorted([one, one, one, other])
-    assert len(hf.collect([one], plan=LAST, to=tmp_path)) == 4
+    assert len(hf.collect([one], plan=LAST, to=tmp_path)) == 1 and len(open_captures(tmp_path)) == 4
 
 
 def test_a_text_and_its_tokens_are_one_prompt(hf: LanguageModel, tmp_path: Path, caplog: Any) -> None:

@@ -466,10 +466,13 @@ class Store(Mapping[str, StoredCapture]):
     It lists the requests that were complete when it was opened, or at the last `refresh`; asking for another request refreshes it.
     Requests of `model.collect` are listed by the prompt's id. If several engines used one request id, the requests are named
     `id@engine`; if one engine used it again, `id#2`.
+
+    Args:
+        only: the names to list, in this order; None for all, in the order in which they were written.
     """
 
-    def __init__(self, directory: str | Path) -> None:
-        self._directory = Path(directory).expanduser()
+    def __init__(self, directory: str | Path, only: Sequence[str] | None = None) -> None:
+        self._directory, self._only = Path(directory).expanduser(), only
         self._shards = ShardReader(self._directory)
         self._read: dict[str, int] = {}  # how many bytes of each index have been read
         self._counts: dict[tuple[str, str, int], int] = {}  # lines by engine, request and stage
@@ -571,6 +574,8 @@ class Store(Mapping[str, StoredCapture]):
             while name in self._names:  # a user's own id looks like this
                 name += "'"
             self._names[name] = record
+        if self._only is not None:
+            self._names = {name: self._names[name] for name in self._only if name in self._names}
 
     def _near(self, request_id: str) -> str:
         several = sorted(

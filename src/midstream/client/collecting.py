@@ -35,6 +35,9 @@ class Collection:
         prompts, plan, to, ids: as in `TraceModel.collect`.
         params: sampling parameters, `max_tokens` among them.
 
+    Attributes:
+        names: the id of each prompt, once `parts` has been called.
+
     Raises:
         PlanError, PromptError, ParameterError: for errors that can be found without the model.
     """
@@ -51,6 +54,7 @@ class Collection:
         self.directory = Path(to).expanduser()
         self._plan = _own_plan(plan)
         self._ids = None if ids is None else _checked_ids(list(ids), len(prompts))
+        self.names: list[str] = []
         if params.get("n", 1) != 1:
             raise ParameterError(
                 f"n is {params['n']}; collect takes n=1. Give a prompt several times, with a different id each time."
@@ -120,11 +124,21 @@ class Collection:
         )
         plan = model.plan + own
         by_text, seen = has_spans(plan), Counter[str]()
+        other_kind = {tokens: name for name, tokens in listed.items() if _is_made(name, tokens) != (self._ids is None)}
         invokes = []
         for number, prompt in enumerate(self._prompts):
             ids = encode(prompt, planner.tokenizer)
             tokens = _digest(ids)
             name = self._ids[number] if self._ids is not None else _name(tokens, seen)
+            self.names.append(name)
+            if name not in listed and tokens in other_kind:
+                how = (
+                    "with ids=, and this call has none" if self._ids is None else "without ids=, and this call has them"
+                )
+                raise CaptureError(
+                    f"{self.directory} has prompt {number} already, as {other_kind[tokens]!r}. It was collected {how}. Collect it as "
+                    "before, or give collect another directory."
+                )
             if name in listed:
                 if listed[name] != tokens:
                     raise CaptureError(
@@ -176,3 +190,8 @@ def _name(tokens: str, seen: Counter[str]) -> str:
     """The id of a prompt that was given without one. The second of equal prompts gets `...#2`."""
     seen[tokens] += 1
     return tokens[:16] if seen[tokens] == 1 else f"{tokens[:16]}#{seen[tokens]}"
+
+
+def _is_made(name: str, tokens: str) -> bool:
+    """Whether an id was made by `_name`."""
+    return name.partition("#")[0] == tokens[:16]

@@ -13,7 +13,7 @@ from types import FrameType, TracebackType
 from typing import Any, Literal, Self, cast, overload
 
 from midstream.arch.detect import Sizes
-from midstream.capture.directory import Store, open_captures
+from midstream.capture.directory import Store
 from midstream.client.collecting import Collection
 from midstream.client.prompts import Prompt, prompt_in, prompts_of
 from midstream.client.requests import (
@@ -433,11 +433,12 @@ class TraceModel(Sizes):
             params: sampling parameters; `max_tokens` is 1 if not given.
 
         Returns:
-            The directory's captures, as `open_captures(to)` returns them. Awaitable with `mode="async"`.
+            The captures of these prompts by id, in the order of the prompts. `open_captures(to)` has those of all calls. Awaitable with
+            `mode="async"`.
 
         Raises:
-            CaptureError: the directory holds captures of another model, plan or prompt, and nothing has been run; or some captured
-                rows did not arrive there.
+            CaptureError: the directory holds captures of another model, plan or prompt, or the same prompt under another kind of id,
+                and nothing has been run; or some captured rows did not arrive there.
             PlanError, PromptError, ParameterError: the plan, a prompt, the ids or a parameter is invalid. Nothing has been run.
         """
         _refuse_in_trace("collect")
@@ -451,7 +452,7 @@ class TraceModel(Sizes):
         with self._bar(progress, sum(map(len, parts)), "prompt") as bar:
             for part in parts:
                 await self._results(self._run(part, ended=bar.update))
-        return open_captures(collection.directory)
+        return Store(collection.directory, collection.names)
 
     def _answers(self, given: Any, prompts: int, params: dict[str, Any]) -> list[Answers]:
         if given is None:
