@@ -80,7 +80,7 @@ def test_what_follows_from_the_fields_of_a_toy_op() -> None:
     assert len(keys) == 3 and None in keys
     with pytest.raises(PlanError, match=r"^Scale\.mask: the engine has no vector 'gate'; did you mean 'gates'\?"):
         check(plan, ModelFacts(8), 5, None, vectors={"gates": 4}, runs={})
-    with pytest.raises(PlanError, match=r"^Scale\.layers is 3; allowed: 0 to 1, since the model has 2 layers"):
+    with pytest.raises(PlanError, match=r"^Scale\.layers is 3; allowed: 0 to 1, or from the end -1 to -2"):
         check(plan, ModelFacts(2), 5, None, vectors={"gate": 4}, runs={})
     with pytest.raises(PlanError, match=r"^interventions\[0\].* Scale\.factor is nan"):
         Plan.from_wire({"interventions": [{"kind": "scale", "site": "mlp_out", "factor": float("nan")}]})

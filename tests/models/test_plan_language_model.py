@@ -402,6 +402,16 @@ def test_a_plan_may_come_in_any_form_that_plans_have(hf: LanguageModel, plain: P
         assert tokens(hf.generate(FRANCE, plan=given, max_tokens=4, **GREEDY)[0]) == expected
 
 
+def test_one_edit_for_each_prompt_in_a_flat_list_is_warned_of(hf: LanguageModel, caplog: Any) -> None:
+    """All prompts get all of them."""
+    steers = [Steer("resid_post", layers=5, vector=vector(1, scale)) for scale in (100.0, 200.0)]
+    for quiet in ([[each] for each in steers], [*steers, steers[0]], [steers[0], Capture("resid_post")]):
+        hf.generate([FRANCE] * 2, plan=quiet, max_tokens=1)
+    assert "plan=[[each] for each in plan]" not in caplog.text
+    hf.generate([FRANCE] * 2, plan=steers, max_tokens=1)
+    assert "All 2 prompts get the sum of all 2 interventions" in caplog.text
+
+
 @dataclass(frozen=True)
 class Equal:
     """Two of them are equal and not the same."""
@@ -493,6 +503,8 @@ def test_f3_what_vllm_refuses_is_refused_in_words(hf: LanguageModel) -> None:
             hf.generate(ids, max_tokens=1)
     with pytest.raises(ParameterError, match="max_tokens is 0; allowed: at least 1"):
         hf.generate(FRANCE, max_tokens=0)
+    with pytest.raises(ParameterError, match="by name, as in max_tokens=3"):
+        hf.generate(FRANCE, sampling_params={"max_tokens": 1})
 
 
 def test_d1_a_captured_row_is_a_vector(hf: LanguageModel) -> None:

@@ -119,6 +119,9 @@ def test_h2_prompts_of_other_lengths_are_aligned_by_both_ends_and_the_middle_is_
     assert set(frame[frame.position.isna()].void) == {
         "the two prompts have different tokens here, and cannot be aligned"
     }
+    assert list(frame.layer) == [2] * len(base) + [5] * len(base)
+    assert list(frame.position.dropna()) == [i for i, p in enumerate(way) if p is not None] * 2
+    assert f"2 x {len(base)}, {len(skipped)} of {len(base)} positions without a counterpart, 1 pair" in repr(result)
     assert result.summary.cells == 2 * (len(base) - len(skipped))
 
 
@@ -254,7 +257,7 @@ def test_h9_results_are_saved_and_loaded_and_shown(model, tmp_path):
     cell = frame[(frame.layer == 2) & (frame.position == 3)].iloc[0]
     assert cell.value == result.values["resid_post"][2, 3] and cell.token == " Italy" and cell.void is None
     best = result.best(1)[0]
-    assert best.token == " Italy" and best.recovered > 0.99
+    assert best.token == " Italy" and best.positions == (3,) and best.recovered > 0.99
     assert [each.token for each in result.path()] == [" Italy"] * 4 + [best_of_layer_4(result)] + [" is"] * 3
     lines = result.show().splitlines()
     assert len(lines) == 9 and "' Italy'" in lines[0] and lines[-1].split()[0] == "0"

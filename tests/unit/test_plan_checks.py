@@ -45,7 +45,7 @@ GOOD = [
 REFUSED = [
     (Steer("resid_mid", vector=FOUR), {}, r"^The model has no site 'resid_mid' \(Steer\.site\); it has resid_pre, .*, resid_post\.$"),
     (Capture("mlp_act"), {}, r"^The model has no site 'mlp_act' at layer 1 \(Capture\.layers\); it has it at 0, 2\.$"),
-    (Steer("resid_post", layers=[1, 3], vector=FOUR), {}, r"^Steer\.layers is 3; allowed: 0 to 2, since the model has 3 layers\.$"),
+    (Steer("resid_post", layers=[1, 3], vector=FOUR), {}, r"^Steer\.layers is 3; allowed: 0 to 2, or from the end -1 to -3\.$"),
     (patch(layer=3), {}, r"^Patch\.layer is 3; allowed: 0 to 2"),
     (Steer("resid_post", vector=EIGHT), {}, r"^Steer\.vector is of width 8; allowed: 4, the width of resid_post at layer 0\.$"),
     (Clamp("mlp_act", layers=2, direction=FOUR), {}, r"^Clamp\.direction is of width 4; allowed: 8, the width of mlp_act at layer 2\.$"),

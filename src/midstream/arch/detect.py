@@ -126,7 +126,10 @@ class Architecture:
         if layer is None:
             return f"site {site!r} needs a layer, 0 to {self.num_layers - 1}"
         if not 0 <= layer < self.num_layers:
-            return f"layer {layer} is out of range for site {site!r}: the model has layers 0 to {self.num_layers - 1}"
+            last = self.num_layers - 1
+            return (
+                f"the model has no layer {layer}: its layers are 0 to {last}, or from the end -1 to -{self.num_layers}"
+            )
         if layer not in self.layers:
             return f"layer {layer} is not in this process, which has layers {list(self.layers)}"
         return f"layer {layer} has no site {site!r}; these have it: {sorted(i for i in at if i is not None)}"

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -43,6 +44,7 @@ from midstream.trace.program import BlockProgram, Outcome, Program
 
 Answers = Mapping[str | int, int]  # an answer, as a text or a token id -> its token id
 RecordAs = tuple[str, str]  # id and name of a recorded run
+_log = logging.getLogger(__name__)
 _PLANE_BYTES = 256
 _INTERVENTIONS = (Edit, Capture)
 
@@ -175,6 +177,10 @@ def sampling(params: Mapping[str, Any], max_tokens: int) -> dict[str, Any]:
     given = {name: value for name, value in params.items() if name not in _HARMLESS and name not in unset}
     if given.pop("remote", None):
         raise ParameterError("remote= is not a parameter here: use midstream.Remote(url) in place of this model.")
+    if "sampling_params" in given:
+        raise ParameterError(
+            "sampling_params= is not a parameter here: give each one by name, as in max_tokens=3, temperature=0.5."
+        )
     if "max_new_tokens" in given:
         given["max_tokens"] = given.pop("max_new_tokens")
     asked = given.pop("do_sample", None)
@@ -260,6 +266,12 @@ def plans_of(given: Any, prompts: int, single: bool = False) -> list[Plan]:
         PlanError: it is neither.
     """
     if not isinstance(given, (list, tuple)) or all(isinstance(item, _INTERVENTIONS) for item in given):
+        if prompts > 1 and isinstance(given, (list, tuple)) and len(given) == prompts and _change_the_same(given):
+            _log.warning(
+                "All %s prompts get the sum of all %s interventions in plan. For one each, write plan=[[each] for each in plan]",
+                prompts,
+                prompts,
+            )
         return [Plan.of(given)] * prompts
     if any(isinstance(item, _INTERVENTIONS) for item in given):
         raise PlanError(
@@ -270,6 +282,16 @@ def plans_of(given: Any, prompts: int, single: bool = False) -> list[Plan]:
         there = "one prompt" if single or prompts == 1 else f"{prompts} prompts"
         raise PlanError(f"plan is a list with a plan for each prompt: {len(given)} plans were given for {there}.")
     return [Plan.of(item) for item in given]
+
+
+def _change_the_same(given: Sequence[Any]) -> bool:
+    """Whether they are edits of one kind at one place."""
+    kinds = {
+        (type(each), each.site, each.at_layers, each.place, getattr(each, "phase", None))
+        for each in given
+        if isinstance(each, Edit)
+    }
+    return len(kinds) == 1 and all(isinstance(each, Edit) for each in given)
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,11 @@ class BlockContext:
             return False
         assert self._block is not None and self._frame is not None
         frame, self._frame = self._frame, None
-        self._captured(self._block, frame)
+        try:
+            self._captured(self._block, frame)
+        except BaseException as raised:
+            raised.__suppress_context__ = True  # what has ended the block is midstream's own
+            raise
         return True
 
     async def __aenter__(self) -> NoReturn:

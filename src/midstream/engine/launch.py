@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import multiprocessing
 import os
 import shutil
 import tempfile
@@ -100,7 +101,13 @@ def start(arguments: dict[str, Any], *, is_async: bool) -> Any:
 
     Raises:
         ParameterError: an argument that vLLM does not have.
+        MidstreamError: the engine's own process, which imports the caller's script, has come here.
     """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise MidstreamError(
+            "The script starts an engine whenever it is imported, and the engine's processes import it. Put its code into a function, and "
+            'call that under `if __name__ == "__main__":`.'
+        )
     log = new_log()
     with log.during_start() if log is not None else contextlib.nullcontext():
         engine = _started(arguments, is_async)

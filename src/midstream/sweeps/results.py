@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -37,12 +38,14 @@ class BestCell:
     Attributes:
         value, recovered: as in `SweepResult`. `recovered` is NaN if the two prompts do not differ, or if there is no corrupt prompt.
         effect: as in `SweepResult.effects`.
+        positions: in the patched prompt, or in that of the first pair.
         token: the label of the cell's column.
     """
 
     site: str
     layers: tuple[int, ...]
     head: int | None
+    positions: tuple[int, ...]
     token: str
     value: float
     recovered: float
@@ -249,7 +252,9 @@ class SweepResult:
             value, recovered, effect = (float(array[site][index]) for array in arrays)
             if not math.isnan(effect):
                 head = None if grid.heads is None else grid.heads[index[1]]
-                place = (site, tuple(grid.layers[index[0]]), head, grid.columns[index[-1]].label)
+                column = grid.columns[index[-1]]
+                positions = next(tuple(each) for each in column.positions if each is not None)
+                place = (site, tuple(grid.layers[index[0]]), head, positions, column.label)
                 yield index[0], BestCell(*place, value, recovered, effect)
 
     def _site(self, site: str | None) -> str:
@@ -257,7 +262,7 @@ class SweepResult:
         if site is None and len(sites) == 1:
             return sites[0]
         if site not in sites:
-            raise ParameterError(f"site is {site!r}. This sweep has {', '.join(sites)}.")
+            raise ParameterError(f"site is {site!r}. Give one of this sweep's sites: {', '.join(map(repr, sites))}.")
         return site
 
     # Tables and figures.
@@ -280,7 +285,8 @@ class SweepResult:
                 if np.isnan(logprobs[0]) and void is None:
                     continue
                 layers = grid.layers[index[0]]
-                rows.append(
+                row = (
+                    (pair, grid.sites.index(site), *index),
                     {
                         "pair": pair,
                         "site": site,
@@ -293,11 +299,10 @@ class SweepResult:
                         "value": values[site][(pair, *index)],
                         "recovered": recovered[site][(pair, *index)],
                         "void": void,
-                    }
+                    },
                 )
-        frame = pandas.DataFrame(rows)
-        places = [name for name in ("pair", "site", "layer", "head", "position") if name in frame]
-        return frame.sort_values(places, key=lambda column: column.map(str) if column.dtype == object else column)
+                rows.append(row)
+        return pandas.DataFrame([row for _, row in sorted(rows, key=itemgetter(0))])
 
     def plot(
         self,
@@ -373,8 +378,11 @@ class SweepResult:
         grid, pairs = self.outline.grid, len(self.outline.pairs)
         shape = " x ".join(map(str, grid.shape))
         state = "" if self.summary is not None else ", running"
+        apart = sum(all(each is None for each in column.positions) for column in grid.columns)
+        skipped = f", {apart} of {len(grid.columns)} positions without a counterpart" if apart else ""
         return (
-            f"<SweepResult: {', '.join(grid.sites)}, {shape}, {pairs} pair{'s' * (pairs > 1)}, {self.count} cells, {len(self.void)} void, "
+            f"<SweepResult: {', '.join(grid.sites)}, {shape}{skipped}, {pairs} pair{'s' * (pairs > 1)}, {self.count} cells, "
+            f"{len(self.void)} void, "
             f"noise floor {self.noise_floor:.2g}{state}>"
         )
 

@@ -28,7 +28,7 @@ from midstream.trace.visit import Visit
 
 def nearest(name: str, known: list[str]) -> str:
     """`; did you mean ...?` with the known names most like `name`; `.` if there are none."""
-    close = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+    close = difflib.get_close_matches(name, known, n=3)
     return f"; did you mean {', '.join(close)}?" if close else "."
 
 

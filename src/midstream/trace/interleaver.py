@@ -195,7 +195,8 @@ class Interleaver(Forward):
                 + " The call lies on a branch that was not taken, or its module was running already when it was asked for."
             )
         if key[:2] not in self.order and key not in LAST_POINTS:
-            return text + f" `{key[0]}` is not called in this model's forward; print(model) lists the modules."
+            instead = "use model.logits" if key[0].endswith("lm_head") else "print(model) lists the modules"
+            return text + f" `{key[0]}` is not called in this model's forward; {instead}."
         return text
 
     def _file(self, body: Body) -> None:

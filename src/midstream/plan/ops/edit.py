@@ -123,7 +123,7 @@ class Intervention:
             return range(num_layers)
         for layer in self.at_layers:
             if num_layers and not 0 <= layer < num_layers:
-                allowed = f"0 to {num_layers - 1}, since the model has {num_layers} layers"
+                allowed = f"0 to {num_layers - 1}, or from the end -1 to -{num_layers}"
                 raise fields.refuse(self.label(self.layer_field), str(layer), allowed)
         return self.at_layers  # type: ignore[no-any-return]
 
