@@ -1,4 +1,4 @@
-"""How many cells of a sweep run in a second: midstream on vLLM, `LanguageModel` cell by cell, and TransformerLens.
+"""How many cells of a sweep run in a second: midstream on vLLM, `LanguageModel` and TransformerLens.
 
     python benchmarks/sweeps.py --cpu                                    # the bundled model
     python benchmarks/sweeps.py --runner v2 --shape llama-3.1-8b --transformer-lens
@@ -7,7 +7,7 @@ A sweep has a clean and a corrupt prompt of `--tokens` tokens, and patches every
 prompts, so that no prompt is in the prefix cache. On a GPU the systems run one after the other, since each takes most of its memory; on the
 CPU they take turns. TransformerLens runs cell by cell with its `generic_activation_patch`, and in batches of cells, by hooks on every layer
 that write one row each: the largest batch that fits into the memory. Its activations are graded by the logits of the last token, as
-midstream's are.
+midstream's are. `LanguageModel` runs cells one by one, a call of `generate` with a `Patch` for each, and in batches, as its `sweep` does.
 
 "The prefill limit" is the rate at which vLLM computes prompts of that length and one token each, without a plan and without the prefix
 cache: as many requests as the sweep has cells.
@@ -57,6 +57,21 @@ def swept(model: Any, clean: list[int], corrupt: list[int], layers: Any = "all")
         first = first or time.perf_counter() - began
         cells += 1
     return cells / (time.perf_counter() - began), first
+
+
+def one_by_one(model: Any, clean: list[int], corrupt: list[int], layers: list[int]) -> float:
+    """Cells a second, each in a call of its own."""
+    from midstream import Patch
+
+    run = model.record(clean, sites=SITES)
+    cells = list(itertools.product(SITES, layers, range(len(clean))))
+    began = time.perf_counter()
+    for site, layer, position in cells:
+        patch = Patch(site, layer=layer, position=position, source=run)
+        model.generate(corrupt, plan=patch, answers=[ANSWER, FOIL], max_tokens=1)
+    seconds = time.perf_counter() - began
+    del model.runs[run.name]
+    return len(cells) / seconds
 
 
 def prefilled(model: Any, corrupt: list[int], cells: int) -> float:
@@ -179,7 +194,8 @@ def main() -> None:
     prompts, found = pairs(arguments.tokens), dict[str, list[Any]]()
     path, _ = engine_arguments(arguments)
     with ExitStack() as stack:
-        model = start_engine(arguments, stack, graph_sites=SITES, enable_prefix_caching=True)
+        sizes = {} if arguments.cpu else {"max_num_seqs": 1024}  # vLLM's default on such GPUs
+        model = start_engine(arguments, stack, graph_sites=SITES, enable_prefix_caching=True, **sizes)
         cells = len(SITES) * model.num_layers * arguments.tokens
         runs: dict[str, Callable[[], Any]] = {
             "midstream": lambda: swept(model, *next(prompts)),
@@ -191,9 +207,9 @@ def main() -> None:
             from midstream import LanguageModel
 
             hf = LanguageModel(path, dtype=torch.float32)
-            runs["LanguageModel, cell by cell"] = lambda: swept(hf, *next(prompts), layers=[0, model.num_layers // 2])[
-                0
-            ]
+            some = [0, model.num_layers // 2]
+            runs["LanguageModel, one by one"] = lambda: one_by_one(hf, *next(prompts), some)
+            runs["LanguageModel, in batches"] = lambda: swept(hf, *next(prompts), layers=some)[0]
         runs_of_lens: dict[str, Callable[[], Any]] = {}
         if arguments.transformer_lens and arguments.cpu:
             runs |= lens_runs(path, arguments, prompts)
