@@ -68,6 +68,9 @@ def body(seed: int) -> str:
             [f"for k in ({layer},):", f"    model.layers_output[k] += SCALE * {vector}"],
             ["if SCALE > 1:", f"    {at} += {vector}"],
             [f"model.steer({layer}, V, {rng.choice([0.5, 2.0])})"],
+            [f"{at} -= ({at} @ U)[:, None] * U"],
+            [f"h = {at}", f"{at} = h - (h * U).sum(-1, keepdim=True) * U", "out.append(h.norm())"],
+            [f"{at}[:] -= {vector}"],
             *([] if has_steps else [[f"{at}[-1] = 0"], [f"{at}[[0, 2]] = V"], [f"{at}[1:] += {vector}"]]),
             # what stays in the forward
             [f"h = {at}", "h *= 0.9"],
@@ -87,7 +90,7 @@ def bodies(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
         torch.manual_seed(0)
         V, W = torch.randn(256), 3 * torch.randn(256)
-        VECTORS, SCALE = [V, W], 1.5
+        VECTORS, SCALE, U = [V, W], 1.5, V / V.norm()
 
         def mean(m, layer):
             return m.layers_output[layer].mean()

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from midstream.client.lowering import Lowered, lower, lower_all
-from midstream.plan.values import ModelFacts, Patch, Steer
+from midstream.plan.values import Clamp, ModelFacts, Patch, Steer
 from midstream.sites import LAYER_SITES
 from midstream.trace.program import FunctionProgram
 
@@ -110,6 +110,58 @@ def test_i2_a_known_vector_that_is_added_is_a_steer(fn, vector):
 def test_i2_summands_are_edits_of_their_own():
     there, lowered = edits(sum_of_three)
     assert there == [added(V), added(-0.5 * V)] and not lowered.needs_body
+
+
+UNIT = V / V.norm()
+
+
+def projected_in_place(model):
+    model.layers_output[2] -= (model.layers_output[2] @ UNIT)[:, None] * UNIT
+
+
+def projected_by_name(model):
+    h = model.layers_output[2]
+    model.layers_output[2] = h - (h @ UNIT).unsqueeze(-1) * UNIT
+
+
+def projected_by_outer(model):
+    model.layers_output[2] = model.layers_output[2] - torch.outer(model.layers_output[2] @ UNIT, UNIT)
+
+
+def projected_by_column(model):
+    model.layers_output[2][:] -= UNIT * (model.layers_output[2] @ UNIT[:, None])
+
+
+def projected_by_sum(model):
+    model.layers_output[2] -= (model.layers_output[2] * UNIT).sum(-1, keepdim=True) * UNIT
+
+
+def projected_by_sum_of_rows(model):
+    model.layers_output[2] -= (model.layers_output[2] * UNIT).sum(dim=1).unsqueeze(1) * UNIT
+
+
+PROJECTIONS = [
+    projected_in_place, projected_by_name, projected_by_outer, projected_by_column, projected_by_sum, projected_by_sum_of_rows,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fn", PROJECTIONS)
+def test_i2_a_direction_that_is_projected_out_is_a_clamp(fn):
+    lowered = found(fn)
+    assert lowered.reason is None, lowered.reason
+    (edit,) = lowered.edits
+    assert isinstance(edit, Clamp) and (edit.low, edit.high, edit.strength) == (0, 0, 1)
+    assert (edit.site, edit.at_layers, edit.phase, edit.place) == ("resid_post", (2,), "prefill", None)
+    torch.testing.assert_close(torch.tensor(edit.direction.data), UNIT)
+    assert lowered.needs_body == (fn is projected_by_name)
+
+
+def test_i2_all_rows_by_a_slice_are_those_of_each_step():
+    def each_step(model, tracer):
+        for _ in tracer.all():
+            model.layers_output[2][:] += V
+
+    assert edits(each_step)[0] == [added(V, where="both")]
 
 
 def test_i2_loops_over_known_layers_are_followed():
@@ -411,6 +463,53 @@ def vector_of_a_changed_list(model):
     vectors = [V]
     vectors.append(2 * V)
     model.layers_output[2] += vectors[-1]
+
+
+def projection_on_a_longer_vector(model):
+    model.layers_output[2] -= (model.layers_output[2] @ V)[:, None] * V
+
+
+def projection_by_two_directions(model):
+    model.layers_output[2] -= (model.layers_output[2] @ UNIT)[:, None] * UNIT.flip(0)
+
+
+def projection_of_another_layer(model):
+    model.layers_output[2] -= (model.layers_output[1] @ UNIT)[:, None] * UNIT
+
+
+def projection_that_is_added(model):
+    model.layers_output[2] += (model.layers_output[2] @ UNIT)[:, None] * UNIT
+
+
+def projection_twice(model):
+    model.layers_output[2] -= 2 * (model.layers_output[2] @ UNIT)[:, None] * UNIT
+
+
+def projection_of_other_dtypes(model):
+    model.layers_output[2] -= (model.layers_output[2] @ UNIT.half())[:, None] * UNIT.half()
+
+
+def projection_over_tokens(model):
+    model.layers_output[2] -= (model.layers_output[2] * UNIT).sum(0, keepdim=True) * UNIT
+
+
+def projection_without_an_axis(model):
+    model.layers_output[2] -= (model.layers_output[2] @ UNIT) * UNIT
+
+
+def projection_of_one_row(model):
+    model.layers_output[2][-1] -= (model.layers_output[2][-1] @ UNIT) * UNIT
+
+
+def projection_after_a_sum(model):
+    h = model.layers_output[2]
+    model.layers_output[2] += V
+    model.layers_output[2] = h - (h @ UNIT)[:, None] * UNIT
+
+
+def projection_of_the_sum(model):
+    model.layers_output[2] += V
+    model.layers_output[2] -= (model.layers_output[2] @ UNIT)[:, None] * UNIT
 
 
 def wrong_width(model):

@@ -91,7 +91,7 @@ class Record:
             place: dict[str, Any] = {"positions": at}
             if self.step != "prompt":
                 raise Stays(node, "a plan can name positions of the prompt alone")
-        elif kind == "add":
+        elif kind != "set":
             place = {"phase": {"prompt": "prefill", "all": "both", "decode": "decode"}[self.step]}
         elif self.step == "prompt":
             place = {"positions": tuple(range(self.length))}

@@ -48,7 +48,7 @@ from midstream.client.known import (
     may_hold,
     may_share,
 )
-from midstream.plan.values import Edit, Patch, Steer
+from midstream.plan.values import Clamp, Edit, Patch, Steer
 from midstream.sites import LAYER_SITES, Point, site_of
 from midstream.trace.program import KNOWN_PACKAGES
 from midstream.trace.rewrite import function_tree
@@ -374,11 +374,13 @@ class Reader:
 
     def _change(self, node: ast.AugAssign, target: ast.expr, op: ast.operator, value: ast.expr) -> None:
         if (place := self._written_point(target)) is not None:
-            point = self._point(place)
+            point, rows = self._point(place), self._rows(target, place)
             if not isinstance(op, (ast.Add, ast.Sub)):
-                raise Stays(node, "a plan adds, subtracts and replaces; this write does something else")
+                raise Stays(node, "a plan adds, subtracts, replaces and projects out; this write does something else")
+            if isinstance(op, ast.Sub) and rows is None and (along := self._projection(value, point)) is not None:
+                return self._project_out(node, point, along)
             added = self._known(value)
-            return self._add(node, point, added, -1.0 if isinstance(op, ast.Sub) else 1.0, self._rows(target, place))
+            return self._add(node, point, added, -1.0 if isinstance(op, ast.Sub) else 1.0, rows)
         found = self._value(value)
         match target:
             case ast.Name(id=name):
@@ -409,6 +411,10 @@ class Reader:
         place = self._written_point(target)
         assert place is not None
         point, rows = self._point(place), self._rows(target, place)
+        match value:
+            case ast.BinOp(left=left, op=ast.Sub(), right=right) if rows is None and self._is_own(left, point):
+                if (along := self._projection(right, point)) is not None:
+                    return self._project_out(node, point, along)
         if rows is None and (linear := self._linear(value, point)) is not None:
             for added, scale in linear:
                 self._add(node, point, added, scale, None)
@@ -442,12 +448,83 @@ class Reader:
                     return [*inner, (self._known(right), -1.0 if isinstance(op, ast.Sub) else 1.0)]
                 if isinstance(op, ast.Add) and (inner := self._linear(right, point)) is not None:
                     return [*inner, (self._known(left), 1.0)]
-            case ast.Name() | ast.Subscript():
-                found = self._value(node, quiet=True)
-                is_edited = any(there == point for there, _, _ in self.record.edits)
-                if isinstance(found, Site) and found.point == point and not (is_edited and isinstance(node, ast.Name)):
-                    return []
+            case _ if self._is_own(node, point):
+                return []
         return None
+
+    def _is_own(self, node: ast.expr, point: Point) -> bool:
+        """Whether the expression is the site's own value."""
+        if not isinstance(node, (ast.Name, ast.Subscript)):
+            return False
+        found = self._value(node, quiet=True)
+        is_edited = any(there == point for there, _, _ in self.record.edits)
+        return isinstance(found, Site) and found.point == point and not (is_edited and isinstance(node, ast.Name))
+
+    def _projection(self, node: ast.expr, point: Point) -> torch.Tensor | None:
+        """The unit vector d, if the expression is `(h @ d)[:, None] * d`, in one of the usual forms, of the site's own value h."""
+        match node:
+            case ast.BinOp(left=along, op=ast.Mult(), right=by):
+                if (vector := self._along(along, point, column=True)) is None:
+                    along, by = by, along
+                    vector = self._along(along, point, column=True)
+                if vector is None:
+                    return None
+            case ast.Call(func=function, args=[along, by], keywords=[]) if (
+                vector := self._along(along, point, column=False)
+            ) is not None:
+                called = self._value(function)
+                if not (isinstance(called, Known) and called.value in (torch.outer, torch.ger)):
+                    return None
+            case _:
+                return None
+        width = self.record.facts.widths[point]
+        direction, again = _row(vector, width), _row(self._known(by), width)
+        if direction is None or again is None or not torch.equal(direction, again):
+            raise Stays(node, "this is no projection on one direction")
+        off = abs(float(direction.double().norm()) - 1)
+        if off > max(1e-5, torch.finfo(vector.dtype).eps):
+            raise Stays(node, "the length of its direction is not 1, so this is no projection")
+        return direction
+
+    def _along(self, node: ast.expr, point: Point, column: bool) -> torch.Tensor | None:
+        """The vector d, if the expression is `h @ d` of the site's own value h: `[tokens]`, or `[tokens, 1]` as a `column`."""
+        found: Any = None
+        match node:
+            case ast.BinOp(left=left, op=ast.MatMult(), right=right) if self._is_own(left, point):
+                found = getattr(self._value(right), "value", None)
+                wanted = (self.record.facts.widths[point], *([1] if column else []))
+                # With another dtype, the product is an error.
+                if not isinstance(found, torch.Tensor) or tuple(found.shape) != wanted or not self._is_models(found):
+                    return None
+                found = found.reshape(-1)
+            case ast.Subscript(
+                value=inner, slice=ast.Tuple(elts=[ast.Slice(None, None, None), ast.Constant(None)])
+            ) if column:
+                return self._along(inner, point, column=False)
+            case ast.Call(func=ast.Attribute(value=inner, attr="unsqueeze"), args=[axis], keywords=[]) if column:
+                return self._along(inner, point, column=False) if self._known(axis) in (1, -1) else None
+            case ast.Call(
+                func=ast.Attribute(value=ast.BinOp(left=left, op=ast.Mult(), right=right), attr="sum"),
+                args=args,
+                keywords=named,
+            ):
+                given = {each.arg: self._known(each.value) for each in named}
+                given |= dict(zip(("dim", "keepdim"), map(self._known, args), strict=False))
+                if not (self._is_own(left, point) and given.pop("dim", None) in (1, -1)):
+                    return None
+                if given.pop("keepdim", False) is not column or given:
+                    return None
+                found = getattr(self._value(right), "value", None)
+        return found if isinstance(found, torch.Tensor) and found.dtype.is_floating_point else None
+
+    def _is_models(self, value: torch.Tensor) -> bool:
+        """Whether it has the model's dtype."""
+        return str(value.dtype).removeprefix("torch.") == self.record.facts.dtype
+
+    def _project_out(self, node: ast.AST, point: Point, direction: torch.Tensor) -> None:
+        self.record.write(
+            node, point, "project", lambda place: [Clamp(point[0], layers=point[1], direction=direction, **place)], None
+        )
 
     def _add(self, node: ast.AST, point: Point, added: Any, scale: float, rows: tuple[int, ...] | None) -> None:
         vector = _row(added, self.record.facts.widths[point])
@@ -471,6 +548,8 @@ class Reader:
             index = index[0]
         length = self.record.length
         try:
+            if index == slice(None):
+                return None
             if isinstance(index, slice):
                 return tuple(range(length)[index])
             listed = index if isinstance(index, (list, tuple, range)) else [index]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -118,7 +118,12 @@ class _Rules:
             waits = list(takewhile(lambda request: request.request_id not in apart, waiting))
         shown = [request for request in running if (request.request_id in apart) is traced]
         before, hidden = set(running), len(running) - len(shown)
-        given = waits[: self.max_num_running_reqs - len(running)]  # requests that vLLM does not see keep their slots
+        given: list[Any] = []
+        slots = self.max_num_running_reqs - len(running)  # requests that vLLM does not see keep their slots
+        for group in self._groups(waits):
+            if len(given) + len(group) > slots:
+                break
+            given += group
         self.running, self.waiting = shown, type(waiting)()
         for request in given:
             self.waiting.add_request(request)
@@ -199,26 +204,31 @@ class _Rules:
 
     def _take_held_back(self) -> list[Any]:
         """Take the requests that have to wait off the queue: the first trace that does not fit, and all requests behind it."""
-        waiting = [(request, _unstarted_trace(request)) for request in self.waiting]
-        together: dict[str, list[Any]] = {}
-        for request, trace in waiting:
-            if trace is not None and trace.together:
-                together.setdefault(trace.trace, []).append(request)
         budget = self.max_num_scheduled_tokens - sum(map(_to_compute, self.running))
         slots = self.max_num_running_reqs - len(self.running)
-        for position, (request, trace) in enumerate(waiting):
-            group = together[trace.trace] if trace is not None and trace.together else [request]
-            if request is not group[0]:
-                continue  # counted with the first request of its trace
-            need = sum(map(_to_compute, group))
+        groups = self._groups(self.waiting)
+        for position, group in enumerate(groups):
+            need, trace = sum(map(_to_compute, group)), _unstarted_trace(group[0])
             if trace is not None:
                 all_fit = not trace.together or len(group) == trace.size <= slots
                 if need > budget or not all_fit:
-                    held = [request for request, _ in waiting[position:]]
+                    held = list(chain.from_iterable(groups[position:]))
                     self.waiting.remove_requests(held)
                     return held
             budget, slots = budget - need, slots - len(group)
         return []
+
+    def _groups(self, waiting: Iterable[Any]) -> list[list[Any]]:
+        """The waiting requests, those that have to begin together in one group, in the order of the first of each group.
+
+        Requests of several clients may come interleaved.
+        """
+        groups: dict[str, list[Any]] = {}
+        for request in waiting:
+            trace = _unstarted_trace(request) if request.request_id in self._unstarted else None
+            name = f"trace {trace.trace}" if trace is not None and trace.together else request.request_id
+            groups.setdefault(name, []).append(request)
+        return list(groups.values())
 
     def _update(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         step_ends: StepEnds | None = getattr(model_runner_output, "midstream", None)
