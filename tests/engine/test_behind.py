@@ -12,6 +12,7 @@ import pytest
 import torch
 from engines import alive
 
+from midstream import Capture, Steer
 from midstream.client import vllm as client
 from midstream.errors import MidstreamError
 
@@ -210,10 +211,38 @@ def test_f1_a_standing_edit_runs_behind_the_step(engine: VLLM) -> None:
     assert after["traced_steps"] == before["traced_steps"]
 
 
-def test_plans_beside_a_trace_keep_it_in_the_forward(engine: VLLM) -> None:
-    """Their edits and the trace's act in an order that a plan cannot say."""
-    from midstream import Steer
+def test_i4_a_plan_beside_a_trace_joins_its_plan_if_they_do_not_meet(engine: VLLM) -> None:
+    """Seen failing without the plan's edits, and with `meets` always false."""
+    steer, v = Steer("resid_post", layers=[2, -4], vector=torch.full((256,), 3.0)), torch.ones(256)
 
+    def read(model: Any, tracer: Any, at: int) -> list[Any]:
+        found = []
+        for _ in tracer.iter[:]:
+            model.layers_output[3] += v
+            found.append(model.layers_output[at].clone())
+        return found
+
+    for at, plan, joins in ((6, steer, True), (4, steer, False), (6, [steer, Capture("resid_post", layers=1)], False)):
+
+        def traced(at: int = at, plan: Any = plan) -> Any:
+            with engine.trace(PROMPTS[0], plan=plan, max_tokens=3, temperature=0.0) as tracer:
+                values = read(engine, tracer, at).save()
+            return values, list(tracer.result.outputs[0].token_ids)
+
+        with in_the_forward():
+            expected, tokens = traced()
+        before = engine.gauges()[0]["forward_traced_steps"]
+        values, found = traced()
+        assert (engine.gauges()[0]["forward_traced_steps"] == before) is joins and found == tokens
+        for mine, theirs in zip(values, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+        with in_the_forward():
+            assert not torch.allclose(traced(plan=None)[0][0], expected[0], atol=0.1)  # the plan changes something
+    assert not any(alive(engine))
+
+
+def test_a_trace_reads_a_site_after_the_edits_of_a_plan_beside_it(engine: VLLM) -> None:
+    """One plan cannot say that, so it stays in the forward."""
     steer = Steer("resid_post", layers=2, vector=torch.ones(256))
     before = engine.gauges()[0]["forward_traced_steps"]
     with engine.trace(PROMPTS[0], plan=steer, temperature=0.0):
@@ -237,7 +266,10 @@ def test_i2_explain_says_what_becomes_of_a_trace(engine: VLLM, capsys: pytest.Ca
     assert engine.explain(steers).endswith("A plan does all of it: no code runs in the engine.")
     text = engine.explain(scales)
     assert f"line {line + 1}  read     resid_post[1] is captured" in text
-    assert f"line {line + 2}  forward  a plan adds, subtracts and replaces; this write does something else" in text
+    assert (
+        f"line {line + 2}  forward  a plan adds, subtracts, replaces and projects out; this write does something else"
+        in text
+    )
     capsys.readouterr()
     with engine.explain() as tracer:
         for _ in tracer.iter[:]:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import traceback
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -46,16 +43,6 @@ def test_f3_an_engine_without_traces_allowed_refuses_them_and_serves_on(closed_t
     outputs = model.generate([PARIS, EIFFEL], max_tokens=3, temperature=0.0)
     assert [list(o.outputs[0].token_ids) for o in outputs] == [plain.generate(p, 3) for p in (PARIS, EIFFEL)]
     assert not any(n for gauges in model.gauges() for name, n in gauges.items() if name != "queued_bytes")
-
-
-def test_f3_a_script_that_its_own_engine_would_run_again_says_so(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text("from engines import start_spawned\nstart_spawned(enforce_eager=True)\n")
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 1
-    (said,) = {line for line in done.stderr.splitlines() if "MidstreamError: " in line}
-    assert "The script starts an engine whenever it is imported" in said and 'if __name__ == "__main__":' in said
 
 
 def test_f3_a_closed_engine(closed_to_traces):

@@ -54,6 +54,12 @@ class Lowered:
     def written(self) -> set[Point]:
         return {(edit.site, layer) for edit in self.edits for layer in edit.at_layers}
 
+    def meets(self, plan: Plan, num_layers: int) -> bool:
+        """Whether the plan edits a point that this reads or writes. Raises PlanError for a layer outside the model."""
+        edits = [edit.counted_from_0(num_layers) for edit in plan.edits]
+        there = {(edit.site, layer) for edit in edits for layer in edit.layers_in(num_layers)}
+        return bool(there & (self.reads.keys() | self.written))
+
     @cached_property
     def plan(self) -> Plan:
         """The edits, and captures of the rows that the body needs: its own writes go to its copies of them."""

@@ -239,10 +239,14 @@ class VLLM(DescribedModel):
 
     def _lowered(self, invokes: Sequence[Invoke], prompts: Sequence[list[int]]) -> list[Lowered] | None:
         """What the plans of these traces are, if none of them has to run in the forward."""
-        if not self._connection.is_described or any(invoke.plan for invoke in invokes):
-            return None  # a plan's edits and a trace's would act in another order
+        if not self._connection.is_described or any(invoke.plan.captures for invoke in invokes if invoke.plan):
+            return None
         sites = self.description["free_sites"]
-        return lower_trace(self._programs(invokes), self.facts, [len(ids) for ids in prompts], sites)
+        found = lower_trace(self._programs(invokes), self.facts, [len(ids) for ids in prompts], sites)
+        for invoke, each in zip(invokes, found or (), strict=bool(found)):
+            if invoke.plan and each.meets(invoke.plan, self.facts.num_layers):
+                return None  # the trace's part comes after the plan's edits, and one plan cannot say that
+        return found
 
     def stream(
         self, invokes: Sequence[Invoke], prompts: Sequence[list[int]], code: ShippedCode | None, together: bool
@@ -278,7 +282,10 @@ class VLLM(DescribedModel):
         if any(invoke.plan for invoke in invokes):
             plans = self.planner.prepare_all(invokes, prompts)
         if lowered is not None:
-            planned = [replace(invoke, plan=each.plan) for invoke, each in zip(invokes, lowered, strict=True)]
+            planned = [
+                replace(invoke, plan=(invoke.plan or Plan()) + each.plan)
+                for invoke, each in zip(invokes, lowered, strict=True)
+            ]
             plans = self.planner.prepare_all(planned, prompts)
             traces = [replace(trace, behind=True) for trace in traces if trace is not None]
             if not any(each.needs_body for each in lowered):
