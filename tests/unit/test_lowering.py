@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import midstream
 from midstream.client.lowering import Lowered, lower, lower_all
 from midstream.plan.values import Clamp, ModelFacts, Patch, Steer
 from midstream.sites import LAYER_SITES
-from midstream.trace.program import FunctionProgram
+from midstream.trace.program import FunctionProgram, keeps_to_graph_sites
 
 LAYERS, WIDTH, LENGTH = 4, 8, 5
 FACTS = ModelFacts(LAYERS, {(site, layer): WIDTH for site in LAYER_SITES for layer in range(LAYERS)}, "float32")
@@ -52,6 +53,21 @@ def _vector(edit):
 
 def added(vector, layer=2, where="prefill"):
     return ("resid_post", layer, where, vector.tolist())
+
+
+def test_save_may_be_used_by_the_packages_name():
+    def by_name(model):
+        return midstream.save(model.layers_output[2])
+
+    def by_another_name(model):
+        m, found = midstream, []
+        for layer in range(2):
+            found.append(m.save(model.layers_output[layer]))
+        return found
+
+    assert found(by_name).reason is None and set(found(by_name).reads) == {("resid_post", 2)}
+    assert set(found(by_another_name).reads) == {("resid_post", 0), ("resid_post", 1)}
+    assert keeps_to_graph_sites(FunctionProgram(by_name)) and not keeps_to_graph_sites(FunctionProgram(by_another_name))
 
 
 # Writes that a plan makes.
@@ -510,6 +526,15 @@ def projection_after_a_sum(model):
 def projection_of_the_sum(model):
     model.layers_output[2] += V
     model.layers_output[2] -= (model.layers_output[2] @ UNIT)[:, None] * UNIT
+
+
+def another_name_of_the_package(model):
+    return midstream.demo_model(model.layers_output[2])
+
+
+def package_in_a_function(model):
+    save = lambda h: midstream.save(h)  # noqa: E731
+    return save(model.layers_output[2])
 
 
 def wrong_width(model):

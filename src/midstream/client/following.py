@@ -50,7 +50,7 @@ from midstream.client.known import (
 )
 from midstream.plan.values import Clamp, Edit, Patch, Steer
 from midstream.sites import LAYER_SITES, Point, site_of
-from midstream.trace.program import KNOWN_PACKAGES
+from midstream.trace.program import KNOWN_PACKAGES, is_package
 from midstream.trace.rewrite import function_tree
 from midstream.trace.saves import variables_of
 from midstream.trace.tracer import save
@@ -668,7 +668,7 @@ class Reader:
     def _named(self, node: ast.Name, name: str) -> Any:
         if name in self.names:
             found = self.names[name]
-            if isinstance(found, Known) and not is_followed(found.value):
+            if isinstance(found, Known) and not (is_followed(found.value) or is_package(found.value)):
                 raise Stays(node, f"{name}, a {type(found.value).__name__}, may reach the model by another way")
             return found
         if name in REFUSED:
@@ -705,6 +705,8 @@ class Reader:
                 return Method(TRACER, attribute)
             raise Stays(node, f"tracer.{attribute} is not followed here")
         if isinstance(owner, Known):
+            if is_package(owner.value) and attribute != "save":
+                raise Stays(node, f"midstream.{attribute} is not followed here")
             if isinstance(owner.value, ModuleType) or (
                 isinstance(owner.value, torch.Tensor) and attribute in (*PLAIN_ATTRIBUTES, "T", "mT")
             ):

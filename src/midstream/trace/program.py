@@ -374,8 +374,14 @@ def keeps_to_graph_sites(program: Program) -> bool:
     else:
         return False
     uses |= {name: _MODEL_USES for name, value in values.items() if is_model(value)}
+    uses |= {name: frozenset({"save"}) for name, value in values.items() if is_package(value)}
     others = [value for name, value in values.items() if name not in uses]
     return all(map(harmless, [*others, *defaults])) and _uses_only(code, uses)
+
+
+def is_package(value: Any) -> bool:
+    """Whether it is the module `midstream`, of which traces use `save`."""
+    return isinstance(value, ModuleType) and value.__name__ == "midstream"
 
 
 def is_model(value: Any) -> bool:
