@@ -53,6 +53,14 @@ def test_f3_a_closed_engine(closed_to_traces):
         with model.trace(PARIS):
             model.logits.save()
     assert "SkipBlock" not in "".join(traceback.format_exception(raised.value))
+    with pytest.raises(EngineClosedError) as raised:
+        try:
+            raise KeyError("the caller's own")
+        except KeyError:
+            with model.trace(PARIS):
+                model.logits.save()
+    printed = "".join(traceback.format_exception(raised.value))
+    assert "SkipBlock" not in printed and "the caller's own" in printed
     with pytest.raises(EngineClosedError):
         model.run(lambda m: m.logits, PARIS)
     with pytest.raises(EngineClosedError):

@@ -28,7 +28,7 @@ from midstream.capture.consumers import CaptureInfo
 from midstream.capture.directory import DirectorySink, Store, remove_orphans
 from midstream.client import collecting
 from midstream.client.language_model_batch import RunningPlan
-from midstream.errors import CaptureError, ParameterError, PlanError, PromptError
+from midstream.errors import CaptureError, NotCapturedError, ParameterError, PlanError, PromptError
 
 if TYPE_CHECKING:
     from midstream import VLLM
@@ -78,6 +78,10 @@ def test_the_captures_come_in_the_order_of_the_prompts(hf: LanguageModel, tmp_pa
         assert [capture.prompt_token_ids for capture in store.values()] == given
         assert len(store) == len(given) and all(name in store for name in store)
     assert len(open_captures(tmp_path)) == 5
+    store = hf.collect(IDS[:1], plan=LAST, to=tmp_path)
+    (other,) = (name for name, capture in open_captures(tmp_path).items() if capture.prompt_token_ids == IDS[3])
+    with pytest.raises(NotCapturedError, match=f"{other}.*not among the prompts of this call.*open_captures"):
+        store[other]
 
 
 @pytest.mark.parametrize("first", [None, ["a", "b"]])

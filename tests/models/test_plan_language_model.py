@@ -404,12 +404,20 @@ def test_a_plan_may_come_in_any_form_that_plans_have(hf: LanguageModel, plain: P
 
 def test_one_edit_for_each_prompt_in_a_flat_list_is_warned_of(hf: LanguageModel, caplog: Any) -> None:
     """All prompts get all of them."""
-    steers = [Steer("resid_post", layers=5, vector=vector(1, scale)) for scale in (100.0, 200.0)]
-    for quiet in ([[each] for each in steers], [*steers, steers[0]], [steers[0], Capture("resid_post")]):
+    steers = [Steer("resid_post", layers=5, vector=vector(1), scale=scale) for scale in (100.0, 200.0)]
+    two = [Clamp("resid_post", layers=5, direction=vector(seed)) for seed in (1, 2)]
+    other = Steer("resid_post", layers=5, vector=vector(2))
+    for quiet in (
+        [[each] for each in steers],
+        [*steers, steers[0]],
+        [steers[0], Capture("resid_post")],
+        two,
+        [steers[0], other],
+    ):
         hf.generate([FRANCE] * 2, plan=quiet, max_tokens=1)
     assert "plan=[[each] for each in plan]" not in caplog.text
     hf.generate([FRANCE] * 2, plan=steers, max_tokens=1)
-    assert "All 2 prompts get the sum of all 2 interventions" in caplog.text
+    assert "each of the 2 prompts gets the sum of all 2 Steers" in caplog.text
 
 
 @dataclass(frozen=True)
@@ -513,5 +521,5 @@ def test_d1_a_captured_row_is_a_vector(hf: LanguageModel) -> None:
     rows = output.captures["resid_post", 3]
     scaled = Steer("resid_post", vector=rows[:1].float(), scale=torch.tensor(2.0))
     assert scaled == Steer("resid_post", vector=rows[0].float(), scale=2.0)
-    with pytest.raises(PlanError, match=r"of shape \[5, 256\]; allowed: shape \[hidden\], such as one row of it"):
+    with pytest.raises(PlanError, match=r"of shape \[5, 256\]; allowed: shape \[hidden\], such as x\[0\] or x.mean"):
         Steer("resid_post", vector=rows.float())

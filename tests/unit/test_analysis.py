@@ -21,6 +21,13 @@ model = Model()
 vector = torch.ones(4)
 
 
+def with_a_default(m, layer=3, scale=vector):
+    return m.layers_output[layer] * scale
+
+
+first, second = (lambda m: m.layers_output[1] + vector), (lambda m: m.mlps_output[1] + vector)
+
+
 def other_site(m):
     return m.mlps_output[2]
 
@@ -67,6 +74,12 @@ def from_locals(m):
     return locals()["m"].mlps_output[0]
 
 
+def imports(m):
+    import inspect
+
+    return inspect.currentframe().f_locals["m"].mlps_output[0]
+
+
 def cached(m, tracer):
     return tracer.cache()
 
@@ -75,13 +88,13 @@ def global_module(m):
     return model.mlps_output[3]
 
 
-@pytest.mark.parametrize("fn", [steer, several, nested, global_model, logits_written])
+@pytest.mark.parametrize("fn", [steer, several, nested, global_model, logits_written, with_a_default, first])
 def test_keeps_to_graph_sites(fn):
     assert keeps_to_graph_sites(FunctionProgram(fn))
 
 
 @pytest.mark.parametrize(
-    "fn", [other_site, module, handed_on, by_name, renamed, from_locals, cached, global_module, max]
+    "fn", [other_site, module, handed_on, by_name, renamed, from_locals, cached, global_module, imports, second, max]
 )
 def test_may_reach_further(fn):
     assert not keeps_to_graph_sites(FunctionProgram(fn))

@@ -70,6 +70,19 @@ def test_save_may_be_used_by_the_packages_name():
     assert keeps_to_graph_sites(FunctionProgram(by_name)) and not keeps_to_graph_sites(FunctionProgram(by_another_name))
 
 
+def test_i1_lambdas_are_followed_and_defaults_are_known():
+    first, other = (lambda model: model.layers_output[2]), (lambda model, at=1: model.mlps_output[at] + V)
+    assert set(found(first).reads) == {("resid_post", 2)} and found(first).reason is None
+    assert set(found(other).reads) == {("mlp_out", 1)} and found(other).reason is None
+    same = [lambda model: model.layers_output[0], lambda model: model.layers_output[0]]
+    assert all(set(found(each).reads) == {("resid_post", 0)} for each in same)
+
+    def steered(model, layer=1, vector=V):
+        model.layers_output[layer] += vector
+
+    assert edits(steered)[0] == [added(V, layer=1)]
+
+
 # Writes that a plan makes.
 
 
@@ -521,6 +534,23 @@ def projection_after_a_sum(model):
     h = model.layers_output[2]
     model.layers_output[2] += V
     model.layers_output[2] = h - (h @ UNIT)[:, None] * UNIT
+
+
+def value_of_an_earlier_step(model, tracer):
+    h = model.layers_output[2]
+    for _ in tracer.iter[1:]:
+        model.layers_output[2] = h + V
+
+
+def projection_of_an_earlier_step(model, tracer):
+    h = model.layers_output[2]
+    for _ in tracer.iter[1:]:
+        model.layers_output[2] -= (h @ UNIT)[:, None] * UNIT
+
+
+def projection_by_a_rounded_direction(model):
+    d = torch.tensor([1.0078125] + [0.0] * (WIDTH - 1), dtype=torch.bfloat16)
+    model.layers_output[2] -= (model.layers_output[2] * d).sum(-1, keepdim=True) * d
 
 
 def projection_of_the_sum(model):

@@ -44,7 +44,7 @@ def interleaved() -> list[Request]:
 @pytest.mark.parametrize(
     ("slots", "budget", "left", "held"),
     [
-        (5, 1000, "a1 b1 a2 b2 c", ""),
+        (5, 1000, "a1 a2 b1 b2 c", ""),
         (3, 1000, "a1 a2", "b1 b2 c"),  # seen failing: a2 was held with b1, and a1 began alone
         (5, 3 * LENGTH, "a1 a2", "b1 b2 c"),
         (1, 1000, "", "a1 a2 b1 b2 c"),
@@ -53,6 +53,14 @@ def interleaved() -> list[Request]:
 def test_requests_that_begin_together_are_held_back_together(slots: int, budget: int, left: str, held: str) -> None:
     made = scheduler(interleaved(), slots, budget)
     assert names(made._take_held_back()) == held and names(made.waiting) == left
+
+
+@pytest.mark.parametrize("between", [request("b1", "b"), request("c")])
+def test_nobody_takes_the_place_of_a_request_that_others_begin_with(between: Request) -> None:
+    """Seen failing: vLLM takes requests in the order of the queue, and began `a1` with the one between."""
+    made = scheduler([request("a1", "a", 2), between, request("a2", "a", 2)], slots=2)
+    assert made._take_held_back() == []
+    assert names(made.waiting) == f"a1 a2 {between.request_id}"
 
 
 @pytest.mark.parametrize(("slots", "shown"), [(4, "a1 a2 b1 b2"), (3, "a1 a2"), (2, "a1 a2"), (1, "")])

@@ -468,7 +468,7 @@ class Store(Mapping[str, StoredCapture]):
     `id@engine`; if one engine used it again, `id#2`.
 
     Args:
-        only: the names to list, in this order; None for all, in the order in which they were written.
+        only: the names to list, in this order; None for all, in the order in which each writer wrote them.
     """
 
     def __init__(self, directory: str | Path, only: Sequence[str] | None = None) -> None:
@@ -517,6 +517,10 @@ class Store(Mapping[str, StoredCapture]):
             self.refresh()
             record = self._names.get(request_id)
         if record is None:
+            if self._only is not None and request_id in Store(self._directory):
+                raise NotCapturedError(
+                    f"{request_id!r} is not among the prompts of this call of collect. Use open_captures({str(self._directory)!r})."
+                )
             raise NotCapturedError(f"{self._directory} has no request {request_id!r}: {self._near(request_id)}")
         if record.error:
             raise CaptureError(f"the capture of request {request_id!r} failed: {record.error}")

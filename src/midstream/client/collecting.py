@@ -193,5 +193,5 @@ def _name(tokens: str, seen: Counter[str]) -> str:
 
 
 def _is_made(name: str, tokens: str) -> bool:
-    """Whether an id was made by `_name`."""
+    """Whether an id has the form that `_name` gives to a prompt of these tokens."""
     return name.partition("#")[0] == tokens[:16]

@@ -345,6 +345,9 @@ class Reader:
         targets = [target] if target is not None else []
 
         def once() -> None:
+            for name, value in self.names.items():
+                if isinstance(value, Site):  # read in an earlier step
+                    self.names[name] = SHARED
             for each in targets:
                 self._bind(each, NEW)
             self._all(body)
@@ -461,7 +464,10 @@ class Reader:
         return isinstance(found, Site) and found.point == point and not (is_edited and isinstance(node, ast.Name))
 
     def _projection(self, node: ast.expr, point: Point) -> torch.Tensor | None:
-        """The unit vector d, if the expression is `(h @ d)[:, None] * d`, in one of the usual forms, of the site's own value h."""
+        """d, if the expression is `(h @ d)[:, None] * d` or an equal form, where h is the site's value; else None.
+
+        Raises Stays if d is not a unit vector.
+        """
         match node:
             case ast.BinOp(left=along, op=ast.Mult(), right=by):
                 if (vector := self._along(along, point, column=True)) is None:
@@ -480,14 +486,14 @@ class Reader:
         width = self.record.facts.widths[point]
         direction, again = _row(vector, width), _row(self._known(by), width)
         if direction is None or again is None or not torch.equal(direction, again):
-            raise Stays(node, "this is no projection on one direction")
-        off = abs(float(direction.double().norm()) - 1)
-        if off > max(1e-5, torch.finfo(vector.dtype).eps):
-            raise Stays(node, "the length of its direction is not 1, so this is no projection")
+            raise Stays(node, "the two vectors of this projection differ, have another shape, or require a gradient")
+        norm = float(direction.double().norm())
+        if abs(norm - 1) > (1e-5 if self.record.facts.dtype == "float32" else 1e-3):
+            raise Stays(node, f"the direction that is projected out has the norm {norm:g}, and not 1")
         return direction
 
     def _along(self, node: ast.expr, point: Point, column: bool) -> torch.Tensor | None:
-        """The vector d, if the expression is `h @ d` of the site's own value h: `[tokens]`, or `[tokens, 1]` as a `column`."""
+        """d, if the expression is `h @ d`, where h is the site's value: `[tokens]`, or `[tokens, 1]` as a `column`; else None."""
         found: Any = None
         match node:
             case ast.BinOp(left=left, op=ast.MatMult(), right=right) if self._is_own(left, point):

@@ -171,7 +171,9 @@ def _code_of(program: Program) -> tuple[Sequence[ast.stmt], dict[str, Any]]:
         return program.block.compiled.statements, names | dict.fromkeys(program.block.borrows, SHARED)
     if isinstance(program, FunctionProgram) and isinstance(program.fn, FunctionType):
         function, names = source_of(program.fn, None)
-        given = [MODEL, TRACER][: len(function.args.args)]
-        names |= dict(zip((argument.arg for argument in function.args.args), given, strict=False))
+        arguments, defaults = [each.arg for each in function.args.args], program.fn.__defaults__ or ()
+        required = len(arguments) - len(defaults)
+        names |= dict(zip(arguments[:required], (MODEL, TRACER), strict=False))
+        names |= dict(zip(arguments[required:], map(abstract, defaults), strict=True))
         return function.body, names
     raise Stays(None, "the function has no source that can be read")

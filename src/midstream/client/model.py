@@ -437,8 +437,9 @@ class TraceModel(Sizes):
             `mode="async"`.
 
         Raises:
-            CaptureError: the directory holds captures of another model, plan or prompt, or the same prompt under another kind of id,
-                and nothing has been run; or some captured rows did not arrive there.
+            CaptureError: the directory holds captures of another model or plan, another prompt under one of these ids, or one of these
+                prompts from a call with `ids` where this one has none, or the other way round. Nothing has been run. Also raised if
+                some captured rows were not written.
             PlanError, PromptError, ParameterError: the plan, a prompt, the ids or a parameter is invalid. Nothing has been run.
         """
         _refuse_in_trace("collect")

@@ -32,6 +32,7 @@ from midstream.plan.values import (
     ModelFacts,
     Plan,
     RecordedRun,
+    Steer,
     check,
     counted_from_0,
     has_spans,
@@ -266,9 +267,10 @@ def plans_of(given: Any, prompts: int, single: bool = False) -> list[Plan]:
         PlanError: it is neither.
     """
     if not isinstance(given, (list, tuple)) or all(isinstance(item, _INTERVENTIONS) for item in given):
-        if prompts > 1 and isinstance(given, (list, tuple)) and len(given) == prompts and _change_the_same(given):
+        if prompts > 1 and isinstance(given, (list, tuple)) and len(given) == prompts and _are_scales(given):
             _log.warning(
-                "All %s prompts get the sum of all %s interventions in plan. For one each, write plan=[[each] for each in plan]",
+                "plan is a flat list, so each of the %s prompts gets the sum of all %s Steers. To give each prompt one of them, write "
+                "plan=[[each] for each in plan]",
                 prompts,
                 prompts,
             )
@@ -284,14 +286,10 @@ def plans_of(given: Any, prompts: int, single: bool = False) -> list[Plan]:
     return [Plan.of(item) for item in given]
 
 
-def _change_the_same(given: Sequence[Any]) -> bool:
-    """Whether they are edits of one kind at one place."""
-    kinds = {
-        (type(each), each.site, each.at_layers, each.place, getattr(each, "phase", None))
-        for each in given
-        if isinstance(each, Edit)
-    }
-    return len(kinds) == 1 and all(isinstance(each, Edit) for each in given)
+def _are_scales(given: Sequence[Any]) -> bool:
+    """Whether they are `Steer`s that differ in their scales only."""
+    same = {changed(each, scale=1.0) for each in given if isinstance(each, Steer)}
+    return len(same) == 1 and all(isinstance(each, Steer) for each in given)
 
 
 @dataclass(frozen=True)

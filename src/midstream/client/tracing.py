@@ -89,7 +89,8 @@ class BlockContext:
         try:
             self._captured(self._block, frame)
         except BaseException as raised:
-            raised.__suppress_context__ = True  # what has ended the block is midstream's own
+            if raised.__context__ is error and error is not None:  # hide `SkipBlock`, which ended the block
+                raised.__context__ = error.__context__
             raise
         return True
 

@@ -245,7 +245,7 @@ class VLLM(DescribedModel):
         found = lower_trace(self._programs(invokes), self.facts, [len(ids) for ids in prompts], sites)
         for invoke, each in zip(invokes, found or (), strict=bool(found)):
             if invoke.plan and each.meets(invoke.plan, self.facts.num_layers):
-                return None  # the trace's part comes after the plan's edits, and one plan cannot say that
+                return None  # the trace acts after the plan's edits; one plan would make them in an order of its own
         return found
 
     def stream(
@@ -279,14 +279,21 @@ class VLLM(DescribedModel):
         if code is not None:
             traces = self._traces(invokes, prompts, code, together)
         plans: Sequence[PreparedPlan | None] = [None] * len(invokes)
-        if any(invoke.plan for invoke in invokes):
-            plans = self.planner.prepare_all(invokes, prompts)
+        has_plans = any(invoke.plan for invoke in invokes)
         if lowered is not None:
             planned = [
                 replace(invoke, plan=(invoke.plan or Plan()) + each.plan)
                 for invoke, each in zip(invokes, lowered, strict=True)
             ]
-            plans = self.planner.prepare_all(planned, prompts)
+            try:
+                plans = self.planner.prepare_all(planned, prompts)
+            except PlanError:
+                if not has_plans:
+                    raise
+                lowered = None  # too much for one plan, or the caller's own is wrong
+        if lowered is None and has_plans:
+            plans = self.planner.prepare_all(invokes, prompts)
+        if lowered is not None:
             traces = [replace(trace, behind=True) for trace in traces if trace is not None]
             if not any(each.needs_body for each in lowered):
                 traces = [None] * len(invokes)  # the plans do all that they do

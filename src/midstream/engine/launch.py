@@ -101,7 +101,7 @@ def start(arguments: dict[str, Any], *, is_async: bool) -> Any:
 
     Raises:
         ParameterError: an argument that vLLM does not have.
-        MidstreamError: the engine's own process, which imports the caller's script, has come here.
+        MidstreamError: called while a new process imports the caller's script, which has no `__main__` guard.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise MidstreamError(

@@ -207,6 +207,11 @@ class _Rules:
         budget = self.max_num_scheduled_tokens - sum(map(_to_compute, self.running))
         slots = self.max_num_running_reqs - len(self.running)
         groups = self._groups(self.waiting)
+        if len(groups) < len(self.waiting):  # vLLM takes them in the order of the queue
+            grouped = list(chain.from_iterable(groups))
+            self.waiting.remove_requests(grouped)
+            for request in grouped:
+                self.waiting.add_request(request)
         for position, group in enumerate(groups):
             need, trace = sum(map(_to_compute, group)), _unstarted_trace(group[0])
             if trace is not None:
@@ -219,7 +224,7 @@ class _Rules:
         return []
 
     def _groups(self, waiting: Iterable[Any]) -> list[list[Any]]:
-        """The waiting requests, those that have to begin together in one group, in the order of the first of each group.
+        """Group the requests: those that have to begin together share a group. The first request of each group gives the order.
 
         Requests of several clients may come interleaved.
         """

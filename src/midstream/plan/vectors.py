@@ -239,7 +239,7 @@ def _finite_float32(field: str, value: Any, *, booleans: bool = False) -> np.nda
     if array.ndim == 2 and array.shape[0] == 1:  # one captured row
         array = array[0]
     if array.ndim != 1 or not array.size:
-        rows = ", such as one row of it, [0], or the mean over rows, .mean(0); for a row in each layer, give a list of interventions"
+        rows = ", such as x[0] or x.mean(0). For another vector at each layer, give a list with an intervention for each layer"
         hint = rows if array.ndim == 2 else ""
         raise fields.refuse(field, f"of shape {list(array.shape)}", f"shape [hidden]{hint}")
     for what, wrong in (("NaN", np.isnan(array)), ("infinity", np.isinf(array))):

@@ -38,7 +38,7 @@ class BestCell:
     Attributes:
         value, recovered: as in `SweepResult`. `recovered` is NaN if the two prompts do not differ, or if there is no corrupt prompt.
         effect: as in `SweepResult.effects`.
-        positions: in the patched prompt, or in that of the first pair.
+        positions: in the patched prompt; with several pairs, in that of the first pair that has the cell.
         token: the label of the cell's column.
     """
 

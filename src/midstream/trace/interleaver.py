@@ -195,7 +195,8 @@ class Interleaver(Forward):
                 + " The call lies on a branch that was not taken, or its module was running already when it was asked for."
             )
         if key[:2] not in self.order and key not in LAST_POINTS:
-            instead = "use model.logits" if key[0].endswith("lm_head") else "print(model) lists the modules"
+            is_head = key[1] == "output" and key[0].endswith(("lm_head", "embed_out"))
+            instead = "use model.logits" if is_head else "print(model) lists the modules"
             return text + f" `{key[0]}` is not called in this model's forward; {instead}."
         return text
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import builtins
 import contextlib
-import dis
 import functools
 import inspect
 import io
@@ -13,7 +13,7 @@ import pickle
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
@@ -26,6 +26,7 @@ import torch
 from midstream.errors import InterventionError, MidstreamError, StageFailedError, TraceError, text_of
 from midstream.trace.block import Block, locals_at
 from midstream.trace.body import Body, StopTrace, current_body
+from midstream.trace.rewrite import function_tree
 from midstream.trace.saves import attributes_of, contents, is_container, is_installed, variables_of
 from midstream.trace.tracer import BodyTracer, Result, backward, save, steps_of
 from midstream.trace.tree import as_bytes, is_raw, map_objects, map_tensors, movable
@@ -362,21 +363,24 @@ _KNOWN_CODE = (*KNOWN_PACKAGES, "midstream.trace.tracer")
 def keeps_to_graph_sites(program: Program) -> bool:
     """Whether `program` reads and writes only `layers_output`, `logits` and `samples`.
 
-    Read off its bytecode. In doubt the answer is no: for any use of the model other than the attributes in `_MODEL_USES`, and for any
-    captured object whose code might reach the model by another way.
+    Read off its source. In doubt the answer is no: without a source, for any use of the model other than the attributes in
+    `_MODEL_USES`, and for any captured object whose code might reach the model by another way.
     """
+    code: Sequence[ast.AST]
     if isinstance(program, BlockProgram):
-        code, values, defaults = program.block.code, program.block.captured, ()
+        code, values, defaults = program.block.compiled.statements, program.block.captured, ()
         uses = {name: _TRACER_USES for name in program.injected}
     elif isinstance(program, FunctionProgram) and isinstance(fn := program.fn, FunctionType):
-        code, values, defaults = fn.__code__, dict(variables_of(fn)), fn.__defaults__ or ()
-        uses = dict(zip(inspect.signature(fn).parameters, (_MODEL_USES, _TRACER_USES), strict=False))
+        tree = function_tree(fn.__code__)
+        code, values, defaults = (() if tree is None else tree.body), dict(variables_of(fn)), fn.__defaults__ or ()
+        required = [name for name, each in inspect.signature(fn).parameters.items() if each.default is each.empty]
+        uses = dict(zip(required, (_MODEL_USES, _TRACER_USES), strict=False))
     else:
         return False
     uses |= {name: _MODEL_USES for name, value in values.items() if is_model(value)}
     uses |= {name: frozenset({"save"}) for name, value in values.items() if is_package(value)}
     others = [value for name, value in values.items() if name not in uses]
-    return all(map(harmless, [*others, *defaults])) and _uses_only(code, uses)
+    return bool(code) and all(map(harmless, [*others, *defaults])) and _uses_only(code, uses)
 
 
 def is_package(value: Any) -> bool:
@@ -406,30 +410,31 @@ def harmless(value: Any) -> bool:
     return False
 
 
-def _uses_only(code: CodeType, uses: Mapping[str, frozenset[str]]) -> bool:
-    """Whether the code loads names in `uses` only to use the attributes listed there."""
-    instructions = [
-        i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "COPY", "PUSH_NULL", "EXTENDED_ARG")
-    ]
-    for instruction, following in zip(instructions, [*instructions[1:], None], strict=True):
-        names = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
-        touched = [name for name in names if isinstance(name, str) and name in uses]
-        if not touched or instruction.opname in ("MAKE_CELL", "LOAD_CLOSURE", "COPY_FREE_VARS", "LOAD_CONST"):
-            continue
-        if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR"):  # an attribute with the same name
-            continue
-        loads = len(names) == 1 and instruction.opname.startswith("LOAD_")
-        attribute = following is not None and following.opname in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR")
-        if not (loads and attribute and following is not None and following.argval in uses[touched[0]]):
-            return False
-    return all(
-        _uses_only(inner, uses) for inner in code.co_consts if isinstance(inner, CodeType)
-    ) and not _reaches_frames(code)
+def _uses_only(code: Sequence[ast.AST], uses: Mapping[str, frozenset[str]]) -> bool:
+    """Whether the code has names in `uses` only to use the attributes listed there, and reaches no model by another way."""
+    nodes = [node for part in code for node in ast.walk(part)]
+    allowed = {
+        id(node.value)
+        for node in nodes
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.attr in uses.get(node.value.id, ())
+    }
+    for node in nodes:
+        match node:
+            case ast.Name(id=name) if name in REACHING or (name in uses and id(node) not in allowed):
+                return False
+            case ast.Attribute(attr=name) if name in REACHING:
+                return False
+            case ast.Import(names=names) if not all(_is_known(each.name) for each in names):
+                return False
+            case ast.ImportFrom(module=module) if not _is_known(module or ""):
+                return False
+    return True
 
 
-def _reaches_frames(code: CodeType) -> bool:
-    """Whether the code calls functions that could find the model under another name."""
-    return bool(REACHING & set(code.co_names))
+def _is_known(module: str) -> bool:
+    return module.partition(".")[0] in KNOWN_PACKAGES
 
 
 # Sending. Everything goes by value, except the model's own objects, which the worker replaces by its own.

@@ -11,7 +11,7 @@ import ast
 import copy
 import dis
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
@@ -78,7 +78,7 @@ def compile_body(filename: str, node: ast.With, index: int, class_name: str | No
 
 @functools.lru_cache(maxsize=1024)
 def function_tree(code: CodeType) -> ast.FunctionDef | None:
-    """The syntax tree of a function's definition, which nobody may change.
+    """The syntax tree of a function's definition, which nobody may change; of a lambda as a function.
 
     None if it is not found, or if the file was edited after it was loaded.
     """
@@ -86,6 +86,8 @@ def function_tree(code: CodeType) -> ast.FunctionDef | None:
         _, tree = source_of(code)
     except SourceUnavailableError:
         return None
+    if code.co_name == "<lambda>":
+        return _lambda_tree(tree, code)
     found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == code.co_name]
     found = [
         node for node in found if code.co_firstlineno in (node.lineno, *(d.lineno for d in node.decorator_list[:1]))
@@ -93,6 +95,27 @@ def function_tree(code: CodeType) -> ast.FunctionDef | None:
     if len(found) != 1 or "__class__" in code.co_freevars or _compiled_again(found[0], code, []) is None:
         return None
     return found[0]
+
+
+def _lambda_tree(tree: ast.Module, code: CodeType) -> ast.FunctionDef | None:
+    """The lambda that compiles to this very code, as a function: a line may have several."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Lambda) or node.lineno != code.co_firstlineno:
+            continue
+        made = next(
+            (each for each in codes_in(_inside_names(ast.Expr(node), code.co_freevars)) if each.co_name == "<lambda>"),
+            None,
+        )
+        if made is not None and _does(made) == _does(code):
+            body = ast.copy_location(ast.Return(node.body), node.body)
+            function = ast.FunctionDef("lambda_", node.args, [body], [])
+            return ast.fix_missing_locations(ast.copy_location(function, node))
+    return None
+
+
+def _does(code: CodeType) -> tuple[object, ...]:
+    consts = [_does(each) if isinstance(each, CodeType) else (type(each), each) for each in code.co_consts]
+    return code.co_code, code.co_names, code.co_varnames, code.co_cellvars, code.co_freevars, *consts
 
 
 @functools.lru_cache(maxsize=1024)
@@ -109,19 +132,24 @@ def _compiled_again(function: ast.FunctionDef, code: CodeType, more: list[str]) 
     """The code of `function`, with the free variables of `code` and `more`; None if it is not that function's code."""
     function = copy.copy(function)
     function.decorator_list = []
-    outer = ast.parse("def __names__():\n pass").body[0]
-    assert isinstance(outer, ast.FunctionDef)
-    free = [*code.co_freevars, *more]
-    bound = [ast.Assign([ast.Name(name, ast.Store()) for name in free], ast.Constant(None))] if free else []
-    outer.body = [*bound, function]
-    for part in (outer, *bound, *(each for statement in bound for each in ast.walk(statement))):
-        ast.copy_location(part, function)
-    tree = ast.fix_missing_locations(ast.Module([outer], []))
-    module = compile(tree, code.co_filename, "exec", dont_inherit=True)
-    made = next((each for each in codes_in(module) if each.co_name == code.co_name), None)
+    module = _inside_names(function, [*code.co_freevars, *more], code.co_filename)
+    made = next((each for each in codes_in(module) if each.co_name == function.name), None)
     if made is None or not _marks(made) <= _marks(code):
         return None
-    return made.replace(co_qualname=code.co_qualname)
+    return made.replace(co_name=code.co_name, co_qualname=code.co_qualname)
+
+
+def _inside_names(statement: ast.stmt, names: Sequence[str], filename: str = "<lambda>") -> CodeType:
+    """The code of a module with a function that owns these names, and has this statement in it."""
+    outer = ast.parse("def __names__():\n pass").body[0]
+    assert isinstance(outer, ast.FunctionDef)
+    bound = [ast.Assign([ast.Name(name, ast.Store()) for name in names], ast.Constant(None))] if names else []
+    outer.body = [*bound, statement]
+    at = statement.value if isinstance(statement, ast.Expr) else statement
+    for part in (outer, *bound, *(each for one in bound for each in ast.walk(one))):
+        ast.copy_location(part, at)
+    tree = ast.fix_missing_locations(ast.Module([outer], []))
+    return compile(tree, filename, "exec", dont_inherit=True)
 
 
 def _target(node: ast.expr | None, filename: str) -> str | tuple[str, ...] | None:
