@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from midstream.engine.scheduler import MidstreamScheduler
 from midstream.runtime.request import TraceRequest
@@ -29,6 +29,13 @@ def scheduler(waiting: list[Request], slots: int, budget: int = 1000) -> Any:
         made.waiting.add_request(each)
     made.max_num_running_reqs, made.max_num_scheduled_tokens = slots, budget
     made._unstarted = {each.request_id for each in waiting if each.sampling_params.extra_args}
+    return made
+
+
+def paused(name: str) -> Request:
+    """A session of streaming input that waits for its next part."""
+    made = request(name)
+    made.status = RequestStatus.WAITING_FOR_STREAMING_REQ
     return made
 
 
@@ -74,3 +81,13 @@ def test_a_step_apart_shows_vllm_whole_traces(slots: int, shown: str) -> None:
     assert made._apart_is_stuck  # nobody began
     made._schedule_apart(False)
     assert seen[1:] == [""]  # what gets free is for the traces
+
+
+def test_paused_sessions_take_no_place_in_a_step_apart() -> None:
+    """Seen failing: three of them hid the requests behind them from vLLM, and a session's slot was given away."""
+    made = scheduler([paused("p1"), paused("p2"), request("a", "a"), request("c"), request("d")], slots=3)
+    made._apart, made._apart_is_stuck, seen = {"a"}, False, []
+    made._schedule_together = lambda: seen.append(names(made.waiting))
+    made._schedule_apart(False)
+    made._schedule_apart(True)
+    assert seen == ["c", "a"] and names(made.waiting) == "p1 p2 a c d"

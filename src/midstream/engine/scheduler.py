@@ -113,13 +113,15 @@ class _Rules:
     def _schedule_apart(self, traced: bool | None, *args: Any, **kwargs: Any) -> Any:
         """Schedule a step of the requests with a trace in the forward, of all others, or of nobody. vLLM sees only these meanwhile."""
         apart, running, waiting = self._apart, self.running, self.waiting
-        waits = [request for request in waiting if (request.request_id in apart) is traced]
+        able = [request for request in waiting if not _is_paused(request)]
+        waits = [request for request in able if (request.request_id in apart) is traced]
         if self._apart_is_stuck and traced is False:  # what gets free is for the request that waits longest
-            waits = list(takewhile(lambda request: request.request_id not in apart, waiting))
+            waits = list(takewhile(lambda request: request.request_id not in apart, able))
         shown = [request for request in running if (request.request_id in apart) is traced]
         before, hidden = set(running), len(running) - len(shown)
         given: list[Any] = []
-        slots = self.max_num_running_reqs - len(running)  # requests that vLLM does not see keep their slots
+        # Requests that vLLM does not see keep their slots, and paused sessions theirs.
+        slots = self.max_num_running_reqs - len(running) - (len(waiting) - len(able))
         for group in self._groups(waits):
             if len(given) + len(group) > slots:
                 break
@@ -278,6 +280,11 @@ class _Rules:
 def _to_compute(request: Any) -> int:
     tokens = request.num_tokens_with_spec + request.num_output_placeholders - request.num_computed_tokens
     return max(tokens, 0)
+
+
+def _is_paused(request: Any) -> bool:
+    """Whether it is a session of streaming input that waits for its next part."""
+    return str(request.status.name) == "WAITING_FOR_STREAMING_REQ"
 
 
 def _is_unstarted(request: Any) -> bool:
