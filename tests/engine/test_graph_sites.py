@@ -220,8 +220,16 @@ def test_d3_traces_that_keep_to_resid_post_stay_compiled_beside_other_graph_site
     close(after, expected.sites["resid_post", 7])
     close(logits, expected.logits[-1:])
     value, steps = counted(chosen, lambda: chosen.run(lambda m: m.mlps_output[2], PROMPTS[0], temperature=0.0))
-    assert steps == (1, 1)  # traces know no other site of a compiled forward
+    assert steps == (1, 0)  # behind the step
     close(value, plain.run(PROMPTS[0]).sites["mlp_out", 2])
+
+    def scaled(m: Any) -> torch.Tensor:
+        m.mlps_output[2] = 2 * m.mlps_output[2]
+        return m.mlps_output[2]
+
+    value, steps = counted(chosen, lambda: chosen.run(scaled, PROMPTS[0], temperature=0.0))
+    assert steps == (1, 1)  # traces in the forward know no other site of a compiled one
+    close(value, 2 * plain.run(PROMPTS[0]).sites["mlp_out", 2])
 
 
 def test_d3_without_graph_sites_plans_and_traces_leave_the_compiled_forward(plain: Plain) -> None:

@@ -159,6 +159,6 @@ def test_a_notebook_shows_one_line_and_what_traces_print(command: dict[str, Any]
         for number, cell in enumerate(notebook.cells):
             client.execute_cell(cell, number)
     _, started, traced, closed = ("".join(each.get("text", "") for each in cell.outputs) for cell in notebook.cells)
-    assert "Starting vLLM, 3 s" in started and "pid=" not in started and "\n" not in started, started
+    assert re.search(r"Starting vLLM, [1-9]\d* s", started) and "pid=" not in started and "\n" not in started, started
     assert "printed in a trace" in traced and "[5, 256]" in traced
     assert not closed and not list(tmp_path.glob("vllm-*"))

@@ -337,7 +337,7 @@ class Relay:
         self._port, self._sockets = port, list[socket.socket]()
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.port = self._listening.getsockname()[1]
-        self.passed = 0  # bytes to the client
+        self.passed = 0  # bytes, in both directions
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
@@ -355,6 +355,11 @@ class Relay:
                 self.passed += len(data)
                 target.sendall(data)
 
+    def cut_after(self, passed: int) -> None:
+        while self.passed < passed:
+            time.sleep(0.005)
+        self.cut()
+
     def cut(self) -> None:
         self._listening.shutdown(socket.SHUT_RDWR)  # closing alone would leave `accept` waiting
         self._listening.close()
@@ -366,7 +371,7 @@ class Relay:
 def test_g9_a_lost_connection_is_an_error_that_has_what_was_saved(server: Server, plain: Plain) -> None:
     relay = Relay(int(server.url.rpartition(":")[2]))
     with Remote(f"http://127.0.0.1:{relay.port}", api_key=KEY) as model:
-        threading.Timer(1.5, relay.cut).start()
+        threading.Thread(target=relay.cut_after, args=(100_000,), daemon=True).start()  # of 450 rows of 1 KB
         with pytest.raises(RemoteError, match=r"lost when 0 of 1 requests were done .* rows") as lost:
             with model.trace(FRANCE, max_tokens=450, temperature=0.0, ignore_eos=True) as tracer:
                 rows = list().save()

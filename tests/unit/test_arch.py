@@ -315,7 +315,7 @@ def test_unknown_sites() -> None:
         architecture.binding("resid_mid", 0)
     with pytest.raises(UnknownSiteError, match="did you mean 'resid_post'"):
         architecture.binding("resid_pots", 0)
-    with pytest.raises(UnknownSiteError, match=r"layer 7 is out of range.*0 to 2"):
+    with pytest.raises(UnknownSiteError, match=r"no layer 7: its layers are 0 to 2"):
         architecture.binding("attn_out", 7)
     with pytest.raises(UnknownSiteError, match="needs a layer"):
         architecture.binding("attn_out")
