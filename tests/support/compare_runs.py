@@ -27,12 +27,8 @@ from midstream import VLLM, Capture, LanguageModel, Steer, compare
 from midstream.sites import ACCESSORS, LAYER_SITES
 
 PROMPTS = ["The river runs from the mountains to the sea", "The capital of France is"]
-SWEPT = (
-    "from the mountains to the sea",
-    "from the sea to the mountains",
-    11,
-    12,
-)  # clean, corrupt, and the tokens of answer and foil
+# Clean, corrupt, and the tokens of answer and foil.
+SWEPT = ("from the mountains to the sea", "from the sea to the mountains", 11, 12)
 AT = tiny_models.LAYERS // 2  # the layer that is edited; `compare.collect` edits it too
 ENGINE = {
     "dtype": "float32",

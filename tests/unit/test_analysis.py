@@ -80,6 +80,12 @@ def imports(m):
     return inspect.currentframe().f_locals["m"].mlps_output[0]
 
 
+def relative_import(m):
+    from .math import reach
+
+    return reach(), m.layers_output[3]
+
+
 def cached(m, tracer):
     return tracer.cache()
 
@@ -94,7 +100,21 @@ def test_keeps_to_graph_sites(fn):
 
 
 @pytest.mark.parametrize(
-    "fn", [other_site, module, handed_on, by_name, renamed, from_locals, cached, global_module, imports, second, max]
+    "fn",
+    [
+        other_site,
+        module,
+        handed_on,
+        by_name,
+        renamed,
+        from_locals,
+        cached,
+        global_module,
+        imports,
+        relative_import,
+        second,
+        max,
+    ],
 )
 def test_may_reach_further(fn):
     assert not keeps_to_graph_sites(FunctionProgram(fn))

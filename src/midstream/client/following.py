@@ -50,7 +50,7 @@ from midstream.client.known import (
 )
 from midstream.plan.values import Clamp, Edit, Patch, Steer
 from midstream.sites import LAYER_SITES, Point, site_of
-from midstream.trace.program import KNOWN_PACKAGES, is_package
+from midstream.trace.program import is_package, reaches_no_model
 from midstream.trace.rewrite import function_tree
 from midstream.trace.saves import variables_of
 from midstream.trace.tracer import save
@@ -415,9 +415,10 @@ class Reader:
         assert place is not None
         point, rows = self._point(place), self._rows(target, place)
         match value:
-            case ast.BinOp(left=left, op=ast.Sub(), right=right) if rows is None and self._is_own(left, point):
-                if (along := self._projection(right, point)) is not None:
-                    return self._project_out(node, point, along)
+            case ast.BinOp(left=left, op=ast.Sub(), right=right) if (
+                rows is None and self._is_own(left, point) and (along := self._projection(right, point)) is not None
+            ):
+                return self._project_out(node, point, along)
         if rows is None and (linear := self._linear(value, point)) is not None:
             for added, scale in linear:
                 self._add(node, point, added, scale, None)
@@ -498,9 +499,11 @@ class Reader:
         match node:
             case ast.BinOp(left=left, op=ast.MatMult(), right=right) if self._is_own(left, point):
                 found = getattr(self._value(right), "value", None)
-                wanted = (self.record.facts.widths[point], *([1] if column else []))
-                # With another dtype, the product is an error.
-                if not isinstance(found, torch.Tensor) or tuple(found.shape) != wanted or not self._is_models(found):
+                facts = self.record.facts
+                wanted = (facts.widths[point], *([1] if column else []))
+                if not isinstance(found, torch.Tensor) or tuple(found.shape) != wanted:
+                    return None
+                if str(found.dtype) != f"torch.{facts.dtype}":  # the product is an error
                     return None
                 found = found.reshape(-1)
             case ast.Subscript(
@@ -522,10 +525,6 @@ class Reader:
                     return None
                 found = getattr(self._value(right), "value", None)
         return found if isinstance(found, torch.Tensor) and found.dtype.is_floating_point else None
-
-    def _is_models(self, value: torch.Tensor) -> bool:
-        """Whether it has the model's dtype."""
-        return str(value.dtype).removeprefix("torch.") == self.record.facts.dtype
 
     def _project_out(self, node: ast.AST, point: Point, direction: torch.Tensor) -> None:
         self.record.write(
@@ -996,8 +995,8 @@ def _names_bound(code: Sequence[ast.AST]) -> set[str]:
 def _imported(node: ast.stmt, name: ast.alias) -> Any:
     """The module or function that an import statement binds, if it is one of PyTorch's or Python's own."""
     module = node.module if isinstance(node, ast.ImportFrom) else name.name
-    # The name of a relative import's module is not known either.
-    if not module or module.partition(".")[0] not in KNOWN_PACKAGES:
+    is_relative = isinstance(node, ast.ImportFrom) and node.level > 0
+    if not module or is_relative or not reaches_no_model(module):
         raise Stays(node, f"{module} is imported in the trace")
     found = (
         __import__(module, fromlist=["_"]) if isinstance(node, ast.ImportFrom) or name.asname else __import__(module)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from midstream.sites import Point
-from midstream.trace.program import KNOWN_PACKAGES, REACHING, harmless, is_model
+from midstream.trace.program import REACHING, harmless, is_model, reaches_no_model
 from midstream.trace.tracer import save
 
 
@@ -153,12 +153,7 @@ COMPUTABLE = (torch.Tensor, int, float, complex, str, list, tuple, dict, range, 
 def changes_nothing(function: Any) -> bool:
     """Whether it is a function of a package that reaches no model and changes none of its arguments."""
     home, name = getattr(function, "__module__", None) or "builtins", getattr(function, "__name__", "")
-    return (
-        home.partition(".")[0] in KNOWN_PACKAGES
-        and not name.endswith("_")
-        and name not in _CHANGING
-        and name not in REFUSED
-    )
+    return reaches_no_model(home) and not name.endswith("_") and name not in _CHANGING and name not in REFUSED
 
 
 def is_asked_in_place(function: Any, given: Sequence[Any], named: Mapping[Any, Any]) -> bool:

@@ -22,7 +22,7 @@ from midstream.client.known import (
     Stays,
     abstract,
 )
-from midstream.plan.values import Capture, Edit, ModelFacts, Plan
+from midstream.plan.values import Capture, Edit, ModelFacts, Plan, counted_from_0
 from midstream.sites import LAYER_SITES, Point
 from midstream.trace.program import BlockProgram, FunctionProgram, Program
 from midstream.trace.tracer import BodyTracer
@@ -56,7 +56,7 @@ class Lowered:
 
     def meets(self, plan: Plan, num_layers: int) -> bool:
         """Whether the plan edits a point that this reads or writes. Raises PlanError for a layer outside the model."""
-        edits = [edit.counted_from_0(num_layers) for edit in plan.edits]
+        edits = counted_from_0(plan, num_layers).edits
         there = {(edit.site, layer) for edit in edits for layer in edit.layers_in(num_layers)}
         return bool(there & (self.reads.keys() | self.written))
 

@@ -291,12 +291,12 @@ class VLLM(DescribedModel):
                 if not has_plans:
                     raise
                 lowered = None  # too much for one plan, or the caller's own is wrong
+            else:
+                traces = [replace(trace, behind=True) for trace in traces if trace is not None]
+                if not any(each.needs_body for each in lowered):
+                    traces = [None] * len(invokes)  # the plans do all that they do
         if lowered is None and has_plans:
             plans = self.planner.prepare_all(invokes, prompts)
-        if lowered is not None:
-            traces = [replace(trace, behind=True) for trace in traces if trace is not None]
-            if not any(each.needs_body for each in lowered):
-                traces = [None] * len(invokes)  # the plans do all that they do
         shared: dict[Any, Any] = {}
         requests = []
         for invoke, ids, trace, plan in zip(invokes, prompts, traces, plans, strict=True):

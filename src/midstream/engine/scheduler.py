@@ -209,8 +209,8 @@ class _Rules:
         budget = self.max_num_scheduled_tokens - sum(map(_to_compute, self.running))
         slots = self.max_num_running_reqs - len(self.running)
         groups = self._groups(self.waiting)
-        if len(groups) < len(self.waiting):  # vLLM takes them in the order of the queue
-            grouped = list(chain.from_iterable(groups))
+        grouped = list(chain.from_iterable(groups))
+        if grouped != list(self.waiting):  # vLLM takes them in the order of the queue
             self.waiting.remove_requests(grouped)
             for request in grouped:
                 self.waiting.add_request(request)

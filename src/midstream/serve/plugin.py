@@ -44,6 +44,7 @@ from midstream.serve.requests import (
     openapi_body,
     owner_of,
     problem,
+    read_place,
     received,
     server_of,
 )
@@ -259,8 +260,7 @@ async def record_run(request: Request) -> Any:
         del server.owners["runs", gone]
     server.recording.add(name)
     try:
-        positions = run.positions.read() if isinstance(run.positions, SpanOfText) else run.positions
-        given = (run.prompt, run.sites, run.layers, positions, name)
+        given = (run.prompt, run.sites, run.layers, read_place(run.positions), name)
         with _naming_the_field():
             recording: Any = await on_a_thread(len(data), model.record, *given)  # a long text takes seconds to tokenize
             await recording

@@ -316,8 +316,10 @@ class SpanOfText(BaseModel):
     span: str = Field(max_length=4096)
     occurrence: int = 0
 
-    def read(self) -> Span:
-        return Span(self.span, self.occurrence)
+
+def read_place(place: Any) -> Any:
+    """A place in a prompt as the client's methods take it: a `Span` for a `SpanOfText`."""
+    return Span(place.span, place.occurrence) if isinstance(place, SpanOfText) else place
 
 
 def openapi_body(path: str, body: type[BaseModel]) -> dict[str, Any]:

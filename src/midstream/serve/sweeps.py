@@ -22,6 +22,7 @@ from midstream.serve.requests import (
     answering_errors,
     openapi_body,
     problem,
+    read_place,
     received,
     server_of,
 )
@@ -38,8 +39,6 @@ _log = logging.getLogger(__name__)
 router = APIRouter(prefix=f"/v1/{NAME}", tags=[NAME])
 Prompt = str | list[int]
 Token = str | int
-
-
 Place = int | str | SpanOfText
 
 
@@ -137,17 +136,13 @@ def _arguments(asked: SweepToRun) -> dict[str, Any]:
     given = {name: getattr(asked, name) for name in SweepToRun.model_fields}
     positions, coarse = given["positions"], given["coarse"]
     if isinstance(positions, list):
-        positions = [_place(place) for place in positions]
+        positions = [read_place(place) for place in positions]
     elif isinstance(positions, dict):
         positions = {
-            name: [_place(place) for place in entry] if isinstance(entry, list) else _place(entry)
+            name: [read_place(place) for place in entry] if isinstance(entry, list) else read_place(entry)
             for name, entry in positions.items()
         }
     return {**given, "positions": positions, "coarse": coarse and tuple(coarse)}
-
-
-def _place(place: Place) -> Any:
-    return place.read() if isinstance(place, SpanOfText) else place
 
 
 async def _sent(server: Server, outline: Outline, events: AsyncGenerator[Event]) -> AsyncGenerator[bytes]:

@@ -11,10 +11,10 @@ there is one).
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from operator import itemgetter
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -277,7 +277,7 @@ class SweepResult:
         reasons = {cell.key: cell.void for cell in self.void}
         rows = []
         for pair in range(len(self.outline.pairs)):
-            for site, index in in_order(grid):
+            for site, index in itertools.product(grid.sites, np.ndindex(*grid.shape)):
                 logprobs, column = self.logprobs[site][(pair, *index)], grid.columns[index[-1]]
                 void = reasons.get(("fine", pair, site, *index))
                 if column.positions[pair] is None:
@@ -285,8 +285,7 @@ class SweepResult:
                 if np.isnan(logprobs[0]) and void is None:
                     continue
                 layers = grid.layers[index[0]]
-                row = (
-                    (pair, grid.sites.index(site), *index),
+                rows.append(
                     {
                         "pair": pair,
                         "site": site,
@@ -299,10 +298,9 @@ class SweepResult:
                         "value": values[site][(pair, *index)],
                         "recovered": recovered[site][(pair, *index)],
                         "void": void,
-                    },
+                    }
                 )
-                rows.append(row)
-        return pandas.DataFrame([row for _, row in sorted(rows, key=itemgetter(0))])
+        return pandas.DataFrame(rows)
 
     def plot(
         self,
@@ -382,8 +380,7 @@ class SweepResult:
         skipped = f", {apart} of {len(grid.columns)} positions without a counterpart" if apart else ""
         return (
             f"<SweepResult: {', '.join(grid.sites)}, {shape}{skipped}, {pairs} pair{'s' * (pairs > 1)}, {self.count} cells, "
-            f"{len(self.void)} void, "
-            f"noise floor {self.noise_floor:.2g}{state}>"
+            f"{len(self.void)} void, noise floor {self.noise_floor:.2g}{state}>"
         )
 
     # Files.

@@ -353,11 +353,9 @@ _MODEL_USES = frozenset(
 )
 _TRACER_USES = frozenset({"iter", "all", "next", "stop", "result"})
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, torch.Tensor, torch.dtype, torch.device, torch.Size)
-KNOWN_PACKAGES = frozenset(
-    "torch numpy math operator itertools functools collections builtins".split()
-)  # they reach no model
+_KNOWN_PACKAGES = frozenset("torch numpy math operator itertools functools collections builtins".split())
 REACHING = frozenset({"eval", "exec", "globals", "locals", "vars"})  # functions that may find it under another name
-_KNOWN_CODE = (*KNOWN_PACKAGES, "midstream.trace.tracer")
+_KNOWN_CODE = (*_KNOWN_PACKAGES, "midstream.trace.tracer")
 
 
 def keeps_to_graph_sites(program: Program) -> bool:
@@ -381,6 +379,11 @@ def keeps_to_graph_sites(program: Program) -> bool:
     uses |= {name: frozenset({"save"}) for name, value in values.items() if is_package(value)}
     others = [value for name, value in values.items() if name not in uses]
     return bool(code) and all(map(harmless, [*others, *defaults])) and _uses_only(code, uses)
+
+
+def reaches_no_model(module: str) -> bool:
+    """Whether the module of this name is PyTorch's, NumPy's, or one of Python's own that reach no model."""
+    return module.partition(".")[0] in _KNOWN_PACKAGES
 
 
 def is_package(value: Any) -> bool:
@@ -426,15 +429,11 @@ def _uses_only(code: Sequence[ast.AST], uses: Mapping[str, frozenset[str]]) -> b
                 return False
             case ast.Attribute(attr=name) if name in REACHING:
                 return False
-            case ast.Import(names=names) if not all(_is_known(each.name) for each in names):
+            case ast.Import(names=names) if not all(reaches_no_model(each.name) for each in names):
                 return False
-            case ast.ImportFrom(module=module) if not _is_known(module or ""):
+            case ast.ImportFrom(module=module, level=level) if level or not reaches_no_model(module or ""):
                 return False
     return True
-
-
-def _is_known(module: str) -> bool:
-    return module.partition(".")[0] in KNOWN_PACKAGES
 
 
 # Sending. Everything goes by value, except the model's own objects, which the worker replaces by its own.

@@ -102,10 +102,9 @@ def _lambda_tree(tree: ast.Module, code: CodeType) -> ast.FunctionDef | None:
     for node in ast.walk(tree):
         if not isinstance(node, ast.Lambda) or node.lineno != code.co_firstlineno:
             continue
-        made = next(
-            (each for each in codes_in(_inside_names(ast.Expr(node), code.co_freevars)) if each.co_name == "<lambda>"),
-            None,
-        )
+        statement = ast.copy_location(ast.Expr(node), node)
+        module = _inside_names(statement, code.co_freevars, code.co_filename)
+        made = next((each for each in codes_in(module) if each.co_name == code.co_name), None)
         if made is not None and _does(made) == _does(code):
             body = ast.copy_location(ast.Return(node.body), node.body)
             function = ast.FunctionDef("lambda_", node.args, [body], [])
@@ -114,6 +113,7 @@ def _lambda_tree(tree: ast.Module, code: CodeType) -> ast.FunctionDef | None:
 
 
 def _does(code: CodeType) -> tuple[object, ...]:
+    """What a code object does, without where in the file it is."""
     consts = [_does(each) if isinstance(each, CodeType) else (type(each), each) for each in code.co_consts]
     return code.co_code, code.co_names, code.co_varnames, code.co_cellvars, code.co_freevars, *consts
 
@@ -139,15 +139,14 @@ def _compiled_again(function: ast.FunctionDef, code: CodeType, more: list[str]) 
     return made.replace(co_name=code.co_name, co_qualname=code.co_qualname)
 
 
-def _inside_names(statement: ast.stmt, names: Sequence[str], filename: str = "<lambda>") -> CodeType:
+def _inside_names(statement: ast.stmt, names: Sequence[str], filename: str) -> CodeType:
     """The code of a module with a function that owns these names, and has this statement in it."""
     outer = ast.parse("def __names__():\n pass").body[0]
     assert isinstance(outer, ast.FunctionDef)
     bound = [ast.Assign([ast.Name(name, ast.Store()) for name in names], ast.Constant(None))] if names else []
     outer.body = [*bound, statement]
-    at = statement.value if isinstance(statement, ast.Expr) else statement
     for part in (outer, *bound, *(each for one in bound for each in ast.walk(one))):
-        ast.copy_location(part, at)
+        ast.copy_location(part, statement)
     tree = ast.fix_missing_locations(ast.Module([outer], []))
     return compile(tree, filename, "exec", dont_inherit=True)
 
