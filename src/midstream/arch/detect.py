@@ -35,7 +35,7 @@ from midstream.arch.blocks import (
 )
 from midstream.arch.probe import Plant, Probe, planted_embedding, record, shapes_of
 from midstream.errors import ArchitectureError, UnknownSiteError
-from midstream.sites import LAYER_SITES, MODEL_SITES, Binding, Kind, Ref
+from midstream.sites import LAYER_SITES, MODEL_SITES, Binding, Kind, Point, Ref
 
 
 class Shard(Protocol):
@@ -95,6 +95,19 @@ class Architecture:
     def shard_of(self, binding: Binding) -> Shard | None:
         """The relation of this process's part of a site to the full value; None if this process has the full value."""
         return self.shards.get((binding.path, binding.kind), {}).get(binding.hidden)
+
+    @property
+    def values(self) -> dict[tuple[str, Kind], Point]:
+        """`(path, "input" | "output")` -> the site of a layer that a module's input or output is, as it stands there."""
+        found: dict[tuple[str, Kind], Point] = {}
+        for (site, layer), binding in self.bindings.items():
+            stands = binding.hidden == (() if binding.kind == "output" else (0, 0)) and not self.shard_of(binding)
+            is_changed = (
+                binding.residual is not None or binding.heads is not None or binding.scale != 1.0 or binding.in_place
+            )
+            if stands and not is_changed and layer is not None:
+                found.setdefault((binding.path, binding.kind), (site, layer))
+        return found
 
     @property
     def sites(self) -> tuple[str, ...]:

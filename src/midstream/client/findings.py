@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from midstream.client.known import Known, Stays, is_fixed
+from midstream.client.known import Known, Model, Stays, is_fixed
 from midstream.errors import PlanError
-from midstream.plan.values import Edit, ModelFacts
+from midstream.plan.values import Edit
 from midstream.sites import LAYER_SITES, Point
+
+
+def _moment(point: Point) -> tuple[int, int]:
+    """When the forward gets there."""
+    return point[1], LAYER_SITES.index(point[0])
 
 
 @dataclass(frozen=True)
@@ -25,8 +31,8 @@ class Note:
 class Record:
     """The reads and writes that were found."""
 
-    def __init__(self, facts: ModelFacts, prompt_length: int, sites: frozenset[str]) -> None:
-        self.facts, self.length, self.sites = facts, prompt_length, sites
+    def __init__(self, model: Model, prompt_length: int) -> None:
+        self.model, self.facts, self.sites, self.length = model, model.facts, model.sites, prompt_length
         self.notes: list[Note] = []
         self.edits: list[tuple[Point, str, Edit]] = []
         self.reads: dict[Point, bool] = {}  # whether only in the prompt's step
@@ -38,6 +44,10 @@ class Record:
         self.captured: set[int] = set()  # ids of the caller's objects that can be changed
         self.changes_captured = False
         self.last_written = (-1, 0)
+        self.writes: Counter[Point] = Counter()
+        self.at: Point | None = None  # where the body is, if known: what it holds of this point may be changed in place
+        self.latest = (-1, 0)
+        self.is_lent = False  # whether a tensor of the body's own may be the activation where the body is
         self.rounds = 0
 
     def note_captured(self, values: Iterable[Any]) -> None:
@@ -57,7 +67,30 @@ class Record:
         if not self.is_dry and note not in self.notes:
             self.notes.append(note)
 
+    def visit(self, point: Point | None) -> None:
+        """The body gets to a point; None: to another one, or to one of several. If it lies before the latest, it may not be there."""
+        self.is_lent = self.is_lent and point == self.at
+        self.at = point if point is not None and _moment(point) >= self.latest else None
+        self.latest = max(self.latest, _moment(point)) if point is not None else self.latest
+
+    def leave(self) -> None:
+        """The body goes on to where no site of this step is left."""
+        self.at, self.latest, self.is_lent = None, (self.facts.num_layers, 0), False
+
+    def begin_step(self) -> None:
+        self.at, self.latest, self.is_lent = None, (-1, 0), False
+
     def read(self, node: ast.AST, site: str, layers: Sequence[int]) -> None:
+        self._capture(node, site, layers, self.step == "prompt")
+        self.visit((site, layers[0]) if len(layers) == 1 else None)
+        self.latest = max(self.latest, _moment((site, layers[-1])))
+
+    def watch(self, node: ast.AST, point: Point) -> None:
+        """A cache gets the point's values, in all steps from here on."""
+        self.needs_body = True
+        self._capture(node, point[0], [point[1]], in_prompt=False)
+
+    def _capture(self, node: ast.AST, site: str, layers: Sequence[int], in_prompt: bool) -> None:
         if site not in self.sites:
             raise Stays(
                 node, f"{site} is not among the engine's graph_sites: {', '.join(sorted(self.sites)) or 'none'}"
@@ -68,7 +101,7 @@ class Record:
         self.note(node, "read", f"{listed} is captured")
         if not self.is_dry:
             for layer in layers:
-                self.reads[site, layer] = self.reads.get((site, layer), True) and self.step == "prompt"
+                self.reads[site, layer] = self.reads.get((site, layer), True) and in_prompt
 
     def write(
         self, node: ast.AST, point: Point, kind: str, make: Callable[[dict[str, Any]], Sequence[Edit]], at: Any
@@ -76,9 +109,11 @@ class Record:
         """Note edits. `make` gets the fields that say where they act; `at`: the indices of the step's rows, None for all."""
         if not self.is_certain or self.has_stopped or self.step is None:
             raise Stays(node, "it is not known before the step whether, or in which steps, this write is made")
+        self.writes[point] += 1
+        self.visit(point)
         if self.is_dry:
             return
-        moment = point[1], LAYER_SITES.index(point[0])
+        moment = _moment(point)
         if moment < self.last_written:  # it may be out of order: the body will say it
             self.needs_body = True
         self.last_written = moment

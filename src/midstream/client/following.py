@@ -12,6 +12,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
@@ -23,6 +24,8 @@ from midstream.client.known import (
     COMPUTABLE,
     COMPUTED,
     COMPUTED_METHODS,
+    CONTAINER_METHODS,
+    FILLED,
     IN_PLACE,
     MODEL,
     NEW,
@@ -33,8 +36,12 @@ from midstream.client.known import (
     SHARED,
     TRACER,
     Accessor,
+    Change,
+    Draft,
+    Items,
     Known,
     Method,
+    Module,
     Site,
     Stays,
     abstract,
@@ -118,6 +125,11 @@ class Reader:
                 self._value(value)
             case ast.Assign(targets=[target], value=value) if self._written_point(target) is not None:
                 self._set(node, target, value)
+            case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Tuple(elts=parts)) if len(names) == len(
+                parts
+            ) and not any(isinstance(each, ast.Starred) for each in (*names, *parts)):
+                for name, found in zip(names, [self._value(each) for each in parts], strict=True):
+                    self._bind(name, found)
             case ast.Assign(targets=targets, value=value):
                 found = self._value(value)
                 for target in targets:
@@ -203,39 +215,56 @@ class Reader:
                 self._bind(inner, SHARED if may_hold(value) else NEW)
             case ast.Attribute(value=owner, attr=attribute):
                 of = self._value(owner)
-                if of is MODEL and attribute not in ("logits", "samples"):
-                    raise Stays(target, f"model.{attribute} is written")
+                if isinstance(of, (Module, Items)) or (of is MODEL and attribute not in ("logits", "samples")):
+                    raise Stays(target, f"{ast.unparse(target)} is written")
                 self.record.needs_body = True
+                if of is MODEL:
+                    self.record.leave()
                 self._refuse_model(target, value)
                 if of is not MODEL:
                     self._fill(owner, of, value)
             case ast.Subscript(value=container, slice=index):
                 self._value(index)
                 of = self._value(container)
-                if may_share(of):
+                if isinstance(value, Known) and self._is_changed(target, of, Change("set", value.value)):
+                    return
+                if may_share(of) and of is not FILLED:
                     raise Stays(target, IN_PLACE)
+                self._refuse_model(target, of)
                 self._refuse_model(target, value)
                 self._fill(container, of, value)
             case _:
                 raise Stays(target, f"{type(target).__name__} is not followed")
 
     def _parts(self, value: Any, count: int) -> list[Any]:
+        if isinstance(value, Items) and len(value.items) == count:
+            return list(value.items)
+        self._refuse_model(ast.Pass(), value)
         if isinstance(value, Known) and isinstance(value.value, (list, tuple)) and len(value.value) == count:
             return [abstract(each) for each in value.value]
         return [SHARED if may_hold(value) else NEW] * count
 
-    def _fill(self, container: ast.expr, of: Any, value: Any) -> None:
-        """A container or an object of the trace's or the caller's gets another value."""
+    def _fill(self, container: ast.expr, of: Any, value: Any, is_list: bool = False) -> None:
+        """A container or an object of the trace's or the caller's gets another value. `is_list`: it is no tensor."""
         self.record.needs_body = True
-        self._forget_what_can_change(of)
         root = container
         while isinstance(root, (ast.Attribute, ast.Subscript)):
             root = root.value
-        if isinstance(root, ast.Name) and root.id in self.names and not is_the_model(self.names[root.id]):
-            self.names[root.id] = SHARED if may_hold(value) or may_hold(self.names[root.id]) else NEW
+        before = self.names.get(root.id) if isinstance(root, ast.Name) else None
+        self._forget_what_can_change(of, is_list)
+        if isinstance(root, ast.Name) and before is not None and not is_the_model(before):
+            is_own = before in (NEW, FILLED) or isinstance(
+                getattr(before, "value", None), (torch.Tensor, list, dict, set)
+            )
+            holds = may_hold(value) or may_hold(before)
+            self.names[root.id] = NEW if not holds else FILLED if is_own else SHARED
 
-    def _forget_what_can_change(self, changed: Any) -> None:
+    def _forget_what_can_change(self, changed: Any, is_list: bool = False) -> None:
         """A value was changed: other names may hold it, or what holds it."""
+        if not (is_list or isinstance(getattr(changed, "value", None), (list, dict, set))):
+            if self.record.is_lent:
+                raise Stays(None, "a tensor may be changed that was written to a site: clone it first")
+            self._forget_drafts()
         if isinstance(changed, Known) and id(changed.value) in self.record.captured:
             self.record.changes_captured = True
         kinds = (
@@ -245,15 +274,23 @@ class Reader:
         )
         for name, value in self.names.items() if isinstance(changed, Known) else ():
             if isinstance(value, Known) and isinstance(value.value, kinds):
-                self.names[name] = SHARED
+                self.names[name] = SHARED if id(value.value) in self.record.captured else FILLED
+
+    def _forget_drafts(self) -> None:
+        """Of the tensors that the trace made it is no longer known what they are."""
+        self.names.update({name: NEW for name, value in self.names.items() if isinstance(value, Draft)})
 
     def _either(self, *branches: Callable[[], None]) -> None:
         """One of the branches runs."""
-        before, certain, ends = dict(self.names), self.record.is_certain, []
+        before, certain, at, ends = dict(self.names), self.record.is_certain, self.record.at, []
+        is_lent = False
         for branch in branches:
             self.names, self.record.is_certain = dict(before), False
             branch()
             ends.append(self.names)
+            at = at if self.record.at == at else None
+            is_lent = is_lent or self.record.is_lent
+        self.record.at, self.record.is_lent = at, is_lent
         self.names = {
             name: joined([each[name] for each in ends if name in each])
             for name in dict.fromkeys(n for each in ends for n in each)
@@ -264,8 +301,8 @@ class Reader:
         self, node: ast.AST, body: Callable[[], None], code: Sequence[ast.AST], certain: bool = False
     ) -> None:
         """The body runs any number of times; `certain`: once in each of the steps that `record.step` names."""
-        was, dry = self.record.is_certain, self.record.is_dry
-        self.record.is_certain = was and certain
+        was, dry, is_lent = self.record.is_certain, self.record.is_dry, self.record.is_lent
+        self.record.is_certain, self.record.at = was and certain, None
         for name in _names_bound(code):
             if isinstance(before := self.names.get(name), Known):
                 self.names[name] = NEW if is_fixed(before.value) else SHARED
@@ -289,11 +326,12 @@ class Reader:
                 raise Stays(node, "what its names hold cannot be followed")
         finally:
             self.record.is_certain, self.record.is_dry = was and not self.returned, dry
+            self.record.at, self.record.is_lent = None, self.record.is_lent or is_lent
 
     def _loop(self, node: ast.stmt, target: ast.expr, iterable: ast.expr, body: Sequence[ast.stmt]) -> None:
         if (steps := self._steps(iterable)) is not None:
             return self._step_loop(iterable, target, steps, body)
-        over = self._value(iterable)
+        over = self._listed(self._value(iterable))
         items = _items(over)
         jumps = any(isinstance(each, (ast.Break, ast.Continue)) for statement in body for each in ast.walk(statement))
         if items is not None and not jumps:
@@ -348,6 +386,8 @@ class Reader:
             for name, value in self.names.items():
                 if isinstance(value, Site):  # read in an earlier step
                     self.names[name] = SHARED
+            self._forget_drafts()
+            record.begin_step()
             for each in targets:
                 self._bind(each, NEW)
             self._all(body)
@@ -355,19 +395,29 @@ class Reader:
         record.step = inner
         self._repeated(chosen, once, [*body, *targets], certain=True)
         record.step = None  # the steps are over, or the code goes on in the last of them
+        record.leave()
 
     # Writes.
 
-    def _written_point(self, target: ast.expr) -> ast.Subscript | None:
-        """`model.SITE[layer]` in a target: itself, or what an index of rows is applied to."""
+    def _written_point(self, target: ast.expr) -> ast.expr | None:
+        """`model.SITE[layer]` or `module.output` in a target: itself, or what an index of rows is applied to."""
         for each in (target, target.value if isinstance(target, ast.Subscript) else None):
             match each:
                 case ast.Subscript(value=ast.Attribute(value=ast.Name(id=name), attr=attribute)):
                     if self.names.get(name) is MODEL and site_of(attribute) in LAYER_SITES:
                         return each
+                case ast.Attribute(value=owner, attr="output" | "input"):
+                    if self._is_of_the_model(owner) and isinstance(self._value(owner), Module):
+                        return each
         return None
 
-    def _point(self, place: ast.Subscript) -> Point:
+    def _is_of_the_model(self, node: ast.expr) -> bool:
+        """Whether it is written as a module: `model.model.layers[3]`, or with a name for some of it."""
+        while isinstance(node, (ast.Attribute, ast.Subscript)):
+            node = node.value
+        return isinstance(node, ast.Name) and is_the_model(self.names.get(node.id))
+
+    def _point(self, place: ast.expr) -> Point:
         found = self._value(place, quiet=True)
         if not isinstance(found, Site):
             raise Stays(place, "the layer of a write is not known before the step")
@@ -378,13 +428,15 @@ class Reader:
     def _change(self, node: ast.AugAssign, target: ast.expr, op: ast.operator, value: ast.expr) -> None:
         if (place := self._written_point(target)) is not None:
             point, rows = self._point(place), self._rows(target, place)
-            if not isinstance(op, (ast.Add, ast.Sub)):
-                raise Stays(node, "a plan adds, subtracts, replaces and projects out; this write does something else")
-            if isinstance(op, ast.Sub) and rows is None and (along := self._projection(value, point)) is not None:
-                return self._project_out(node, point, along)
-            added = self._known(value)
-            return self._add(node, point, added, -1.0 if isinstance(op, ast.Sub) else 1.0, rows)
+            return self._make(node, point, replace(self._by(op, value, point), rows=rows))
+        held = self._value(target.value if isinstance(target, ast.Subscript) else target)
+        if isinstance(held, Site):
+            self._is_changed(target, held, self._by(op, value, held.point))
+            return None
         found = self._value(value)
+        is_followed = isinstance(held, Draft) and isinstance(found, Known) and isinstance(op, (ast.Add, ast.Sub))
+        if is_followed and self._is_changed(target, held, self._by(op, value, held.of.point)):
+            return None
         match target:
             case ast.Name(id=name):
                 before = self._value(target)
@@ -394,6 +446,7 @@ class Reader:
                     result = self._computed(lambda: OPERATORS[type(op)](before.value, found.value))
                     self.record.needs_body = self.record.needs_body or result is NEW
                     return self._bind(target, result)
+                self._refuse_model(node, before)
                 self._refuse_model(node, found)
                 self.record.needs_body = True
                 self._forget_what_can_change(before)
@@ -403,35 +456,123 @@ class Reader:
                 "samples",
             ):
                 self.record.needs_body = True
+                self.record.leave()
             case ast.Subscript() | ast.Attribute():
                 if may_share(self._value(target)) or may_share(self._value(target.value)):
                     raise Stays(node, IN_PLACE)
                 self._fill(target.value, self._value(target.value), found)
             case _:
                 raise Stays(node, f"{type(target).__name__} is not followed")
+        return None
+
+    def _by(self, op: ast.operator, value: ast.expr, point: Point) -> Change:
+        """What `h += value` does to the site's value. Raises Stays if a plan cannot do it."""
+        if isinstance(op, ast.Add):
+            return Change("add", self._known(value))
+        if not isinstance(op, ast.Sub):
+            raise Stays(value, "a plan adds, subtracts, replaces and projects out; this write does something else")
+        along = self._projection(value, point)
+        return Change("add", self._known(value), -1.0) if along is None else Change("project", along)
+
+    def _is_changed(self, target: ast.expr, held: Any, change: Change) -> bool:
+        """Follow a change in place of `held`, which `target` is, or is rows of. False if that is for others to decide.
+
+        Raises Stays if `held` is a site's value, and a plan cannot make the change.
+        """
+        if isinstance(held, Site):
+            if held != Site(held.point, self.record.writes[held.point]) or self.record.at != held.point:
+                raise Stays(target, f"an older value of {held.point[0]}[{held.point[1]}] is changed in place")
+            rows = self._rows(target, target.value) if isinstance(target, ast.Subscript) else None
+            self._make(target, held.point, replace(change, rows=rows))
+            self._renew(held, Site(held.point, self.record.writes[held.point]))
+            return True
+        if isinstance(held, Draft):
+            try:
+                rows = self._rows(target, target.value) if isinstance(target, ast.Subscript) else None
+            except Stays:
+                return False
+            if self.record.is_lent:
+                return False
+            self._renew(held, Draft(held.of, (*held.changes, replace(change, rows=rows))))
+            return True
+        return False
+
+    def _renew(self, old: Site | Draft, new: Site | Draft) -> None:
+        """A tensor was changed in place: all of its names have the new value."""
+        self.names.update({name: new for name, value in self.names.items() if value == old})
 
     def _set(self, node: ast.stmt, target: ast.expr, value: ast.expr) -> None:
         place = self._written_point(target)
         assert place is not None
         point, rows = self._point(place), self._rows(target, place)
-        match value:
-            case ast.BinOp(left=left, op=ast.Sub(), right=right) if (
-                rows is None and self._is_own(left, point) and (along := self._projection(right, point)) is not None
-            ):
-                return self._project_out(node, point, along)
-        if rows is None and (linear := self._linear(value, point)) is not None:
-            for added, scale in linear:
-                self._add(node, point, added, scale, None)
+        if rows is None and (changes := self._made_from(value, point)) is not None:
+            for change in changes:
+                self._make(node, point, change)
+            self.record.is_lent = isinstance(value, ast.Name) and isinstance(self.names.get(value.id), Draft)
             return
         new = self._known(value)
+        whole = self.record.length, self.record.facts.widths[point]
+        if target is place and isinstance(place, ast.Attribute) and getattr(new, "shape", None) != whole:
+            raise Stays(node, f"{ast.unparse(place)} takes a tensor of its own shape")
+        self._make(node, point, Change("set", new, rows=rows))
+        self.record.is_lent = self.record.is_lent or (target is place and isinstance(new, torch.Tensor))
+
+    def _made_from(self, node: ast.expr, point: Point) -> list[Change] | None:
+        """The changes, if the expression is the site's own value with changes that a plan can make."""
+        match node:
+            case ast.BinOp(left=left, op=ast.Add() | ast.Sub() as op, right=right):
+                if (inner := self._made_from(left, point)) is not None:
+                    if isinstance(op, ast.Sub) and not inner and (along := self._projection(right, point)) is not None:
+                        return [Change("project", along)]
+                    return [*inner, Change("add", self._known(right), -1.0 if isinstance(op, ast.Sub) else 1.0)]
+                if isinstance(op, ast.Add) and (inner := self._made_from(right, point)) is not None:
+                    return [*inner, Change("add", self._known(left))]
+            case ast.Call(func=ast.Attribute(value=inner, attr="clone"), args=[], keywords=[]):
+                return self._made_from(inner, point)
+            case ast.Name(id=name) if isinstance(draft := self.names.get(name), Draft):
+                return list(draft.changes) if draft.of == Site(point, self.record.writes[point]) else None
+            case _ if self._is_own(node, point):
+                return []
+        return None
+
+    def _drafted(self, node: ast.BinOp, left: Any, right: Any) -> Draft | None:
+        """The sum or difference of a site's value and a value known before the step; None for other operations."""
+        if isinstance(node.op, ast.Add) and isinstance(left, Known):
+            left, right = right, left
+        if not isinstance(left, (Site, Draft)) or not isinstance(node.op, (ast.Add, ast.Sub)):
+            return None
+        draft = Draft(left) if isinstance(left, Site) else left
+        change = (
+            Change("add", right.value, -1.0 if isinstance(node.op, ast.Sub) else 1.0)
+            if isinstance(right, Known)
+            else None
+        )
+        if change is None and isinstance(node.op, ast.Sub) and not draft.changes:
+            with contextlib.suppress(Stays):
+                along = self._projection(node.right, draft.of.point)
+                change = Change("project", along) if along is not None else None
+        return Draft(draft.of, (*draft.changes, change)) if change is not None else None
+
+    def _make(self, node: ast.AST, point: Point, change: Change) -> None:
+        """Have a plan make the change."""
+        if change.kind == "add":
+            self._add(node, point, change.value, change.scale, change.rows)
+        elif change.kind == "set":
+            self._replace(node, point, change.value, change.rows)
+        elif change.rows is None:
+            self._project_out(node, point, change.value)
+        else:
+            raise Stays(node, "a direction is projected out of all rows")
+
+    def _replace(self, node: ast.AST, point: Point, new: Any, rows: tuple[int, ...] | None) -> None:
         width, length = self.record.facts.widths[point], self.record.length
-        row = _row(new, width)
+        row = _row(new, point, width)
         parts: list[torch.Tensor | None] = []
         if row is None:
             count = length if rows is None else len(rows)
             if not (isinstance(new, torch.Tensor) and tuple(new.shape) == (count, width) and not new.is_complex()):
                 raise Stays(node, "the new value is no row, and not one row for each position")
-            parts = [_row(part, width) for part in new]
+            parts = [_row(part, point, width) for part in new]
 
         def make(place: dict[str, Any]) -> list[Edit]:
             positions = place["positions"]
@@ -444,25 +585,11 @@ class Reader:
 
         self.record.write(node, point, "set", make, rows)
 
-    def _linear(self, node: ast.expr, point: Point) -> list[tuple[Any, float]] | None:
-        """The known summands, with their signs, if the expression is the site's own value plus these."""
-        match node:
-            case ast.BinOp(left=left, op=ast.Add() | ast.Sub() as op, right=right):
-                if (inner := self._linear(left, point)) is not None:
-                    return [*inner, (self._known(right), -1.0 if isinstance(op, ast.Sub) else 1.0)]
-                if isinstance(op, ast.Add) and (inner := self._linear(right, point)) is not None:
-                    return [*inner, (self._known(left), 1.0)]
-            case _ if self._is_own(node, point):
-                return []
-        return None
-
     def _is_own(self, node: ast.expr, point: Point) -> bool:
-        """Whether the expression is the site's own value."""
-        if not isinstance(node, (ast.Name, ast.Subscript)):
+        """Whether the expression is the site's own value, as it is now."""
+        if not isinstance(node, (ast.Name, ast.Subscript, ast.Attribute)):
             return False
-        found = self._value(node, quiet=True)
-        is_edited = any(there == point for there, _, _ in self.record.edits)
-        return isinstance(found, Site) and found.point == point and not (is_edited and isinstance(node, ast.Name))
+        return self._value(node, quiet=True) == Site(point, self.record.writes[point])
 
     def _projection(self, node: ast.expr, point: Point) -> torch.Tensor | None:
         """d, if the expression is `(h @ d)[:, None] * d` or an equal form, where h is the site's value; else None.
@@ -485,7 +612,7 @@ class Reader:
             case _:
                 return None
         width = self.record.facts.widths[point]
-        direction, again = _row(vector, width), _row(self._known(by), width)
+        direction, again = _row(vector, point, width), _row(self._known(by), point, width)
         if direction is None or again is None or not torch.equal(direction, again):
             raise Stays(node, "the two vectors of this projection differ, have another shape, or require a gradient")
         norm = float(direction.double().norm())
@@ -532,7 +659,7 @@ class Reader:
         )
 
     def _add(self, node: ast.AST, point: Point, added: Any, scale: float, rows: tuple[int, ...] | None) -> None:
-        vector = _row(added, self.record.facts.widths[point])
+        vector = _row(added, point, self.record.facts.widths[point])
         if vector is None:
             raise Stays(node, "what is added is not one vector for all rows")
         self.record.write(
@@ -543,7 +670,7 @@ class Reader:
             rows,
         )
 
-    def _rows(self, target: ast.expr, place: ast.Subscript) -> tuple[int, ...] | None:
+    def _rows(self, target: ast.expr, place: ast.expr) -> tuple[int, ...] | None:
         """The positions of the prompt that a write is about; None for all rows."""
         if target is place:
             return None
@@ -578,7 +705,7 @@ class Reader:
     def _value(self, node: ast.expr, quiet: bool = False) -> Any:
         """What is known of an expression's value. `quiet`: a site's value is not read, but written."""
         found = self._evaluated(node, quiet)
-        if found is NEW or found is SHARED:
+        if found is NEW or found is SHARED or isinstance(found, Draft):
             self.record.needs_body = True  # it may raise, or have an effect
         return found
 
@@ -589,7 +716,7 @@ class Reader:
             case ast.Name(id=name):
                 return self._named(node, name)
             case ast.Attribute(value=owner, attr=attribute):
-                return self._attribute(node, self._value(owner), attribute)
+                return self._attribute(node, self._value(owner), attribute, quiet)
             case ast.Subscript(value=owner, slice=index):
                 return self._indexed(node, self._value(owner), self._value(index), quiet)
             case ast.Slice(lower=lower, upper=upper, step=step):
@@ -597,11 +724,9 @@ class Reader:
                 return Known(slice(*(each.value for each in parts))) if _all_known(parts) else NEW
             case ast.BinOp(left=left, op=op, right=right):
                 both = [self._plain(left), self._plain(right)]
-                return (
-                    self._computed(lambda: OPERATORS[type(op)](*(each.value for each in both)))
-                    if _all_known(both)
-                    else NEW
-                )
+                if _all_known(both):
+                    return self._computed(lambda: OPERATORS[type(op)](*(each.value for each in both)))
+                return self._drafted(node, *both) or NEW
             case ast.UnaryOp(op=op, operand=operand):
                 found = self._plain(operand)
                 return self._computed(lambda: OPERATORS[type(op)](found.value)) if _all_known([found]) else NEW
@@ -619,10 +744,12 @@ class Reader:
                 self._plain(test)
                 return joined([self._plain(body), self._plain(orelse)])
             case ast.Tuple(elts=parts) | ast.List(elts=parts) | ast.Set(elts=parts):
-                found = [self._plain(each) for each in parts]
+                found = [self._item(each) for each in parts]
                 if _all_known(found) and not any(isinstance(each, ast.Starred) for each in parts):
                     kind = {ast.Tuple: tuple, ast.List: list, ast.Set: set}[type(node)]
                     return self._computed(lambda: kind(each.value for each in found))
+                if any(map(is_the_model, found)):
+                    return Items(tuple(found))
                 return SHARED if any(map(may_hold, found)) else NEW
             case ast.Dict(keys=keys, values=values):
                 found = [self._plain(each) for each in [*keys, *values] if each is not None]
@@ -655,9 +782,22 @@ class Reader:
                 return self._called(node, function, args, keywords)
         raise Stays(node, f"{type(node).__name__} is not followed")
 
+    def _item(self, node: ast.expr) -> Any:
+        """The same, for a value that may be a module, but not the model."""
+        found = self._value(node)
+        return found if isinstance(found, (Module, Items)) else self._not_the_model(node, found)
+
+    def _listed(self, value: Any) -> Any:
+        """A module with numbered ones in it, as a list of these."""
+        if not isinstance(value, Module):
+            return value
+        return Items(tuple(map(Module, self.record.model.children(value.path))))
+
     def _plain(self, node: ast.expr) -> Any:
         """The same, for a value that may not be the model."""
-        found = self._value(node)
+        return self._not_the_model(node, self._value(node))
+
+    def _not_the_model(self, node: ast.expr, found: Any) -> Any:
         self._refuse_model(node, found)
         if isinstance(found, Known) and isinstance(found.value, FunctionType) and not changes_nothing(found.value):
             raise Stays(node, f"the function {found.value.__name__} gets another name")
@@ -668,7 +808,7 @@ class Reader:
 
     def _refuse_model(self, node: ast.AST, value: Any) -> None:
         if is_the_model(value):
-            raise Stays(node, "the model or the tracer gets another name")
+            raise Stays(node, "the model, a module or the tracer gets another name")
 
     def _named(self, node: ast.Name, name: str) -> Any:
         if name in self.names:
@@ -682,14 +822,19 @@ class Reader:
             return Known(getattr(builtins, name))
         return SHARED  # a sibling's, or not bound
 
-    def _attribute(self, node: ast.Attribute, owner: Any, attribute: str) -> Any:
+    def _attribute(self, node: ast.Attribute, owner: Any, attribute: str, quiet: bool) -> Any:
         record = self.record
+        if isinstance(owner, Module):
+            return self._of_module(node, owner.path, attribute, quiet)
+        if isinstance(owner, Items):
+            raise Stays(node, f".{attribute} of a list of modules")
         if owner is MODEL:
             site = site_of(attribute)
             if site in LAYER_SITES:
                 return Accessor(site)
             if attribute in ("logits", "samples", "next_token_probs"):
                 record.needs_body = True
+                record.leave()
                 record.note(node, "read", f"{attribute}: read when the forward is over")
                 return NEW  # what is changed in place is written when the forward is over
             if attribute in ("num_layers", "hidden_size"):
@@ -698,15 +843,15 @@ class Reader:
                 return NEW
             if attribute in ("steer", "project_on_vocab"):
                 return Method(MODEL, attribute)
-            raise Stays(
-                node,
-                f"model.{attribute} is not a site that a plan knows; write model.layers_output[i] and the like where it fits",
-            )
+            if (child := record.model.child("", attribute)) is not None:
+                return Module(child)
+            raise Stays(node, f"model.{attribute} is not a site that a plan knows")
         if owner is TRACER:
             if attribute == "result":
                 record.needs_body = True
+                record.leave()
                 return NEW
-            if attribute in ("stop", "next"):
+            if attribute in ("stop", "next", "cache"):
                 return Method(TRACER, attribute)
             raise Stays(node, f"tracer.{attribute} is not followed here")
         if isinstance(owner, Known):
@@ -719,10 +864,26 @@ class Reader:
             return Method(owner, attribute)
         if may_share(owner):
             return NEW if attribute in PLAIN_ATTRIBUTES else Method(owner, attribute)
-        return Method(owner, attribute) if owner is NEW else NEW
+        return Method(owner, attribute) if owner is NEW or isinstance(owner, Draft) else NEW
+
+    def _of_module(self, node: ast.Attribute, path: str, attribute: str, quiet: bool) -> Any:
+        record = self.record
+        if attribute not in ("output", "input"):
+            if (child := record.model.child(path, attribute)) is not None:
+                return Module(child)
+            raise Stays(node, f"model.{path}.{attribute} is not followed")
+        point = record.model.values.get(f"{path}.{attribute}")
+        if point is None:
+            raise Stays(node, f"model.{path}.{attribute} is no site's value; a layer's is model.layers_output[i]")
+        if not quiet:
+            record.needs_body = True
+            record.read(node, point[0], [point[1]])
+        return Site(point, record.writes[point])
 
     def _indexed(self, node: ast.Subscript, owner: Any, index: Any, quiet: bool) -> Any:
         record = self.record
+        if isinstance(owner := self._listed(owner), Items):
+            return self._of_items(node, owner, index)
         self._refuse_model(node, owner)
         if isinstance(owner, Method):
             owner = self._of_method(owner)
@@ -737,7 +898,8 @@ class Reader:
                     if not quiet:
                         record.needs_body = True
                         record.read(node, owner.site, [chosen])
-                    return Site((owner.site, chosen))
+                    point = (owner.site, chosen)
+                    return Site(point, record.writes[point])
                 layers = chosen
             record.needs_body = True
             if len(layers):
@@ -746,6 +908,13 @@ class Reader:
         if isinstance(owner, Known) and isinstance(index, Known) and isinstance(owner.value, COMPUTABLE):
             return self._computed(lambda: owner.value[index.value])
         return SHARED if may_hold(owner) else NEW
+
+    def _of_items(self, node: ast.AST, owner: Items, index: Any) -> Any:
+        try:
+            chosen = owner.items[index.value]
+        except (AttributeError, IndexError, TypeError) as error:
+            raise Stays(node, "which module it is, is not known before the step") from error
+        return Items(chosen) if isinstance(index.value, slice) else chosen
 
     def _of_method(self, method: Method) -> Any:
         """An attribute that is not called."""
@@ -771,15 +940,19 @@ class Reader:
         self, node: ast.expr, elements: Sequence[ast.expr], generators: Sequence[ast.comprehension]
     ) -> Any:
         names, found = dict(self.names), list[Any]()
+        is_known = isinstance(node, (ast.ListComp, ast.GeneratorExp))
 
         def inner(rest: Sequence[ast.comprehension]) -> None:
             if not rest:
-                found.extend(self._plain(element) for element in elements)
+                found.extend(self._item(element) for element in elements)
                 return
             generator = rest[0]
-            over = self._value(generator.iter)
-            self._refuse_model(node, over)
+            over = self._listed(self._value(generator.iter))
+            if not isinstance(over, Items):
+                self._refuse_model(node, over)
             items = _items(over)
+            nonlocal is_known
+            is_known = is_known and items is not None and not generator.ifs
             if isinstance(over, Accessor):
                 over = self._plain(generator.iter)
             for item in items if items is not None else [SHARED if may_hold(over) else NEW]:
@@ -796,12 +969,19 @@ class Reader:
         finally:
             self.record.is_certain = certain
         self.names = names
+        if any(map(is_the_model, found)):
+            if not is_known:
+                raise Stays(node, "which modules these are, is not known before the step")
+            return Items(tuple(found))
         return SHARED if any(map(may_hold, found)) else NEW
 
     def _refuse_uses(self, node: ast.FunctionDef | ast.Lambda) -> None:
         """Raise Stays if a nested function uses more than its own names, fixed values, and what is new."""
         if _declares_names(node):
             raise Stays(node, "a function in the trace binds names of the code around it")
+        if self.record.is_lent:
+            raise Stays(node, "a function in the trace may change a tensor that was written to a site")
+        self._forget_drafts()
         own = {each.arg for each in ast.walk(node) if isinstance(each, ast.arg)} | _names_bound([node])
         for name in {each.id for each in ast.walk(node) if isinstance(each, ast.Name)} - own:
             found = self.names.get(name)
@@ -828,8 +1008,10 @@ class Reader:
             and called.value is not save
         ):
             return self._followed(node, called.value, args, keywords)
-        given = [self._plain(each) for each in args]
+        given = [self._item(each) for each in args]
         named = {each.arg: self._plain(each.value) for each in keywords}
+        if any(isinstance(each, (Module, Items)) for each in (called, *given)):
+            return self._of_modules(node, called, list(map(self._listed, given)), named)
         shares = any(map(may_hold, [*given, *named.values()]))
         if "out" in named or (isinstance(called, Known) and is_asked_in_place(called.value, given, named)):
             raise Stays(node, f"out= {IN_PLACE}")
@@ -855,6 +1037,18 @@ class Reader:
             raise Stays(node, f"`{ast.unparse(function)}` is not known to change nothing")
         return NEW
 
+    def _of_modules(self, node: ast.Call, called: Any, given: Sequence[Any], named: Mapping[Any, Any]) -> Any:
+        """A function of modules."""
+        function, lists = getattr(called, "value", None), [_items(each) for each in given]
+        if function in (len, list, tuple, reversed, enumerate, zip) and set(named) <= {"strict"} and None not in lists:
+            found: Any = function(*lists)
+            if function is len:
+                return Known(found)
+            if function is enumerate:
+                found = [(Known(number), each) for number, each in found]
+            return Items(tuple(Items(each) if type(each) is tuple else each for each in found))
+        raise Stays(node, f"`{ast.unparse(node.func)}` is called with a module, or is one")
+
     def _of_value(
         self,
         node: ast.Call,
@@ -866,6 +1060,12 @@ class Reader:
     ) -> Any:
         """A method of a value."""
         owner, name = method.owner, method.name
+        if isinstance(owner, (Site, Draft)) and name == "clone" and not (given or named):
+            self.record.needs_body = True
+            return Draft(owner) if isinstance(owner, Site) else Draft(owner.of, owner.changes)
+        if isinstance(owner, Draft) and name == "save":
+            self.record.needs_body = True
+            return owner
         if may_share(owner):
             self.record.needs_body = True
             if name.endswith("_") and not name.startswith("_"):
@@ -892,7 +1092,7 @@ class Reader:
         root = function.value if isinstance(function, ast.Attribute) else function
         is_new = name in NEW_METHODS and not isinstance(getattr(owner, "value", None), (list, dict, set))
         if not is_new:
-            self._fill(root, owner, SHARED if shares else NEW)
+            self._fill(root, owner, SHARED if shares else NEW, is_list=name in CONTAINER_METHODS)
         return NEW if is_new or not (shares or may_hold(owner)) else SHARED
 
     def _of_model(
@@ -923,13 +1123,39 @@ class Reader:
             for layer in sorted(each % count for each in chosen):
                 self._add(node, ("resid_post", layer), vector, float(factor), None)
             return Known(None)
+        if method.name == "cache":
+            return self._cached(node, args, keywords)
         for each in (*args, *(keyword.value for keyword in keywords)):
             self._plain(each)
         record.needs_body = True
+        record.leave()
         if method.name == "stop":
             record.has_stopped = True
         elif method.name == "next":
             record.step = None
+        return NEW
+
+    def _cached(self, node: ast.Call, args: Sequence[ast.expr], keywords: Sequence[ast.keyword]) -> Any:
+        """`tracer.cache(modules=[...])`: the values of these modules' outputs, in this step and all later ones."""
+        given = dict(zip(("modules", "include_output", "include_inputs"), args, strict=False))
+        given |= {each.arg or "": each.value for each in keywords}
+        modules = self._listed(self._item(given.pop("modules"))) if "modules" in given else None
+        options = {name: self._plain(each) for name, each in given.items()}
+        wanted = [
+            getattr(options.get(name), "value", name == "include_output")
+            for name in ("include_output", "include_inputs")
+        ]
+        if len(args) > 3 or "" in given or wanted != [True, False]:
+            raise Stays(node, "a cache of inputs is left to the forward")
+        paths = [
+            each.path if isinstance(each, Module) else getattr(each, "value", None)
+            for each in _items(modules) or [None]
+        ]
+        for path in paths:
+            point = self.record.model.values.get(f"{path}.output")
+            if point is None:
+                raise Stays(node, f"the cache takes what is no site's value: {path or 'all modules'}")
+            self.record.watch(node, point)
         return NEW
 
     def _followed(
@@ -960,6 +1186,7 @@ class Reader:
         certain = self.record.is_certain
         inner.run(function.body)
         self.record.is_certain = certain
+        self._forget_drafts()  # the function may have changed what it was given
         if any(may_share(value) for value in inner.names.values()):
             for name, value in self.names.items():  # what the function was given, it may have filled
                 if (
@@ -1014,6 +1241,8 @@ def _hashable(value: Any) -> bool:
 
 def _items(over: Any) -> list[Any] | None:
     """The items of a value that is iterated over, if they are known and few."""
+    if isinstance(over, Items):
+        return list(over.items)
     if not isinstance(over, Known) or not isinstance(
         over.value, (range, list, tuple, dict, zip, enumerate, reversed, str)
     ):
@@ -1024,13 +1253,15 @@ def _items(over: Any) -> list[Any] | None:
     return [abstract(each) for each in items] if len(items) <= _UNROLLED else None
 
 
-def _row(value: Any, width: int) -> torch.Tensor | None:
+def _row(value: Any, point: Point, width: int) -> torch.Tensor | None:
     """The value as one row for all positions, float32 `[width]`; None if it is none."""
     if type(value) in (int, float):
         return torch.full((width,), float(value))
     if not isinstance(value, torch.Tensor) or value.is_complex() or value.dtype is torch.bool or value.requires_grad:
         return None
-    if value.numel() == 1:
+    if value.numel() == 1 and value.ndim <= 2:
         return torch.full((width,), float(value))
     flat = value[0] if value.ndim == 2 and value.shape[0] == 1 else value
-    return flat.detach().to("cpu", torch.float32).contiguous() if tuple(flat.shape) == (width,) else None
+    if tuple(flat.shape) != (width,) or point[0] == "attn_z":  # whose rows have two axes
+        return None
+    return flat.detach().to("cpu", torch.float32).contiguous()

@@ -8,16 +8,19 @@ from __future__ import annotations
 import ast
 import inspect
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
-from midstream.sites import Point
-from midstream.trace.program import REACHING, harmless, is_model, reaches_no_model
+from midstream.arch.aliases import Aliases
+from midstream.plan.values import ModelFacts
+from midstream.sites import LAYER_SITES, Point
+from midstream.trace.program import REACHING, harmless, is_model, module_path, reaches_no_model
 from midstream.trace.tracer import save
 
 
@@ -27,6 +30,40 @@ class Stays(Exception):
     def __init__(self, node: ast.AST | None, reason: str) -> None:
         super().__init__(reason)
         self.line, self.reason = getattr(node, "lineno", 0), reason
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is known of the model.
+
+    Attributes:
+        sites: those at which a plan costs nothing.
+        modules: the paths of all modules.
+        values: `model.layers.3.mlp.output` -> the site whose value it is, for modules' inputs and outputs that are a site's value.
+        aliases: other names of modules.
+    """
+
+    facts: ModelFacts
+    sites: Collection[str] = LAYER_SITES
+    modules: Collection[str] = ()
+    values: Mapping[str, Point] = field(default_factory=dict)
+    aliases: Aliases = field(default_factory=Aliases)
+
+    @cached_property
+    def _children(self) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for path in self.modules:
+            found.setdefault(path.rpartition(".")[0], []).append(path)
+        return found
+
+    def children(self, path: str) -> list[str]:
+        """The paths of the modules in the one at `path`."""
+        return self._children.get(path, [])
+
+    def child(self, path: str, name: str) -> str | None:
+        """The path of the module that is called `name` in the one at `path`."""
+        inside = f"{path}.{name}" if path else name
+        return inside if inside in self.modules else self.aliases.resolve(path, name, self.modules)
 
 
 # What is known of a value.
@@ -43,6 +80,7 @@ class Marker:
 MODEL, TRACER = Marker("model"), Marker("tracer")
 NEW = Marker("new")  # made by the trace; shares no memory with an activation
 SHARED = Marker("shared")  # may share memory with an activation
+FILLED = Marker("filled")  # made by the trace; no activation, but may hold some, as a list of them does
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,9 +99,46 @@ class Accessor:
 
 @dataclass(frozen=True)
 class Site:
-    """`model.layers_output[3]`."""
+    """`model.layers_output[3]`.
+
+    Attributes:
+        writes: how many writes there had been to the point.
+    """
 
     point: Point
+    writes: int
+
+
+@dataclass(frozen=True)
+class Module:
+    """`model.model.layers[3].mlp`."""
+
+    path: str
+
+
+@dataclass(frozen=True)
+class Items:
+    """A list or tuple of what is known of its items, among which are modules."""
+
+    items: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of all rows, or of some, by a value known before the step: `"add"` it `scale` times, `"set"` it, or `"project"` it out."""
+
+    kind: str
+    value: Any
+    scale: float = 1.0
+    rows: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Draft:
+    """A tensor of the trace's own that is a site's value with changes: `model.layers_output[3] + v`, or a clone that was written to."""
+
+    of: Site
+    changes: tuple[Change, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -75,18 +150,25 @@ class Method:
 
 
 def is_the_model(value: Any) -> bool:
-    """Whether it is the model or the tracer, or a method of theirs."""
-    return value is MODEL or value is TRACER or (isinstance(value, Method) and is_the_model(value.owner))
+    """Whether it is the model or the tracer, or a module or method of theirs, or holds one."""
+    if isinstance(value, Items):
+        return any(map(is_the_model, value.items))
+    owner = value.owner if isinstance(value, Method) else value
+    return owner is MODEL or owner is TRACER or isinstance(owner, Module)
 
 
 def abstract(value: Any) -> Any:
     if is_model(value):
         return MODEL
+    if (path := module_path(value)) is not None:
+        return Module(path)
+    if type(value) in (list, tuple) and value and all(module_path(each) is not None for each in value):
+        return Items(tuple(map(abstract, value)))
     return Known(value)
 
 
 def may_share(value: Any) -> bool:
-    return value is SHARED or isinstance(value, (Site, Accessor))
+    return value in (SHARED, FILLED) or isinstance(value, (Site, Accessor))
 
 
 def may_hold(value: Any) -> bool:
@@ -101,6 +183,8 @@ def joined(values: Iterable[Any]) -> Any:
         return values[0]
     if any(map(is_the_model, values)):
         raise Stays(None, "a name may stand for the model or for something else")
+    if all(value in (NEW, FILLED) or type(getattr(value, "value", None)) in (list, dict, set) for value in values):
+        return FILLED if any(map(may_hold, values)) else NEW
     return SHARED if any(map(may_hold, values)) else NEW
 
 
@@ -133,6 +217,7 @@ NEW_METHODS = frozenset(
     "clone norm mean sum std var argmax argmin max min softmax log_softmax sigmoid tanh relu exp log sqrt abs square pow item tolist "
     "matmul mm bmm dot topk sort argsort add sub mul div neg numel size dim cumsum eq ne gt lt ge le any all logsumexp nelement".split()
 )
+CONTAINER_METHODS = frozenset("append extend insert discard pop popleft remove setdefault update clear".split())
 PLAIN_ATTRIBUTES = frozenset("shape dtype device ndim requires_grad is_cuda layout".split())
 REFUSED = REACHING | {"setattr", "delattr", "getattr", "__import__", "open"}
 _CHANGING = frozenset("copyto put place putmask fill_diagonal shuffle setitem delitem seterr".split()) | {

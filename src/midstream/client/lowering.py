@@ -7,7 +7,7 @@ over, on captured rows. `lower` finds the edits and the sites that are read. In 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import FunctionType
@@ -19,11 +19,12 @@ from midstream.client.known import (
     MODEL,
     SHARED,
     TRACER,
+    Model,
     Stays,
     abstract,
 )
-from midstream.plan.values import Capture, Edit, ModelFacts, Plan, counted_from_0
-from midstream.sites import LAYER_SITES, Point
+from midstream.plan.values import Capture, Edit, Plan, counted_from_0
+from midstream.sites import Point
 from midstream.trace.program import BlockProgram, FunctionProgram, Program
 from midstream.trace.tracer import BodyTracer
 
@@ -75,9 +76,9 @@ class Lowered:
         return Plan((*self.edits, *captures))
 
 
-def explained(program: Program, facts: ModelFacts, sites: Iterable[str]) -> str:
+def explained(program: Program, model: Model) -> str:
     """What becomes of a program, line by line, as text. Prompts are taken to have enough tokens for the positions that it names."""
-    found = lower(program, facts, _LONG_PROMPT, sites)
+    found = lower(program, model, _LONG_PROMPT)
     lines = [f"{f'line {note.line}':>10}  {note.kind:<8} {note.text}" for note in found.notes]
     if found.reason is not None:
         end = "The trace runs in the forward: its steps are slower, for all requests in them."
@@ -88,15 +89,9 @@ def explained(program: Program, facts: ModelFacts, sites: Iterable[str]) -> str:
     return "\n".join([*lines, end])
 
 
-def lower(program: Program, facts: ModelFacts, prompt_length: int, sites: Iterable[str] = LAYER_SITES) -> Lowered:
-    """Read a program.
-
-    Args:
-        facts: of the model.
-        prompt_length: in tokens.
-        sites: those at which a plan costs nothing.
-    """
-    record = Record(facts, prompt_length, frozenset(sites))
+def lower(program: Program, model: Model, prompt_length: int) -> Lowered:
+    """Read a program. `prompt_length`: in tokens."""
+    record = Record(model, prompt_length)
     try:
         statements, names = _code_of(getattr(program, "program", program))
         record.note_captured(names.values())
@@ -111,9 +106,9 @@ def lower(program: Program, facts: ModelFacts, prompt_length: int, sites: Iterab
         return Lowered(notes=record.notes, reason=f"line {stays.line}: {stays.reason}")
 
 
-def lower_all(programs: Sequence[Program], facts: ModelFacts, prompt_length: int, sites: Iterable[str]) -> Lowered:
+def lower_all(programs: Sequence[Program], model: Model, prompt_length: int) -> Lowered:
     """What the programs of one request do together. Arguments are as of `lower`."""
-    each = [lower(program, facts, prompt_length, sites) for program in programs]
+    each = [lower(program, model, prompt_length) for program in programs]
     notes = [note for one in each for note in one.notes]
     if reason := next((one.reason for one in each if one.reason is not None), None):
         return Lowered(notes=notes, reason=reason)
@@ -136,14 +131,11 @@ def _clash(each: Sequence[Lowered]) -> str | None:
     return None
 
 
-def lower_trace(
-    programs: Sequence[Sequence[Program]], facts: ModelFacts, lengths: Sequence[int], sites: Iterable[str]
-) -> list[Lowered] | None:
+def lower_trace(programs: Sequence[Sequence[Program]], model: Model, lengths: Sequence[int]) -> list[Lowered] | None:
     """What each request of a trace does; None if any of them has to run in the forward.
 
     Args:
         programs: of each request.
-        facts, sites: as of `lower`.
         lengths: of the requests' prompts, in tokens.
     """
     known: dict[tuple[int, ...], Lowered] = {}  # a function often runs on many prompts of the same length
@@ -151,7 +143,7 @@ def lower_trace(
     for own, length in zip(programs, lengths, strict=True):
         key = (length, *map(id, own))
         if key not in known:
-            known[key] = lower_all(own, facts, length, sites)
+            known[key] = lower_all(own, model, length)
             if known[key].reason is not None:
                 return None
         found.append(known[key])

@@ -15,6 +15,7 @@ from midstream.arch.aliases import Rename, names_alone
 from midstream.capture.rows import Routes
 from midstream.capture.sinks import Sinks
 from midstream.client.described import DescribedModel
+from midstream.client.known import Model
 from midstream.client.lowering import Lowered, explained, lower_trace
 from midstream.client.model import loading_arguments
 from midstream.client.requests import Invoke, InvokeResult, PreparedPlan, engine_params, token_ids, without_destinations
@@ -233,16 +234,23 @@ class VLLM(DescribedModel):
         """
         if fn is None:
             return ExplainContext(self)
-        text = explained(FunctionProgram(fn), self.facts, self.description["free_sites"])
+        text = explained(FunctionProgram(fn), self._known)
         print(text)
         return text
+
+    @cached_property
+    def _known(self) -> Model:
+        """What is known of the model before a trace runs."""
+        described = self.description
+        points = {name: point.split("/") for name, point in described["values"].items()}
+        values = {name: (site, int(layer)) for name, (site, layer) in points.items()}
+        return Model(self.facts, described["free_sites"], described["modules"], values, self.aliases)
 
     def _lowered(self, invokes: Sequence[Invoke], prompts: Sequence[list[int]]) -> list[Lowered] | None:
         """What the plans of these traces are, if none of them has to run in the forward."""
         if not self._connection.is_described or any(invoke.plan.captures for invoke in invokes if invoke.plan):
             return None
-        sites = self.description["free_sites"]
-        found = lower_trace(self._programs(invokes), self.facts, [len(ids) for ids in prompts], sites)
+        found = lower_trace(self._programs(invokes), self._known, [len(ids) for ids in prompts])
         for invoke, each in zip(invokes, found or (), strict=bool(found)):
             if invoke.plan and each.meets(invoke.plan, self.facts.num_layers):
                 return None  # the trace acts after the plan's edits; one plan would make them in an order of its own
@@ -358,7 +366,7 @@ class ExplainContext(BlockContext):
     def _captured(self, block: Block, frame: FrameType) -> None:
         injected = {block.target: BodyTracer()} if isinstance(block.target, str) else {}
         model = self._model
-        print(explained(BlockProgram(block, injected), model.facts, model.description["free_sites"]))
+        print(explained(BlockProgram(block, injected), model._known))
 
 
 def _with_carried_plan(invoke: Invoke) -> Invoke:

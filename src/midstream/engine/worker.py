@@ -36,7 +36,7 @@ from midstream.runtime.step import FiniteCheck, StepEnds
 from midstream.runtime.tables import CpuTables, DeviceTables, Tables
 from midstream.runtime.trace_host import TraceHost
 from midstream.settings import Settings, is_ours
-from midstream.sites import Point
+from midstream.sites import Point, point_name
 from midstream.trace.envoy import ModelEnvoy
 from midstream.trace.interleaver import Interleaver
 from midstream.trace.remote import ALONE
@@ -374,6 +374,7 @@ class Worker(PlatformWorker):
             "hidden_size": arch.hidden_size,
             "widths": {f"{site}/{layer}": width for (site, layer), width in self.plans.facts.widths.items()},
             "dtype": self.plans.facts.dtype,
+            "values": {point_name(key): f"{site}/{layer}" for key, (site, layer) in arch.values.items()},
             "free_sites": self._free_sites,  # those at which plans leave compiled code and graphs as they are
         }
 

@@ -474,7 +474,7 @@ class TraceHost:
             if scheduled.computed < request.seen:
                 again = FlatRows(scheduled.start, min(fresh, scheduled.stop), view.total, scheduled.computed)
                 replays += [(journal, again) for journal in request.journals]
-            pieces = take_rows(name) if request.trace.behind else []
+            pieces = sorted(take_rows(name), key=lambda piece: piece.position) if request.trace.behind else []
             if end <= request.seen or name in self._done:
                 continue
             first = max(request.seen, scheduled.computed)

@@ -397,6 +397,15 @@ def is_model(value: Any) -> bool:
     return refers is not None and refers(value) == ("model",)
 
 
+def module_path(value: Any) -> str | None:
+    """The path of the module that the caller's value stands for in a trace; None if it stands for none."""
+    refers = getattr(type(value), "__midstream_reference__", None)
+    match refers(value) if refers is not None else None:
+        case ("module", str(path)):
+            return path
+    return None
+
+
 def harmless(value: Any) -> bool:
     """Whether `value` cannot reach the model."""
     if isinstance(value, _PLAIN):
