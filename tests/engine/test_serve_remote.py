@@ -399,6 +399,7 @@ class NoVllm:  # as on a laptop
             raise ModuleNotFoundError(name, name=name)
 
 sys.meta_path.insert(0, NoVllm())
+import time
 import mine
 from midstream import Remote
 model = Remote({url!r}, api_key={key!r})
@@ -406,15 +407,16 @@ with model.trace({prompt!r}, max_tokens={tokens}, ignore_eos=True) as tracer:
     rows = list().save()
     for _ in tracer.iter[:]:
         rows.append(mine.Probe().look(model))
+        time.sleep({pause})
 print(len(rows), rows[0].shape, model.generate("Hello", max_tokens=2)[0].outputs[0].text)
 assert not [name for name in sys.modules if name.partition(".")[0] == "vllm"]
 """
 
 
-def start_client(server: Server, tokens: int, directory: Path) -> subprocess.Popen[str]:
+def start_client(server: Server, tokens: int, directory: Path, pause: float = 0.0) -> subprocess.Popen[str]:
     (directory / "mine.py").write_text(MODULE)  # the server has no such module
     script = directory / "client.py"
-    script.write_text(CLIENT.format(url=server.url, key=KEY, prompt=FRANCE, tokens=tokens))
+    script.write_text(CLIENT.format(url=server.url, key=KEY, prompt=FRANCE, tokens=tokens, pause=pause))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     out: Any = subprocess.PIPE
     return subprocess.Popen(
@@ -429,7 +431,7 @@ def test_g9_the_client_needs_no_vllm(server: Server, tmp_path: Path) -> None:
 
 
 def test_g9_ctrl_c_ends_the_request_on_the_server(server: Server, tmp_path: Path) -> None:
-    client = start_client(server, 450, tmp_path)
+    client = start_client(server, 450, tmp_path, pause=0.05)
     deadline = time.monotonic() + 40
     while not alive(server).get("running_prompts"):
         assert time.monotonic() < deadline and client.poll() is None
