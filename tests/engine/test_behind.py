@@ -7,13 +7,14 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
 from engines import alive
 
 from midstream import Capture, Steer
-from midstream.client import vllm as client
+from midstream.client import remote, vllm
 from midstream.errors import MidstreamError
 
 if TYPE_CHECKING:
@@ -29,11 +30,11 @@ SITES = {"layers_output": 3, "layers_input": 0, "attentions_output": 1, "mlps_ou
 @contextmanager
 def in_the_forward() -> Iterator[None]:
     """Without the mechanism: every trace stays in the forward."""
-    lower_trace, client.lower_trace = client.lower_trace, lambda *given: None
-    try:
+    with (
+        mock.patch.object(vllm, "lower_trace", lambda *_: None),
+        mock.patch.object(remote, "lower_trace", lambda *_: None),
+    ):
         yield
-    finally:
-        client.lower_trace = lower_trace
 
 
 def body(seed: int) -> str:

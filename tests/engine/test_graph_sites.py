@@ -232,6 +232,33 @@ def test_d3_traces_that_keep_to_resid_post_stay_compiled_beside_other_graph_site
     close(value, 2 * plain.run(PROMPTS[0]).sites["mlp_out", 2])
 
 
+def test_i1_modules_whose_values_are_graph_sites_stay_compiled(chosen: VLLM, plain: Plain) -> None:
+    v = torch.randn(256, generator=torch.Generator().manual_seed(1)) / 2
+
+    def zero_last(h: torch.Tensor) -> torch.Tensor:
+        h[-1] = 0
+        return h
+
+    def body(m: Any, tracer: Any) -> Any:
+        cache = tracer.cache(modules=[m.model.layers[6].mlp])
+        layer = m.model.layers[2]
+        layer.self_attn.output += v
+        early = layer.mlp.output.clone()
+        late = m.model.layers[6].mlp.output
+        late[-1] = 0
+        return early, cache, m.layers_output[7]
+
+    before = chosen.gauges()[0]
+    early, cache, stream = chosen.run(body, PROMPTS[0], temperature=0.0)
+    after = chosen.gauges()[0]
+    assert after["traced_steps"] == before["traced_steps"] + 1
+    assert after["forward_traced_steps"] == before["forward_traced_steps"]
+    expected = plain.run(PROMPTS[0], {("attn_out", 2): lambda h: h + v, ("mlp_out", 6): zero_last}).sites
+    close(early, expected["mlp_out", 2])
+    close(cache["model.layers.6.mlp"].output, expected["mlp_out", 6])
+    close(stream, expected["resid_post", 7])
+
+
 def test_d3_without_graph_sites_plans_and_traces_leave_the_compiled_forward(plain: Plain) -> None:
     v = torch.randn(256, generator=torch.Generator().manual_seed(1)) / 2
     plan = [Steer("resid_post", layers=3, vector=v), Capture("resid_post", layers=7, positions="all_prompt")]

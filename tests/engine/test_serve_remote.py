@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -33,7 +34,8 @@ from limits import least
 from oracle import Plain
 from servers import ADMIN, KEYS, Server
 
-from midstream import Capture, Patch, Remote, Span, Steer, open_captures
+from midstream import Capture, Patch, Plan, Remote, Span, Steer, open_captures
+from midstream.client import remote
 from midstream.errors import (
     InterventionError,
     MidstreamError,
@@ -179,6 +181,59 @@ def test_g9_the_plan_of_all_clients_needs_the_administrators_key(model: Remote, 
         finally:
             admin.engine_plan = None
     assert not model.engine_plan
+
+
+def test_i1_a_served_trace_need_not_stop_the_forward(model: Remote, plain: Plain) -> None:
+    """Seen failing without the lowering, without the prompt's length, and on a server that does not compare lengths."""
+    v = torch.randn(256, generator=torch.Generator().manual_seed(3))
+
+    def counted_steps(trace: Callable[[], Any]) -> tuple[Any, list[int]]:
+        names = ("traced_steps", "forward_traced_steps")
+        (before,), result, (after,) = model.gauges(), trace(), model.gauges()
+        return result, [after[name] - before[name] for name in names]
+
+    def reads() -> Any:
+        with model.trace(FRANCE):
+            model.layers_output[2][-1] = v
+            late = model.layers_output[5].save()
+        return late
+
+    def writes() -> Any:
+        with model.trace(FRANCE) as tracer:
+            model.layers_output[2][-1] = v
+        return tracer.outputs[0].outputs[0].token_ids
+
+    def scales() -> Any:
+        with model.trace(FRANCE):
+            model.layers_output[2] *= 0.5
+            late = model.layers_output[5].save()
+        return late
+
+    def last(row: torch.Tensor) -> Any:
+        return lambda h: torch.cat([h[:-1], row[None]])
+
+    expected = plain.run(FRANCE, {("resid_post", 2): last(v)})
+    late, steps = counted_steps(reads)
+    close(late, expected.sites["resid_post", 5])
+    assert steps == [1, 0]  # behind the step
+    tokens, steps = counted_steps(writes)
+    assert tokens == [expected.logits[-1].argmax().item()] and steps == [0, 0]  # a plan
+    with mock.patch.object(remote, "token_ids", lambda *_: [0] * 3):  # a tokenizer that differs from the server's
+        late, steps = counted_steps(reads)
+    close(late, expected.sites["resid_post", 5])
+    assert steps == [1, 1]
+    late, steps = counted_steps(scales)
+    close(late, plain.run(FRANCE, {("resid_post", 2): lambda h: 0.5 * h}).sites["resid_post", 5])
+    assert steps == [1, 1]
+
+
+def test_g8_a_client_that_lies_about_its_trace_harms_nobody(model: Remote, plain: Plain) -> None:
+    """It says that its body need not stop the forward, with a plan that captures nothing."""
+    lie = remote.Behind([Plan()], needs_bodies=True)
+    with mock.patch.object(remote, "lower_trace", lambda *_: lie), pytest.raises(MidstreamError, match="not captured"):
+        model.run(lambda m: m.layers_output[2], FRANCE)
+    (output,) = model.generate([FRANCE], max_tokens=3, temperature=0.0)
+    assert output.outputs[0].token_ids == plain.generate(FRANCE, 3)
 
 
 def test_g9_rows_go_to_a_directory_of_this_machine(model: Remote, plain: Plain, tmp_path: Path) -> None:
@@ -377,6 +432,7 @@ def test_g9_a_lost_connection_is_an_error_that_has_what_was_saved(server: Server
                 rows = list().save()
                 for _ in tracer.iter[:]:
                     rows.append(model.layers_output[2][-1])
+                    time.sleep(0.01)  # the rows have to come in several messages
         (saves,) = lost.value.saves
         assert lost.value.outputs == [None] and 1 < len(saves["rows"]) < 450
         close(saves["rows"][0], plain.run(FRANCE).sites["resid_post", 2][-1])

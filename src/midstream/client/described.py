@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Self
 
 from midstream.arch.aliases import Aliases
 from midstream.arch.detect import show_tree
+from midstream.client.known import Model
+from midstream.client.lowering import explained
 from midstream.client.model import TraceModel
 from midstream.client.requests import Invoke
+from midstream.client.tracing import BlockContext
 from midstream.errors import TraceError, UnknownModuleError
 from midstream.plan.values import ModelFacts, Plan
 from midstream.sites import ACCESSORS, LAYER_SITES
+from midstream.trace.block import Block
 from midstream.trace.envoy import nearest, where_layers_are
-from midstream.trace.program import Program, ShippedCode, ship
+from midstream.trace.program import BlockProgram, FunctionProgram, Program, ShippedCode, ship
+from midstream.trace.tracer import BodyTracer
 
 _IN_TRACES = ("logits", "samples", "next_token_probs", "project_on_vocab", "steer", "skip_layers")
 _VALUES = ("output", "input", "inputs")
@@ -220,6 +225,32 @@ class DescribedModel(TraceModel):
             described["num_layers"], {(site, int(layer)): width for site, layer, width in points}, described["dtype"]
         )
 
+    def explain(self, fn: Callable[..., Any] | None = None) -> Any:
+        """Print what becomes of a trace's code line by line: what a plan does, what is read behind the step, what stays in the forward.
+
+            model.explain(fn)               # fn(model) or fn(model, tracer), as for `run`
+            with model.explain():           # the block is not run
+                model.layers_output[10] += v
+
+        Nothing is computed. Standing edits are not among it.
+
+        Returns:
+            The text, for a function.
+        """
+        if fn is None:
+            return ExplainContext(self)
+        text = explained(FunctionProgram(fn), self._known)
+        print(text)
+        return text
+
+    @cached_property
+    def _known(self) -> Model:
+        """What is known of the model before a trace runs."""
+        described = self.description
+        points = {name: point.split("/") for name, point in described["values"].items()}
+        values = {name: (site, int(layer)) for name, (site, layer) in points.items()}
+        return Model(self.facts, described["free_sites"], described["modules"], values, self.aliases)
+
     @property
     def num_layers(self) -> int:
         """Of all pipeline stages together."""
@@ -259,3 +290,16 @@ class DescribedModel(TraceModel):
         described = self.description
         aliases = self.aliases.table(described["modules"])
         return show_tree(described["modules"], described["shapes"], described["sites"], aliases)
+
+
+class ExplainContext(BlockContext):
+    """`with model.explain():`"""
+
+    def __init__(self, model: DescribedModel) -> None:
+        super().__init__()
+        self._model = model
+
+    def _captured(self, block: Block, frame: FrameType) -> None:
+        injected = {block.target: BodyTracer()} if isinstance(block.target, str) else {}
+        model = self._model
+        print(explained(BlockProgram(block, injected), model._known))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from midstream.client.known import Known, Model, Stays, is_fixed
+from midstream.client.known import Known, Model, Stays, Unsized, is_fixed
 from midstream.errors import PlanError
 from midstream.plan.values import Edit
 from midstream.sites import LAYER_SITES, Point
@@ -31,8 +31,8 @@ class Note:
 class Record:
     """The reads and writes that were found."""
 
-    def __init__(self, model: Model, prompt_length: int) -> None:
-        self.model, self.facts, self.sites, self.length = model, model.facts, model.sites, prompt_length
+    def __init__(self, model: Model, prompt_length: int | None) -> None:
+        self.model, self.facts, self.sites, self._length = model, model.facts, model.sites, prompt_length
         self.notes: list[Note] = []
         self.edits: list[tuple[Point, str, Edit]] = []
         self.reads: dict[Point, bool] = {}  # whether only in the prompt's step
@@ -49,6 +49,13 @@ class Record:
         self.latest = (-1, 0)
         self.is_lent = False  # whether a tensor of the body's own may be the activation where the body is
         self.rounds = 0
+
+    @property
+    def length(self) -> int:
+        """Of the prompt, in tokens. Raises Unsized if it is not known."""
+        if self._length is None:
+            raise Unsized
+        return self._length
 
     def note_captured(self, values: Iterable[Any]) -> None:
         """Note the caller's objects that can be changed, with those in them."""

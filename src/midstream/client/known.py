@@ -66,6 +66,10 @@ class Model:
         return inside if inside in self.modules else self.aliases.resolve(path, name, self.modules)
 
 
+class Unsized(Exception):
+    """Which rows a write is about depends on the prompt's length, which is not known."""
+
+
 # What is known of a value.
 
 

@@ -7,11 +7,11 @@ over, on captured rows. `lower` finds the edits and the sites that are read. In 
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 from midstream.client.findings import Note, Record
 from midstream.client.following import Reader, source_of
@@ -55,12 +55,6 @@ class Lowered:
     def written(self) -> set[Point]:
         return {(edit.site, layer) for edit in self.edits for layer in edit.at_layers}
 
-    def meets(self, plan: Plan, num_layers: int) -> bool:
-        """Whether the plan edits a point that this reads or writes. Raises PlanError for a layer outside the model."""
-        edits = counted_from_0(plan, num_layers).edits
-        there = {(edit.site, layer) for edit in edits for layer in edit.layers_in(num_layers)}
-        return bool(there & (self.reads.keys() | self.written))
-
     @cached_property
     def plan(self) -> Plan:
         """The edits, and captures of the rows that the body needs: its own writes go to its copies of them."""
@@ -76,6 +70,29 @@ class Lowered:
         return Plan((*self.edits, *captures))
 
 
+class Behind(NamedTuple):
+    """How requests do what their traces say without stopping the forward: with these plans, and their bodies behind the step if need be."""
+
+    plans: Sequence[Plan]
+    needs_bodies: bool
+
+    def stands_beside(self, plans: Iterable[Plan], num_layers: int) -> bool:
+        """Whether a request may have both plans: the other one captures nothing, and edits no point that the trace reads or writes.
+
+        A trace acts after the edits of a plan beside it, and one plan would make them in an order of its own. Raises PlanError for a
+        layer outside of the model.
+        """
+        for own, other in zip(self.plans, plans, strict=True):
+            if other.captures or _points(own, num_layers) & _points(Plan(other.edits), num_layers):
+                return False
+        return True
+
+
+def _points(plan: Plan, num_layers: int) -> set[Point]:
+    items = counted_from_0(plan, num_layers).interventions
+    return {(item.site, layer) for item in items for layer in item.layers_in(num_layers)}
+
+
 def explained(program: Program, model: Model) -> str:
     """What becomes of a program, line by line, as text. Prompts are taken to have enough tokens for the positions that it names."""
     found = lower(program, model, _LONG_PROMPT)
@@ -89,8 +106,8 @@ def explained(program: Program, model: Model) -> str:
     return "\n".join([*lines, end])
 
 
-def lower(program: Program, model: Model, prompt_length: int) -> Lowered:
-    """Read a program. `prompt_length`: in tokens."""
+def lower(program: Program, model: Model, prompt_length: int | None) -> Lowered:
+    """Read a program. `prompt_length`: in tokens; if it is None, Unsized is raised for a program whose edits depend on it."""
     record = Record(model, prompt_length)
     try:
         statements, names = _code_of(getattr(program, "program", program))
@@ -106,7 +123,7 @@ def lower(program: Program, model: Model, prompt_length: int) -> Lowered:
         return Lowered(notes=record.notes, reason=f"line {stays.line}: {stays.reason}")
 
 
-def lower_all(programs: Sequence[Program], model: Model, prompt_length: int) -> Lowered:
+def lower_all(programs: Sequence[Program], model: Model, prompt_length: int | None) -> Lowered:
     """What the programs of one request do together. Arguments are as of `lower`."""
     each = [lower(program, model, prompt_length) for program in programs]
     notes = [note for one in each for note in one.notes]
@@ -131,14 +148,14 @@ def _clash(each: Sequence[Lowered]) -> str | None:
     return None
 
 
-def lower_trace(programs: Sequence[Sequence[Program]], model: Model, lengths: Sequence[int]) -> list[Lowered] | None:
-    """What each request of a trace does; None if any of them has to run in the forward.
+def lower_trace(programs: Sequence[Sequence[Program]], model: Model, lengths: Sequence[int | None]) -> Behind | None:
+    """What the requests of a trace do; None if any of them has to run in the forward.
 
     Args:
         programs: of each request.
-        lengths: of the requests' prompts, in tokens.
+        lengths: of the requests' prompts, in tokens; None as for `lower`.
     """
-    known: dict[tuple[int, ...], Lowered] = {}  # a function often runs on many prompts of the same length
+    known: dict[tuple[int | None, ...], Lowered] = {}  # a function often runs on many prompts of the same length
     found = []
     for own, length in zip(programs, lengths, strict=True):
         key = (length, *map(id, own))
@@ -147,7 +164,9 @@ def lower_trace(programs: Sequence[Sequence[Program]], model: Model, lengths: Se
             if known[key].reason is not None:
                 return None
         found.append(known[key])
-    return None if _clash(found) else found
+    if _clash(found):
+        return None
+    return Behind([each.plan for each in found], any(each.needs_body for each in found))
 
 
 def _code_of(program: Program) -> tuple[Sequence[ast.stmt], dict[str, Any]]:

@@ -21,6 +21,8 @@ from midstream import errors
 from midstream.capture.consumers import CaptureInfo, Collected
 from midstream.capture.sinks import RequestCapture, Sinks
 from midstream.client.described import DescribedModel
+from midstream.client.known import Unsized
+from midstream.client.lowering import Behind, lower_trace
 from midstream.client.prompts import Prompt, encode, prompts_of
 from midstream.client.remote_calls import MAX_PROMPTS, MAX_TOKENS, Asked, Call, Progress, raw
 from midstream.client.requests import (
@@ -35,14 +37,17 @@ from midstream.client.requests import (
 )
 from midstream.client.streams import Item, OutputStream
 from midstream.client.vectors_and_runs import RunInfo, Runs, Vectors
-from midstream.errors import ChannelError, MidstreamError, ParameterError, RemoteError
+from midstream.errors import ChannelError, MidstreamError, ParameterError, PlanError, RemoteError
 from midstream.plan.fields import nearest
-from midstream.plan.values import Plan, RecordedRun, Span
+from midstream.plan.values import Plan, RecordedRun, Span, check_strangers
 from midstream.plan.vectors import read_vectors, written_vectors
+from midstream.plan.wire import MAX_STRANGERS_BYTES
 from midstream.settings import NAME
 from midstream.sweeps.events import Event, Outline, decoded
 from midstream.sweeps.request import Metric, SweepRequest
 from midstream.sweeps.results import SweepResult
+from midstream.trace.program import Outcome
+from midstream.trace.program import unrun as outcome_unrun
 from midstream.transport.data import Reader
 
 API_KEY, ADMIN_KEY = "MIDSTREAM_API_KEY", "MIDSTREAM_ADMIN_KEY"  # environment variables
@@ -237,7 +242,7 @@ class RemoteStream(OutputStream):
     """The outputs of requests on a server.
 
     Args:
-        calls: the calls that they are sent with, one after the other.
+        calls: the calls that they are sent with, one after the other, each with what `Progress` takes.
         deliveries: for each call, those of its requests that have one.
         ended: called with 1 as each request ends.
     """
@@ -245,7 +250,7 @@ class RemoteStream(OutputStream):
     def __init__(
         self,
         server: ServerConnection,
-        calls: Sequence[Call],
+        calls: Sequence[tuple[Call, Sequence[Outcome | None]]],
         deliveries: Sequence[dict[int, Delivery]],
         ended: Callable[[int], object],
     ) -> None:
@@ -254,8 +259,8 @@ class RemoteStream(OutputStream):
 
     async def items(self) -> AsyncGenerator[Item]:
         before = 0
-        for call, deliveries in zip(self._calls, self._deliveries, strict=True):
-            messages: Any = self._server.async_messages(call, Progress(len(call.asked)))
+        for (call, unrun), deliveries in zip(self._calls, self._deliveries, strict=True):
+            messages: Any = self._server.async_messages(call, Progress(unrun))
             async with contextlib.aclosing(messages):
                 async for index, output, result in messages:
                     if result is not None and (delivery := deliveries.get(index)) is not None:
@@ -492,8 +497,8 @@ class Remote(DescribedModel):
         if self._is_async:
             return RemoteStream(self._connection, calls, deliveries, ended)
         results = []
-        for call, delivered in zip(calls, deliveries, strict=True):
-            progress = Progress(len(call.asked))
+        for (call, unrun), delivered in zip(calls, deliveries, strict=True):
+            progress = Progress(unrun)
             for index, _, result in self._connection.messages(call, progress):
                 if result is not None:
                     ended(1)
@@ -504,7 +509,8 @@ class Remote(DescribedModel):
             results += [progress.results[i] for i in range(len(call.asked))]
         return results
 
-    def _call(self, invokes: Sequence[Invoke], together: bool) -> Call:
+    def _call(self, invokes: Sequence[Invoke], together: bool) -> tuple[Call, list[Outcome | None]]:
+        """The call, and what comes of traces that the server need not run."""
         plans: dict[Plan, int] = {}
         asked = []
         for invoke in invokes:
@@ -513,10 +519,36 @@ class Remote(DescribedModel):
             parts = (invoke.prompt, _params(invoke.params), list(invoke.answers))
             prompt, params, answers = map(raw, parts)
             asked.append(Asked(prompt, params, number, answers))
-        call = Call(metadata.version(NAME), asked, [raw(plan.to_wire()) for plan in plans], self._is_async, together)
+        call = Call(metadata.version(NAME), asked, [], self._is_async, together)
+        unrun: list[Outcome | None] = [None] * len(invokes)
         if (code := self._code(invokes)) is not None:
             call.programs, call.bodies, call.graph_sites = code.programs, code.bodies, code.graph_sites
-        return call
+            behind, call.lengths = self._lowered(invokes)
+            if behind is not None:
+                call.behind = [plans.setdefault(plan, len(plans)) for plan in behind.plans]
+                call.needs_bodies = behind.needs_bodies
+            if not call.needs_bodies:
+                unrun = [outcome_unrun(each.program) if each.program is not None else None for each in invokes]
+        call.plans = [raw(plan.to_wire()) for plan in plans]
+        return call, unrun
+
+    def _lowered(self, invokes: Sequence[Invoke]) -> tuple[Behind | None, list[int]]:
+        """How the traces need not stop the forward, if they need not, and the lengths of the prompts that this holds for; none for any."""
+        programs, lengths = self._programs(invokes), list[int]()
+        try:
+            behind = lower_trace(programs, self._known, [None] * len(invokes))
+        except Unsized:
+            lengths = [len(token_ids(invoke, lambda: self.tokenizer)) for invoke in invokes]
+            behind = lower_trace(programs, self._known, lengths)
+        plans = {id(plan): plan for plan in behind.plans} if behind is not None else {}
+        try:
+            for plan in plans.values():
+                check_strangers(plan, self.num_layers)
+        except PlanError:  # more than a server takes
+            return None, []
+        if any(len(raw(plan.to_wire())) > MAX_STRANGERS_BYTES for plan in plans.values()):
+            return None, []
+        return behind, lengths
 
     def _deliveries(self, invokes: Sequence[Invoke]) -> dict[int, Delivery]:
         """For the invokes whose captured rows go elsewhere than to the output."""

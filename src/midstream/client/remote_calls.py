@@ -44,6 +44,9 @@ class Call(msgspec.Struct, forbid_unknown_fields=True):
         stream: whether outputs are sent with each token, and not only at the end.
         together: whether all requests must be in the same steps.
         programs, bodies, graph_sites: as in `ShippedCode`; no programs if there is no trace.
+        behind: for each request the number of the plan that stands for its trace, if the traces need not stop the forward.
+        lengths: the prompts' lengths in tokens that these plans are for; empty if they are for any.
+        needs_bodies: whether the traces have to run even so.
     """
 
     version: str
@@ -54,6 +57,9 @@ class Call(msgspec.Struct, forbid_unknown_fields=True):
     programs: bytes = b""
     bodies: Annotated[list[int], _FOR_PROMPTS] = []
     graph_sites: Annotated[list[bool], _FOR_PROMPTS] = []
+    behind: Annotated[list[int], _FOR_PROMPTS] = []
+    lengths: Annotated[list[int], _FOR_PROMPTS] = []
+    needs_bodies: bool = True
 
 
 def raw(value: Any) -> msgspec.Raw:
@@ -251,12 +257,16 @@ def _with(output: RemoteOutput, values: Any) -> Any:
 class Progress:
     """What has come of a call.
 
+    Args:
+        unrun: for each prompt, the outcome of its trace if the server need not run it.
+
     Attributes:
         results: of the requests that are over, by their numbers.
     """
 
-    def __init__(self, prompts: int) -> None:
-        self._readers = [OutputReader() for _ in range(prompts)]
+    def __init__(self, unrun: Sequence[Outcome | None]) -> None:
+        self._unrun = unrun
+        self._readers = [OutputReader() for _ in unrun]
         self.results: dict[int, InvokeResult] = {}
 
     def read(self, message: Any) -> tuple[int, RemoteOutput, InvokeResult | None] | None:
@@ -268,6 +278,8 @@ class Progress:
         index = message["index"]
         output, result = self._readers[index].read(message)
         if result is not None:
+            if not result.outcomes and (outcome := self._unrun[index]) is not None:
+                result.outcomes = [outcome for _ in output.outputs]
             self.results[index] = result
         return index, output, result
 

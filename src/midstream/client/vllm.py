@@ -8,18 +8,15 @@ import secrets
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from types import FrameType
 from typing import Any, Literal, Self
 
 from midstream.arch.aliases import Rename, names_alone
 from midstream.capture.rows import Routes
 from midstream.capture.sinks import Sinks
 from midstream.client.described import DescribedModel
-from midstream.client.known import Model
-from midstream.client.lowering import Lowered, explained, lower_trace
+from midstream.client.lowering import Behind, lower_trace
 from midstream.client.model import loading_arguments
 from midstream.client.requests import Invoke, InvokeResult, PreparedPlan, engine_params, token_ids, without_destinations
-from midstream.client.tracing import BlockContext
 from midstream.client.vllm_async import EngineStream
 from midstream.client.vllm_captures import RowReceiver
 from midstream.client.vllm_engine import EngineConnection, EngineRequest, run_continuously, run_requests
@@ -28,9 +25,7 @@ from midstream.errors import MidstreamError, ParameterError, PlanError, TraceErr
 from midstream.plan.values import Plan
 from midstream.runtime.request import Envelope, PlanRequest, TraceRequest, packed, requests_of
 from midstream.settings import NAME, RECORD_BYTES, TRACE_SHARE, WEIGHT_BYTES, Settings
-from midstream.trace.block import Block
-from midstream.trace.program import BlockProgram, FunctionProgram, ShippedCode, unrun
-from midstream.trace.tracer import BodyTracer
+from midstream.trace.program import ShippedCode, unrun
 
 _GROUP = 32  # invokes that become requests at a time
 
@@ -210,57 +205,28 @@ class VLLM(DescribedModel):
         invokes = self._with_plan([_with_carried_plan(invoke) for invoke in invokes])
         prompts = [token_ids(invoke, lambda: self.tokenizer) for invoke in invokes]
         code = self._code(invokes)
-        lowered = self._lowered(invokes, prompts) if code is not None else None
+        behind = None
+        if code is not None and self._connection.is_described:
+            behind = lower_trace(self._programs(invokes), self._known, list(map(len, prompts)))
         if not self._is_async:
-            requests = self._requests(invokes, prompts, code, together, lowered)
+            requests = self._requests(invokes, prompts, code, together, behind)
             return run_requests(self._connection, requests, ended)
         if not self._connection.is_described and any(invoke.plan for invoke in invokes):
             # Plans are checked once the engine has started.
             return EngineStream(self._connection, lambda: self._requests(invokes, prompts, code, together), ended)
-        requests = self._requests(invokes, prompts, code, together, lowered)
+        requests = self._requests(invokes, prompts, code, together, behind)
         return EngineStream(self._connection, lambda: requests, ended)
 
-    def explain(self, fn: Callable[..., Any] | None = None) -> Any:
-        """Print what becomes of a trace's code line by line: what a plan does, what is read behind the step, what stays in the forward.
-
-            model.explain(fn)               # fn(model) or fn(model, tracer), as for `run`
-            with model.explain():           # the block is not run
-                model.layers_output[10] += v
-
-        Nothing is computed. Standing edits are not among it.
-
-        Returns:
-            The text, for a function.
-        """
-        if fn is None:
-            return ExplainContext(self)
-        text = explained(FunctionProgram(fn), self._known)
-        print(text)
-        return text
-
-    @cached_property
-    def _known(self) -> Model:
-        """What is known of the model before a trace runs."""
-        described = self.description
-        points = {name: point.split("/") for name, point in described["values"].items()}
-        values = {name: (site, int(layer)) for name, (site, layer) in points.items()}
-        return Model(self.facts, described["free_sites"], described["modules"], values, self.aliases)
-
-    def _lowered(self, invokes: Sequence[Invoke], prompts: Sequence[list[int]]) -> list[Lowered] | None:
-        """What the plans of these traces are, if none of them has to run in the forward."""
-        if not self._connection.is_described or any(invoke.plan.captures for invoke in invokes if invoke.plan):
-            return None
-        found = lower_trace(self._programs(invokes), self._known, [len(ids) for ids in prompts])
-        for invoke, each in zip(invokes, found or (), strict=bool(found)):
-            if invoke.plan and each.meets(invoke.plan, self.facts.num_layers):
-                return None  # the trace acts after the plan's edits; one plan would make them in an order of its own
-        return found
-
     def stream(
-        self, invokes: Sequence[Invoke], prompts: Sequence[list[int]], code: ShippedCode | None, together: bool
+        self,
+        invokes: Sequence[Invoke],
+        prompts: Sequence[list[int]],
+        code: ShippedCode | None,
+        together: bool,
+        behind: Behind | None,
     ) -> EngineStream:
         """The outputs of a server's requests. Arguments and errors as of `_requests`."""
-        requests = self._requests(self._with_plan(list(invokes)), prompts, code, together)
+        requests = self._requests(self._with_plan(list(invokes)), prompts, code, together, behind)
         return EngineStream(self._connection, lambda: requests)
 
     def _requests(
@@ -269,7 +235,7 @@ class VLLM(DescribedModel):
         prompts: Sequence[list[int]],
         code: ShippedCode | None,
         together: bool = False,
-        lowered: Sequence[Lowered] | None = None,
+        behind: Behind | None = None,
     ) -> list[EngineRequest]:
         """The requests of `invokes`.
 
@@ -277,7 +243,7 @@ class VLLM(DescribedModel):
             prompts: their token ids.
             code: the code of their traces.
             together: whether all of them must be in the same steps.
-            lowered: their plans, if the traces run behind the step.
+            behind: how the traces need not stop the forward, if they need not.
 
         Raises:
             PromptError: a prompt that cannot be traced in one step.
@@ -288,32 +254,35 @@ class VLLM(DescribedModel):
             traces = self._traces(invokes, prompts, code, together)
         plans: Sequence[PreparedPlan | None] = [None] * len(invokes)
         has_plans = any(invoke.plan for invoke in invokes)
-        if lowered is not None:
+        if behind is not None and has_plans:
+            given = [invoke.plan or Plan() for invoke in invokes]
+            behind = behind if behind.stands_beside(given, self.num_layers) else None
+        if behind is not None:
             planned = [
-                replace(invoke, plan=(invoke.plan or Plan()) + each.plan)
-                for invoke, each in zip(invokes, lowered, strict=True)
+                replace(invoke, plan=(invoke.plan or Plan()) + plan)
+                for invoke, plan in zip(invokes, behind.plans, strict=True)
             ]
             try:
                 plans = self.planner.prepare_all(planned, prompts)
             except PlanError:
                 if not has_plans:
                     raise
-                lowered = None  # too much for one plan, or the caller's own is wrong
+                behind = None  # too much for one plan, or the caller's own is wrong
             else:
                 traces = [replace(trace, behind=True) for trace in traces if trace is not None]
-                if not any(each.needs_body for each in lowered):
+                if not behind.needs_bodies:
                     traces = [None] * len(invokes)  # the plans do all that they do
-        if lowered is None and has_plans:
+        if behind is None and has_plans:
             plans = self.planner.prepare_all(invokes, prompts)
         shared: dict[Any, Any] = {}
         requests = []
         for invoke, ids, trace, plan in zip(invokes, prompts, traces, plans, strict=True):
             rows = None
-            if plan is not None and plan.plan.captures and lowered is None:
+            if plan is not None and plan.plan.captures and behind is None:
                 rows = self._receiver(plan, invoke.params.get("n", 1), invoke)
             params = _params(invoke, trace, plan, rows, shared)
             salt = secrets.token_hex(8) if trace is not None else None
-            own = None if trace is not None or invoke.program is None or lowered is None else unrun(invoke.program)
+            own = None if trace is not None or invoke.program is None or behind is None else unrun(invoke.program)
             weights = code.weights if code is not None and trace is not None else {}
             requests.append(
                 EngineRequest(launch.engine_prompt(ids, salt), params, trace, plan, rows, invoke.answers, own, weights)
@@ -354,19 +323,6 @@ class VLLM(DescribedModel):
         if invoke.answers:
             params.logprob_token_ids = list(invoke.answers.values())
         return EngineRequest(prompt, _with_plan(params, plan, rows, invoke), None, plan, rows, invoke.answers)
-
-
-class ExplainContext(BlockContext):
-    """`with model.explain():`"""
-
-    def __init__(self, model: VLLM) -> None:
-        super().__init__()
-        self._model = model
-
-    def _captured(self, block: Block, frame: FrameType) -> None:
-        injected = {block.target: BodyTracer()} if isinstance(block.target, str) else {}
-        model = self._model
-        print(explained(BlockProgram(block, injected), model._known))
 
 
 def _with_carried_plan(invoke: Invoke) -> Invoke:

@@ -15,6 +15,7 @@ import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from midstream.client.lowering import Behind
 from midstream.client.remote_calls import MAX_PROMPTS, Asked, Call, OutputWriter
 from midstream.client.requests import Invoke, answers_of, token_ids
 from midstream.client.streams import OutputStream
@@ -148,14 +149,25 @@ def _stream(server: Server, call: Call) -> OutputStream:
     with at_fault("asked"):
         prompts = [token_ids(invoke, lambda: server.model.tokenizer) for invoke in invokes]
     code = ShippedCode(call.programs, call.bodies, call.graph_sites) if call.programs else None
+    with at_fault("behind"):
+        behind = _behind(call, plans, prompts) if code is not None else None
     try:
-        return server.model.stream(invokes, prompts, code, call.together)
+        return server.model.stream(invokes, prompts, code, call.together, behind)
     except PlanError:  # of a plan and a prompt together
         with at_fault("plans"):
             raise
     except (PromptError, ParameterError):
         with at_fault("asked"):
             raise
+
+
+def _behind(call: Call, plans: Sequence[Plan], prompts: Sequence[list[int]]) -> Behind | None:
+    """What the client says of its traces. A trace that reads what its plan does not capture fails, and harms no other."""
+    if not call.behind or (call.lengths and call.lengths != list(map(len, prompts))):
+        return None
+    if len(call.behind) != len(prompts) or not all(0 <= number < len(plans) for number in call.behind):
+        raise ParameterError("The call is not what midstream.Remote sends: behind has a plan's number for each prompt.")
+    return Behind([plans[number] for number in call.behind], call.needs_bodies)
 
 
 def _invoke(server: Server, asked: Asked, plans: Sequence[Plan], place: str) -> Invoke:
