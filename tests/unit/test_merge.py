@@ -388,6 +388,7 @@ def described(stage: int, tensor: int = 0) -> dict[str, Any]:
         "num_layers": 4,
         "hidden_size": 64,
         "widths": {f"resid_post/{layer}": 64 for layer in mine},
+        "values": {f"model.layers.{layer}.mlp.output": f"mlp_out/{layer}" for layer in mine},
         "dtype": "bfloat16",
     }
 
@@ -404,6 +405,7 @@ def test_c8_the_model_is_described_as_a_whole() -> None:
         assert whole["shapes"] == {f"model.layers.{i}": "[T, 64]" for i in range(4)}
         assert whole["sites"] == ["resid_pre", "mlp_out", "resid_post", "embed", "logits"]
         assert list(whole["widths"]) == [f"resid_post/{i}" for i in range(4)]
+        assert whole["values"] == {f"model.layers.{i}.mlp.output": f"mlp_out/{i}" for i in range(4)}
         assert whole["layers"] == [0, 1, 2, 3] and whole["num_layers"] == 4
 
 

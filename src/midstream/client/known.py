@@ -52,7 +52,7 @@ class Model:
     @cached_property
     def _children(self) -> dict[str, list[str]]:
         found: dict[str, list[str]] = {}
-        for path in self.modules:
+        for path in filter(None, self.modules):
             found.setdefault(path.rpartition(".")[0], []).append(path)
         return found
 
