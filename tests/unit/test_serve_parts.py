@@ -6,6 +6,7 @@ import asyncio
 import json
 import shlex
 import time
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,7 @@ from midstream.engine.admission import json_size
 from midstream.errors import MidstreamError
 from midstream.plan.captures import Layout, RowSelection
 from midstream.plan.values import RecordedRun
+from midstream.serve import command
 from midstream.serve.captures import CaptureStore, Held
 from midstream.serve.command import allowed_plugins, server_flags
 from midstream.serve.plugin import Plugin
@@ -217,3 +219,16 @@ def test_g3_a_server_without_midstreams_worker_does_not_start() -> None:
     engine = SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(worker_cls="auto")))
     with pytest.raises(MidstreamError, match="midstream serve"):
         asyncio.run(Plugin().init_state(engine, SimpleNamespace(), SimpleNamespace()))
+
+
+def test_g1_a_server_does_not_start_without_midstreams_routes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM logs that an endpoint plugin cannot be imported, and serves without it. Seen failing without the check."""
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+
+    broken = EntryPoint("midstream", "midstream.nowhere:Plugin", "vllm.endpoint_plugins")
+    monkeypatch.setattr(command, "entry_points", lambda group: [broken])
+    monkeypatch.setattr(ServeSubcommand, "cmd", lambda _: pytest.fail("the server was started"))
+    for name in ("VLLM_PLUGINS", "VLLM_WORKER_MULTIPROC_METHOD"):  # which the command sets
+        monkeypatch.setenv(name, "spawn" if name.endswith("METHOD") else "")
+    with pytest.raises(ModuleNotFoundError, match="nowhere"):
+        main(["serve", "a-model"])

@@ -7,7 +7,7 @@ import json
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from midstream.errors import MidstreamError
@@ -61,17 +61,18 @@ def main(argv: Sequence[str]) -> int:
     if own.flags:
         print(f"{_PLUGINS}={plugins} vllm serve {shlex.join(flags)}")
         return 0
-    if not any(each.name == NAME for each in entry_points(group=_GROUP)):
+    routes = next((each for each in entry_points(group=_GROUP) if each.name == NAME), None)
+    if routes is None:
         raise MidstreamError(
             "This installation of midstream has no entry points. Install it again: pip install -e . in its folder."
         )
     os.environ[_PLUGINS] = plugins
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # as `vllm serve` does
-    _serve(flags)
+    _serve(flags, routes)
     return 0
 
 
-def _serve(flags: Sequence[str]) -> None:
+def _serve(flags: Sequence[str], routes: EntryPoint) -> None:
     """What `vllm serve` does. vLLM's own program does not start with its CPU build, which has a distribution of another name."""
     from vllm import logger
     from vllm.entrypoints.cli.serve import ServeSubcommand
@@ -84,6 +85,7 @@ def _serve(flags: Sequence[str]) -> None:
         configure(arguments)
     command.validate(arguments)
     check_arguments(arguments, Settings(**arguments.additional_config[NAME]))
+    routes.load()  # raises here; vLLM would log the error, and serve without midstream's routes
     command.cmd(arguments)
 
 
