@@ -92,6 +92,7 @@ def marked(names: list[str]) -> list[Any]:
 
 
 each = pytest.mark.parametrize("name", marked(NAMES))
+WITHOUT_PLAIN_MODULES: set[str] = set()
 
 
 def test_the_required_architectures_are_there() -> None:
@@ -140,6 +141,20 @@ def test_every_cell_of_a_sweep_is_what_hooks_give(ran: dict[str, Any], name: str
     expected = ran["plain"]["sweep"]
     assert expected.std() > 0
     near(name, ran["sweep"].float(), expected)
+
+
+@each
+def test_i1_modules_whose_values_are_sites_run_behind_the_step(ran: dict[str, Any], name: str) -> None:
+    """A module's input or output is read and written as in the forward, and the forward is not stopped."""
+    assert ran["modules"] or name in WITHOUT_PLAIN_MODULES
+    for module, ((values, stopped), (expected, stops)) in ran["modules"].items():
+        assert stopped == 0 and stops > 0, module
+        (read, written), (as_read, as_written) = values, expected
+        for mine, theirs in zip([*read, *written], [*as_read, *as_written], strict=True):
+            for ours, others in zip(mine, theirs, strict=True):
+                assert compare.relative(ours, others) < 1e-5, module
+        for (_, plain), (_, changed) in zip(as_read, as_written, strict=True):
+            assert compare.relative(changed, plain) > 1e-6, module
 
 
 @each

@@ -11,19 +11,23 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
+import re
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import tiny_models
 import torch
 from transformers import AutoModelForCausalLM
 
 from midstream import VLLM, Capture, LanguageModel, Steer, compare
+from midstream.client import vllm as client
 from midstream.sites import ACCESSORS, LAYER_SITES
 
 PROMPTS = ["The river runs from the mountains to the sea", "The capital of France is"]
@@ -217,6 +221,41 @@ def edit_first_only(model: VLLM) -> list[torch.Tensor]:
     return logits
 
 
+def by_modules(model: VLLM, directory: Path) -> dict[str, list[Any]]:
+    """By module value that is a site's: for each prompt the logits with and without a write there, and how many steps traces stopped.
+
+    Twice: as such traces run by themselves, and with all of them in the forward.
+    """
+    names = [name for name, point in model.description["values"].items() if point.endswith(f"/{AT}")]
+    lines = []
+    for number, name in enumerate(names):
+        value = re.sub(r"\.(\d+)", r"[\1]", f"model.{name}")
+        lines += [f"def read_{number}(model):", f"    return {value}.clone(), model.logits"]
+        lines += [
+            f"def write_{number}(model, v):",
+            f"    h = {value}",
+            "    h += v",
+            "    return h.clone(), model.logits",
+        ]
+    path = Path(tempfile.mkdtemp(dir=directory)) / "by_modules.py"  # source is kept by the file's name
+    path.write_text("\n".join(lines))
+    functions: dict[str, Any] = {}
+    exec(compile(path.read_text(), str(path), "exec"), functions)
+    found = {}
+    for number, name in enumerate(names):
+        read, write = functions[f"read_{number}"], functions[f"write_{number}"]
+        v = 0.1 * torch.linspace(-1, 1, model.run(read, PROMPTS[:1])[0][0].shape[-1])
+        write.__defaults__ = (v,)
+        runs = []
+        for place in (contextlib.nullcontext(), mock.patch.object(client, "lower_trace", lambda *_: None)):
+            before = model.gauges()[0]["forward_traced_steps"]
+            with place:
+                values = [model.run(read, PROMPTS), model.run(write, PROMPTS)]
+            runs.append((values, model.gauges()[0]["forward_traced_steps"] - before))
+        found[name] = runs
+    return found
+
+
 def settled_gauges(model: VLLM) -> dict[str, int]:
     """What is alive in the worker; a result counts as queued until a moment after the client has it."""
     for _ in range(100):
@@ -227,7 +266,7 @@ def settled_gauges(model: VLLM) -> dict[str, int]:
     return gauges
 
 
-def on_vllm(model: VLLM) -> dict[str, Any]:
+def on_vllm(model: VLLM, directory: Path) -> dict[str, Any]:
     """What only the engine can be asked."""
     before = model.gauges()[0]["traced_steps"]
     neighbours = model.run(read_neighbours, PROMPTS)
@@ -241,6 +280,7 @@ def on_vllm(model: VLLM) -> dict[str, Any]:
         "set": {site: set_and_read(model, site) for site in sites},
         "middle": model.run(write_middle, PROMPTS) if "resid_mid" in sites else [],
         "bystander": edit_first_only(model),
+        "modules": by_modules(model, directory),
         "sweep": torch.from_numpy(model.sweep(*SWEPT, layers=range(tiny_models.LAYERS - 1)).values["resid_post"]),
         "gauges": settled_gauges(model),
     }
@@ -258,7 +298,7 @@ def run(name: str, cache: Path) -> dict[str, Any]:
     del hf
     with VLLM(str(path), **{**ENGINE, **architecture.engine}) as model:
         found = compare.collect(model, PROMPTS, layers)
-        own = on_vllm(model)
+        own = on_vllm(model, cache)
     return {"plain": plain, "values": found.values, "differences": compare.differences(found, reference), **own}
 
 

@@ -98,10 +98,14 @@ class Architecture:
 
     @property
     def values(self) -> dict[tuple[str, Kind], Point]:
-        """`(path, "input" | "output")` -> the site of a layer that a module's input or output is, as it stands there."""
+        """`(path, "input" | "output")` -> the site of a layer that a module's input or output is, as it stands there.
+
+        Not where the module's value has an axis before the tokens, which that of a site does not have.
+        """
         found: dict[tuple[str, Kind], Point] = {}
         for (site, layer), binding in self.bindings.items():
             stands = binding.hidden == (() if binding.kind == "output" else (0, 0)) and not self.shard_of(binding)
+            stands = stands and self.shapes.get(binding.path, "").lstrip("(").startswith("[T")
             is_changed = (
                 binding.residual is not None or binding.heads is not None or binding.scale != 1.0 or binding.in_place
             )
