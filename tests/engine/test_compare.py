@@ -92,7 +92,6 @@ def marked(names: list[str]) -> list[Any]:
 
 
 each = pytest.mark.parametrize("name", marked(NAMES))
-WITHOUT_PLAIN_MODULES: set[str] = set()
 
 
 def test_the_required_architectures_are_there() -> None:
@@ -146,7 +145,7 @@ def test_every_cell_of_a_sweep_is_what_hooks_give(ran: dict[str, Any], name: str
 @each
 def test_i1_modules_whose_values_are_sites_run_behind_the_step(ran: dict[str, Any], name: str) -> None:
     """A module's input or output is read and written as in the forward, and the forward is not stopped."""
-    assert ran["modules"] or name in WITHOUT_PLAIN_MODULES
+    assert bool(ran["modules"]) is not ran["root"].startswith("Transformers")  # whose modules' values have a batch axis
     for module, ((values, stopped), (expected, stops)) in ran["modules"].items():
         assert stopped == 0 and stops > 0, module
         (read, written), (as_read, as_written) = values, expected
