@@ -228,10 +228,17 @@ def test_i1_a_served_trace_need_not_stop_the_forward(model: Remote, plain: Plain
 
 
 def test_g8_a_client_that_lies_about_its_trace_harms_nobody(model: Remote, plain: Plain) -> None:
-    """It says that its body need not stop the forward, with a plan that captures nothing."""
-    lie = remote.Behind([Plan()], needs_bodies=True)
-    with mock.patch.object(remote, "lower_trace", lambda *_: lie), pytest.raises(MidstreamError, match="not captured"):
-        model.run(lambda m: m.layers_output[2], FRANCE)
+    """It says that its body need not stop the forward, with a plan that captures nothing; or that it need not run at all."""
+    for plan, needs_bodies, said in (
+        (Plan(), True, "was not captured for this trace"),
+        (Plan.of(Capture("resid_post")), False, "nobody takes what the plans in behind capture"),
+    ):
+        lie = remote.Behind([plan], needs_bodies)
+        with (
+            mock.patch.object(remote, "lower_trace", lambda *_, lie=lie: lie),
+            pytest.raises(MidstreamError, match=said),
+        ):
+            model.run(lambda m: m.layers_output[2], FRANCE)
     (output,) = model.generate([FRANCE], max_tokens=3, temperature=0.0)
     assert output.outputs[0].token_ids == plain.generate(FRANCE, 3)
 

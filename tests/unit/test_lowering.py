@@ -5,6 +5,7 @@ in the forward. Each rule has a body that almost fits.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 
 import pytest
@@ -343,6 +344,16 @@ def test_what_a_draft_holds_is_forgotten_when_it_may_have_changed():
     assert captures(as_numpy) == captures(in_a_view) == {("resid_post", (1,)): "all_prompt"}
 
 
+def test_functions_of_the_trace_may_be_used_on_its_own_values():
+    def body(model):
+        norms = [model.layers_output[i].norm() for i in range(3)]
+        order = sorted(range(3), key=lambda i: -i)
+        return max(norms, key=lambda x: x.item()), order
+
+    lowered = found(body)
+    assert lowered.reason is None and set(lowered.reads) == {("resid_post", i) for i in range(3)}
+
+
 # Modules.
 
 
@@ -622,6 +633,76 @@ def in_place_by_a_module(model):
 def in_place_in_a_list(model):
     hs = [model.layers_output[2]]
     hs[0] += V
+
+
+def in_place_by_an_attribute(model):
+    x = model.layers_output[2].T
+    x += 1
+
+
+def in_place_by_its_data(model):
+    model.layers_output[2].data[0] = 1
+
+
+def in_place_in_a_list_of_attributes(model):
+    parts = [model.layers_output[2].mT]
+    parts[0] += 1
+
+
+def in_place_by_a_method_of_another_name(model):
+    add = model.layers_output[2].add_
+    add(V)
+
+
+def in_place_by_a_method_in_a_list(model):
+    adds = [model.layers_output[2].add_]
+    adds[0](V)
+
+
+def in_place_by_a_mapped_method_of_its_own(model):
+    h = model.layers_output[2]
+    list(map(h.add_, [V]))
+
+
+def in_place_by_a_mapped_function(model):
+    list(map(lambda row: row.zero_(), model.layers_output[2]))
+
+
+def in_place_by_a_mapped_method(model):
+    list(map(torch.Tensor.zero_, model.layers_output[2]))
+
+
+def in_place_by_a_function_in_a_list(model):
+    parts = [lambda row: row.zero_()]
+    list(map(parts[0], model.layers_output[2]))
+
+
+def in_place_by_a_partial_function(model):
+    zero = functools.partial(lambda row: row.zero_())
+    list(map(zero, model.layers_output[2]))
+
+
+def in_place_by_a_nested_function(model):
+    def zero(row):
+        row.zero_()
+
+    for _ in map(zero, model.layers_output[2]):
+        pass
+
+
+def clone_that_a_mapped_function_changed(model):
+    h = model.layers_output[1].clone()
+    list(map(lambda row: row.zero_(), h))
+    model.layers_output[1] = h
+
+
+def clone_that_a_nested_function_changed(model):
+    def zero(rows):
+        rows.zero_()
+
+    h = model.layers_output[1].clone()
+    zero(h)
+    model.layers_output[1] = h
 
 
 def in_place_in_a_dict(model):

@@ -25,6 +25,7 @@ from midstream.client.known import (
     COMPUTED_METHODS,
     CONTAINER_METHODS,
     FILLED,
+    FUNCTION,
     IN_PLACE,
     MODEL,
     NEW,
@@ -51,6 +52,7 @@ from midstream.client.known import (
     is_plain_module,
     is_the_model,
     joined,
+    may_change,
     may_hold,
     may_share,
 )
@@ -183,7 +185,7 @@ class Reader(Writes):
                     self.names[(each.asname or each.name).partition(".")[0]] = _imported(node, each)
             case ast.FunctionDef(name=name):
                 self._refuse_uses(node)
-                self.names[name] = NEW
+                self.names[name] = FUNCTION
             case ast.Assert(test=test, msg=message):
                 self._value(test)
                 self.record.needs_body = True
@@ -291,6 +293,10 @@ class Reader(Writes):
             )
             holds = may_hold(value) or may_hold(before)
             self.names[root.id] = NEW if not holds else FILLED if is_own else SHARED
+            if FUNCTION in (value, before):
+                if holds:
+                    raise Stays(container, "a container has both functions and activations")
+                self.names[root.id] = FUNCTION
 
     def _forget_what_can_change(self, changed: Any, is_list: bool = False) -> None:
         """A value was changed: other names may hold it, or what holds it."""
@@ -372,7 +378,7 @@ class Reader(Writes):
                 self._bind(target, item)
                 self._all(body)
             return
-        each = SHARED if may_hold(over) else NEW
+        each = over if over is FUNCTION else SHARED if may_hold(over) else NEW
 
         def once() -> None:
             self._bind(target, each)
@@ -435,7 +441,7 @@ class Reader(Writes):
     def _value(self, node: ast.expr, quiet: bool = False) -> Any:
         """What is known of an expression's value. `quiet`: a site's value is not read, but written."""
         found = self._evaluated(node, quiet)
-        if found is NEW or found is SHARED or isinstance(found, Draft):
+        if found in (NEW, FUNCTION, SHARED) or isinstance(found, Draft):
             self.record.needs_body = True  # it may raise, or have an effect
         return found
 
@@ -446,7 +452,8 @@ class Reader(Writes):
             case ast.Name(id=name):
                 return self._named(node, name)
             case ast.Attribute(value=owner, attr=attribute):
-                return self._attribute(node, self._value(owner), attribute, quiet)
+                found = self._attribute(node, self._value(owner), attribute, quiet)
+                return self._taken(node, found) if isinstance(found, Method) else found
             case ast.Subscript(value=owner, slice=index):
                 return self._indexed(node, self._value(owner), self._value(index), quiet)
             case ast.Slice(lower=lower, upper=upper, step=step):
@@ -480,10 +487,9 @@ class Reader(Writes):
                     return self._computed(lambda: kind(each.value for each in found))
                 if any(map(is_the_model, found)):
                     return Items(tuple(found))
-                return SHARED if any(map(may_hold, found)) else NEW
+                return self._holding(node, found)
             case ast.Dict(keys=keys, values=values):
-                found = [self._plain(each) for each in [*keys, *values] if each is not None]
-                return SHARED if any(map(may_hold, found)) else NEW
+                return self._holding(node, [self._plain(each) for each in [*keys, *values] if each is not None])
             case ast.Starred(value=value):
                 return self._plain(value)
             case ast.JoinedStr(values=values):
@@ -507,7 +513,7 @@ class Reader(Writes):
                 return self._comprehended(node, [key, value], generators)
             case ast.Lambda():
                 self._refuse_uses(node)
-                return NEW
+                return FUNCTION
             case ast.Call(func=function, args=args, keywords=keywords):
                 return self._called(node, function, args, keywords)
         raise Stays(node, f"{type(node).__name__} is not followed")
@@ -526,6 +532,14 @@ class Reader(Writes):
     def _plain(self, node: ast.expr) -> Any:
         """The same, for a value that may not be the model."""
         return self._not_the_model(node, self._value(node))
+
+    def _holding(self, node: ast.expr, parts: Sequence[Any]) -> Any:
+        """A new container of these values."""
+        if not any(part is FUNCTION for part in parts):
+            return SHARED if any(map(may_hold, parts)) else NEW
+        if any(map(may_share, parts)):
+            raise Stays(node, "a container has both functions and activations")
+        return FUNCTION
 
     def _not_the_model(self, node: ast.expr, found: Any) -> Any:
         self._refuse_model(node, found)
@@ -594,7 +608,7 @@ class Reader(Writes):
             return Method(owner, attribute)
         if may_share(owner):
             return NEW if attribute in PLAIN_ATTRIBUTES else Method(owner, attribute)
-        return Method(owner, attribute) if owner is NEW or isinstance(owner, Draft) else NEW
+        return Method(owner, attribute) if owner in (NEW, FUNCTION) or isinstance(owner, Draft) else NEW
 
     def _of_module(self, node: ast.Attribute, path: str, attribute: str, quiet: bool) -> Any:
         record = self.record
@@ -615,8 +629,6 @@ class Reader(Writes):
         if isinstance(owner := self._listed(owner), Items):
             return self._of_items(node, owner, index)
         self._refuse_model(node, owner)
-        if isinstance(owner, Method):
-            owner = self._of_method(owner)
         if isinstance(owner, Accessor):
             layers = range(record.facts.num_layers)
             if isinstance(index, Known):
@@ -637,7 +649,7 @@ class Reader(Writes):
             return SHARED
         if isinstance(owner, Known) and isinstance(index, Known) and isinstance(owner.value, COMPUTABLE):
             return self._computed(lambda: owner.value[index.value])
-        return SHARED if may_hold(owner) else NEW
+        return owner if owner is FUNCTION else SHARED if may_hold(owner) else NEW
 
     def _of_items(self, node: ast.AST, owner: Items, index: Any) -> Any:
         try:
@@ -646,10 +658,14 @@ class Reader(Writes):
             raise Stays(node, "which module it is, is not known before the step") from error
         return Items(chosen) if isinstance(index.value, slice) else chosen
 
-    def _of_method(self, method: Method) -> Any:
-        """An attribute that is not called."""
-        self._refuse_model(ast.Pass(), method)
-        return SHARED if may_hold(method.owner) else NEW
+    def _taken(self, node: ast.expr, method: Method) -> Any:
+        """An attribute that is not called: a method of the model's, or what may be a value or a method of another object's."""
+        owner, changes = method.owner, method.name.endswith("_") and not method.name.endswith("__")
+        if is_the_model(method):
+            return method
+        if changes and (may_share(owner) or isinstance(owner, Draft)):
+            raise Stays(node, f".{method.name} {IN_PLACE}")
+        return FUNCTION if changes else SHARED if may_hold(owner) else NEW
 
     def _computed(self, compute: Callable[[], Any], everything: bool = False) -> Any:
         """A value that is computed now from values known now."""
@@ -715,7 +731,7 @@ class Reader(Writes):
         own = {each.arg for each in ast.walk(node) if isinstance(each, ast.arg)} | _names_bound([node])
         for name in {each.id for each in ast.walk(node) if isinstance(each, ast.Name)} - own:
             found = self.names.get(name)
-            is_free = found is NEW or (found is None and hasattr(builtins, name) and name not in REFUSED)
+            is_free = found in (NEW, FUNCTION) or (found is None and hasattr(builtins, name) and name not in REFUSED)
             if isinstance(found, Known) and is_fixed(found.value):
                 is_free = is_followed(found.value) and (
                     not isinstance(found.value, FunctionType) or changes_nothing(found.value)
@@ -728,7 +744,13 @@ class Reader(Writes):
     def _called(
         self, node: ast.Call, function: ast.expr, args: Sequence[ast.expr], keywords: Sequence[ast.keyword]
     ) -> Any:
-        called = self._value(function)
+        called: Any
+        if isinstance(function, ast.Attribute):
+            called = self._attribute(function, self._value(function.value), function.attr, quiet=False)
+        else:
+            called = self._value(function)
+        if may_share(called):
+            raise Stays(node, f"`{ast.unparse(function)}` is not known to change nothing")
         if isinstance(called, Method) and is_the_model(called):
             return self._of_model(node, called, args, keywords)
         if (
@@ -742,7 +764,25 @@ class Reader(Writes):
         named = {each.arg: self._plain(each.value) for each in keywords}
         if any(isinstance(each, (Module, Items)) for each in (called, *given)):
             return self._of_modules(node, called, list(map(self._listed, given)), named)
-        shares = any(map(may_hold, [*given, *named.values()]))
+        every = [*given, *named.values()]
+        shares, has_functions = any(map(may_hold, every)), any(map(may_change, every))
+        if has_functions and any(map(may_share, every)):
+            raise Stays(node, "a function that may change an activation gets it by way of another function")
+        if any(isinstance(each, Draft) for each in every) and (has_functions or not isinstance(called, Known)):
+            self._forget_drafts()
+        found = self._result(node, function, called, given, named, shares)
+        return FUNCTION if has_functions and found is NEW else found
+
+    def _result(
+        self,
+        node: ast.Call,
+        function: ast.expr,
+        called: Any,
+        given: Sequence[Any],
+        named: Mapping[Any, Any],
+        shares: bool,
+    ) -> Any:
+        """What is known of a call's value."""
         if "out" in named or (isinstance(called, Known) and is_asked_in_place(called.value, given, named)):
             raise Stays(node, f"out= {IN_PLACE}")
         if isinstance(called, Method):

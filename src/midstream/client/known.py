@@ -83,6 +83,7 @@ class Marker:
 
 MODEL, TRACER = Marker("model"), Marker("tracer")
 NEW = Marker("new")  # made by the trace; shares no memory with an activation
+FUNCTION = Marker("function")  # new, and a function of the trace's, or what holds or calls one
 SHARED = Marker("shared")  # may share memory with an activation
 FILLED = Marker("filled")  # made by the trace; no activation, but may hold some, as a list of them does
 
@@ -187,6 +188,8 @@ def joined(values: Iterable[Any]) -> Any:
         return values[0]
     if any(map(is_the_model, values)):
         raise Stays(None, "a name may stand for the model or for something else")
+    if any(value is FUNCTION for value in values) and not any(map(may_hold, values)):
+        return FUNCTION
     if all(value in (NEW, FILLED) or type(getattr(value, "value", None)) in (list, dict, set) for value in values):
         return FILLED if any(map(may_hold, values)) else NEW
     return SHARED if any(map(may_hold, values)) else NEW
@@ -243,6 +246,13 @@ def changes_nothing(function: Any) -> bool:
     """Whether it is a function of a package that reaches no model and changes none of its arguments."""
     home, name = getattr(function, "__module__", None) or "builtins", getattr(function, "__name__", "")
     return reaches_no_model(home) and not name.endswith("_") and name not in _CHANGING and name not in REFUSED
+
+
+def may_change(value: Any) -> bool:
+    """Whether it is a function, or holds one, that may change its arguments."""
+    return value is FUNCTION or (
+        isinstance(value, Known) and callable(value.value) and not changes_nothing(value.value)
+    )
 
 
 def is_asked_in_place(function: Any, given: Sequence[Any], named: Mapping[Any, Any]) -> bool:

@@ -524,7 +524,7 @@ class Remote(DescribedModel):
         if (code := self._code(invokes)) is not None:
             call.programs, call.bodies, call.graph_sites = code.programs, code.bodies, code.graph_sites
             behind, call.lengths = self._lowered(invokes)
-            if behind is not None:
+            if behind is not None and len({*plans, *behind.plans}) <= MAX_PROMPTS:
                 call.behind = [plans.setdefault(plan, len(plans)) for plan in behind.plans]
                 call.needs_bodies = behind.needs_bodies
             if not call.needs_bodies:
@@ -544,11 +544,10 @@ class Remote(DescribedModel):
         try:
             for plan in plans.values():
                 check_strangers(plan, self.num_layers)
-        except PlanError:  # more than a server takes
-            return None, []
-        if any(len(raw(plan.to_wire())) > MAX_STRANGERS_BYTES for plan in plans.values()):
-            return None, []
-        return behind, lengths
+        except PlanError:
+            return None, []  # more than a server takes
+        size = sum(len(raw(plan.to_wire())) for plan in plans.values())
+        return (behind, lengths) if size <= MAX_STRANGERS_BYTES else (None, [])
 
     def _deliveries(self, invokes: Sequence[Invoke]) -> dict[int, Delivery]:
         """For the invokes whose captured rows go elsewhere than to the output."""

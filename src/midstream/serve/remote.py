@@ -167,7 +167,12 @@ def _behind(call: Call, plans: Sequence[Plan], prompts: Sequence[list[int]]) -> 
         return None
     if len(call.behind) != len(prompts) or not all(0 <= number < len(plans) for number in call.behind):
         raise ParameterError("The call is not what midstream.Remote sends: behind has a plan's number for each prompt.")
-    return Behind([plans[number] for number in call.behind], call.needs_bodies)
+    found = [plans[number] for number in call.behind]
+    if not call.needs_bodies and any(plan.captures for plan in found):
+        raise ParameterError(
+            "The call is not what midstream.Remote sends: nobody takes what the plans in behind capture."
+        )
+    return Behind(found, call.needs_bodies)
 
 
 def _invoke(server: Server, asked: Asked, plans: Sequence[Plan], place: str) -> Invoke:
