@@ -98,18 +98,15 @@ class Architecture:
 
     @property
     def values(self) -> dict[tuple[str, Kind], Point]:
-        """`(path, "input" | "output")` -> the site of a layer that a module's input or output is, as it stands there.
+        """`(path, "input" | "output")` -> the layer's site whose value the module's input or output is.
 
-        Not where the module's value has an axis before the tokens, which that of a site does not have.
+        Values with an axis before the tokens are left out, since a site's value has none.
         """
         found: dict[tuple[str, Kind], Point] = {}
         for (site, layer), binding in self.bindings.items():
-            stands = binding.hidden == (() if binding.kind == "output" else (0, 0)) and not self.shard_of(binding)
-            stands = stands and self.shapes.get(binding.path, "").lstrip("(").startswith("[T")
-            is_changed = (
-                binding.residual is not None or binding.heads is not None or binding.scale != 1.0 or binding.in_place
-            )
-            if stands and not is_changed and layer is not None:
+            alone = Binding(binding.path, binding.kind, () if binding.kind == "output" else (0, 0))
+            begins_with_tokens = self.shapes.get(binding.path, "").lstrip("(").startswith("[T")
+            if layer is not None and binding == alone and begins_with_tokens and not self.shard_of(binding):
                 found.setdefault((binding.path, binding.kind), (site, layer))
         return found
 

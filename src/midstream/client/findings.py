@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from midstream.client.known import Known, Model, Stays, Unsized, is_fixed
+from midstream.client.known import Known, Model, Site, Stays, Unsized, is_fixed
 from midstream.errors import PlanError
 from midstream.plan.values import Edit
 from midstream.sites import LAYER_SITES, Point
@@ -47,7 +47,7 @@ class Record:
         self.writes: Counter[Point] = Counter()
         self.at: Point | None = None  # where the body is, if known: what it holds of this point may be changed in place
         self.latest = (-1, 0)
-        self.is_lent = False  # whether a tensor of the body's own may be the activation where the body is
+        self.is_lent = False  # whether the activation at `at` may be a tensor that the body has a name for
         self.rounds = 0
 
     @property
@@ -74,14 +74,19 @@ class Record:
         if not self.is_dry and note not in self.notes:
             self.notes.append(note)
 
-    def visit(self, point: Point | None) -> None:
-        """The body gets to a point; None: to another one, or to one of several. If it lies before the latest, it may not be there."""
-        self.is_lent = self.is_lent and point == self.at
-        self.at = point if point is not None and _moment(point) >= self.latest else None
-        self.latest = max(self.latest, _moment(point)) if point is not None else self.latest
+    def now(self, point: Point) -> Site:
+        """The site's value as it is now."""
+        return Site(point, self.writes[point])
+
+    def visit(self, *points: Point) -> None:
+        """The body reads or writes these points. After several, or after one before the latest, it is not known where the body is."""
+        only = points[0] if len(points) == 1 else None
+        self.is_lent = self.is_lent and only == self.at
+        self.at = only if only is not None and _moment(only) >= self.latest else None
+        self.latest = max(self.latest, _moment(points[-1]))
 
     def leave(self) -> None:
-        """The body goes on to where no site of this step is left."""
+        """The body is past all sites of this step."""
         self.at, self.latest, self.is_lent = None, (self.facts.num_layers, 0), False
 
     def begin_step(self) -> None:
@@ -89,8 +94,7 @@ class Record:
 
     def read(self, node: ast.AST, site: str, layers: Sequence[int]) -> None:
         self._capture(node, site, layers, self.step == "prompt")
-        self.visit((site, layers[0]) if len(layers) == 1 else None)
-        self.latest = max(self.latest, _moment((site, layers[-1])))
+        self.visit(*((site, layer) for layer in layers))
 
     def watch(self, node: ast.AST, point: Point) -> None:
         """A cache gets the point's values, in all steps from here on."""

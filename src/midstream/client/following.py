@@ -115,7 +115,11 @@ class Reader(Writes):
 
     def _all(self, statements: Sequence[ast.stmt]) -> None:
         for statement in statements:
-            self._statement(statement)
+            try:
+                self._statement(statement)
+            except Stays as stays:
+                stays.line = stays.line or statement.lineno
+                raise
 
     def _statement(self, node: ast.stmt) -> None:
         self.record.rounds += 1
@@ -124,8 +128,8 @@ class Reader(Writes):
         match node:
             case ast.Expr(value=value):
                 self._value(value)
-            case ast.Assign(targets=[target], value=value) if self._written_point(target) is not None:
-                self._set(node, target, value)
+            case ast.Assign(targets=[target], value=value) if (place := self._written_point(target)) is not None:
+                self._set(node, target, place, value)
             case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Tuple(elts=parts)) if len(names) == len(
                 parts
             ) and not any(isinstance(each, ast.Starred) for each in (*names, *parts)):
@@ -243,7 +247,7 @@ class Reader(Writes):
                     value = joined([self.names[name], value])
                 self.names[name] = value
             case ast.Tuple(elts=parts) | ast.List(elts=parts):
-                each = self._parts(value, len(parts))
+                each = self._parts(target, value, len(parts))
                 for part, of_part in zip(parts, each, strict=True):
                     self._bind(part, of_part)
             case ast.Starred(value=inner):
@@ -271,10 +275,10 @@ class Reader(Writes):
             case _:
                 raise Stays(target, f"{type(target).__name__} is not followed")
 
-    def _parts(self, value: Any, count: int) -> list[Any]:
+    def _parts(self, target: ast.expr, value: Any, count: int) -> list[Any]:
         if isinstance(value, Items) and len(value.items) == count:
             return list(value.items)
-        self._refuse_model(ast.Pass(), value)
+        self._refuse_model(target, value)
         if isinstance(value, Known) and isinstance(value.value, (list, tuple)) and len(value.value) == count:
             return [abstract(each) for each in value.value]
         return [SHARED if may_hold(value) else NEW] * count
@@ -622,7 +626,7 @@ class Reader(Writes):
         if not quiet:
             record.needs_body = True
             record.read(node, point[0], [point[1]])
-        return Site(point, record.writes[point])
+        return record.now(point)
 
     def _indexed(self, node: ast.Subscript, owner: Any, index: Any, quiet: bool) -> Any:
         record = self.record
@@ -641,7 +645,7 @@ class Reader(Writes):
                         record.needs_body = True
                         record.read(node, owner.site, [chosen])
                     point = (owner.site, chosen)
-                    return Site(point, record.writes[point])
+                    return record.now(point)
                 layers = chosen
             record.needs_body = True
             if len(layers):

@@ -83,7 +83,7 @@ class Marker:
 
 MODEL, TRACER = Marker("model"), Marker("tracer")
 NEW = Marker("new")  # made by the trace; shares no memory with an activation
-FUNCTION = Marker("function")  # new, and a function of the trace's, or what holds or calls one
+FUNCTION = Marker("function")  # a function that the trace defines, or a new value that may hold one
 SHARED = Marker("shared")  # may share memory with an activation
 FILLED = Marker("filled")  # made by the trace; no activation, but may hold some, as a list of them does
 

@@ -71,7 +71,7 @@ class Lowered:
 
 
 class Behind(NamedTuple):
-    """How requests do what their traces say without stopping the forward: with these plans, and their bodies behind the step if need be."""
+    """Traces that do not stop the forward: the plan of each, and whether their bodies have to run behind the step besides."""
 
     plans: Sequence[Plan]
     needs_bodies: bool

@@ -46,8 +46,7 @@ from midstream.settings import NAME
 from midstream.sweeps.events import Event, Outline, decoded
 from midstream.sweeps.request import Metric, SweepRequest
 from midstream.sweeps.results import SweepResult
-from midstream.trace.program import Outcome
-from midstream.trace.program import unrun as outcome_unrun
+from midstream.trace.program import Outcome, unrun
 from midstream.transport.data import Reader
 
 API_KEY, ADMIN_KEY = "MIDSTREAM_API_KEY", "MIDSTREAM_ADMIN_KEY"  # environment variables
@@ -259,8 +258,8 @@ class RemoteStream(OutputStream):
 
     async def items(self) -> AsyncGenerator[Item]:
         before = 0
-        for (call, unrun), deliveries in zip(self._calls, self._deliveries, strict=True):
-            messages: Any = self._server.async_messages(call, Progress(unrun))
+        for (call, outcomes), deliveries in zip(self._calls, self._deliveries, strict=True):
+            messages: Any = self._server.async_messages(call, Progress(outcomes))
             async with contextlib.aclosing(messages):
                 async for index, output, result in messages:
                     if result is not None and (delivery := deliveries.get(index)) is not None:
@@ -497,8 +496,8 @@ class Remote(DescribedModel):
         if self._is_async:
             return RemoteStream(self._connection, calls, deliveries, ended)
         results = []
-        for (call, unrun), delivered in zip(calls, deliveries, strict=True):
-            progress = Progress(unrun)
+        for (call, outcomes), delivered in zip(calls, deliveries, strict=True):
+            progress = Progress(outcomes)
             for index, _, result in self._connection.messages(call, progress):
                 if result is not None:
                     ended(1)
@@ -520,34 +519,35 @@ class Remote(DescribedModel):
             prompt, params, answers = map(raw, parts)
             asked.append(Asked(prompt, params, number, answers))
         call = Call(metadata.version(NAME), asked, [], self._is_async, together)
-        unrun: list[Outcome | None] = [None] * len(invokes)
+        outcomes: list[Outcome | None] = [None] * len(invokes)
+        wires: dict[Plan, msgspec.Raw] = {}
         if (code := self._code(invokes)) is not None:
             call.programs, call.bodies, call.graph_sites = code.programs, code.bodies, code.graph_sites
             behind, call.lengths = self._lowered(invokes)
-            if behind is not None and len({*plans, *behind.plans}) <= MAX_PROMPTS:
+            wires = {plan: raw(plan.to_wire()) for plan in dict.fromkeys(behind.plans if behind is not None else ())}
+            fits = len({*plans, *wires}) <= MAX_PROMPTS and sum(map(len, wires.values())) <= MAX_STRANGERS_BYTES
+            if behind is not None and fits:
                 call.behind = [plans.setdefault(plan, len(plans)) for plan in behind.plans]
                 call.needs_bodies = behind.needs_bodies
             if not call.needs_bodies:
-                unrun = [outcome_unrun(each.program) if each.program is not None else None for each in invokes]
-        call.plans = [raw(plan.to_wire()) for plan in plans]
-        return call, unrun
+                outcomes = [unrun(each.program) if each.program is not None else None for each in invokes]
+        call.plans = [wires.get(plan) or raw(plan.to_wire()) for plan in plans]
+        return call, outcomes
 
     def _lowered(self, invokes: Sequence[Invoke]) -> tuple[Behind | None, list[int]]:
-        """How the traces need not stop the forward, if they need not, and the lengths of the prompts that this holds for; none for any."""
+        """The plans that stand for the traces, if any do, and the lengths of the prompts that they are for; empty for any length."""
         programs, lengths = self._programs(invokes), list[int]()
         try:
             behind = lower_trace(programs, self._known, [None] * len(invokes))
         except Unsized:
             lengths = [len(token_ids(invoke, lambda: self.tokenizer)) for invoke in invokes]
             behind = lower_trace(programs, self._known, lengths)
-        plans = {id(plan): plan for plan in behind.plans} if behind is not None else {}
         try:
-            for plan in plans.values():
+            for plan in dict.fromkeys(behind.plans if behind is not None else ()):
                 check_strangers(plan, self.num_layers)
         except PlanError:
             return None, []  # more than a server takes
-        size = sum(len(raw(plan.to_wire())) for plan in plans.values())
-        return (behind, lengths) if size <= MAX_STRANGERS_BYTES else (None, [])
+        return behind, lengths
 
     def _deliveries(self, invokes: Sequence[Invoke]) -> dict[int, Delivery]:
         """For the invokes whose captured rows go elsewhere than to the output."""

@@ -60,40 +60,39 @@ class Writes:
             point, rows = self._point(place), self._rows(target, place)
             self._make(node, point, replace(self._by(op, value, point), rows=rows))
             return True
-        held = self._value(target.value if isinstance(target, ast.Subscript) else target)
+        held = self._value(_whole(target))
         return isinstance(held, Site) and self._is_changed(target, held, self._by(op, value, held.point))
 
     def _changes_draft(self, target: ast.expr, op: ast.operator, found: Any) -> bool:
         """Follow `target += found`, where the target is the trace's own copy of a site's value. False if it is not known to be one."""
-        held = self._value(target.value if isinstance(target, ast.Subscript) else target)
+        held = self._value(_whole(target))
         if not (isinstance(held, Draft) and isinstance(found, Known) and isinstance(op, (ast.Add, ast.Sub))):
             return False
-        return self._is_changed(target, held, Change("add", found.value, -1.0 if isinstance(op, ast.Sub) else 1.0))
+        return self._is_changed(target, held, _sum(op, found.value))
 
     def _by(self, op: ast.operator, value: ast.expr, point: Point) -> Change:
         """What `h += value` does to the site's value. Raises Stays if a plan cannot do it."""
-        if isinstance(op, ast.Add):
-            return Change("add", self._known(value))
-        if not isinstance(op, ast.Sub):
+        if not isinstance(op, (ast.Add, ast.Sub)):
             raise Stays(value, "a plan adds, subtracts, replaces and projects out; this write does something else")
-        along = self._projection(value, point)
-        return Change("add", self._known(value), -1.0) if along is None else Change("project", along)
+        if isinstance(op, ast.Sub) and (along := self._projection(value, point)) is not None:
+            return Change("project", along)
+        return _sum(op, self._known(value))
 
     def _is_changed(self, target: ast.expr, held: Any, change: Change) -> bool:
-        """Follow a change in place of `held`, which `target` is, or is rows of. False if that is for others to decide.
+        """Follow a change in place of `held`, which `target` is, or is rows of.
 
-        Raises Stays if `held` is a site's value, and a plan cannot make the change.
+        Returns False if `held` is no site's value and no copy of one, or if what a copy becomes cannot be followed. Raises Stays if
+        `held` is a site's value and a plan cannot make the change.
         """
         if isinstance(held, Site):
-            if held != Site(held.point, self.record.writes[held.point]) or self.record.at != held.point:
+            if held != self.record.now(held.point) or self.record.at != held.point:
                 raise Stays(target, f"an older value of {held.point[0]}[{held.point[1]}] is changed in place")
-            rows = self._rows(target, target.value) if isinstance(target, ast.Subscript) else None
-            self._make(target, held.point, replace(change, rows=rows))
-            self._renew(held, Site(held.point, self.record.writes[held.point]))
+            self._make(target, held.point, replace(change, rows=self._rows(target, _whole(target))))
+            self._renew(held, self.record.now(held.point))
             return True
         if isinstance(held, Draft):
             try:
-                rows = self._rows(target, target.value) if isinstance(target, ast.Subscript) else None
+                rows = self._rows(target, _whole(target))
             except Stays:
                 return False
             if self.record.is_lent:
@@ -106,9 +105,8 @@ class Writes:
         """A tensor was changed in place: all of its names have the new value."""
         self.names.update({name: new for name, value in self.names.items() if value == old})
 
-    def _set(self, node: ast.stmt, target: ast.expr, value: ast.expr) -> None:
-        place = self._written_point(target)
-        assert place is not None
+    def _set(self, node: ast.stmt, target: ast.expr, place: ast.expr, value: ast.expr) -> None:
+        """Follow `target = value`. `place`: the site's value in the target."""
         point, rows = self._point(place), self._rows(target, place)
         if rows is None and (changes := self._made_from(value, point)) is not None:
             for change in changes:
@@ -129,13 +127,13 @@ class Writes:
                 if (inner := self._made_from(left, point)) is not None:
                     if isinstance(op, ast.Sub) and not inner and (along := self._projection(right, point)) is not None:
                         return [Change("project", along)]
-                    return [*inner, Change("add", self._known(right), -1.0 if isinstance(op, ast.Sub) else 1.0)]
+                    return [*inner, _sum(op, self._known(right))]
                 if isinstance(op, ast.Add) and (inner := self._made_from(right, point)) is not None:
-                    return [*inner, Change("add", self._known(left))]
+                    return [*inner, _sum(op, self._known(left))]
             case ast.Call(func=ast.Attribute(value=inner, attr="clone"), args=[], keywords=[]):
                 return self._made_from(inner, point)
             case ast.Name(id=name) if isinstance(draft := self.names.get(name), Draft):
-                return list(draft.changes) if draft.of == Site(point, self.record.writes[point]) else None
+                return list(draft.changes) if draft.of == self.record.now(point) else None
             case _ if self._is_own(node, point):
                 return []
         return None
@@ -147,11 +145,7 @@ class Writes:
         if not isinstance(left, (Site, Draft)) or not isinstance(node.op, (ast.Add, ast.Sub)):
             return None
         draft = Draft(left) if isinstance(left, Site) else left
-        change = (
-            Change("add", right.value, -1.0 if isinstance(node.op, ast.Sub) else 1.0)
-            if isinstance(right, Known)
-            else None
-        )
+        change = _sum(node.op, right.value) if isinstance(right, Known) else None
         if change is None and isinstance(node.op, ast.Sub) and not draft.changes:
             with contextlib.suppress(Stays):
                 along = self._projection(node.right, draft.of.point)
@@ -194,7 +188,7 @@ class Writes:
         """Whether the expression is the site's own value, as it is now."""
         if not isinstance(node, (ast.Name, ast.Subscript, ast.Attribute)):
             return False
-        return self._value(node, quiet=True) == Site(point, self.record.writes[point])
+        return self._value(node, quiet=True) == self.record.now(point)  # type: ignore[no-any-return]
 
     def _projection(self, node: ast.expr, point: Point) -> torch.Tensor | None:
         """d, if the expression is `(h @ d)[:, None] * d` or an equal form, where h is the site's value; else None.
@@ -283,10 +277,10 @@ class Writes:
         index = self._known(target.slice)
         if isinstance(index, tuple) and len(index) == 2 and index[1] in (slice(None), Ellipsis):
             index = index[0]
-        length = self.record.length
         try:
             if index == slice(None):
                 return None
+            length = self.record.length
             if isinstance(index, slice):
                 return tuple(range(length)[index])
             listed = index if isinstance(index, (list, tuple, range)) else [index]
@@ -304,6 +298,16 @@ class Writes:
         if not isinstance(found, Known):
             raise Stays(node, f"`{ast.unparse(node)}` is not known before the step")
         return found.value
+
+
+def _whole(target: ast.expr) -> ast.expr:
+    """`h` of `h[rows]`; the target itself if it names no rows."""
+    return target.value if isinstance(target, ast.Subscript) else target
+
+
+def _sum(op: ast.operator, value: Any) -> Change:
+    """The change `+ value` or `- value`."""
+    return Change("add", value, -1.0 if isinstance(op, ast.Sub) else 1.0)
 
 
 def _row(value: Any, point: Point, width: int) -> torch.Tensor | None:

@@ -391,16 +391,20 @@ def is_package(value: Any) -> bool:
     return isinstance(value, ModuleType) and value.__name__ == "midstream"
 
 
+def _reference(value: Any) -> Any:
+    """What of the running model the caller's value stands for in a trace; None if it is an ordinary value."""
+    refers = getattr(type(value), "__midstream_reference__", None)
+    return refers(value) if refers is not None else None
+
+
 def is_model(value: Any) -> bool:
     """Whether it is the caller's model, which stands for the running one in a trace."""
-    refers = getattr(type(value), "__midstream_reference__", None)
-    return refers is not None and refers(value) == ("model",)
+    return _reference(value) == ("model",)
 
 
 def module_path(value: Any) -> str | None:
     """The path of the module that the caller's value stands for in a trace; None if it stands for none."""
-    refers = getattr(type(value), "__midstream_reference__", None)
-    match refers(value) if refers is not None else None:
+    match _reference(value):
         case ("module", str(path)):
             return path
     return None
@@ -454,8 +458,7 @@ class _Pickler(cloudpickle.Pickler):
         self._weights = weights
 
     def persistent_id(self, obj: Any) -> Any:
-        stands_for = getattr(type(obj), "__midstream_reference__", None)
-        return stands_for(obj) if stands_for is not None else None
+        return _reference(obj)
 
     def reducer_override(self, obj: Any) -> Any:
         if self._weights is not None and self._weights.takes(obj):
