@@ -184,7 +184,7 @@ def test_g9_the_plan_of_all_clients_needs_the_administrators_key(model: Remote, 
 
 
 def test_i1_a_served_trace_need_not_stop_the_forward(model: Remote, plain: Plain) -> None:
-    """Seen failing without the lowering, without the prompt's length, and on a server that does not compare lengths."""
+    """Seen failing without the lowering, and on a server that does not compare lengths."""
     v = torch.randn(256, generator=torch.Generator().manual_seed(3))
 
     def counted_steps(trace: Callable[[], Any]) -> tuple[Any, list[int]]:
@@ -650,7 +650,7 @@ def test_g12_a_trace_that_saves_at_every_step_does_not_delay_others(server: Serv
         assert len(rows) == 3200
         return sorted(waits)[-4]  # the three longest may be other work on the machine
 
-    assert least(longest_look, 0.3) < 0.3  # up to 1.7 s where the event loop lists the tensors
+    assert least(longest_look, 0.2) < 0.2  # 0.2 to 1.7 s where the event loop lists the tensors
 
 
 def test_g9_what_cannot_be_reached_or_is_no_midstream_says_so(server: Server) -> None:

@@ -603,7 +603,7 @@ def test_c10_c11_nothing_grows(pp2: VLLM) -> None:
         pp2.run(read, [EIFFEL], max_tokens=75, **GREEDY)
         return pp2.engine.collective_rpc("process")
 
-    window()
+    window()  # what the allocators keep
     threads = threading.active_count()
     assert_flat(window, megabytes=6)  # the values of a window are 12 MB
     assert threading.active_count() <= threads + 1

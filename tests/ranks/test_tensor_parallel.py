@@ -388,7 +388,7 @@ def test_c10_nothing_grows(tp2: VLLM) -> None:
             tp2.run(read, [EIFFEL * 6, PARIS * 8] * 8, max_tokens=2, temperature=0.0, ignore_eos=True)
         return tp2.engine.collective_rpc("process")
 
-    window()
+    window()  # what the allocators keep
     threads = threading.active_count()
     assert_flat(window, megabytes=10)  # the values of a window are 30 MB
     assert threading.active_count() <= threads

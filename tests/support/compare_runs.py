@@ -222,9 +222,9 @@ def edit_first_only(model: VLLM) -> list[torch.Tensor]:
 
 
 def by_modules(model: VLLM, directory: Path) -> dict[str, list[Any]]:
-    """By module value that is a site's: for each prompt the logits with and without a write there, and how many steps traces stopped.
+    """For each module input or output that is a site's value: what traces read there, without and with a write, and the logits.
 
-    Twice: as such traces run by themselves, and with all of them in the forward.
+    Twice, each with the number of steps that the traces stopped: as such traces run by themselves, and with all of them in the forward.
     """
     names = [name for name, point in model.description["values"].items() if point.endswith(f"/{AT}")]
     lines = []

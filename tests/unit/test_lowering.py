@@ -1223,6 +1223,8 @@ def test_notes_say_what_becomes_of_each_line():
     first = unknown_condition.__code__.co_firstlineno
     assert [(note.line - first, note.kind) for note in lowered.notes] == [(1, "read"), (2, "forward")]
     assert lowered.reason.startswith(f"line {first + 2}: ")
+    for fn, line in ((written_and_changed_after, 3), (perhaps_another_name, 3)):
+        assert found(fn).reason.startswith(f"line {fn.__code__.co_firstlineno + line}: ")
     notes = found(assigned_sum).notes
     assert [note.kind for note in notes] == ["read", "edit"] and "resid_post[2]" in notes[1].text
 

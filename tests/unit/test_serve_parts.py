@@ -227,7 +227,7 @@ def test_g1_a_server_does_not_start_without_midstreams_routes(monkeypatch: pytes
 
     broken = EntryPoint("midstream", "midstream.nowhere:Plugin", "vllm.endpoint_plugins")
     monkeypatch.setattr(command, "entry_points", lambda group: [broken])
-    monkeypatch.setattr(ServeSubcommand, "cmd", lambda _: pytest.fail("the server was started"))
+    monkeypatch.setattr(ServeSubcommand, "cmd", lambda *_: pytest.fail("the server was started"))
     for name in ("VLLM_PLUGINS", "VLLM_WORKER_MULTIPROC_METHOD"):  # which the command sets
         monkeypatch.setenv(name, "spawn" if name.endswith("METHOD") else "")
     with pytest.raises(ModuleNotFoundError, match="nowhere"):
