@@ -37,7 +37,8 @@ from midstream.trace.program import Outcome, put_results
 from midstream.trace.weights import Weight
 from midstream.transport.receiver import Mailbox, Receiver
 
-_FIRST_REQUESTS = 8  # of many: so few are submitted before the first step
+_FIRST_REQUESTS = 32  # of many: so few are submitted before the first step
+_BATCH = 256  # requests; larger steps leave the GPU idle while the engine prepares the next one
 _BATCHES = 3  # two may run, and one waits
 _CLOSED = "This engine is closed; make a new VLLM(...)."
 
@@ -334,7 +335,7 @@ def run_continuously(
     running: dict[str, tuple[int, EngineRequest]] = {}
     done: deque[tuple[int, InvokeResult]] = deque()
     waiting, room = enumerate(requests), _FIRST_REQUESTS
-    most = _BATCHES * connection.config.scheduler_config.max_num_seqs
+    most = _BATCHES * min(_BATCH, connection.config.scheduler_config.max_num_seqs)
 
     def ended(output: Any) -> None:
         number, request = running.pop(output.request_id)
@@ -358,7 +359,7 @@ def run_continuously(
         while True:
             with connection.lock:
                 submit(max(room - len(running), 0))
-                room = min(2 * room, most)
+                room = min(room + _BATCH, most)
                 if running:
                     connection.step()
             if not (running or done):
