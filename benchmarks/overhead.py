@@ -6,6 +6,7 @@
     python benchmarks/overhead.py plans --pp 2                                   # two GPUs; also --tp 2
     python benchmarks/overhead.py captures                                       # every layer of long prompts, to the client
     python benchmarks/overhead.py stages --pp 2                                  # a trace over stages, against one rank
+    python benchmarks/overhead.py starts --rounds 3                              # engine starts with filled caches
 
 Loads: `equal` has requests of equal length, `short` has short prompts and outputs of 16 to 256 tokens, and `mixed` also has prompts of 32
 to 1,024 tokens (shorter with --cpu). Every run has new prompts, so no run finds its prompts in the prefix cache.
@@ -40,6 +41,7 @@ from side_by_side import (
     describe_machine,
     in_turns,
     mean,
+    median,
     ratio,
     run_async,
     run_sync,
@@ -248,7 +250,11 @@ def compare(arguments: argparse.Namespace, rows_of: Callable[[Any, Load], list[R
             print(
                 f"stock vLLM takes {alone:.2f} s for all requests at once; they arrive over {load.arrivals[-1]:.2f} s"
             )
-        rows = [Row("stock vLLM"), *(row for row in rows_of(models[0], load) if arguments.only in row.name)]
+        wanted = arguments.only or [""]
+        rows = [
+            Row("stock vLLM"),
+            *(row for row in rows_of(models[0], load) if any(text in row.name for text in wanted)),
+        ]
         runs: Runs[Run] = {rows[0].name: [functools.partial(run_stock, engine, load, loop) for engine in stocks]}
         for row in rows[1:]:
             runs[row.name] = [functools.partial(run_midstream, model, row, load, loop) for model in models]
@@ -291,7 +297,7 @@ def every_layer(model: Any) -> Any:
 
 
 def captures(arguments: argparse.Namespace) -> None:
-    """Every layer's residual stream at all positions of long prompts, to the client: the best of four times."""
+    """Every layer's residual stream at all positions of long prompts, to the client."""
     from midstream import Capture
 
     count, length = (8, 64) if arguments.cpu else (64, 512)
@@ -304,21 +310,24 @@ def captures(arguments: argparse.Namespace) -> None:
     def by_trace(prompts: list[list[int]]) -> Iterable[Any]:
         return itertools.chain.from_iterable(model.run(every_layer, prompts, **PARAMS))
 
+    ways = {"a plan": by_plan, "a trace": by_trace}
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    seeds = itertools.count()
     with ExitStack() as stack:
         model = start_engine(arguments, stack)
-        print(f"\n{describe_machine()}\nevery layer of {count} x {length} tokens")
-        for name, captured in (("a plan", by_plan), ("a trace", by_trace)):
-            best, size = float("inf"), 0
-            for seed in range(4):
-                prompts = long_prompts(count, length, seed)
+        numbers = count * length * model.num_layers * model.hidden_size
+        for number in range(arguments.rounds + 1):
+            for name, captured in ways.items():
+                prompts = long_prompts(count, length, next(seeds))
                 start = time.perf_counter()
                 tensors = list(captured(prompts))
-                best = min(best, time.perf_counter() - start)
-                size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-                assert (
-                    sum(tensor.numel() for tensor in tensors) == count * length * model.num_layers * model.hidden_size
-                )
-            print(f"captured by {name}: {best:.2f} s, {size / best / 1e9:.2f} GB/s")
+                seconds[name] += [time.perf_counter() - start] * bool(number)  # the first round does not count
+                assert sum(tensor.numel() for tensor in tensors) == numbers
+                size = numbers * tensors[0].element_size()
+                del tensors
+    print(f"\n{describe_machine()}\nevery layer of {count} x {length} tokens, {size / 1e9:.2f} GB")
+    for name, each in seconds.items():
+        print(f"captured by {name}: {median(each)} s, {size / statistics.median(each) / 1e9:.2f} GB/s")
 
 
 def stages(arguments: argparse.Namespace) -> None:
@@ -341,11 +350,28 @@ def stages(arguments: argparse.Namespace) -> None:
         )
 
 
+def starts(arguments: argparse.Namespace) -> None:
+    """How long engines take to start: stock vLLM's and midstream's in turns. The first round fills the caches of compiled code."""
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    for number in range(arguments.rounds + 1):
+        for stock in (True, False):
+            with ExitStack() as stack:
+                start = time.perf_counter()
+                start_engine(arguments, stack, stock=stock)
+                seconds[stock] += [time.perf_counter() - start] * bool(number)
+    print(
+        f"\n{describe_machine()}\nwith caches filled: stock vLLM {median(seconds[True], 1)} s, midstream {median(seconds[False], 1)} s, "
+        f"{ratio(seconds[False], seconds[True])} x"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["plans", "traces", "captures", "stages"])
+    parser.add_argument("what", choices=["plans", "traces", "captures", "stages", "starts"])
     parser.add_argument("--load", choices=LOADS, default="equal", help="for plans and traces")
-    parser.add_argument("--only", default="", metavar="TEXT", help="rows whose name has it, beside stock vLLM's")
+    parser.add_argument(
+        "--only", nargs="+", metavar="TEXT", help="rows whose name has one of these, beside stock vLLM's"
+    )
     add_arguments(parser)
     arguments = parser.parse_args()
     settle(arguments)
@@ -357,7 +383,7 @@ def main() -> None:
         return compare(arguments, plan_rows if arguments.what == "plans" else trace_rows)
     if arguments.mode == "async":
         parser.error(f"{arguments.what} has no async mode")
-    (captures if arguments.what == "captures" else stages)(arguments)
+    {"captures": captures, "stages": stages, "starts": starts}[arguments.what](arguments)
 
 
 if __name__ == "__main__":

@@ -233,7 +233,7 @@ def bare_worker(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[bool]]:
         monkeypatch.setattr(
             module.PlatformWorker, name, lambda self, *step: seen.append(graphs.graphs is not first), raising=False
         )
-    worker.midstream = SimpleNamespace(is_idle=True, step_is_traced=False)
+    worker.midstream = SimpleNamespace(is_idle=True, step_is_traced=False, may_have_written=False)
     worker.plans = SimpleNamespace(
         is_idle=True,
         tables=SimpleNamespace(edit=None),
@@ -297,6 +297,24 @@ def test_only_a_step_of_plans_in_the_graphs_may_be_repeated_unseen(
         scheduled_new_reqs=[], scheduled_cached_reqs=cached, num_scheduled_tokens={"a": 1}, finished_req_ids=set()
     )
     assert worker._schedule(step) == off_graph and remembered == [not (is_traced or off_graph)]
+
+
+@pytest.mark.parametrize("may_have_written", [False, True])
+def test_a_trace_that_is_over_and_has_only_read_leaves_later_steps_to_vllm(
+    monkeypatch: pytest.MonkeyPatch, may_have_written: bool
+) -> None:
+    """I1: a small model's step would take a tenth longer. Rows are watched while a request lives that a trace may have changed.
+
+    Seen failing while every trace that is over was watched, and while none was.
+    """
+    worker, _ = bare_worker(monkeypatch)
+    worker._is_awake, worker.plans.is_idle = True, False
+    worker.midstream.is_idle, worker.midstream.may_have_written = False, may_have_written
+    rows: list[Any] = []
+    worker._rows_of = rows.append
+    worker.execute_model(SimpleNamespace(scheduled_new_reqs=[]))
+    assert worker._runner.watched is (Watch.ROWS if may_have_written else Watch.NOTHING)
+    assert len(rows) == may_have_written
 
 
 def test_second_graphs_are_for_steps_in_which_a_plan_acts_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -242,7 +242,7 @@ class Worker(PlatformWorker):
         traces, plans = self.midstream, self.plans
         if not begins and plans.repeat(scheduler_output):  # a step like the last one costs little more than these
             planned = plans.step_is_planned
-            watches = planned or plans.edits or not traces.is_idle
+            watches = planned or plans.edits or traces.may_have_written
             self._runner.prepare(Watch.ROWS if watches else Watch.NOTHING, planned)
             return self._execute_planned(scheduler_output)
         self._is_awake = begins or not (traces.is_idle and plans.is_idle)
@@ -285,7 +285,7 @@ class Worker(PlatformWorker):
             if plans.step_is_planned:
                 SiteOp.edit = None
                 plans.end_step()
-        if plans.edits or not self.midstream.is_idle:
+        if plans.edits or self.midstream.may_have_written:
             self._rows = self._rows_of(scheduler_output)
         return output
 

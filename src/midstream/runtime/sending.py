@@ -22,12 +22,18 @@ from midstream.plan.values import Consumer, Plan
 from midstream.queues import BoundedQueue
 from midstream.runtime.request import PlanRequest, TraceRequest, users_id
 from midstream.trace.program import Outcome
+from midstream.trace.tree import is_raw
 from midstream.transport.sender import Copier, Sender, mark_ready
 
 _log = logging.getLogger(__name__)
 DUE_BYTES = 16 << 20  # rows of one request are sent in pieces of this size: they hold device memory until then
 MESSAGE_BYTES = 64 << 20
+_SMALL_BYTES, _TOGETHER_BYTES = (
+    1 << 20,
+    4 << 20,
+)  # of a trace's results, and of those in one message: each keeps the others in memory
 _FEW_PIECES = 4
+_DEPTH = 20  # of containers in results that are sent together; a cycle has no end
 _QUEUE_BYTES = 256 << 20
 
 
@@ -318,23 +324,45 @@ class Reports:
         self.sender: Sender | None = None
         self._stage = stage
         self._client_gone = False
+        self._small: list[tuple[dict[str, Any], list[Outcome]]] = []  # results to be sent together
+        self._small_bytes = 0
 
     @property
     def queued_bytes(self) -> int:
         return self.sender.queued_bytes if self.sender is not None else 0
 
     def send(self, name: str, trace: TraceRequest, outcomes: list[Outcome], final: bool = True) -> None:
-        """Send the outcomes of a request's bodies; if not `final`, what they have saved so far."""
+        """Send the outcomes of a request's bodies; if not `final`, what they have saved so far. Small ones wait for `flush`."""
         if not self.sends:
             return
+        header = {"key": (trace.trace, trace.index), "request": name, "final": final, "stage": self._stage}
+        size = _bytes_of(list(map(vars, outcomes))) if final and not (trace.stream or trace.together) else None
+        if size is not None and size < _SMALL_BYTES:
+            self._small.append((header, outcomes))
+            self._small_bytes += size
+            if self._small_bytes >= _TOGETHER_BYTES:
+                self.flush()
+            return
+
+        def send(sender: Sender) -> None:
+            sender.send(header, outcomes, name if trace.stream else None, exact=final)
+            if final:
+                sender.end(name)
+
+        self._with_sender(send)
+
+    def flush(self) -> None:
+        """Send what waits, in one message: requests that end in one step come with one cost."""
+        small, self._small, self._small_bytes = self._small, [], 0
+        if small:
+            self._with_sender(lambda sender: sender.send_together(small))
+
+    def _with_sender(self, send: Callable[[Sender], None]) -> None:
         if self.sender is None:
             _log.error("A trace's results are lost: the client has not connected to this worker.")
             return
-        header = {"key": (trace.trace, trace.index), "request": name, "final": final, "stage": self._stage}
         try:
-            self.sender.send(header, outcomes, name if trace.stream else None, exact=final)
-            if final:
-                self.sender.end(name)
+            send(self.sender)
         except ChannelClosedError as error:  # the client is closing and has yet to tell the engine
             if not self._client_gone:
                 _log.warning("A trace's results are lost: %s", error)
@@ -344,3 +372,25 @@ class Reports:
         """Nothing more is sent for the request."""
         if self.sender is not None:
             self.sender.end(name)
+
+
+def _bytes_of(value: Any, depth: int = 0) -> int | None:
+    """About what a value takes that consists of tensors, numbers and texts in lists, tuples and dicts.
+
+    None for any other value: the client may fail to rebuild it, and would lose with it what came in the same message.
+    """
+    kind = type(value)
+    if kind is torch.Tensor:
+        return value.nbytes if is_raw(value) else None
+    if kind in (type(None), bool, int, float):
+        return 8
+    if kind is str:
+        return len(value)
+    if kind not in (list, tuple, dict) or depth > _DEPTH:
+        return None
+    total = 0
+    for each in value if kind is not dict else (*value.keys(), *value.values()):
+        if (size := _bytes_of(each, depth + 1)) is None:
+            return None
+        total += size
+    return total

@@ -162,6 +162,7 @@ class TraceHost:
         step_is_traced: whether a trace shares the step that is being prepared or run.
         acts_in_forward: whether one of these traces runs in the forward, and not behind the step.
         step_is_uncompiled: whether that step has to run uncompiled, since its traces use more than the sites in the compiled forward.
+        may_have_written: whether a request is alive whose trace runs or ran in the forward.
     """
 
     def __init__(
@@ -194,7 +195,7 @@ class TraceHost:
         self._done: dict[str, TracedRequest] = {}  # their bodies have ended; a preemption repeats their edits
         self._groups: dict[str, TracedGroup] = {}
         self._weights: dict[str, torch.Tensor] = {}  # of the client's, by digest, for traces that are to come
-        self.step_is_traced = self.acts_in_forward = self.step_is_uncompiled = False
+        self.step_is_traced = self.acts_in_forward = self.step_is_uncompiled = self.may_have_written = False
         self._graph_keys: dict[Point, Key] = {}
         self._in_step: list[tuple[Scheduled, TracedRequest]] = []
         self._running: list[Interleaver] = []  # those with bodies in this step
@@ -245,6 +246,9 @@ class TraceHost:
         self.traced_steps += self.step_is_traced
         self.forward_traced_steps += self.acts_in_forward
         self.uncompiled_steps += self.step_is_uncompiled
+        alive = (*self._requests.values(), *self._done.values())
+        self.may_have_written = not all(request.trace.behind for request in alive)
+        self.reports.flush()
 
     def set_weights(self, kept: Collection[str], new: Mapping[str, bytes]) -> None:
         """Hold weights, and no others: those of the digests in `kept`, and new ones by their digests."""
@@ -376,6 +380,7 @@ class TraceHost:
             request.goes_on = stages.link.fetch(stages.size - 1, request.steps, request.generated)
         self._in_step = []
         self.step_is_traced = False
+        self.reports.flush()
         stages.end_step(self._bodies)
 
     def _end_what_is_over(self, scheduled: Collection[str]) -> None:
@@ -570,6 +575,7 @@ class TraceHost:
             self._after_step(scheduled.request_id, request, tokens[scheduled.place] if tokens is not None else None)
         self._in_step = []
         self.step_is_traced = False
+        self.reports.flush()
         if self._stages is not None:
             self._stages.end_step(self._bodies)
         return samples
@@ -600,7 +606,8 @@ class TraceHost:
 
     def refusal(self, name: str, at: NotFinite) -> str | None:
         """Why a request that is not finite ends after its trace is done; None for other requests. Any thread may call."""
-        if name not in self._done:
+        request = self._done.get(name)
+        if request is None or request.trace.behind:  # a plan makes its writes, and has its own refusal
             return None
         return f"{NOT_FINITE}{at}: a trace, or an edit left on the model, has written to it. Write smaller values."
 

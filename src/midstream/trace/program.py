@@ -84,22 +84,22 @@ class FunctionProgram(Program):
 
     def run(self, model: Any, shared: dict[str, Any]) -> Found:
         body = current_body()
-        arguments = (model, BodyTracer()) if _takes_tracer(self.fn) else (model,)
+        arguments = (model, BodyTracer()) if self._takes_tracer else (model,)
         returned = self.fn(*arguments)
         return Found({RETURNED: map_tensors(returned, lambda _, t: body.save(t))})
 
+    @functools.cached_property
+    def _takes_tracer(self) -> bool:
+        parameters = inspect.signature(self.fn).parameters.values()
+        required = [
+            p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
+        if len(required) not in (1, 2):
+            raise TraceError(f"{self.fn!r} must take (model) or (model, tracer).")
+        return len(required) == 2
+
     def recover(self, error: BaseException, body: Body) -> Found:
         return Found(body.saves.pick(locals_at(error, _code_of(self.fn))))
-
-
-def _takes_tracer(fn: Callable[..., Any]) -> bool:
-    parameters = inspect.signature(fn).parameters.values()
-    required = [
-        p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
-    if len(required) not in (1, 2):
-        raise TraceError(f"{fn!r} must take (model) or (model, tracer).")
-    return len(required) == 2
 
 
 def _code_of(fn: Any) -> CodeType | None:
@@ -523,7 +523,9 @@ def ship(programs: list[list[Program]], elsewhere: bool = False) -> ShippedCode:
         names = [name for each in programs for program in each for name in _unsendable(program)]
         what = f", {names[0]}," if names else ""
         raise TraceError(f"The trace uses a value{what} that cannot be sent to the engine: {error}") from error
-    keeps = [all(map(keeps_to_graph_sites, each)) for each in programs]
+    once = {id(program): program for each in programs for program in each}  # many requests share one
+    keeps_of = {name: keeps_to_graph_sites(program) for name, program in once.items()}
+    keeps = [all(keeps_of[id(program)] for program in each) for each in programs]
     head, needed = weights.table()
     data = b"".join((bytes(sys.version_info[:2]), pickle.dumps(head), buffer.getbuffer()))
     return ShippedCode(data, [len(each) for each in programs], keeps, needed)
