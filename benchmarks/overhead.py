@@ -163,6 +163,9 @@ def trace_rows(model: Any, load: Load) -> list[Row]:
     def read(m: Any) -> Any:
         return m.layers_output[middle]
 
+    def read_every_step(m: Any, tracer: Any) -> list[Any]:
+        return [m.layers_output[middle][-1] for _ in tracer.iter[:]]
+
     def add(m: Any, tracer: Any) -> None:
         for _ in tracer.iter[:]:
             m.layers_output[middle] += vector
@@ -173,6 +176,7 @@ def trace_rows(model: Any, load: Load) -> list[Row]:
 
     traces: dict[str, Callable[..., Any]] = {
         "reads one layer of its prompt": read,
+        "reads one layer's last row in every step": read_every_step,
         "adds a vector in every step": add,
         "computes an MLP's output anew in every step": squash_mlp,
     }
