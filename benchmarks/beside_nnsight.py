@@ -86,9 +86,8 @@ def main() -> None:
         "computes an MLP's output anew in every step": lambda prompts: squashes_mlp(model, prompts, middle),
         f"saves every layer of {LONG} tokens": lambda prompts: saves_layers(model, prompts, layers),
     }
-    print(
-        f"\n{describe_machine()}\n{arguments.shape} shape; {COUNT} requests, all traced\n\n| run | s | tok/s |\n|---|---|---|"
-    )
+    print(f"\n{describe_machine()}\n{arguments.shape} shape; {COUNT} requests, all traced\n")
+    print("| run | s | tok/s |\n|---|---|---|")
     for name, run in runs.items():
         seconds: list[float] = []
         length = LONG if name.startswith("saves") else PROMPT

@@ -28,10 +28,8 @@ from midstream.transport.sender import Copier, Sender, mark_ready
 _log = logging.getLogger(__name__)
 DUE_BYTES = 16 << 20  # rows of one request are sent in pieces of this size: they hold device memory until then
 MESSAGE_BYTES = 64 << 20
-_SMALL_BYTES, _TOGETHER_BYTES = (
-    1 << 20,
-    4 << 20,
-)  # of a trace's results, and of those in one message: each keeps the others in memory
+_SMALL_BYTES = 1 << 20  # smaller results of traces are sent together
+_TOGETHER_BYTES = 4 << 20  # of results in one message; whoever keeps one of them keeps the memory of all
 _FEW_PIECES = 4
 _DEPTH = 20  # of containers in results that are sent together; a cycle has no end
 _QUEUE_BYTES = 256 << 20
