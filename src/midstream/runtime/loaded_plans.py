@@ -67,7 +67,9 @@ class LoadedPlan:
         """(profile, first position, number) of the stretches of positions from `start` to `stop` that are captured."""
         if not self._capturing:
             return []
-        profiles = np.broadcast_to(self.profiles(start, stop, length), stop - start)
+        profiles = self.profiles(start, stop, length)
+        if isinstance(profiles, int):
+            return [(profiles, start, stop - start)] if profiles in self._capturing else []
         edges = [0, *(np.flatnonzero(np.diff(profiles)) + 1).tolist(), len(profiles)]
         found = [(int(profiles[at]), start + at, end - at) for at, end in pairwise(edges)]
         return [stretch for stretch in found if stretch[0] in self._capturing]

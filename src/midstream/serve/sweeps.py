@@ -10,8 +10,9 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from typing_extensions import TypedDict
 
-from midstream.client.prompts import prompts_of
+from midstream.client.prompts import is_chat, prompts_of
 from midstream.client.sweeping import SweepStream
 from midstream.errors import MidstreamError
 from midstream.serve.remote import Messages, alive
@@ -37,9 +38,19 @@ MAX_TOP = 20
 MAX_SWEEPS = 4  # at a time
 _log = logging.getLogger(__name__)
 router = APIRouter(prefix=f"/v1/{NAME}", tags=[NAME])
-Prompt = str | list[int]
 Token = str | int
 Place = int | str | SpanOfText
+
+
+class ChatMessage(TypedDict):
+    """One message of a chat. The model's chat template makes the chat's text."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[misc]
+    role: str
+    content: str
+
+
+Prompt = str | list[int] | list[ChatMessage]
 
 
 class SweepToRun(BaseModel):
@@ -114,11 +125,15 @@ def _check_size(server: Server, asked: SweepToRun) -> None:
         prompts, _ = ([], True) if given is None else prompts_of(given)
         if len(prompts) > MAX_PAIRS:
             raise Refused(400, f"The sweep has {len(prompts)} pairs of prompts; allowed: {MAX_PAIRS}.", name)
-        if any(
-            isinstance(each, str) and len(each.encode(errors="replace")) > server.longest_prompt_bytes
-            for each in prompts
-        ):
+        if any(_bytes_of(each) > server.longest_prompt_bytes for each in prompts):
             raise Refused(400, f"A prompt for this model has at most {server.longest_prompt_bytes} bytes.", name)
+
+
+def _bytes_of(prompt: Any) -> int:
+    """Of its text."""
+    if isinstance(prompt, str):
+        return len(prompt.encode(errors="replace"))
+    return sum(_bytes_of(text) for message in prompt for text in message.values()) if is_chat(prompt) else 0
 
 
 @contextlib.contextmanager

@@ -225,7 +225,8 @@ class Body:
     def _switch_away(self, parked: tuple[Key, int]) -> Any:
         assert self._resumer is not None
         self.parked = parked
-        self.forward.peers.note(self.name, f"{point_name(parked[0])} of step {parked[1]}")
+        if self.forward.peers.several:  # this runs at every read
+            self.forward.peers.note(self.name, f"{point_name(parked[0])} of step {parked[1]}")
         with _in_modes(self._around):
             return self._resumer.switch()
 
