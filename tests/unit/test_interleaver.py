@@ -199,6 +199,7 @@ def test_f1_autocast_of_one_part_of_the_forward_stays_there(steps: Steps) -> Non
 def test_d7_requests_that_end_together_end_in_one_order_on_all_ranks() -> None:
     """Their bodies' last words may be collective, and two processes need not list a set of strings alike."""
     pytest.importorskip("vllm")
+    from midstream.runtime.sending import Reports
     from midstream.runtime.trace_host import TraceHost
 
     names = [f"request-{number}" for number in range(12)]
@@ -206,7 +207,8 @@ def test_d7_requests_that_end_together_end_in_one_order_on_all_ranks() -> None:
     host._requests, host._done, host._graph_keys = dict.fromkeys(names), {}, {}  # type: ignore[arg-type]
     host.traced_steps = host.forward_traced_steps = host.uncompiled_steps = 0
     ended: list[str] = []
-    host._end = lambda name: ended.append(name)  # type: ignore[method-assign,assignment]
+    host._end = lambda name: ended.append(name) or host._requests.pop(name)  # type: ignore[method-assign,assignment,func-returns-value]
+    host.reports = Reports()
     host._end_what_is_over = lambda scheduled: None  # type: ignore[method-assign]
     host.schedule({}, (), set(names))
     assert ended == names
