@@ -1,10 +1,10 @@
-"""nnsight on the load and the traces of `overhead.py traces` and `captures`, on the same GPU.
+"""Measure nnsight with the load and the traces of `overhead.py traces` and `captures`.
 
     python benchmarks/beside_nnsight.py --shape qwen3-0.6b           # nnsight's eager engine
-    python benchmarks/beside_nnsight.py --shape qwen3-0.6b --taps    # its engine with CUDA graphs and declared locations
+    python benchmarks/beside_nnsight.py --shape qwen3-0.6b --taps    # its engine with CUDA graphs and declared modules (taps)
 
-Needs a GPU and nnsight 0.8.1. nnsight asks for the V1 runner. Each round has new prompts; the first round does not count. The figures are
-medians over the rounds with their 95 % bootstrap interval. Compare them with those of `overhead.py` on the same machine.
+Needs a GPU and nnsight 0.8.1, which requires the V1 runner. Each round has new prompts, and the first round does not count. The figures
+are medians over the other rounds, with 95 % bootstrap intervals. Compare them with those of `overhead.py` on the same machine.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from overhead import PARAMS, long_prompts
 from side_by_side import SHAPES, add_arguments, describe_machine, engine_arguments, median, settle
 
 COUNT, PROMPT, TOKENS = 64, 16, 128
-LONG = 512  # tokens of the prompts whose layers are all saved
+LONG = 512  # prompt tokens where every layer is saved
 SAMPLING: dict[str, Any] = {**PARAMS, "max_tokens": TOKENS}
 
 
@@ -61,7 +61,9 @@ def saves_layers(model: Any, prompts: list[list[int]], layers: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--taps", action="store_true", help="declare the layers' outputs and the middle MLP's")
+    parser.add_argument(
+        "--taps", action="store_true", help="CUDA graphs, with the outputs of all layers and of the middle MLP declared"
+    )
     add_arguments(parser)
     arguments = parser.parse_args()
     settle(arguments)

@@ -301,7 +301,7 @@ def every_layer(model: Any) -> Any:
 
 
 def captures(arguments: argparse.Namespace) -> None:
-    """Every layer's residual stream at all positions of long prompts, to the client."""
+    """How long it takes to copy every layer's residual stream, at all positions of long prompts, to the client."""
     from midstream import Capture
 
     count, length = (8, 64) if arguments.cpu else (64, 512)
@@ -355,7 +355,7 @@ def stages(arguments: argparse.Namespace) -> None:
 
 
 def starts(arguments: argparse.Namespace) -> None:
-    """How long engines take to start: stock vLLM's and midstream's in turns. The first round fills the caches of compiled code."""
+    """How long engines of stock vLLM and of midstream take to start, in turns. The first round fills the caches of compiled code."""
     seconds: dict[bool, list[float]] = {True: [], False: []}
     for number in range(arguments.rounds + 1):
         for stock in (True, False):
@@ -374,7 +374,7 @@ def main() -> None:
     parser.add_argument("what", choices=["plans", "traces", "captures", "stages", "starts"])
     parser.add_argument("--load", choices=LOADS, default="equal", help="for plans and traces")
     parser.add_argument(
-        "--only", nargs="+", metavar="TEXT", help="rows whose name has one of these, beside stock vLLM's"
+        "--only", nargs="+", metavar="TEXT", help="run only rows whose name contains one of these texts, and stock vLLM"
     )
     add_arguments(parser)
     arguments = parser.parse_args()

@@ -37,8 +37,8 @@ from midstream.trace.program import Outcome, put_results
 from midstream.trace.weights import Weight
 from midstream.transport.receiver import Mailbox, Receiver
 
-_FIRST_REQUESTS = 32  # of many: so few are submitted before the first step
-_BATCH = 256  # requests; larger steps leave the GPU idle while the engine prepares the next one
+_FIRST_REQUESTS = 32  # submitted before the first step, so that the first results come soon
+_BATCH = 256  # requests added at a time; with larger steps, the GPU idles while the engine prepares the next step
 _BATCHES = 3  # two may run, and one waits
 _CLOSED = "This engine is closed; make a new VLLM(...)."
 

@@ -28,10 +28,12 @@ from midstream.transport.sender import Copier, Sender, mark_ready
 _log = logging.getLogger(__name__)
 DUE_BYTES = 16 << 20  # rows of one request are sent in pieces of this size: they hold device memory until then
 MESSAGE_BYTES = 64 << 20
-_SMALL_BYTES = 1 << 20  # smaller results of traces are sent together
-_TOGETHER_BYTES = 4 << 20  # of results in one message; whoever keeps one of them keeps the memory of all
+_SMALL_BYTES = 1 << 20  # results of traces that are smaller than this are sent together
+_TOGETHER_BYTES = (
+    4 << 20
+)  # of results in one message; a client that keeps one result keeps the memory of the whole message
 _FEW_PIECES = 4
-_DEPTH = 20  # of containers in results that are sent together; a cycle has no end
+_DEPTH = 20  # of nested containers in results that are sent together; a list may contain itself
 _QUEUE_BYTES = 256 << 20
 
 
@@ -330,7 +332,7 @@ class Reports:
         return self.sender.queued_bytes if self.sender is not None else 0
 
     def send(self, name: str, trace: TraceRequest, outcomes: list[Outcome], final: bool = True) -> None:
-        """Send the outcomes of a request's bodies; if not `final`, what they have saved so far. Small ones wait for `flush`."""
+        """Send the outcomes of a request's bodies; if not `final`, what they have saved so far. Small final outcomes wait for `flush`."""
         if not self.sends:
             return
         header = {"key": (trace.trace, trace.index), "request": name, "final": final, "stage": self._stage}
@@ -350,7 +352,7 @@ class Reports:
         self._with_sender(send)
 
     def flush(self) -> None:
-        """Send what waits, in one message: requests that end in one step come with one cost."""
+        """Send the outcomes that wait in one message, so that requests that end in the same step share its cost."""
         small, self._small, self._small_bytes = self._small, [], 0
         if small:
             self._with_sender(lambda sender: sender.send_together(small))
@@ -373,9 +375,9 @@ class Reports:
 
 
 def _bytes_of(value: Any, depth: int = 0) -> int | None:
-    """About what a value takes that consists of tensors, numbers and texts in lists, tuples and dicts.
+    """About how many bytes a value has that consists of tensors, numbers and texts in lists, tuples and dicts.
 
-    None for any other value: the client may fail to rebuild it, and would lose with it what came in the same message.
+    None for any other value. The client may fail to unpickle such a value, and would then lose the other results in the message.
     """
     kind = type(value)
     if kind is torch.Tensor:

@@ -162,7 +162,7 @@ class TraceHost:
         step_is_traced: whether a trace shares the step that is being prepared or run.
         acts_in_forward: whether one of these traces runs in the forward, and not behind the step.
         step_is_uncompiled: whether that step has to run uncompiled, since its traces use more than the sites in the compiled forward.
-        may_have_written: whether a request is alive whose trace runs or ran in the forward.
+        may_have_written: whether the trace of a living request runs or ran in the forward, and so may have written to it.
     """
 
     def __init__(
@@ -607,7 +607,7 @@ class TraceHost:
     def refusal(self, name: str, at: NotFinite) -> str | None:
         """Why a request that is not finite ends after its trace is done; None for other requests. Any thread may call."""
         request = self._done.get(name)
-        if request is None or request.trace.behind:  # a plan makes its writes, and has its own refusal
+        if request is None or request.trace.behind:  # a plan makes the trace's writes, and refuses by itself
             return None
         return f"{NOT_FINITE}{at}: a trace, or an edit left on the model, has written to it. Write smaller values."
 

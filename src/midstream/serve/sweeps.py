@@ -43,7 +43,7 @@ Place = int | str | SpanOfText
 
 
 class ChatMessage(TypedDict):
-    """One message of a chat. The model's chat template makes the chat's text."""
+    """One message of a chat. The model's chat template turns the chat into text."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[misc]
     role: str
@@ -130,7 +130,7 @@ def _check_size(server: Server, asked: SweepToRun) -> None:
 
 
 def _bytes_of(prompt: Any) -> int:
-    """Of its text."""
+    """The bytes of the prompt's text; 0 for token ids."""
     if isinstance(prompt, str):
         return len(prompt.encode(errors="replace"))
     return sum(_bytes_of(text) for message in prompt for text in message.values()) if is_chat(prompt) else 0

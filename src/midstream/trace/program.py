@@ -523,7 +523,7 @@ def ship(programs: list[list[Program]], elsewhere: bool = False) -> ShippedCode:
         names = [name for each in programs for program in each for name in _unsendable(program)]
         what = f", {names[0]}," if names else ""
         raise TraceError(f"The trace uses a value{what} that cannot be sent to the engine: {error}") from error
-    once = {id(program): program for each in programs for program in each}  # many requests share one
+    once = {id(program): program for each in programs for program in each}  # many requests may share a program
     keeps_of = {name: keeps_to_graph_sites(program) for name, program in once.items()}
     keeps = [all(keeps_of[id(program)] for program in each) for each in programs]
     head, needed = weights.table()
