@@ -85,7 +85,7 @@ def main() -> None:
         "no trace": lambda prompts: plain(model, prompts),
         "reads one layer of its prompt": lambda prompts: reads(model, prompts, middle),
         "adds a vector in every step": lambda prompts: adds(model, prompts, middle, vector),
-        "computes an MLP's output anew in every step": lambda prompts: squashes_mlp(model, prompts, middle),
+        "replaces an MLP's output by its tanh in every step": lambda prompts: squashes_mlp(model, prompts, middle),
         f"saves every layer of {LONG} tokens": lambda prompts: saves_layers(model, prompts, layers),
     }
     print(f"\n{describe_machine()}\n{arguments.shape} shape; {COUNT} requests, all traced\n")

@@ -178,7 +178,7 @@ def trace_rows(model: Any, load: Load) -> list[Row]:
         "reads one layer of its prompt": read,
         "reads one layer's last row in every step": read_every_step,
         "adds a vector in every step": add,
-        "computes an MLP's output anew in every step": squash_mlp,
+        "replaces an MLP's output by its tanh in every step": squash_mlp,
     }
     rows = [Row("no trace")]
     for one_in in ONE_IN if model.mode == "async" else (1,):
