@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 from safetensors import safe_open
 from safetensors.torch import load
 
@@ -29,7 +30,8 @@ from midstream.plan.values import RecordedRun
 from midstream.serve import command
 from midstream.serve.captures import CaptureStore, Held
 from midstream.serve.command import allowed_plugins, server_flags
-from midstream.serve.plugin import Plugin
+from midstream.serve.plugin import Plugin, RunToRecord
+from midstream.serve.sweeps import SweepToRun
 from midstream.settings import SCHEDULER, WORKER, Settings
 
 MINE, THEIRS = b"m" * 32, b"t" * 32
@@ -232,3 +234,20 @@ def test_g1_a_server_does_not_start_without_midstreams_routes(monkeypatch: pytes
         monkeypatch.setenv(name, "spawn" if name.endswith("METHOD") else "")
     with pytest.raises(ModuleNotFoundError, match="nowhere"):
         main(["serve", "a-model"])
+
+
+@pytest.mark.parametrize(
+    ("model", "body"),
+    [
+        (SweepToRun, {"clean": [0] * 100_000 + [None], "answer": 1}),
+        (SweepToRun, {"clean": [[None]] * 100_000, "answer": 1}),
+        (SweepToRun, {"clean": "a", "answer": [None] * 100_000}),
+        (SweepToRun, {"clean": "a", "answer": 1, "positions": {"a": [None] * 100_000}}),
+        (RunToRecord, {"prompt": [None] * 100_000, "sites": [None] * 100_000, "layers": [None] * 100_000}),
+    ],
+)
+def test_g7_a_body_of_wrong_items_has_few_errors(model: Any, body: dict[str, Any]) -> None:
+    """An error for each item of a body of 4 MiB takes gigabytes, and holds everybody up meanwhile. Seen failing without `fail_fast`."""
+    with pytest.raises(ValidationError) as raised:
+        model.model_validate_json(json.dumps(body))
+    assert raised.value.error_count() < 30

@@ -334,8 +334,8 @@ def run_continuously(
     """
     running: dict[str, tuple[int, EngineRequest]] = {}
     done: deque[tuple[int, InvokeResult]] = deque()
-    waiting, room = enumerate(requests), _FIRST_REQUESTS
     most = _BATCHES * min(_BATCH, connection.config.scheduler_config.max_num_seqs)
+    waiting, room = enumerate(requests), min(_FIRST_REQUESTS, most)
 
     def ended(output: Any) -> None:
         number, request = running.pop(output.request_id)

@@ -33,7 +33,8 @@ _TOGETHER_BYTES = (
     4 << 20
 )  # of results in one message; a client that keeps one result keeps the memory of the whole message
 _FEW_PIECES = 4
-_DEPTH = 20  # of nested containers in results that are sent together; a list may contain itself
+_DEPTH = 20  # of nested containers in results that are sent together
+_VALUE_BYTES = 64  # counted for each value in them, beside its own bytes
 _QUEUE_BYTES = 256 << 20
 
 
@@ -326,6 +327,7 @@ class Reports:
         self._client_gone = False
         self._small: list[tuple[dict[str, Any], list[Outcome]]] = []  # results to be sent together
         self._small_bytes = 0
+        self._small_tensors: set[int] = set()
 
     @property
     def queued_bytes(self) -> int:
@@ -336,12 +338,7 @@ class Reports:
         if not self.sends:
             return
         header = {"key": (trace.trace, trace.index), "request": name, "final": final, "stage": self._stage}
-        size = _bytes_of(list(map(vars, outcomes))) if final and not (trace.stream or trace.together) else None
-        if size is not None and size < _SMALL_BYTES:
-            self._small.append((header, outcomes))
-            self._small_bytes += size
-            if self._small_bytes >= _TOGETHER_BYTES:
-                self.flush()
+        if final and not (trace.stream or trace.together) and self._put_aside(header, outcomes):
             return
 
         def send(sender: Sender) -> None:
@@ -351,9 +348,29 @@ class Reports:
 
         self._with_sender(send)
 
+    def _put_aside(self, header: dict[str, Any], outcomes: list[Outcome]) -> bool:
+        """Whether the outcomes are small and plain, and wait for `flush`.
+
+        The client unpickles a message as a whole: a value that it fails to rebuild, or a failed copy, must not take other results along.
+        """
+        snapshot = _Snapshot()
+        try:
+            copies = [Outcome(**snapshot.of(vars(outcome))) for outcome in outcomes]
+        except _NotPlain:
+            return False
+        if snapshot.tensors & self._small_tensors:  # two requests get a tensor each
+            return False
+        self._small.append((header, copies))
+        self._small_tensors |= snapshot.tensors
+        self._small_bytes += snapshot.size
+        if self._small_bytes >= _TOGETHER_BYTES:
+            self.flush()
+        return True
+
     def flush(self) -> None:
         """Send the outcomes that wait in one message, so that requests that end in the same step share its cost."""
         small, self._small, self._small_bytes = self._small, [], 0
+        self._small_tensors.clear()
         if small:
             self._with_sender(lambda sender: sender.send_together(small))
 
@@ -374,23 +391,47 @@ class Reports:
             self.sender.end(name)
 
 
-def _bytes_of(value: Any, depth: int = 0) -> int | None:
-    """About how many bytes a value has that consists of tensors, numbers and texts in lists, tuples and dicts.
+class _NotPlain(Exception):
+    """The value is not small, or the client might fail to rebuild it."""
 
-    None for any other value. The client may fail to unpickle such a value, and would then lose the other results in the message.
+
+class _Snapshot:
+    """Copies small values that consist of tensors, numbers and texts in lists, tuples and dicts. Tensors themselves are not copied.
+
+    Attributes:
+        tensors: the ids of the tensors in the values.
+        size: about how many bytes the values have.
     """
-    kind = type(value)
-    if kind is torch.Tensor:
-        return value.nbytes if is_raw(value) else None
-    if kind in (type(None), bool, int, float):
-        return 8
-    if kind is str:
-        return len(value)
-    if kind not in (list, tuple, dict) or depth > _DEPTH:
-        return None
-    total = 0
-    for each in value if kind is not dict else (*value.keys(), *value.values()):
-        if (size := _bytes_of(each, depth + 1)) is None:
-            return None
-        total += size
-    return total
+
+    def __init__(self) -> None:
+        self.tensors: set[int] = set()
+        self.size = 0
+        self._containers: set[int] = set()
+
+    def of(self, value: Any, depth: int = 0) -> Any:
+        """The copy. Raises _NotPlain."""
+        kind = type(value)
+        if kind is torch.Tensor:
+            if not is_raw(value) or not value.is_contiguous() or value.is_conj() or value.is_neg():
+                raise _NotPlain  # to copy it takes more than its bytes, and may fail
+            self.tensors.add(id(value))
+            self._add(value.nbytes)
+            return value
+        if kind in (type(None), bool, float):
+            self._add()
+            return value
+        if kind in (int, str):
+            self._add(4 * len(value) if kind is str else value.bit_length() // 8)
+            return value
+        if kind not in (list, tuple, dict) or depth > _DEPTH or id(value) in self._containers:
+            raise _NotPlain
+        self._containers.add(id(value))  # one that occurs twice has to stay one
+        self._add()
+        if kind is dict:
+            return {self.of(key, depth + 1): self.of(item, depth + 1) for key, item in value.items()}
+        return kind(self.of(item, depth + 1) for item in value)
+
+    def _add(self, size: int = 0) -> None:
+        self.size += _VALUE_BYTES + size
+        if self.size > _SMALL_BYTES:
+            raise _NotPlain

@@ -230,7 +230,9 @@ class TraceHost:
             self._end(name)
         for name in finished:
             self._done.pop(name, None)
+        self.reports.flush()  # what follows may wait for other stages, and import packages
         self._end_what_is_over(scheduled)
+        self.reports.flush()
         for name, (sampling, length) in new.items():
             trace = TraceRequest.of(sampling)
             if trace is not None and name not in self._requests and name not in self._done:
@@ -248,7 +250,6 @@ class TraceHost:
         self.uncompiled_steps += self.step_is_uncompiled
         alive = (*self._requests.values(), *self._done.values())
         self.may_have_written = not all(request.trace.behind for request in alive)
-        self.reports.flush()
 
     def set_weights(self, kept: Collection[str], new: Mapping[str, bytes]) -> None:
         """Hold weights, and no others: those of the digests in `kept`, and new ones by their digests."""

@@ -36,6 +36,7 @@ from midstream.serve.captures import MAX_INLINE_BYTES, CaptureStore
 from midstream.serve.command import check_arguments
 from midstream.serve.requests import (
     Gate,
+    Listed,
     Refused,
     Server,
     SpanOfText,
@@ -72,10 +73,10 @@ class RunToRecord(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid")
-    prompt: str | list[int]
-    sites: list[str]
-    layers: list[int] | Literal["all"] = "all"
-    positions: list[int] | Literal["all_prompt", "last_prompt"] | SpanOfText = "all_prompt"
+    prompt: str | Listed[int]
+    sites: Listed[str]
+    layers: Listed[int] | Literal["all"] = "all"
+    positions: Listed[int] | Literal["all_prompt", "last_prompt"] | SpanOfText = "all_prompt"
     replace: bool = False
     name: str | None = Field(None, min_length=1, max_length=LONGEST_NAME)
 

@@ -17,6 +17,7 @@ from midstream.client.sweeping import SweepStream
 from midstream.errors import MidstreamError
 from midstream.serve.remote import Messages, alive
 from midstream.serve.requests import (
+    Listed,
     Refused,
     Server,
     SpanOfText,
@@ -35,6 +36,7 @@ MAX_PAIRS = 64
 MAX_CELLS = 65_536
 MAX_LISTED = 1024  # sites, layers, heads and positions that a sweep may list
 MAX_TOP = 20
+MESSAGE_BYTES = 16  # of a chat's message, at least, beside its texts
 MAX_SWEEPS = 4  # at a time
 _log = logging.getLogger(__name__)
 router = APIRouter(prefix=f"/v1/{NAME}", tags=[NAME])
@@ -50,22 +52,22 @@ class ChatMessage(TypedDict):
     content: str
 
 
-Prompt = str | list[int] | list[ChatMessage]
+Prompt = str | Listed[int] | Listed[ChatMessage]
 
 
 class SweepToRun(BaseModel):
     """The arguments of `midstream.VLLM.sweep`."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
-    clean: Prompt | list[Prompt]
-    corrupt: Prompt | list[Prompt] | None = None
-    answer: Token | list[Token]
-    foil: Token | list[Token] | None = None
+    clean: Prompt | Listed[Prompt]
+    corrupt: Prompt | Listed[Prompt] | None = None
+    answer: Token | Listed[Token]
+    foil: Token | Listed[Token] | None = None
     sites: list[str] = Field(["resid_post"], max_length=MAX_LISTED)
     layers: Literal["all"] | Annotated[list[int], Field(max_length=MAX_LISTED)] = "all"
     positions: (
         Literal["all", "together"]
-        | Annotated[list[Place] | dict[str, Place | list[Place]], Field(max_length=MAX_LISTED)]
+        | Annotated[list[Place] | dict[str, Place | Listed[Place]], Field(max_length=MAX_LISTED)]
     ) = "all"
     heads: Literal["all"] | Annotated[list[int], Field(max_length=MAX_LISTED)] | None = None
     metric: Literal["logit_diff", "logprob", "recovered"] = "logit_diff"
@@ -130,10 +132,12 @@ def _check_size(server: Server, asked: SweepToRun) -> None:
 
 
 def _bytes_of(prompt: Any) -> int:
-    """The bytes of the prompt's text; 0 for token ids."""
+    """The bytes of the prompt's text; 0 for token ids. A message of a chat has a few more than its texts, from the template."""
     if isinstance(prompt, str):
         return len(prompt.encode(errors="replace"))
-    return sum(_bytes_of(text) for message in prompt for text in message.values()) if is_chat(prompt) else 0
+    if not is_chat(prompt):
+        return 0
+    return sum(MESSAGE_BYTES + sum(map(_bytes_of, message.values())) for message in prompt)
 
 
 @contextlib.contextmanager

@@ -523,12 +523,17 @@ def ship(programs: list[list[Program]], elsewhere: bool = False) -> ShippedCode:
         names = [name for each in programs for program in each for name in _unsendable(program)]
         what = f", {names[0]}," if names else ""
         raise TraceError(f"The trace uses a value{what} that cannot be sent to the engine: {error}") from error
-    once = {id(program): program for each in programs for program in each}  # many requests may share a program
-    keeps_of = {name: keeps_to_graph_sites(program) for name, program in once.items()}
-    keeps = [all(keeps_of[id(program)] for program in each) for each in programs]
+    known: dict[int, bool] = {}  # many requests may share a program
+
+    def keeps(program: Program) -> bool:
+        if id(program) not in known:
+            known[id(program)] = keeps_to_graph_sites(program)
+        return known[id(program)]
+
+    graph_sites = [all(map(keeps, each)) for each in programs]
     head, needed = weights.table()
     data = b"".join((bytes(sys.version_info[:2]), pickle.dumps(head), buffer.getbuffer()))
-    return ShippedCode(data, [len(each) for each in programs], keeps, needed)
+    return ShippedCode(data, [len(each) for each in programs], graph_sites, needed)
 
 
 @contextlib.contextmanager
