@@ -10,15 +10,17 @@ are medians over the other rounds, with 95 % bootstrap intervals. Compare them w
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import time
-import traceback
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from overhead import PARAMS, long_prompts
-from side_by_side import SHAPES, add_arguments, describe_machine, engine_arguments, median, settle
+from overhead import LOADS, PARAMS, long_prompts
+from side_by_side import SHAPES, add_arguments, describe_machine, engine_arguments, in_turns, mean, median, settle
 
-COUNT, PROMPT, TOKENS = 64, 16, 128
+COUNT, (PROMPT, _), (TOKENS, _) = LOADS["equal"]
 LONG = 512  # prompt tokens where every layer is saved
 SAMPLING: dict[str, Any] = {**PARAMS, "max_tokens": TOKENS}
 
@@ -81,29 +83,28 @@ def main() -> None:
     model = VLLM(path, dispatch=True, taps=taps, **given)
     print(f"nnsight's engine started in {time.perf_counter() - began:.0f} s", flush=True)
     vector = torch.full((hidden,), 0.01, dtype=torch.bfloat16)
-    runs = {
-        "no trace": lambda prompts: plain(model, prompts),
-        "reads one layer of its prompt": lambda prompts: reads(model, prompts, middle),
-        "adds a vector in every step": lambda prompts: adds(model, prompts, middle, vector),
-        "replaces an MLP's output by its tanh in every step": lambda prompts: squashes_mlp(model, prompts, middle),
-        f"saves every layer of {LONG} tokens": lambda prompts: saves_layers(model, prompts, layers),
+    seeds = itertools.count()
+
+    def seconds_of(run: Callable[[Any, list[list[int]]], None], length: int) -> float:
+        prompts = long_prompts(COUNT, length, next(seeds))
+        start = time.perf_counter()
+        run(model, prompts)
+        return time.perf_counter() - start
+
+    rows: dict[str, tuple[Callable[[Any, list[list[int]]], None], int]] = {
+        "no trace": (plain, PROMPT),
+        "reads one layer of its prompt": (functools.partial(reads, layer=middle), PROMPT),
+        "adds a vector in every step": (functools.partial(adds, layer=middle, vector=vector), PROMPT),
+        "replaces an MLP's output by its tanh in every step": (functools.partial(squashes_mlp, layer=middle), PROMPT),
+        f"saves every layer of {LONG} tokens": (functools.partial(saves_layers, layers=layers), LONG),
     }
-    print(f"\n{describe_machine()}\n{arguments.shape} shape; {COUNT} requests, all traced\n")
+    measured = in_turns({name: [functools.partial(seconds_of, *row)] for name, row in rows.items()}, arguments)
+    print(f"\n{describe_machine()}\n{arguments.shape} shape; {COUNT} requests, traced except in the first run\n")
     print("| run | s | tok/s |\n|---|---|---|")
-    for name, run in runs.items():
-        seconds: list[float] = []
-        length = LONG if name.startswith("saves") else PROMPT
-        try:
-            for number in range(arguments.rounds + 1):
-                prompts = long_prompts(COUNT, length, number)
-                start = time.perf_counter()
-                run(prompts)
-                seconds += [time.perf_counter() - start] * bool(number)
-        except Exception:
-            traceback.print_exc()
-            continue
-        rate = "" if length == LONG else median(COUNT * TOKENS / np.array(seconds), 0)
-        print(f"| {name} | {median(seconds, 2)} | {rate} |", flush=True)
+    for name, rounds in measured.items():
+        seconds = mean(rounds, float)
+        rate = median(COUNT * TOKENS / np.array(seconds), 0) if rows[name][1] == PROMPT else ""
+        print(f"| {name} | {median(seconds, 2)} | {rate} |")
 
 
 if __name__ == "__main__":

@@ -254,11 +254,8 @@ def compare(arguments: argparse.Namespace, rows_of: Callable[[Any, Load], list[R
             print(
                 f"stock vLLM takes {alone:.2f} s for all requests at once; they arrive over {load.arrivals[-1]:.2f} s"
             )
-        wanted = arguments.only or [""]
-        rows = [
-            Row("stock vLLM"),
-            *(row for row in rows_of(models[0], load) if any(text in row.name for text in wanted)),
-        ]
+        wanted = [row for row in rows_of(models[0], load) if any(text in row.name for text in arguments.only)]
+        rows = [Row("stock vLLM"), *wanted]
         runs: Runs[Run] = {rows[0].name: [functools.partial(run_stock, engine, load, loop) for engine in stocks]}
         for row in rows[1:]:
             runs[row.name] = [functools.partial(run_midstream, model, row, load, loop) for model in models]
@@ -314,24 +311,30 @@ def captures(arguments: argparse.Namespace) -> None:
     def by_trace(prompts: list[list[int]]) -> Iterable[Any]:
         return itertools.chain.from_iterable(model.run(every_layer, prompts, **PARAMS))
 
-    ways = {"a plan": by_plan, "a trace": by_trace}
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
     seeds = itertools.count()
+    sizes: set[int] = set()
+
+    def seconds_of(captured: Callable[[list[list[int]]], Iterable[Any]]) -> float:
+        prompts = long_prompts(count, length, next(seeds))
+        start = time.perf_counter()
+        tensors = list(captured(prompts))
+        seconds = time.perf_counter() - start
+        sizes.add(sum(tensor.nbytes for tensor in tensors))
+        assert sum(tensor.numel() for tensor in tensors) == count * length * model.num_layers * model.hidden_size
+        return seconds
+
     with ExitStack() as stack:
         model = start_engine(arguments, stack)
-        numbers = count * length * model.num_layers * model.hidden_size
-        for number in range(arguments.rounds + 1):
-            for name, captured in ways.items():
-                prompts = long_prompts(count, length, next(seeds))
-                start = time.perf_counter()
-                tensors = list(captured(prompts))
-                seconds[name] += [time.perf_counter() - start] * bool(number)  # the first round does not count
-                assert sum(tensor.numel() for tensor in tensors) == numbers
-                size = numbers * tensors[0].element_size()
-                del tensors
+        runs: Runs[float] = {
+            "by a plan": [lambda: seconds_of(by_plan)],
+            "by a trace": [lambda: seconds_of(by_trace)],
+        }
+        measured = in_turns(runs, arguments)
+    (size,) = sizes
     print(f"\n{describe_machine()}\nevery layer of {count} x {length} tokens, {size / 1e9:.2f} GB")
-    for name, each in seconds.items():
-        print(f"captured by {name}: {median(each)} s, {size / statistics.median(each) / 1e9:.2f} GB/s")
+    for name, rounds in measured.items():
+        seconds = mean(rounds, float)
+        print(f"captured {name}: {median(seconds)} s, {size / statistics.median(seconds) / 1e9:.2f} GB/s")
 
 
 def stages(arguments: argparse.Namespace) -> None:
@@ -356,16 +359,18 @@ def stages(arguments: argparse.Namespace) -> None:
 
 def starts(arguments: argparse.Namespace) -> None:
     """How long engines of stock vLLM and of midstream take to start, in turns. The first round fills the caches of compiled code."""
-    seconds: dict[bool, list[float]] = {True: [], False: []}
-    for number in range(arguments.rounds + 1):
-        for stock in (True, False):
-            with ExitStack() as stack:
-                start = time.perf_counter()
-                start_engine(arguments, stack, stock=stock)
-                seconds[stock] += [time.perf_counter() - start] * bool(number)
+
+    def seconds_of(stock: bool) -> float:
+        with ExitStack() as stack:
+            start = time.perf_counter()
+            start_engine(arguments, stack, stock=stock)
+            return time.perf_counter() - start
+
+    runs = {"stock vLLM": [lambda: seconds_of(True)], "midstream": [lambda: seconds_of(False)]}
+    before, after = (mean(rounds, float) for rounds in in_turns(runs, arguments).values())
     print(
-        f"\n{describe_machine()}\nwith caches filled: stock vLLM {median(seconds[True], 1)} s, midstream {median(seconds[False], 1)} s, "
-        f"{ratio(seconds[False], seconds[True])} x"
+        f"\n{describe_machine()}\nwith caches filled: stock vLLM {median(before, 1)} s, midstream {median(after, 1)} s, "
+        f"{ratio(after, before)} x"
     )
 
 
@@ -374,7 +379,11 @@ def main() -> None:
     parser.add_argument("what", choices=["plans", "traces", "captures", "stages", "starts"])
     parser.add_argument("--load", choices=LOADS, default="equal", help="for plans and traces")
     parser.add_argument(
-        "--only", nargs="+", metavar="TEXT", help="run only rows whose name contains one of these texts, and stock vLLM"
+        "--only",
+        nargs="+",
+        default=[""],
+        metavar="TEXT",
+        help="run only rows whose name contains one of these texts, and stock vLLM",
     )
     add_arguments(parser)
     arguments = parser.parse_args()

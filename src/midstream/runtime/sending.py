@@ -29,9 +29,7 @@ _log = logging.getLogger(__name__)
 DUE_BYTES = 16 << 20  # rows of one request are sent in pieces of this size: they hold device memory until then
 MESSAGE_BYTES = 64 << 20
 _SMALL_BYTES = 1 << 20  # results of traces that are smaller than this are sent together
-_TOGETHER_BYTES = (
-    4 << 20
-)  # of results in one message; a client that keeps one result keeps the memory of the whole message
+_TOGETHER_BYTES = 4 << 20  # of results in one message; a client that keeps one of them keeps the memory of all
 _FEW_PIECES = 4
 _DEPTH = 20  # of nested containers in results that are sent together
 _VALUE_BYTES = 64  # counted for each value in them, beside its own bytes
@@ -417,11 +415,8 @@ class _Snapshot:
             self.tensors.add(id(value))
             self._add(value.nbytes)
             return value
-        if kind in (type(None), bool, float):
-            self._add()
-            return value
-        if kind in (int, str):
-            self._add(4 * len(value) if kind is str else value.bit_length() // 8)
+        if kind in (type(None), bool, float, int, str):
+            self._add(4 * len(value) if kind is str else value.bit_length() // 8 if kind is int else 0)
             return value
         if kind not in (list, tuple, dict) or depth > _DEPTH or id(value) in self._containers:
             raise _NotPlain

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -162,7 +163,6 @@ class TraceHost:
         step_is_traced: whether a trace shares the step that is being prepared or run.
         acts_in_forward: whether one of these traces runs in the forward, and not behind the step.
         step_is_uncompiled: whether that step has to run uncompiled, since its traces use more than the sites in the compiled forward.
-        may_have_written: whether the trace of a living request runs or ran in the forward, and so may have written to it.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class TraceHost:
         self._done: dict[str, TracedRequest] = {}  # their bodies have ended; a preemption repeats their edits
         self._groups: dict[str, TracedGroup] = {}
         self._weights: dict[str, torch.Tensor] = {}  # of the client's, by digest, for traces that are to come
-        self.step_is_traced = self.acts_in_forward = self.step_is_uncompiled = self.may_have_written = False
+        self.step_is_traced = self.acts_in_forward = self.step_is_uncompiled = False
         self._graph_keys: dict[Point, Key] = {}
         self._in_step: list[tuple[Scheduled, TracedRequest]] = []
         self._running: list[Interleaver] = []  # those with bodies in this step
@@ -248,8 +248,6 @@ class TraceHost:
         self.traced_steps += self.step_is_traced
         self.forward_traced_steps += self.acts_in_forward
         self.uncompiled_steps += self.step_is_uncompiled
-        alive = (*self._requests.values(), *self._done.values())
-        self.may_have_written = not all(request.trace.behind for request in alive)
 
     def set_weights(self, kept: Collection[str], new: Mapping[str, bytes]) -> None:
         """Hold weights, and no others: those of the digests in `kept`, and new ones by their digests."""
@@ -264,6 +262,11 @@ class TraceHost:
     def is_idle(self) -> bool:
         """Whether no living request is or was traced, so that a step is vLLM's own."""
         return not (self._requests or self._done)
+
+    @property
+    def may_have_written(self) -> bool:
+        """Whether the trace of a living request runs or ran in the forward, and so may have written to it."""
+        return not all(request.trace.behind for request in chain(self._requests.values(), self._done.values()))
 
     @property
     def requests(self) -> list[str]:

@@ -225,8 +225,7 @@ class Body:
     def _switch_away(self, parked: tuple[Key, int]) -> Any:
         assert self._resumer is not None
         self.parked = parked
-        if self.forward.peers.several:  # else nobody reads the note, and this runs at every read
-            self.forward.peers.note(self.name, f"{point_name(parked[0])} of step {parked[1]}")
+        self.forward.peers.note(self.name, f"{point_name(parked[0])} of step {parked[1]}")
         with _in_modes(self._around):
             return self._resumer.switch()
 
