@@ -50,7 +50,9 @@ def test_h5_cells_whose_source_has_gone_are_void_and_never_the_baseline(
     void = [cell for cell in cells if cell.void is not None]
     assert len(cells) == 40 and stream.result.void == void
     assert not any(cell.void for cell in cells[:3])
-    assert 40 - 4 * 4 <= len(void) <= 40 - 3  # the source went with three cells here and at most four groups of four begun
+    assert (
+        40 - 4 * 4 <= len(void) <= 40 - 3
+    )  # the source went with three cells here and at most four groups of four begun
     assert all("sweep-" in cell.void and cell.value is None for cell in void)
     assert stream.result.summary.void == len(void)
     values = stream.result.values["resid_post"]

@@ -62,9 +62,6 @@ def absent() -> Absent:
     return Absent("model.layers.0.output")
 
 
-REQUEST = SimpleNamespace(unrun=None)
-
-
 def output_of(samples: int) -> Any:
     return SimpleNamespace(outputs=[object()] * samples, saves=None)
 
@@ -77,7 +74,7 @@ def test_c1_every_stage_is_waited_for(stages: Stages) -> None:
             values["h"] = values["h"] if stage == 0 else [absent(), torch.full((2,), 10.0 + sample)]
             stages.send(stage, values, 1, True, f"{sample}_r-01234567")
     output = output_of(2)
-    ran = collect(REQUEST, stages.box, output, 2)
+    ran = collect(stages.box, output, 2)
     assert [[h[0].item() for h in saves["h"]] for saves in output.saves] == [[0.0, 10.0], [1.0, 11.0]]
     assert output.saves[0]["all"] is output and len(ran.outcomes) == 2
 
@@ -87,7 +84,7 @@ def test_c14_one_error_for_all_stages(stages: Stages) -> None:
     stages.send(0, {"h": 1}, 1, True, error=StageFailedError("stage 1 failed"))
     stages.send(1, {"h": absent()}, 1, True, error=ValueError("mine"))
     with pytest.raises(ValueError, match="mine") as caught:
-        raise_failures([collect(REQUEST, stages.box, output_of(1), 2)])
+        raise_failures([collect(stages.box, output_of(1), 2)])
     assert isinstance(caught.value, InterventionError) and caught.value.saves == {"h": 1}  # type: ignore[attr-defined]
 
 
@@ -96,7 +93,7 @@ def test_c12_a_lost_stage_is_an_error(stages: Stages) -> None:
     stages.send(0, {}, 1, True)
     stages.flush(1)
     with pytest.raises(EngineClosedError):
-        collect(REQUEST, stages.box, output_of(1), 2)
+        collect(stages.box, output_of(1), 2)
 
 
 async def test_c3_snapshots_are_of_one_step(stages: Stages) -> None:

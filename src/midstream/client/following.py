@@ -159,7 +159,7 @@ class Reader(Writes):
             case ast.With(items=[ast.withitem(context_expr=chosen, optional_vars=target)], body=body) if (
                 steps := self._steps(chosen)
             ):
-                self._step_loop(chosen, target, steps, body)
+                self._step_loop(chosen, target, steps, body, lambda: self._all(body))
             case ast.With(items=items, body=body):
                 self.record.needs_body = True
                 for item in items:
@@ -373,7 +373,7 @@ class Reader(Writes):
 
     def _loop(self, node: ast.stmt, target: ast.expr, iterable: ast.expr, body: Sequence[ast.stmt]) -> None:
         if (steps := self._steps(iterable)) is not None:
-            return self._step_loop(iterable, target, steps, body)
+            return self._step_loop(iterable, target, steps, body, lambda: self._all(body))
         over = self._listed(self._value(iterable))
         items = _items(over)
         jumps = any(isinstance(each, (ast.Break, ast.Continue)) for statement in body for each in ast.walk(statement))
@@ -411,16 +411,20 @@ class Reader(Writes):
                 return "some"
         return None
 
-    def _step_loop(self, chosen: ast.expr, target: ast.expr | None, steps: str, body: Sequence[ast.stmt]) -> None:
+    def _step_loop(
+        self,
+        chosen: ast.expr,
+        target: ast.expr | None,
+        steps: str,
+        code: Sequence[ast.AST],
+        body: Callable[[], None],
+    ) -> None:
+        """A loop over steps. `body` follows its `code` once."""
         record = self.record
         if isinstance(chosen, ast.Subscript):
             self._value(chosen.slice)
         inner = steps if record.step == "prompt" and steps != "some" else None
-        if any(
-            isinstance(each, (ast.Break, ast.Continue, ast.Return))
-            for statement in body
-            for each in ast.walk(statement)
-        ):
+        if any(isinstance(each, (ast.Break, ast.Continue, ast.Return)) for part in code for each in ast.walk(part)):
             inner = None
 
         targets = [target] if target is not None else []
@@ -433,10 +437,10 @@ class Reader(Writes):
             record.begin_step()
             for each in targets:
                 self._bind(each, NEW)
-            self._all(body)
+            body()
 
         record.step = inner
-        self._repeated(chosen, once, [*body, *targets], certain=True)
+        self._repeated(chosen, once, [*code, *targets], certain=True)
         record.step = None  # the steps are over, or the code goes on in the last of them
         record.leave()
 
@@ -697,11 +701,16 @@ class Reader(Writes):
                 found.extend(self._item(element) for element in elements)
                 return
             generator = rest[0]
+            nonlocal is_known
+            if (steps := self._steps(generator.iter)) is not None:
+                is_known = False
+                code = [*elements, *generator.ifs, *rest[1:]]
+                self._step_loop(generator.iter, generator.target, steps, code, lambda: chosen(generator, rest[1:]))
+                return
             over = self._listed(self._value(generator.iter))
             if not isinstance(over, Items):
                 self._refuse_model(node, over)
             items = _items(over)
-            nonlocal is_known
             is_known = is_known and items is not None and not generator.ifs
             if isinstance(over, Accessor):
                 over = self._plain(generator.iter)
@@ -709,9 +718,12 @@ class Reader(Writes):
                 for name in _names_bound([generator.target]):
                     self.names.pop(name, None)
                 self._bind(generator.target, item)
-                for test in generator.ifs:
-                    self._plain(test)
-                inner(rest[1:])
+                chosen(generator, rest[1:])
+
+        def chosen(generator: ast.comprehension, rest: Sequence[ast.comprehension]) -> None:
+            for test in generator.ifs:
+                self._plain(test)
+            inner(rest)
 
         certain, self.record.is_certain = self.record.is_certain, False
         try:

@@ -7,7 +7,7 @@ over, on captured rows. `lower` finds the edits and the sites that are read. In 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import FunctionType
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from midstream.client.findings import Note, Record
 from midstream.client.following import Reader, source_of
+from midstream.client.keeping import Rows, rows_kept
 from midstream.client.known import (
     MODEL,
     SHARED,
@@ -42,6 +43,7 @@ class Lowered:
         reason: why it has to run in the forward; None if it need not.
         needs_body: whether it does more than the edits.
         changes_captured: whether it may change one of the caller's objects, which another body may use.
+        keeps: which rows it keeps, if it does nothing else.
     """
 
     edits: tuple[Edit, ...] = ()
@@ -50,6 +52,7 @@ class Lowered:
     reason: str | None = None
     needs_body: bool = True
     changes_captured: bool = False
+    keeps: Rows | None = None
 
     @property
     def written(self) -> set[Point]:
@@ -60,21 +63,46 @@ class Lowered:
         """The edits, and captures of the rows that the body needs: its own writes go to its copies of them."""
         if not self.needs_body:
             return Plan(self.edits)
+        return Plan((*self.edits, *self._captures(("all_prompt",), ("all",))))
+
+    @cached_property
+    def kept_plan(self) -> Plan:
+        """Captures of the rows that it keeps."""
+        if self.keeps == "last":
+            return Plan(tuple(self._captures(("last_prompt",), ("last_prompt", "all_generated"))))
+        return Plan(tuple(self._captures(("all_prompt",), ("all",))))
+
+    @property
+    def kept(self) -> Kept | None:
+        """What it keeps, if it does nothing else."""
+        return Kept(self.keeps, self.kept_plan) if self.keeps is not None else None
+
+    def _captures(self, of_prompt: Sequence[str], of_all: Sequence[str]) -> Iterator[Capture]:
+        """What it reads, at these positions: where it reads in the prompt's step alone, and where in others."""
         groups: dict[tuple[str, bool], list[int]] = {}
         for (site, layer), in_prompt in sorted(self.reads.items()):
             groups.setdefault((site, in_prompt), []).append(layer)
-        captures = [
-            Capture(site, layers=layers, positions="all_prompt" if in_prompt else "all")
-            for (site, in_prompt), layers in groups.items()
-        ]
-        return Plan((*self.edits, *captures))
+        for (site, in_prompt), layers in groups.items():
+            yield from (Capture(site, layers=layers, positions=each) for each in (of_prompt if in_prompt else of_all))
+
+
+class Kept(NamedTuple):
+    """The rows that a trace keeps of each step's, and the plan that captures them."""
+
+    rows: Rows
+    plan: Plan
 
 
 class Behind(NamedTuple):
-    """Traces that do not stop the forward: the plan of each, and whether their bodies have to run behind the step besides."""
+    """Traces that do not stop the forward: the plan of each, and whether their bodies have to run behind the step besides.
+
+    Attributes:
+        kept: what each keeps, if all of them do nothing else: then their bodies may run when the requests have ended.
+    """
 
     plans: Sequence[Plan]
     needs_bodies: bool
+    kept: Sequence[Kept] | None = None
 
     def stands_beside(self, plans: Iterable[Plan], num_layers: int) -> bool:
         """Whether a request may have both plans: the other one captures nothing, and edits no point that the trace reads or writes.
@@ -99,6 +127,11 @@ def explained(program: Program, model: Model) -> str:
     lines = [f"{f'line {note.line}':>10}  {note.kind:<8} {note.text}" for note in found.notes]
     if found.reason is not None:
         end = "The trace runs in the forward: its steps are slower, for all requests in them."
+    elif found.keeps is not None:
+        end = (
+            "A plan captures what the trace keeps, and its code runs here when the request has ended. Where its outputs are streamed, it "
+            "runs behind the step."
+        )
     elif found.needs_body:
         end = "The trace runs behind the step: a plan makes its writes, and its code gets captured rows. The forward is not stopped."
     else:
@@ -112,20 +145,45 @@ def lower(program: Program, model: Model, prompt_length: int | None) -> Lowered:
     try:
         statements, names = _code_of(getattr(program, "program", program))
         record.note_captured(names.values())
+        given = dict(names)
         reader = Reader(record, names)
         if program.is_standing and not any(map(reader.goes_through_steps, statements)):
             record.step = "all"
         reader.run(statements)
-        edits = tuple(edit for _, _, edit in record.edits)
-        return Lowered(edits, record.points(), record.notes, None, record.needs_body, record.changes_captured)
+        lowered = Lowered(
+            tuple(edit for _, _, edit in record.edits),
+            record.points(),
+            record.notes,
+            None,
+            record.needs_body,
+            record.changes_captured,
+        )
+        if _may_keep(program, lowered):
+            lowered.keeps = rows_kept(statements, given)
+        return lowered
     except Stays as stays:
         record.notes.append(Note(stays.line, "forward", stays.reason))
         return Lowered(notes=record.notes, reason=f"line {stays.line}: {stays.reason}")
 
 
+def _may_keep(program: Program, found: Lowered) -> bool:
+    """Whether the program reads one site, and has no effect but on objects of its own."""
+    if (
+        program.is_standing
+        or found.edits
+        or not found.needs_body
+        or found.changes_captured
+        or len({site for site, _ in found.reads}) != 1
+    ):
+        return False
+    return not (isinstance(program, BlockProgram) and (program.saved or program.block.borrows))
+
+
 def lower_all(programs: Sequence[Program], model: Model, prompt_length: int | None) -> Lowered:
     """What the programs of one request do together. Arguments are as of `lower`."""
     each = [lower(program, model, prompt_length) for program in programs]
+    if len(each) == 1:
+        return each[0]
     notes = [note for one in each for note in one.notes]
     if reason := next((one.reason for one in each if one.reason is not None), None):
         return Lowered(notes=notes, reason=reason)
@@ -166,7 +224,9 @@ def lower_trace(programs: Sequence[Sequence[Program]], model: Model, lengths: Se
         found.append(known[key])
     if _clash(found):
         return None
-    return Behind([each.plan for each in found], any(each.needs_body for each in found))
+    kept = [each.kept for each in found if each.kept is not None]
+    needs_bodies = any(each.needs_body for each in found)
+    return Behind([each.plan for each in found], needs_bodies, kept if len(kept) == len(found) else None)
 
 
 def _code_of(program: Program) -> tuple[Sequence[ast.stmt], dict[str, Any]]:

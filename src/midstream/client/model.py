@@ -343,7 +343,8 @@ class TraceModel(Sizes):
             )
         chosen = self.chosen_edits(edits)
         invokes = [
-            Invoke(p, program, sampling(params, 1), q, edits=chosen) for p, q in zip(prompts, plans, strict=True)
+            Invoke(p, program, sampling(params, 1), q, edits=chosen, is_streamed=False)
+            for p, q in zip(prompts, plans, strict=True)
         ]
         return self._finish(self._returned(self._run_with_bar(invokes, progress=progress), single))
 

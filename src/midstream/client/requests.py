@@ -62,6 +62,7 @@ class Invoke:
         collected: for a request of `model.collect`.
         record: for a request of `model.record`, the run that its captured rows are kept as.
         edits: the programs of the edits that run before its own; None for all edits of the model.
+        is_streamed: whether its saved values may be asked for before it ends, on an async engine.
     """
 
     prompt: Any
@@ -73,6 +74,7 @@ class Invoke:
     collected: Collected | None = None
     record: RecordAs | None = None
     edits: Sequence[Program] | None = None
+    is_streamed: bool = True
 
     @property
     def block(self) -> Block | None:

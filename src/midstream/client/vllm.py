@@ -7,14 +7,14 @@ import itertools
 import secrets
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, Self
 
 from midstream.arch.aliases import Rename, names_alone
 from midstream.capture.rows import Routes
 from midstream.capture.sinks import Sinks
 from midstream.client.described import DescribedModel
-from midstream.client.lowering import Behind, lower_trace
+from midstream.client.lowering import Behind, Kept, lower_trace
 from midstream.client.model import loading_arguments
 from midstream.client.requests import Invoke, InvokeResult, PreparedPlan, engine_params, token_ids, without_destinations
 from midstream.client.vllm_async import EngineStream
@@ -25,7 +25,8 @@ from midstream.errors import MidstreamError, ParameterError, PlanError, TraceErr
 from midstream.plan.values import Plan
 from midstream.runtime.request import Envelope, PlanRequest, TraceRequest, packed, requests_of
 from midstream.settings import NAME, RECORD_BYTES, TRACE_SHARE, WEIGHT_BYTES, Settings
-from midstream.trace.program import ShippedCode, unrun
+from midstream.trace.kept import CapturedSteps, run_kept
+from midstream.trace.program import Outcome, Program, ShippedCode, unrun
 
 _GROUP = 32  # invokes that become requests at a time
 
@@ -250,17 +251,20 @@ class VLLM(DescribedModel):
             PlanError: a plan that cannot be done on this model, or to its prompt.
         """
         traces: Sequence[TraceRequest | None] = [None] * len(invokes)
+        streamed = self._is_async and any(invoke.is_streamed for invoke in invokes)
         if code is not None:
-            traces = self._traces(invokes, prompts, code, together)
+            traces = self._traces(invokes, prompts, code, together, streamed)
         plans: Sequence[PreparedPlan | None] = [None] * len(invokes)
         has_plans = any(invoke.plan for invoke in invokes)
         if behind is not None and has_plans:
             given = [invoke.plan or Plan() for invoke in invokes]
             behind = behind if behind.stands_beside(given, self.num_layers) else None
         if behind is not None:
+            if together or streamed or any(invoke.params.get("n", 1) > 1 for invoke in invokes):
+                behind = behind._replace(kept=None)
+            own = [each.plan for each in behind.kept] if behind.kept is not None else behind.plans
             planned = [
-                replace(invoke, plan=(invoke.plan or Plan()) + plan)
-                for invoke, plan in zip(invokes, behind.plans, strict=True)
+                replace(invoke, plan=(invoke.plan or Plan()) + plan) for invoke, plan in zip(invokes, own, strict=True)
             ]
             try:
                 plans = self.planner.prepare_all(planned, prompts)
@@ -270,27 +274,37 @@ class VLLM(DescribedModel):
                 behind = None  # too much for one plan, or the caller's own is wrong
             else:
                 traces = [replace(trace, behind=True) for trace in traces if trace is not None]
-                if not behind.needs_bodies:
-                    traces = [None] * len(invokes)  # the plans do all that they do
+                if behind.kept is not None or not behind.needs_bodies:
+                    traces = [None] * len(invokes)  # the plans do all that they do in the engine
         if behind is None and has_plans:
             plans = self.planner.prepare_all(invokes, prompts)
+        kept = behind.kept if behind is not None and behind.kept is not None else [None] * len(invokes)
         shared: dict[Any, Any] = {}
         requests = []
-        for invoke, ids, trace, plan in zip(invokes, prompts, traces, plans, strict=True):
+        for invoke, ids, trace, plan, keeps in zip(invokes, prompts, traces, plans, kept, strict=True):
             rows = None
-            if plan is not None and plan.plan.captures and behind is None:
+            if plan is not None and plan.plan.captures and (behind is None or keeps is not None):
                 rows = self._receiver(plan, invoke.params.get("n", 1), invoke)
             params = _params(invoke, trace, plan, rows, shared)
             salt = secrets.token_hex(8) if trace is not None else None
-            own = None if trace is not None or invoke.program is None or behind is None else unrun(invoke.program)
+            here = None
+            if trace is None and invoke.program is not None and behind is not None:
+                here = partial(self._run_here, invoke.program, len(ids), keeps)
             weights = code.weights if code is not None and trace is not None else {}
             requests.append(
-                EngineRequest(launch.engine_prompt(ids, salt), params, trace, plan, rows, invoke.answers, own, weights)
+                EngineRequest(launch.engine_prompt(ids, salt), params, trace, plan, rows, invoke.answers, here, weights)
             )
         return requests
 
+    def _run_here(self, program: Program, prompt: int, keeps: Kept | None, captures: Any, tokens: int) -> Outcome:
+        """The outcome of a program that the engine has not run, of a request with so many prompt tokens and new tokens."""
+        if keeps is None:
+            return unrun(program)
+        captured = CapturedSteps(dict(captures), 1 if keeps.rows == "last" else prompt, tokens)
+        return run_kept(program, captured, self.num_layers)
+
     def _traces(
-        self, invokes: Sequence[Invoke], prompts: Sequence[list[int]], code: ShippedCode, together: bool
+        self, invokes: Sequence[Invoke], prompts: Sequence[list[int]], code: ShippedCode, together: bool, streamed: bool
     ) -> Sequence[TraceRequest | None]:
         if self.vllm_config.speculative_config is not None:
             raise TraceError(
@@ -301,7 +315,7 @@ class VLLM(DescribedModel):
         launch.check_prompts(
             self.vllm_config, [p for p, n in zip(prompts, samples, strict=True) for _ in range(n)], together
         )
-        return requests_of(code, samples, together, self._is_async)
+        return requests_of(code, samples, together, streamed)
 
     def _receiver(self, plan: PreparedPlan, samples: int, invoke: Invoke) -> RowReceiver:
         """Receives the request's captured rows. Rows of a recorded run stay in the workers."""

@@ -176,7 +176,7 @@ class AsyncRequest:
                     output.saves, output.captures = await self._saves.latest(), None
                     yield output, None
                     continue
-                result = traced_result(request, await self._saves.final(), output)
+                result = traced_result(await self._saves.final(), output)
                 await self._put_captures(result, following)
                 yield output, result
 

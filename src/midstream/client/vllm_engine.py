@@ -54,7 +54,7 @@ class EngineRequest:
         plan: its plan.
         rows: receives captured rows.
         answers: the answers to grade.
-        unrun: the outcome of its trace, if a plan does all that it does.
+        here: makes the outcome of its trace, if that runs no code in the engine, of a sample's captures and number of tokens.
         weights: what its trace needs the workers to hold, by digest.
     """
 
@@ -64,7 +64,7 @@ class EngineRequest:
     plan: PreparedPlan | None
     rows: RowReceiver | None
     answers: Answers
-    unrun: Outcome | None = None
+    here: Callable[[Any, int], Outcome] | None = None
     weights: Mapping[str, Weight] = field(default_factory=dict)
 
 
@@ -306,8 +306,8 @@ def run_requests(
                 ended(output)
             if thread is not None:
                 thread.wait()
-            each = zip(requests, boxes, outputs, strict=True)
-            results = [collect(request, box, output, connection.stages) for request, (box, _), output in each]
+            each = zip(boxes, outputs, strict=True)
+            results = [collect(box, output, connection.stages) for (box, _), output in each]
         except BaseException as error:
             connection.interrupted += trace_ids(requests)
             connection.failed(error)
@@ -391,14 +391,14 @@ def _row_thread(requests: Sequence[EngineRequest], boxes: Sequence[Mailbox | Non
     return RowThread([rows for rows, _ in sharing], sharing[0][1] if sharing else None, followed)
 
 
-def collect(request: EngineRequest, box: Mailbox | None, output: Any, stages: int) -> InvokeResult:
+def collect(box: Mailbox | None, output: Any, stages: int) -> InvokeResult:
     """The result of a request, once every pipeline stage has sent its part of every sample."""
     samples = len(output.outputs)
     try:
         messages = [box.get(RESULT_SECONDS) for _ in range(stages * samples)] if box is not None else []
     except ChannelClosedError as error:
         raise results_lost(error) from error
-    return traced_result(request, merge_stages(messages, samples), output)
+    return traced_result(merge_stages(messages, samples), output)
 
 
 # Results, on either kind of engine.
@@ -433,6 +433,18 @@ def put_captures(result: InvokeResult, request: EngineRequest, counts: Sequence[
         output.captures = rows.result(counts) if rows is not None else Captured.nothing(output.request_id)
     except MidstreamError as error:
         result.error = error
+    else:
+        if request.here is not None:
+            _run_here(result, request.here, counts)
+
+
+def _run_here(result: InvokeResult, here: Callable[[Any, int], Outcome], counts: Sequence[int]) -> None:
+    """Put the outcome of a trace that ran no code in the engine on its result, in place of the rows that were captured for it."""
+    output = result.output
+    samples = [[here(output.captures, count)] for count in counts]
+    output.captures = Captured.nothing(output.request_id)
+    traced = traced_result(samples, output)
+    result.outcomes, result.error = traced.outcomes, traced.error
 
 
 def _raise_if_refused(output: Any) -> None:
@@ -456,9 +468,8 @@ def merge_stages(messages: Iterable[tuple[dict[str, Any], list[Outcome]]], sampl
     return [merged_outcomes([of_stage for _, of_stage in sorted(each[sample].items())]) for sample in sorted(each)]
 
 
-def traced_result(request: EngineRequest, samples: Sequence[list[Outcome]], output: Any) -> InvokeResult:
+def traced_result(samples: Sequence[list[Outcome]], output: Any) -> InvokeResult:
     """The result of a traced request, with the saved values on its output."""
-    samples = samples or [[request.unrun]] * len(output.outputs) if request.unrun is not None else samples
     error = put_results((outcome for sample in samples for outcome in sample), output)
     output.saves = sample_saves(samples)
     # Of the edits' outcomes only errors are needed from here on.

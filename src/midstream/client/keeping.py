@@ -1,0 +1,184 @@
+"""Which traces only keep rows of activations: a plan captures the rows, and the code runs here when its request has ended."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+from midstream.client.known import MODEL, TRACER, Known, is_fixed
+from midstream.sites import LAYER_SITES, site_of
+from midstream.trace.program import is_package
+from midstream.trace.tracer import save
+
+Rows = Literal["last", "whole"]  # the last row of each step, or all of them
+_COPIES = ("save", "clone", "cpu")  # methods without arguments that give the same values
+_COUNTED = {range: "range", len: "len", enumerate: "enumerate", reversed: "reversed", zip: "zip"}
+_MADE = {list: "list", dict: "dict"}
+
+
+def rows_kept(statements: Sequence[ast.stmt], names: Mapping[str, Any]) -> Rows | None:
+    """Which rows the code keeps of what it reads; None if it may do anything else, or keeps other rows.
+
+    Only a few forms are taken: reads of a whole site or of its last row, `save`, lists, dicts, and loops over steps and numbers. Such
+    code gives the same values wherever it runs.
+
+    Args:
+        names: what is known of its names at the beginning, other than builtins.
+    """
+    keeping = _Keeping(names)
+    known = -1
+    while known < len(keeping.holding):  # once more, if a name turned out to hold rows: a loop may have used it before
+        known = len(keeping.holding)
+        if not all(map(keeping.statement, statements)):
+            return None
+    return keeping.reads.pop() if len(keeping.reads) == 1 else None
+
+
+class _Keeping:
+    """Follows code of these forms. Each method says whether the node is one of them.
+
+    Attributes:
+        holding: the code's own names that may stand for rows, or for something with rows in it.
+        reads: the kinds of its reads.
+    """
+
+    def __init__(self, names: Mapping[str, Any]) -> None:
+        self.names = names
+        self.holding: set[str] = set()
+        self.reads: set[Rows] = set()
+
+    def statement(self, node: ast.stmt) -> bool:
+        match node:
+            case ast.Pass() | ast.Return(value=None):
+                return True
+            case ast.Expr(value=value) | ast.Return(value=ast.expr() as value):
+                return self.value(value)
+            case ast.Assign(targets=[target], value=value):
+                return self._binds(target, value) and self.value(value)
+            case ast.For(target=target, iter=over, body=body, orelse=[]):
+                return self._loops(target, over) and all(map(self.statement, body))
+            case ast.With(items=[ast.withitem(context_expr=steps, optional_vars=target)], body=body):
+                named = target is None or self._takes(target)
+                return named and self._steps(steps) and all(map(self.statement, body))
+        return False
+
+    def _takes(self, target: ast.expr) -> bool:
+        """A name of the code's own, or an item of such a list or dict."""
+        match target:
+            case ast.Name(id=name):
+                return name not in self.names
+            case ast.Subscript(value=ast.Name() as owner, slice=index):
+                return self._takes(owner) and self.plain(index)
+            case ast.Tuple(elts=parts):
+                return all(map(self._takes, parts))
+        return False
+
+    def _binds(self, target: ast.expr, value: ast.expr) -> bool:
+        if not self._takes(target):
+            return False
+        if not self.plain(value):
+            self.holding |= {each.id for each in ast.walk(target) if isinstance(each, ast.Name)}
+        return True
+
+    def _loops(self, target: ast.expr, over: ast.expr) -> bool:
+        if self._steps(over):
+            return self._takes(target)
+        is_known = self.plain(over) or (isinstance(over, ast.Name) and self.value(over))
+        return is_known and self._binds(target, over)
+
+    def _steps(self, node: ast.expr) -> bool:
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="all"), args=[], keywords=[]):
+                return self.names.get(name) is TRACER
+            case ast.Subscript(value=ast.Attribute(value=ast.Name(id=name), attr="iter"), slice=chosen):
+                return self.names.get(name) is TRACER and self.plain(chosen)
+        return False
+
+    def value(self, node: ast.expr) -> bool:
+        """An expression that may hold rows."""
+        match node:
+            case ast.Subscript(value=owner, slice=index) if self._is_read(owner) and _is_last(index):
+                self.reads.add("last")
+                return True
+            case ast.Subscript() if self._is_read(node):
+                self.reads.add("whole")
+                return True
+            case ast.Name(id=name) if name in self.holding:
+                return True
+            case ast.Constant() | ast.Name():
+                return self.plain(node)
+            case ast.List(elts=parts) | ast.Tuple(elts=parts):
+                return all(map(self.value, parts))
+            case ast.Dict(keys=keys, values=values):
+                return all(each is not None and self.plain(each) for each in keys) and all(map(self.value, values))
+            case ast.ListComp(elt=element, generators=loops):
+                return self._in_loops(loops) and self.value(element)
+            case ast.DictComp(key=key, value=element, generators=loops):
+                return self._in_loops(loops) and self.plain(key) and self.value(element)
+            case ast.Call(func=ast.Attribute(value=owner, attr=attribute), args=[], keywords=[]) if (
+                attribute in _COPIES
+            ):
+                return self.value(owner)
+            case ast.Call(func=ast.Attribute(value=ast.Name() as owner, attr="append"), args=[item], keywords=[]):
+                return self._binds(owner, item) and self.value(item)
+            case ast.Call(func=function, args=[item], keywords=[]) if self._is_save(function):
+                return self.value(item)
+            case ast.Call(func=function, args=[], keywords=[]):
+                return self._is_one_of(function, _MADE)
+        return False
+
+    def plain(self, node: ast.expr) -> bool:
+        """An expression for a number, a text, or something to loop over."""
+        match node:
+            case ast.Constant():
+                return True
+            case ast.Name(id=name):
+                found = self.names.get(name)
+                return name not in self.holding if found is None else isinstance(found, Known) and is_fixed(found.value)
+            case ast.Attribute(value=ast.Name(id=name), attr="num_layers"):
+                return self.names.get(name) is MODEL
+            case ast.UnaryOp(operand=operand):
+                return self.plain(operand)
+            case ast.BinOp(left=left, right=right):
+                return self.plain(left) and self.plain(right)
+            case ast.Slice(lower=lower, upper=upper, step=step):
+                return all(each is None or self.plain(each) for each in (lower, upper, step))
+            case ast.List(elts=parts) | ast.Tuple(elts=parts):
+                return all(map(self.plain, parts))
+            case ast.Call(func=function, args=args, keywords=[]):
+                return self._is_one_of(function, _COUNTED) and all(map(self.plain, args))
+        return False
+
+    def _in_loops(self, loops: Iterable[ast.comprehension]) -> bool:
+        return all(not (each.ifs or each.is_async) and self._loops(each.target, each.iter) for each in loops)
+
+    def _is_read(self, node: ast.expr) -> bool:
+        """`model.layers_output[3]`"""
+        match node:
+            case ast.Subscript(value=ast.Attribute(value=ast.Name(id=name), attr=attribute), slice=layer):
+                is_site = self.names.get(name) is MODEL and site_of(attribute) in LAYER_SITES
+                return is_site and not isinstance(layer, (ast.Slice, ast.Tuple, ast.List)) and self.plain(layer)
+        return False
+
+    def _is_save(self, function: ast.expr) -> bool:
+        match function:
+            case ast.Name(id=name):
+                return getattr(self.names.get(name), "value", None) is save
+            case ast.Attribute(value=ast.Name(id=name), attr="save"):
+                return is_package(getattr(self.names.get(name), "value", None))
+        return False
+
+    def _is_one_of(self, function: ast.expr, known: Mapping[Any, str]) -> bool:
+        """A builtin, by its own name."""
+        return isinstance(function, ast.Name) and function.id in known.values() and function.id not in self.names
+
+
+def _is_last(index: ast.expr) -> bool:
+    """`-1` or `-1:`"""
+    match index:
+        case ast.Slice(lower=ast.expr() as first, upper=None, step=None):
+            return _is_last(first)
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=1)):
+            return True
+    return False

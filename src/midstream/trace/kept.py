@@ -1,0 +1,126 @@
+"""Runs a trace that only keeps rows of activations, in the caller's process, when its request has ended.
+
+    hidden = [model.layers_output[14][-1] for _ in tracer.iter[:]]
+
+A plan has captured the rows. The code finds them step by step, in the order of the forward, as it would in the engine.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+
+from midstream.errors import NeverReachedError, OutOfOrderError
+from midstream.sites import Point, site_of
+from midstream.trace.body import CURRENT, Body
+from midstream.trace.program import BlockProgram, Outcome, Program, is_model, outcome
+
+_SMALL_BYTES = 1 << 16  # a saved tensor up to this size is a copy: a view would hold on to all rows that came with it
+
+
+@dataclass(frozen=True)
+class CapturedSteps:
+    """The rows that one request has captured for its trace.
+
+    Attributes:
+        planes: `[rows, width]` for each point, in the order of the positions.
+        prompt: how many rows of it are of the prompt.
+        steps: how many steps the request had.
+    """
+
+    planes: Mapping[Point, torch.Tensor]
+    prompt: int
+    steps: int
+
+    def at(self, site: str, layer: int, step: int) -> torch.Tensor:
+        """`[tokens, width]`, the rows of one step."""
+        plane = self.planes[site, layer]
+        return plane[: self.prompt] if step == 0 else plane[self.prompt + step - 1 : self.prompt + step]
+
+
+def run_kept(program: Program, captured: CapturedSteps, num_layers: int) -> Outcome:
+    """The outcome of a trace's code, which is one for which `keeps_rows` has said so."""
+    body = KeptBody(captured)
+    model = _Model(body, num_layers)
+    if isinstance(program, BlockProgram):
+        names = [name for name, value in program.block.captured.items() if is_model(value)]
+        program = replace(program, injected={**program.injected, **dict.fromkeys(names, model)})
+    token = CURRENT.set(body)
+    try:
+        body.result = program.run(model, {})
+    except Exception as error:
+        body.failure = error
+    finally:
+        CURRENT.reset(token)
+    return outcome(body, program)
+
+
+class KeptBody(Body):
+    """A body whose steps are over, so that it never waits."""
+
+    def __init__(self, captured: CapturedSteps) -> None:
+        super().__init__("kept", lambda: None, in_engine=True)
+        self.now = 0
+        self._captured = captured
+        self._layer, self._rows = -1, torch.empty(0)  # what it has read last in this step
+        self._views: set[int] = set()  # the addresses of saved views
+
+    def wait_for_step(self, step: int) -> bool:
+        if step < self.now:
+            raise OutOfOrderError(f"step {step} was asked for in step {self.now}: it is over.")
+        self.step, self.ended = step, step >= self._captured.steps
+        if step > self.now:
+            self.now, self._layer = min(step, self._captured.steps - 1), -1
+        return not self.ended
+
+    def rows(self, site: str, layer: int) -> torch.Tensor:
+        """`[tokens, width]`, the site's value in its step."""
+        if layer != self._layer:
+            if self.ended or layer < self._layer:
+                self._refuse(site, layer)
+            self._layer, self._rows = layer, self._captured.at(site, layer, self.step)
+        return self._rows
+
+    def _refuse(self, site: str, layer: int) -> NoReturn:
+        if self.ended:
+            raise NeverReachedError(
+                f"{site}[{layer}] of step {self.step} was never reached: the request ended before it."
+            )
+        raise OutOfOrderError(
+            f"{site}[{layer}] of step {self.step} was asked for after {site}[{self._layer}]: the forward pass has gone past it. "
+            "Ask for values in the order in which the model computes them."
+        )
+
+    def save(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and (value.nbytes <= _SMALL_BYTES or value.data_ptr() in self._views):
+            kept = value.clone()
+            self.saves.put(kept, kept)
+        else:
+            kept = value
+            self._views.add(value.data_ptr() if isinstance(value, torch.Tensor) else 0)
+        self.saves.put(value, kept)
+        return kept
+
+
+class _Model:
+    """The model as such code uses it: accessors of sites, and its number of layers."""
+
+    def __init__(self, body: KeptBody, num_layers: int) -> None:
+        self._body, self.num_layers = body, num_layers
+
+    def __getattr__(self, name: str) -> _Layers:
+        found = _Layers(self._body, site_of(name), self.num_layers)
+        self.__dict__[name] = found
+        return found
+
+
+class _Layers:
+    def __init__(self, body: KeptBody, site: str, num_layers: int) -> None:
+        self._body, self._site, self._layers = body, site, range(num_layers)
+
+    def __getitem__(self, layer: int) -> torch.Tensor:
+        return self._body.rows(self._site, self._layers[operator.index(layer)])
