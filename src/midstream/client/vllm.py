@@ -10,6 +10,8 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, Literal, Self
 
+import torch
+
 from midstream.arch.aliases import Rename, names_alone
 from midstream.capture.rows import Routes
 from midstream.capture.sinks import Sinks
@@ -300,8 +302,11 @@ class VLLM(DescribedModel):
         """The outcome of a program that the engine has not run, of a request with so many prompt tokens and new tokens."""
         if keeps is None:
             return unrun(program)
-        captured = CapturedSteps(dict(captures), 1 if keeps.rows == "last" else prompt, tokens)
-        return run_kept(program, captured, self.num_layers)
+        planes = dict(captures)
+        if keeps.rows == "last":
+            prompt = 1
+            planes = {point: _alone(plane) for point, plane in planes.items()}
+        return run_kept(program, CapturedSteps(planes, prompt, tokens), self.num_layers)
 
     def _traces(
         self, invokes: Sequence[Invoke], prompts: Sequence[list[int]], code: ShippedCode, together: bool, streamed: bool
@@ -397,3 +402,8 @@ def _with_plan(
         extra = params.extra_args or {}
         params.extra_args = {**extra, NAME: Envelope({**extra.get(NAME, {}), **request.to_extra_args()[NAME]})}
     return params
+
+
+def _alone(rows: torch.Tensor) -> torch.Tensor:
+    """The rows, without others' that came with them and would be kept in memory."""
+    return rows.clone() if rows.untyped_storage().nbytes() > 2 * rows.nbytes else rows

@@ -12,6 +12,7 @@ import torch
 
 from midstream.capture.rows import Piece
 from midstream.errors import PlanError
+from midstream.plan.captures import Layout
 from midstream.plan.compile import CompiledPlan, compile_plan
 from midstream.plan.values import ModelFacts, Plan, check, not_finite
 from midstream.ranks.link import Link
@@ -27,7 +28,57 @@ from midstream.sites import NotFinite, Point
 _log = logging.getLogger(__name__)
 
 
-@dataclass
+class CapturedRun:
+    """The rows of one profile that a batch captures while it repeats: one of each request in each step.
+
+    Args:
+        number: of the profile.
+        rows: of the requests in the batch.
+        width: of a captured row.
+    """
+
+    def __init__(self, number: int, rows: np.ndarray, requests: Sequence[PlannedRequest], layout: Layout) -> None:
+        self.number, self.rows, self._requests = number, rows, requests
+        self._layout = layout
+        self._first = [request.captured for request in requests]  # positions
+        self._blocks: list[torch.Tensor] = []  # of each step, `[requests, width]`
+        self._joined: torch.Tensor | None = None  # `[requests, steps, width]`, once rows were taken
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the coming step's rows belong to it: none was taken, and none of these requests was in another batch."""
+        steps = len(self._blocks)
+        return self._joined is None and all(
+            request.captured == first + steps for request, first in zip(self._requests, self._first, strict=True)
+        )
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a request has so many rows that they have to be sent."""
+        return any(request.size >= DUE_BYTES for request in self._requests)
+
+    def add(self, block: torch.Tensor) -> None:
+        """The rows of one more step."""
+        size = block.shape[1] * block.element_size()
+        if not self._blocks:
+            for request in self._requests:
+                request.pieces.append(self)
+        self._blocks.append(block)
+        for request in self._requests:
+            request.captured += 1
+            request.size += size
+
+    def piece(self, request: PlannedRequest) -> Piece:
+        """The rows of one request. No further ones are added."""
+        if self._joined is None:
+            self._joined = torch.stack(self._blocks, dim=1)
+            self._blocks.clear()
+        index = self._requests.index(request)
+        rows = self._joined[index]
+        return Piece(self._first[index], self._layout, rows, 0, len(rows))
+
+
+@dataclass(eq=False)
 class PlannedRequest:
     """One running request with a plan.
 
@@ -38,7 +89,7 @@ class PlannedRequest:
         computed: positions below this have been computed, or will be in the coming step.
         complete: all its captured rows are sent, if there are any.
         stops_at_text: whether a stop string may end it.
-        pieces: captured rows that are not sent.
+        pieces: captured rows that are not sent, and runs with rows of it.
         size: their bytes.
     """
 
@@ -50,7 +101,7 @@ class PlannedRequest:
     computed: int = 0
     complete: bool = False
     stops_at_text: bool = False
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[Piece | CapturedRun] = field(default_factory=list)
     size: int = 0
 
     @property
@@ -64,7 +115,7 @@ class PlannedRequest:
 
     def take_pieces(self) -> list[Piece]:
         pieces, self.pieces, self.size = self.pieces, [], 0
-        return pieces
+        return [each if isinstance(each, Piece) else each.piece(self) for each in pieces]
 
 
 class PlanHost:
@@ -112,6 +163,7 @@ class PlanHost:
         self._batch: RepeatedBatch | None = None  # of the coming step, if it may repeat
         self._prepared: RepeatedBatch | None = None  # the batch that the tables hold
         self._capturing = 0  # requests with rows still to be captured
+        self._has_due = True  # whether rows of the step may have to be sent
         self._editing: set[str] = set()  # requests whose plan has edits
         self.step_is_planned = False  # whether a plan acts in the step that is being prepared or run
 
@@ -228,7 +280,7 @@ class PlanHost:
             batch.laid_out, batch.rows = list(view.request_ids), Rows(self._lay_out(view), again=True)
         rows = batch.rows if batch is not None else Rows(self._lay_out(view))
         assert rows is not None
-        self.tables.begin_step(rows, self._blocks(view) if self._capturing else {})
+        self.tables.begin_step(rows, self._blocks(view, batch) if self._capturing else {})
         self._prepared = batch if not self._capturing else None  # each step's captured rows go elsewhere
 
     def _lay_out(self, view: StepView) -> np.ndarray:
@@ -240,31 +292,52 @@ class PlanHost:
                 profile[scheduled.start : scheduled.stop] = request.loaded.profiles(start, stop, request.length)
         return profile
 
-    def _blocks(self, view: StepView) -> dict[int, tuple[np.ndarray, torch.Tensor]]:
+    def _blocks(self, view: StepView, batch: RepeatedBatch | None) -> dict[int, tuple[np.ndarray, torch.Tensor]]:
         """Allocate memory for the rows that this step captures, by profile, and note each request's part of it."""
+        runs: list[CapturedRun] = batch.runs if batch is not None else []
+        if runs and all(run.goes_on for run in runs):
+            blocks = {run.number: (run.rows, self._block(run.number, len(run.rows))) for run in runs}
+            for run in runs:
+                run.add(blocks[run.number][1])
+            self._has_due = any(run.is_due for run in runs)
+            return blocks
+        self._has_due = True
         wanted: dict[
             int, list[tuple[PlannedRequest, int, int, int]]
         ] = {}  # profile -> (request, first row, rows, position)
+        repeats = batch is not None
         for scheduled in view.requests:
             request = self._requests.get(scheduled.request_id)
             if request is None or request.has_all:
                 continue
             start, stop = scheduled.computed, scheduled.computed + scheduled.stop - scheduled.start
             fresh = max(start, request.captured)
+            repeats = repeats and fresh == start and not request.payload.behind  # its trace takes them in each step
             request.captured = max(stop, request.captured)
             for number, first, count in request.loaded.kept(fresh, stop, request.length) if fresh < stop else ():
                 wanted.setdefault(number, []).append((request, scheduled.start + first - start, count, first))
-        blocks: dict[int, tuple[np.ndarray, torch.Tensor]] = {}
+        blocks = {}
         for number, parts in wanted.items():
-            profile = self.tables.profiles[number]
+            layout = self.tables.profiles[number].layout
             rows = np.concatenate([np.arange(row, row + count) for _, row, count, _ in parts])
-            block = torch.empty(len(rows), profile.row_width, dtype=self._dtype, device=self._device)
+            block = self._block(number, len(rows))
             blocks[number] = (rows, block)
             at = 0
             for request, _, count, position in parts:
-                request.add(Piece(position, profile.layout, block, at, count))
+                request.add(Piece(position, layout, block, at, count))
                 at += count
+        if batch is not None:
+            batch.runs = [
+                CapturedRun(
+                    number, rows, [request for request, *_ in wanted[number]], self.tables.profiles[number].layout
+                )
+                for number, (rows, _) in (blocks.items() if repeats else ())
+            ]
         return blocks
+
+    def _block(self, number: int, rows: int) -> torch.Tensor:
+        """Memory for so many captured rows of a profile."""
+        return torch.empty(rows, self.tables.profiles[number].row_width, dtype=self._dtype, device=self._device)
 
     def take_rows(self, name: str) -> list[Piece]:
         """The rows of a request that the coming forward captures for its trace. To be called once they have their places."""
@@ -274,7 +347,7 @@ class PlanHost:
     def end_step(self) -> None:
         """The forward is queued: send what is complete."""
         self.step_is_planned = self.hooks.on = False
-        if self._capturing:
+        if self._capturing and self._has_due:
             self._send_complete()
 
     @torch.inference_mode()
@@ -403,7 +476,7 @@ class PlanHost:
                 return self.captures.fail(name, request.payload, error)
             if request.payload.record is not None:
                 self._keep(request)
-            self.captures.end(name, request.payload, tokens, request.pieces if unsent else None)
+            self.captures.end(name, request.payload, tokens, request.take_pieces() if unsent else None)
         except PlanError as error:
             self.captures.fail(name, request.payload, str(error))
         finally:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from midstream.runtime.tables import Rows
 from midstream.sites import NotFinite, Point
+
+if TYPE_CHECKING:
+    from midstream.runtime.plan_host import CapturedRun
 
 
 class Scheduled(NamedTuple):
@@ -140,6 +143,7 @@ class RepeatedBatch:
         hooked: whether hooks may have to act.
         laid_out: the requests in the runner's order, once it has laid them out.
         rows: the batch's rows, from then on.
+        runs: what it captures, if it has captured one row of each request in the step before.
     """
 
     requests: list[str]
@@ -147,6 +151,7 @@ class RepeatedBatch:
     hooked: bool
     laid_out: list[str] = field(default_factory=list)
     rows: Rows | None = None
+    runs: list[CapturedRun] = field(default_factory=list)
 
     def is_laid_out(self, request_ids: Sequence[str], total: int) -> bool:
         """Whether `rows` are of a batch with these requests, in this order, and as much padding."""

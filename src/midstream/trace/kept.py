@@ -19,27 +19,25 @@ from midstream.sites import Point, site_of
 from midstream.trace.body import CURRENT, Body
 from midstream.trace.program import BlockProgram, Outcome, Program, is_model, outcome
 
-_SMALL_BYTES = 1 << 16  # a saved tensor up to this size is a copy: a view would hold on to all rows that came with it
-
 
 @dataclass(frozen=True)
 class CapturedSteps:
     """The rows that one request has captured for its trace.
 
     Attributes:
-        planes: `[rows, width]` for each point, in the order of the positions.
-        prompt: how many rows of it are of the prompt.
-        steps: how many steps the request had.
+        planes: `[rows, width]` for each point, in the order of the positions. Saved values are views of them.
+        prompt: how many rows of each are of the prompt.
+        count: how many steps the request had.
     """
 
     planes: Mapping[Point, torch.Tensor]
     prompt: int
-    steps: int
+    count: int
 
-    def at(self, site: str, layer: int, step: int) -> torch.Tensor:
-        """`[tokens, width]`, the rows of one step."""
-        plane = self.planes[site, layer]
-        return plane[: self.prompt] if step == 0 else plane[self.prompt + step - 1 : self.prompt + step]
+    def of(self, point: Point) -> tuple[torch.Tensor, ...]:
+        """`[tokens, width]` for each step."""
+        plane = self.planes[point]
+        return plane[: self.prompt], *plane[self.prompt :].split(1)
 
 
 def run_kept(program: Program, captured: CapturedSteps, num_layers: int) -> Outcome:
@@ -66,24 +64,26 @@ class KeptBody(Body):
         super().__init__("kept", lambda: None, in_engine=True)
         self.now = 0
         self._captured = captured
-        self._layer, self._rows = -1, torch.empty(0)  # what it has read last in this step
-        self._views: set[int] = set()  # the addresses of saved views
+        self._steps: dict[Point, tuple[torch.Tensor, ...]] = {}
+        self._layer = -1  # that it has read last in this step
+        self._saved: set[int] = set()  # the addresses of saved tensors
 
     def wait_for_step(self, step: int) -> bool:
         if step < self.now:
             raise OutOfOrderError(f"step {step} was asked for in step {self.now}: it is over.")
-        self.step, self.ended = step, step >= self._captured.steps
+        self.step, self.ended = step, step >= self._captured.count
         if step > self.now:
-            self.now, self._layer = min(step, self._captured.steps - 1), -1
+            self.now, self._layer = min(step, self._captured.count - 1), -1
         return not self.ended
 
     def rows(self, site: str, layer: int) -> torch.Tensor:
         """`[tokens, width]`, the site's value in its step."""
-        if layer != self._layer:
-            if self.ended or layer < self._layer:
-                self._refuse(site, layer)
-            self._layer, self._rows = layer, self._captured.at(site, layer, self.step)
-        return self._rows
+        if self.ended or layer < self._layer:
+            self._refuse(site, layer)
+        self._layer = layer
+        if (point := (site, layer)) not in self._steps:
+            self._steps[point] = self._captured.of(point)
+        return self._steps[point][self.step]
 
     def _refuse(self, site: str, layer: int) -> NoReturn:
         if self.ended:
@@ -96,14 +96,12 @@ class KeptBody(Body):
         )
 
     def save(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and (value.nbytes <= _SMALL_BYTES or value.data_ptr() in self._views):
-            kept = value.clone()
-            self.saves.put(kept, kept)
-        else:
-            kept = value
-            self._views.add(value.data_ptr() if isinstance(value, torch.Tensor) else 0)
-        self.saves.put(value, kept)
-        return kept
+        if isinstance(value, torch.Tensor):
+            if value.data_ptr() in self._saved:  # each saved tensor has memory of its own
+                value = value.clone()
+            self._saved.add(value.data_ptr())
+        self.saves.put(value, value)
+        return value
 
 
 class _Model:
