@@ -388,6 +388,7 @@ def described(stage: int, tensor: int = 0) -> dict[str, Any]:
         "num_layers": 4,
         "hidden_size": 64,
         "widths": {f"resid_post/{layer}": 64 for layer in mine},
+        "points": {f"mlp_out/{layer}": f"model.layers.{layer}.mlp.output" for layer in mine},
         "values": {f"model.layers.{layer}.mlp.output": f"mlp_out/{layer}" for layer in mine},
         "dtype": "bfloat16",
     }

@@ -16,7 +16,7 @@ from midstream.client.requests import Invoke
 from midstream.client.tracing import BlockContext
 from midstream.errors import TraceError, UnknownModuleError
 from midstream.plan.values import ModelFacts, Plan
-from midstream.sites import ACCESSORS, LAYER_SITES
+from midstream.sites import ACCESSORS, LAYER_SITES, Point
 from midstream.trace.block import Block
 from midstream.trace.envoy import nearest, where_layers_are
 from midstream.trace.program import BlockProgram, FunctionProgram, Program, ShippedCode, ship
@@ -247,9 +247,9 @@ class DescribedModel(TraceModel):
     def _known(self) -> Model:
         """What is known of the model before a trace runs."""
         described = self.description
-        points = {name: point.split("/") for name, point in described["values"].items()}
-        values = {name: (site, int(layer)) for name, (site, layer) in points.items()}
-        return Model(self.facts, described["free_sites"], described["modules"], values, self.aliases)
+        values = {name: _point(text) for name, text in described["values"].items()}
+        points = {_point(text): name for text, name in described["points"].items()}
+        return Model(self.facts, described["free_sites"], described["modules"], values, self.aliases, points)
 
     @property
     def num_layers(self) -> int:
@@ -303,3 +303,9 @@ class ExplainContext(BlockContext):
         injected = {block.target: BodyTracer()} if isinstance(block.target, str) else {}
         model = self._model
         print(explained(BlockProgram(block, injected), model._known))
+
+
+def _point(text: str) -> Point:
+    """`resid_post/3` as a point."""
+    site, layer = text.split("/")
+    return site, int(layer)

@@ -41,6 +41,7 @@ class Model:
         modules: the paths of all modules.
         values: `model.layers.3.mlp.output` -> the site whose value it is, for modules' inputs and outputs that are a site's value.
         aliases: other names of modules.
+        points: where the forward is at a site: `model.layers.3.output`.
     """
 
     facts: ModelFacts
@@ -48,6 +49,7 @@ class Model:
     modules: Collection[str] = ()
     values: Mapping[str, Point] = field(default_factory=dict)
     aliases: Aliases = field(default_factory=Aliases)
+    points: Mapping[Point, str] = field(default_factory=dict)
 
     @cached_property
     def _children(self) -> dict[str, list[str]]:

@@ -306,7 +306,7 @@ class VLLM(DescribedModel):
         if keeps.rows == "last":
             prompt = 1
             planes = {point: _alone(plane) for point, plane in planes.items()}
-        return run_kept(program, CapturedSteps(planes, prompt, tokens), self.num_layers)
+        return run_kept(program, CapturedSteps(planes, prompt, tokens, self._known.points), self.num_layers)
 
     def _traces(
         self, invokes: Sequence[Invoke], prompts: Sequence[list[int]], code: ShippedCode, together: bool, streamed: bool

@@ -374,6 +374,11 @@ class Worker(PlatformWorker):
             "hidden_size": arch.hidden_size,
             "widths": {f"{site}/{layer}": width for (site, layer), width in self.plans.facts.widths.items()},
             "dtype": self.plans.facts.dtype,
+            "points": {
+                f"{site}/{layer}": point_name((binding.path, binding.kind))
+                for (site, layer), binding in arch.bindings.items()
+                if layer is not None
+            },
             "values": {point_name(key): f"{site}/{layer}" for key, (site, layer) in arch.values.items()},
             "free_sites": self._free_sites,  # those at which plans leave compiled code and graphs as they are
         }

@@ -271,6 +271,7 @@ def merged_description(each: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "modules": modules,
         "shapes": _united(told, "shapes"),
         "widths": _united(told, "widths"),
+        "points": _united(told, "points"),
         "values": _united(told, "values"),
         "sites": [site for site in (*LAYER_SITES, *MODEL_SITES) if site in sites],
         "layers": layers,

@@ -53,6 +53,24 @@ def is_in_body() -> bool:
     return CURRENT.get(None) is not None
 
 
+def out_of_order(point: str, step: int, after: str, hint: str = "") -> OutOfOrderError:
+    """The error for a point that was asked for too late."""
+    return OutOfOrderError(
+        f"{point} of step {step} was asked for after {after}: the forward pass has gone past it. Ask for values in the order in "
+        f"which the model computes them.{hint}"
+    )
+
+
+def never_reached(point: str, step: int) -> NeverReachedError:
+    """The error for a point that was asked for when the request was over."""
+    return NeverReachedError(f"{point} of step {step} was never reached: the request ended before it.")
+
+
+def is_over(step: int, now: int) -> OutOfOrderError:
+    """The error for a step that was asked for too late."""
+    return OutOfOrderError(f"step {step} was asked for in step {now}: it is over.")
+
+
 class StopTrace(BaseException):
     """Unwinds a body after `tracer.stop()`. Not an Exception, so that a user's `except Exception` does not catch it."""
 
@@ -334,10 +352,7 @@ class Body:
             if called
             else ""
         )
-        return OutOfOrderError(
-            f"{point_name(key)} of step {self.step} was asked for after {after}: the forward pass "
-            f"has gone past it. Ask for values in the order in which the model computes them.{hint}"
-        )
+        return out_of_order(point_name(key), self.step, after, hint)
 
     def at(self, key: Key) -> Visit:
         """The visit to `key` in the body's step. Waits until the forward gets there."""
@@ -348,7 +363,7 @@ class Body:
             self._check_order(key)
             self._note(key)
         if self.ended:
-            raise NeverReachedError(f"{point_name(key)} of step {step} was never reached: the request ended before it.")
+            raise never_reached(point_name(key), step)
         if step < self.now or (step == self.now and self.forward.has_passed(key)):
             raise self._out_of_order(key, self.forward.where(self.now))
         self.forward.prepare(key)
@@ -359,7 +374,7 @@ class Body:
         # With several stages a body may be a step behind the forward, because it waited for a later stage's value.
         now = self.now if self.forward.stage.size == 1 else self.step
         if step < now:
-            raise OutOfOrderError(f"step {step} was asked for in step {now}: it is over.")
+            raise is_over(step, now)
         if step != self.step:
             self.step, self._asked, self._reached = step, None, -1
         return step <= self.now or (not self.ended and bool(self._park(STEP_START, step)))

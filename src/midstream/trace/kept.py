@@ -14,9 +14,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from midstream.errors import NeverReachedError, OutOfOrderError
 from midstream.sites import Point, site_of
-from midstream.trace.body import CURRENT, Body
+from midstream.trace.body import CURRENT, Body, is_over, never_reached, out_of_order
 from midstream.trace.program import BlockProgram, Outcome, Program, is_model, outcome
 
 
@@ -28,11 +27,13 @@ class CapturedSteps:
         planes: `[rows, width]` for each point, in the order of the positions. Saved values are views of them.
         prompt: how many rows of each are of the prompt.
         count: how many steps the request had.
+        names: of the points, for messages.
     """
 
     planes: Mapping[Point, torch.Tensor]
     prompt: int
     count: int
+    names: Mapping[Point, str]
 
     def of(self, point: Point) -> tuple[torch.Tensor, ...]:
         """`[tokens, width]` for each step."""
@@ -70,7 +71,7 @@ class KeptBody(Body):
 
     def wait_for_step(self, step: int) -> bool:
         if step < self.now:
-            raise OutOfOrderError(f"step {step} was asked for in step {self.now}: it is over.")
+            raise is_over(step, self.now)
         self.step, self.ended = step, step >= self._captured.count
         if step > self.now:
             self.now, self._layer = min(step, self._captured.count - 1), -1
@@ -86,14 +87,10 @@ class KeptBody(Body):
         return self._steps[point][self.step]
 
     def _refuse(self, site: str, layer: int) -> NoReturn:
+        names, step = self._captured.names, self.step
         if self.ended:
-            raise NeverReachedError(
-                f"{site}[{layer}] of step {self.step} was never reached: the request ended before it."
-            )
-        raise OutOfOrderError(
-            f"{site}[{layer}] of step {self.step} was asked for after {site}[{self._layer}]: the forward pass has gone past it. "
-            "Ask for values in the order in which the model computes them."
-        )
+            raise never_reached(names[site, layer], step)
+        raise out_of_order(names[site, layer], step, f"{names[site, self._layer]} of step {step}")
 
     def save(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
