@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -13,8 +14,8 @@ from midstream.trace.tracer import save
 
 Rows = Literal["last", "whole"]  # the last row of each step, or all of them
 _COPIES = ("save", "clone", "cpu")  # methods without arguments that give the same values
-_COUNTED = {range: "range", len: "len", enumerate: "enumerate", reversed: "reversed", zip: "zip"}
-_MADE = {list: "list", dict: "dict"}
+_COUNTED = ("range", "len", "enumerate", "reversed", "zip")
+_MADE = ("list", "dict")
 
 
 def rows_kept(statements: Sequence[ast.stmt], names: Mapping[str, Any]) -> Rows | None:
@@ -67,7 +68,7 @@ class _Keeping:
         """A name of the code's own, or an item of such a list or dict."""
         match target:
             case ast.Name(id=name):
-                return name not in self.names
+                return not (name in self.names or hasattr(builtins, name))
             case ast.Subscript(value=ast.Name() as owner, slice=index):
                 return self._takes(owner) and self.plain(index)
             case ast.Tuple(elts=parts):
@@ -169,9 +170,9 @@ class _Keeping:
                 return is_package(getattr(self.names.get(name), "value", None))
         return False
 
-    def _is_one_of(self, function: ast.expr, known: Mapping[Any, str]) -> bool:
+    def _is_one_of(self, function: ast.expr, known: Sequence[str]) -> bool:
         """A builtin, by its own name."""
-        return isinstance(function, ast.Name) and function.id in known.values() and function.id not in self.names
+        return isinstance(function, ast.Name) and function.id in known and function.id not in self.names
 
 
 def _is_last(index: ast.expr) -> bool:

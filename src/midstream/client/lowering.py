@@ -167,16 +167,13 @@ def lower(program: Program, model: Model, prompt_length: int | None) -> Lowered:
 
 
 def _may_keep(program: Program, found: Lowered) -> bool:
-    """Whether the program reads one site, and has no effect but on objects of its own."""
-    if (
-        program.is_standing
-        or found.edits
-        or not found.needs_body
-        or found.changes_captured
-        or len({site for site, _ in found.reads}) != 1
-    ):
+    """Whether the program reads one site, whose values are rows without heads, and has no effect but on objects of its own."""
+    if program.is_standing or found.edits or found.changes_captured or not found.needs_body:
         return False
-    return not (isinstance(program, BlockProgram) and (program.saved or program.block.borrows))
+    if isinstance(program, BlockProgram) and (program.saved or program.block.borrows):
+        return False
+    sites = {site for site, _ in found.reads}
+    return len(sites) == 1 and "attn_z" not in sites
 
 
 def lower_all(programs: Sequence[Program], model: Model, prompt_length: int | None) -> Lowered:

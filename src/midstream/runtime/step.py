@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from midstream.runtime.planned import CapturedRun
 from midstream.runtime.tables import Rows
 from midstream.sites import NotFinite, Point
-
-if TYPE_CHECKING:
-    from midstream.runtime.plan_host import CapturedRun
 
 
 class Scheduled(NamedTuple):

@@ -1,0 +1,105 @@
+"""The requests with plans, and the rows that they capture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from midstream.capture.rows import Piece
+from midstream.plan.captures import Layout
+from midstream.runtime.loaded_plans import LoadedPlan
+from midstream.runtime.request import PlanRequest
+from midstream.runtime.store import Sources
+
+
+@dataclass(eq=False)
+class PlannedRequest:
+    """One running request with a plan.
+
+    Attributes:
+        sources: recorded rows for its patches.
+        length: of its prompt.
+        captured: positions below this have been captured.
+        computed: positions below this have been computed, or will be in the coming step.
+        complete: all its captured rows are sent, if there are any.
+        stops_at_text: whether a stop string may end it.
+        pieces: captured rows that are not sent, and runs with rows of it.
+        size: their bytes.
+    """
+
+    payload: PlanRequest
+    loaded: LoadedPlan
+    sources: Sources
+    length: int
+    captured: int = 0
+    computed: int = 0
+    complete: bool = False
+    stops_at_text: bool = False
+    pieces: list[Piece | CapturedRun] = field(default_factory=list)
+    size: int = 0
+
+    @property
+    def has_all(self) -> bool:
+        """Whether no further row is to be captured."""
+        return self.loaded.last is not None and self.captured >= self.loaded.last
+
+    def add(self, piece: Piece) -> None:
+        self.pieces.append(piece)
+        self.size += piece.size
+
+    def take_pieces(self) -> list[Piece]:
+        pieces, self.pieces, self.size = self.pieces, [], 0
+        return [each if isinstance(each, Piece) else each.piece(self) for each in pieces]
+
+
+class CapturedRun:
+    """The rows of one profile that a batch captures while it repeats: one of each request in each step.
+
+    Args:
+        number: of the profile.
+        rows: of the requests in the batch.
+        layout: of each captured row.
+    """
+
+    def __init__(self, number: int, rows: np.ndarray, requests: Sequence[PlannedRequest], layout: Layout) -> None:
+        self.number, self.rows, self._requests = number, rows, requests
+        self._layout = layout
+        self._first = [request.captured for request in requests]  # positions
+        self._blocks: list[torch.Tensor] = []  # of each step, `[requests, width]`
+        self._joined: torch.Tensor | None = None  # `[requests, steps, width]`, once rows were taken
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the coming step's rows belong to it: none was taken, and none of these requests was in another batch."""
+        steps = len(self._blocks)
+        return self._joined is None and all(
+            request.captured == first + steps for request, first in zip(self._requests, self._first, strict=True)
+        )
+
+    @property
+    def most(self) -> int:
+        """Bytes of the rows of the request that has most."""
+        return max(request.size for request in self._requests)
+
+    def add(self, block: torch.Tensor) -> None:
+        """The rows of one more step."""
+        size = block.shape[1] * block.element_size()
+        if not self._blocks:
+            for request in self._requests:
+                request.pieces.append(self)
+        self._blocks.append(block)
+        for request in self._requests:
+            request.captured += 1
+            request.size += size
+
+    def piece(self, request: PlannedRequest) -> Piece:
+        """The rows of one request. No further ones are added."""
+        if self._joined is None:
+            self._joined = torch.stack(self._blocks, dim=1)
+            self._blocks.clear()
+        index = self._requests.index(request)
+        rows = self._joined[index]
+        return Piece(self._first[index], self._layout, rows, 0, len(rows))

@@ -1,0 +1,225 @@
+"""Traces that only keep rows (rows I1, I2, I4): a plan captures the rows, and the code runs in the caller's process, to the same end."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import pytest
+import torch
+from engines import alive
+
+import midstream
+from midstream import Capture, Steer
+from midstream.client import vllm
+from midstream.errors import MidstreamError
+from midstream.sites import LAYER_SITES
+
+if TYPE_CHECKING:
+    from oracle import Plain
+
+    from midstream import VLLM
+
+pytestmark = pytest.mark.engine
+
+PROMPTS = ["The capital of France is", "The Eiffel Tower is in the city of", "One two three"]
+GREEDY = {"temperature": 0.0, "ignore_eos": True}
+BODIES, STEPS = 60, 5
+SITES = [
+    "layers_output",
+    "mlps_input",
+    *(site for site in LAYER_SITES if site != "attn_z"),
+]  # which has an axis of heads
+
+
+@pytest.fixture(autouse=True)
+def here(pytestconfig: pytest.Config) -> None:
+    if pytestconfig.getoption("--remote"):
+        pytest.skip("a server's engine runs the code")
+
+
+def in_the_forward() -> Any:
+    """Without the mechanism: every trace stays in the forward."""
+    return mock.patch.object(vllm, "lower_trace", lambda *_: None)
+
+
+def traced_steps(engine: VLLM) -> int:
+    return engine.gauges()[0]["traced_steps"]
+
+
+def body(seed: int) -> str:
+    """The source of a random function that keeps rows of one site, of a whole step or the last ones."""
+    rng = random.Random(seed)
+    site, row = rng.choice(SITES), rng.choice(["", "[-1]", "[-1:]"])
+    layers = rng.choice(["range(8)", "range(2, LAST)", "(0, 3, 7)", "LAYERS", "range(model.num_layers - 2)", "[-3]"])
+    steps = rng.choice(
+        ["tracer.iter[:]", "tracer.all()", "tracer.iter[1:]", "tracer.iter[0:4:2]", "tracer.iter[[0, 2]]"]
+    )
+    read = f"model.{site}[{{}}]{row}{rng.choice(['', '', '.clone()', '.cpu()'])}"
+    kept = rng.choice(["{}", "{}", "save({})", "midstream.save({})"]).format(read)
+    some, one = kept.format("layer"), kept.format(rng.choice(["2", "-1", "LAST", "LAST - 1"]))
+    return "\n".join([f"def body_{seed}(model, tracer):", *(f"    {line}" for line in rng.choice([
+        [f"return {one}"],
+        [f"return [{some} for layer in {layers}]"],
+        [f"return {{layer: {some} for layer in {layers}}}"],
+        [f"return [{one} for _ in {steps}]"],
+        [f"return [[{some} for layer in {layers}] for step in {steps}]"],
+        [f"return [{some} for step in {steps} for layer in {layers}]"],
+        [f"return {{step: {one} for step in {steps}}}"],
+        ["found = []", f"for step in {steps}:", f"    found.append({one})", "return found"],
+        ["found = {}", f"for step in {steps}:", f"    found[step] = [{some} for layer in {layers}]", "return found, 1"],
+        ["found = list()", f"for step in {steps}:", f"    for layer in {layers}:", f"        h = {some}",
+         "        found.append((step, layer, h))", "return found"],
+        [f"first = {one}", f"return (first, [{one} for _ in tracer.iter[1:]])"],
+    ]))])  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def bodies(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    head = "import midstream\nfrom midstream import save\n\nLAST, LAYERS = 5, (1, 4)\n"
+    path = tmp_path_factory.mktemp("bodies") / "random_kept_bodies.py"
+    path.write_text("\n\n\n".join([head, *(body(seed) for seed in range(BODIES))]))
+    spec = importlib.util.spec_from_file_location("random_kept_bodies", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return [getattr(module, f"body_{seed}") for seed in range(BODIES)]
+
+
+def same(mine: Any, theirs: Any) -> bool:
+    """Bit for bit."""
+    if isinstance(mine, torch.Tensor):
+        return mine.dtype == theirs.dtype and torch.equal(mine, theirs)
+    if isinstance(mine, dict):
+        return list(mine) == list(theirs) and all(same(mine[key], theirs[key]) for key in mine)
+    if isinstance(mine, (list, tuple)):
+        return type(mine) is type(theirs) and len(mine) == len(theirs) and all(map(same, mine, theirs))
+    return bool(mine == theirs)
+
+
+def test_i1_random_bodies_that_keep_rows_give_the_same_as_in_the_forward(engine: VLLM, bodies: list[Any]) -> None:
+    """Seen failing with rows one step late, and with the last row of the prompt where the whole prompt is kept."""
+    for fn in bodies:
+        with in_the_forward():
+            expected = engine.run(fn, PROMPTS, max_tokens=STEPS, **GREEDY)
+        before = traced_steps(engine)
+        found = engine.run(fn, PROMPTS, max_tokens=STEPS, **GREEDY)
+        assert traced_steps(engine) == before, fn.__name__  # the engine has run no code
+        assert same(found, expected), fn.__name__
+    assert not any(alive(engine))
+
+
+def test_i1_rows_are_those_of_the_model(engine: VLLM, plain: Plain) -> None:
+    def every_step(model: Any, tracer: Any) -> Any:
+        return [model.layers_output[6][-1] for _ in tracer.iter[:]]
+
+    for prompt in PROMPTS:
+        found = engine.run(every_step, prompt, max_tokens=STEPS, **GREEDY)
+        ids = plain.ids(prompt)
+        ran = plain.run([*ids, *plain.generate(prompt, STEPS)[:-1]])
+        expected = ran.sites["resid_post", 6][len(ids) - 1 :]
+        torch.testing.assert_close(torch.stack(found), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_i1_a_block_binds_what_it_kept(engine: VLLM) -> None:
+    before = traced_steps(engine)
+    with engine.trace(max_tokens=3, **GREEDY) as tracer:
+        for prompt in PROMPTS[:2]:
+            with tracer.invoke(prompt):
+                rows = [].save()
+                first = engine.layers_output[2].save()
+                unsaved = engine.layers_output[3]
+                for _ in tracer.iter[1:]:
+                    rows.append(engine.layers_output[4].save())
+    assert traced_steps(engine) == before
+    assert [len(each) for each in rows] == [2, 2] and {each.shape for each in rows[0]} == {(1, 256)}
+    assert [len(each) for each in first] == [len(output.prompt_token_ids) for output in tracer.outputs]
+    assert all(output.saves["first"].shape == each.shape for output, each in zip(tracer.outputs, first, strict=True))
+    assert not any(output.captures for output in tracer.outputs)
+    with pytest.raises(MidstreamError, match="unsaved was set in a trace and not saved"):
+        unsaved + 1
+
+
+def test_i1_errors_of_code_that_keeps_rows_are_those_of_the_forward(engine: VLLM) -> None:
+    """Seen failing without the check of the order, and where a step beyond the last one gave an empty tensor."""
+
+    def late(model: Any) -> Any:
+        return midstream.save(model.layers_output[4]), model.layers_output[1]
+
+    def late_in_a_step(model: Any, tracer: Any) -> Any:
+        return [(model.layers_output[4], model.layers_output[4], model.layers_output[3]) for _ in tracer.iter[1:]]
+
+    def earlier_step(model: Any, tracer: Any) -> Any:
+        found = [model.layers_output[2] for _ in tracer.iter[2:4]]
+        return found, [model.layers_output[2] for _ in tracer.iter[1:]]
+
+    def after_the_end(model: Any, tracer: Any) -> Any:
+        found = [model.layers_output[2] for _ in tracer.iter[:]]
+        return found, model.layers_output[3]
+
+    def beyond(model: Any, tracer: Any) -> Any:
+        return [model.layers_output[2] for _ in tracer.iter[[0, 3, 4]]]
+
+    def none_such(model: Any) -> Any:
+        return [model.layers_output[layer] for layer in range(6, 9)]
+
+    for fn in (late, late_in_a_step, earlier_step, after_the_end, beyond, none_such):
+        errors = []
+        for place in (in_the_forward, nullcontext):
+            with place(), pytest.raises(MidstreamError) as caught:
+                engine.run(fn, PROMPTS[0], max_tokens=4, **GREEDY)
+            errors.append((type(caught.value).__name__, str(caught.value)))
+        assert errors[0] == errors[1]
+    assert not any(alive(engine))
+
+
+def test_i4_what_is_kept_beside_a_plan_is_as_the_plan_leaves_it(engine: VLLM) -> None:
+    def every_step(model: Any, tracer: Any) -> Any:
+        return [model.layers_output[5][-1] for _ in tracer.iter[:]]
+
+    def run(plan: Any) -> tuple[Any, int]:
+        before = traced_steps(engine)
+        return engine.run(every_step, PROMPTS[0], plan=plan, max_tokens=3, **GREEDY), traced_steps(engine) - before
+
+    for layer, is_kept in ((2, True), (5, False)):  # a trace acts after a plan's edits at the same site
+        steer = Steer("resid_post", layers=layer, vector=torch.ones(256))
+        with in_the_forward():
+            expected, _ = run(steer)
+        found, steps = run(steer)
+        assert (steps == 0) is is_kept and same(found, expected) and not same(found, run(None)[0])
+
+
+def test_i4_samples_and_stop_strings(engine: VLLM) -> None:
+    """Several samples of a request are traced in the engine. A stop string ends the steps where it ends the request."""
+
+    def every_step(model: Any, tracer: Any) -> Any:
+        return [model.layers_output[5][-1] for _ in tracer.iter[:]]
+
+    before = traced_steps(engine)
+    several = engine.run(every_step, PROMPTS[0], max_tokens=3, n=2, temperature=1.0, seed=1, ignore_eos=True)
+    assert [len(each) for each in several] == [3, 3] and traced_steps(engine) > before
+    text = engine.generate(PROMPTS[0], max_tokens=6, **GREEDY)[0].outputs[0].text
+    with engine.trace(PROMPTS[0], max_tokens=6, stop=text[-4:], **GREEDY) as tracer:
+        rows = [engine.layers_output[5][-1].save() for _ in tracer.iter[:]]
+    assert len(rows) == len(tracer.outputs[0].outputs[0].token_ids) > 1
+
+
+def test_i1_each_saved_tensor_has_memory_of_its_own(engine: VLLM) -> None:
+    with engine.trace(PROMPTS[0], **GREEDY):
+        first = engine.layers_output[3].save()
+        second = engine.layers_output[3].save()
+        last = engine.layers_output[4][-1].cpu().save()
+    expected = second.clone()
+    first.zero_()
+    assert torch.equal(second, expected) and second.any() and last.any()
+
+
+def test_i1_a_users_own_captures_leave_the_trace_in_the_engine(engine: VLLM) -> None:
+    before = traced_steps(engine)
+    with engine.trace(PROMPTS[0], plan=Capture("resid_post", layers=1), **GREEDY) as tracer:
+        h = engine.layers_output[2].save()
+    assert h.shape == (len(tracer.outputs[0].prompt_token_ids), 256) and traced_steps(engine) > before
+    assert tracer.outputs[0].captures["resid_post", 1].shape == (1, 256)

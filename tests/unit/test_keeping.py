@@ -1,0 +1,264 @@
+"""Traces that only keep rows (row I1): which code is taken for one, and what such code gives when its request has ended."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_lowering import FACTS, LENGTH, Holder, V, found
+
+import midstream
+from midstream.errors import NeverReachedError, OutOfOrderError
+from midstream.trace.kept import CapturedSteps, run_kept
+from midstream.trace.program import RETURNED, FunctionProgram
+from midstream.trace.tracer import save
+
+LISTED = (0, 2)
+FOUND: list = []
+
+
+def positions(fn):
+    """The plan's captures, `{(site, layers): positions}`."""
+    kept = found(fn).kept
+    assert kept is not None
+    taken: dict = {}
+    for capture in kept.plan.captures:
+        taken.setdefault((capture.site, capture.layers), []).append(capture.positions)
+    return kept.rows, taken
+
+
+def test_only_the_rows_that_are_kept_are_captured():
+    def prompt(model):
+        return model.layers_output[1]
+
+    def last_of_prompt(model):
+        return [save(model.layers_output[layer][-1]) for layer in range(model.num_layers)]
+
+    def every_step(model, tracer):
+        rows = []
+        for _ in tracer.iter[:]:
+            rows.append(model.mlps_output[-1].clone())
+        return rows
+
+    def last_of_every_step(model, tracer):
+        return {step: midstream.save(model.resid_mid[2][-1:].cpu()) for step in tracer.all()}
+
+    def first_and_others(model, tracer):
+        first = model.layers_output[0][-1]
+        return first, [[model.layers_output[layer][-1] for layer in LISTED] for _ in tracer.iter[1:3]]
+
+    assert positions(prompt) == ("whole", {("resid_post", (1,)): ["all_prompt"]})
+    assert positions(last_of_prompt) == ("last", {("resid_post", (0, 1, 2, 3)): ["last_prompt"]})
+    assert positions(every_step) == ("whole", {("mlp_out", (3,)): ["all"]})
+    assert positions(last_of_every_step) == ("last", {("resid_mid", (2,)): ["last_prompt", "all_generated"]})
+    assert positions(first_and_others) == ("last", {("resid_post", (0, 2)): ["last_prompt", "all_generated"]})
+
+
+def two_kinds(model):
+    return model.layers_output[1], model.layers_output[2][-1]
+
+
+def two_sites(model):
+    return model.layers_input[1], model.layers_output[1]
+
+
+def heads(model):
+    return model.attn_z[1]
+
+
+def another_row(model):
+    return model.layers_output[1][-2]
+
+
+def first_row(model):
+    return model.layers_output[1][0]
+
+
+def some_rows(model):
+    return model.layers_output[1][1:]
+
+
+def later(model):
+    h = model.layers_output[1]
+    return h[-1]
+
+
+def computes(model):
+    return model.layers_output[1] * 1
+
+
+def negates(model):
+    h = model.layers_output[1]
+    return -h
+
+
+def loops_over_a_sum(model):
+    h = model.layers_output[1]
+    return [row.clone() for row in h + h]
+
+
+def counts_with_rows(model, tracer):
+    n, rows = 2, []
+    for _ in tracer.iter[:]:
+        rows.append(range(n))
+        n = model.layers_output[1]
+    return rows
+
+
+def casts(model):
+    return model.layers_output[1].float()
+
+
+def moves(model):
+    return model.layers_output[1].to("cpu")
+
+
+def reads_logits(model):
+    return model.layers_output[1][-1], model.logits
+
+
+def reads_the_result(model, tracer):
+    return model.layers_output[1], tracer.result
+
+
+def stops(model, tracer):
+    h = model.layers_output[1].clone()
+    tracer.stop()
+    return h
+
+
+def goes_on(model, tracer):
+    tracer.next()
+    return model.layers_output[1]
+
+
+def caches(model, tracer):
+    return tracer.cache(modules=[model.model.layers[1].mlp])
+
+
+def writes(model):
+    h = model.layers_output[1].clone()
+    model.layers_output[2] += V
+    return h
+
+
+def chooses(model):
+    return model.layers_output[1] if len(LISTED) > 1 else None
+
+
+def chooses_in_a_loop(model):
+    return [model.layers_output[layer] for layer in LISTED if layer]
+
+
+def keeps_in_the_callers_list(model):
+    FOUND.append(model.layers_output[1].clone())
+    return FOUND
+
+
+def gives_the_callers_list(model):
+    return model.layers_output[1], FOUND
+
+
+def calls_a_helper(model):
+    return two_kinds(model)
+
+
+def stacks(model):
+    return torch.stack([model.layers_output[layer][-1] for layer in LISTED])
+
+
+def prints(model):
+    print("here")
+    return model.layers_output[1]
+
+
+def lengths(model):
+    h = model.layers_output[1]
+    return len(h)
+
+
+def by_module(model):
+    return model.model.layers[1].mlp.output
+
+
+def sliced(model):
+    return model.layers_output[1:3]
+
+
+def generates(model):
+    return list(model.layers_output[layer] for layer in LISTED)
+
+
+def another_list(model):
+    list = tuple
+    return list(), model.layers_output[1]
+
+
+def of_a_class(model):
+    return Holder(), model.layers_output[1]
+
+
+NOT_KEPT = [
+    two_kinds, two_sites, heads, another_row, first_row, some_rows, later, computes, negates, loops_over_a_sum, counts_with_rows, casts,
+    moves, reads_logits, reads_the_result, stops, goes_on, caches, writes, chooses, chooses_in_a_loop, keeps_in_the_callers_list,
+    gives_the_callers_list, calls_a_helper, stacks, prints, lengths, by_module, sliced, generates, another_list, of_a_class,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fn", NOT_KEPT, ids=lambda fn: fn.__name__)
+def test_code_that_does_anything_else_is_not_taken(fn):
+    """Seen failing for each part of the check that was taken away."""
+    assert found(fn).kept is None
+
+
+def kept(fn, count=3, prompt=LENGTH):
+    """What `fn` gives of rows that tell their layer and position."""
+    planes = {
+        ("resid_post", layer): torch.tensor([[layer, position] for position in range(prompt + count - 1)])
+        for layer in range(FACTS.num_layers)
+    }
+    names = {point: f"model.layers.{point[1]}.output" for point in planes}
+    outcome = run_kept(FunctionProgram(fn), CapturedSteps(planes, prompt, count, names), FACTS.num_layers)
+    return outcome.values.get(RETURNED), outcome
+
+
+def test_each_step_has_its_rows():
+    def body(model, tracer):
+        return [(step, model.layers_output[1], model.layers_output[-1]) for step in tracer.iter[:]]
+
+    steps, outcome = kept(body)
+    assert [step for step, *_ in steps] == [0, 1, 2] and outcome.steps == 3 and outcome.saved
+    assert [rows[:, 1].tolist() for _, rows, _ in steps] == [[0, 1, 2, 3, 4], [5], [6]]
+    assert all(early[:, 0].eq(1).all() and late[:, 0].eq(3).all() for _, early, late in steps)
+
+
+def test_a_read_in_the_wrong_order_is_an_error():
+    def layers(model):
+        return model.layers_output[2], model.layers_output[1]
+
+    def steps(model, tracer):
+        return [model.layers_output[2] for step in tracer.iter[[2, 1]]]
+
+    def beyond(model, tracer):
+        return [model.layers_output[2] for step in tracer.iter[[0, 3]]]
+
+    for fn, error in ((layers, OutOfOrderError), (steps, OutOfOrderError), (beyond, NeverReachedError)):
+        assert isinstance(kept(fn)[1].failure.error, error)
+
+
+def test_what_is_saved_twice_is_two_tensors():
+    def body(model):
+        h = model.layers_output[1]
+        return h, h, model.layers_output[1]
+
+    first, *others = kept(body)[0]
+    first.zero_()
+    assert all(each[:, 0].eq(1).all() for each in others)
+    assert len({each.data_ptr() for each in (first, *others)}) == 3
+
+
+def test_the_models_own_error_is_the_traces():
+    def body(model):
+        return model.layers_output[4]
+
+    assert "IndexError" in kept(body)[1].failure.text()
+    assert found(body).kept is None  # the engine's error names the layers that there are
