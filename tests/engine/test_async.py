@@ -530,6 +530,28 @@ def test_d5_a_slow_function_holds_up_no_other_requests_rows(
     close(open_captures(tmp_path)[output.request_id]["resid_post", 3], plain.run(EIFFEL).sites["resid_post", 3][-1:])
 
 
+def test_i1_awaited_functions_are_kept_and_streams_show_what_is_saved_so_far(model: VLLM, drive: Drive) -> None:
+    """Saved values of a stream come with its outputs, so the engine runs the code. Seen failing with streams that are kept, too."""
+
+    def every_step(model: Any, tracer: Any) -> Any:
+        return [model.layers_output[5][-1] for _ in tracer.iter[:]]
+
+    async def check() -> None:
+        before = (await model.gauges())[0]["traced_steps"]
+        alone = await model.run(every_step, FRANCE, max_tokens=4, **GREEDY)
+        assert (await model.gauges())[0]["traced_steps"] == before
+        with model.trace(FRANCE, max_tokens=4, **GREEDY) as tracer:
+            rows = [].save()
+            for _ in tracer.iter[:]:
+                rows.append(model.layers_output[5][-1].save())
+        seen = [len(output.saves.get("rows", ())) async for output in tracer.backend]
+        assert seen[-1] == 4 and any(0 < count < 4 for count in seen)
+        assert torch.equal(torch.stack(tracer.outputs[0].saves["rows"]), torch.stack(alone))
+        assert (await model.gauges())[0]["traced_steps"] > before
+
+    drive(check())
+
+
 def test_another_event_loop_is_refused(model: VLLM, drive: Drive) -> None:
     with pytest.raises(MidstreamError, match="event loop"):
         asyncio.run(model.start())
@@ -569,25 +591,3 @@ def test_closing_wakes_whoever_waits(model: VLLM, drive: Drive) -> None:
         await tracer.backend
 
     drive(main())
-
-
-def test_i1_awaited_functions_are_kept_and_streams_show_what_is_saved_so_far(model: VLLM, drive: Drive) -> None:
-    """Saved values of a stream come with its outputs, so the engine runs the code. Seen failing with streams that are kept, too."""
-
-    def every_step(model: Any, tracer: Any) -> Any:
-        return [model.layers_output[5][-1] for _ in tracer.iter[:]]
-
-    async def check() -> None:
-        before = (await model.gauges())[0]["traced_steps"]
-        alone = await model.run(every_step, FRANCE, max_tokens=4, **GREEDY)
-        assert (await model.gauges())[0]["traced_steps"] == before
-        with model.trace(FRANCE, max_tokens=4, **GREEDY) as tracer:
-            rows = [].save()
-            for _ in tracer.iter[:]:
-                rows.append(model.layers_output[5][-1].save())
-        seen = [len(output.saves.get("rows", ())) async for output in tracer.backend]
-        assert seen[-1] == 4 and any(0 < count < 4 for count in seen)
-        assert torch.equal(torch.stack(tracer.outputs[0].saves["rows"]), torch.stack(alone))
-        assert (await model.gauges())[0]["traced_steps"] > before
-
-    drive(check())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import builtins
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -68,7 +67,7 @@ class _Keeping:
         """A name of the code's own, or an item of such a list or dict."""
         match target:
             case ast.Name(id=name):
-                return not (name in self.names or hasattr(builtins, name))
+                return name not in (*self.names, *_COUNTED, *_MADE)
             case ast.Subscript(value=ast.Name() as owner, slice=index):
                 return self._takes(owner) and self.plain(index)
             case ast.Tuple(elts=parts):
