@@ -39,6 +39,12 @@ def test_only_the_rows_that_are_kept_are_captured():
             rows.append(model.mlps_output[-1].clone())
         return rows
 
+    def by_step(model, tracer):
+        found = {}
+        for step in tracer.iter[:]:
+            found[step] = [model.layers_output[layer] for layer in LISTED]
+        return found, 1
+
     def last_of_every_step(model, tracer):
         return {step: midstream.save(model.resid_mid[2][-1:].cpu()) for step in tracer.all()}
 
@@ -49,6 +55,7 @@ def test_only_the_rows_that_are_kept_are_captured():
     assert positions(prompt) == ("whole", {("resid_post", (1,)): ["all_prompt"]})
     assert positions(last_of_prompt) == ("last", {("resid_post", (0, 1, 2, 3)): ["last_prompt"]})
     assert positions(every_step) == ("whole", {("mlp_out", (3,)): ["all"]})
+    assert positions(by_step) == ("whole", {("resid_post", (0, 2)): ["all"]})
     assert positions(last_of_every_step) == ("last", {("resid_mid", (2,)): ["last_prompt", "all_generated"]})
     assert positions(first_and_others) == ("last", {("resid_post", (0, 2)): ["last_prompt", "all_generated"]})
 

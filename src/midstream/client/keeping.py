@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from midstream.client.known import MODEL, TRACER, Known, is_fixed
@@ -78,7 +78,7 @@ class _Keeping:
         if not self._takes(target):
             return False
         if not self.plain(value):
-            self.holding |= {each.id for each in ast.walk(target) if isinstance(each, ast.Name)}
+            self.holding |= set(_bound(target))
         return True
 
     def _loops(self, target: ast.expr, over: ast.expr) -> bool:
@@ -172,6 +172,16 @@ class _Keeping:
     def _is_one_of(self, function: ast.expr, known: Sequence[str]) -> bool:
         """A builtin, by its own name."""
         return isinstance(function, ast.Name) and function.id in known and function.id not in self.names
+
+
+def _bound(target: ast.expr) -> Iterator[str]:
+    """The names that are set, or that stand for a list or dict with an item that is."""
+    match target:
+        case ast.Name(id=name) | ast.Subscript(value=ast.Name(id=name)):
+            yield name
+        case ast.Tuple(elts=parts):
+            for part in parts:
+                yield from _bound(part)
 
 
 def _is_last(index: ast.expr) -> bool:
