@@ -14,6 +14,7 @@ from midstream.trace.tracer import save
 
 LISTED = (0, 2)
 FOUND: list = []
+rows = layer = step = "of a notebook's other cells"
 
 
 def positions(fn):

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -72,11 +72,16 @@ def source_of(fn: FunctionType, node: ast.AST | None) -> tuple[ast.FunctionDef, 
     found = function_tree(fn.__code__)
     if found is None or inspect.unwrap(fn) is not fn or not _is_simple(found):
         raise Stays(node, f"{fn.__name__} has no source that can be read, or takes its arguments in another way")
-    used = {each.id for each in ast.walk(found) if isinstance(each, ast.Name)}
+    used = {each.id for each in ast.walk(found) if isinstance(each, ast.Name)} & _outer_names(fn.__code__)
     around = {name: fn.__globals__[name] for name in used if name in fn.__globals__}
     own = [name for name, _ in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=False)]
     closed = {name: value for name, value in variables_of(fn) if name in own}
     return found, {name: abstract(value) for name, value in {**around, **closed}.items()}
+
+
+def _outer_names(code: CodeType) -> set[str]:
+    """The names that code does not bind itself, with those of attributes."""
+    return {*code.co_names}.union(*(_outer_names(each) for each in code.co_consts if isinstance(each, CodeType)))
 
 
 def _is_simple(function: ast.FunctionDef) -> bool:

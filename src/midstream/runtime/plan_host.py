@@ -389,6 +389,7 @@ class PlanHost:
         except PlanError as error:
             self.captures.fail(name, request.payload, str(error))
         finally:
+            request.drop_pieces()
             request.sources.close()
             self._give_back(request.loaded)
 

@@ -52,7 +52,14 @@ class PlannedRequest:
 
     def take_pieces(self) -> list[Piece]:
         pieces, self.pieces, self.size = self.pieces, [], 0
-        return [each if isinstance(each, Piece) else each.piece(self) for each in pieces]
+        return [each if isinstance(each, Piece) else each.take(self) for each in pieces]
+
+    def drop_pieces(self) -> None:
+        """Its rows are not needed."""
+        for run in self.pieces:
+            if isinstance(run, CapturedRun):
+                run.leave(self)
+        self.pieces = []
 
 
 class CapturedRun:
@@ -70,12 +77,13 @@ class CapturedRun:
         self._first = [request.captured for request in requests]  # positions
         self._blocks: list[torch.Tensor] = []  # of each step, `[requests, width]`
         self._joined: torch.Tensor | None = None  # `[requests, steps, width]`, once rows were taken
+        self._staying = set(requests)  # those whose rows have not been taken
 
     @property
     def goes_on(self) -> bool:
-        """Whether the coming step's rows belong to it: none was taken, and none of these requests was in another batch."""
+        """Whether the coming step's rows belong to it: no request has left it, and none was in another batch."""
         steps = len(self._blocks)
-        return self._joined is None and all(
+        return len(self._staying) == len(self._requests) and all(
             request.captured == first + steps for request, first in zip(self._requests, self._first, strict=True)
         )
 
@@ -95,11 +103,19 @@ class CapturedRun:
             request.captured += 1
             request.size += size
 
-    def piece(self, request: PlannedRequest) -> Piece:
-        """The rows of one request. No further ones are added."""
+    def take(self, request: PlannedRequest) -> Piece:
+        """The rows of one request, which leaves."""
         if self._joined is None:
             self._joined = torch.stack(self._blocks, dim=1)
             self._blocks.clear()
         index = self._requests.index(request)
         rows = self._joined[index]
+        self.leave(request)
         return Piece(self._first[index], self._layout, rows, 0, len(rows))
+
+    def leave(self, request: PlannedRequest) -> None:
+        """The request needs no further rows of the run, which ends. Behind the last one, it holds no memory."""
+        self._staying.discard(request)
+        if not self._staying:
+            self._blocks.clear()
+            self._joined = None
