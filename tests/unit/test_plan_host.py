@@ -383,6 +383,19 @@ def test_d5_a_batch_that_repeats_captures_the_rows_of_each_request(steps, order)
     assert captured(steps, "d") == pytest.approx({position: 2 + position / 100 for position in range(9)})
 
 
+def test_d5_rows_that_are_computed_again_one_by_one_are_captured_once(steps):
+    """Seen failing where a batch of them goes on as one that captures."""
+    steps.scale = 0.01
+    steps.step({"a": keep(1)})
+    for _ in range(3):
+        steps.step()
+    steps.computed["a"] = 4  # after a preemption
+    for _ in range(5):
+        steps.step()
+    steps.step(finished=["a"])
+    assert captured(steps, "a") == pytest.approx({position: 1 + position / 100 for position in range(3, 9)})
+
+
 @pytest.mark.parametrize("error", [None, "it was refused"])
 def test_d5_captured_rows_hold_memory_until_their_requests_end(steps, error):
     """Seen failing where the batch, which may come back, goes on to hold the rows of requests that are over."""

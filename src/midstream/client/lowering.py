@@ -158,22 +158,15 @@ def lower(program: Program, model: Model, prompt_length: int | None) -> Lowered:
             record.needs_body,
             record.changes_captured,
         )
-        if _may_keep(program, lowered):
+        sites = {site for site, _ in lowered.reads}
+        if (
+            lowered.needs_body and not program.is_standing and len(sites) == 1 and sites != {"attn_z"}
+        ):  # which has heads
             lowered.keeps = rows_kept(statements, given)
         return lowered
     except Stays as stays:
         record.notes.append(Note(stays.line, "forward", stays.reason))
         return Lowered(notes=record.notes, reason=f"line {stays.line}: {stays.reason}")
-
-
-def _may_keep(program: Program, found: Lowered) -> bool:
-    """Whether the program reads one site, whose values are rows without heads, and has no effect but on objects of its own."""
-    if program.is_standing or found.edits or found.changes_captured or not found.needs_body:
-        return False
-    if isinstance(program, BlockProgram) and (program.saved or program.block.borrows):
-        return False
-    sites = {site for site, _ in found.reads}
-    return len(sites) == 1 and "attn_z" not in sites
 
 
 def lower_all(programs: Sequence[Program], model: Model, prompt_length: int | None) -> Lowered:

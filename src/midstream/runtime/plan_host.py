@@ -204,7 +204,7 @@ class PlanHost:
     def _blocks(self, view: StepView, batch: RepeatedBatch | None) -> dict[int, tuple[np.ndarray, torch.Tensor]]:
         """Allocate memory for the rows that this step captures, by profile, and note each request's part of it."""
         runs: list[CapturedRun] = batch.runs if batch is not None else []
-        if runs and all(run.goes_on for run in runs):
+        if runs and all(run.goes_on(view.computed) for run in runs):
             blocks = {run.number: (run.rows, self._block(run.number, len(run.rows))) for run in runs}
             for run in runs:
                 run.add(blocks[run.number][1])
@@ -221,7 +221,7 @@ class PlanHost:
                 continue
             start, stop = scheduled.computed, scheduled.computed + scheduled.stop - scheduled.start
             fresh = max(start, request.captured)
-            repeats = repeats and fresh == start and not request.payload.behind  # its trace takes them in each step
+            repeats = repeats and not request.payload.behind  # its trace takes them in each step
             request.captured = max(stop, request.captured)
             for number, first, count in request.loaded.kept(fresh, stop, request.length) if fresh < stop else ():
                 wanted.setdefault(number, []).append((request, scheduled.start + first - start, count, first))

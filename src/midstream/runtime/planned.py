@@ -74,18 +74,17 @@ class CapturedRun:
     def __init__(self, number: int, rows: np.ndarray, requests: Sequence[PlannedRequest], layout: Layout) -> None:
         self.number, self.rows, self._requests = number, rows, requests
         self._layout = layout
-        self._first = [request.captured for request in requests]  # positions
+        self._first = np.array([request.captured for request in requests])  # positions
         self._blocks: list[torch.Tensor] = []  # of each step, `[requests, width]`
         self._joined: torch.Tensor | None = None  # `[requests, steps, width]`, once rows were taken
         self._staying = set(requests)  # those whose rows have not been taken
 
-    @property
-    def goes_on(self) -> bool:
-        """Whether the coming step's rows belong to it: no request has left it, and none was in another batch."""
-        steps = len(self._blocks)
-        return len(self._staying) == len(self._requests) and all(
-            request.captured == first + steps for request, first in zip(self._requests, self._first, strict=True)
-        )
+    def goes_on(self, computed: np.ndarray) -> bool:
+        """Whether the coming step's rows are the next ones of each request. They are not if rows have been taken.
+
+        `computed`: as of the step's `StepView`, whose requests have one row each.
+        """
+        return bool(np.array_equal(computed[self.rows], self._first + len(self._blocks)))
 
     @property
     def most(self) -> int:
@@ -111,7 +110,7 @@ class CapturedRun:
         index = self._requests.index(request)
         rows = self._joined[index]
         self.leave(request)
-        return Piece(self._first[index], self._layout, rows, 0, len(rows))
+        return Piece(int(self._first[index]), self._layout, rows, 0, len(rows))
 
     def leave(self, request: PlannedRequest) -> None:
         """The request needs no further rows of the run, which ends. Behind the last one, it holds no memory."""
