@@ -73,6 +73,8 @@ def body(seed: int) -> str:
         ["found = {}", f"for step in {steps}:", f"    found[step] = [{some} for layer in {layers}]", "return found, 1"],
         ["found = list()", f"for step in {steps}:", f"    for layer in {layers}:", f"        h = {some}",
          "        found.append((step, layer, h))", "return found"],
+        [f"h = model.{site}[2]", f"return h{row}"],
+        ["found = []", f"for step in {steps}:", f"    h = model.{site}[2]", f"    found.append(h{row})", "return found"],
         [f"first = {one}", f"return (first, [{one} for _ in tracer.iter[1:]])"],
     ]))])  # fmt: skip
 

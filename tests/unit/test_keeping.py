@@ -49,6 +49,13 @@ def test_only_the_rows_that_are_kept_are_captured():
     def last_of_every_step(model, tracer):
         return {step: midstream.save(model.resid_mid[2][-1:].cpu()) for step in tracer.all()}
 
+    def by_names(model, tracer):
+        found = []
+        for _ in tracer.iter[:]:
+            h = model.layers_output[1]
+            found.append(save(h[-1]))
+        return found
+
     def first_and_others(model, tracer):
         first = model.layers_output[0][-1]
         return first, [[model.layers_output[layer][-1] for layer in LISTED] for _ in tracer.iter[1:3]]
@@ -56,6 +63,7 @@ def test_only_the_rows_that_are_kept_are_captured():
     assert positions(prompt) == ("whole", {("resid_post", (1,)): ["all_prompt"]})
     assert positions(last_of_prompt) == ("last", {("resid_post", (0, 1, 2, 3)): ["last_prompt"]})
     assert positions(every_step) == ("whole", {("mlp_out", (3,)): ["all"]})
+    assert positions(by_names) == ("last", {("resid_post", (1,)): ["last_prompt", "all_generated"]})
     assert positions(by_step) == ("whole", {("resid_post", (0, 2)): ["all"]})
     assert positions(last_of_every_step) == ("last", {("resid_mid", (2,)): ["last_prompt", "all_generated"]})
     assert positions(first_and_others) == ("last", {("resid_post", (0, 2)): ["last_prompt", "all_generated"]})
@@ -85,9 +93,20 @@ def some_rows(model):
     return model.layers_output[1][1:]
 
 
-def later(model):
+def two_kinds_of_a_name(model):
     h = model.layers_output[1]
-    return h[-1]
+    return h[-1], h
+
+
+def two_kinds_under_two_names(model):
+    h = model.layers_output[1]
+    other = h
+    return h[-1], other
+
+
+def a_row_of_a_name(model):
+    h = model.layers_output[1]
+    return h[0]
 
 
 def computes(model):
@@ -207,10 +226,10 @@ def of_a_class(model):
 
 
 NOT_KEPT = [
-    two_kinds, two_sites, heads, another_row, first_row, some_rows, later, computes, negates, loops_over_a_sum,
-    adds_up_in_a_later_round, casts, moves, reads_logits, reads_the_result, stops, goes_on, caches, writes, chooses,
-    chooses_in_a_loop, keeps_in_the_callers_list, gives_the_callers_list, calls_a_helper, stacks, prints, lengths, by_module,
-    sliced, generates, another_list, of_a_class,
+    two_kinds, two_sites, heads, another_row, first_row, some_rows, two_kinds_of_a_name, two_kinds_under_two_names,
+    a_row_of_a_name, computes, negates, loops_over_a_sum, adds_up_in_a_later_round, casts, moves, reads_logits, reads_the_result,
+    stops, goes_on, caches, writes, chooses, chooses_in_a_loop, keeps_in_the_callers_list, gives_the_callers_list, calls_a_helper,
+    stacks, prints, lengths, by_module, sliced, generates, another_list, of_a_class,
 ]  # fmt: skip
 
 

@@ -28,8 +28,10 @@ def rows_kept(statements: Sequence[ast.stmt], names: Mapping[str, Any]) -> Rows 
     """
     keeping = _Keeping(names)
     known = -1
-    while known < len(keeping.holding):  # once more, if a name turned out to hold rows: a loop may have used it before
-        known = len(keeping.holding)
+    while known < (
+        now := len(keeping.holding) + len(keeping.steps)
+    ):  # a loop may have used names that turn out to hold rows
+        known = now
         if not all(map(keeping.statement, statements)):
             return None
     return keeping.reads.pop() if len(keeping.reads) == 1 else None
@@ -39,12 +41,14 @@ class _Keeping:
     """Follows code of these forms. Each method says whether the node is one of them.
 
     Attributes:
-        holding: the code's own names that may stand for rows, or for something with rows in it.
+        steps: the code's own names that may stand for the rows of a step.
+        holding: others that may stand for rows, or for something with rows in it.
         reads: the kinds of its reads.
     """
 
     def __init__(self, names: Mapping[str, Any]) -> None:
         self.names = names
+        self.steps: set[str] = set()
         self.holding: set[str] = set()
         self.reads: set[Rows] = set()
 
@@ -54,6 +58,9 @@ class _Keeping:
                 return True
             case ast.Expr(value=value) | ast.Return(value=ast.expr() as value):
                 return self.value(value)
+            case ast.Assign(targets=[ast.Name(id=name) as target], value=value) if self._is_read(value):
+                self.steps.add(name)
+                return self._takes(target)
             case ast.Assign(targets=[target], value=value):
                 return self._binds(target, value) and self.value(value)
             case ast.For(target=target, iter=over, body=body, orelse=[]):
@@ -98,10 +105,10 @@ class _Keeping:
     def value(self, node: ast.expr) -> bool:
         """An expression that may hold rows."""
         match node:
-            case ast.Subscript(value=owner, slice=index) if self._is_read(owner) and _is_last(index):
+            case ast.Subscript(value=owner, slice=index) if self._is_step(owner) and _is_last(index):
                 self.reads.add("last")
                 return True
-            case ast.Subscript() if self._is_read(node):
+            case ast.Subscript() | ast.Name() if self._is_step(node):
                 self.reads.add("whole")
                 return True
             case ast.Name(id=name) if name in self.holding:
@@ -135,7 +142,11 @@ class _Keeping:
                 return True
             case ast.Name(id=name):
                 found = self.names.get(name)
-                return name not in self.holding if found is None else isinstance(found, Known) and is_fixed(found.value)
+                return (
+                    name not in self.holding | self.steps
+                    if found is None
+                    else isinstance(found, Known) and is_fixed(found.value)
+                )
             case ast.Attribute(value=ast.Name(id=name), attr="num_layers"):
                 return self.names.get(name) is MODEL
             case ast.UnaryOp(operand=operand):
@@ -152,6 +163,10 @@ class _Keeping:
 
     def _in_loops(self, loops: Iterable[ast.comprehension]) -> bool:
         return all(not (each.ifs or each.is_async) and self._loops(each.target, each.iter) for each in loops)
+
+    def _is_step(self, node: ast.expr) -> bool:
+        """A read, or a name that may stand for one."""
+        return self._is_read(node) or (isinstance(node, ast.Name) and node.id in self.steps)
 
     def _is_read(self, node: ast.expr) -> bool:
         """`model.layers_output[3]`"""
