@@ -166,6 +166,9 @@ def trace_rows(model: Any, load: Load) -> list[Row]:
     def read_every_step(m: Any, tracer: Any) -> list[Any]:
         return [m.layers_output[middle][-1] for _ in tracer.iter[:]]
 
+    def norm_every_step(m: Any, tracer: Any) -> list[Any]:
+        return [m.layers_output[middle][-1].norm() for _ in tracer.iter[:]]
+
     def add(m: Any, tracer: Any) -> None:
         for _ in tracer.iter[:]:
             m.layers_output[middle] += vector
@@ -177,6 +180,7 @@ def trace_rows(model: Any, load: Load) -> list[Row]:
     traces: dict[str, Callable[..., Any]] = {
         "reads one layer of its prompt": read,
         "reads one layer's last row in every step": read_every_step,
+        "takes the norm of one layer's last row in every step": norm_every_step,
         "adds a vector in every step": add,
         "replaces an MLP's output by its tanh in every step": squash_mlp,
     }

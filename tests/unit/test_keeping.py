@@ -118,6 +118,14 @@ def negates(model):
     return -h
 
 
+def loops_over_rows(model):
+    h = model.layers_output[1]
+    rows = []
+    for row in h:
+        rows.append(row)
+    return h, rows
+
+
 def loops_over_a_sum(model):
     h = model.layers_output[1]
     return [row.clone() for row in h + h]
@@ -227,9 +235,9 @@ def of_a_class(model):
 
 NOT_KEPT = [
     two_kinds, two_sites, heads, another_row, first_row, some_rows, two_kinds_of_a_name, two_kinds_under_two_names,
-    a_row_of_a_name, computes, negates, loops_over_a_sum, adds_up_in_a_later_round, casts, moves, reads_logits, reads_the_result,
-    stops, goes_on, caches, writes, chooses, chooses_in_a_loop, keeps_in_the_callers_list, gives_the_callers_list, calls_a_helper,
-    stacks, prints, lengths, by_module, sliced, generates, another_list, of_a_class,
+    a_row_of_a_name, computes, negates, loops_over_rows, loops_over_a_sum, adds_up_in_a_later_round, casts, moves, reads_logits,
+    reads_the_result, stops, goes_on, caches, writes, chooses, chooses_in_a_loop, keeps_in_the_callers_list,
+    gives_the_callers_list, calls_a_helper, stacks, prints, lengths, by_module, sliced, generates, another_list, of_a_class,
 ]  # fmt: skip
 
 

@@ -239,7 +239,7 @@ class DescribedModel(TraceModel):
         """
         if fn is None:
             return ExplainContext(self)
-        text = explained(FunctionProgram(fn), self._known)
+        text = explained(FunctionProgram(fn), self._known, may_keep=not self._is_elsewhere)
         print(text)
         return text
 
@@ -302,7 +302,8 @@ class ExplainContext(BlockContext):
     def _captured(self, block: Block, frame: FrameType) -> None:
         injected = {block.target: BodyTracer()} if isinstance(block.target, str) else {}
         model = self._model
-        print(explained(BlockProgram(block, injected), model._known))
+        may_keep = not (model._is_elsewhere or model._is_async)
+        print(explained(BlockProgram(block, injected), model._known, may_keep))
 
 
 def _point(text: str) -> Point:

@@ -27,13 +27,12 @@ def rows_kept(statements: Sequence[ast.stmt], names: Mapping[str, Any]) -> Rows 
         names: what is known of its names at the beginning, other than builtins.
     """
     keeping = _Keeping(names)
-    known = -1
-    while known < (
-        now := len(keeping.holding) + len(keeping.steps)
-    ):  # a loop may have used names that turn out to hold rows
-        known = now
+    is_new = True
+    while is_new:  # again if a name turned out to hold rows: a loop may have used it before
+        known = len(keeping.holding) + len(keeping.steps)
         if not all(map(keeping.statement, statements)):
             return None
+        is_new = len(keeping.holding) + len(keeping.steps) > known
     return keeping.reads.pop() if len(keeping.reads) == 1 else None
 
 
@@ -67,7 +66,7 @@ class _Keeping:
                 return self._loops(target, over) and all(map(self.statement, body))
             case ast.With(items=[ast.withitem(context_expr=steps, optional_vars=target)], body=body):
                 named = target is None or self._takes(target)
-                return named and self._steps(steps) and all(map(self.statement, body))
+                return named and self._is_steps(steps) and all(map(self.statement, body))
         return False
 
     def _takes(self, target: ast.expr) -> bool:
@@ -89,12 +88,9 @@ class _Keeping:
         return True
 
     def _loops(self, target: ast.expr, over: ast.expr) -> bool:
-        if self._steps(over):
-            return self._takes(target)
-        is_known = self.plain(over) or (isinstance(over, ast.Name) and self.value(over))
-        return is_known and self._binds(target, over)
+        return self._takes(target) and (self._is_steps(over) or self.plain(over))
 
-    def _steps(self, node: ast.expr) -> bool:
+    def _is_steps(self, node: ast.expr) -> bool:
         match node:
             case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="all"), args=[], keywords=[]):
                 return self.names.get(name) is TRACER

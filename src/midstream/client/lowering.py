@@ -121,17 +121,17 @@ def _points(plan: Plan, num_layers: int) -> set[Point]:
     return {(item.site, layer) for item in items for layer in item.layers_in(num_layers)}
 
 
-def explained(program: Program, model: Model) -> str:
-    """What becomes of a program, line by line, as text. Prompts are taken to have enough tokens for the positions that it names."""
+def explained(program: Program, model: Model, may_keep: bool) -> str:
+    """What becomes of a program, line by line, as text. Prompts are taken to have enough tokens for the positions that it names.
+
+    `may_keep`: whether it runs in this process if it only keeps rows.
+    """
     found = lower(program, model, _LONG_PROMPT)
     lines = [f"{f'line {note.line}':>10}  {note.kind:<8} {note.text}" for note in found.notes]
     if found.reason is not None:
         end = "The trace runs in the forward: its steps are slower, for all requests in them."
-    elif found.keeps is not None:
-        end = (
-            "A plan captures what the trace keeps, and its code runs here when the request has ended. Where its outputs are streamed, it "
-            "runs behind the step."
-        )
+    elif found.keeps is not None and may_keep:
+        end = "A plan captures what the trace keeps, and its code runs in this process when the request has ended."
     elif found.needs_body:
         end = "The trace runs behind the step: a plan makes its writes, and its code gets captured rows. The forward is not stopped."
     else:
