@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_lowering import FACTS, LENGTH, Holder, V, found
+from test_lowering import FACTS, LENGTH, MODEL, Holder, V, found
 
 import midstream
+from midstream.client.lowering import lower
+from midstream.client.model import StandingEdit
 from midstream.errors import NeverReachedError, OutOfOrderError
 from midstream.trace.kept import CapturedSteps, run_kept
 from midstream.trace.program import RETURNED, FunctionProgram
@@ -245,6 +247,16 @@ NOT_KEPT = [
 def test_code_that_does_anything_else_is_not_taken(fn):
     """Seen failing for each part of the check that was taken away."""
     assert found(fn).kept is None
+
+
+def test_a_standing_edit_is_not_taken():
+    """It runs in every step. Seen failing where its program was taken for a request's own."""
+
+    def reads(model):
+        return model.layers_output[1]
+
+    assert lower(FunctionProgram(reads), MODEL, LENGTH).kept is not None
+    assert lower(StandingEdit(FunctionProgram(reads), has_name=True), MODEL, LENGTH).kept is None
 
 
 def kept(fn, count=3, prompt=LENGTH):
