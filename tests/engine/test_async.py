@@ -552,6 +552,27 @@ def test_i1_awaited_functions_are_kept_and_streams_show_what_is_saved_so_far(mod
     drive(check())
 
 
+def test_i1_a_function_that_is_kept_sees_its_variables_as_they_were(model: VLLM, drive: Drive) -> None:
+    """Its code runs when the request has ended. Seen failing where the caller's own function runs, and not a copy of it."""
+    layer = 1
+
+    def read(model: Any) -> Any:
+        return model.layers_output[layer]
+
+    async def check() -> None:
+        nonlocal layer
+        early = model.run(read, FRANCE)
+        layer = 4
+        late = await model.run(read, FRANCE)
+        with model.trace(FRANCE) as tracer:
+            expected = [model.layers_output[1].save(), model.layers_output[4].save()].save()
+        (output,) = [output async for output in tracer.backend]
+        for mine, theirs in zip((await early, late), output.saves["expected"], strict=True):
+            torch.testing.assert_close(mine, theirs)
+
+    drive(check())
+
+
 def test_another_event_loop_is_refused(model: VLLM, drive: Drive) -> None:
     with pytest.raises(MidstreamError, match="event loop"):
         asyncio.run(model.start())

@@ -14,8 +14,9 @@ from midstream.trace.kept import CapturedSteps, run_kept
 from midstream.trace.program import RETURNED, FunctionProgram
 from midstream.trace.tracer import save
 
-LISTED = (0, 2)
+LISTED = [0, 2]
 FOUND: list = []
+TENSORS = [V]
 rows = layer = step = "of a notebook's other cells"
 
 
@@ -193,7 +194,17 @@ def keeps_in_the_callers_list(model):
 
 
 def gives_the_callers_list(model):
-    return model.layers_output[1], FOUND
+    return model.layers_output[1], LISTED
+
+
+def binds_the_callers_list(model):
+    mine = LISTED
+    mine.append(1)
+    return [model.layers_output[layer] for layer in mine]
+
+
+def loops_over_the_callers_tensors(model):
+    return [model.layers_output[1] for row in TENSORS]
 
 
 def calls_a_helper(model):
@@ -239,7 +250,8 @@ NOT_KEPT = [
     two_kinds, two_sites, heads, another_row, first_row, some_rows, two_kinds_of_a_name, two_kinds_under_two_names,
     a_row_of_a_name, computes, negates, loops_over_rows, loops_over_a_sum, adds_up_in_a_later_round, casts, moves, reads_logits,
     reads_the_result, stops, goes_on, caches, writes, chooses, chooses_in_a_loop, keeps_in_the_callers_list,
-    gives_the_callers_list, calls_a_helper, stacks, prints, lengths, by_module, sliced, generates, another_list, of_a_class,
+    gives_the_callers_list, binds_the_callers_list, loops_over_the_callers_tensors, calls_a_helper, stacks, prints, lengths,
+    by_module, sliced, generates, another_list, of_a_class,
 ]  # fmt: skip
 
 

@@ -226,13 +226,13 @@ class DescribedModel(TraceModel):
         )
 
     def explain(self, fn: Callable[..., Any] | None = None) -> Any:
-        """Print what becomes of a trace's code line by line: what a plan does, what is read behind the step, what stays in the forward.
+        """Print what becomes of a trace's code line by line: what a plan does, what is captured, what stays in the forward.
 
             model.explain(fn)               # fn(model) or fn(model, tracer), as for `run`
             with model.explain():           # the block is not run
                 model.layers_output[10] += v
 
-        Nothing is computed. Standing edits are not among it.
+        Nothing is computed. The text does not take into account `n`, a plan beside the trace, or edits of the model.
 
         Returns:
             The text, for a function.

@@ -80,7 +80,7 @@ def source_of(fn: FunctionType, node: ast.AST | None) -> tuple[ast.FunctionDef, 
 
 
 def _outer_names(code: CodeType) -> set[str]:
-    """The names that code does not bind itself, with those of attributes."""
+    """The global and builtin names that the code and its inner functions use. Names of attributes are among them."""
     return {*code.co_names}.union(*(_outer_names(each) for each in code.co_consts if isinstance(each, CodeType)))
 
 
@@ -424,7 +424,7 @@ class Reader(Writes):
         code: Sequence[ast.AST],
         body: Callable[[], None],
     ) -> None:
-        """A loop over steps. `body` follows its `code` once."""
+        """A loop over steps. `code`: what is repeated. `body`: follows it once."""
         record = self.record
         if isinstance(chosen, ast.Subscript):
             self._value(chosen.slice)

@@ -1,4 +1,7 @@
-"""Which traces only keep rows of activations: a plan captures the rows, and the code runs here when its request has ended."""
+"""Finds the traces that only keep rows of activations.
+
+A plan captures the rows, and `trace/kept.py` runs the code in the caller's process after the request has ended.
+"""
 
 from __future__ import annotations
 
@@ -11,24 +14,24 @@ from midstream.sites import LAYER_SITES, site_of
 from midstream.trace.program import is_package
 from midstream.trace.tracer import save
 
-Rows = Literal["last", "whole"]  # the last row of each step, or all of them
+Rows = Literal["last", "whole"]  # of each value: its last row, or all its rows
 _COPIES = ("save", "clone", "cpu")  # methods without arguments that give the same values
 _COUNTED = ("range", "len", "enumerate", "reversed", "zip")
 _MADE = ("list", "dict")
 
 
 def rows_kept(statements: Sequence[ast.stmt], names: Mapping[str, Any]) -> Rows | None:
-    """Which rows the code keeps of what it reads; None if it may do anything else, or keeps other rows.
+    """Which rows the code keeps of each value that it reads. None if it may do more than keep them, or keeps other rows.
 
-    Only a few forms are taken: reads of a whole site or of its last row, `save`, lists, dicts, and loops over steps and numbers. Such
-    code gives the same values wherever it runs.
+    Only a few forms of code are accepted: reads of a whole value or of its last row, `save`, lists, dicts, and loops over steps and
+    numbers. Such code gives the same values wherever it runs.
 
     Args:
-        names: what is known of its names at the beginning, other than builtins.
+        names: the outer names that the code uses, and what is known of each. Builtins are not among them.
     """
     keeping = _Keeping(names)
     is_new = True
-    while is_new:  # again if a name turned out to hold rows: a loop may have used it before
+    while is_new:  # go through the code again if a new name holds rows: an earlier line of a loop may use it
         known = len(keeping.holding) + len(keeping.steps)
         if not all(map(keeping.statement, statements)):
             return None
@@ -37,11 +40,11 @@ def rows_kept(statements: Sequence[ast.stmt], names: Mapping[str, Any]) -> Rows 
 
 
 class _Keeping:
-    """Follows code of these forms. Each method says whether the node is one of them.
+    """Checks that code has only the forms that `rows_kept` accepts. Most methods say whether a node is such a form.
 
     Attributes:
-        steps: the code's own names that may stand for the rows of a step.
-        holding: others that may stand for rows, or for something with rows in it.
+        steps: local names that may be a whole value that was read.
+        holding: other local names that may be rows, or a container of rows.
         reads: the kinds of its reads.
     """
 
@@ -70,7 +73,7 @@ class _Keeping:
         return False
 
     def _takes(self, target: ast.expr) -> bool:
-        """A name of the code's own, or an item of such a list or dict."""
+        """Whether the target is a local name, an item of a local list or dict, or a tuple of these."""
         match target:
             case ast.Name(id=name):
                 return name not in (*self.names, *_COUNTED, *_MADE)
@@ -88,7 +91,12 @@ class _Keeping:
         return True
 
     def _loops(self, target: ast.expr, over: ast.expr) -> bool:
-        return self._takes(target) and (self._is_steps(over) or self.plain(over))
+        return self._takes(target) and (self._is_steps(over) or self.plain(over) or self._is_listed(over))
+
+    def _is_listed(self, node: ast.expr) -> bool:
+        """Whether it is the name of a list of fixed values."""
+        found = self.names.get(node.id) if isinstance(node, ast.Name) else None
+        return isinstance(found, Known) and type(found.value) is list and is_fixed(tuple(found.value))
 
     def _is_steps(self, node: ast.expr) -> bool:
         match node:
@@ -99,7 +107,7 @@ class _Keeping:
         return False
 
     def value(self, node: ast.expr) -> bool:
-        """An expression that may hold rows."""
+        """Whether the expression is of these forms. It may hold rows."""
         match node:
             case ast.Subscript(value=owner, slice=index) if self._is_step(owner) and _is_last(index):
                 self.reads.add("last")
@@ -132,7 +140,7 @@ class _Keeping:
         return False
 
     def plain(self, node: ast.expr) -> bool:
-        """An expression for a number, a text, or something to loop over."""
+        """Whether the expression cannot hold rows: a number, a text, or numbers to loop over."""
         match node:
             case ast.Constant():
                 return True
@@ -161,7 +169,7 @@ class _Keeping:
         return all(not (each.ifs or each.is_async) and self._loops(each.target, each.iter) for each in loops)
 
     def _is_step(self, node: ast.expr) -> bool:
-        """A read, or a name that may stand for one."""
+        """Whether it is a read, or a name that may be the value of one."""
         return self._is_read(node) or (isinstance(node, ast.Name) and node.id in self.steps)
 
     def _is_read(self, node: ast.expr) -> bool:
@@ -181,12 +189,12 @@ class _Keeping:
         return False
 
     def _is_one_of(self, function: ast.expr, known: Sequence[str]) -> bool:
-        """A builtin, by its own name."""
+        """Whether it is one of these builtins, and the name has no other meaning here."""
         return isinstance(function, ast.Name) and function.id in known and function.id not in self.names
 
 
 def _bound(target: ast.expr) -> Iterator[str]:
-    """The names that are set, or that stand for a list or dict with an item that is."""
+    """The names that an assignment to the target changes: for `x[i]`, this is `x`."""
     match target:
         case ast.Name(id=name) | ast.Subscript(value=ast.Name(id=name)):
             yield name

@@ -41,7 +41,7 @@ class Model:
         modules: the paths of all modules.
         values: `model.layers.3.mlp.output` -> the site whose value it is, for modules' inputs and outputs that are a site's value.
         aliases: other names of modules.
-        points: where the forward is at a site: `model.layers.3.output`.
+        points: `("resid_post", 3)` -> `model.layers.3.output`, the name of a site in error messages.
     """
 
     facts: ModelFacts

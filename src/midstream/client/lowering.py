@@ -43,7 +43,7 @@ class Lowered:
         reason: why it has to run in the forward; None if it need not.
         needs_body: whether it does more than the edits.
         changes_captured: whether it may change one of the caller's objects, which another body may use.
-        keeps: which rows it keeps, if it does nothing else.
+        keeps: the last row or the whole value, if it only keeps rows; else None.
     """
 
     edits: tuple[Edit, ...] = ()
@@ -78,7 +78,7 @@ class Lowered:
         return Kept(self.keeps, self.kept_plan) if self.keeps is not None else None
 
     def _captures(self, of_prompt: Sequence[str], of_all: Sequence[str]) -> Iterator[Capture]:
-        """What it reads, at these positions: where it reads in the prompt's step alone, and where in others."""
+        """Captures of what it reads. `of_prompt`: the positions for a point that it reads only in the prompt's step."""
         groups: dict[tuple[str, bool], list[int]] = {}
         for (site, layer), in_prompt in sorted(self.reads.items()):
             groups.setdefault((site, in_prompt), []).append(layer)
@@ -87,17 +87,17 @@ class Lowered:
 
 
 class Kept(NamedTuple):
-    """The rows that a trace keeps of each step's, and the plan that captures them."""
+    """Which rows of each step a trace keeps, and the plan that captures them."""
 
     rows: Rows
     plan: Plan
 
 
 class Behind(NamedTuple):
-    """Traces that do not stop the forward: the plan of each, and whether their bodies have to run behind the step besides.
+    """Traces that do not stop the forward: the plan of each, and whether the engine has to run their bodies behind the step, too.
 
     Attributes:
-        kept: what each keeps, if all of them do nothing else: then their bodies may run when the requests have ended.
+        kept: what each keeps, if all of them only keep rows. Their code may then run after the requests have ended.
     """
 
     plans: Sequence[Plan]
@@ -124,14 +124,14 @@ def _points(plan: Plan, num_layers: int) -> set[Point]:
 def explained(program: Program, model: Model, may_keep: bool) -> str:
     """What becomes of a program, line by line, as text. Prompts are taken to have enough tokens for the positions that it names.
 
-    `may_keep`: whether it runs in this process if it only keeps rows.
+    `may_keep`: whether its code may run in this process if it only keeps rows.
     """
     found = lower(program, model, _LONG_PROMPT)
     lines = [f"{f'line {note.line}':>10}  {note.kind:<8} {note.text}" for note in found.notes]
     if found.reason is not None:
         end = "The trace runs in the forward: its steps are slower, for all requests in them."
     elif found.keeps is not None and may_keep:
-        end = "A plan captures what the trace keeps, and its code runs in this process when the request has ended."
+        end = "The trace only keeps rows. A plan captures them, and the trace's code runs in this process after the request has ended."
     elif found.needs_body:
         end = "The trace runs behind the step: a plan makes its writes, and its code gets captured rows. The forward is not stopped."
     else:
@@ -159,9 +159,8 @@ def lower(program: Program, model: Model, prompt_length: int | None) -> Lowered:
             record.changes_captured,
         )
         sites = {site for site, _ in lowered.reads}
-        if (
-            lowered.needs_body and not program.is_standing and len(sites) == 1 and sites != {"attn_z"}
-        ):  # which has heads
+        # `attn_z` has an axis of heads, which captured rows do not have.
+        if lowered.needs_body and not program.is_standing and len(sites) == 1 and sites != {"attn_z"}:
             lowered.keeps = rows_kept(statements, given)
         return lowered
     except Stays as stays:

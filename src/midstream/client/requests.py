@@ -62,7 +62,7 @@ class Invoke:
         collected: for a request of `model.collect`.
         record: for a request of `model.record`, the run that its captured rows are kept as.
         edits: the programs of the edits that run before its own; None for all edits of the model.
-        is_streamed: whether its saved values may be asked for before it ends, on an async engine.
+        is_streamed: whether the caller can read saved values while the request runs. Only async engines use this.
     """
 
     prompt: Any

@@ -21,13 +21,13 @@ from midstream.client.model import loading_arguments
 from midstream.client.requests import Invoke, InvokeResult, PreparedPlan, engine_params, token_ids, without_destinations
 from midstream.client.vllm_async import EngineStream
 from midstream.client.vllm_captures import RowReceiver
-from midstream.client.vllm_engine import EngineConnection, EngineRequest, run_continuously, run_requests
+from midstream.client.vllm_engine import EngineConnection, EngineRequest, Here, run_continuously, run_requests
 from midstream.engine import launch
 from midstream.errors import MidstreamError, ParameterError, PlanError, TraceError
 from midstream.plan.values import Plan
 from midstream.runtime.request import Envelope, PlanRequest, TraceRequest, packed, requests_of
 from midstream.settings import NAME, RECORD_BYTES, TRACE_SHARE, WEIGHT_BYTES, Settings
-from midstream.trace.kept import CapturedSteps, run_kept
+from midstream.trace.kept import CapturedSteps, programs_here, run_kept
 from midstream.trace.program import Outcome, Program, ShippedCode, unrun
 
 _GROUP = 32  # invokes that become requests at a time
@@ -277,33 +277,38 @@ class VLLM(DescribedModel):
             else:
                 traces = [replace(trace, behind=True) for trace in traces if trace is not None]
                 if behind.kept is not None or not behind.needs_bodies:
-                    traces = [None] * len(invokes)  # the plans do all that they do in the engine
+                    traces = [None] * len(invokes)  # the engine needs no code
         if behind is None and has_plans:
             plans = self.planner.prepare_all(invokes, prompts)
-        kept = behind.kept if behind is not None and behind.kept is not None else [None] * len(invokes)
+        kept: Sequence[Kept | None] = [None] * len(invokes)
+        programs: Sequence[Sequence[Program]] = []
+        if behind is not None and behind.kept is not None and code is not None:
+            kept, programs = behind.kept, programs_here(code.programs, self.num_layers)
         shared: dict[Any, Any] = {}
         requests = []
-        for invoke, ids, trace, plan, keeps in zip(invokes, prompts, traces, plans, kept, strict=True):
+        for number, (invoke, ids, trace, plan, keeps) in enumerate(
+            zip(invokes, prompts, traces, plans, kept, strict=True)
+        ):
             rows = None
             if plan is not None and plan.plan.captures and (behind is None or keeps is not None):
                 rows = self._receiver(plan, invoke.params.get("n", 1), invoke)
             params = _params(invoke, trace, plan, rows, shared)
             salt = secrets.token_hex(8) if trace is not None else None
-            here = None
-            if trace is None and invoke.program is not None and behind is not None:
-                here = partial(self._run_here, invoke.program, len(ids), keeps)
+            here: Here | None = None
+            if keeps is not None:
+                here = partial(self._run_kept, programs[number][-1], keeps, len(ids))
+            elif trace is None and invoke.program is not None and behind is not None:
+                here = partial(_unrun, invoke.program)
             weights = code.weights if code is not None and trace is not None else {}
             requests.append(
                 EngineRequest(launch.engine_prompt(ids, salt), params, trace, plan, rows, invoke.answers, here, weights)
             )
         return requests
 
-    def _run_here(self, program: Program, prompt: int, keeps: Kept | None, captures: Any, tokens: int) -> Outcome:
-        """The outcome of a program that the engine has not run, of a request with so many prompt tokens and new tokens."""
-        if keeps is None:
-            return unrun(program)
+    def _run_kept(self, program: Program, kept: Kept, prompt: int, captures: Any, tokens: int) -> Outcome:
+        """Run a program that only keeps rows. `prompt`, `tokens`: how many prompt tokens and new tokens its request had."""
         planes = dict(captures)
-        if keeps.rows == "last":
+        if kept.rows == "last":
             prompt = 1
             planes = {point: _alone(plane) for point, plane in planes.items()}
         return run_kept(program, CapturedSteps(planes, prompt, tokens, self._known.points), self.num_layers)
@@ -404,6 +409,10 @@ def _with_plan(
     return params
 
 
+def _unrun(program: Program, captures: Any, tokens: int) -> Outcome:
+    return unrun(program)
+
+
 def _alone(rows: torch.Tensor) -> torch.Tensor:
-    """The rows, without others' that came with them and would be kept in memory."""
+    """The rows, copied if they are a small part of a larger block. Otherwise the whole block would stay in memory."""
     return rows.clone() if rows.untyped_storage().nbytes() > 2 * rows.nbytes else rows

@@ -40,6 +40,7 @@ from midstream.transport.receiver import Mailbox, Receiver
 _FIRST_REQUESTS = 32  # submitted before the first step, so that the first results come soon
 _BATCH = 256  # requests added at a time; with larger steps, the GPU idles while the engine prepares the next step
 _BATCHES = 3  # two may run, and one waits
+Here = Callable[[Any, int], Outcome]  # captures and number of new tokens of a sample -> the outcome of its trace
 _CLOSED = "This engine is closed; make a new VLLM(...)."
 
 
@@ -54,7 +55,7 @@ class EngineRequest:
         plan: its plan.
         rows: receives captured rows.
         answers: the answers to grade.
-        here: makes the outcome of its trace, if that runs no code in the engine, of a sample's captures and number of tokens.
+        here: makes the outcome of its trace, if that runs no code in the engine.
         weights: what its trace needs the workers to hold, by digest.
     """
 
@@ -64,7 +65,7 @@ class EngineRequest:
     plan: PreparedPlan | None
     rows: RowReceiver | None
     answers: Answers
-    here: Callable[[Any, int], Outcome] | None = None
+    here: Here | None = None
     weights: Mapping[str, Weight] = field(default_factory=dict)
 
 
@@ -438,8 +439,8 @@ def put_captures(result: InvokeResult, request: EngineRequest, counts: Sequence[
             _run_here(result, request.here, counts)
 
 
-def _run_here(result: InvokeResult, here: Callable[[Any, int], Outcome], counts: Sequence[int]) -> None:
-    """Put the outcome of a trace that ran no code in the engine on its result, in place of the rows that were captured for it."""
+def _run_here(result: InvokeResult, here: Here, counts: Sequence[int]) -> None:
+    """Make the outcome of a trace that ran no code in the engine, and put it on the result. The rows that it captured are dropped."""
     output = result.output
     samples = [[here(output.captures, count)] for count in counts]
     output.captures = Captured.nothing(output.request_id)

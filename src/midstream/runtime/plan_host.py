@@ -72,7 +72,7 @@ class PlanHost:
         self._batch: RepeatedBatch | None = None  # of the coming step, if it may repeat
         self._prepared: RepeatedBatch | None = None  # the batch that the tables hold
         self._capturing = 0  # requests with rows still to be captured
-        self._has_due = True  # whether rows of the step may have to be sent
+        self._has_due = True  # whether rows may be due to be sent after the step
         self._editing: set[str] = set()  # requests whose plan has edits
         self.step_is_planned = False  # whether a plan acts in the step that is being prepared or run
 
@@ -221,7 +221,7 @@ class PlanHost:
                 continue
             start, stop = scheduled.computed, scheduled.computed + scheduled.stop - scheduled.start
             fresh = max(start, request.captured)
-            repeats = repeats and not request.payload.behind  # its trace takes them in each step
+            repeats = repeats and not request.payload.behind  # a trace behind the step takes its rows in each step
             request.captured = max(stop, request.captured)
             for number, first, count in request.loaded.kept(fresh, stop, request.length) if fresh < stop else ():
                 wanted.setdefault(number, []).append((request, scheduled.start + first - start, count, first))
@@ -245,7 +245,7 @@ class PlanHost:
         return blocks
 
     def _block(self, number: int, rows: int) -> torch.Tensor:
-        """Memory for so many captured rows of a profile."""
+        """New memory for `rows` captured rows of a profile."""
         return torch.empty(rows, self.tables.profiles[number].row_width, dtype=self._dtype, device=self._device)
 
     def take_rows(self, name: str) -> list[Piece]:

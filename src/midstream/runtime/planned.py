@@ -26,7 +26,7 @@ class PlannedRequest:
         computed: positions below this have been computed, or will be in the coming step.
         complete: all its captured rows are sent, if there are any.
         stops_at_text: whether a stop string may end it.
-        pieces: captured rows that are not sent, and runs with rows of it.
+        pieces: captured rows that are not sent yet, and runs that hold rows of this request.
         size: their bytes.
     """
 
@@ -55,7 +55,7 @@ class PlannedRequest:
         return [each if isinstance(each, Piece) else each.take(self) for each in pieces]
 
     def drop_pieces(self) -> None:
-        """Its rows are not needed."""
+        """Forget the rows that are not sent."""
         for run in self.pieces:
             if isinstance(run, CapturedRun):
                 run.leave(self)
@@ -63,11 +63,12 @@ class PlannedRequest:
 
 
 class CapturedRun:
-    """The rows of one profile that a batch captures while it repeats: one of each request in each step.
+    """The rows that a batch captures for one profile while its steps have the same requests: one row of each request in each step.
 
     Args:
         number: of the profile.
-        rows: of the requests in the batch.
+        rows: the row of each request in the batch.
+        requests: in the order of `rows`. All are captured up to the step in which the run begins.
         layout: of each captured row.
     """
 
@@ -77,10 +78,10 @@ class CapturedRun:
         self._first = np.array([request.captured for request in requests])  # positions
         self._blocks: list[torch.Tensor] = []  # of each step, `[requests, width]`
         self._joined: torch.Tensor | None = None  # `[requests, steps, width]`, once rows were taken
-        self._staying = set(requests)  # those whose rows have not been taken
+        self._staying = set(requests)  # those that have neither taken nor dropped their rows
 
     def goes_on(self, computed: np.ndarray) -> bool:
-        """Whether the coming step's rows are the next ones of each request. They are not if rows have been taken.
+        """Whether the coming step has the next row of each request. False once a request has taken its rows.
 
         `computed`: as of the step's `StepView`, whose requests have one row each.
         """
@@ -88,7 +89,7 @@ class CapturedRun:
 
     @property
     def most(self) -> int:
-        """Bytes of the rows of the request that has most."""
+        """The largest number of unsent bytes that one request has."""
         return max(request.size for request in self._requests)
 
     def add(self, block: torch.Tensor) -> None:
@@ -103,7 +104,7 @@ class CapturedRun:
             request.size += size
 
     def take(self, request: PlannedRequest) -> Piece:
-        """The rows of one request, which leaves."""
+        """Take one request's rows out of the run."""
         if self._joined is None:
             self._joined = torch.stack(self._blocks, dim=1)
             self._blocks.clear()
@@ -113,7 +114,7 @@ class CapturedRun:
         return Piece(int(self._first[index]), self._layout, rows, 0, len(rows))
 
     def leave(self, request: PlannedRequest) -> None:
-        """The request needs no further rows of the run, which ends. Behind the last one, it holds no memory."""
+        """The request no longer needs rows of this run. When the last request leaves, the run frees its memory."""
         self._staying.discard(request)
         if not self._staying:
             self._blocks.clear()

@@ -141,7 +141,7 @@ class RepeatedBatch:
         hooked: whether hooks may have to act.
         laid_out: the requests in the runner's order, once it has laid them out.
         rows: the batch's rows, from then on.
-        runs: what it captures, if it has captured one row of each request in the step before.
+        runs: hold what the batch captures. Empty before its second step, and always if a trace takes the rows in each step.
     """
 
     requests: list[str]

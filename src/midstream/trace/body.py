@@ -66,8 +66,8 @@ def never_reached(point: str, step: int) -> NeverReachedError:
     return NeverReachedError(f"{point} of step {step} was never reached: the request ended before it.")
 
 
-def is_over(step: int, now: int) -> OutOfOrderError:
-    """The error for a step that was asked for too late."""
+def step_is_over(step: int, now: int) -> OutOfOrderError:
+    """The error for a step that was asked for after it."""
     return OutOfOrderError(f"step {step} was asked for in step {now}: it is over.")
 
 
@@ -374,7 +374,7 @@ class Body:
         # With several stages a body may be a step behind the forward, because it waited for a later stage's value.
         now = self.now if self.forward.stage.size == 1 else self.step
         if step < now:
-            raise is_over(step, now)
+            raise step_is_over(step, now)
         if step != self.step:
             self.step, self._asked, self._reached = step, None, -1
         return step <= self.now or (not self.ended and bool(self._park(STEP_START, step)))

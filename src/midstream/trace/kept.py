@@ -1,22 +1,23 @@
-"""Runs a trace that only keeps rows of activations, in the caller's process, when its request has ended.
+"""Runs the code of traces that only keep rows of activations, in the caller's process, after their requests have ended.
 
     hidden = [model.layers_output[14][-1] for _ in tracer.iter[:]]
 
-A plan has captured the rows. The code finds them step by step, in the order of the forward, as it would in the engine.
+A plan has captured the rows. The code reads them step by step, in the order of the forward, as in the engine.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import Any, NoReturn, cast
 
 import torch
 
 from midstream.sites import Point, site_of
-from midstream.trace.body import CURRENT, Body, is_over, never_reached, out_of_order
-from midstream.trace.program import BlockProgram, Outcome, Program, is_model, outcome
+from midstream.trace.body import CURRENT, Body, current_body, never_reached, out_of_order, step_is_over
+from midstream.trace.program import Outcome, Program, outcome, unship
+from midstream.trace.tracer import BodyTracer
 
 
 @dataclass(frozen=True)
@@ -24,10 +25,10 @@ class CapturedSteps:
     """The rows that one request has captured for its trace.
 
     Attributes:
-        planes: `[rows, width]` for each point, in the order of the positions. Saved values are views of them.
-        prompt: how many rows of each are of the prompt.
+        planes: `[rows, width]` for each point, in the order of the positions. Values that are saved once are views of them.
+        prompt: how many rows of each plane belong to the prompt: 1 if only its last row was captured.
         count: how many steps the request had.
-        names: of the points, for messages.
+        names: the name of each point in error messages.
     """
 
     planes: Mapping[Point, torch.Tensor]
@@ -36,21 +37,23 @@ class CapturedSteps:
     names: Mapping[Point, str]
 
     def of(self, point: Point) -> tuple[torch.Tensor, ...]:
-        """`[tokens, width]` for each step."""
+        """The point's rows for each step, `[tokens, width]`."""
         plane = self.planes[point]
         return plane[: self.prompt], *plane[self.prompt :].split(1)
 
 
+def programs_here(code: bytes, num_layers: int) -> list[list[Program]]:
+    """Copies of the programs in `ShippedCode.programs`, for `run_kept`. Like an engine's, they do not see later changes of variables."""
+    model = _Model(num_layers)
+    return unship(code, lambda reference: {"model": model, "tracer": BodyTracer()}.get(reference[0]))
+
+
 def run_kept(program: Program, captured: CapturedSteps, num_layers: int) -> Outcome:
-    """The outcome of a trace's code, which is one for which `keeps_rows` has said so."""
+    """Run a program of `programs_here` that only keeps rows, and return its outcome."""
     body = KeptBody(captured)
-    model = _Model(body, num_layers)
-    if isinstance(program, BlockProgram):
-        names = [name for name, value in program.block.captured.items() if is_model(value)]
-        program = replace(program, injected={**program.injected, **dict.fromkeys(names, model)})
     token = CURRENT.set(body)
     try:
-        body.result = program.run(model, {})
+        body.result = program.run(_Model(num_layers), {})
     except Exception as error:
         body.failure = error
     finally:
@@ -59,19 +62,19 @@ def run_kept(program: Program, captured: CapturedSteps, num_layers: int) -> Outc
 
 
 class KeptBody(Body):
-    """A body whose steps are over, so that it never waits."""
+    """A body that runs after all its steps have ended. It never waits."""
 
     def __init__(self, captured: CapturedSteps) -> None:
         super().__init__("kept", lambda: None, in_engine=True)
         self.now = 0
         self._captured = captured
         self._steps: dict[Point, tuple[torch.Tensor, ...]] = {}
-        self._layer = -1  # that it has read last in this step
+        self._layer = -1  # the layer that it read last in this step
         self._saved: set[int] = set()  # the addresses of saved tensors
 
     def wait_for_step(self, step: int) -> bool:
         if step < self.now:
-            raise is_over(step, self.now)
+            raise step_is_over(step, self.now)
         self.step, self.ended = step, step >= self._captured.count
         if step > self.now:
             self.now, self._layer = min(step, self._captured.count - 1), -1
@@ -102,20 +105,20 @@ class KeptBody(Body):
 
 
 class _Model:
-    """The model as such code uses it: accessors of sites, and its number of layers."""
+    """What such code uses of the model: accessors of sites, and the number of layers."""
 
-    def __init__(self, body: KeptBody, num_layers: int) -> None:
-        self._body, self.num_layers = body, num_layers
+    def __init__(self, num_layers: int) -> None:
+        self.num_layers = num_layers
 
     def __getattr__(self, name: str) -> _Layers:
-        found = _Layers(self._body, site_of(name), self.num_layers)
+        found = _Layers(site_of(name), self.num_layers)
         self.__dict__[name] = found
         return found
 
 
 class _Layers:
-    def __init__(self, body: KeptBody, site: str, num_layers: int) -> None:
-        self._body, self._site, self._layers = body, site, range(num_layers)
+    def __init__(self, site: str, num_layers: int) -> None:
+        self._site, self._layers = site, range(num_layers)
 
     def __getitem__(self, layer: int) -> torch.Tensor:
-        return self._body.rows(self._site, self._layers[operator.index(layer)])
+        return cast(KeptBody, current_body()).rows(self._site, self._layers[operator.index(layer)])
