@@ -565,7 +565,7 @@ def test_i1_a_function_that_is_kept_sees_its_variables_as_they_were(model: VLLM,
         layer = 4
         late = await model.run(read, FRANCE)
         with model.trace(FRANCE) as tracer:
-            expected = [model.layers_output[1].save(), model.layers_output[4].save()].save()
+            expected = [model.layers_output[1].save(), model.layers_output[4].save()].save()  # noqa: F841
         (output,) = [output async for output in tracer.backend]
         for mine, theirs in zip((await early, late), output.saves["expected"], strict=True):
             torch.testing.assert_close(mine, theirs)

@@ -49,6 +49,7 @@ class Record:
         self.latest = (-1, 0)
         self.is_lent = False  # whether the activation at `at` may be a tensor that the body has a name for
         self.rounds = 0
+        self.knows_layers = True  # of all its reads
 
     @property
     def length(self) -> int:

@@ -656,7 +656,7 @@ class Reader(Writes):
                     point = (owner.site, chosen)
                     return record.now(point)
                 layers = chosen
-            record.needs_body = True
+            record.needs_body, record.knows_layers = True, False
             if len(layers):
                 record.read(node, owner.site, list(layers))
             return SHARED
@@ -716,6 +716,8 @@ class Reader(Writes):
             if not isinstance(over, Items):
                 self._refuse_model(node, over)
             items = _items(over)
+            if items is None and any(map(self.goes_through_steps, [*elements, *generator.ifs, *rest[1:]])):
+                raise Stays(node, "how often it goes through the steps is not known")
             is_known = is_known and items is not None and not generator.ifs
             if isinstance(over, Accessor):
                 over = self._plain(generator.iter)

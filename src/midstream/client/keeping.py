@@ -31,11 +31,11 @@ def rows_kept(statements: Sequence[ast.stmt], names: Mapping[str, Any]) -> Rows 
     """
     keeping = _Keeping(names)
     is_new = True
-    while is_new:  # go through the code again if a new name holds rows: an earlier line of a loop may use it
-        known = len(keeping.holding) + len(keeping.steps)
+    while is_new:  # go through the code again if more is known of its names: an earlier line of a loop may use them
+        known = keeping.known
         if not all(map(keeping.statement, statements)):
             return None
-        is_new = len(keeping.holding) + len(keeping.steps) > known
+        is_new = keeping.known > known
     return keeping.reads.pop() if len(keeping.reads) == 1 else None
 
 
@@ -45,6 +45,8 @@ class _Keeping:
     Attributes:
         steps: local names that may be a whole value that was read.
         holding: other local names that may be rows, or a container of rows.
+        containers: local names that have been set to a new list or dict.
+        others: local names that have been set to something else.
         reads: the kinds of its reads.
     """
 
@@ -52,7 +54,14 @@ class _Keeping:
         self.names = names
         self.steps: set[str] = set()
         self.holding: set[str] = set()
+        self.containers: set[str] = set()
+        self.others: set[str] = set()
         self.reads: set[Rows] = set()
+
+    @property
+    def known(self) -> int:
+        """How much is known of the names."""
+        return sum(map(len, (self.steps, self.holding, self.containers, self.others)))
 
     def statement(self, node: ast.stmt) -> bool:
         match node:
@@ -62,36 +71,50 @@ class _Keeping:
                 return self.value(value)
             case ast.Assign(targets=[ast.Name(id=name) as target], value=value) if self._is_read(value):
                 self.steps.add(name)
-                return self._takes(target)
+                return self._takes(target, self.others)
             case ast.Assign(targets=[target], value=value):
-                return self._binds(target, value) and self.value(value)
+                return self._sets(target, value) and self.value(value)
             case ast.For(target=target, iter=over, body=body, orelse=[]):
                 return self._loops(target, over) and all(map(self.statement, body))
             case ast.With(items=[ast.withitem(context_expr=steps, optional_vars=target)], body=body):
-                named = target is None or self._takes(target)
+                named = target is None or self._takes(target, self.others)
                 return named and self._is_steps(steps) and all(map(self.statement, body))
         return False
 
-    def _takes(self, target: ast.expr) -> bool:
-        """Whether the target is a local name, an item of a local list or dict, or a tuple of these."""
+    def _takes(self, target: ast.expr, group: set[str]) -> bool:
+        """Whether the target is a local name, which goes into the group, an item of a local list or dict, or a tuple of these."""
         match target:
             case ast.Name(id=name):
+                group.add(name)
                 return name not in (*self.names, *_COUNTED, *_MADE)
-            case ast.Subscript(value=ast.Name() as owner, slice=index):
-                return self._takes(owner) and self.plain(index)
+            case ast.Subscript(value=owner, slice=index):
+                return self._is_container(owner) and self.plain(index)
             case ast.Tuple(elts=parts):
-                return all(map(self._takes, parts))
+                return all(self._takes(part, group) for part in parts)
         return False
 
-    def _binds(self, target: ast.expr, value: ast.expr) -> bool:
-        if not self._takes(target):
-            return False
+    def _sets(self, target: ast.expr, value: ast.expr) -> bool:
         if not self.plain(value):
-            self.holding |= set(_bound(target))
-        return True
+            self.holding |= set(_changed(target))
+        is_made = isinstance(value, (ast.List, ast.Dict, ast.ListComp, ast.DictComp)) or self._is_made(value)
+        return self._takes(target, self.containers if is_made else self.others)
+
+    def _is_container(self, node: ast.expr) -> bool:
+        """Whether it is the name of a list or dict that the code has made, and of nothing else."""
+        return isinstance(node, ast.Name) and node.id in self.containers - self.others
+
+    def _is_made(self, node: ast.expr) -> bool:
+        """`list()` or `dict()`, with `.save()` or without."""
+        match node:
+            case ast.Call(func=ast.Attribute(value=inner, attr="save"), args=[], keywords=[]):
+                return isinstance(inner, (ast.List, ast.Dict)) or self._is_made(inner)
+            case ast.Call(func=function, args=[], keywords=[]):
+                return self._is_one_of(function, _MADE)
+        return False
 
     def _loops(self, target: ast.expr, over: ast.expr) -> bool:
-        return self._takes(target) and (self._is_steps(over) or self.plain(over) or self._is_listed(over))
+        named = self._takes(target, self.others)
+        return named and (self._is_steps(over) or self.plain(over) or self._is_listed(over))
 
     def _is_listed(self, node: ast.expr) -> bool:
         """Whether it is the name of a list of fixed values."""
@@ -131,13 +154,14 @@ class _Keeping:
                 attribute in _COPIES
             ):
                 return self.value(owner)
-            case ast.Call(func=ast.Attribute(value=ast.Name() as owner, attr="append"), args=[item], keywords=[]):
-                return self._binds(owner, item) and self.value(item)
+            case ast.Call(
+                func=ast.Attribute(value=ast.Name(id=name) as owner, attr="append"), args=[item], keywords=[]
+            ):
+                self.holding.add(name)
+                return self._is_container(owner) and self.value(item)
             case ast.Call(func=function, args=[item], keywords=[]) if self._is_save(function):
                 return self.value(item)
-            case ast.Call(func=function, args=[], keywords=[]):
-                return self._is_one_of(function, _MADE)
-        return False
+        return self._is_made(node)
 
     def plain(self, node: ast.expr) -> bool:
         """Whether the expression cannot hold rows: a number, a text, or numbers to loop over."""
@@ -193,14 +217,14 @@ class _Keeping:
         return isinstance(function, ast.Name) and function.id in known and function.id not in self.names
 
 
-def _bound(target: ast.expr) -> Iterator[str]:
+def _changed(target: ast.expr) -> Iterator[str]:
     """The names that an assignment to the target changes: for `x[i]`, this is `x`."""
     match target:
         case ast.Name(id=name) | ast.Subscript(value=ast.Name(id=name)):
             yield name
         case ast.Tuple(elts=parts):
             for part in parts:
-                yield from _bound(part)
+                yield from _changed(part)
 
 
 def _is_last(index: ast.expr) -> bool:

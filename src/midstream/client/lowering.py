@@ -30,6 +30,18 @@ from midstream.trace.program import BlockProgram, FunctionProgram, Program
 from midstream.trace.tracer import BodyTracer
 
 _LONG_PROMPT = 512
+# The positions to capture for what is kept: of a point that is read in the prompt's step alone, and of others.
+_KEPT: dict[Rows, tuple[Sequence[str], Sequence[str]]] = {
+    "last": (("last_prompt",), ("last_prompt", "all_generated")),
+    "whole": (("all_prompt",), ("all",)),
+}
+
+
+class Kept(NamedTuple):
+    """Which rows of each step a trace keeps, and the plan that captures them."""
+
+    rows: Rows
+    plan: Plan
 
 
 @dataclass
@@ -43,7 +55,7 @@ class Lowered:
         reason: why it has to run in the forward; None if it need not.
         needs_body: whether it does more than the edits.
         changes_captured: whether it may change one of the caller's objects, which another body may use.
-        keeps: the last row or the whole value, if it only keeps rows; else None.
+        kept: what it keeps, if it only keeps rows; else None.
     """
 
     edits: tuple[Edit, ...] = ()
@@ -52,7 +64,7 @@ class Lowered:
     reason: str | None = None
     needs_body: bool = True
     changes_captured: bool = False
-    keeps: Rows | None = None
+    kept: Kept | None = None
 
     @property
     def written(self) -> set[Point]:
@@ -65,18 +77,6 @@ class Lowered:
             return Plan(self.edits)
         return Plan((*self.edits, *self._captures(("all_prompt",), ("all",))))
 
-    @cached_property
-    def kept_plan(self) -> Plan:
-        """Captures of the rows that it keeps."""
-        if self.keeps == "last":
-            return Plan(tuple(self._captures(("last_prompt",), ("last_prompt", "all_generated"))))
-        return Plan(tuple(self._captures(("all_prompt",), ("all",))))
-
-    @property
-    def kept(self) -> Kept | None:
-        """What it keeps, if it does nothing else."""
-        return Kept(self.keeps, self.kept_plan) if self.keeps is not None else None
-
     def _captures(self, of_prompt: Sequence[str], of_all: Sequence[str]) -> Iterator[Capture]:
         """Captures of what it reads. `of_prompt`: the positions for a point that it reads only in the prompt's step."""
         groups: dict[tuple[str, bool], list[int]] = {}
@@ -84,13 +84,6 @@ class Lowered:
             groups.setdefault((site, in_prompt), []).append(layer)
         for (site, in_prompt), layers in groups.items():
             yield from (Capture(site, layers=layers, positions=each) for each in (of_prompt if in_prompt else of_all))
-
-
-class Kept(NamedTuple):
-    """Which rows of each step a trace keeps, and the plan that captures them."""
-
-    rows: Rows
-    plan: Plan
 
 
 class Behind(NamedTuple):
@@ -130,7 +123,7 @@ def explained(program: Program, model: Model, may_keep: bool) -> str:
     lines = [f"{f'line {note.line}':>10}  {note.kind:<8} {note.text}" for note in found.notes]
     if found.reason is not None:
         end = "The trace runs in the forward: its steps are slower, for all requests in them."
-    elif found.keeps is not None and may_keep:
+    elif found.kept is not None and may_keep:
         end = "The trace only keeps rows. A plan captures them, and the trace's code runs in this process after the request has ended."
     elif found.needs_body:
         end = "The trace runs behind the step: a plan makes its writes, and its code gets captured rows. The forward is not stopped."
@@ -158,14 +151,24 @@ def lower(program: Program, model: Model, prompt_length: int | None) -> Lowered:
             record.needs_body,
             record.changes_captured,
         )
-        sites = {site for site, _ in lowered.reads}
-        # `attn_z` has an axis of heads, which captured rows do not have.
-        if lowered.needs_body and not program.is_standing and len(sites) == 1 and sites != {"attn_z"}:
-            lowered.keeps = rows_kept(statements, given)
+        rows = rows_kept(statements, given) if record.knows_layers and not program.is_standing else None
+        if rows is not None and _is_worth_keeping(lowered, rows):
+            lowered.kept = Kept(rows, Plan(tuple(lowered._captures(*_KEPT[rows]))))
         return lowered
     except Stays as stays:
         record.notes.append(Note(stays.line, "forward", stays.reason))
         return Lowered(notes=record.notes, reason=f"line {stays.line}: {stays.reason}")
+
+
+def _is_worth_keeping(found: Lowered, rows: Rows) -> bool:
+    """Whether code that only keeps rows may run after its request, and is better run there.
+
+    Code that reads whole values in the prompt's step alone runs once, and the engine sends what it saves faster.
+    """
+    sites, only_prompt = {site for site, _ in found.reads}, all(found.reads.values())
+    if found.edits or not found.needs_body or (rows == "whole" and only_prompt):
+        return False
+    return len(sites) == 1 and "attn_z" not in sites  # its rows have an axis of heads
 
 
 def lower_all(programs: Sequence[Program], model: Model, prompt_length: int | None) -> Lowered:

@@ -10,8 +10,6 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, Literal, Self
 
-import torch
-
 from midstream.arch.aliases import Rename, names_alone
 from midstream.capture.rows import Routes
 from midstream.capture.sinks import Sinks
@@ -262,7 +260,8 @@ class VLLM(DescribedModel):
             given = [invoke.plan or Plan() for invoke in invokes]
             behind = behind if behind.stands_beside(given, self.num_layers) else None
         if behind is not None:
-            if together or streamed or any(invoke.params.get("n", 1) > 1 for invoke in invokes):
+            has_samples = any(invoke.params.get("n", 1) > 1 for invoke in invokes)
+            if together or streamed or has_samples or (code is not None and code.weights):
                 behind = behind._replace(kept=None)
             own = [each.plan for each in behind.kept] if behind.kept is not None else behind.plans
             planned = [
@@ -307,11 +306,8 @@ class VLLM(DescribedModel):
 
     def _run_kept(self, program: Program, kept: Kept, prompt: int, captures: Any, tokens: int) -> Outcome:
         """Run a program that only keeps rows. `prompt`, `tokens`: how many prompt tokens and new tokens its request had."""
-        planes = dict(captures)
-        if kept.rows == "last":
-            prompt = 1
-            planes = {point: _alone(plane) for point, plane in planes.items()}
-        return run_kept(program, CapturedSteps(planes, prompt, tokens, self._known.points), self.num_layers)
+        captured = CapturedSteps(dict(captures), 1 if kept.rows == "last" else prompt, tokens, self._known.points)
+        return run_kept(program, captured, self.num_layers)
 
     def _traces(
         self, invokes: Sequence[Invoke], prompts: Sequence[list[int]], code: ShippedCode, together: bool, streamed: bool
@@ -411,8 +407,3 @@ def _with_plan(
 
 def _unrun(program: Program, captures: Any, tokens: int) -> Outcome:
     return unrun(program)
-
-
-def _alone(rows: torch.Tensor) -> torch.Tensor:
-    """The rows, copied if they are a small part of a larger block. Otherwise the whole block would stay in memory."""
-    return rows.clone() if rows.untyped_storage().nbytes() > 2 * rows.nbytes else rows

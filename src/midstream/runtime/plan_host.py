@@ -186,7 +186,7 @@ class PlanHost:
         """The batch is laid out; the forward comes next."""
         batch = self._batch
         if batch is not None and not batch.is_laid_out(view.request_ids, view.total):
-            batch.laid_out, batch.rows = list(view.request_ids), Rows(self._lay_out(view), again=True)
+            batch.laid_out, batch.rows, batch.runs = list(view.request_ids), Rows(self._lay_out(view), again=True), []
         rows = batch.rows if batch is not None else Rows(self._lay_out(view))
         assert rows is not None
         self.tables.begin_step(rows, self._blocks(view, batch) if self._capturing else {})
@@ -206,9 +206,7 @@ class PlanHost:
         runs: list[CapturedRun] = batch.runs if batch is not None else []
         if runs and all(run.goes_on(view.computed) for run in runs):
             blocks = {run.number: (run.rows, self._block(run.number, len(run.rows))) for run in runs}
-            for run in runs:
-                run.add(blocks[run.number][1])
-            self._has_due = any(run.most >= DUE_BYTES for run in runs)
+            self._has_due = max(run.add(blocks[run.number][1]) for run in runs) >= DUE_BYTES
             return blocks
         self._has_due = True
         wanted: dict[
@@ -221,7 +219,8 @@ class PlanHost:
                 continue
             start, stop = scheduled.computed, scheduled.computed + scheduled.stop - scheduled.start
             fresh = max(start, request.captured)
-            repeats = repeats and not request.payload.behind  # a trace behind the step takes its rows in each step
+            # A request whose rows were captured before is left out here. A trace behind the step takes its rows in each step.
+            repeats = repeats and fresh < stop and not request.payload.behind
             request.captured = max(stop, request.captured)
             for number, first, count in request.loaded.kept(fresh, stop, request.length) if fresh < stop else ():
                 wanted.setdefault(number, []).append((request, scheduled.start + first - start, count, first))

@@ -14,6 +14,8 @@ from midstream.runtime.loaded_plans import LoadedPlan
 from midstream.runtime.request import PlanRequest
 from midstream.runtime.store import Sources
 
+_FOLDED = 16  # steps whose rows a run puts together
+
 
 @dataclass(eq=False)
 class PlannedRequest:
@@ -73,49 +75,50 @@ class CapturedRun:
     """
 
     def __init__(self, number: int, rows: np.ndarray, requests: Sequence[PlannedRequest], layout: Layout) -> None:
-        self.number, self.rows, self._requests = number, rows, requests
+        self.number, self.rows = number, rows
         self._layout = layout
         self._first = np.array([request.captured for request in requests])  # positions
-        self._blocks: list[torch.Tensor] = []  # of each step, `[requests, width]`
-        self._joined: torch.Tensor | None = None  # `[requests, steps, width]`, once rows were taken
-        self._staying = set(requests)  # those that have neither taken nor dropped their rows
+        self._places = {request: place for place, request in enumerate(requests)}
+        self._folded: list[torch.Tensor] = []  # of several steps, `[requests, steps, width]`
+        self._blocks: list[torch.Tensor] = []  # of each later step, `[requests, width]`
+        self._steps = 0
+        self._is_over = False
 
     def goes_on(self, computed: np.ndarray) -> bool:
-        """Whether the coming step has the next row of each request. False once a request has taken its rows.
+        """Whether the coming step has the next row of each request. False once a request has left.
 
         `computed`: as of the step's `StepView`, whose requests have one row each.
         """
-        return bool(np.array_equal(computed[self.rows], self._first + len(self._blocks)))
+        return not self._is_over and np.array_equal(computed[self.rows], self._first + self._steps)
 
-    @property
-    def most(self) -> int:
-        """The largest number of unsent bytes that one request has."""
-        return max(request.size for request in self._requests)
-
-    def add(self, block: torch.Tensor) -> None:
-        """The rows of one more step."""
-        size = block.shape[1] * block.element_size()
-        if not self._blocks:
-            for request in self._requests:
+    def add(self, block: torch.Tensor) -> int:
+        """The memory for the rows of the coming step. Returns the largest number of unsent bytes that one request has."""
+        size, most = block.shape[1] * block.element_size(), 0
+        for request in self._places:
+            if not self._steps:
                 request.pieces.append(self)
-        self._blocks.append(block)
-        for request in self._requests:
             request.captured += 1
             request.size += size
+            most = max(most, request.size)
+        if len(self._blocks) == _FOLDED:  # all of them are filled, but not the new one
+            self._folded.append(torch.stack(self._blocks, dim=1))
+            self._blocks.clear()
+        self._steps += 1
+        self._blocks.append(block)
+        return most
 
     def take(self, request: PlannedRequest) -> Piece:
         """Take one request's rows out of the run."""
-        if self._joined is None:
-            self._joined = torch.stack(self._blocks, dim=1)
-            self._blocks.clear()
-        index = self._requests.index(request)
-        rows = self._joined[index]
+        place = self._places[request]
+        parts = [each[place] for each in self._folded] + [block[place : place + 1] for block in self._blocks]
+        rows = torch.cat(parts)
         self.leave(request)
-        return Piece(int(self._first[index]), self._layout, rows, 0, len(rows))
+        return Piece(int(self._first[place]), self._layout, rows, 0, len(rows))
 
     def leave(self, request: PlannedRequest) -> None:
         """The request no longer needs rows of this run. When the last request leaves, the run frees its memory."""
-        self._staying.discard(request)
-        if not self._staying:
+        self._is_over = True
+        self._places.pop(request, None)
+        if not self._places:
+            self._folded.clear()
             self._blocks.clear()
-            self._joined = None

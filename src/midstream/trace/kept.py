@@ -25,7 +25,7 @@ class CapturedSteps:
     """The rows that one request has captured for its trace.
 
     Attributes:
-        planes: `[rows, width]` for each point, in the order of the positions. Values that are saved once are views of them.
+        planes: `[rows, width]` for each point, in the order of the positions.
         prompt: how many rows of each plane belong to the prompt: 1 if only its last row was captured.
         count: how many steps the request had.
         names: the name of each point in error messages.
@@ -39,7 +39,7 @@ class CapturedSteps:
     def of(self, point: Point) -> tuple[torch.Tensor, ...]:
         """The point's rows for each step, `[tokens, width]`."""
         plane = self.planes[point]
-        return plane[: self.prompt], *plane[self.prompt :].split(1)
+        return plane[: self.prompt], *(plane[self.prompt :].split(1) if len(plane) > self.prompt else ())
 
 
 def programs_here(code: bytes, num_layers: int) -> list[list[Program]]:
@@ -70,12 +70,11 @@ class KeptBody(Body):
         self._captured = captured
         self._steps: dict[Point, tuple[torch.Tensor, ...]] = {}
         self._layer = -1  # the layer that it read last in this step
-        self._saved: set[int] = set()  # the addresses of saved tensors
 
     def wait_for_step(self, step: int) -> bool:
         if step < self.now:
             raise step_is_over(step, self.now)
-        self.step, self.ended = step, step >= self._captured.count
+        self.step, self.ended = step, self.ended or step >= self._captured.count
         if step > self.now:
             self.now, self._layer = min(step, self._captured.count - 1), -1
         return not self.ended
@@ -96,12 +95,10 @@ class KeptBody(Body):
         raise out_of_order(names[site, layer], step, f"{names[site, self._layer]} of step {step}")
 
     def save(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            if value.data_ptr() in self._saved:  # each saved tensor has memory of its own
-                value = value.clone()
-            self._saved.add(value.data_ptr())
-        self.saves.put(value, value)
-        return value
+        kept = value.clone(memory_format=torch.contiguous_format) if isinstance(value, torch.Tensor) else value
+        self.saves.put(value, kept)
+        self.saves.put(kept, kept)
+        return kept
 
 
 class _Model:
