@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from test_lowering import FACTS, LENGTH, MODEL, Holder, V, found
 
 import midstream
+from midstream.client import lowering
 from midstream.client.keeping import rows_kept
 from midstream.client.lowering import _code_of, lower
 from midstream.client.model import StandingEdit
@@ -98,6 +101,14 @@ def writes_to_a_clone(model, tracer):
     for _ in tracer.iter[:]:
         h[0] = model.layers_output[2]
     return h
+
+
+def reuses_a_lists_name(model, tracer):
+    rows = []
+    rows = model.layers_output[1].clone()
+    for _ in tracer.iter[:]:
+        rows[0] = model.layers_output[2]
+    return rows
 
 
 def reads_the_layer_of_a_step(model, tracer):
@@ -275,6 +286,7 @@ def of_a_class(model):
 
 
 OTHER_FORMS = [
+    reuses_a_lists_name,
     writes_to_its_rows, writes_to_the_last_row, writes_to_a_clone, two_kinds, another_row, first_row, some_rows,
     two_kinds_of_a_name, two_kinds_under_two_names, a_row_of_a_name, computes, negates, loops_over_rows, loops_over_a_sum,
     adds_up_in_a_later_round, casts, moves, reads_logits, reads_the_result, stops, goes_on, caches, writes, chooses,
@@ -297,6 +309,12 @@ def test_code_that_does_anything_else_is_not_taken(fn):
 def test_code_of_these_forms_may_be_left_to_the_engine(fn):
     """Other sites and steps than it may seem, heads, layers that are known only in the run; and whole prompts, which it sends faster."""
     assert rows_kept(*_code_of(FunctionProgram(fn))) is not None and found(fn).kept is None
+
+
+def test_a_trace_that_writes_is_not_taken_whatever_its_form():
+    """Its plan would lack the edits."""
+    with mock.patch.object(lowering, "rows_kept", lambda *_: "last"):
+        assert found(writes).edits and found(writes).kept is None
 
 
 def test_a_standing_edit_is_not_taken():
@@ -340,7 +358,11 @@ def test_a_read_in_the_wrong_order_is_an_error():
     def beyond(model, tracer):
         return [model.layers_output[2] for step in tracer.iter[[0, 3]]]
 
-    for fn, error in ((layers, OutOfOrderError), (steps, OutOfOrderError), (beyond, NeverReachedError)):
+    def again(model, tracer):
+        return [model.layers_output[2] for _ in tracer.iter[:]], [model.layers_output[2] for step in tracer.iter[[2]]]
+
+    wrong = {layers: OutOfOrderError, steps: OutOfOrderError, beyond: NeverReachedError, again: NeverReachedError}
+    for fn, error in wrong.items():
         assert isinstance(kept(fn)[1].failure.error, error)
 
 
