@@ -74,9 +74,12 @@ class KeptBody(Body):
     def wait_for_step(self, step: int) -> bool:
         if step < self.now:
             raise step_is_over(step, self.now)
-        self.step, self.ended = step, self.ended or step >= self._captured.count
-        if step > self.now:
-            self.now, self._layer = min(step, self._captured.count - 1), -1
+        self.step = step
+        if step == self.now:
+            return True
+        last = self._captured.count - 1
+        self.ended = self.ended or step > last
+        self.now, self._layer = min(step, last), -1
         return not self.ended
 
     def rows(self, site: str, layer: int) -> torch.Tensor:
