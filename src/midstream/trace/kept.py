@@ -78,7 +78,7 @@ class KeptBody(Body):
         if step == self.now:
             return True
         last = self._captured.count - 1
-        self.ended = self.ended or step > last
+        self.ended = step > last
         self.now, self._layer = min(step, last), -1
         return not self.ended
 
