@@ -215,6 +215,15 @@ def test_i4_samples_and_stop_strings(engine: VLLM) -> None:
     assert len(rows) == len(tracer.outputs[0].outputs[0].token_ids) > 1
 
 
+def test_i1_a_large_default_that_the_code_does_not_use_is_no_hindrance(engine: VLLM) -> None:
+    """It would be sent apart from the code. Seen failing where such code is kept."""
+
+    def last_row(model: Any, weight: torch.Tensor = torch.zeros(1 << 17)) -> Any:  # noqa: B008
+        return model.layers_output[1][-1]
+
+    assert engine.run(last_row, PROMPTS[0], **GREEDY).shape == (256,)
+
+
 def saves_rows(engine: VLLM) -> Any:
     with engine.trace(PROMPTS[0], max_tokens=2, **GREEDY) as tracer:
         a = engine.layers_output[1][-1]

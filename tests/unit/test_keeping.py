@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from unittest import mock
 
 import pytest
@@ -14,7 +15,7 @@ from midstream.client.keeping import rows_kept
 from midstream.client.lowering import _code_of, lower
 from midstream.client.model import StandingEdit
 from midstream.errors import NeverReachedError, OutOfOrderError
-from midstream.trace.kept import CapturedSteps, run_kept
+from midstream.trace.kept import CapturedSteps, programs_here, run_kept
 from midstream.trace.program import RETURNED, FunctionProgram
 from midstream.trace.tracer import save
 
@@ -186,6 +187,11 @@ def casts(model):
     return model.layers_output[1].float()
 
 
+def copies_a_name_to_the_cpu(model):
+    h = model.layers_output[1][-1]
+    return h.cpu(), h
+
+
 def moves(model):
     return model.layers_output[1].to("cpu")
 
@@ -286,6 +292,7 @@ def of_a_class(model):
 
 
 OTHER_FORMS = [
+    copies_a_name_to_the_cpu,
     reuses_a_lists_name,
     writes_to_its_rows, writes_to_the_last_row, writes_to_a_clone, two_kinds, another_row, first_row, some_rows,
     two_kinds_of_a_name, two_kinds_under_two_names, a_row_of_a_name, computes, negates, loops_over_rows, loops_over_a_sum,
@@ -375,6 +382,41 @@ def test_what_is_saved_twice_is_two_tensors():
     first.zero_()
     assert all(each[:, 0].eq(1).all() for each in others)
     assert len({each.data_ptr() for each in (first, *others)}) == 3
+
+
+def test_rows_in_a_list_are_tensors_of_their_own():
+    def body(model):
+        save([model.layers_output[1][-1] for _ in range(2)])
+        kept = [model.layers_output[1][-1] for _ in range(2)]
+        save(kept)
+        raise ValueError
+
+    first, second = kept(body)[1].values["kept"]
+    first.zero_()
+    assert second.tolist() == [1, LENGTH - 1]
+
+
+def test_what_a_program_sees_is_as_it_was(tmp_path, monkeypatch):
+    """Also a function that could be imported. Seen failing where it was sent by its name."""
+    (tmp_path / "module_of_a_probe.py").write_text(
+        "LAYER = 1\n\n\ndef probe(model):\n    return model.layers_output[LAYER][-1]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("module_of_a_probe")
+    (program,) = programs_here([FunctionProgram(module.probe)], FACTS.num_layers)
+    module.LAYER = 2
+    assert kept(program.fn)[0].tolist() == [1, LENGTH - 1] and kept(module.probe)[0].tolist() == [2, LENGTH - 1]
+
+
+def test_the_body_that_ends_last_is_known_and_a_request_without_a_step_has_none():
+    def every_step(model, tracer):
+        return [model.layers_output[1] for _ in tracer.iter[:]]
+
+    def prompt(model):
+        return model.layers_output[1][-1]
+
+    assert [kept(every_step, 3)[1].order, kept(every_step, 2)[1].order, kept(prompt, 3)[1].order] == [3, 2, 1]
+    assert isinstance(kept(prompt, 0)[1].failure.error, NeverReachedError)
 
 
 def test_the_models_own_error_is_the_traces():

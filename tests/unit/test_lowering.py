@@ -463,6 +463,31 @@ def test_i1_what_is_read_is_captured():
     assert captures(every_step) == {("resid_mid", (1,)): "all"}
 
 
+def test_i1_rounds_in_steps_that_are_not_known_stay_in_the_forward():
+    """Seen failing: only the prompt's rows were captured, and the body read in later steps."""
+
+    def goes_on_in_each_round(model, tracer):
+        return [(model.layers_output[1], tracer.next())[0] for _ in {1, 2}]
+
+    def steps_of_each_letter(model, tracer):
+        return [[model.layers_output[1], [model.layers_output[2] for _ in tracer.iter[x : x + 1]]] for x in b"12"]
+
+    def a_generator_runs_later(model, tracer):
+        rows, out = (model.layers_output[2] for _ in range(3)), []
+        for _ in tracer.iter[1:]:
+            out.append(next(rows))
+        return out
+
+    def a_generator_runs_at_once(model, tracer):
+        out = list(model.layers_output[layer] for layer in range(2))
+        out.extend(model.layers_output[layer] for layer in (2, 3))
+        return out
+
+    for fn in (goes_on_in_each_round, steps_of_each_letter, a_generator_runs_later):
+        assert found(fn).reason is not None
+    assert captures(a_generator_runs_at_once) == {("resid_post", (0, 1, 2, 3)): "all_prompt"}
+
+
 def test_i1_the_model_stays_the_model_after_its_values_are_used():
     """Seen failing where a method of a value that the model gave was taken for a change of the model."""
 

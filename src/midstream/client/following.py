@@ -63,6 +63,7 @@ from midstream.trace.rewrite import function_tree
 from midstream.trace.saves import variables_of
 from midstream.trace.tracer import save
 
+_CONSUMERS = (list, tuple, set, dict, sorted, sum, min, max, any, all)
 _UNROLLED = 4096  # rounds of loops over known values
 _DEPTH = 8  # of calls of the user's functions
 _PASSES = 3  # over a loop's body until what is known of its names stays the same
@@ -516,11 +517,7 @@ class Reader(Writes):
                 found = self._plain(value)
                 self._bind(target, found)
                 return found
-            case (
-                ast.ListComp(elt=element, generators=generators)
-                | ast.SetComp(elt=element, generators=generators)
-                | ast.GeneratorExp(elt=element, generators=generators)
-            ):
+            case ast.ListComp(elt=element, generators=generators) | ast.SetComp(elt=element, generators=generators):
                 return self._comprehended(node, [element], generators)
             case ast.DictComp(key=key, value=value, generators=generators):
                 return self._comprehended(node, [key, value], generators)
@@ -715,9 +712,7 @@ class Reader(Writes):
             over = self._listed(self._value(generator.iter))
             if not isinstance(over, Items):
                 self._refuse_model(node, over)
-            items = _items(over)
-            if items is None and any(map(self.goes_through_steps, [*elements, *generator.ifs, *rest[1:]])):
-                raise Stays(node, "how often it goes through the steps is not known")
+            items, step = _items(over), self.record.step
             is_known = is_known and items is not None and not generator.ifs
             if isinstance(over, Accessor):
                 over = self._plain(generator.iter)
@@ -726,6 +721,8 @@ class Reader(Writes):
                     self.names.pop(name, None)
                 self._bind(generator.target, item)
                 chosen(generator, rest[1:])
+            if items is None and self.record.step != step:
+                raise Stays(node, "in which steps its rounds are is not known")
 
         def chosen(generator: ast.comprehension, rest: Sequence[ast.comprehension]) -> None:
             for test in generator.ifs:
@@ -783,7 +780,7 @@ class Reader(Writes):
             and called.value is not save
         ):
             return self._followed(node, called.value, args, keywords)
-        given = [self._item(each) for each in args]
+        given = [self._given(each, called) for each in args]
         named = {each.arg: self._plain(each.value) for each in keywords}
         if any(isinstance(each, (Module, Items)) for each in (called, *given)):
             return self._of_modules(node, called, list(map(self._listed, given)), named)
@@ -795,6 +792,14 @@ class Reader(Writes):
             self._forget_drafts()
         found = self._result(node, function, called, given, named, shares)
         return FUNCTION if has_functions and found is NEW else found
+
+    def _given(self, node: ast.expr, called: Any) -> Any:
+        """What is known of an argument. A generator's code runs when its items are taken, so the function has to take them at once."""
+        fills = isinstance(called, Method) and called.name in ("extend", "update")
+        takes_at_once = fills or any(getattr(called, "value", None) is each for each in _CONSUMERS)
+        if takes_at_once and isinstance(node, ast.GeneratorExp):
+            return self._comprehended(node, [node.elt], node.generators)
+        return self._item(node)
 
     def _result(
         self,

@@ -15,7 +15,7 @@ from midstream.trace.program import is_package
 from midstream.trace.tracer import save
 
 Rows = Literal["last", "whole"]  # of each value: its last row, or all its rows
-_COPIES = ("save", "clone", "cpu")  # methods without arguments that give the same values
+_COPIES = ("save", "clone", "cpu")  # methods without arguments that copy
 _COUNTED = ("range", "len", "enumerate", "reversed", "zip")
 _MADE = ("list", "dict")
 
@@ -153,7 +153,8 @@ class _Keeping:
             case ast.Call(func=ast.Attribute(value=owner, attr=attribute), args=[], keywords=[]) if (
                 attribute in _COPIES
             ):
-                return self.value(owner)
+                is_same = attribute == "cpu" and isinstance(owner, ast.Name)  # here it would be the tensor of that name
+                return not is_same and self.value(owner)
             case ast.Call(
                 func=ast.Attribute(value=ast.Name(id=name) as owner, attr="append"), args=[item], keywords=[]
             ):

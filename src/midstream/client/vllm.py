@@ -261,7 +261,7 @@ class VLLM(DescribedModel):
             behind = behind if behind.stands_beside(given, self.num_layers) else None
         if behind is not None:
             has_samples = any(invoke.params.get("n", 1) > 1 for invoke in invokes)
-            if together or streamed or has_samples or (code is not None and code.weights):
+            if together or streamed or has_samples:
                 behind = behind._replace(kept=None)
             own = [each.plan for each in behind.kept] if behind.kept is not None else behind.plans
             planned = [
@@ -280,9 +280,10 @@ class VLLM(DescribedModel):
         if behind is None and has_plans:
             plans = self.planner.prepare_all(invokes, prompts)
         kept: Sequence[Kept | None] = [None] * len(invokes)
-        programs: Sequence[Sequence[Program]] = []
-        if behind is not None and behind.kept is not None and code is not None:
-            kept, programs = behind.kept, programs_here(code.programs, self.num_layers)
+        programs: Sequence[Program] = []
+        if behind is not None and behind.kept is not None:
+            own_programs = [invoke.program for invoke in invokes if invoke.program is not None]
+            kept, programs = behind.kept, programs_here(own_programs, self.num_layers)
         shared: dict[Any, Any] = {}
         requests = []
         for number, (invoke, ids, trace, plan, keeps) in enumerate(
@@ -295,7 +296,7 @@ class VLLM(DescribedModel):
             salt = secrets.token_hex(8) if trace is not None else None
             here: Here | None = None
             if keeps is not None:
-                here = partial(self._run_kept, programs[number][-1], keeps, len(ids))
+                here = partial(self._run_kept, programs[number], keeps, len(ids))
             elif trace is None and invoke.program is not None and behind is not None:
                 here = partial(_unrun, invoke.program)
             weights = code.weights if code is not None and trace is not None else {}

@@ -8,7 +8,7 @@ A plan has captured the rows. The code reads them step by step, in the order of 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
@@ -16,7 +16,7 @@ import torch
 
 from midstream.sites import Point, site_of
 from midstream.trace.body import CURRENT, Body, current_body, never_reached, out_of_order, step_is_over
-from midstream.trace.program import Outcome, Program, outcome, unship
+from midstream.trace.program import Outcome, Program, copies, outcome
 from midstream.trace.tracer import BodyTracer
 
 
@@ -37,15 +37,15 @@ class CapturedSteps:
     names: Mapping[Point, str]
 
     def of(self, point: Point) -> tuple[torch.Tensor, ...]:
-        """The point's rows for each step, `[tokens, width]`."""
-        plane = self.planes[point]
+        """Copies of the point's rows for each step, `[tokens, width]`."""
+        plane = self.planes[point].clone(memory_format=torch.contiguous_format)
         return plane[: self.prompt], *(plane[self.prompt :].split(1) if len(plane) > self.prompt else ())
 
 
-def programs_here(code: bytes, num_layers: int) -> list[list[Program]]:
-    """Copies of the programs in `ShippedCode.programs`, for `run_kept`. Like an engine's, they do not see later changes of variables."""
+def programs_here(programs: Sequence[Program], num_layers: int) -> list[Program]:
+    """Copies of the programs, for `run_kept`. Like an engine's, they do not see later changes of variables."""
     model = _Model(num_layers)
-    return unship(code, lambda reference: {"model": model, "tracer": BodyTracer()}.get(reference[0]))
+    return copies(programs, lambda reference: {"model": model, "tracer": BodyTracer()}.get(reference[0]))
 
 
 def run_kept(program: Program, captured: CapturedSteps, num_layers: int) -> Outcome:
@@ -58,7 +58,9 @@ def run_kept(program: Program, captured: CapturedSteps, num_layers: int) -> Outc
         body.failure = error
     finally:
         CURRENT.reset(token)
-    return outcome(body, program)
+    found = outcome(body, program)
+    found.order = found.steps  # of requests that begin together, it tells which body has ended last
+    return found
 
 
 class KeptBody(Body):
@@ -66,7 +68,7 @@ class KeptBody(Body):
 
     def __init__(self, captured: CapturedSteps) -> None:
         super().__init__("kept", lambda: None, in_engine=True)
-        self.now = 0
+        self.now, self.ended = 0, captured.count == 0
         self._captured = captured
         self._steps: dict[Point, tuple[torch.Tensor, ...]] = {}
         self._layer = -1  # the layer that it read last in this step
@@ -86,10 +88,13 @@ class KeptBody(Body):
         """`[tokens, width]`, the site's value in its step."""
         if self.ended or layer < self._layer:
             self._refuse(site, layer)
-        self._layer = layer
         if (point := (site, layer)) not in self._steps:
             self._steps[point] = self._captured.of(point)
-        return self._steps[point][self.step]
+        rows = self._steps[point][self.step]
+        if layer == self._layer:  # what is read again has memory of its own
+            return rows.clone()
+        self._layer = layer
+        return rows
 
     def _refuse(self, site: str, layer: int) -> NoReturn:
         names, step = self._captured.names, self.step
@@ -98,7 +103,7 @@ class KeptBody(Body):
         raise out_of_order(names[site, layer], step, f"{names[site, self._layer]} of step {step}")
 
     def save(self, value: Any) -> Any:
-        kept = value.clone(memory_format=torch.contiguous_format) if isinstance(value, torch.Tensor) else value
+        kept = value.clone() if isinstance(value, torch.Tensor) else value
         self.saves.put(value, kept)
         self.saves.put(kept, kept)
         return kept

@@ -517,7 +517,7 @@ def ship(programs: list[list[Program]], elsewhere: bool = False) -> ShippedCode:
     """
     buffer, weights = io.BytesIO(), Weights()
     try:
-        with _own_modules_by_value() if elsewhere else contextlib.nullcontext():
+        with _by_value(_own_modules) if elsewhere else contextlib.nullcontext():
             _Pickler(buffer, None if elsewhere else weights).dump(programs)
     except Exception as error:
         names = [name for each in programs for program in each for name in _unsendable(program)]
@@ -536,11 +536,23 @@ def ship(programs: list[list[Program]], elsewhere: bool = False) -> ShippedCode:
     return ShippedCode(data, [len(each) for each in programs], graph_sites, needed)
 
 
+def copies(programs: Sequence[Program], resolve: Callable[[Any], Any]) -> list[Program]:
+    """Copies of the programs with the values of their variables, also of functions that could be imported. `resolve`: as of `unship`."""
+    functions = [program.fn for program in programs if isinstance(program, FunctionProgram)]
+    homes = {getattr(fn, "__module__", None) for fn in functions} - {"__main__", None}
+    buffer = io.BytesIO()
+    with _by_value(lambda: [sys.modules[name] for name in homes if name in sys.modules]):
+        _Pickler(buffer).dump(list(programs))
+    buffer.seek(0)
+    found: list[Program] = _Unpickler(buffer, resolve).load()
+    return found
+
+
 @contextlib.contextmanager
-def _own_modules_by_value() -> Iterator[None]:
-    """Functions and classes of modules that are not installed are pickled by value. One thread at a time: it changes cloudpickle."""
+def _by_value(modules: Callable[[], Iterable[ModuleType]]) -> Iterator[None]:
+    """Functions and classes of these modules are pickled by value. One thread at a time: it changes cloudpickle."""
     with _CHANGING_CLOUDPICKLE:
-        own = _own_modules()
+        own = [each for each in modules() if each.__name__ not in cloudpickle.list_registry_pickle_by_value()]
         for module in own:
             cloudpickle.register_pickle_by_value(module)
         try:
@@ -558,7 +570,7 @@ def _own_modules() -> list[ModuleType]:
         if (file := getattr(module, "__file__", None)) is not None
         and not is_installed(file)
         and name.partition(".")[0] not in (__name__.partition(".")[0], "__main__")
-        and name == module.__name__ not in cloudpickle.list_registry_pickle_by_value()
+        and name == module.__name__
     ]
 
 
