@@ -92,7 +92,7 @@ def body(seed: int) -> str:
             *([] if has_steps else [[f"{mlp}.output[:] = 0"], [f"{mlp}.output[-1] = V"]]),
             # steps in a comprehension
             *([] if has_steps else [[f"out += [{at}.sum() for _ in tracer.iter[:3]]"],
-                                    [f"out += [{at}[-1] * step for step in tracer.all() for _ in range(step)]"]]),
+                                    [f"out += [{at}[-1] * step for step in tracer.iter[1:3] for _ in range(step)]"]]),
             # what stays in the forward
             [f"h = {at} + {vector}", f"{at} = h", "h += V"],
             [f"h = {mlp}.output", "h *= 0.5"],
