@@ -650,7 +650,7 @@ def test_g12_a_trace_that_saves_at_every_step_does_not_delay_others(server: Serv
         assert len(rows) == 3200
         return sorted(waits)[-4]  # the three longest may be other work on the machine
 
-    assert least(longest_look, 0.2) < 0.2  # 0.2 to 1.7 s where the event loop lists the tensors
+    assert least(longest_look, 0.2, attempts=15) < 0.2  # 0.2 to 1.7 s where the event loop lists the tensors
 
 
 def test_g9_what_cannot_be_reached_or_is_no_midstream_says_so(server: Server) -> None:

@@ -769,6 +769,7 @@ def test_late_results_of_a_closed_mailbox_are_dropped(receiver):
         with pytest.raises(ChannelError, match="expected already"):
             receiver.expect(KEY)
         sender.send({"key": KEY}, 1)
+        assert box.get(WAIT)[1] == 1  # so that only the two others are late
         box.close()
         box.close()
         sender.send({"key": KEY}, torch.zeros(100_000))
