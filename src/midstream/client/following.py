@@ -397,25 +397,7 @@ class Reader(Writes):
         self._repeated(node, once, [*body, target])
 
     def _steps(self, node: ast.expr) -> str | None:
-        """In which steps `for step in node:` runs its body: "all", "prompt", "decode", or "some"; None for other loops."""
-        match node:
-            case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="all"), args=[], keywords=[]):
-                return "all" if self.names.get(name) is TRACER else None
-            case ast.Subscript(value=ast.Attribute(value=ast.Name(id=name), attr="iter"), slice=index):
-                if self.names.get(name) is not TRACER:
-                    return None
-                match index:
-                    case ast.Slice(lower=None | ast.Constant(value=0), upper=None, step=None | ast.Constant(value=1)):
-                        return "all"
-                    case ast.Slice(lower=ast.Constant(value=1), upper=None, step=None | ast.Constant(value=1)):
-                        return "decode"
-                    case (
-                        ast.Constant(value=0)
-                        | ast.Slice(lower=None | ast.Constant(value=0), upper=ast.Constant(value=1), step=None)
-                    ):
-                        return "prompt"
-                return "some"
-        return None
+        return loop_steps(node, self.names)
 
     def _step_loop(
         self,
@@ -996,6 +978,28 @@ class Reader(Writes):
         if not inner.returned:
             return Known(None)
         return joined([*inner.returned, *([] if len(inner.returned) == 1 and _ends(function) else [Known(None)])])
+
+
+def loop_steps(node: ast.AST, names: Mapping[str, Any]) -> str | None:
+    """In which steps `for step in node:` runs its body: "all", "prompt", "decode", or "some"; None for other loops."""
+    match node:
+        case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="all"), args=[], keywords=[]):
+            return "all" if names.get(name) is TRACER else None
+        case ast.Subscript(value=ast.Attribute(value=ast.Name(id=name), attr="iter"), slice=index):
+            if names.get(name) is not TRACER:
+                return None
+            match index:
+                case ast.Slice(lower=None | ast.Constant(value=0), upper=None, step=None | ast.Constant(value=1)):
+                    return "all"
+                case ast.Slice(lower=ast.Constant(value=1), upper=None, step=None | ast.Constant(value=1)):
+                    return "decode"
+                case (
+                    ast.Constant(value=0)
+                    | ast.Slice(lower=None | ast.Constant(value=0), upper=ast.Constant(value=1), step=None)
+                ):
+                    return "prompt"
+            return "some"
+    return None
 
 
 def _ends(function: ast.FunctionDef) -> bool:

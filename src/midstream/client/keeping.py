@@ -9,7 +9,8 @@ import ast
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from midstream.client.known import MODEL, TRACER, Known, is_fixed
+from midstream.client.following import loop_steps
+from midstream.client.known import MODEL, Known, is_fixed
 from midstream.sites import LAYER_SITES, site_of
 from midstream.trace.program import is_package
 from midstream.trace.tracer import save
@@ -122,12 +123,9 @@ class _Keeping:
         return isinstance(found, Known) and type(found.value) is list and is_fixed(tuple(found.value))
 
     def _is_steps(self, node: ast.expr) -> bool:
-        match node:
-            case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="all"), args=[], keywords=[]):
-                return self.names.get(name) is TRACER
-            case ast.Subscript(value=ast.Attribute(value=ast.Name(id=name), attr="iter"), slice=chosen):
-                return self.names.get(name) is TRACER and self.plain(chosen)
-        return False
+        """Whether it is `tracer.all()`, or `tracer.iter[...]` with numbers."""
+        chosen = node.slice if isinstance(node, ast.Subscript) else None
+        return loop_steps(node, self.names) is not None and (chosen is None or self.plain(chosen))
 
     def value(self, node: ast.expr) -> bool:
         """Whether the expression is of these forms. It may hold rows."""
@@ -153,7 +151,7 @@ class _Keeping:
             case ast.Call(func=ast.Attribute(value=owner, attr=attribute), args=[], keywords=[]) if (
                 attribute in _COPIES
             ):
-                is_same = attribute == "cpu" and isinstance(owner, ast.Name)  # here it would be the tensor of that name
+                is_same = attribute == "cpu" and isinstance(owner, ast.Name)  # in this process, the named tensor itself
                 return not is_same and self.value(owner)
             case ast.Call(
                 func=ast.Attribute(value=ast.Name(id=name) as owner, attr="append"), args=[item], keywords=[]
@@ -169,13 +167,11 @@ class _Keeping:
         match node:
             case ast.Constant():
                 return True
+            case ast.Name(id=name) if name in self.names:
+                found = self.names[name]
+                return isinstance(found, Known) and is_fixed(found.value)
             case ast.Name(id=name):
-                found = self.names.get(name)
-                return (
-                    name not in self.holding | self.steps
-                    if found is None
-                    else isinstance(found, Known) and is_fixed(found.value)
-                )
+                return name not in self.holding | self.steps
             case ast.Attribute(value=ast.Name(id=name), attr="num_layers"):
                 return self.names.get(name) is MODEL
             case ast.UnaryOp(operand=operand):
