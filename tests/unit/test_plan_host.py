@@ -3,7 +3,9 @@
 The scheduler's outputs are written by hand; the oracle is what each request's plan says about each of its positions.
 """
 
+import gc
 import time
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +16,7 @@ from torch import nn
 from midstream import Capture, Consumer, Patch, Plan, RecordedRun, Steer
 from midstream.capture.rows import Piece, RowChunk
 from midstream.plan.captures import Layout, Plane
+from midstream.plan.compile import compile_plan
 from midstream.plan.values import ModelFacts
 from midstream.runtime import loaded_plans, planned, tables
 from midstream.runtime import plan_host as host
@@ -365,10 +368,14 @@ def keep(value, positions="all_generated"):
     return [steer(value), Capture("resid_post", layers=0, positions=positions, when="after")]
 
 
+@pytest.mark.parametrize("rows", [1, 5, 1000])
 @pytest.mark.parametrize("order", [["a", "b", "c", "d"], ["d", "b", "c", "a"]])
-def test_d5_a_batch_that_repeats_captures_the_rows_of_each_request(steps, order, monkeypatch):
-    """A row is a hundredth of its position, and a steer. Seen failing with the rows of another request of the batch."""
-    monkeypatch.setattr(planned, "_FOLDED", 2)
+def test_d5_a_batch_that_repeats_captures_the_rows_of_each_request(steps, order, rows, monkeypatch):
+    """A row is a hundredth of its position, and a steer. Seen failing with the rows of another request of the batch.
+
+    `rows`: for how many there is memory.
+    """
+    monkeypatch.setattr(planned, "_MEMORY_BYTES", rows * 4 * WIDTH)
     steps.scale = 0.01
     steps.step({"a": keep(1)})
     for _ in range(2):
@@ -386,7 +393,7 @@ def test_d5_a_batch_that_repeats_captures_the_rows_of_each_request(steps, order,
 
 @pytest.mark.parametrize("is_found", [True, False])
 def test_d5_rows_that_are_computed_again_one_by_one_are_captured_once(steps, is_found):
-    """Beside a request that goes on. Seen failing where the request stayed out of a run that had begun without it.
+    """Beside a request that goes on. Seen failing where the batch goes on without the request.
 
     `is_found`: whether the batch comes back as it was before the preemption.
     """
@@ -405,7 +412,7 @@ def test_d5_rows_that_are_computed_again_one_by_one_are_captured_once(steps, is_
 
 
 def test_d5_a_batch_that_is_laid_out_anew_captures_each_requests_rows(steps):
-    """Seen failing where a run goes on with the places of the old layout."""
+    """Seen failing where the batch goes on with the places of the old layout."""
     steps.step(
         {"a": keep(1), "b": [steer(2), Capture("resid_post", layers=0, positions="all_generated", when="after")]}
     )
@@ -422,14 +429,38 @@ def test_d5_captured_rows_hold_memory_until_their_requests_end(steps, error):
     steps.step({"a": keep(1), "b": keep(2)})
     for _ in range(4):
         steps.step()
-    (batch,) = steps.host._batches._by_first.values()
-
-    def held():
-        return [run for run in batch.runs if run._blocks or run._folded]
-
-    assert len(held()) == 2
+    (memory,) = steps.host._memories.values()
+    held = weakref.ref(memory.rows)
+    del memory
     steps.host.schedule({}, {}, {"a": RequestEnd(8, error), "b": RequestEnd(8, error)}, {})
-    assert not held() and not steps.host.gauges()["capture_bytes"]
+    steps.sent.clear()
+    steps.tables._blocks.clear()  # of the last step, held until the next one
+    gc.collect()
+    assert held() is None and not steps.host.gauges()["capture_bytes"]
+
+
+def test_d5_a_request_that_goes_on_holds_no_memory_of_others(steps, monkeypatch):
+    """Others come and go beside it. Seen failing where full memory waits for the end of all requests with rows in it."""
+    monkeypatch.setattr(planned, "_MEMORY_BYTES", 4 * 4 * WIDTH)
+    seen, before = [], None
+    steps.step({"long": keep(1)})
+    for number in range(12):
+        steps.step({f"{number}": keep(2)})
+        steps.step()
+        (memory,) = steps.host._memories.values()
+        seen += [] if memory is before else [weakref.ref(memory.rows)]
+        before = memory
+        steps.step(finished=[f"{number}"])
+        steps.sent[:] = [sent for sent in steps.sent if sent[0]["request"] == "long"]
+        steps.sent[:] = [(header, {"pieces": clone(value["pieces"])}) for header, value in steps.sent]
+    gc.collect()
+    assert len(seen) > 6 and sum(each() is not None for each in seen) == 1
+    steps.step(finished=["long"])
+    assert list(captured(steps, "long")) == list(range(3, 3 + 36))
+
+
+def clone(pieces):
+    return [(position, layout, block.clone(), *rest) for position, layout, block, *rest in pieces]
 
 
 def test_d5_requests_of_one_batch_may_be_in_others_between(steps):
@@ -438,6 +469,7 @@ def test_d5_requests_of_one_batch_may_be_in_others_between(steps):
     steps.step({"a": keep(1), "b": keep(2)})
     for only in (["a", "b"], ["a", "b"], ["b"], ["b"], ["a", "b"], ["a", "b"]):
         steps.step(only=only)
+    assert all(len(batch.captures) <= 2 for batch in steps.host._batches._by_first.values())
     steps.step(finished=["a", "b"])
     assert captured(steps, "a") == pytest.approx({position: 1 + position / 100 for position in range(3, 7)})
     assert captured(steps, "b") == pytest.approx({position: 2 + position / 100 for position in range(3, 9)})
@@ -587,3 +619,42 @@ def test_d7_one_tensor_parallel_rank_of_a_stage_sends_the_rows(sends, mailbox):
     assert taken == ([[0, 1, 2]] if sends and mailbox is None else [])
     told = [(header["request"], header["final"], value["error"]) for header, value in sent]
     assert told == ([("ends", True, None), ("fails", True, "no more")] if sends and mailbox is not None else [])
+
+
+SELECTED = [
+    "last_prompt",
+    "all_prompt",
+    "all_generated",
+    "all",
+    ("last_prompt", "all_generated"),
+    ("last_prompt", "all_prompt"),
+]
+
+
+@pytest.mark.parametrize("positions", SELECTED, ids=str)
+@pytest.mark.parametrize("phase", ["prefill", "decode", "both"])
+def test_d5_prompts_of_any_length_share_a_plan_that_lists_no_positions(steps, positions, phase):
+    """Each position is treated as by the plan compiled for that length alone."""
+    several = positions if isinstance(positions, tuple) else (positions,)
+    plan = Plan.of(
+        [Steer("resid_post", layers=0, vector=[1.0] * WIDTH, phase=phase)]
+        + [Capture("resid_post", layers=layer, positions=each) for layer, each in enumerate(several)]
+    )
+    payload = PlanRequest(packed(plan), LAYERS)
+    taken = [steps.host._loaded.take(payload, length, None) for length in (4, 1, 2, 3)]
+    assert len({id(each) for each in taken}) == 1
+    shared = taken[0]
+    profile_of = dict(zip(shared.slots.ids.tolist(), shared.slots.compiled.profiles, strict=True))
+    for length in (1, 2, 3, 4):
+        alone = compile_plan(plan, length, LAYERS, width=lambda *_: WIDTH, vector=None, run=None)
+        expected = [alone.profiles[number] for number in [*alone.prompt.tolist(), *[alone.generated] * 2]]
+        kept = [i for i, profile in enumerate(expected) if profile.row_width]
+        assert shared.last(length) == (None if expected[-1].row_width else max(kept, default=-1) + 1)
+        for start in range(length + 2):
+            for stop in range(start + 1, length + 3):
+                numbers = np.broadcast_to(shared.profiles(start, stop, length), stop - start).tolist()
+                assert [profile_of[number] for number in numbers] == expected[start:stop]
+                captured = [at + i for _, at, count in shared.kept(start, stop, length) for i in range(count)]
+                assert captured == [i for i in kept if start <= i < stop]
+                in_prompt = any(alone.reach.prompt[start:stop])
+                assert shared.acts(start, stop, length) == (in_prompt, stop > length and alone.reach.generated)

@@ -1,4 +1,4 @@
-"""Plans in the tables. All requests with the same plan share one `LoadedPlan`; if it names positions, those with the same prompt length.
+"""Plans in the tables. All requests with the same plan share one `LoadedPlan`; if it lists positions, those with the same prompt length.
 
 A plan stays loaded for a while after its last request, so that the next request with it costs nothing.
 """
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from midstream.plan.captures import POSITIONS
 from midstream.plan.compile import CompiledPlan, Profile, Reach
 from midstream.plan.values import Plan, RecordedRun
 from midstream.runtime.request import PlanRequest, has_open_names
@@ -28,14 +29,13 @@ _IDLE_BYTES = 64 << 20  # of the device's memory that they may hold
 
 @dataclass(eq=False)
 class LoadedPlan:
-    """A plan for prompts of one length, or of any, in the tables.
+    """A plan in the tables, for prompts of one length or of any.
 
     Attributes:
-        prompt: int32 `[prompt_length]`, the profile of each prompt position, by the tables' numbers; `[1]` if all positions of any prompt
-            have the same.
+        prompt: int32, the profile of each of the prompt's last positions, by the tables' numbers. All positions before these have the
+            profile of the first of them.
         generated: the profile of every later position.
         hooked: the points of this rank, outside of the graphs, at which hooks act.
-        last: the position behind the last one that is captured; None if generated ones are.
         off_graph: sites outside of the graphs with ops at its prompt's and at its generated positions.
         runs: the recorded runs that it reads.
         reach: where it acts in the whole model, the same on all ranks.
@@ -47,7 +47,6 @@ class LoadedPlan:
     prompt: np.ndarray
     generated: int
     hooked: list[Point]
-    last: int | None
     off_graph: tuple[frozenset[str], frozenset[str]]
     runs: list[str]
     reach: Reach
@@ -58,7 +57,11 @@ class LoadedPlan:
         """int32, of the positions `start` to `stop` of a request whose prompt has `length`; one number if all have the same."""
         if start >= length:
             return self.generated
-        prompt_P = np.broadcast_to(self.prompt, length)
+        prompt_P = self.prompt
+        if (before := length - len(prompt_P)) > 0:
+            prompt_P = np.concatenate([np.full(before, prompt_P[0]), prompt_P])
+        elif before:
+            prompt_P = prompt_P[-length:]
         if stop <= length:
             return prompt_P[start:stop]
         return np.concatenate([prompt_P[start:], np.full(stop - length, self.generated, np.int32)])
@@ -80,18 +83,30 @@ class LoadedPlan:
         pairs = zip(self.slots.ids.tolist(), self.slots.compiled.profiles, strict=True)
         return {number for number, profile in pairs if profile.row_width}
 
+    def last(self, length: int) -> int | None:
+        """The position behind the last one that is captured; None if generated ones are."""
+        if self.generated in self._capturing:
+            return None
+        return length - self._uncaptured if self._uncaptured is not None else 0
+
+    @cached_property
+    def _uncaptured(self) -> int | None:
+        """How many positions of a prompt come after its last captured one; None if it has no captured one."""
+        captured = np.flatnonzero(np.isin(self.prompt, list(self._capturing)))
+        return len(self.prompt) - 1 - int(captured[-1]) if len(captured) else None
+
     @cached_property
     def _acting(self) -> np.ndarray:
-        """`[prompt_length + 1]`, how many positions before each, of the prompt, it acts at."""
+        """`[len(prompt) + 1]`, how many of the entries of `prompt` before each it acts at."""
         return np.concatenate([[0], np.cumsum(self.reach.prompt)])
 
     def acts(self, start: int, stop: int, length: int) -> tuple[bool, bool]:
         """Whether it does anything at the prompt's positions among `start` to `stop`, and whether at the others."""
         in_prompt = start < length
-        if in_prompt and len(self.prompt) == length:
-            in_prompt = bool(self._acting[start] < self._acting[min(stop, length)])
-        elif in_prompt:
-            in_prompt = bool(self.reach.prompt[0])
+        if in_prompt:
+            before = length - len(self.prompt)
+            first, end = max(start - before, 0), max(min(stop, length) - before, 1)
+            in_prompt = bool(self._acting[first] < self._acting[end])
         return in_prompt, stop > length and self.reach.generated
 
     @cached_property
@@ -131,7 +146,7 @@ class LoadedPlans:
 
     def take(self, payload: PlanRequest, length: int, row: RunRow) -> LoadedPlan:
         """The plan for one more request; `row` gives rows of recorded runs. Raises PlanError, as the compiler does."""
-        length = length if _has_positions(payload.plan) else 1
+        length = _compiled_length(payload.plan, length)
         key = (payload.wire, length)
         loaded = self._loaded.get(key)
         if loaded is None:
@@ -166,9 +181,6 @@ class LoadedPlans:
     def _make(self, payload: PlanRequest, length: int, row: RunRow) -> LoadedPlan:
         plan, compiled = payload.plan, self._compiled(payload, length, row)
         slots = self._tables.load(compiled)
-        widths = np.array([profile.row_width for profile in compiled.profiles])
-        captured = np.nonzero(widths[compiled.prompt])[0]
-        last = None if widths[compiled.generated] else int(captured[-1]) + 1 if len(captured) else 0
         reach = compiled.reach
         return LoadedPlan(
             plan,
@@ -176,15 +188,18 @@ class LoadedPlans:
             slots.ids[compiled.prompt],
             int(slots.ids[compiled.generated]),
             self._hooked(_points(compiled.profiles)),
-            last,
             (self._off_graph(reach.prompt_points), self._off_graph(reach.generated_points)),
             [run.id for run in plan.runs],
             reach,
         )
 
 
-def _has_positions(plan: Plan) -> bool:
-    return bool(plan.captures) or any(edit.place is not None for edit in plan.edits)
+def _compiled_length(plan: Plan, length: int) -> int:
+    """How long a prompt to compile it for. If it lists no positions, it treats at most the last one differently from the others."""
+    selected = {capture.positions for capture in plan.captures}
+    if any(edit.place is not None for edit in plan.edits) or not selected <= set(POSITIONS):
+        return length
+    return 2 if "last_prompt" in selected else 1
 
 
 def _points(profiles: Collection[Profile]) -> list[Point]:
