@@ -241,7 +241,11 @@ class Checks:
         deadline = time.monotonic() + 10
         while True:
             left = [
-                {name: n for name, n in gauges.items() if n and not name.endswith(("_steps", "_growths", "weight_bytes"))}
+                {
+                    name: n
+                    for name, n in gauges.items()
+                    if n and not name.endswith(("_steps", "_growths", "weight_bytes"))
+                }
                 for gauges in self.model.gauges()
             ]
             if not any(left) or time.monotonic() > deadline:

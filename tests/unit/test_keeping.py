@@ -15,7 +15,7 @@ from midstream.client.keeping import rows_kept
 from midstream.client.lowering import _code_of, lower
 from midstream.client.model import StandingEdit
 from midstream.errors import NeverReachedError, OutOfOrderError
-from midstream.trace.kept import CapturedSteps, programs_here, run_kept
+from midstream.trace.kept import CapturedSteps, KeptPrograms
 from midstream.trace.program import RETURNED, FunctionProgram
 from midstream.trace.tracer import save
 
@@ -339,14 +339,19 @@ def test_a_standing_edit_is_not_taken():
     assert lower(StandingEdit(FunctionProgram(reads), has_name=True), MODEL, LENGTH).kept is None
 
 
+NAMES = {("resid_post", layer): f"model.layers.{layer}.output" for layer in range(FACTS.num_layers)}
+
+
+def steps(count, prompt=LENGTH, first=0):
+    """Rows that tell their layer and position, counted from `first`."""
+    positions = range(first, first + prompt + count - 1)
+    planes = {point: torch.tensor([[point[1], position] for position in positions]) for point in NAMES}
+    return CapturedSteps(planes, prompt, count)
+
+
 def kept(fn, count=3, prompt=LENGTH):
-    """What `fn` gives of rows that tell their layer and position."""
-    planes = {
-        ("resid_post", layer): torch.tensor([[layer, position] for position in range(prompt + count - 1)])
-        for layer in range(FACTS.num_layers)
-    }
-    names = {point: f"model.layers.{point[1]}.output" for point in planes}
-    outcome = run_kept(FunctionProgram(fn), CapturedSteps(planes, prompt, count, names), FACTS.num_layers)
+    """What `fn` gives of `steps`."""
+    outcome = KeptPrograms([FunctionProgram(fn)], FACTS.num_layers, NAMES).outcome(0, steps(count, prompt))
     return outcome.values.get(RETURNED), outcome
 
 
@@ -401,6 +406,64 @@ def test_rows_in_a_list_are_tensors_of_their_own():
     assert second.tolist() == [1, LENGTH - 1]
 
 
+def test_values_read_twice_in_a_saved_list_are_tensors_of_their_own():
+    def body(model):
+        kept = [model.layers_output[1] for _ in range(2)]
+        save(kept)
+        raise ValueError
+
+    first, second = kept(body)[1].values["kept"]
+    first.zero_()
+    assert second[:, 0].eq(1).all()
+
+
+def test_requests_with_as_many_steps_share_a_run():
+    """Each has its own rows, and its own tensors. Seen failing with the rows of the first request."""
+    runs = []
+
+    def last(model, tracer):
+        return [model.layers_output[2][-1] for _ in tracer.iter[:]]
+
+    def prompt(model):
+        return model.layers_output[1]
+
+    def wrong(model):
+        return model.layers_output[2], model.layers_output[1]
+
+    given = [FunctionProgram(last)] * 2 + [FunctionProgram(prompt), FunctionProgram(wrong)]
+    programs = KeptPrograms(given, FACTS.num_layers, NAMES)
+    run = programs._run
+    programs._run = lambda *given: (runs.append(1), run(*given))[1]
+    asked = [(0, 3, 5, 0), (1, 3, 5, 100), (0, 4, 5, 200), (1, 4, 4, 300), (1, 4, 4, 400), (2, 4, 4, 500)]
+    for number, count, length, first in asked:
+        found = programs.outcome(number, steps(count, length, first)).values[RETURNED]
+        if number == 2:
+            assert found[:, 1].tolist() == list(range(first, first + length))
+            continue
+        assert [row.tolist() for row in found] == [[2, first + length - 1 + i] for i in range(count)]
+        for row in found:
+            row.zero_()
+    assert len(runs) == 4
+    first, second = (programs.outcome(3, steps(3)).failure for _ in range(2))
+    assert len(runs) == 6 and first.error is not second.error
+    assert isinstance(first.error, OutOfOrderError) and isinstance(second.error, OutOfOrderError)
+
+
+def test_what_stands_twice_in_the_result_stands_there_twice():
+    """Lists, and a list in itself. Seen failing where each is copied by itself."""
+
+    def body(model):
+        rows = [model.layers_output[1][-1]]
+        same = rows
+        rows.append(rows)
+        save(rows)
+        save(same)
+        raise ValueError
+
+    values = kept(body)[1].values
+    assert values["same"] is values["rows"] and values["rows"][1] is values["rows"]
+
+
 def test_what_a_program_sees_is_as_it_was(tmp_path, monkeypatch):
     """Also a function that could be imported. Seen failing where it was sent by its name."""
     (tmp_path / "module_of_a_probe.py").write_text(
@@ -408,9 +471,10 @@ def test_what_a_program_sees_is_as_it_was(tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(tmp_path)
     module = importlib.import_module("module_of_a_probe")
-    (program,) = programs_here([FunctionProgram(module.probe)], FACTS.num_layers)
+    programs = KeptPrograms([FunctionProgram(module.probe)], FACTS.num_layers, NAMES)
     module.LAYER = 2
-    assert kept(program.fn)[0].tolist() == [1, LENGTH - 1] and kept(module.probe)[0].tolist() == [2, LENGTH - 1]
+    assert programs.outcome(0, steps(3)).values[RETURNED].tolist() == [1, LENGTH - 1]
+    assert kept(module.probe)[0].tolist() == [2, LENGTH - 1]
 
 
 def test_the_body_that_ends_last_is_known_and_a_request_without_a_step_has_none():

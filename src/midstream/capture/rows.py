@@ -25,6 +25,7 @@ from midstream.plan.captures import Key, Layout, RowSelection
 from midstream.plan.fields import nearest
 from midstream.plan.values import Capture, Consumer
 from midstream.sites import site_of
+from midstream.trace.tree import as_bits
 
 V = TypeVar("V")
 NO_POSITIONS = np.empty(0, np.int64)
@@ -348,8 +349,14 @@ def _join(what: str, key: Key, chunks: Sequence[RowChunk], found: _FoundRows) ->
     if len({(piece.dtype, piece.shape[1]) for piece in pieces}) > 1:
         kinds = sorted({f"{piece.dtype} [{piece.shape[1]}]" for piece in pieces})
         raise CaptureError(f"{what}: the rows of {describe(key)} do not fit together: {', '.join(kinds)}")
-    joined = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    joined = pieces[0] if len(pieces) == 1 else _concatenated(pieces)
     return joined if found.order is None else joined[torch.from_numpy(found.order)]
+
+
+def _concatenated(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    """By numpy: torch would wake a thread for each core, and they go on to use these for a while."""
+    bits = np.concatenate([as_bits(piece).numpy() for piece in pieces])
+    return torch.from_numpy(bits).view(pieces[0].dtype)
 
 
 def gather(request: str, chunks: Sequence[RowChunk], stop: int, selected: Mapping[Key, RowSelection]) -> Captured:

@@ -25,7 +25,7 @@ from midstream.errors import MidstreamError, ParameterError, PlanError, TraceErr
 from midstream.plan.values import Plan
 from midstream.runtime.request import Envelope, PlanRequest, TraceRequest, packed, requests_of
 from midstream.settings import NAME, RECORD_BYTES, TRACE_SHARE, WEIGHT_BYTES, Settings
-from midstream.trace.kept import CapturedSteps, programs_here, run_kept
+from midstream.trace.kept import CapturedSteps, KeptPrograms
 from midstream.trace.program import Outcome, Program, ShippedCode, unrun
 
 _GROUP = 32  # invokes that become requests at a time
@@ -280,10 +280,10 @@ class VLLM(DescribedModel):
         if behind is None and has_plans:
             plans = self.planner.prepare_all(invokes, prompts)
         kept: Sequence[Kept | None] = [None] * len(invokes)
-        programs: Sequence[Program] = []
+        programs: KeptPrograms | None = None
         if behind is not None and behind.kept is not None:
             own_programs = [invoke.program for invoke in invokes if invoke.program is not None]
-            kept, programs = behind.kept, programs_here(own_programs, self.num_layers)
+            kept, programs = behind.kept, KeptPrograms(own_programs, self.num_layers, self._known.points)
         shared: dict[Any, Any] = {}
         requests = []
         for number, (invoke, ids, trace, plan, keeps) in enumerate(
@@ -295,8 +295,8 @@ class VLLM(DescribedModel):
             params = _params(invoke, trace, plan, rows, shared)
             salt = secrets.token_hex(8) if trace is not None else None
             here: Here | None = None
-            if keeps is not None:
-                here = partial(self._run_kept, programs[number], keeps, len(ids))
+            if programs is not None and keeps is not None:
+                here = partial(_run_kept, programs, number, 1 if keeps.rows == "last" else len(ids))
             elif trace is None and invoke.program is not None and behind is not None:
                 here = partial(_unrun, invoke.program)
             weights = code.weights if code is not None and trace is not None else {}
@@ -304,11 +304,6 @@ class VLLM(DescribedModel):
                 EngineRequest(launch.engine_prompt(ids, salt), params, trace, plan, rows, invoke.answers, here, weights)
             )
         return requests
-
-    def _run_kept(self, program: Program, kept: Kept, prompt: int, captures: Any, tokens: int) -> Outcome:
-        """Run a program that only keeps rows. `prompt`, `tokens`: how many prompt tokens and new tokens its request had."""
-        captured = CapturedSteps(dict(captures), 1 if kept.rows == "last" else prompt, tokens, self._known.points)
-        return run_kept(program, captured, self.num_layers)
 
     def _traces(
         self, invokes: Sequence[Invoke], prompts: Sequence[list[int]], code: ShippedCode, together: bool, streamed: bool
@@ -404,6 +399,11 @@ def _with_plan(
         extra = params.extra_args or {}
         params.extra_args = {**extra, NAME: Envelope({**extra.get(NAME, {}), **request.to_extra_args()[NAME]})}
     return params
+
+
+def _run_kept(programs: KeptPrograms, number: int, prompt: int, captures: Any, tokens: int) -> Outcome:
+    """Run a program that only keeps rows. `prompt`: how many rows of the prompt it has. `tokens`: how many new tokens its request had."""
+    return programs.outcome(number, CapturedSteps(dict(captures), prompt, tokens))
 
 
 def _unrun(program: Program, captures: Any, tokens: int) -> Outcome:

@@ -2,14 +2,15 @@
 
     hidden = [model.layers_output[14][-1] for _ in tracer.iter[:]]
 
-A plan has captured the rows. The code reads them step by step, in the order of the forward, as in the engine.
+A plan has captured the rows. Such code never looks at values, so it runs on the places of the rows, step by step, in the order of the
+forward. What it has kept is then filled with the captured rows. One run is enough for requests with as many steps.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn, cast
 
 import torch
@@ -28,49 +29,125 @@ class CapturedSteps:
         planes: `[rows, width]` for each point, in the order of the positions.
         prompt: how many rows of each plane belong to the prompt: 1 if only its last row was captured.
         count: how many steps the request had.
-        names: the name of each point in error messages.
     """
 
     planes: Mapping[Point, torch.Tensor]
     prompt: int
     count: int
-    names: Mapping[Point, str]
-
-    def of(self, point: Point) -> tuple[torch.Tensor, ...]:
-        """Copies of the point's rows for each step, `[tokens, width]`."""
-        plane = self.planes[point].clone(memory_format=torch.contiguous_format)
-        return plane[: self.prompt], *(plane[self.prompt :].split(1) if len(plane) > self.prompt else ())
 
 
-def programs_here(programs: Sequence[Program], num_layers: int) -> list[Program]:
-    """Copies of the programs, for `run_kept`. Like an engine's, they do not see later changes of variables."""
-    model = _Model(num_layers)
-    return copies(programs, lambda reference: {"model": model, "tracer": BodyTracer()}.get(reference[0]))
+class KeptPrograms:
+    """Programs that only keep rows, one for each request of a call.
+
+    They are copies of the caller's: like an engine's, they do not see later changes of variables.
+
+    Args:
+        names: the name of each point in error messages.
+    """
+
+    def __init__(self, programs: Sequence[Program], num_layers: int, names: Mapping[Point, str]) -> None:
+        self._model, self._names = _Model(num_layers), names
+        given = {"model": self._model, "tracer": BodyTracer()}
+        self._programs = copies(programs, lambda reference: given.get(reference[0]))
+        self._last: tuple[Any, Outcome] | None = None
+
+    def outcome(self, number: int, captured: CapturedSteps) -> Outcome:
+        """The outcome of a request that has ended. `number`: of its program."""
+        program, last = self._programs[number], self._last
+        run = (id(program), captured.prompt, captured.count)
+        if last is None or last[0] != run or last[1].failure is not None:  # an exception is of one request
+            last = self._last = run, self._run(program, captured)
+        return replace(last[1], values=_filled(last[1].values, captured.planes))
+
+    def _run(self, program: Program, captured: CapturedSteps) -> Outcome:
+        """The outcome with `_Place`s instead of rows."""
+        places = _Places(captured)
+        body = KeptBody(places, captured.count, self._names)
+        token = CURRENT.set(body)
+        try:
+            body.result = program.run(self._model, {})
+        except Exception as error:
+            body.failure = error
+        finally:
+            CURRENT.reset(token)
+        found = outcome(body, program)
+        found.order = found.steps  # of requests that begin together, it tells which body has ended last
+        found.values = _mapped(found.values, torch.Tensor, places.of, {})
+        return found
 
 
-def run_kept(program: Program, captured: CapturedSteps, num_layers: int) -> Outcome:
-    """Run a program of `programs_here` that only keeps rows, and return its outcome."""
-    body = KeptBody(captured)
-    token = CURRENT.set(body)
-    try:
-        body.result = program.run(_Model(num_layers), {})
-    except Exception as error:
-        body.failure = error
-    finally:
-        CURRENT.reset(token)
-    found = outcome(body, program)
-    found.order = found.steps  # of requests that begin together, it tells which body has ended last
-    return found
+@dataclass(frozen=True)
+class _Place:
+    """Rows of a plane, from `first` to before `stop`; without the axis of rows if `is_row`."""
+
+    point: Point
+    first: int
+    stop: int
+    is_row: bool
+
+
+class _Places:
+    """The places of a request's rows as tensors of numbers, `[rows, 1]`: what can be done to rows can be done to these."""
+
+    def __init__(self, captured: CapturedSteps) -> None:
+        self._captured = captured
+        self._points = list(captured.planes)
+        self._most = captured.prompt + captured.count
+
+    def steps(self, point: Point) -> Sequence[torch.Tensor]:
+        """The point's rows in each step."""
+        first, prompt = self._points.index(point) * self._most, self._captured.prompt
+        rows = torch.arange(first, first + len(self._captured.planes[point]))[:, None]
+        return rows[:prompt], *(rows[prompt:].split(1) if len(rows) > prompt else ())
+
+    def of(self, rows: torch.Tensor) -> _Place:
+        number, first = divmod(int(rows.flatten()[0]), self._most)
+        return _Place(self._points[number], first, first + len(rows), rows.ndim == 1)
+
+
+def _filled(values: Any, planes: Mapping[Point, torch.Tensor]) -> Any:
+    """The values with copies of rows in their places."""
+    rows = {point: plane.unbind() for point, plane in planes.items()}
+
+    def copied(place: _Place) -> torch.Tensor:
+        if place.is_row:
+            return rows[place.point][place.first].clone()
+        return planes[place.point][place.first : place.stop].clone(memory_format=torch.contiguous_format)
+
+    return _mapped(values, _Place, copied, {})
+
+
+def _mapped(tree: Any, kind: type, change: Callable[[Any], Any], known: dict[int, Any]) -> Any:
+    """`tree` with the objects of class `kind` in its lists, dicts and tuples replaced. An object that is there twice stays one object.
+
+    `known`: the results so far, by the id of what they replace.
+    """
+    if (new := known.get(id(tree))) is not None:
+        return new
+    if isinstance(tree, kind):
+        new = change(tree)
+    elif type(tree) is list:
+        new = known[id(tree)] = []  # it may contain itself
+        new += [_mapped(each, kind, change, known) for each in tree]
+    elif type(tree) is dict:
+        new = known[id(tree)] = {}
+        new |= {key: _mapped(each, kind, change, known) for key, each in tree.items()}
+    elif type(tree) is tuple:
+        new = tuple([_mapped(each, kind, change, known) for each in tree])
+    else:
+        return tree
+    known[id(tree)] = new
+    return new
 
 
 class KeptBody(Body):
     """A body that runs after all its steps have ended. It never waits."""
 
-    def __init__(self, captured: CapturedSteps) -> None:
+    def __init__(self, places: _Places, count: int, names: Mapping[Point, str]) -> None:
         super().__init__("kept", lambda: None, in_engine=True)
-        self.now, self.ended = 0, captured.count == 0
-        self._captured = captured
-        self._steps: dict[Point, tuple[torch.Tensor, ...]] = {}
+        self.now, self.ended = 0, count == 0
+        self._places, self._last, self._names = places, count - 1, names
+        self._steps: dict[Point, Sequence[torch.Tensor]] = {}
         self._layer = -1  # the layer that it read last in this step
 
     def wait_for_step(self, step: int) -> bool:
@@ -79,25 +156,24 @@ class KeptBody(Body):
         self.step = step
         if step == self.now:
             return True
-        last = self._captured.count - 1
-        self.ended = step > last
-        self.now, self._layer = min(step, last), -1
+        self.ended = step > self._last
+        self.now, self._layer = min(step, self._last), -1
         return not self.ended
 
     def rows(self, site: str, layer: int) -> torch.Tensor:
-        """`[tokens, width]`, the site's value in its step."""
+        """The places of the site's rows in its step."""
         if self.ended or layer < self._layer:
             self._refuse(site, layer)
         if (point := (site, layer)) not in self._steps:
-            self._steps[point] = self._captured.of(point)
+            self._steps[point] = self._places.steps(point)
         rows = self._steps[point][self.step]
-        if layer == self._layer:  # what is read again has memory of its own
+        if layer == self._layer:  # what is read again is another value
             return rows.clone()
         self._layer = layer
         return rows
 
     def _refuse(self, site: str, layer: int) -> NoReturn:
-        names, step = self._captured.names, self.step
+        names, step = self._names, self.step
         if self.ended:
             raise never_reached(names[site, layer], step)
         raise out_of_order(names[site, layer], step, f"{names[site, self._layer]} of step {step}")
