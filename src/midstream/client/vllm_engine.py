@@ -442,10 +442,11 @@ def put_captures(result: InvokeResult, request: EngineRequest, counts: Sequence[
 def _run_here(result: InvokeResult, here: Here, counts: Sequence[int]) -> None:
     """Make the outcome of a trace that ran no code in the engine, and put it on the result. The rows that it captured are dropped."""
     output = result.output
-    samples = [[here(output.captures, count)] for count in counts]
+    result.outcomes = [
+        here(output.captures, count) for count in counts
+    ]  # without `tracer.result`: such a trace has none
     output.captures = Captured.nothing(output.request_id)
-    traced = traced_result(samples, output)
-    result.outcomes, result.error = traced.outcomes, traced.error
+    output.saves = sample_saves([[outcome] for outcome in result.outcomes])
 
 
 def _raise_if_refused(output: Any) -> None:

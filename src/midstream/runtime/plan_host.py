@@ -239,8 +239,9 @@ class PlanHost:
             rows = np.concatenate([np.arange(row, row + count) for _, row, count, _ in parts])
             memory, place = self._place(number, len(rows))
             blocks[number] = (rows, memory[place : place + len(rows)])
+            size = memory.stride(0) * memory.itemsize
             for request, _, count, position in parts:
-                request.add(position, layout, memory, range(place, place + count))
+                request.add(position, layout, memory, range(place, place + count), count * size)
                 self._has_due = self._has_due or request.size >= DUE_BYTES
                 place += count
             if batch is not None and repeats:

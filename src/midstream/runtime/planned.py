@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -42,20 +43,29 @@ class Stretch:
 
     Attributes:
         memory: holds them.
-        places: the row of `memory` for each of them, ascending.
+        firsts: `firsts[i] + place` is the row of `memory` for each of them, ascending. The first `before` are not of this request.
+        is_shared: whether other requests have the same `firsts`.
     """
 
     position: int
     layout: Layout
     memory: torch.Tensor
-    places: list[int]
+    firsts: list[int]
+    place: int = 0
+    before: int = 0
+    is_shared: bool = False
+
+    def goes_on(self, position: int, layout: Layout, memory: torch.Tensor) -> bool:
+        """Whether a row at that position, in that memory, may be added to these."""
+        is_next = self.position + len(self.firsts) == position
+        return is_next and self.memory is memory and self.layout is layout and not self.is_shared
 
     def gathered(self) -> Piece:
-        first, number = self.places[0], len(self.places)
-        if self.places[-1] - first == number - 1:
-            return Piece(self.position, self.layout, self.memory, first, number)
-        places = torch.tensor(self.places, pin_memory=self.memory.is_cuda).to(self.memory.device, non_blocking=True)
-        return Piece(self.position, self.layout, self.memory.index_select(0, places), 0, number)
+        rows = [first + self.place for first in self.firsts[self.before :]]
+        if rows[-1] - rows[0] == len(rows) - 1:
+            return Piece(self.position, self.layout, self.memory, rows[0], len(rows))
+        index = torch.tensor(rows, pin_memory=self.memory.is_cuda).to(self.memory.device, non_blocking=True)
+        return Piece(self.position, self.layout, self.memory.index_select(0, index), 0, len(rows))
 
 
 @dataclass(eq=False)
@@ -92,17 +102,12 @@ class PlannedRequest:
         last = self.loaded.last(self.length)
         return last is not None and self.captured >= last
 
-    def add(self, position: int, layout: Layout, memory: torch.Tensor, places: Sequence[int]) -> None:
-        """Rows at positions from `position` on."""
-        self.size += len(places) * memory.stride(0) * memory.itemsize
+    def add(self, position: int, layout: Layout, memory: torch.Tensor, places: Sequence[int], size: int) -> None:
+        """Rows at positions from `position` on, of so many bytes."""
+        self.size += size
         last = self.unsent[-1] if self.unsent else None
-        if (
-            last is not None
-            and last.memory is memory
-            and last.layout is layout
-            and last.position + len(last.places) == position
-        ):
-            last.places.extend(places)
+        if last is not None and last.goes_on(position, layout, memory):
+            last.firsts += places
         else:
             self.unsent.append(Stretch(position, layout, memory, list(places)))
 
@@ -111,30 +116,40 @@ class PlannedRequest:
         return [each.gathered() for each in unsent]
 
 
-@dataclass(eq=False)
 class RepeatedCapture:
     """A batch that repeats captures one row of each of these requests in every step.
 
-    Attributes:
+    Args:
         number: of the profile.
         rows: the row of each request in the batch.
         positions: the next position of each request.
     """
 
-    number: int
-    rows: np.ndarray
-    requests: Sequence[PlannedRequest]
-    layout: Layout
-    positions: np.ndarray
+    def __init__(
+        self, number: int, rows: np.ndarray, requests: Sequence[PlannedRequest], layout: Layout, positions: np.ndarray
+    ) -> None:
+        self.number, self.rows = number, rows
+        self._requests, self._layout, self._positions = requests, layout, positions
+        self._memory: weakref.ref[torch.Tensor] | None = None
+        self._firsts: list[int] = []  # where the rows of each step begin in it
 
     def goes_on(self, computed: np.ndarray) -> bool:
         """Whether the coming step has the next row of each request. `computed`: as of the step's `StepView`."""
-        return np.array_equal(computed[self.rows], self.positions)
+        return np.array_equal(computed[self.rows], self._positions)
 
     def add(self, memory: torch.Tensor, first: int) -> int:
         """The rows of the coming step lie in `memory` from `first` on. Returns the largest number of unsent bytes of a request."""
-        for place, (request, position) in enumerate(zip(self.requests, self.positions.tolist(), strict=True), first):
-            request.add(position, self.layout, memory, (place,))
-            request.captured = position + 1
-        self.positions += 1
-        return max(request.size for request in self.requests)
+        if self._memory is None or self._memory() is not memory:
+            self._memory, self._firsts = weakref.ref(memory), []
+        firsts, size, most = self._firsts, memory.stride(0) * memory.itemsize, 0
+        for place, request in enumerate(self._requests):
+            unsent = request.unsent
+            if not unsent or unsent[-1].firsts is not firsts:
+                position = int(self._positions[place])
+                unsent.append(Stretch(position, self._layout, memory, firsts, place, len(firsts), is_shared=True))
+            request.captured += 1
+            request.size += size
+            most = max(most, request.size)
+        firsts.append(first)
+        self._positions += 1
+        return most
