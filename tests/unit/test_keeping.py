@@ -295,7 +295,38 @@ def of_a_class(model):
     return Holder(), model.layers_output[1]
 
 
+def last_element_of_a_row(model):
+    h = model.layers_output[1]
+    h = h[-1]
+    return h[-1:]
+
+
+def last_element_of_one_of_two(model):
+    h = model.layers_output[1]
+    (h, other) = (h[-1], 3)
+    return h[-1:], other
+
+
+def last_element_of_a_name_of_a_list(model):
+    h = model.layers_output[1]
+    rows = [h[-1]]
+    h = []
+    h.append(rows)
+    return rows
+
+
+def splits_a_row(model):
+    (first,) = model.layers_output[1][-1]
+    return first
+
+
+def splits_a_row_in_a_pair(model):
+    (first, second), other = model.layers_output[1][-1], 3
+    return first, second, other
+
+
 OTHER_FORMS = [
+    last_element_of_a_row, last_element_of_one_of_two, last_element_of_a_name_of_a_list, splits_a_row, splits_a_row_in_a_pair,
     calls_for_its_steps,
     copies_a_name_to_the_cpu,
     reuses_a_lists_name,

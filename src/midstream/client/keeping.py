@@ -37,6 +37,8 @@ def rows_kept(statements: Sequence[ast.stmt], names: Mapping[str, Any]) -> Rows 
         if not all(map(keeping.statement, statements)):
             return None
         is_new = keeping.known > known
+    if keeping.steps & keeping.others:  # a name that may be a whole value here and a row there
+        return None
     return keeping.reads.pop() if len(keeping.reads) == 1 else None
 
 
@@ -70,9 +72,8 @@ class _Keeping:
                 return True
             case ast.Expr(value=value) | ast.Return(value=ast.expr() as value):
                 return self.value(value)
-            case ast.Assign(targets=[ast.Name(id=name) as target], value=value) if self._is_read(value):
-                self.steps.add(name)
-                return self._takes(target, self.others)
+            case ast.Assign(targets=[ast.Name() as target], value=value) if self._is_read(value):
+                return self._takes(target, self.steps)
             case ast.Assign(targets=[target], value=value):
                 return self._sets(target, value) and self.value(value)
             case ast.For(target=target, iter=over, body=body, orelse=[]):
@@ -95,6 +96,9 @@ class _Keeping:
         return False
 
     def _sets(self, target: ast.expr, value: ast.expr) -> bool:
+        if isinstance(target, ast.Tuple) and not self.plain(value):
+            parts = value.elts if isinstance(value, ast.Tuple) else []  # a row would be split into its elements
+            return len(parts) == len(target.elts) and all(map(self._sets, target.elts, parts))
         if not self.plain(value):
             self.holding |= set(_changed(target))
         is_made = isinstance(value, (ast.List, ast.Dict, ast.ListComp, ast.DictComp)) or self._is_made(value)
@@ -102,7 +106,7 @@ class _Keeping:
 
     def _is_container(self, node: ast.expr) -> bool:
         """Whether it is the name of a list or dict that the code has made, and of nothing else."""
-        return isinstance(node, ast.Name) and node.id in self.containers - self.others
+        return isinstance(node, ast.Name) and node.id in self.containers - self.others - self.steps
 
     def _is_made(self, node: ast.expr) -> bool:
         """`list()` or `dict()`, with `.save()` or without."""

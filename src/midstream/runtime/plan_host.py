@@ -15,7 +15,7 @@ from midstream.plan.compile import CompiledPlan, compile_plan
 from midstream.plan.values import ModelFacts, Plan, check, not_finite
 from midstream.ranks.link import Link
 from midstream.runtime.loaded_plans import LoadedPlan, LoadedPlans, RunRow
-from midstream.runtime.planned import PlannedRequest, RepeatedCapture, RowMemory
+from midstream.runtime.planned import CapturedRun, PlannedRequest
 from midstream.runtime.points import Pipeline, PointHooks
 from midstream.runtime.request import PlanRequest
 from midstream.runtime.sending import DUE_BYTES, CaptureSender
@@ -72,8 +72,7 @@ class PlanHost:
         self._batch: RepeatedBatch | None = None  # of the coming step, if it may repeat
         self._prepared: RepeatedBatch | None = None  # the batch that the tables hold
         self._capturing = 0  # requests with rows still to be captured
-        self._memories: dict[int, RowMemory] = {}  # by the width of their rows
-        self._has_due = False  # whether rows may be due to be sent after the step
+        self._has_due = True  # whether rows may be due to be sent after the step
         self._editing: set[str] = set()  # requests whose plan has edits
         self.step_is_planned = False  # whether a plan acts in the step that is being prepared or run
 
@@ -187,11 +186,7 @@ class PlanHost:
         """The batch is laid out; the forward comes next."""
         batch = self._batch
         if batch is not None and not batch.is_laid_out(view.request_ids, view.total):
-            batch.laid_out, batch.rows, batch.captures = (
-                list(view.request_ids),
-                Rows(self._lay_out(view), again=True),
-                [],
-            )
+            batch.laid_out, batch.rows, batch.runs = list(view.request_ids), Rows(self._lay_out(view), again=True), []
         rows = batch.rows if batch is not None else Rows(self._lay_out(view))
         assert rows is not None
         self.tables.begin_step(rows, self._blocks(view, batch) if self._capturing else {})
@@ -207,17 +202,13 @@ class PlanHost:
         return profile
 
     def _blocks(self, view: StepView, batch: RepeatedBatch | None) -> dict[int, tuple[np.ndarray, torch.Tensor]]:
-        """Take memory for the rows that this step captures, by profile, and note each request's part of it."""
-        blocks = {}
-        captures = batch.captures if batch is not None else []
-        if captures and all(each.goes_on(view.computed) for each in captures):
-            for each in captures:
-                memory, first = self._place(each.number, len(each.rows))
-                blocks[each.number] = (each.rows, memory[first : first + len(each.rows)])
-                self._has_due = each.add(memory, first) >= DUE_BYTES or self._has_due
+        """Allocate memory for the rows that this step captures, by profile, and note each request's part of it."""
+        runs: list[CapturedRun] = batch.runs if batch is not None else []
+        if runs and all(run.goes_on(view.computed) for run in runs):
+            blocks = {run.number: (run.rows, self._block(run.number, len(run.rows))) for run in runs}
+            self._has_due = max(run.add(blocks[run.number][1]) for run in runs) >= DUE_BYTES
             return blocks
-        if batch is not None:
-            batch.captures = []
+        self._has_due = True
         wanted: dict[
             int, list[tuple[PlannedRequest, int, int, int]]
         ] = {}  # profile -> (request, first row, rows, position)
@@ -233,33 +224,28 @@ class PlanHost:
             request.captured = max(stop, request.captured)
             for number, first, count in request.loaded.kept(fresh, stop, request.length) if fresh < stop else ():
                 wanted.setdefault(number, []).append((request, scheduled.start + first - start, count, first))
-            self._has_due = self._has_due or request.has_all
+        blocks = {}
         for number, parts in wanted.items():
             layout = self.tables.profiles[number].layout
             rows = np.concatenate([np.arange(row, row + count) for _, row, count, _ in parts])
-            memory, place = self._place(number, len(rows))
-            blocks[number] = (rows, memory[place : place + len(rows)])
-            size = memory.stride(0) * memory.itemsize
+            block = self._block(number, len(rows))
+            blocks[number] = (rows, block)
+            at = 0
             for request, _, count, position in parts:
-                request.add(position, layout, memory, range(place, place + count), count * size)
-                self._has_due = self._has_due or request.size >= DUE_BYTES
-                place += count
-            if batch is not None and repeats:
-                following = np.array([position + 1 for *_, position in parts])
-                batch.captures.append(RepeatedCapture(number, rows, [each for each, *_ in parts], layout, following))
+                request.add(Piece(position, layout, block, at, count))
+                at += count
+        if batch is not None:
+            batch.runs = [
+                CapturedRun(
+                    number, rows, [request for request, *_ in wanted[number]], self.tables.profiles[number].layout
+                )
+                for number, (rows, _) in (blocks.items() if repeats else ())
+            ]
         return blocks
 
-    def _place(self, number: int, count: int) -> tuple[torch.Tensor, int]:
-        """Memory for so many captured rows of a profile: a tensor, and the first of them in it."""
-        width = self.tables.profiles[number].row_width
-        memory = self._memories.get(width)
-        if memory is None or memory.used + count > len(memory.rows):
-            if memory is not None:  # it becomes free once the rows in it are sent
-                self._has_due = True
-                for request in self._requests.values():
-                    request.is_due = bool(request.unsent)
-            memory = self._memories[width] = RowMemory(width, self._dtype, self._device, count)
-        return memory.rows, memory.take(count)
+    def _block(self, number: int, rows: int) -> torch.Tensor:
+        """New memory for `rows` captured rows of a profile."""
+        return torch.empty(rows, self.tables.profiles[number].row_width, dtype=self._dtype, device=self._device)
 
     def take_rows(self, name: str) -> list[Piece]:
         """The rows of a request that the coming forward captures for its trace. To be called once they have their places."""
@@ -269,26 +255,25 @@ class PlanHost:
     def end_step(self) -> None:
         """The forward is queued: send what is complete."""
         self.step_is_planned = self.hooks.on = False
-        if self._has_due:
+        if self._capturing and self._has_due:
             self._send_complete()
 
     @torch.inference_mode()
     def _send_complete(self) -> None:
         for name, request in self._requests.items():
-            if request.complete or not (request.unsent or request.has_all) or request.payload.record is not None:
+            if request.complete or not (request.pieces or request.has_all) or request.payload.record is not None:
+                continue
+            if request.payload.behind:
+                request.complete = request.has_all
+                self._capturing -= request.complete
                 continue
             request.complete = request.has_all
             self._capturing -= request.complete
-            if request.payload.behind:
-                continue
-            if request.complete or request.is_due or request.size >= DUE_BYTES:
+            if request.complete or request.size >= DUE_BYTES:
                 # A token ends its request so many steps later at most; a string, which the client looks for, at any time.
                 confirmed = 0 if request.stops_at_text else request.captured - (self._pipeline.size + 2)
                 self.captures.send(name, request.payload, request.take_pieces(), request.complete, confirmed)
         self.captures.flush()
-        self._has_due = False
-        if not self._capturing:
-            self._memories.clear()
 
     def take_errors(self) -> dict[str, str]:
         """request id -> what was wrong with its plan, of requests that have to end."""
@@ -331,7 +316,6 @@ class PlanHost:
             self._editing.add(name)
         if plan.captures:
             self._capturing += 1
-            self._has_due = True  # none of its layers may be here
             self.captures.begin(name, payload, plan, prompt)
 
     def _take(self, name: str, payload: PlanRequest, plan: Plan, length: int) -> tuple[Sources, LoadedPlan]:
@@ -389,7 +373,6 @@ class PlanHost:
         if request.complete and not request.has_all:
             request.complete = False
             self._capturing += 1
-            self._has_due = True
 
     def _end(self, name: str, tokens: int | None = None, error: str | None = None) -> None:
         request = self._requests.pop(name)
@@ -397,8 +380,6 @@ class PlanHost:
         try:
             unsent = not request.complete
             self._capturing -= unsent
-            if not self._capturing:
-                self._memories.clear()
             if error is not None:
                 return self.captures.fail(name, request.payload, error)
             if request.payload.record is not None:
@@ -407,7 +388,7 @@ class PlanHost:
         except PlanError as error:
             self.captures.fail(name, request.payload, str(error))
         finally:
-            request.unsent.clear()
+            request.drop_pieces()
             request.sources.close()
             self._give_back(request.loaded)
 

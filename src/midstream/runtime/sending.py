@@ -8,6 +8,7 @@ bounded queue. A consumer that cannot keep up slows the engine down, which the g
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -170,21 +171,15 @@ class CaptureSender:
 
 def _messages(queue: Sequence[_Queued]) -> list[tuple[dict[str, Any], Any]]:
     joined = [(header, _joined(pieces), error) for header, pieces, error in queue]
-    leaving: dict[int, list[Piece]] = {}
+    leaving: Counter[int] = Counter()
     for _, pieces, _ in joined:
         for piece in pieces:
-            leaving.setdefault(id(piece.block), []).append(piece)
-    whole: dict[
-        int, tuple[int, torch.Tensor]
-    ] = {}  # the rows of a block from the first to the last that leaves, sent once
-    for key, pieces in leaving.items():
-        first, stop = min(piece.first for piece in pieces), max(piece.first + piece.number for piece in pieces)
-        if 2 * sum(piece.number for piece in pieces) > stop - first:
-            whole[key] = first, pieces[0].block[first:stop]
+            leaving[id(piece.block)] += piece.number
 
     def sent(piece: Piece) -> tuple[Any, ...]:
-        first, rows = whole.get(id(piece.block)) or (piece.first, piece.chunk.rows)
-        return piece.position, piece.layout, rows, piece.first - first, piece.number
+        if 2 * leaving[id(piece.block)] > len(piece.block):  # most of the block goes now: send it whole, once
+            return tuple(piece)
+        return piece.position, piece.layout, piece.chunk.rows, 0, piece.number
 
     return [(header, {"pieces": list(map(sent, pieces)), "error": error}) for header, pieces, error in joined]
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from midstream.runtime.planned import RepeatedCapture
+from midstream.runtime.planned import CapturedRun
 from midstream.runtime.tables import Rows
 from midstream.sites import NotFinite, Point
 
@@ -141,8 +141,7 @@ class RepeatedBatch:
         hooked: whether hooks may have to act.
         laid_out: the requests in the runner's order, once it has laid them out.
         rows: the batch's rows, from then on.
-        captures: what it captures in every step, one for each profile. Empty if that is not known, and always if a trace takes the rows in
-            each step.
+        runs: hold what the batch captures. Empty before its second step, and always if a trace takes the rows in each step.
     """
 
     requests: list[str]
@@ -150,7 +149,7 @@ class RepeatedBatch:
     hooked: bool
     laid_out: list[str] = field(default_factory=list)
     rows: Rows | None = None
-    captures: list[RepeatedCapture] = field(default_factory=list)
+    runs: list[CapturedRun] = field(default_factory=list)
 
     def is_laid_out(self, request_ids: Sequence[str], total: int) -> bool:
         """Whether `rows` are of a batch with these requests, in this order, and as much padding."""

@@ -57,12 +57,11 @@ class KeptPrograms:
         run = (id(program), captured.prompt, captured.count)
         if last is None or last[0] != run or last[1].failure is not None:  # an exception is of one request
             last = self._last = run, self._run(program, captured)
-        return replace(last[1], values=_filled(last[1].values, captured.planes))
+        return replace(last[1], values=_Places(captured).filled(last[1].values))
 
     def _run(self, program: Program, captured: CapturedSteps) -> Outcome:
-        """The outcome with `_Place`s instead of rows."""
-        places = _Places(captured)
-        body = KeptBody(places, captured.count, self._names)
+        """The outcome with the places of rows."""
+        body = KeptBody(_Places(captured), captured.count, self._names)
         token = CURRENT.set(body)
         try:
             body.result = program.run(self._model, {})
@@ -72,49 +71,41 @@ class KeptPrograms:
             CURRENT.reset(token)
         found = outcome(body, program)
         found.order = found.steps  # of requests that begin together, it tells which body has ended last
-        found.values = _mapped(found.values, torch.Tensor, places.of, {})
         return found
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Rows of a plane, from `first` to before `stop`; without the axis of rows if `is_row`."""
-
-    point: Point
-    first: int
-    stop: int
-    is_row: bool
-
-
 class _Places:
-    """The places of a request's rows as tensors of numbers, `[rows, 1]`: what can be done to rows can be done to these."""
+    """Where a request's rows are, as numbers in tensors `[rows, 1]`: what such code does to rows it can do to these.
+
+    The numbers count the rows of all points, one point after another.
+    """
 
     def __init__(self, captured: CapturedSteps) -> None:
-        self._captured = captured
-        self._points = list(captured.planes)
-        self._most = captured.prompt + captured.count
+        self._planes, self._prompt = captured.planes, captured.prompt
+        self._points = sorted(captured.planes)
+        self._most = captured.prompt + captured.count  # at least as many as a plane has rows
 
     def steps(self, point: Point) -> Sequence[torch.Tensor]:
-        """The point's rows in each step."""
-        first, prompt = self._points.index(point) * self._most, self._captured.prompt
-        rows = torch.arange(first, first + len(self._captured.planes[point]))[:, None]
-        return rows[:prompt], *(rows[prompt:].split(1) if len(rows) > prompt else ())
+        """The places of the point's rows in each step."""
+        first = self._points.index(point) * self._most
+        places = torch.arange(first, first + len(self._planes[point]))[:, None]
+        return places[: self._prompt], *(places[self._prompt :].split(1) if len(places) > self._prompt else ())
 
-    def of(self, rows: torch.Tensor) -> _Place:
-        number, first = divmod(int(rows.flatten()[0]), self._most)
-        return _Place(self._points[number], first, first + len(rows), rows.ndim == 1)
+    def filled(self, values: Any) -> Any:
+        """The values with copies of rows instead of their places."""
+        planes = [self._planes[point] for point in self._points]
+        rows: dict[int, Sequence[torch.Tensor]] = {}  # of a plane: taken out one by one, they would take twice as long
 
+        def copied(places: torch.Tensor) -> torch.Tensor:
+            first = places.item() if places.numel() == 1 else places[0].item()
+            number, row = divmod(int(first), self._most)
+            if places.ndim == 1:
+                if number not in rows:
+                    rows[number] = planes[number].unbind()
+                return rows[number][row].clone()
+            return planes[number][row : row + len(places)].clone(memory_format=torch.contiguous_format)
 
-def _filled(values: Any, planes: Mapping[Point, torch.Tensor]) -> Any:
-    """The values with copies of rows in their places."""
-    rows = {point: plane.unbind() for point, plane in planes.items()}
-
-    def copied(place: _Place) -> torch.Tensor:
-        if place.is_row:
-            return rows[place.point][place.first].clone()
-        return planes[place.point][place.first : place.stop].clone(memory_format=torch.contiguous_format)
-
-    return _mapped(values, _Place, copied, {})
+        return _mapped(values, torch.Tensor, copied, {})
 
 
 def _mapped(tree: Any, kind: type, change: Callable[[Any], Any], known: dict[int, Any]) -> Any:
@@ -179,7 +170,9 @@ class KeptBody(Body):
         raise out_of_order(names[site, layer], step, f"{names[site, self._layer]} of step {step}")
 
     def save(self, value: Any) -> Any:
-        kept = value.clone() if isinstance(value, torch.Tensor) else value
+        kept = (
+            value.detach() if isinstance(value, torch.Tensor) else value
+        )  # another object: what is saved twice comes back twice
         self.saves.put(value, kept)
         self.saves.put(kept, kept)
         return kept
