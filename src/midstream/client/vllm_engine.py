@@ -442,9 +442,7 @@ def put_captures(result: InvokeResult, request: EngineRequest, counts: Sequence[
 def _run_here(result: InvokeResult, here: Here, counts: Sequence[int]) -> None:
     """Make the outcome of a trace that ran no code in the engine, and put it on the result. The rows that it captured are dropped."""
     output = result.output
-    result.outcomes = [
-        here(output.captures, count) for count in counts
-    ]  # without `tracer.result`: such a trace has none
+    result.outcomes = [here(output.captures, count) for count in counts]  # none of them has `tracer.result`
     output.captures = Captured.nothing(output.request_id)
     output.saves = sample_saves([[outcome] for outcome in result.outcomes])
 

@@ -94,7 +94,7 @@ class _Places:
     def filled(self, values: Any) -> Any:
         """The values with copies of rows instead of their places."""
         planes = [self._planes[point] for point in self._points]
-        rows: dict[int, Sequence[torch.Tensor]] = {}  # of a plane: taken out one by one, they would take twice as long
+        rows: dict[int, Sequence[torch.Tensor]] = {}  # of planes of which single rows are wanted
 
         def copied(places: torch.Tensor) -> torch.Tensor:
             first = places.item() if places.numel() == 1 else places[0].item()
@@ -105,26 +105,26 @@ class _Places:
                 return rows[number][row].clone()
             return planes[number][row : row + len(places)].clone(memory_format=torch.contiguous_format)
 
-        return _mapped(values, torch.Tensor, copied, {})
+        return _mapped(values, copied, {})
 
 
-def _mapped(tree: Any, kind: type, change: Callable[[Any], Any], known: dict[int, Any]) -> Any:
-    """`tree` with the objects of class `kind` in its lists, dicts and tuples replaced. An object that is there twice stays one object.
+def _mapped(tree: Any, change: Callable[[torch.Tensor], torch.Tensor], known: dict[int, Any]) -> Any:
+    """`tree` with the tensors in its lists, dicts and tuples changed. An object that is there twice stays one object.
 
     `known`: the results so far, by the id of what they replace.
     """
     if (new := known.get(id(tree))) is not None:
         return new
-    if isinstance(tree, kind):
+    if isinstance(tree, torch.Tensor):
         new = change(tree)
     elif type(tree) is list:
         new = known[id(tree)] = []  # it may contain itself
-        new += [_mapped(each, kind, change, known) for each in tree]
+        new += [_mapped(each, change, known) for each in tree]
     elif type(tree) is dict:
         new = known[id(tree)] = {}
-        new |= {key: _mapped(each, kind, change, known) for key, each in tree.items()}
+        new |= {key: _mapped(each, change, known) for key, each in tree.items()}
     elif type(tree) is tuple:
-        new = tuple([_mapped(each, kind, change, known) for each in tree])
+        new = tuple([_mapped(each, change, known) for each in tree])
     else:
         return tree
     known[id(tree)] = new
@@ -170,9 +170,8 @@ class KeptBody(Body):
         raise out_of_order(names[site, layer], step, f"{names[site, self._layer]} of step {step}")
 
     def save(self, value: Any) -> Any:
-        kept = (
-            value.detach() if isinstance(value, torch.Tensor) else value
-        )  # another object: what is saved twice comes back twice
+        # What is saved twice comes back as two tensors.
+        kept = value.detach() if isinstance(value, torch.Tensor) else value
         self.saves.put(value, kept)
         self.saves.put(kept, kept)
         return kept
