@@ -108,6 +108,7 @@ class Steps:
         total = int(rows.sum())
         if self.host.step_is_planned and not self.host.is_prepared(order, total):  # as the runner's adapter asks
             self.host.begin_step(StepView(order, rows, first, total))
+        self.taken = {name: self.host.take_rows(name) for name in order}
         positions = [position for n in order for position in range(self.computed[n], self.computed[n] + counts[n])]
         seen = self.forward(positions) if self.host.step_is_planned else None
         self.host.end_step()
@@ -127,7 +128,10 @@ class Steps:
 
 
 def _sampling(plan):
-    carried = PlanRequest(packed(Plan.of(plan)), LAYERS, capture=("c", 0)) if plan is not None else None
+    if plan is None or isinstance(plan, PlanRequest):
+        carried = plan
+    else:
+        carried = PlanRequest(packed(Plan.of(plan)), LAYERS, capture=("c", 0))
     return SimpleNamespace(extra_args=carried.to_extra_args() if carried is not None else None)
 
 
@@ -588,6 +592,43 @@ def test_d7_one_tensor_parallel_rank_of_a_stage_sends_the_rows(sends, mailbox):
     assert taken == ([[0, 1, 2]] if sends and mailbox is None else [])
     told = [(header["request"], header["final"], value["error"]) for header, value in sent]
     assert told == ([("ends", True, None), ("fails", True, "no more")] if sends and mailbox is not None else [])
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_i1_a_trace_behind_the_step_takes_its_rows_before_they_are_computed(steps, position):
+    """Two requests with a row that another profile edits, and then steps that repeat. Seen failing with copies of the rows."""
+    steps.scale = 1.0
+    plan = Plan.of([Patch("resid_post", layer=0, position=position, source=[100.0] * WIDTH)])
+    plan += Capture("resid_post", layers=0, positions="all", when="after")
+    request = PlanRequest(packed(plan), LAYERS, behind=True)
+    expected = [100.0 if at == position else float(at) for at in range(3)]
+    steps.step({"a": request, "b": request})
+    for name in ("a", "b"):
+        rows = {p + i: piece_rows[i, 0].item() for p, piece_rows in taken(steps, name) for i in range(len(piece_rows))}
+        assert [rows[at] for at in range(3)] == expected
+    for at in (3, 4, 5):
+        steps.step()
+        assert [[(p, rows[:, 0].tolist()) for p, rows in taken(steps, name)] for name in "ab"] == [[(at, [at])]] * 2
+
+
+def taken(steps, name):
+    return [(piece.position, piece.chunk.rows) for piece in steps.taken[name]]
+
+
+@pytest.mark.parametrize(("leaving", "is_whole"), [([(0, 4), (4, 4)], True), ([(0, 2), (4, 2)], False)])
+def test_d5_a_block_is_sent_whole_only_if_most_of_it_leaves(steps, leaving, is_whole):
+    """Whole, it is sent once for all requests. Seen failing where other rows are sent, too."""
+    block, layout = torch.arange(12.0)[:, None], Layout((Plane("resid_post", 0, "before", 0, 1),))
+    for number, (first, count) in enumerate(leaving):
+        request = PlanRequest(b"", capture=("c", number))
+        steps.host.captures.send(f"{number}", request, [Piece(10, layout, block, first, count)], True)
+    steps.host.captures.flush()
+    pieces = [value["pieces"][0] for _, value in steps.sent]
+    assert [rows[at : at + count, 0].tolist() for *_, rows, at, count in pieces] == [
+        list(range(first, first + count)) for first, count in leaving
+    ]
+    assert [rows is block for _, _, rows, *_ in pieces] == [is_whole] * 2
+    assert is_whole or [len(rows) for _, _, rows, *_ in pieces] == [count for _, count in leaving]
 
 
 SELECTED = [
