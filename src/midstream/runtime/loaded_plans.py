@@ -1,4 +1,4 @@
-"""Plans in the tables. All requests with the same plan share one `LoadedPlan`; if it lists positions, those with the same prompt length.
+"""Plans in the tables. Requests with the same plan share one `LoadedPlan`. If it lists positions, their prompts must have one length, too.
 
 A plan stays loaded for a while after its last request, so that the next request with it costs nothing.
 """
@@ -29,12 +29,11 @@ _IDLE_BYTES = 64 << 20  # of the device's memory that they may hold
 
 @dataclass(eq=False)
 class LoadedPlan:
-    """A plan in the tables, for prompts of one length or of any.
+    """A plan in the tables, for prompts of one length or of any length.
 
     Attributes:
-        prompt: int32, the profile of each of the prompt's last positions, by the tables' numbers. All positions before these have the
-            profile of the first of them.
-        generated: the profile of every later position.
+        prompt: int32, the numbers of the profiles of the prompt's last positions. Earlier positions have the first of these profiles.
+        generated: the number of the profile of all generated positions.
         hooked: the points of this rank, outside of the graphs, at which hooks act.
         off_graph: sites outside of the graphs with ops at its prompt's and at its generated positions.
         runs: the recorded runs that it reads.
@@ -84,7 +83,7 @@ class LoadedPlan:
         return {number for number, profile in pairs if profile.row_width}
 
     def last(self, length: int) -> int | None:
-        """The position behind the last one that is captured; None if generated ones are."""
+        """The position behind the last one that is captured: 0 if none is, None if generated ones are."""
         if self.generated in self._capturing:
             return None
         return length - self._uncaptured if self._uncaptured is not None else 0
@@ -97,7 +96,7 @@ class LoadedPlan:
 
     @cached_property
     def _acting(self) -> np.ndarray:
-        """`[len(prompt) + 1]`, how many of the entries of `prompt` before each it acts at."""
+        """`[len(prompt) + 1]`: entry i tells at how many of the first i entries of `prompt` the plan acts."""
         return np.concatenate([[0], np.cumsum(self.reach.prompt)])
 
     def acts(self, start: int, stop: int, length: int) -> tuple[bool, bool]:
@@ -195,7 +194,10 @@ class LoadedPlans:
 
 
 def _compiled_length(plan: Plan, length: int) -> int:
-    """How long a prompt to compile it for. If it lists no positions, it treats at most the last one differently from the others."""
+    """The prompt length to compile a plan for.
+
+    A plan that lists no positions treats all prompt positions alike, except perhaps the last: one or two stand for prompts of any length.
+    """
     selected = {capture.positions for capture in plan.captures}
     if any(edit.place is not None for edit in plan.edits) or not selected <= set(POSITIONS):
         return length

@@ -1,9 +1,10 @@
-"""Runs the code of traces that only keep rows of activations, in the caller's process, after their requests have ended.
+"""Runs the code of traces that only keep rows of activations, in the caller's process, after the requests have ended.
 
     hidden = [model.layers_output[14][-1] for _ in tracer.iter[:]]
 
-A plan has captured the rows. Such code never looks at values, so it runs on the places of the rows, step by step, in the order of the
-forward. What it has kept is then filled with the captured rows. One run is enough for requests with as many steps.
+A plan has captured the rows. Such code never looks at values, so it runs on tensors of row numbers instead of rows, step by step, in the
+order of the forward. Then captured rows replace the numbers in what it has kept. Requests that follow each other and have the same program
+and as many steps share one run.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class CapturedSteps:
     """The rows that one request has captured for its trace.
 
     Attributes:
-        planes: `[rows, width]` for each point, in the order of the positions.
+        planes: the captured rows of each point, `[rows, width]`, in the order of their positions.
         prompt: how many rows of each plane belong to the prompt: 1 if only its last row was captured.
         count: how many steps the request had.
     """
@@ -39,7 +40,7 @@ class CapturedSteps:
 class KeptPrograms:
     """Programs that only keep rows, one for each request of a call.
 
-    They are copies of the caller's: like an engine's, they do not see later changes of variables.
+    They are copies of the caller's programs. As in an engine, later changes of the caller's variables have no effect.
 
     Args:
         names: the name of each point in error messages.
@@ -52,15 +53,15 @@ class KeptPrograms:
         self._last: tuple[Any, Outcome] | None = None
 
     def outcome(self, number: int, captured: CapturedSteps) -> Outcome:
-        """The outcome of a request that has ended. `number`: of its program."""
+        """The outcome of a request that has ended. `number`: the index of its program."""
         program, last = self._programs[number], self._last
         run = (id(program), captured.prompt, captured.count)
-        if last is None or last[0] != run or last[1].failure is not None:  # an exception is of one request
+        if last is None or last[0] != run or last[1].failure is not None:  # requests do not share an exception
             last = self._last = run, self._run(program, captured)
         return replace(last[1], values=_Places(captured).filled(last[1].values))
 
     def _run(self, program: Program, captured: CapturedSteps) -> Outcome:
-        """The outcome with the places of rows."""
+        """The outcome, with numbers of rows in place of rows."""
         body = KeptBody(_Places(captured), captured.count, self._names)
         token = CURRENT.set(body)
         try:
@@ -70,12 +71,12 @@ class KeptPrograms:
         finally:
             CURRENT.reset(token)
         found = outcome(body, program)
-        found.order = found.steps  # of requests that begin together, it tells which body has ended last
+        found.order = found.steps  # tells which of several requests that began together ended last
         return found
 
 
 class _Places:
-    """Where a request's rows are, as numbers in tensors `[rows, 1]`: what such code does to rows it can do to these.
+    """The numbers of a request's rows, in tensors `[rows, 1]`. A trace's code can handle them like rows.
 
     The numbers count the rows of all points, one point after another.
     """
@@ -83,18 +84,18 @@ class _Places:
     def __init__(self, captured: CapturedSteps) -> None:
         self._planes, self._prompt = captured.planes, captured.prompt
         self._points = sorted(captured.planes)
-        self._most = captured.prompt + captured.count  # at least as many as a plane has rows
+        self._most = captured.prompt + captured.count  # no plane has more rows
 
     def steps(self, point: Point) -> Sequence[torch.Tensor]:
-        """The places of the point's rows in each step."""
+        """The numbers of the point's rows in each step."""
         first = self._points.index(point) * self._most
         places = torch.arange(first, first + len(self._planes[point]))[:, None]
         return places[: self._prompt], *(places[self._prompt :].split(1) if len(places) > self._prompt else ())
 
     def filled(self, values: Any) -> Any:
-        """The values with copies of rows instead of their places."""
+        """The values with copies of rows instead of their numbers."""
         planes = [self._planes[point] for point in self._points]
-        rows: dict[int, Sequence[torch.Tensor]] = {}  # of planes of which single rows are wanted
+        rows: dict[int, Sequence[torch.Tensor]] = {}  # of planes from which single rows are taken
 
         def copied(places: torch.Tensor) -> torch.Tensor:
             first = places.item() if places.numel() == 1 else places[0].item()
@@ -111,7 +112,7 @@ class _Places:
 def _mapped(tree: Any, change: Callable[[torch.Tensor], torch.Tensor], known: dict[int, Any]) -> Any:
     """`tree` with the tensors in its lists, dicts and tuples changed. An object that is there twice stays one object.
 
-    `known`: the results so far, by the id of what they replace.
+    `known`: the results so far, by the ids of the originals.
     """
     if (new := known.get(id(tree))) is not None:
         return new
@@ -152,13 +153,13 @@ class KeptBody(Body):
         return not self.ended
 
     def rows(self, site: str, layer: int) -> torch.Tensor:
-        """The places of the site's rows in its step."""
+        """The numbers of the site's rows in its step."""
         if self.ended or layer < self._layer:
             self._refuse(site, layer)
         if (point := (site, layer)) not in self._steps:
             self._steps[point] = self._places.steps(point)
         rows = self._steps[point][self.step]
-        if layer == self._layer:  # what is read again is another value
+        if layer == self._layer:  # a second read gives another tensor
             return rows.clone()
         self._layer = layer
         return rows
@@ -170,7 +171,7 @@ class KeptBody(Body):
         raise out_of_order(names[site, layer], step, f"{names[site, self._layer]} of step {step}")
 
     def save(self, value: Any) -> Any:
-        # What is saved twice comes back as two tensors.
+        # Two calls with one tensor give two tensors.
         kept = value.detach() if isinstance(value, torch.Tensor) else value
         self.saves.put(value, kept)
         self.saves.put(kept, kept)
@@ -178,7 +179,7 @@ class KeptBody(Body):
 
 
 class _Model:
-    """What such code uses of the model: accessors of sites, and the number of layers."""
+    """The part of the model that such code uses: accessors of sites, and the number of layers."""
 
     def __init__(self, num_layers: int) -> None:
         self.num_layers = num_layers
