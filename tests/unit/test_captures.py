@@ -664,13 +664,13 @@ def test_closing_waits_for_a_slow_consumer_and_ends_what_is_open():
 
 
 def test_callables_leave_no_thread_behind():
-    sinks, before = Sinks(), len(capture_threads())
+    sinks, before = Sinks(), capture_threads()  # those of other tests may end meanwhile
     for i in range(20):
         begin(sinks, str(i), Capture("resid_post", layers=1, to=lambda *_: None), prompt=[1])
         sinks.put(segment(str(i), [0], A))
         sinks.end(str(i), 1)
         sinks.result(str(i))
-    wait_until(lambda: len(capture_threads()) <= before)
+    wait_until(lambda: not capture_threads() - before)
     assert sinks.stats["consumers"] == 0
     sinks.close()
 

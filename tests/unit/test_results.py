@@ -906,8 +906,8 @@ def mappings() -> int:
         return sum("midstream-results" in line for line in file)
 
 
-def midstream_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("midstream")]
+def midstream_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("midstream")}
 
 
 @pytest.mark.slow
@@ -935,7 +935,8 @@ def test_memory_is_freed_with_the_last_tensor_and_no_descriptor_stays_open(recei
 
 
 def test_closed_ends_leave_no_thread_file_or_mapping():
-    files, threads, mapped = open_files(None), midstream_threads(), mappings()  # engines of other tests may be alive
+    files, mapped = open_files(None), mappings()  # engines of other tests may be alive, and may end meanwhile
+    threads = midstream_threads()
     for path in ("unix", "tcp"):
         receiver = Receiver(host="127.0.0.1")
         box, sender = receiver.expect(KEY), Sender(route(receiver.address, path))
@@ -949,9 +950,9 @@ def test_closed_ends_leave_no_thread_file_or_mapping():
         receiver.close()
         with pytest.raises(ChannelClosedError):
             box.get(WAIT)
-    assert midstream_threads() == threads
-    assert open_files(None) == files
-    assert mappings() == mapped
+    assert not midstream_threads() - threads
+    assert open_files(None) <= files
+    assert mappings() <= mapped
 
 
 def test_closing_without_flush_drops_the_queue(receiver, monkeypatch):
