@@ -173,6 +173,17 @@ USES = [
 ]
 
 
+def test_a1_a_container_saved_under_two_names_comes_back_as_one(model):
+    """Also one that contains itself. Seen failing where each name gets a copy."""
+    with model.trace(EIFFEL, temperature=0.0):
+        rows = [model.layers_output[1] + 0]
+        rows.append(rows)
+        midstream.save(rows)
+        same = rows
+        midstream.save(same)
+    assert same is rows and rows[1] is rows and rows[0].shape[-1] == model.hidden_size
+
+
 def test_a1_a_tensor_of_any_kind_is_saved(model, plain):
     column, mask = torch.arange(12.0).reshape(1, 12)[:, 7], torch.eye(3).bool().to_sparse()
     with model.trace(EIFFEL):

@@ -10,8 +10,9 @@ and as many steps share one run.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NoReturn, cast
 
 import torch
@@ -20,11 +21,12 @@ from midstream.sites import Point, site_of
 from midstream.trace.body import CURRENT, Body, current_body, never_reached, out_of_order, step_is_over
 from midstream.trace.program import Outcome, Program, copies, outcome
 from midstream.trace.tracer import BodyTracer
+from midstream.trace.tree import map_objects
 
 
 @dataclass(frozen=True)
 class CapturedSteps:
-    """The rows that one request has captured for its trace.
+    """The rows that one request has captured for its trace, and numbers for them: all rows of one point, then those of the next.
 
     Attributes:
         planes: the captured rows of each point, `[rows, width]`, in the order of their positions.
@@ -35,6 +37,37 @@ class CapturedSteps:
     planes: Mapping[Point, torch.Tensor]
     prompt: int
     count: int
+
+    @cached_property
+    def _points(self) -> list[Point]:
+        return sorted(self.planes)
+
+    @property
+    def _most(self) -> int:
+        """No plane has more rows."""
+        return self.prompt + self.count
+
+    def numbers(self, point: Point) -> Sequence[torch.Tensor]:
+        """The numbers of the point's rows in each step, `[rows, 1]`. A trace's code can handle them like rows."""
+        first = self._points.index(point) * self._most
+        every = torch.arange(first, first + len(self.planes[point]))[:, None]
+        return every[: self.prompt], *(every[self.prompt :].split(1) if len(every) > self.prompt else ())
+
+    def filled(self, values: Any) -> Any:
+        """The values with copies of rows instead of their numbers."""
+        planes = [self.planes[point] for point in self._points]
+        rows: dict[int, Sequence[torch.Tensor]] = {}  # of planes from which single rows are taken
+
+        def copied(numbers: torch.Tensor) -> torch.Tensor:
+            first = numbers.item() if numbers.numel() == 1 else numbers[0].item()
+            place, row = divmod(int(first), self._most)
+            if numbers.ndim == 1:
+                if place not in rows:
+                    rows[place] = planes[place].unbind()
+                return rows[place][row].clone()
+            return planes[place][row : row + len(numbers)].clone(memory_format=torch.contiguous_format)
+
+        return map_objects(values, torch.Tensor, copied)
 
 
 class KeptPrograms:
@@ -58,11 +91,11 @@ class KeptPrograms:
         run = (id(program), captured.prompt, captured.count)
         if last is None or last[0] != run or last[1].failure is not None:  # requests do not share an exception
             last = self._last = run, self._run(program, captured)
-        return replace(last[1], values=_Places(captured).filled(last[1].values))
+        return replace(last[1], values=captured.filled(last[1].values))
 
     def _run(self, program: Program, captured: CapturedSteps) -> Outcome:
         """The outcome, with numbers of rows in place of rows."""
-        body = KeptBody(_Places(captured), captured.count, self._names)
+        body = KeptBody(captured, self._names)
         token = CURRENT.set(body)
         try:
             body.result = program.run(self._model, {})
@@ -75,70 +108,13 @@ class KeptPrograms:
         return found
 
 
-class _Places:
-    """The numbers of a request's rows, in tensors `[rows, 1]`. A trace's code can handle them like rows.
-
-    The numbers count the rows of all points, one point after another.
-    """
-
-    def __init__(self, captured: CapturedSteps) -> None:
-        self._planes, self._prompt = captured.planes, captured.prompt
-        self._points = sorted(captured.planes)
-        self._most = captured.prompt + captured.count  # no plane has more rows
-
-    def steps(self, point: Point) -> Sequence[torch.Tensor]:
-        """The numbers of the point's rows in each step."""
-        first = self._points.index(point) * self._most
-        places = torch.arange(first, first + len(self._planes[point]))[:, None]
-        return places[: self._prompt], *(places[self._prompt :].split(1) if len(places) > self._prompt else ())
-
-    def filled(self, values: Any) -> Any:
-        """The values with copies of rows instead of their numbers."""
-        planes = [self._planes[point] for point in self._points]
-        rows: dict[int, Sequence[torch.Tensor]] = {}  # of planes from which single rows are taken
-
-        def copied(places: torch.Tensor) -> torch.Tensor:
-            first = places.item() if places.numel() == 1 else places[0].item()
-            number, row = divmod(int(first), self._most)
-            if places.ndim == 1:
-                if number not in rows:
-                    rows[number] = planes[number].unbind()
-                return rows[number][row].clone()
-            return planes[number][row : row + len(places)].clone(memory_format=torch.contiguous_format)
-
-        return _mapped(values, copied, {})
-
-
-def _mapped(tree: Any, change: Callable[[torch.Tensor], torch.Tensor], known: dict[int, Any]) -> Any:
-    """`tree` with the tensors in its lists, dicts and tuples changed. An object that is there twice stays one object.
-
-    `known`: the results so far, by the ids of the originals.
-    """
-    if (new := known.get(id(tree))) is not None:
-        return new
-    if isinstance(tree, torch.Tensor):
-        new = change(tree)
-    elif type(tree) is list:
-        new = known[id(tree)] = []  # it may contain itself
-        new += [_mapped(each, change, known) for each in tree]
-    elif type(tree) is dict:
-        new = known[id(tree)] = {}
-        new |= {key: _mapped(each, change, known) for key, each in tree.items()}
-    elif type(tree) is tuple:
-        new = tuple([_mapped(each, change, known) for each in tree])
-    else:
-        return tree
-    known[id(tree)] = new
-    return new
-
-
 class KeptBody(Body):
     """A body that runs after all its steps have ended. It never waits."""
 
-    def __init__(self, places: _Places, count: int, names: Mapping[Point, str]) -> None:
+    def __init__(self, captured: CapturedSteps, names: Mapping[Point, str]) -> None:
         super().__init__("kept", lambda: None, in_engine=True)
-        self.now, self.ended = 0, count == 0
-        self._places, self._last, self._names = places, count - 1, names
+        self.now, self.ended = 0, captured.count == 0
+        self._captured, self._names = captured, names
         self._steps: dict[Point, Sequence[torch.Tensor]] = {}
         self._layer = -1  # the layer that it read last in this step
 
@@ -148,8 +124,9 @@ class KeptBody(Body):
         self.step = step
         if step == self.now:
             return True
-        self.ended = step > self._last
-        self.now, self._layer = min(step, self._last), -1
+        last = self._captured.count - 1
+        self.ended = step > last
+        self.now, self._layer = min(step, last), -1
         return not self.ended
 
     def rows(self, site: str, layer: int) -> torch.Tensor:
@@ -157,7 +134,7 @@ class KeptBody(Body):
         if self.ended or layer < self._layer:
             self._refuse(site, layer)
         if (point := (site, layer)) not in self._steps:
-            self._steps[point] = self._places.steps(point)
+            self._steps[point] = self._captured.numbers(point)
         rows = self._steps[point][self.step]
         if layer == self._layer:  # a second read gives another tensor
             return rows.clone()

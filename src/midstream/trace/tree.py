@@ -60,15 +60,29 @@ def shape_text(tree: Any) -> str:
     return "None" if tree is None else type(tree).__name__
 
 
-def map_objects(tree: Any, kind: type, change: Callable[[Any], Any]) -> Any:
-    """`tree` with every object of class `kind` in its containers replaced."""
+def map_objects(tree: Any, kind: type, change: Callable[[Any], Any], known: dict[int, Any] | None = None) -> Any:
+    """`tree` with every object of class `kind` in its lists, dicts and tuples replaced. What is there twice stays one object.
+
+    Args:
+        known: the results so far, by the ids of the originals.
+    """
+    known = {} if known is None else known
+    if (new := known.get(id(tree))) is not None:
+        return new
     if isinstance(tree, kind):
-        return change(tree)
-    if type(tree) is dict:
-        return {name: map_objects(item, kind, change) for name, item in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)(map_objects(item, kind, change) for item in tree)
-    return tree
+        new = change(tree)
+    elif type(tree) is list:
+        new = known[id(tree)] = []  # it may contain itself
+        new += [map_objects(item, kind, change, known) for item in tree]
+    elif type(tree) is dict:
+        new = known[id(tree)] = {}
+        new |= {name: map_objects(item, kind, change, known) for name, item in tree.items()}
+    elif type(tree) is tuple:
+        new = tuple([map_objects(item, kind, change, known) for item in tree])
+    else:
+        return tree
+    known[id(tree)] = new
+    return new
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}  # by size in bytes
