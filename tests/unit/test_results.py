@@ -935,8 +935,7 @@ def test_memory_is_freed_with_the_last_tensor_and_no_descriptor_stays_open(recei
 
 
 def test_closed_ends_leave_no_thread_file_or_mapping():
-    files, mapped = open_files(None), mappings()  # engines of other tests may be alive, and may end meanwhile
-    threads = midstream_threads()
+    files, threads, mapped = open_files(None), midstream_threads(), mappings()  # engines of other tests may be alive
     for path in ("unix", "tcp"):
         receiver = Receiver(host="127.0.0.1")
         box, sender = receiver.expect(KEY), Sender(route(receiver.address, path))
@@ -951,8 +950,8 @@ def test_closed_ends_leave_no_thread_file_or_mapping():
         with pytest.raises(ChannelClosedError):
             box.get(WAIT)
     assert not midstream_threads() - threads
-    assert open_files(None) <= files
-    assert mappings() <= mapped
+    assert open_files(None) == files
+    assert mappings() == mapped
 
 
 def test_closing_without_flush_drops_the_queue(receiver, monkeypatch):

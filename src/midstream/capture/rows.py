@@ -349,12 +349,12 @@ def _join(what: str, key: Key, chunks: Sequence[RowChunk], found: _FoundRows) ->
     if len({(piece.dtype, piece.shape[1]) for piece in pieces}) > 1:
         kinds = sorted({f"{piece.dtype} [{piece.shape[1]}]" for piece in pieces})
         raise CaptureError(f"{what}: the rows of {describe(key)} do not fit together: {', '.join(kinds)}")
-    joined = pieces[0] if len(pieces) == 1 else _concatenated(pieces)
+    joined = pieces[0] if len(pieces) == 1 else concatenated(pieces)
     return joined if found.order is None else joined[torch.from_numpy(found.order)]
 
 
-def _concatenated(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-    """By numpy: torch would wake a thread for each core, and they go on to use these for a while."""
+def concatenated(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The rows of CPU tensors, one after another. By numpy: torch uses a thread for each core, and these stay busy for a while after."""
     bits = np.concatenate([as_bits(piece).numpy() for piece in pieces])
     return torch.from_numpy(bits).view(pieces[0].dtype)
 

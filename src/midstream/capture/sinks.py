@@ -38,7 +38,17 @@ from midstream.capture.consumers import (
     find_consumer,
 )
 from midstream.capture.directory import DirectorySink
-from midstream.capture.rows import Captured, ChunkRows, Routes, RowChunk, find_rows, gather, identity, rows_where
+from midstream.capture.rows import (
+    Captured,
+    ChunkRows,
+    Routes,
+    RowChunk,
+    concatenated,
+    find_rows,
+    gather,
+    identity,
+    rows_where,
+)
 from midstream.errors import CaptureError
 from midstream.plan.captures import Key, RowSelection
 from midstream.plan.values import Consumer
@@ -297,7 +307,7 @@ def _concatenated(batch: list[RowChunk]) -> RowChunk:
     if len(batch) == 1:
         return batch[0]
     positions = np.concatenate([chunk.positions for chunk in batch])
-    return batch[0]._replace(positions=positions, rows=torch.cat([chunk.rows for chunk in batch]))
+    return batch[0]._replace(positions=positions, rows=concatenated([chunk.rows for chunk in batch]))
 
 
 def _plane_rows(chunk: RowChunk, way: _Way) -> list[PlaneRows]:

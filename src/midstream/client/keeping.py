@@ -6,7 +6,7 @@ A plan captures the rows, and `trace/kept.py` runs the code in the caller's proc
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from midstream.client.following import loop_steps
@@ -99,8 +99,9 @@ class _Keeping:
         if isinstance(target, ast.Tuple) and not self.plain(value):
             parts = value.elts if isinstance(value, ast.Tuple) else []  # a row would be split into its elements
             return len(parts) == len(target.elts) and all(map(self._sets, target.elts, parts))
-        if not self.plain(value):
-            self.holding |= set(_changed(target))
+        match target:
+            case ast.Name(id=name) | ast.Subscript(value=ast.Name(id=name)) if not self.plain(value):
+                self.holding.add(name)
         is_made = isinstance(value, (ast.List, ast.Dict, ast.ListComp, ast.DictComp)) or self._is_made(value)
         return self._takes(target, self.containers if is_made else self.others)
 
@@ -216,16 +217,6 @@ class _Keeping:
     def _is_one_of(self, function: ast.expr, known: Sequence[str]) -> bool:
         """Whether it is one of these builtins, and the name has no other meaning here."""
         return isinstance(function, ast.Name) and function.id in known and function.id not in self.names
-
-
-def _changed(target: ast.expr) -> Iterator[str]:
-    """The names that an assignment to the target changes: for `x[i]`, this is `x`."""
-    match target:
-        case ast.Name(id=name) | ast.Subscript(value=ast.Name(id=name)):
-            yield name
-        case ast.Tuple(elts=parts):
-            for part in parts:
-                yield from _changed(part)
 
 
 def _is_last(index: ast.expr) -> bool:

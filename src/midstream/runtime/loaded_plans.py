@@ -56,14 +56,11 @@ class LoadedPlan:
         """int32, of the positions `start` to `stop` of a request whose prompt has `length`; one number if all have the same."""
         if start >= length:
             return self.generated
-        prompt_P = self.prompt
-        if (before := length - len(prompt_P)) > 0:
-            prompt_P = np.concatenate([np.full(before, prompt_P[0]), prompt_P])
-        elif before:
-            prompt_P = prompt_P[-length:]
+        before = length - len(self.prompt)
+        found = self.prompt[np.maximum(np.arange(start, min(stop, length)) - before, 0)]
         if stop <= length:
-            return prompt_P[start:stop]
-        return np.concatenate([prompt_P[start:], np.full(stop - length, self.generated, np.int32)])
+            return found
+        return np.concatenate([found, np.full(stop - length, self.generated, np.int32)])
 
     def kept(self, start: int, stop: int, length: int) -> list[tuple[int, int, int]]:
         """(profile, first position, number) of the stretches of positions from `start` to `stop` that are captured."""
