@@ -354,7 +354,10 @@ def _join(what: str, key: Key, chunks: Sequence[RowChunk], found: _FoundRows) ->
 
 
 def concatenated(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The rows of CPU tensors, one after another. By numpy: torch uses a thread for each core, and these stay busy for a while after."""
+    """CPU tensors, joined along their rows.
+
+    numpy joins them in one thread. torch would use one for each core, and these stay busy for a while afterwards.
+    """
     bits = np.concatenate([as_bits(piece).numpy() for piece in pieces])
     return torch.from_numpy(bits).view(pieces[0].dtype)
 

@@ -26,7 +26,7 @@ from midstream.trace.tree import map_objects
 
 @dataclass(frozen=True)
 class CapturedSteps:
-    """The rows that one request has captured for its trace, and numbers for them: all rows of one point, then those of the next.
+    """The rows that one request has captured for its trace. Each row has a number: first the rows of one point, then those of the next.
 
     Attributes:
         planes: the captured rows of each point, `[rows, width]`, in the order of their positions.
@@ -44,7 +44,7 @@ class CapturedSteps:
 
     @property
     def _most(self) -> int:
-        """No plane has more rows."""
+        """At least the rows of the longest plane."""
         return self.prompt + self.count
 
     def numbers(self, point: Point) -> Sequence[torch.Tensor]:
