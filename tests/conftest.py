@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 # Tests of the models that do not hold with `--remote`, by a part of their names.
 NOT_REMOTE = {
     "a_tensor_of_any_kind_is_saved": "a server sends dense tensors",
+    "a_container_saved_under_two_names_comes_back_as_one": "a server sends the value of each name by itself",
     "samples_that_do_not_fit_into_one_step": "it asks for the engine's config",
     "traces_beside_drafted_tokens": "it changes the engine's config",
     "what_vllm_refuses_is_midstreams_error": "a server refuses these itself",
