@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 from unittest import mock
 
 import pytest
@@ -446,6 +447,23 @@ def test_values_read_twice_in_a_saved_list_are_tensors_of_their_own():
     first, second = kept(body)[1].values["kept"]
     first.zero_()
     assert second[:, 0].eq(1).all()
+
+
+def test_a_tensor_that_is_kept_twice_is_one_and_is_saved_with_its_own_rows_only():
+    """Seen failing where each place of it took the next rows, and with views of all rows."""
+
+    def body(model, tracer):
+        first = model.layers_output[1][-1]
+        kept = [first, first, model.layers_output[2], *[model.layers_output[1][-1] for _ in tracer.iter[1:]]]
+        save(kept)
+        raise ValueError
+
+    first, same, prompt, *later = kept(body, 500)[1].values["kept"]
+    assert first is same and first.tolist() == [1, LENGTH - 1]
+    assert prompt.tolist() == [[2, position] for position in range(LENGTH)]
+    assert [row.tolist() for row in later] == [[1, LENGTH + i] for i in range(499)]
+    torch.save(later[-1], file := io.BytesIO())
+    assert len(file.getvalue()) < 500 * 2 * 8
 
 
 def test_requests_with_as_many_steps_share_a_run():

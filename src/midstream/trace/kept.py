@@ -10,10 +10,10 @@ and as many steps share one run.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 
@@ -21,7 +21,7 @@ from midstream.sites import Point, site_of
 from midstream.trace.body import CURRENT, Body, current_body, never_reached, out_of_order, step_is_over
 from midstream.trace.program import Outcome, Program, copies, outcome
 from midstream.trace.tracer import BodyTracer
-from midstream.trace.tree import map_objects
+from midstream.trace.tree import as_bytes, map_objects
 
 
 @dataclass(frozen=True)
@@ -43,31 +43,63 @@ class CapturedSteps:
         return sorted(self.planes)
 
     @property
-    def _most(self) -> int:
-        """At least the rows of the longest plane."""
+    def most(self) -> int:
+        """At least the rows of the longest plane. The numbers of the first plane begin at 0, those of the next at `most`, and so on."""
         return self.prompt + self.count
 
     def numbers(self, point: Point) -> Sequence[torch.Tensor]:
         """The numbers of the point's rows in each step, `[rows, 1]`. A trace's code can handle them like rows."""
-        first = self._points.index(point) * self._most
+        first = self._points.index(point) * self.most
         every = torch.arange(first, first + len(self.planes[point]))[:, None]
         return every[: self.prompt], *(every[self.prompt :].split(1) if len(every) > self.prompt else ())
 
-    def filled(self, values: Any) -> Any:
-        """The values with copies of rows instead of their numbers."""
-        planes = [self.planes[point] for point in self._points]
-        rows: dict[int, Sequence[torch.Tensor]] = {}  # of planes from which single rows are taken
+    def copied(self, place: int, rows: torch.Tensor) -> torch.Tensor:
+        """Copies of rows of one plane."""
+        return self.planes[self._points[place]][rows]
 
-        def copied(numbers: torch.Tensor) -> torch.Tensor:
-            first = numbers.item() if numbers.numel() == 1 else numbers[0].item()
-            place, row = divmod(int(first), self._most)
-            if numbers.ndim == 1:
-                if place not in rows:
-                    rows[place] = planes[place].unbind()
-                return rows[place][row].clone()
-            return planes[place][row : row + len(numbers)].clone(memory_format=torch.contiguous_format)
 
-        return map_objects(values, torch.Tensor, copied)
+class _Rows(NamedTuple):
+    """Where a tensor of row numbers finds its rows: in the copied rows of one plane."""
+
+    place: int  # of the plane
+    first: int  # of the copied rows
+    shape: tuple[int, ...]  # without the width
+
+
+class _Kept:
+    """What code has kept, with numbers of rows in place of rows."""
+
+    def __init__(self, values: Any, most: int) -> None:
+        self._values = values
+        self._tensors: list[_Rows] = []  # in the order in which map_objects meets them
+        copied: dict[int, list[int]] = {}
+
+        def note(numbers: torch.Tensor) -> torch.Tensor:
+            flat = numbers.flatten().tolist()
+            rows = copied.setdefault(flat[0] // most, [])
+            self._tensors.append(_Rows(flat[0] // most, len(rows), numbers.shape[:-1]))
+            rows += [number % most for number in flat]
+            return numbers
+
+        map_objects(values, torch.Tensor, note)
+        self._copied = {place: torch.tensor(rows) for place, rows in copied.items()}
+
+    def filled(self, captured: CapturedSteps) -> Any:
+        """The values with copies of a request's rows. Copies of one plane lie in one block of memory, and none overlap."""
+        rows = self._rows(captured)
+        return map_objects(self._values, torch.Tensor, lambda _: next(rows))
+
+    def _rows(self, captured: CapturedSteps) -> Iterator[torch.Tensor]:
+        blocks = {}
+        for place, rows in self._copied.items():
+            block = captured.copied(place, rows)
+            blocks[place] = as_bytes(block).numpy(), block.dtype, block.shape[1], block.shape[1] * block.element_size()
+        for place, first, shape in self._tensors:
+            memory, dtype, width, size = blocks[place]
+            # A storage of its own, as for tensors from the engine (`transport.wire`): `torch.save` writes the whole storage.
+            count = shape[0] * width if shape else width
+            found = torch.frombuffer(memory, dtype=dtype, count=count, offset=first * size)
+            yield found.view(*shape, width) if shape else found
 
 
 class KeptPrograms:
@@ -83,15 +115,16 @@ class KeptPrograms:
         self._model, self._names = _Model(num_layers), names
         given = {"model": self._model, "tracer": BodyTracer()}
         self._programs = copies(programs, lambda reference: given.get(reference[0]))
-        self._last: tuple[Any, Outcome] | None = None
+        self._last: tuple[Any, Outcome, _Kept] | None = None
 
     def outcome(self, number: int, captured: CapturedSteps) -> Outcome:
         """The outcome of a request that has ended. `number`: the index of its program."""
         program, last = self._programs[number], self._last
         run = (id(program), captured.prompt, captured.count)
         if last is None or last[0] != run or last[1].failure is not None:  # requests do not share an exception
-            last = self._last = run, self._run(program, captured)
-        return replace(last[1], values=captured.filled(last[1].values))
+            found = self._run(program, captured)
+            last = self._last = run, found, _Kept(found.values, captured.most)
+        return replace(last[1], values=last[2].filled(captured))
 
     def _run(self, program: Program, captured: CapturedSteps) -> Outcome:
         """The outcome, with numbers of rows in place of rows."""
