@@ -15,13 +15,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, NoReturn, cast
 
+import numpy as np
 import torch
 
 from midstream.sites import Point, site_of
 from midstream.trace.body import CURRENT, Body, current_body, never_reached, out_of_order, step_is_over
 from midstream.trace.program import Outcome, Program, copies, outcome
 from midstream.trace.tracer import BodyTracer
-from midstream.trace.tree import as_bytes, map_objects
+from midstream.trace.tree import as_bits, map_objects
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,9 @@ class CapturedSteps:
         every = torch.arange(first, first + len(self.planes[point]))[:, None]
         return every[: self.prompt], *(every[self.prompt :].split(1) if len(every) > self.prompt else ())
 
-    def copied(self, place: int, rows: torch.Tensor) -> torch.Tensor:
-        """Copies of rows of one plane."""
-        return self.planes[self._points[place]][rows]
+    def plane(self, place: int) -> torch.Tensor:
+        """The rows of the point at this place in their order."""
+        return self.planes[self._points[place]]
 
 
 class _Rows(NamedTuple):
@@ -82,7 +83,7 @@ class _Kept:
             return numbers
 
         map_objects(values, torch.Tensor, note)
-        self._copied = {place: torch.tensor(rows) for place, rows in copied.items()}
+        self._copied = {place: np.array(rows) for place, rows in copied.items()}
 
     def filled(self, captured: CapturedSteps) -> Any:
         """The values with copies of a request's rows. Copies of one plane lie in one block of memory, and none overlap."""
@@ -92,13 +93,14 @@ class _Kept:
     def _rows(self, captured: CapturedSteps) -> Iterator[torch.Tensor]:
         blocks = {}
         for place, rows in self._copied.items():
-            block = captured.copied(place, rows)
-            blocks[place] = as_bytes(block).numpy(), block.dtype, block.shape[1], block.shape[1] * block.element_size()
+            plane = captured.plane(place)
+            block = as_bits(plane).numpy()[rows]  # in one thread, as in `capture.rows.concatenated`
+            blocks[place] = block, plane.dtype, plane.shape[1], block.strides[0]
         for place, first, shape in self._tensors:
-            memory, dtype, width, size = blocks[place]
+            block, dtype, width, size = blocks[place]
             # A storage of its own, as for tensors from the engine (`transport.wire`): `torch.save` writes the whole storage.
             count = shape[0] * width if shape else width
-            found = torch.frombuffer(memory, dtype=dtype, count=count, offset=first * size)
+            found = torch.frombuffer(block, dtype=dtype, count=count, offset=first * size)
             yield found.view(*shape, width) if shape else found
 
 
