@@ -78,6 +78,21 @@ def test_any_cut_in_any_order_gives_the_same_tensors(data, dtype):
 
 @given(data=st.data(), count=st.integers(1, 20))
 @settings(max_examples=100, deadline=None)
+def test_taken_tensors_share_no_memory_with_the_rows(data, count):
+    """Seen failing where a plane that came in one piece stayed a view of the rows."""
+    whole = segment("r", range(count), *data.draw(st.sampled_from([[A], [A, C]])))
+    before = whole.rows.clone()
+    captured = gather(data.draw(st.permutations(cut(whole, data.draw(cuts(count))))), count)
+    taken = captured.take()
+    assert set(taken) == set(captured)
+    for key, tensor in taken.items():
+        assert same_bits(tensor, captured[key]) and tensor.is_contiguous()
+        tensor.zero_()
+    assert same_bits(whole.rows, before)
+
+
+@given(data=st.data(), count=st.integers(1, 20))
+@settings(max_examples=100, deadline=None)
 def test_a_doubled_row_is_an_error_and_so_is_a_missing_one(data, count):
     """D4: no row lost, none twice, whatever the cut."""
     whole = segment("r", range(count), A, C)

@@ -211,15 +211,16 @@ def find_rows(
 def _find(
     what: str, chunks: Sequence[ChunkRows], numbers: list[int], stop: int | None, rows: RowSelection
 ) -> _FoundRows:
-    only = chunks[numbers[0]][0] if len(numbers) == 1 else NO_POSITIONS
-    if only.size and rows.tail is None and np.array_equal(only, rows.listed) and (stop is None or only[-1] < stop):
-        return _FoundRows([(numbers[0], slice(None))], only, None)  # a prompt's rows usually come at once
+    wanted = rows.below(stop)
+    there = np.concatenate([chunks[i][0] for i in numbers]) if numbers else NO_POSITIONS
+    if np.array_equal(there, wanted):  # they usually come in order, and all are wanted
+        return _FoundRows([(i, slice(None)) for i in numbers if chunks[i][0].size], wanted, None)
     pieces = []
     for i in numbers:
         keep = rows.mask(chunks[i][0])
         pieces.append((i, rows_where(keep if stop is None else keep & (chunks[i][0] < stop))))
     arranged = arrange([chunks[i][0][chosen] for i, chosen in pieces], what)
-    missing = np.setdiff1d(rows.below(stop), arranged.positions, assume_unique=True)
+    missing = np.setdiff1d(wanted, arranged.positions, assume_unique=True)
     if missing.size:
         rows_are = "1 row" if missing.size == 1 else f"{missing.size} rows"
         raise CaptureError(f"{what}: {rows_are} did not come ({_listed(missing)})")
@@ -317,6 +318,16 @@ class Captured(ByPlane[torch.Tensor]):
             rows = self._value(key)
             width = rows.shape[1]
             yield RowChunk(self._found[key].positions, Layout.of([key], lambda *_, width=width: width), rows)
+
+    def take(self) -> dict[Any, torch.Tensor]:
+        """All tensors, contiguous. Each has memory of its own, which nothing else refers to once these captures are dropped."""
+        taken = {}
+        for name in self:
+            key = self._resolve(name)
+            joined, found = self._value(key), self._found[key]
+            is_new = len(found.pieces) > 1 or found.order is not None
+            taken[name] = joined if is_new else joined.clone(memory_format=torch.contiguous_format)
+        return taken
 
     def _value(self, key: Key) -> torch.Tensor:
         """Joined at the first access; once all planes are joined, the chunks are released."""

@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from typing import Any, Literal, Self
 
 from midstream.arch.aliases import Rename, names_alone
-from midstream.capture.rows import Routes
+from midstream.capture.rows import Captured, Routes
 from midstream.capture.sinks import Sinks
 from midstream.client.described import DescribedModel
 from midstream.client.lowering import Behind, Kept, lower_trace
@@ -401,9 +401,9 @@ def _with_plan(
     return params
 
 
-def _run_kept(programs: KeptPrograms, number: int, prompt: int, captures: Any, tokens: int) -> Outcome:
+def _run_kept(programs: KeptPrograms, number: int, prompt: int, captures: Captured, tokens: int) -> Outcome:
     """Run a program that only keeps rows. `prompt`: how many rows of the prompt it has. `tokens`: how many new tokens its request had."""
-    return programs.outcome(number, CapturedSteps(dict(captures), prompt, tokens))
+    return programs.outcome(number, CapturedSteps(captures.take(), prompt, tokens))
 
 
 def _unrun(program: Program, captures: Any, tokens: int) -> Outcome:

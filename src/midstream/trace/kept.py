@@ -30,7 +30,8 @@ class CapturedSteps:
     """The rows that one request has captured for its trace. Each row has a number: first the rows of one point, then those of the next.
 
     Attributes:
-        planes: the captured rows of each point, `[rows, width]`, in the order of their positions.
+        planes: the captured rows of each point, `[rows, width]`, in the order of their positions. They are contiguous, and nothing
+            else refers to their memory: values may be views of it.
         prompt: how many rows of each plane belong to the prompt: 1 if only its last row was captured.
         count: how many steps the request had.
     """
@@ -60,33 +61,38 @@ class CapturedSteps:
 
 
 class _Rows(NamedTuple):
-    """Where a tensor of row numbers finds its rows: in the copied rows of one plane."""
+    """Where a tensor of row numbers finds its rows: among those of one plane that are used."""
 
     place: int  # of the plane
-    first: int  # of the copied rows
+    first: int  # of the used rows
     shape: tuple[int, ...]  # without the width
 
 
 class _Kept:
     """What code has kept, with numbers of rows in place of rows."""
 
-    def __init__(self, values: Any, most: int) -> None:
+    def __init__(self, values: Any, captured: CapturedSteps) -> None:
         self._values = values
         self._tensors: list[_Rows] = []  # in the order in which map_objects meets them
-        copied: dict[int, list[int]] = {}
+        used: dict[int, list[int]] = {}  # rows of each plane
+        most = captured.most
 
         def note(numbers: torch.Tensor) -> torch.Tensor:
             flat = numbers.flatten().tolist()
-            rows = copied.setdefault(flat[0] // most, [])
+            rows = used.setdefault(flat[0] // most, [])
             self._tensors.append(_Rows(flat[0] // most, len(rows), numbers.shape[:-1]))
             rows += [number % most for number in flat]
             return numbers
 
         map_objects(values, torch.Tensor, note)
-        self._copied = {place: np.array(rows) for place, rows in copied.items()}
+        # A plane whose rows are all used once and in order is not copied.
+        self._copied = {
+            place: None if rows == list(range(len(captured.plane(place)))) else np.array(rows)
+            for place, rows in used.items()
+        }
 
     def filled(self, captured: CapturedSteps) -> Any:
-        """The values with copies of a request's rows. Copies of one plane lie in one block of memory, and none overlap."""
+        """The values with a request's rows. Those of one plane lie in one block of memory, and none overlap."""
         rows = self._rows(captured)
         return map_objects(self._values, torch.Tensor, lambda _: next(rows))
 
@@ -94,7 +100,9 @@ class _Kept:
         blocks = {}
         for place, rows in self._copied.items():
             plane = captured.plane(place)
-            block = as_bits(plane).numpy()[rows]  # in one thread, as in `capture.rows.concatenated`
+            block = as_bits(plane).numpy()
+            if rows is not None:
+                block = block[rows]  # in one thread, as in `capture.rows.concatenated`
             blocks[place] = block, plane.dtype, plane.shape[1], block.strides[0]
         for place, first, shape in self._tensors:
             block, dtype, width, size = blocks[place]
@@ -125,7 +133,7 @@ class KeptPrograms:
         run = (id(program), captured.prompt, captured.count)
         if last is None or last[0] != run or last[1].failure is not None:  # requests do not share an exception
             found = self._run(program, captured)
-            last = self._last = run, found, _Kept(found.values, captured.most)
+            last = self._last = run, found, _Kept(found.values, captured)
         return replace(last[1], values=last[2].filled(captured))
 
     def _run(self, program: Program, captured: CapturedSteps) -> Outcome:
