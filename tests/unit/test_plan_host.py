@@ -73,9 +73,9 @@ class Steps:
             self.begun += 1
             begin_step(rows, blocks)
 
-        def counted(view):
+        def counted(*args, **options):
             self.laid_out += 1
-            return lay_out(view)
+            return lay_out(*args, **options)
 
         self.host._lay_out, self.tables.begin_step = counted, begun
 

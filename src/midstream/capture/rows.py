@@ -67,9 +67,13 @@ class Piece(NamedTuple):
     number: int
 
     @property
+    def rows(self) -> torch.Tensor:
+        """`[number, row_width]`, a view."""
+        return self.block[self.first : self.first + self.number]
+
+    @property
     def chunk(self) -> RowChunk:
-        rows = self.block[self.first : self.first + self.number]
-        return RowChunk(np.arange(self.position, self.position + self.number), self.layout, rows)
+        return RowChunk(np.arange(self.position, self.position + self.number), self.layout, self.rows)
 
     @property
     def size(self) -> int:

@@ -79,9 +79,14 @@ class LoadedPlan:
         pairs = zip(self.slots.ids.tolist(), self.slots.compiled.profiles, strict=True)
         return {number for number, profile in pairs if profile.row_width}
 
+    @cached_property
+    def captures_generated(self) -> int | None:
+        """The number of the profile that keeps the rows of generated positions; None if they are not captured."""
+        return self.generated if self.generated in self._capturing else None
+
     def last(self, length: int) -> int | None:
         """The position behind the last one that is captured: 0 if none is, None if generated ones are."""
-        if self.generated in self._capturing:
+        if self.captures_generated is not None:
             return None
         return length - self._uncaptured if self._uncaptured is not None else 0
 

@@ -162,8 +162,9 @@ class PlanHost:
             count = scheduled.get(name)
             if count is None:
                 continue
-            loaded, stop = request.loaded, computed[name] + count
-            in_prompt, in_generated = loaded.acts(stop - count, stop, request.length)
+            loaded, start = request.loaded, computed[name]
+            stop = start + count
+            in_prompt, in_generated = loaded.acts(start, stop, request.length)
             request.computed = max(request.computed, stop)
             self.step_is_planned = self.step_is_planned or in_prompt or in_generated
             if in_prompt and loaded.off_graph[0]:
@@ -186,15 +187,20 @@ class PlanHost:
         """The batch is laid out; the forward comes next."""
         batch = self._batch
         if batch is not None and not batch.is_laid_out(view.request_ids, view.total):
-            batch.laid_out, batch.rows, batch.runs = list(view.request_ids), Rows(self._lay_out(view), again=True), []
+            batch.laid_out = list(view.request_ids)
+            batch.rows, batch.runs = Rows(self._lay_out(view, all_generated=True), again=True), []
         rows = batch.rows if batch is not None else Rows(self._lay_out(view))
         assert rows is not None
         self.tables.begin_step(rows, self._blocks(view, batch) if self._capturing else {})
         self._prepared = batch if not self._capturing else None  # each step's captured rows go elsewhere
 
-    def _lay_out(self, view: StepView) -> np.ndarray:
-        """int32 `[view.total]`, the profile of each row."""
+    def _lay_out(self, view: StepView, all_generated: bool = False) -> np.ndarray:
+        """int32 `[view.total]`, the profile of each row. `all_generated`: whether each request generates one token."""
         profile = np.zeros(view.total, np.int32)
+        if all_generated:
+            known = map(self._requests.get, view.request_ids)
+            profile[: len(view.request_ids)] = [request.loaded.generated if request else 0 for request in known]
+            return profile
         for scheduled in view.requests:
             if (request := self._requests.get(scheduled.request_id)) is not None:
                 start, stop = scheduled.computed, scheduled.computed + scheduled.stop - scheduled.start
@@ -203,24 +209,20 @@ class PlanHost:
 
     def _blocks(self, view: StepView, batch: RepeatedBatch | None) -> dict[int, tuple[np.ndarray, torch.Tensor]]:
         """Allocate memory for the rows that this step captures, by profile, and note each request's part of it."""
-        runs: list[CapturedRun] = batch.runs if batch is not None else []
-        if runs and all(run.goes_on(view.computed) for run in runs):
-            blocks = {run.number: (run.rows, self._block(run.number, len(run.rows))) for run in runs}
-            self._has_due = max(run.add(blocks[run.number][1]) for run in runs) >= DUE_BYTES
-            return blocks
         self._has_due = True
-        wanted: dict[
-            int, list[tuple[PlannedRequest, int, int, int]]
-        ] = {}  # profile -> (request, first row, rows, position)
-        repeats = batch is not None
+        if batch is not None and (batch.runs_go_on(view.computed) or self._begin_runs(view, batch)):
+            blocks = {run.number: (run.rows, self._block(run.number, len(run.rows))) for run in batch.runs}
+            is_new = not all(run.steps for run in batch.runs)
+            self._has_due = max(run.add(blocks[run.number][1]) for run in batch.runs) >= DUE_BYTES or is_new
+            return blocks
+        # profile -> (request, first row, rows, position)
+        wanted: dict[int, list[tuple[PlannedRequest, int, int, int]]] = {}
         for scheduled in view.requests:
             request = self._requests.get(scheduled.request_id)
             if request is None or request.has_all:
                 continue
             start, stop = scheduled.computed, scheduled.computed + scheduled.stop - scheduled.start
             fresh = max(start, request.captured)
-            # A request whose rows were captured before is left out here. A trace behind the step takes its rows in each step.
-            repeats = repeats and fresh < stop and not request.payload.behind
             request.captured = max(stop, request.captured)
             for number, first, count in request.loaded.kept(fresh, stop, request.length) if fresh < stop else ():
                 wanted.setdefault(number, []).append((request, scheduled.start + first - start, count, first))
@@ -234,14 +236,28 @@ class PlanHost:
             for request, _, count, position in parts:
                 request.add(Piece(position, layout, block, at, count))
                 at += count
-        if batch is not None:
-            batch.runs = [
-                CapturedRun(
-                    number, rows, [request for request, *_ in wanted[number]], self.tables.profiles[number].layout
-                )
-                for number, (rows, _) in (blocks.items() if repeats else ())
-            ]
         return blocks
+
+    def _begin_runs(self, view: StepView, batch: RepeatedBatch) -> bool:
+        """Begin the runs of a batch in which every request generates one token. Returns whether they capture all rows of the step."""
+        batch.runs = []
+        wanted: dict[int, tuple[list[int], list[PlannedRequest]]] = {}  # profile -> rows, requests
+        for row, (name, position) in enumerate(zip(view.request_ids, view.computed.tolist(), strict=True)):
+            request = self._requests.get(name)
+            if request is None or (number := request.loaded.captures_generated) is None:
+                continue
+            # A trace behind the step takes its rows in each step. Other rows may have been captured before a preemption.
+            if request.payload.behind or request.captured > position:
+                return False
+            rows, requests = wanted.setdefault(number, ([], []))
+            rows.append(row)
+            requests.append(request)
+            request.captured = position
+        for number, (rows, requests) in wanted.items():
+            chosen = np.array(rows)
+            layout = self.tables.profiles[number].layout
+            batch.runs.append(CapturedRun(number, chosen, requests, view.computed[chosen], layout))
+        return bool(batch.runs)
 
     def _block(self, number: int, rows: int) -> torch.Tensor:
         """New memory for `rows` captured rows of a profile."""

@@ -71,18 +71,22 @@ class CapturedRun:
     Args:
         number: of the profile.
         rows: the row of each request in the batch.
-        requests: in the order of `rows`. All are captured up to the step in which the run begins.
+        requests: in the order of `rows`.
+        first: the position of each request's first row.
         layout: of each captured row.
+
+    Attributes:
+        steps: how many there were.
     """
 
-    def __init__(self, number: int, rows: np.ndarray, requests: Sequence[PlannedRequest], layout: Layout) -> None:
-        self.number, self.rows = number, rows
-        self._layout = layout
-        self._first = np.array([request.captured for request in requests])  # positions
+    def __init__(
+        self, number: int, rows: np.ndarray, requests: Sequence[PlannedRequest], first: np.ndarray, layout: Layout
+    ) -> None:
+        self.number, self.rows, self.steps = number, rows, 0
+        self._layout, self._first = layout, first
         self._places = {request: place for place, request in enumerate(requests)}
         self._folded: list[torch.Tensor] = []  # of several steps, `[requests, steps, width]`
         self._blocks: list[torch.Tensor] = []  # of each later step, `[requests, width]`
-        self._steps = 0
         self._is_over = False
 
     def goes_on(self, computed: np.ndarray) -> bool:
@@ -90,13 +94,13 @@ class CapturedRun:
 
         `computed`: as of the step's `StepView`, whose requests have one row each.
         """
-        return not self._is_over and np.array_equal(computed[self.rows], self._first + self._steps)
+        return not self._is_over and np.array_equal(computed[self.rows], self._first + self.steps)
 
     def add(self, block: torch.Tensor) -> int:
         """The memory for the rows of the coming step. Returns the largest number of unsent bytes that one request has."""
         size, most = block.shape[1] * block.element_size(), 0
         for request in self._places:
-            if not self._steps:
+            if not self.steps:
                 request.pieces.append(self)
             request.captured += 1
             request.size += size
@@ -104,17 +108,20 @@ class CapturedRun:
         if len(self._blocks) == _FOLDED:  # all of them are filled, but not the new one
             self._folded.append(torch.stack(self._blocks, dim=1))
             self._blocks.clear()
-        self._steps += 1
+        self.steps += 1
         self._blocks.append(block)
         return most
 
     def take(self, request: PlannedRequest) -> Piece:
         """Take one request's rows out of the run."""
         place = self._places[request]
-        parts = [each[place] for each in self._folded] + [block[place : place + 1] for block in self._blocks]
-        rows = torch.cat(parts)
+        if self.steps == 1:
+            piece = Piece(int(self._first[place]), self._layout, self._blocks[0], place, 1)
+        else:
+            parts = [each[place] for each in self._folded] + [block[place : place + 1] for block in self._blocks]
+            piece = Piece(int(self._first[place]), self._layout, torch.cat(parts), 0, self.steps)
         self.leave(request)
-        return Piece(int(self._first[place]), self._layout, rows, 0, len(rows))
+        return piece
 
     def leave(self, request: PlannedRequest) -> None:
         """The request no longer needs rows of this run. When the last request leaves, the run frees its memory."""

@@ -179,7 +179,7 @@ def _messages(queue: Sequence[_Queued]) -> list[tuple[dict[str, Any], Any]]:
     def sent(piece: Piece) -> tuple[Any, ...]:
         if 2 * leaving[id(piece.block)] > len(piece.block):  # most of the block goes now: send it whole, once
             return tuple(piece)
-        return piece.position, piece.layout, piece.chunk.rows, 0, piece.number
+        return piece.position, piece.layout, piece.rows, 0, piece.number
 
     return [(header, {"pieces": list(map(sent, pieces)), "error": error}) for header, pieces, error in joined]
 
@@ -197,7 +197,7 @@ def _joined(pieces: Sequence[Piece]) -> list[Piece]:
         else:
             runs.append([piece])
     for run in runs:
-        block = torch.cat([piece.chunk.rows for piece in run])
+        block = torch.cat([piece.rows for piece in run])
         joined.append(Piece(run[0].position, run[0].layout, block, 0, len(block)))
     return joined
 

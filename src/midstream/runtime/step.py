@@ -141,7 +141,7 @@ class RepeatedBatch:
         hooked: whether hooks may have to act.
         laid_out: the requests in the runner's order, once it has laid them out.
         rows: the batch's rows, from then on.
-        runs: hold what the batch captures. Empty before its second step, and always if a trace takes the rows in each step.
+        runs: hold what the batch captures. Empty if a trace takes the rows in each step.
     """
 
     requests: list[str]
@@ -154,6 +154,10 @@ class RepeatedBatch:
     def is_laid_out(self, request_ids: Sequence[str], total: int) -> bool:
         """Whether `rows` are of a batch with these requests, in this order, and as much padding."""
         return self.rows is not None and self.laid_out == request_ids and len(self.rows.profile_T) == total
+
+    def runs_go_on(self, computed: np.ndarray) -> bool:
+        """Whether the coming step has the next row of each of the `runs`, as `CapturedRun.goes_on` tells."""
+        return bool(self.runs) and all(run.goes_on(computed) for run in self.runs)
 
 
 class RepeatedBatches:
