@@ -66,9 +66,10 @@ class LoadedPlan:
         """(profile, first position, number) of the stretches of positions from `start` to `stop` that are captured."""
         if not self._capturing:
             return []
+        if start >= length:
+            return [(self.generated, start, stop - start)] if self.captures_generated is not None else []
         profiles = self.profiles(start, stop, length)
-        if isinstance(profiles, int):
-            return [(profiles, start, stop - start)] if profiles in self._capturing else []
+        assert not isinstance(profiles, int)
         edges = [0, *(np.flatnonzero(np.diff(profiles)) + 1).tolist(), len(profiles)]
         found = [(int(profiles[at]), start + at, end - at) for at, end in pairwise(edges)]
         return [stretch for stretch in found if stretch[0] in self._capturing]

@@ -229,13 +229,15 @@ class PlanHost:
         blocks = {}
         for number, parts in wanted.items():
             layout = self.tables.profiles[number].layout
-            rows = np.concatenate([np.arange(row, row + count) for _, row, count, _ in parts])
+            requests, starts, counts, positions = zip(*parts, strict=True)
+            ends = np.cumsum(counts)
+            firsts = ends - counts  # in the block
+            rows = np.repeat(starts - firsts, counts) + np.arange(ends[-1])
             block = self._block(number, len(rows))
             blocks[number] = (rows, block)
-            at = 0
-            for request, _, count, position in parts:
-                request.add(Piece(position, layout, block, at, count))
-                at += count
+            row_bytes = block.shape[1] * block.element_size()
+            for request, count, position, first in zip(requests, counts, positions, firsts.tolist(), strict=True):
+                request.add(Piece(position, layout, block, first, count), count * row_bytes)
         return blocks
 
     def _begin_runs(self, view: StepView, batch: RepeatedBatch) -> bool:

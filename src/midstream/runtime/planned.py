@@ -49,9 +49,10 @@ class PlannedRequest:
         last = self.loaded.last(self.length)
         return last is not None and self.captured >= last
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: Piece, size: int) -> None:
+        """`size`: bytes of its rows."""
         self.pieces.append(piece)
-        self.size += piece.size
+        self.size += size
 
     def take_pieces(self) -> list[Piece]:
         pieces, self.pieces, self.size = self.pieces, [], 0

@@ -166,13 +166,12 @@ class CaptureSender:
                 "stage": self._stage,
                 "confirmed": confirmed,
             }
-            self._queue.append((header, list(pieces), error))
+            self._queue.append((header, _joined(pieces), error))
 
 
 def _messages(queue: Sequence[_Queued]) -> list[tuple[dict[str, Any], Any]]:
-    joined = [(header, _joined(pieces), error) for header, pieces, error in queue]
     leaving: Counter[int] = Counter()
-    for _, pieces, _ in joined:
+    for _, pieces, _ in queue:
         for piece in pieces:
             leaving[id(piece.block)] += piece.number
 
@@ -181,7 +180,7 @@ def _messages(queue: Sequence[_Queued]) -> list[tuple[dict[str, Any], Any]]:
             return tuple(piece)
         return piece.position, piece.layout, piece.rows, 0, piece.number
 
-    return [(header, {"pieces": list(map(sent, pieces)), "error": error}) for header, pieces, error in joined]
+    return [(header, {"pieces": list(map(sent, pieces)), "error": error}) for header, pieces, error in queue]
 
 
 def _joined(pieces: Sequence[Piece]) -> list[Piece]:
