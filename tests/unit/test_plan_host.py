@@ -342,17 +342,21 @@ def test_d8_generated_rows_are_not_captured_where_tokens_are_drafted():
     assert list(steps.host.errors) == ["a"] and "speculative decoding" in steps.host.errors["a"]
 
 
-def test_captured_rows_come_once_over_preemptions(steps):
-    """E4, E5: what was captured before a preemption is not captured again behind it, and the rows behind that are."""
-    steps.step({"a": [Capture("resid_post", layers=0, positions="all")]})
+@pytest.mark.parametrize("positions", ["all", "all_generated"])
+def test_captured_rows_come_once_over_preemptions(steps, positions):
+    """E4, E5: what was captured before a preemption is not captured again behind it, and the rows behind that are.
+
+    Seen failing where a batch counted its rows from the last captured one of a prompt that captures none.
+    """
+    steps.step({"a": [Capture("resid_post", layers=0, positions=positions)]})
     for _ in range(2):
         steps.step()
     steps.computed["a"] = 0
     steps.step(resumed=["a"], counts={"a": 5})
     steps.step()
     steps.step(finished=["a"])
-    positions = [p for _, value in steps.sent for at, *_, count in value["pieces"] for p in range(at, at + count)]
-    assert sorted(positions) == list(range(6))
+    found = [p for _, value in steps.sent for at, *_, count in value["pieces"] for p in range(at, at + count)]
+    assert sorted(found) == list(range(0 if positions == "all" else len(PROMPT), 6))
 
 
 def captured(steps, name):
@@ -387,6 +391,27 @@ def test_d5_a_batch_that_repeats_captures_the_rows_of_each_request(steps, order,
     assert captured(steps, "a") == pytest.approx({position: 1 + position / 100 for position in range(3, 12)})
     assert captured(steps, "b") == pytest.approx({position: 1 + position / 100 for position in range(3, 7)})
     assert captured(steps, "d") == pytest.approx({position: 2 + position / 100 for position in range(9)})
+
+
+@pytest.mark.parametrize("positions", ["all", "all_generated"])
+@pytest.mark.parametrize("begin", [True, False])
+def test_d5_a_batch_that_never_repeats_captures_the_rows_of_each_request(steps, begin, positions):
+    """A request ends in each step, and another may begin. Seen failing with the rows of the batch's first request."""
+    steps.scale = 0.01
+    names = "abcdef"
+    steps.step({name: keep(number % 2, positions) for number, name in enumerate(names)})
+    for name in names:
+        steps.step()
+        steps.step({name.upper(): keep(7, positions)} if begin else None, finished=[name])
+        steps.step()
+    steps.step(finished=list(steps.computed))
+    first = 0 if positions == "all" else len(PROMPT)
+    for number, name in enumerate(names):
+        expected = {at: number % 2 + at / 100 for at in range(first, len(PROMPT) + 3 * number + 1)}
+        assert captured(steps, name) == pytest.approx(expected)
+        if begin:
+            last = len(PROMPT) + 3 * (len(names) - number) - 2
+            assert captured(steps, name.upper()) == pytest.approx({at: 7 + at / 100 for at in range(first, last)})
 
 
 @pytest.mark.parametrize("is_found", [True, False])

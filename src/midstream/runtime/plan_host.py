@@ -212,8 +212,7 @@ class PlanHost:
         self._has_due = True
         if batch is not None and (batch.runs_go_on(view.computed) or self._begin_runs(view, batch)):
             blocks = {run.number: (run.rows, self._block(run.number, len(run.rows))) for run in batch.runs}
-            is_new = not all(run.steps for run in batch.runs)
-            self._has_due = max(run.add(blocks[run.number][1]) for run in batch.runs) >= DUE_BYTES or is_new
+            self._has_due = max(run.add(blocks[run.number][1]) for run in batch.runs) >= DUE_BYTES
             return blocks
         # profile -> (request, first row, rows, position)
         wanted: dict[int, list[tuple[PlannedRequest, int, int, int]]] = {}
@@ -248,8 +247,7 @@ class PlanHost:
             request = self._requests.get(name)
             if request is None or (number := request.loaded.captures_generated) is None:
                 continue
-            # A trace behind the step takes its rows in each step. Other rows may have been captured before a preemption.
-            if request.payload.behind or request.captured > position:
+            if request.captured > position:  # before a preemption
                 return False
             rows, requests = wanted.setdefault(number, ([], []))
             rows.append(row)

@@ -141,7 +141,7 @@ class RepeatedBatch:
         hooked: whether hooks may have to act.
         laid_out: the requests in the runner's order, once it has laid them out.
         rows: the batch's rows, from then on.
-        runs: hold what the batch captures. Empty if a trace takes the rows in each step.
+        runs: hold what the batch captures.
     """
 
     requests: list[str]
