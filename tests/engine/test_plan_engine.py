@@ -266,12 +266,12 @@ def test_d2_the_protection_matters_profiles_on_the_wrong_rows_move_the_neighbour
     before = all_values(chunked.generate(prompts, max_tokens=4, **GREEDY))
     lay_out = PlanHost._lay_out
 
-    def everywhere(self: PlanHost, view: Any) -> Any:
-        profile = lay_out(self, view)
+    def everywhere(*args: Any, **options: Any) -> Any:
+        profile = lay_out(*args, **options)
         return np.full_like(profile, profile.max())
 
-    def shifted(self: PlanHost, view: Any) -> Any:
-        return np.roll(lay_out(self, view), 1)
+    def shifted(*args: Any, **options: Any) -> Any:
+        return np.roll(lay_out(*args, **options), 1)
 
     for wrong in (everywhere, shifted):
         with monkeypatch.context() as patch:
