@@ -449,8 +449,8 @@ def test_values_read_twice_in_a_saved_list_are_tensors_of_their_own():
     assert second[:, 0].eq(1).all()
 
 
-def test_a_tensor_that_is_kept_twice_is_one_and_is_saved_with_its_own_rows_only():
-    """Seen failing where each place of it took the next rows, and with views of all rows."""
+def test_a_tensor_that_is_kept_twice_stays_one_and_is_saved_without_other_rows():
+    """Seen failing when each occurrence took the next rows, and when the tensors were views of all rows."""
 
     def body(model, tracer):
         first = model.layers_output[1][-1]

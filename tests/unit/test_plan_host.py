@@ -344,9 +344,9 @@ def test_d8_generated_rows_are_not_captured_where_tokens_are_drafted():
 
 @pytest.mark.parametrize("positions", ["all", "all_generated"])
 def test_captured_rows_come_once_over_preemptions(steps, positions):
-    """E4, E5: what was captured before a preemption is not captured again behind it, and the rows behind that are.
+    """E4, E5: rows captured before a preemption are not captured again afterwards, and the later rows are.
 
-    Seen failing where a batch counted its rows from the last captured one of a prompt that captures none.
+    Seen failing when the prompt's rows were not captured and a batch still counted from the last captured row.
     """
     steps.step({"a": [Capture("resid_post", layers=0, positions=positions)]})
     for _ in range(2):
@@ -634,6 +634,21 @@ def test_i1_a_trace_behind_the_step_takes_its_rows_before_they_are_computed(step
     for at in (3, 4, 5):
         steps.step()
         assert [[(p, rows[:, 0].tolist()) for p, rows in taken(steps, name)] for name in "ab"] == [[(at, [at])]] * 2
+
+
+def test_i1_rows_of_a_trace_behind_the_step_that_is_over_are_dropped(steps, monkeypatch):
+    """Seen failing when they were held until the request ended, and when they were copied then."""
+    monkeypatch.setattr(host, "DUE_BYTES", due := 5 * WIDTH * 4)
+    plan = Plan.of(Capture("resid_post", layers=0, positions="all"))
+    request = PlanRequest(packed(plan), LAYERS, behind=True)
+    steps.step({"a": request, "b": request})
+    steps.host.take_rows = lambda name: []  # no step is traced any more
+    monkeypatch.setattr(planned.CapturedRun, "take", None)
+    for _ in range(22):
+        steps.step()
+        assert steps.host.gauges()["capture_bytes"] < 2 * due
+    steps.step(finished=["a", "b"])
+    assert not steps.sent
 
 
 def taken(steps, name):

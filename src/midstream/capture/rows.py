@@ -217,7 +217,7 @@ def _find(
 ) -> _FoundRows:
     wanted = rows.below(stop)
     there = np.concatenate([chunks[i][0] for i in numbers]) if numbers else NO_POSITIONS
-    if np.array_equal(there, wanted):  # they usually come in order, and all are wanted
+    if np.array_equal(there, wanted):  # the usual case: all rows came, in order
         return _FoundRows([(i, slice(None)) for i in numbers if chunks[i][0].size], wanted, None)
     pieces = []
     for i in numbers:
@@ -324,7 +324,7 @@ class Captured(ByPlane[torch.Tensor]):
             yield RowChunk(self._found[key].positions, Layout.of([key], lambda *_, width=width: width), rows)
 
     def take(self) -> dict[Any, torch.Tensor]:
-        """All tensors, contiguous. Each has memory of its own, which nothing else refers to once these captures are dropped."""
+        """All tensors, contiguous. Each has its own memory. Only these captures share it, until they are dropped."""
         taken = {}
         for name in self:
             key = self._resolve(name)

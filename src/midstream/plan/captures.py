@@ -133,7 +133,7 @@ class RowSelection(NamedTuple):
         if stop is None:
             return self.listed
         generated = np.arange(stop if self.tail is None else self.tail, stop, dtype=np.int64)
-        return np.concatenate([self.listed[self.listed < stop], generated])  # the tail is behind the listed positions
+        return np.concatenate([self.listed[self.listed < stop], generated])  # the tail comes after the listed positions
 
     def __or__(self, other: RowSelection) -> RowSelection:
         tail = other.tail if self.tail is None else self.tail  # of one request, so both are its prompt's length

@@ -230,7 +230,7 @@ class PlanHost:
             layout = self.tables.profiles[number].layout
             requests, starts, counts, positions = zip(*parts, strict=True)
             ends = np.cumsum(counts)
-            firsts = ends - counts  # in the block
+            firsts = ends - counts  # each part's first row in the block
             rows = np.repeat(starts - firsts, counts) + np.arange(ends[-1])
             block = self._block(number, len(rows))
             blocks[number] = (rows, block)
@@ -247,7 +247,7 @@ class PlanHost:
             request = self._requests.get(name)
             if request is None or (number := request.loaded.captures_generated) is None:
                 continue
-            if request.captured > position:  # before a preemption
+            if request.captured > position:  # already captured, before a preemption
                 return False
             rows, requests = wanted.setdefault(number, ([], []))
             rows.append(row)
@@ -279,13 +279,11 @@ class PlanHost:
         for name, request in self._requests.items():
             if request.complete or not (request.pieces or request.has_all) or request.payload.record is not None:
                 continue
-            if request.payload.behind:
-                request.complete = request.has_all
-                self._capturing -= request.complete
-                continue
             request.complete = request.has_all
             self._capturing -= request.complete
-            if request.complete or request.size >= DUE_BYTES:
+            if request.payload.behind:
+                request.drop_pieces()  # the trace would have taken them, but it is over
+            elif request.complete or request.size >= DUE_BYTES:
                 # A token ends its request so many steps later at most; a string, which the client looks for, at any time.
                 confirmed = 0 if request.stops_at_text else request.captured - (self._pipeline.size + 2)
                 self.captures.send(name, request.payload, request.take_pieces(), request.complete, confirmed)
@@ -400,7 +398,8 @@ class PlanHost:
                 return self.captures.fail(name, request.payload, error)
             if request.payload.record is not None:
                 self._keep(request)
-            self.captures.end(name, request.payload, tokens, request.take_pieces() if unsent else None)
+            is_sent = unsent and not request.payload.behind
+            self.captures.end(name, request.payload, tokens, request.take_pieces() if is_sent else None)
         except PlanError as error:
             self.captures.fail(name, request.payload, str(error))
         finally:

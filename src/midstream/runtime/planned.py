@@ -50,7 +50,7 @@ class PlannedRequest:
         return last is not None and self.captured >= last
 
     def add(self, piece: Piece, size: int) -> None:
-        """`size`: bytes of its rows."""
+        """`size`: of the piece, in bytes."""
         self.pieces.append(piece)
         self.size += size
 
@@ -63,7 +63,7 @@ class PlannedRequest:
         for run in self.pieces:
             if isinstance(run, CapturedRun):
                 run.leave(self)
-        self.pieces = []
+        self.pieces, self.size = [], 0
 
 
 class CapturedRun:
@@ -77,7 +77,7 @@ class CapturedRun:
         layout: of each captured row.
 
     Attributes:
-        steps: how many there were.
+        steps: the number of steps so far.
     """
 
     def __init__(

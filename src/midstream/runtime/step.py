@@ -141,7 +141,7 @@ class RepeatedBatch:
         hooked: whether hooks may have to act.
         laid_out: the requests in the runner's order, once it has laid them out.
         rows: the batch's rows, from then on.
-        runs: hold what the batch captures.
+        runs: hold the rows that the batch captures.
     """
 
     requests: list[str]
@@ -156,7 +156,7 @@ class RepeatedBatch:
         return self.rows is not None and self.laid_out == request_ids and len(self.rows.profile_T) == total
 
     def runs_go_on(self, computed: np.ndarray) -> bool:
-        """Whether the coming step has the next row of each of the `runs`, as `CapturedRun.goes_on` tells."""
+        """Whether the coming step continues all `runs` (see `CapturedRun.goes_on`). False if there are none."""
         return bool(self.runs) and all(run.goes_on(computed) for run in self.runs)
 
 

@@ -10,7 +10,7 @@ and as many steps share one run.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, NoReturn, cast
@@ -31,7 +31,7 @@ class CapturedSteps:
 
     Attributes:
         planes: the captured rows of each point, `[rows, width]`, in the order of their positions. They are contiguous, and nothing
-            else refers to their memory: values may be views of it.
+            else refers to their memory, so the returned values may be views of it.
         prompt: how many rows of each plane belong to the prompt: 1 if only its last row was captured.
         count: how many steps the request had.
     """
@@ -41,75 +41,75 @@ class CapturedSteps:
     count: int
 
     @cached_property
-    def _points(self) -> list[Point]:
+    def points(self) -> list[Point]:
+        """In the order of their rows' numbers."""
         return sorted(self.planes)
 
     @property
     def most(self) -> int:
-        """At least the rows of the longest plane. The numbers of the first plane begin at 0, those of the next at `most`, and so on."""
+        """An upper bound on the number of rows in a plane. The numbers of the first plane begin at 0, those of the next at `most`, and so
+        on."""
         return self.prompt + self.count
 
     def numbers(self, point: Point) -> Sequence[torch.Tensor]:
         """The numbers of the point's rows in each step, `[rows, 1]`. A trace's code can handle them like rows."""
-        first = self._points.index(point) * self.most
+        first = self.points.index(point) * self.most
         every = torch.arange(first, first + len(self.planes[point]))[:, None]
         return every[: self.prompt], *(every[self.prompt :].split(1) if len(every) > self.prompt else ())
 
-    def plane(self, place: int) -> torch.Tensor:
-        """The rows of the point at this place in their order."""
-        return self.planes[self._points[place]]
-
 
 class _Rows(NamedTuple):
-    """Where a tensor of row numbers finds its rows: among those of one plane that are used."""
+    """Which rows a tensor of row numbers stands for. They lie together among the used rows of one plane."""
 
-    place: int  # of the plane
-    first: int  # of the used rows
+    point: Point  # of the plane
+    first: int  # index of its first row among the used rows
     shape: tuple[int, ...]  # without the width
 
 
 class _Kept:
-    """What code has kept, with numbers of rows in place of rows."""
+    """What code has kept, with `_Rows` in place of rows.
+
+    Args:
+        values: with numbers of rows in place of rows.
+        captured: of the request whose numbers these are.
+    """
 
     def __init__(self, values: Any, captured: CapturedSteps) -> None:
-        self._values = values
-        self._tensors: list[_Rows] = []  # in the order in which map_objects meets them
-        used: dict[int, list[int]] = {}  # rows of each plane
-        most = captured.most
+        used: dict[Point, list[int]] = {}  # rows of each plane
 
-        def note(numbers: torch.Tensor) -> torch.Tensor:
+        def noted(numbers: torch.Tensor) -> _Rows:
             flat = numbers.flatten().tolist()
-            rows = used.setdefault(flat[0] // most, [])
-            self._tensors.append(_Rows(flat[0] // most, len(rows), numbers.shape[:-1]))
-            rows += [number % most for number in flat]
-            return numbers
+            point = captured.points[flat[0] // captured.most]
+            rows = used.setdefault(point, [])
+            first = len(rows)
+            rows += [number % captured.most for number in flat]
+            return _Rows(point, first, numbers.shape[:-1])
 
-        map_objects(values, torch.Tensor, note)
+        self._values = map_objects(values, torch.Tensor, noted)
         # A plane whose rows are all used once and in order is not copied.
-        self._copied = {
-            place: None if rows == list(range(len(captured.plane(place)))) else np.array(rows)
-            for place, rows in used.items()
+        self._used = {
+            point: None if rows == list(range(len(captured.planes[point]))) else np.array(rows)
+            for point, rows in used.items()
         }
 
     def filled(self, captured: CapturedSteps) -> Any:
         """The values with a request's rows. Those of one plane lie in one block of memory, and none overlap."""
-        rows = self._rows(captured)
-        return map_objects(self._values, torch.Tensor, lambda _: next(rows))
-
-    def _rows(self, captured: CapturedSteps) -> Iterator[torch.Tensor]:
         blocks = {}
-        for place, rows in self._copied.items():
-            plane = captured.plane(place)
+        for point, rows in self._used.items():
+            plane = captured.planes[point]
             block = as_bits(plane).numpy()
             if rows is not None:
-                block = block[rows]  # in one thread, as in `capture.rows.concatenated`
-            blocks[place] = block, plane.dtype, plane.shape[1], block.strides[0]
-        for place, first, shape in self._tensors:
-            block, dtype, width, size = blocks[place]
-            # A storage of its own, as for tensors from the engine (`transport.wire`): `torch.save` writes the whole storage.
-            count = shape[0] * width if shape else width
-            found = torch.frombuffer(block, dtype=dtype, count=count, offset=first * size)
-            yield found.view(*shape, width) if shape else found
+                block = block[rows]  # numpy copies in one thread: see `capture.rows.concatenated`
+            blocks[point] = block, plane.dtype, plane.shape[1], block.strides[0]
+
+        def tensor(rows: _Rows) -> torch.Tensor:
+            block, dtype, width, size = blocks[rows.point]
+            # Each tensor gets its own storage, as in `transport.wire`, because `torch.save` writes the whole storage.
+            count = rows.shape[0] * width if rows.shape else width
+            found = torch.frombuffer(block, dtype=dtype, count=count, offset=rows.first * size)
+            return found.view(*rows.shape, width) if rows.shape else found
+
+        return map_objects(self._values, _Rows, tensor)
 
 
 class KeptPrograms:
