@@ -12,7 +12,7 @@ import torch
 from capture_tools import capture_threads, wait_until
 
 from midstream.capture.directory import open_captures
-from midstream.capture.rows import routes
+from midstream.capture.rows import Captured, routes
 from midstream.capture.sinks import Sinks
 from midstream.client import vllm_captures
 from midstream.client.requests import PreparedPlan
@@ -20,6 +20,7 @@ from midstream.client.vllm_captures import RowReceiver, RowThread
 from midstream.errors import CaptureError, EngineClosedError
 from midstream.plan.captures import Layout
 from midstream.plan.values import Capture, ModelFacts, Plan
+from midstream.trace.program import Outcome
 from midstream.transport.receiver import Mailbox, Receiver
 from midstream.transport.sender import Sender
 
@@ -117,6 +118,34 @@ def test_d4_generated_rows_wait_for_the_end(channel: Any) -> None:
         thread.wait()
     check(here, 0, list(range(7)), generated=3)
     check(here, 1, list(range(5)), generated=1)
+
+
+def test_i1_code_that_keeps_rows_runs_as_its_request_ends_while_others_run(channel: Any) -> None:
+    here = channel("all", requests=3)
+    ran: list[tuple[int, int, bool]] = []
+
+    def code(captures: Captured, tokens: int) -> Outcome:
+        rows = captures["resid_post", 1]
+        ran.append((int(rows[0, 0]) // 100, tokens, len(rows) == LENGTH + tokens - 1))
+        return Outcome({"return": len(ran)})
+
+    for each in here.receivers:
+        each.here = code
+    with closing(RowThread(here.receivers, here.box)) as thread:
+        here.send({0: list(range(8))})
+        thread.end("r1", [3])  # its rows come after its end
+        here.send({1: list(range(7))})
+        thread.end("r0", [2])
+        wait_until(lambda: sorted(ran) == [(0, 2, True), (1, 3, True)])
+        here.send({2: [0, 1, 3, 4]})
+        thread.end("r2", [1])
+        thread.wait()  # the error of one is no other's
+    with pytest.raises(CaptureError, match="1 row did not come"):
+        here.receivers[2].outcomes([1])
+    assert sorted(
+        each.outcomes([count])[0].values["return"] for each, count in zip(here.receivers, [2, 3], strict=False)
+    ) == [1, 2]
+    assert len(ran) == 2
 
 
 @pytest.mark.parametrize(

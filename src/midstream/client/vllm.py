@@ -18,15 +18,15 @@ from midstream.client.lowering import Behind, Kept, lower_trace
 from midstream.client.model import loading_arguments
 from midstream.client.requests import Invoke, InvokeResult, PreparedPlan, engine_params, token_ids, without_destinations
 from midstream.client.vllm_async import EngineStream
-from midstream.client.vllm_captures import RowReceiver
-from midstream.client.vllm_engine import EngineConnection, EngineRequest, Here, run_continuously, run_requests
+from midstream.client.vllm_captures import Here, RowReceiver
+from midstream.client.vllm_engine import EngineConnection, EngineRequest, run_continuously, run_requests
 from midstream.engine import launch
 from midstream.errors import MidstreamError, ParameterError, PlanError, TraceError
 from midstream.plan.values import Plan
 from midstream.runtime.request import Envelope, PlanRequest, TraceRequest, packed, requests_of
 from midstream.settings import NAME, RECORD_BYTES, TRACE_SHARE, WEIGHT_BYTES, Settings
 from midstream.trace.kept import CapturedSteps, KeptPrograms
-from midstream.trace.program import Outcome, Program, ShippedCode, unrun
+from midstream.trace.program import Outcome, ShippedCode
 
 _GROUP = 32  # invokes that become requests at a time
 
@@ -289,19 +289,19 @@ class VLLM(DescribedModel):
         for number, (invoke, ids, trace, plan, keeps) in enumerate(
             zip(invokes, prompts, traces, plans, kept, strict=True)
         ):
-            rows = None
-            if plan is not None and plan.plan.captures and (behind is None or keeps is not None):
-                rows = self._receiver(plan, invoke.params.get("n", 1), invoke)
-            params = _params(invoke, trace, plan, rows, shared)
-            salt = secrets.token_hex(8) if trace is not None else None
-            here: Here | None = None
+            rows, here = None, None
             if programs is not None and keeps is not None:
                 here = partial(_run_kept, programs, number, 1 if keeps.rows == "last" else len(ids))
-            elif trace is None and invoke.program is not None and behind is not None:
-                here = partial(_unrun, invoke.program)
+            if plan is not None and plan.plan.captures and (behind is None or here is not None):
+                rows = self._receiver(plan, invoke.params.get("n", 1), invoke, here)
+            params = _params(invoke, trace, plan, rows, shared)
+            salt = secrets.token_hex(8) if trace is not None else None
+            unrun = invoke.program if behind is not None and trace is None and here is None else None
             weights = code.weights if code is not None and trace is not None else {}
             requests.append(
-                EngineRequest(launch.engine_prompt(ids, salt), params, trace, plan, rows, invoke.answers, here, weights)
+                EngineRequest(
+                    launch.engine_prompt(ids, salt), params, trace, plan, rows, invoke.answers, unrun, weights
+                )
             )
         return requests
 
@@ -319,10 +319,10 @@ class VLLM(DescribedModel):
         )
         return requests_of(code, samples, together, streamed)
 
-    def _receiver(self, plan: PreparedPlan, samples: int, invoke: Invoke) -> RowReceiver:
+    def _receiver(self, plan: PreparedPlan, samples: int, invoke: Invoke, here: Here | None = None) -> RowReceiver:
         """Receives the request's captured rows. Rows of a recorded run stay in the workers."""
         plan = plan if invoke.record is None else replace(plan, routes=Routes({}, ()))
-        return RowReceiver(plan, samples, self.sinks, self._connection.stages, invoke.collected)
+        return RowReceiver(plan, samples, self.sinks, self._connection.stages, invoke.collected, here)
 
     def planned(self, invoke: Invoke, prompt: dict[str, Any], params: Any) -> EngineRequest:
         """A server's request. vLLM's server has made its prompt, which has token ids, and its SamplingParams; they are not changed.
@@ -404,7 +404,3 @@ def _with_plan(
 def _run_kept(programs: KeptPrograms, number: int, prompt: int, captures: Captured, tokens: int) -> Outcome:
     """Run a program that only keeps rows. `prompt`: how many rows of the prompt it has. `tokens`: how many new tokens its request had."""
     return programs.outcome(number, CapturedSteps(captures.take(), prompt, tokens))
-
-
-def _unrun(program: Program, captures: Any, tokens: int) -> Outcome:
-    return unrun(program)

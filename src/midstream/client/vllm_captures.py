@@ -7,7 +7,7 @@ import contextlib
 import secrets
 import threading
 from collections import defaultdict
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent import futures
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -26,9 +26,11 @@ from midstream.errors import (
     UnsendableError,
 )
 from midstream.runtime.request import users_id
+from midstream.trace.program import Outcome
 from midstream.transport.receiver import Mailbox
 
 RESULT_SECONDS = 120.0  # how long to wait for the next result of requests that have ended
+Here = Callable[[Captured, int], Outcome]  # captures and number of new tokens of a sample -> the outcome of its trace
 
 
 def sample_index(request_id: str, samples: int) -> int:
@@ -59,6 +61,7 @@ class RowReceiver:
         samples: vLLM's `n`.
         senders: how many workers send rows of a sample; each sends the rows of its layers.
         collected: for a request of `model.collect`.
+        here: runs the code of the request's trace, if that only keeps rows. They are then not for the output.
 
     Attributes:
         key: the address that the workers send the rows to.
@@ -66,11 +69,19 @@ class RowReceiver:
     """
 
     def __init__(
-        self, plan: PreparedPlan, samples: int, sinks: Sinks, senders: int = 1, collected: Collected | None = None
+        self,
+        plan: PreparedPlan,
+        samples: int,
+        sinks: Sinks,
+        senders: int = 1,
+        collected: Collected | None = None,
+        here: Here | None = None,
     ) -> None:
         self.key = (secrets.token_hex(8), 0)
         self.stop: int | None = None
         self.collected = collected
+        self.here = here
+        self._outcomes: list[Outcome] | None = None
         self._plan = plan
         self._sinks = sinks
         self._senders = senders
@@ -163,6 +174,15 @@ class RowReceiver:
             captured.append(sample.capture.result(stop))
         return captured[0] if len(captured) == 1 else captured
 
+    def outcomes(self, generated: Sequence[int]) -> list[Outcome]:
+        """The outcome of each sample's trace. The first call runs its code `here`. Raises as `result` does."""
+        if self._outcomes is None:
+            assert self.here is not None
+            found = self.result(generated)
+            samples = found if isinstance(found, list) else [found]
+            self._outcomes = [self.here(each, count) for each, count in zip(samples, generated, strict=True)]
+        return self._outcomes
+
     def gather_early(self) -> None:
         """Gather rows of the prompt while the engine runs. All rows are here."""
         for sample in self._samples:
@@ -198,7 +218,7 @@ class RowThread:
         self._thread.start()
         self._generated: defaultdict[str, asyncio.Future[Sequence[int]]] = defaultdict(self._loop.create_future)
         tasks: list[Coroutine[Any, Any, None]] = [self._follow(receiver, box) for receiver, box in followed]
-        tasks += [_take_all(receivers, shared)] if shared is not None else []
+        tasks += [self._take_all(receivers, shared)] if shared is not None else []
         self._tasks = [asyncio.run_coroutine_threadsafe(task, self._loop) for task in tasks]
 
     def end(self, request_id: str, generated: Sequence[int]) -> None:
@@ -214,6 +234,26 @@ class RowThread:
         await receiver.follow(box)
         if receiver.request_id:
             receiver.end(await self._generated[receiver.request_id])
+
+    async def _take_all(self, receivers: Sequence[RowReceiver], box: Mailbox) -> None:
+        """Take the rows that come to a mailbox, until all receivers are complete."""
+        waiting, running = {receiver.key: receiver for receiver in receivers}, []
+        while waiting:
+            message = await _next(box)
+            if (receiver := waiting.get(message[0]["key"])) is not None:
+                receiver.take(*message)
+                if receiver.is_complete:
+                    del waiting[receiver.key]
+                    receiver.gather_early()
+                    if receiver.here is not None and receiver.request_id:
+                        running.append(asyncio.create_task(self._run(receiver)))
+        await asyncio.gather(*running)
+
+    async def _run(self, receiver: RowReceiver) -> None:
+        """Run the code of a request's trace while other requests run."""
+        generated = await self._generated[receiver.request_id]
+        with contextlib.suppress(MidstreamError):  # a later call raises it
+            receiver.outcomes(generated)
 
     def wait(self) -> None:
         """Wait for all rows, after the requests have ended. Raises CaptureError if no more rows arrive."""
@@ -231,18 +271,6 @@ class RowThread:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-
-
-async def _take_all(receivers: Sequence[RowReceiver], box: Mailbox) -> None:
-    """Take the rows that come to a mailbox, until all receivers are complete."""
-    waiting = {receiver.key: receiver for receiver in receivers}
-    while waiting:
-        message = await _next(box)
-        if (receiver := waiting.get(message[0]["key"])) is not None:
-            receiver.take(*message)
-            if receiver.is_complete:
-                del waiting[receiver.key]
-                receiver.gather_early()
 
 
 async def _next(box: Mailbox) -> tuple[dict[str, Any], Any]:

@@ -33,14 +33,13 @@ from midstream.errors import (
 from midstream.ranks.merge import merged_description, merged_outcomes
 from midstream.runtime.request import TraceRequest
 from midstream.settings import Settings
-from midstream.trace.program import Outcome, put_results
+from midstream.trace.program import Outcome, Program, put_results, unrun
 from midstream.trace.weights import Weight
 from midstream.transport.receiver import Mailbox, Receiver
 
 _FIRST_REQUESTS = 32  # submitted before the first step, so that the first results come soon
 _BATCH = 256  # requests added at a time; with larger steps, the GPU idles while the engine prepares the next step
 _BATCHES = 3  # two may run, and one waits
-Here = Callable[[Any, int], Outcome]  # captures and number of new tokens of a sample -> the outcome of its trace
 _CLOSED = "This engine is closed; make a new VLLM(...)."
 
 
@@ -55,7 +54,7 @@ class EngineRequest:
         plan: its plan.
         rows: receives captured rows.
         answers: the answers to grade.
-        here: makes the outcome of its trace, if that runs no code in the engine.
+        unrun: the code of its trace, if a plan does all of it.
         weights: what its trace needs the workers to hold, by digest.
     """
 
@@ -65,7 +64,7 @@ class EngineRequest:
     plan: PreparedPlan | None
     rows: RowReceiver | None
     answers: Answers
-    here: Here | None = None
+    unrun: Program | None = None
     weights: Mapping[str, Weight] = field(default_factory=dict)
 
 
@@ -429,22 +428,23 @@ def put_captures(result: InvokeResult, request: EngineRequest, counts: Sequence[
     output.captures = None
     if rows is not None:
         rows.end(counts)
+    outcomes: list[Outcome] = []  # of a trace without code in the engine; none of them has `tracer.result`
     try:
         _raise_if_refused(output)
-        output.captures = rows.result(counts) if rows is not None else Captured.nothing(output.request_id)
+        captures: Any = Captured.nothing(output.request_id)
+        if rows is not None and rows.here is not None:
+            outcomes = rows.outcomes(counts)
+        elif rows is not None:
+            captures = rows.result(counts)
+        elif request.unrun is not None:
+            outcomes = [unrun(request.unrun) for _ in counts]
     except MidstreamError as error:
         result.error = error
-    else:
-        if request.here is not None:
-            _run_here(result, request.here, counts)
-
-
-def _run_here(result: InvokeResult, here: Here, counts: Sequence[int]) -> None:
-    """Make the outcome of a trace that ran no code in the engine, and put it on the result. The rows that it captured are dropped."""
-    output = result.output
-    result.outcomes = [here(output.captures, count) for count in counts]  # none of them has `tracer.result`
-    output.captures = Captured.nothing(output.request_id)
-    output.saves = sample_saves([[outcome] for outcome in result.outcomes])
+        return
+    output.captures = captures
+    if outcomes:
+        result.outcomes = outcomes
+        output.saves = sample_saves([[outcome] for outcome in outcomes])
 
 
 def _raise_if_refused(output: Any) -> None:
