@@ -242,6 +242,13 @@ def saves_one_of_a_list(engine: VLLM) -> Any:
     return tracer
 
 
+def saves_some_in_a_list(engine: VLLM) -> Any:
+    with engine.trace(PROMPTS[0], **GREEDY) as tracer:
+        rows = [engine.layers_output[1][-1].save(), engine.layers_output[1][-1]]  # noqa: F841
+        both = [engine.layers_output[2][-1].save(), engine.layers_output[2][-1].save()]  # noqa: F841
+    return tracer
+
+
 def saves_a_list_and_a_row(engine: VLLM) -> Any:
     with engine.trace(PROMPTS[0], **GREEDY) as tracer:
         rows, n = dict().save(), 3  # noqa: F841
@@ -251,7 +258,7 @@ def saves_a_list_and_a_row(engine: VLLM) -> Any:
     return tracer
 
 
-@pytest.mark.parametrize("block", [saves_rows, saves_one_of_a_list, saves_a_list_and_a_row])
+@pytest.mark.parametrize("block", [saves_rows, saves_one_of_a_list, saves_some_in_a_list, saves_a_list_and_a_row])
 def test_i1_a_block_brings_back_the_same_names(engine: VLLM, block: Any) -> None:
     """Seen failing where a second save of a row left its name unsaved."""
     with in_the_forward():

@@ -2,18 +2,18 @@
 
     hidden = [model.layers_output[14][-1] for _ in tracer.iter[:]]
 
-A plan has captured the rows. Such code never looks at values, so it runs on tensors of row numbers instead of rows, step by step, in the
-order of the forward. Then captured rows replace the numbers in what it has kept. Requests that follow each other and have the same program
-and as many steps share one run.
+A plan has captured the rows. Such code never looks at values, so it runs on `Rows`, which only tell which rows they stand for. It runs step
+by step, in the order of the forward. Then captured rows replace the `Rows` in what it has kept. Requests that follow each other and have
+the same program and as many steps share one run.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import numpy as np
 import torch
@@ -22,12 +22,12 @@ from midstream.sites import Point, site_of
 from midstream.trace.body import CURRENT, Body, current_body, never_reached, out_of_order, step_is_over
 from midstream.trace.program import Outcome, Program, copies, outcome
 from midstream.trace.tracer import BodyTracer
-from midstream.trace.tree import as_bits, map_objects
+from midstream.trace.tree import StandIn, as_bits, map_objects
 
 
 @dataclass(frozen=True)
 class CapturedSteps:
-    """The rows that one request has captured for its trace. Each row has a number: first the rows of one point, then those of the next.
+    """The rows that one request has captured for its trace.
 
     Attributes:
         planes: the captured rows of each point, `[rows, width]`, in the order of their positions. They are contiguous, and nothing
@@ -40,52 +40,49 @@ class CapturedSteps:
     prompt: int
     count: int
 
-    @cached_property
-    def points(self) -> list[Point]:
-        """In the order of their rows' numbers."""
-        return sorted(self.planes)
 
-    @property
-    def most(self) -> int:
-        """An upper bound on the number of rows in a plane. The numbers of the first plane begin at 0, those of the next at `most`, and so
-        on."""
-        return self.prompt + self.count
+class Rows(StandIn):
+    """Stands for a tensor of rows that lie together in a plane. It has the methods of a tensor that such code uses.
 
-    def numbers(self, point: Point) -> Sequence[torch.Tensor]:
-        """The numbers of the point's rows in each step, `[rows, 1]`. A trace's code can handle them like rows."""
-        first = self.points.index(point) * self.most
-        every = torch.arange(first, first + len(self.planes[point]))[:, None]
-        return every[: self.prompt], *(every[self.prompt :].split(1) if len(every) > self.prompt else ())
+    Attributes:
+        point: of the plane.
+        first: the index of the first row.
+        shape: of the tensor, without the width: `(count,)`, or `()` for a single row.
+    """
 
+    __slots__ = ("first", "point", "shape")
 
-class _Rows(NamedTuple):
-    """Which rows a tensor of row numbers stands for. They lie together among the used rows of one plane."""
+    def __init__(self, point: Point, first: int, shape: tuple[int, ...]) -> None:
+        self.point, self.first, self.shape = point, first, shape
 
-    point: Point  # of the plane
-    first: int  # index of its first row among the used rows
-    shape: tuple[int, ...]  # without the width
+    def __getitem__(self, index: Any) -> Rows:
+        shape = {"-1": (), "slice(-1, None, None)": (1,)}[str(index)]
+        return Rows(self.point, self.first + self.shape[0] - 1, shape)
+
+    def clone(self) -> Rows:
+        return Rows(self.point, self.first, self.shape)
+
+    cpu = detach = clone
 
 
 class _Kept:
-    """What code has kept, with `_Rows` in place of rows.
+    """What code has kept, with the place of its rows among those rows of their plane that it has kept.
 
     Args:
-        values: with numbers of rows in place of rows.
-        captured: of the request whose numbers these are.
+        values: with `Rows` in place of rows.
+        captured: of the request that the code ran for.
     """
 
     def __init__(self, values: Any, captured: CapturedSteps) -> None:
         used: dict[Point, list[int]] = {}  # rows of each plane
 
-        def noted(numbers: torch.Tensor) -> _Rows:
-            flat = numbers.flatten().tolist()
-            point = captured.points[flat[0] // captured.most]
-            rows = used.setdefault(point, [])
-            first = len(rows)
-            rows += [number % captured.most for number in flat]
-            return _Rows(point, first, numbers.shape[:-1])
+        def noted(rows: Rows) -> Rows:
+            there = used.setdefault(rows.point, [])
+            found = Rows(rows.point, len(there), rows.shape)
+            there.extend(range(rows.first, rows.first + math.prod(rows.shape)))
+            return found
 
-        self._values = map_objects(values, torch.Tensor, noted)
+        self._values = map_objects(values, Rows, noted)
         # A plane whose rows are all used once and in order is not copied.
         self._used = {
             point: None if rows == list(range(len(captured.planes[point]))) else np.array(rows)
@@ -102,14 +99,14 @@ class _Kept:
                 block = block[rows]  # numpy copies in one thread: see `capture.rows.concatenated`
             blocks[point] = block, plane.dtype, plane.shape[1], block.strides[0]
 
-        def tensor(rows: _Rows) -> torch.Tensor:
+        def tensor(rows: Rows) -> torch.Tensor:
             block, dtype, width, size = blocks[rows.point]
             # Each tensor gets its own storage, as in `transport.wire`, because `torch.save` writes the whole storage.
-            count = rows.shape[0] * width if rows.shape else width
+            count = math.prod(rows.shape) * width
             found = torch.frombuffer(block, dtype=dtype, count=count, offset=rows.first * size)
             return found.view(*rows.shape, width) if rows.shape else found
 
-        return map_objects(self._values, _Rows, tensor)
+        return map_objects(self._values, Rows, tensor)
 
 
 class KeptPrograms:
@@ -137,7 +134,7 @@ class KeptPrograms:
         return replace(last[1], values=last[2].filled(captured))
 
     def _run(self, program: Program, captured: CapturedSteps) -> Outcome:
-        """The outcome, with numbers of rows in place of rows."""
+        """The outcome, with `Rows` in place of rows."""
         body = KeptBody(captured, self._names)
         token = CURRENT.set(body)
         try:
@@ -158,7 +155,7 @@ class KeptBody(Body):
         super().__init__("kept", lambda: None, in_engine=True)
         self.now, self.ended = 0, captured.count == 0
         self._captured, self._names = captured, names
-        self._steps: dict[Point, Sequence[torch.Tensor]] = {}
+        self._counts = {point: len(plane) for point, plane in captured.planes.items()}
         self._layer = -1  # the layer that it read last in this step
 
     def wait_for_step(self, step: int) -> bool:
@@ -172,17 +169,16 @@ class KeptBody(Body):
         self.now, self._layer = min(step, last), -1
         return not self.ended
 
-    def rows(self, site: str, layer: int) -> torch.Tensor:
-        """The numbers of the site's rows in its step."""
+    def rows(self, site: str, layer: int) -> Rows:
+        """The site's rows in its step."""
         if self.ended or layer < self._layer:
             self._refuse(site, layer)
-        if (point := (site, layer)) not in self._steps:
-            self._steps[point] = self._captured.numbers(point)
-        rows = self._steps[point][self.step]
-        if layer == self._layer:  # a second read gives another tensor
-            return rows.clone()
         self._layer = layer
-        return rows
+        point, prompt = (site, layer), self._captured.prompt
+        first, count = (prompt + self.step - 1, 1) if self.step else (0, prompt)
+        if first + count > self._counts[point]:
+            raise IndexError(f"the plan has not captured {self._names[point]} of step {self.step}")
+        return Rows(point, first, (count,))
 
     def _refuse(self, site: str, layer: int) -> NoReturn:
         names, step = self._names, self.step
@@ -192,7 +188,7 @@ class KeptBody(Body):
 
     def save(self, value: Any) -> Any:
         # Two calls with one tensor give two tensors.
-        kept = value.detach() if isinstance(value, torch.Tensor) else value
+        kept = value.clone() if isinstance(value, Rows) else value
         self.saves.put(value, kept)
         self.saves.put(kept, kept)
         return kept
@@ -214,5 +210,5 @@ class _Layers:
     def __init__(self, site: str, num_layers: int) -> None:
         self._site, self._layers = site, range(num_layers)
 
-    def __getitem__(self, layer: int) -> torch.Tensor:
+    def __getitem__(self, layer: int) -> Rows:
         return cast(KeptBody, current_body()).rows(self._site, self._layers[operator.index(layer)])
