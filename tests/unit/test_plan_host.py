@@ -4,6 +4,7 @@ The scheduler's outputs are written by hand; the oracle is what each request's p
 """
 
 import time
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -49,7 +50,7 @@ class Steps:
         bindings = {(site, layer): Binding(f"{site}_{layer}", "output", ()) for site, layer in POINTS}
         arch = SimpleNamespace(layers=range(LAYERS), bindings=bindings, shard_of=lambda binding: None)
         widths = dict.fromkeys(points_of(arch), WIDTH)
-        self.tables = CpuTables(points_of(arch), torch.device("cpu"))
+        self.tables = CpuTables(points_of(arch), torch.float32)
         sender = SimpleNamespace(send_together=self.sent.extend)
         self.host = PlanHost(
             self.tables,
@@ -69,9 +70,9 @@ class Steps:
         self.scale = 0.0  # the value of a row before a module, for each position before it
         lay_out, begin_step = self.host._lay_out, self.tables.begin_step
 
-        def begun(rows, blocks):
+        def begun(rows, places):
             self.begun += 1
-            begin_step(rows, blocks)
+            begin_step(rows, places)
 
         def counted(*args, **options):
             self.laid_out += 1
@@ -377,7 +378,7 @@ def keep(value, positions="all_generated"):
 @pytest.mark.parametrize("order", [["a", "b", "c", "d"], ["d", "b", "c", "a"]])
 def test_d5_a_batch_that_repeats_captures_the_rows_of_each_request(steps, order, monkeypatch):
     """A row is a hundredth of its position, and a steer. Seen failing with the rows of another request of the batch."""
-    monkeypatch.setattr(planned, "_FOLDED", 2)
+    monkeypatch.setattr(planned, "_PAGE_ROWS", 2)
     steps.scale = 0.01
     steps.step({"a": keep(1)})
     for _ in range(2):
@@ -448,18 +449,17 @@ def test_d5_a_batch_that_is_laid_out_anew_captures_each_requests_rows(steps):
 
 @pytest.mark.parametrize("error", [None, "it was refused"])
 def test_d5_captured_rows_hold_memory_until_their_requests_end(steps, error):
-    """Seen failing where the batch, which may come back, goes on to hold the rows of requests that are over."""
+    """Seen failing where a batch, which may come back, goes on to hold the rows of requests that are over."""
     steps.step({"a": keep(1), "b": keep(2)})
     for _ in range(4):
         steps.step()
-    (batch,) = steps.host._batches._by_first.values()
-
-    def held():
-        return [run for run in batch.runs if run._blocks or run._folded]
-
-    assert len(held()) == 2
-    steps.host.schedule({}, {}, {"a": RequestEnd(8, error), "b": RequestEnd(8, error)}, {})
-    assert not held() and not steps.host.gauges()["capture_bytes"]
+    pages = [weakref.ref(steps.host._requests[name].page._block) for name in "ab"]
+    steps.host.schedule({}, {}, {"a": RequestEnd(8, error)}, {})
+    steps.sent.clear()
+    assert [page() is None for page in pages] == [True, False]
+    steps.host.schedule({}, {}, {"b": RequestEnd(8, error)}, {})
+    steps.sent.clear()
+    assert pages[1]() is None and not steps.host.gauges()["capture_bytes"]
 
 
 def test_d5_requests_of_one_batch_may_be_in_others_between(steps):
@@ -560,7 +560,7 @@ def test_device_tables_upload_what_changed():
                 tables.load(compile_plan(plan, 3, LAYERS, width=lambda site, layer: WIDTH, vector=None, run=None))
             )
         if random.random() < 0.5:
-            tables.begin_step(Rows(np.zeros(4, np.int32)), {})
+            tables.begin_step(Rows(np.zeros(4, np.int32)), None)
             live = sorted(tables.profiles)
             assert (tables._table.numpy()[live] == tables._host[live]).all()
             assert int(tables._address[0]) == tables._table.data_ptr()
@@ -637,13 +637,12 @@ def test_i1_a_trace_behind_the_step_takes_its_rows_before_they_are_computed(step
 
 
 def test_i1_rows_of_a_trace_behind_the_step_that_is_over_are_dropped(steps, monkeypatch):
-    """Seen failing when they were held until the request ended, and when they were copied then."""
+    """Seen failing when they were held until the request ended."""
     monkeypatch.setattr(host, "DUE_BYTES", due := 5 * WIDTH * 4)
     plan = Plan.of(Capture("resid_post", layers=0, positions="all"))
     request = PlanRequest(packed(plan), LAYERS, behind=True)
     steps.step({"a": request, "b": request})
     steps.host.take_rows = lambda name: []  # no step is traced any more
-    monkeypatch.setattr(planned.CapturedRun, "take", None)
     for _ in range(22):
         steps.step()
         assert steps.host.gauges()["capture_bytes"] < 2 * due

@@ -130,8 +130,12 @@ def make(draw: Any, kind: str) -> Op:
     return op(kind, draw(st.integers(4, 5)), a=low, b=high, c=draw(st.sampled_from([0.5, 1.0])))
 
 
-def make_tables(kind: type[Tables], rows: int) -> Tables:
-    return DeviceTables(POINTS, rows, DEVICE) if kind is DeviceTables else CpuTables(POINTS, DEVICE)
+def make_tables(kind: type[Tables], rows: int, dtype: torch.dtype = torch.float32) -> Tables:
+    return DeviceTables(POINTS, rows, DEVICE) if kind is DeviceTables else CpuTables(POINTS, dtype)
+
+
+def device_of(tables: Tables) -> torch.device:
+    return DEVICE if isinstance(tables, DeviceTables) else torch.device("cpu")
 
 
 def same_bits(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
@@ -145,16 +149,17 @@ def run(tables: Tables, plan: CompiledPlan, case: dict[str, Any]) -> tuple[dict[
     """(hidden, residual) behind each point, starting from the same values at each; and what was captured, by profile."""
     slots = tables.load(plan)
     profile = slots.ids[np.array(case["rows"])]
-    blocks = {}
+    device, blocks, places = device_of(tables), {}, np.zeros(len(profile), np.int64)
     for number in np.unique(profile).tolist():
         if number and (width := tables.profiles[number].row_width):
             rows = np.flatnonzero(profile == number)[::2]  # some rows are kept, some are not
-            blocks[number] = (rows, torch.full((len(rows), width), 7.0, dtype=case["dtype"], device=DEVICE))
-    tables.begin_step(Rows(profile), blocks)
+            block = blocks[number] = torch.full((len(rows), width), 7.0, dtype=case["dtype"], device=device)
+            places[rows] = [row.data_ptr() for row in block]
+    tables.begin_step(Rows(profile), places)
     results = {}
     for i, point in enumerate(POINTS):
-        hidden = case["x"].to(DEVICE, case["dtype"], copy=True)
-        residual = case["residual"].to(DEVICE, case["dtype"], copy=True) if case["residual"] is not None else None
+        hidden = case["x"].to(device, case["dtype"], copy=True)
+        residual = case["residual"].to(device, case["dtype"], copy=True) if case["residual"] is not None else None
         given = [t[None] if t is not None and case["batch_axis"] else t for t in (hidden, residual)]
         before = [t.clone() if t is not None else None for t in given]
         copies = [t.clone() if t is not None else None for t in tables.edited(i, *given)]
@@ -162,7 +167,7 @@ def run(tables: Tables, plan: CompiledPlan, case: dict[str, Any]) -> tuple[dict[
         tables.edit(i, *given)
         assert all(map(same_bits, given, copies))
         results[point] = (hidden, residual)
-    kept = {int(np.flatnonzero(slots.ids == number)[0]): block for number, (_, block) in blocks.items()}
+    kept = {int(np.flatnonzero(slots.ids == number)[0]): block for number, block in blocks.items()}
     tables.unload(slots)
     return results, kept
 
@@ -183,7 +188,7 @@ def test_an_edit_from_outside_the_package_runs_in_the_kernel() -> None:
         "batch_axis": False,
     }
     wanted = -1.5 * (x + residual + v[0]) * (1 + 2 * mask)
-    for tables in (DeviceTables(POINTS, 64, DEVICE), CpuTables(POINTS, DEVICE)):
+    for tables in (make_tables(DeviceTables, 64), make_tables(CpuTables, 64)):
         results, _ = run(tables, plan, case)
         hidden, second = (t.cpu() for t in results[POINTS[0]])
         assert torch.equal(hidden[0], x[0]) and torch.equal(second[3], residual[3])
@@ -196,7 +201,7 @@ def test_an_edit_from_outside_the_package_runs_in_the_kernel() -> None:
 def test_kernel_pytorch_and_closed_form_agree(case: dict[str, Any]) -> None:
     plan = compiled(case["profiles"], case["bank"], case["x"].shape[1])
     kernel, kept = run(DeviceTables(POINTS, 64, DEVICE), plan, case)
-    plain, plain_kept = run(CpuTables(POINTS, DEVICE), plan, case)
+    plain, plain_kept = run(CpuTables(POINTS, case["dtype"]), plan, case)
     tolerance = {torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}[case["dtype"]]
     x = case["x"].to(case["dtype"])
     residual = case["residual"].to(case["dtype"]) if case["residual"] is not None else None
@@ -243,7 +248,7 @@ def test_rows_that_all_get_the_same_are_edited_in_copies_as_in_place(dtype: torc
     case = {"rows": [1] * 5, "x": x, "residual": more, "dtype": dtype, "batch_axis": False}
     bank = [torch.full((16,), -500.0), torch.arange(16) % 2.0]
     plan = compiled([{POINTS[0]: [op("patch", 0, 1, a=0.5)]}], bank, 16)
-    results, _ = run(CpuTables(POINTS, DEVICE), plan, case)
+    results, _ = run(CpuTables(POINTS, case["dtype"]), plan, case)
     hidden, residual = results[POINTS[0]]
     changed = hidden.cpu() != x.to(dtype)
     assert changed[:, 1::2].all() and not changed[:, ::2].any()
@@ -260,7 +265,7 @@ def test_elements_that_come_out_as_they_were_keep_both_streams(dtype: torch.dtyp
             vector[kept] = 0.0
         x, residual = torch.full((3, 8), 1.0), torch.full((3, 8), 2.0)
         case = {"rows": rows, "x": x, "residual": residual, "dtype": dtype, "batch_axis": False}
-        results, _ = run(CpuTables(POINTS, DEVICE), compiled([{POINTS[0]: [op("steer", 0, a=1.0)]}], [vector], 8), case)
+        results, _ = run(CpuTables(POINTS, dtype), compiled([{POINTS[0]: [op("steer", 0, a=1.0)]}], [vector], 8), case)
         changes = (torch.tensor(rows)[:, None] > 0) & (vector != 0)
         hidden, second = (stream.cpu().float() for stream in results[POINTS[0]])
         assert torch.equal(hidden, torch.where(changes, 7.0, 1.0)) and torch.equal(
@@ -282,7 +287,7 @@ def test_a_full_patch_is_exact_and_a_self_patch_changes_no_bit(tables: Any, dual
         48,
     )
     case = {"rows": [1, 2, 0], "x": x, "residual": residual, "dtype": dtype, "batch_axis": False}
-    hidden, second = run(make_tables(tables, 64), plan, case)[0][POINTS[0]]
+    hidden, second = run(make_tables(tables, 64, dtype), plan, case)[0][POINTS[0]]
     got = hidden if second is None else hidden + second
     assert torch.equal(got[0].cpu(), source)
     for row in (1, 2):
@@ -300,8 +305,8 @@ def test_tables_grow_and_profiles_are_used_again(tables: Any) -> None:
         slots = [table.load(compiled([{POINTS[1]: [op("steer", 0, a=1.0)]}], [vector], 4)) for vector in bank]
         profile = np.array([each.ids[1] for each in slots], np.int32)
         assert len(set(profile.tolist())) == 500
-        table.begin_step(Rows(profile), {})
-        hidden = torch.zeros(500, 4, device=DEVICE)
+        table.begin_step(Rows(profile), None)
+        hidden = torch.zeros(500, 4, device=device_of(table))
         table.edit(1, hidden, None)
         assert torch.equal(hidden.cpu(), torch.stack(bank))
         for each in slots:
@@ -325,8 +330,8 @@ def test_batches_that_take_turns(tables: Any, monkeypatch: pytest.MonkeyPatch) -
     batches = [Rows(np.array(profile, np.int32), again=True) for profile in profiles]
     for turn in range(3):
         for rows in batches:
-            table.begin_step(rows, {})
-            hidden = torch.zeros(len(rows.profile_T), 4, device=DEVICE)
+            table.begin_step(rows, None)
+            hidden = torch.zeros(len(rows.profile_T), 4, device=device_of(table))
             table.edit(1, hidden, None)
             expected = {0: 0.0, first: 1.0, second: 2.0}
             assert hidden[:, 0].tolist() == [expected[number] for number in rows.profile_T]
@@ -342,7 +347,7 @@ def test_strided_rows() -> None:
     before, plan = wide.clone(), compiled([{POINTS[0]: [op("steer", 0, a=1.0)]}], [torch.ones(32)], 32)
     table = DeviceTables(POINTS, 8, DEVICE)
     slots = table.load(plan)
-    table.begin_step(Rows(slots.ids[np.array([1, 0, 1, 0])]), {})
+    table.begin_step(Rows(slots.ids[np.array([1, 0, 1, 0])]), None)
     table.edit(0, wide[:, 32:64], None)
     before[[0, 2], 32:64] += 1
     assert torch.equal(wide, before)
@@ -356,7 +361,7 @@ def test_wide_rows_and_many_of_them(hidden: int, rows: int) -> None:
     table = DeviceTables(POINTS, rows, DEVICE)
     slots = table.load(compiled([{POINTS[1]: [op("steer", 0, a=2.0)]}], [vector], hidden))
     has_op = np.arange(rows) % 2 == 0
-    table.begin_step(Rows(np.where(has_op, slots.ids[1], 0).astype(np.int32)), {})
+    table.begin_step(Rows(np.where(has_op, slots.ids[1], 0).astype(np.int32)), None)
     first, second = torch.randn(rows, hidden, device=DEVICE), torch.randn(rows, hidden, device=DEVICE)
     expected = [first.clone(), second.clone()]
     here = torch.from_numpy(has_op)
@@ -445,7 +450,7 @@ def test_in_a_graph_behind_the_kernel_that_writes_its_rows() -> None:
     for round_number, vector in enumerate(vectors):
         slots = table.load(compiled([{point: [op("steer", 0, a=1.0)] for point in points}], [vector], hidden))
         has_op = (np.arange(rows) + round_number) % 3 == 0
-        table.begin_step(Rows(np.where(has_op, slots.ids[1], 0).astype(np.int32)), {})
+        table.begin_step(Rows(np.where(has_op, slots.ids[1], 0).astype(np.int32)), None)
         graph.replay()
         here = torch.from_numpy(has_op).to(DEVICE)[:, None]
         added = vector.to(DEVICE)

@@ -207,7 +207,7 @@ class Worker(PlatformWorker):
             most_rows = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, largest) + 8  # padded to a graph
             tables = DeviceTables(points, most_rows, self.device, early_launch=self._tensor_ranks is None)
         else:
-            tables = CpuTables(points, self.device)
+            tables = CpuTables(points, config.model_config.dtype)
         local = partial(LocalSinks, config.instance_id, arch.num_layers, pipeline.layers, (stage, pipeline.size))
         return PlanHost(
             tables,

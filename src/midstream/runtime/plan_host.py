@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from midstream.plan.compile import CompiledPlan, compile_plan
 from midstream.plan.values import ModelFacts, Plan, check, not_finite
 from midstream.ranks.link import Link
 from midstream.runtime.loaded_plans import LoadedPlan, LoadedPlans, RunRow
-from midstream.runtime.planned import CapturedRun, PlannedRequest
+from midstream.runtime.planned import Page, PlannedRequest
 from midstream.runtime.points import Pipeline, PointHooks
 from midstream.runtime.request import PlanRequest
 from midstream.runtime.sending import DUE_BYTES, CaptureSender
@@ -164,7 +165,9 @@ class PlanHost:
                 continue
             loaded, start = request.loaded, computed[name]
             stop = start + count
-            in_prompt, in_generated = loaded.acts(start, stop, request.length)
+            in_prompt, in_generated = False, loaded.reach.generated  # of the usual step, a generated token
+            if start < request.length:
+                in_prompt, in_generated = loaded.acts(start, stop, request.length)
             request.computed = max(request.computed, stop)
             self.step_is_planned = self.step_is_planned or in_prompt or in_generated
             if in_prompt and loaded.off_graph[0]:
@@ -188,10 +191,10 @@ class PlanHost:
         batch = self._batch
         if batch is not None and not batch.is_laid_out(view.request_ids, view.total):
             batch.laid_out = list(view.request_ids)
-            batch.rows, batch.runs = Rows(self._lay_out(view, all_generated=True), again=True), []
+            batch.rows = Rows(self._lay_out(view, all_generated=True), again=True)
         rows = batch.rows if batch is not None else Rows(self._lay_out(view))
         assert rows is not None
-        self.tables.begin_step(rows, self._blocks(view, batch) if self._capturing else {})
+        self.tables.begin_step(rows, self._places(view, batch is not None) if self._capturing else None)
         self._prepared = batch if not self._capturing else None  # each step's captured rows go elsewhere
 
     def _lay_out(self, view: StepView, all_generated: bool = False) -> np.ndarray:
@@ -207,13 +210,17 @@ class PlanHost:
                 profile[scheduled.start : scheduled.stop] = request.loaded.profiles(start, stop, request.length)
         return profile
 
-    def _blocks(self, view: StepView, batch: RepeatedBatch | None) -> dict[int, tuple[np.ndarray, torch.Tensor]]:
-        """Allocate memory for the rows that this step captures, by profile, and note each request's part of it."""
-        self._has_due = True
-        if batch is not None and (batch.runs_go_on(view.computed) or self._begin_runs(view, batch)):
-            blocks = {run.number: (run.rows, self._block(run.number, len(run.rows))) for run in batch.runs}
-            self._has_due = max(run.add(blocks[run.number][1]) for run in batch.runs) >= DUE_BYTES
-            return blocks
+    def _places(self, view: StepView, all_generated: bool) -> np.ndarray:
+        """int64 `[view.total]`, the address to write each row's captured row to; 0 for a row that is not captured.
+
+        `all_generated`: as of `_lay_out`.
+        """
+        places = np.zeros(view.total, np.int64)
+        self._has_due = not all_generated
+        if all_generated:
+            each = zip(map(self._requests.get, view.request_ids), view.computed.tolist(), strict=True)
+            places[: len(view.request_ids)] = [self._next_place(request, at) if request else 0 for request, at in each]
+            return places
         # profile -> (request, first row, rows, position)
         wanted: dict[int, list[tuple[PlannedRequest, int, int, int]]] = {}
         for scheduled in view.requests:
@@ -221,11 +228,13 @@ class PlanHost:
             if request is None or request.has_all:
                 continue
             start, stop = scheduled.computed, scheduled.computed + scheduled.stop - scheduled.start
+            if stop == start + 1 and start >= request.length:
+                places[scheduled.start] = self._next_place(request, start)
+                continue
             fresh = max(start, request.captured)
             request.captured = max(stop, request.captured)
             for number, first, count in request.loaded.kept(fresh, stop, request.length) if fresh < stop else ():
                 wanted.setdefault(number, []).append((request, scheduled.start + first - start, count, first))
-        blocks = {}
         for number, parts in wanted.items():
             layout = self.tables.profiles[number].layout
             requests, starts, counts, positions = zip(*parts, strict=True)
@@ -233,31 +242,28 @@ class PlanHost:
             firsts = ends - counts  # each part's first row in the block
             rows = np.repeat(starts - firsts, counts) + np.arange(ends[-1])
             block = self._block(number, len(rows))
-            blocks[number] = (rows, block)
-            row_bytes = block.shape[1] * block.element_size()
+            places[rows] = block.data_ptr() + np.arange(len(rows)) * (block.shape[1] * block.element_size())
             for request, count, position, first in zip(requests, counts, positions, firsts.tolist(), strict=True):
-                request.add(Piece(position, layout, block, first, count), count * row_bytes)
-        return blocks
+                request.add(Piece(position, layout, block, first, count))
+        return places
 
-    def _begin_runs(self, view: StepView, batch: RepeatedBatch) -> bool:
-        """Begin the runs of a batch in which every request generates one token. Returns whether they capture all rows of the step."""
-        batch.runs = []
-        wanted: dict[int, tuple[list[int], list[PlannedRequest]]] = {}  # profile -> rows, requests
-        for row, (name, position) in enumerate(zip(view.request_ids, view.computed.tolist(), strict=True)):
-            request = self._requests.get(name)
-            if request is None or (number := request.loaded.captures_generated) is None:
-                continue
-            if request.captured > position:  # already captured, before a preemption
-                return False
-            rows, requests = wanted.setdefault(number, ([], []))
-            rows.append(row)
-            requests.append(request)
-            request.captured = position
-        for number, (rows, requests) in wanted.items():
-            chosen = np.array(rows)
-            layout = self.tables.profiles[number].layout
-            batch.runs.append(CapturedRun(number, chosen, requests, view.computed[chosen], layout))
-        return bool(batch.runs)
+    def _next_place(self, request: PlannedRequest, position: int) -> int:
+        """The address for the row of a generated token; 0 if it is not captured, or was captured before a preemption."""
+        number = request.loaded.captures_generated
+        if number is None or request.captured > position:
+            return 0
+        page = request.page
+        if page is None or not page.left or request.captured < position:
+            request.close_page()
+            profile = self.tables.profiles[number]
+            row_bytes = profile.row_width * self._dtype.itemsize
+            page = request.page = Page(partial(self._block, number), row_bytes, profile.layout, position)
+        request.captured = position + 1
+        request.size += page.row_bytes
+        self._has_due = self._has_due or request.size >= DUE_BYTES
+        address = page.address
+        page.address, page.left = address + page.row_bytes, page.left - 1
+        return address
 
     def _block(self, number: int, rows: int) -> torch.Tensor:
         """New memory for `rows` captured rows of a profile."""
@@ -277,12 +283,12 @@ class PlanHost:
     @torch.inference_mode()
     def _send_complete(self) -> None:
         for name, request in self._requests.items():
-            if request.complete or not (request.pieces or request.has_all) or request.payload.record is not None:
+            if request.complete or not (request.size or request.has_all) or request.payload.record is not None:
                 continue
             request.complete = request.has_all
             self._capturing -= request.complete
             if request.payload.behind:
-                request.drop_pieces()  # the trace would have taken them, but it is over
+                request.take_pieces()  # the trace would have taken them, but it is over
             elif request.complete or request.size >= DUE_BYTES:
                 # A token ends its request so many steps later at most; a string, which the client looks for, at any time.
                 confirmed = 0 if request.stops_at_text else request.captured - (self._pipeline.size + 2)
@@ -382,6 +388,7 @@ class PlanHost:
             )
         sources, loaded = self._take(name, request.payload, old.plan, length)
         request.sources.close()
+        request.close_page()
         request.sources, request.loaded, request.length = sources, loaded, length
         self._give_back(old)
         if request.complete and not request.has_all:
@@ -403,7 +410,6 @@ class PlanHost:
         except PlanError as error:
             self.captures.fail(name, request.payload, str(error))
         finally:
-            request.drop_pieces()
             request.sources.close()
             self._give_back(request.loaded)
 

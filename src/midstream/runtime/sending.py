@@ -176,7 +176,10 @@ def _messages(queue: Sequence[_Queued]) -> list[tuple[dict[str, Any], Any]]:
             leaving[id(piece.block)] += piece.number
 
     def sent(piece: Piece) -> tuple[Any, ...]:
-        if 2 * leaving[id(piece.block)] > len(piece.block):  # most of the block goes now: send it whole, once
+        together = leaving[id(piece.block)]
+        if together > piece.number and 2 * together > len(
+            piece.block
+        ):  # most of the block goes now: send it whole, once
             return tuple(piece)
         return piece.position, piece.layout, piece.rows, 0, piece.number
 

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from midstream.runtime.planned import CapturedRun
 from midstream.runtime.tables import Rows
 from midstream.sites import NotFinite, Point
 
@@ -141,7 +140,6 @@ class RepeatedBatch:
         hooked: whether hooks may have to act.
         laid_out: the requests in the runner's order, once it has laid them out.
         rows: the batch's rows, from then on.
-        runs: hold the rows that the batch captures.
     """
 
     requests: list[str]
@@ -149,15 +147,10 @@ class RepeatedBatch:
     hooked: bool
     laid_out: list[str] = field(default_factory=list)
     rows: Rows | None = None
-    runs: list[CapturedRun] = field(default_factory=list)
 
     def is_laid_out(self, request_ids: Sequence[str], total: int) -> bool:
         """Whether `rows` are of a batch with these requests, in this order, and as much padding."""
         return self.rows is not None and self.laid_out == request_ids and len(self.rows.profile_T) == total
-
-    def runs_go_on(self, computed: np.ndarray) -> bool:
-        """Whether the coming step continues all `runs` (see `CapturedRun.goes_on`). False if there are none."""
-        return bool(self.runs) and all(run.goes_on(computed) for run in self.runs)
 
 
 class RepeatedBatches:

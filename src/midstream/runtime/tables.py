@@ -9,9 +9,10 @@ plans, vectors, sites or positions a batch has. Uploads are ordered by the strea
 
 from __future__ import annotations
 
+import ctypes
 import math
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -97,22 +98,22 @@ class Tables:
             self._free.append(number)
         slots.kept.clear()
 
-    def begin_step(self, rows: Rows, blocks: Mapping[int, tuple[np.ndarray, torch.Tensor]]) -> None:
+    def begin_step(self, rows: Rows, places: np.ndarray | None) -> None:
         """The coming forward's rows.
 
         Args:
-            blocks: profile -> (its rows that are kept, `[rows, row_width]` to write them to).
+            places: int64 `[T]`, the address to write each row's captured row to; 0 for a row that is not kept. None if no row is.
         """
         before, self._rows = self._rows, rows
         if rows is not before and (before is None or not np.array_equal(rows.profile_T, before.profile_T)):
             self._set_rows(rows)
-        self._set_blocks(blocks, len(rows.profile_T))
+        self._set_places(places, len(rows.profile_T))
 
     def _set_rows(self, rows: Rows) -> None:
         """The rows differ from those of the step before."""
         raise NotImplementedError
 
-    def _set_blocks(self, blocks: Mapping[int, tuple[np.ndarray, torch.Tensor]], count: int) -> None:
+    def _set_places(self, places: np.ndarray | None, count: int) -> None:
         """Called in every step, after the rows, of which there are `count`."""
         raise NotImplementedError
 
@@ -295,12 +296,12 @@ class DeviceTables(Tables):
         )
         super().unload(slots)
 
-    def begin_step(self, rows: Rows, blocks: Mapping[int, tuple[np.ndarray, torch.Tensor]]) -> None:
+    def begin_step(self, rows: Rows, places: np.ndarray | None) -> None:
         if self._stale:
             old = slice(self._stale.start, self._stale.stop)
             self._upload(self._host[old], self._table[old])
             self._stale = range(0)
-        super().begin_step(rows, blocks)
+        super().begin_step(rows, places)
 
     def _set_rows(self, rows: Rows) -> None:
         self._acting = None
@@ -312,14 +313,14 @@ class DeviceTables(Tables):
         if rows.again:  # the batches of a pipeline take turns: from now on it is a copy on the device
             rows.prepared = profile_T.clone()
 
-    def _set_blocks(self, blocks: Mapping[int, tuple[np.ndarray, torch.Tensor]], count: int) -> None:
-        if not (blocks or self._addressed):
+    def _set_places(self, places: np.ndarray | None, count: int) -> None:
+        if places is None and not self._addressed:
             return
-        capture_T = np.zeros(max(count, self._addressed), np.int64)  # no address outlives its block
-        for rows, block in blocks.values():
-            capture_T[rows] = block.data_ptr() + np.arange(len(rows)) * block.stride(0) * block.element_size()
+        capture_T = np.zeros(max(count, self._addressed), np.int64)  # no address outlives its memory
+        if places is not None:
+            capture_T[:count] = places
         self._upload(capture_T, self._capture_T[: len(capture_T)])
-        self._addressed = count if blocks else 0
+        self._addressed = count if places is not None else 0
 
     def edit(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         if self._acts_at(point):
@@ -378,18 +379,22 @@ def _padded(width: int) -> int:
 
 
 class CpuTables(Tables):
-    """Without buffers or a kernel: rows of one profile are edited together."""
+    """Without buffers or a kernel: rows of one profile are edited together.
 
-    def __init__(self, points: Sequence[Point], device: torch.device) -> None:
+    Args:
+        dtype: of captured rows.
+    """
+
+    def __init__(self, points: Sequence[Point], dtype: torch.dtype) -> None:
         super().__init__(points)
-        self._device = device
+        self._dtype = dtype
         self._banks: dict[int, list[torch.Tensor]] = {}
         self._groups: list[tuple[int, torch.Tensor | slice]] = []
-        self._blocks: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._places: np.ndarray | None = None
         self._overflow: dict[int, int] = {}  # row -> the first point whose edit left the finite range
 
     def _place(self, slots: ProfileSlots) -> None:
-        bank = [vector.to(self._device) for vector in slots.compiled.bank]
+        bank = list(slots.compiled.bank)
         slots.kept += bank
         for number in slots.ids[slots.ids > 0].tolist():
             self._banks[number] = bank
@@ -402,30 +407,26 @@ class CpuTables(Tables):
     def _set_rows(self, rows: Rows) -> None:
         if rows.prepared is None:
             numbers = np.unique(rows.profile_T)
-            rows.prepared = [
-                (int(n), _index_of(np.nonzero(rows.profile_T == n)[0], self._device)) for n in numbers if n
-            ]
+            rows.prepared = [(int(n), _index_of(np.nonzero(rows.profile_T == n)[0])) for n in numbers if n]
         self._groups = rows.prepared
 
-    def begin_step(self, rows: Rows, blocks: Mapping[int, tuple[np.ndarray, torch.Tensor]]) -> None:
-        super().begin_step(rows, blocks)
+    def begin_step(self, rows: Rows, places: np.ndarray | None) -> None:
+        super().begin_step(rows, places)
         self._overflow.clear()  # of an earlier step, on a stage that does not end the forward
 
-    def _set_blocks(self, blocks: Mapping[int, tuple[np.ndarray, torch.Tensor]], count: int) -> None:
-        self._blocks = {
-            n: (torch.from_numpy(rows.astype(np.int64)).to(self._device), block) for n, (rows, block) in blocks.items()
-        }
+    def _set_places(self, places: np.ndarray | None, count: int) -> None:
+        self._places = places
 
     def edit(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         first, second = flat(hidden), flat(residual) if residual is not None else None
         for number, rows, ops in self._groups_at(point):
-            self._capture([op for op in ops if op.kind == "capture" and op is ops[0]], number, first, second)
+            self._capture([op for op in ops if op.kind == "capture" and op is ops[0]], rows, first, second)
             if any(op.kind != "capture" for op in ops):
                 old_second = second[rows] if second is not None else None
                 first[rows], new_second = self._new(point, ops, number, rows, first[rows], old_second)
                 if second is not None and new_second is not None:
                     second[rows] = new_second
-            self._capture([op for op in ops[1:] if op.kind == "capture"], number, first, second)
+            self._capture([op for op in ops[1:] if op.kind == "capture"], rows, first, second)
 
     def edited(
         self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None
@@ -474,13 +475,17 @@ class CpuTables(Tables):
         changed = differs.bool()
         return torch.where(changed, new, first), second.masked_fill(changed, 0) if second is not None else None
 
-    def _capture(self, ops: Sequence[Op], number: int, first: torch.Tensor, second: torch.Tensor | None) -> None:
-        if not ops or number not in self._blocks:
+    def _capture(
+        self, ops: Sequence[Op], rows: torch.Tensor | slice, first: torch.Tensor, second: torch.Tensor | None
+    ) -> None:
+        if not ops or self._places is None:
             return
-        rows, block = self._blocks[number]
-        value = first[rows] if second is None else first[rows] + second[rows]
-        for op in ops:
-            block[:, op.offset : op.offset + value.shape[-1]] = value
+        value = (first[rows] if second is None else first[rows] + second[rows]).to(self._dtype).contiguous()
+        start, size = value.data_ptr(), value.shape[-1] * value.element_size()
+        places = self._places[rows if isinstance(rows, slice) else rows.numpy()].tolist()
+        for i, place in enumerate(places):
+            for op in ops if place else ():
+                ctypes.memmove(place + op.offset * value.element_size(), start + i * size, size)
 
 
 def _not_finite(x_TH: torch.Tensor) -> torch.Tensor:
@@ -488,8 +493,8 @@ def _not_finite(x_TH: torch.Tensor) -> torch.Tensor:
     return ~torch.isfinite(x_TH).all(-1)
 
 
-def _index_of(rows: np.ndarray, device: torch.device) -> torch.Tensor | slice:
+def _index_of(rows: np.ndarray) -> torch.Tensor | slice:
     """The rows as an index; a slice where they lie together, for that needs no gather."""
     if rows[-1] - rows[0] + 1 == len(rows):
         return slice(int(rows[0]), int(rows[-1]) + 1)
-    return torch.from_numpy(rows).to(device)
+    return torch.from_numpy(rows)
