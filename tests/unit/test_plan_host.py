@@ -435,6 +435,23 @@ def test_d5_rows_that_are_computed_again_one_by_one_are_captured_once(steps, is_
     assert captured(steps, "b") == pytest.approx({position: 1 + position / 100 for position in range(3, 11)})
 
 
+@pytest.mark.parametrize("start", [0, 2, 3, 4], ids=lambda start: f"from {start}")
+@pytest.mark.parametrize("more", [0, 1, 2])
+def test_d5_a_step_that_computes_several_generated_rows_captures_the_new_ones(steps, start, more):
+    """After a preemption. Seen failing where the rows behind them had the positions of those before."""
+    steps.scale = 0.01
+    steps.step({"a": keep(1, "all"), "b": keep(2)})
+    for _ in range(3):
+        steps.step()
+    steps.computed["a"] = start
+    steps.step(counts={"a": 6 - start + more})
+    for _ in range(3):
+        steps.step()
+    steps.step(finished=["a", "b"])
+    assert captured(steps, "a") == pytest.approx({position: 1 + position / 100 for position in range(9 + more)})
+    assert captured(steps, "b") == pytest.approx({position: 2 + position / 100 for position in range(3, 10)})
+
+
 def test_d5_a_batch_that_is_laid_out_anew_captures_each_requests_rows(steps):
     """Seen failing where a run goes on with the places of the old layout."""
     steps.step(
@@ -654,9 +671,11 @@ def taken(steps, name):
     return [(piece.position, piece.chunk.rows) for piece in steps.taken[name]]
 
 
-@pytest.mark.parametrize(("leaving", "is_whole"), [([(0, 4), (4, 4)], True), ([(0, 2), (4, 2)], False)])
+@pytest.mark.parametrize(
+    ("leaving", "is_whole"), [([(0, 4), (4, 4)], True), ([(0, 2), (4, 2)], False), ([(0, 11)], False)]
+)
 def test_d5_a_block_is_sent_whole_only_if_most_of_it_leaves(steps, leaving, is_whole):
-    """Whole, it is sent once for all requests. Seen failing where other rows are sent, too."""
+    """Whole, it is sent once for several requests. Seen failing where other rows are sent, too."""
     block, layout = torch.arange(12.0)[:, None], Layout((Plane("resid_post", 0, "before", 0, 1),))
     for number, (first, count) in enumerate(leaving):
         request = PlanRequest(b"", capture=("c", number))
@@ -666,7 +685,7 @@ def test_d5_a_block_is_sent_whole_only_if_most_of_it_leaves(steps, leaving, is_w
     assert [rows[at : at + count, 0].tolist() for *_, rows, at, count in pieces] == [
         list(range(first, first + count)) for first, count in leaving
     ]
-    assert [rows is block for _, _, rows, *_ in pieces] == [is_whole] * 2
+    assert [rows is block for _, _, rows, *_ in pieces] == [is_whole] * len(leaving)
     assert is_whole or [len(rows) for _, _, rows, *_ in pieces] == [count for _, count in leaving]
 
 

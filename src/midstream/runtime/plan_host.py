@@ -253,7 +253,7 @@ class PlanHost:
         if number is None or request.captured > position:
             return 0
         page = request.page
-        if page is None or not page.left or request.captured < position:
+        if page is None or not page.left:
             request.close_page()
             profile = self.tables.profiles[number]
             row_bytes = profile.row_width * self._dtype.itemsize
@@ -388,7 +388,6 @@ class PlanHost:
             )
         sources, loaded = self._take(name, request.payload, old.plan, length)
         request.sources.close()
-        request.close_page()
         request.sources, request.loaded, request.length = sources, loaded, length
         self._give_back(old)
         if request.complete and not request.has_all:
