@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -146,6 +148,54 @@ def test_i1_code_that_keeps_rows_runs_as_its_request_ends_while_others_run(chann
         each.outcomes([count])[0].values["return"] for each, count in zip(here.receivers, [2, 3], strict=False)
     ) == [1, 2]
     assert len(ran) == 2
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_f3_a_call_that_ends_early_waits_for_no_code(channel: Any, dies: bool) -> None:
+    """All rows of one request have come, and it has not ended. Seen hanging."""
+    here = channel("all_prompt", requests=2)
+    for each in here.receivers:
+        each.here = lambda captures, tokens: Outcome()
+    thread = RowThread(here.receivers, here.box)
+    here.send({0: list(range(5))})
+    wait_until(lambda: here.receivers[0].is_complete)
+    if dies:
+        here.senders[0].close()
+        wait_until(lambda: thread._tasks[0].done())
+    closing_thread = threading.Thread(target=thread.close, daemon=True)
+    closing_thread.start()
+    closing_thread.join(10)
+    assert not closing_thread.is_alive() and not channel.threads()
+
+
+def test_f3_code_that_takes_long_is_no_lack_of_rows(channel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen failing: rows that had come were missed while code ran."""
+    monkeypatch.setattr(vllm_captures, "RESULT_SECONDS", 0.2)
+    here = channel("all")
+    here.receivers[0].here = lambda captures, tokens: (time.sleep(0.7), Outcome())[1]
+    with closing(RowThread(here.receivers, here.box)) as thread:
+        here.send({0: list(range(6))})
+        thread.end("r0", [2])
+        thread.wait()
+
+
+def test_i1_code_runs_while_messages_wait(channel: Any) -> None:
+    here, order = channel("all", requests=20), []
+
+    def code(captures: Captured, tokens: int) -> Outcome:
+        order.append("code")
+        return Outcome()
+
+    for each in here.receivers:
+        each.here = code
+        each.take = lambda header, value, take=each.take: (time.sleep(0.02), order.append("rows"), take(header, value))
+    for number in range(20):
+        here.send({number: list(range(6))})
+    with closing(RowThread(here.receivers, here.box)) as thread:
+        for number in range(20):
+            thread.end(f"r{number}", [2])
+        thread.wait()
+    assert order.index("code") < 10
 
 
 @pytest.mark.parametrize(

@@ -378,7 +378,7 @@ def keep(value, positions="all_generated"):
 @pytest.mark.parametrize("order", [["a", "b", "c", "d"], ["d", "b", "c", "a"]])
 def test_d5_a_batch_that_repeats_captures_the_rows_of_each_request(steps, order, monkeypatch):
     """A row is a hundredth of its position, and a steer. Seen failing with the rows of another request of the batch."""
-    monkeypatch.setattr(planned, "_PAGE_ROWS", 2)
+    monkeypatch.setattr(planned, "_PAGE_ROWS", (2, 2))
     steps.scale = 0.01
     steps.step({"a": keep(1)})
     for _ in range(2):
@@ -417,7 +417,7 @@ def test_d5_a_batch_that_never_repeats_captures_the_rows_of_each_request(steps, 
 
 @pytest.mark.parametrize("is_found", [True, False])
 def test_d5_rows_that_are_computed_again_one_by_one_are_captured_once(steps, is_found):
-    """Beside a request that goes on. Seen failing where the request stayed out of a run that had begun without it.
+    """Beside a request that goes on. Seen failing where it was captured a second time.
 
     `is_found`: whether the batch comes back as it was before the preemption.
     """
@@ -453,7 +453,7 @@ def test_d5_a_step_that_computes_several_generated_rows_captures_the_new_ones(st
 
 
 def test_d5_a_batch_that_is_laid_out_anew_captures_each_requests_rows(steps):
-    """Seen failing where a run goes on with the places of the old layout."""
+    """Seen failing with the places of the old layout."""
     steps.step(
         {"a": keep(1), "b": [steer(2), Capture("resid_post", layers=0, positions="all_generated", when="after")]}
     )

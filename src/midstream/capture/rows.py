@@ -55,9 +55,9 @@ class RowChunk(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Rows of one request as a worker captures them in a step: at `number` positions from `position` on.
+    """Rows of one request as a worker captures them: at `number` positions from `position` on.
 
-    They are the rows from `first` on of a `block` `[rows, row_width]`, which may hold rows of other requests, too.
+    They are the rows from `first` on of a `block` `[rows, row_width]`, which may hold rows of other requests, or of later steps, too.
     """
 
     position: int

@@ -224,6 +224,6 @@ def _is_last(index: ast.expr) -> bool:
     match index:
         case ast.Slice(lower=ast.expr() as first, upper=None, step=None):
             return _is_last(first)
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=1)):
-            return True
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=value)):
+            return type(value) is int and value == 1
     return False

@@ -22,6 +22,7 @@ from midstream.client.known import (
     TRACER,
     Model,
     Stays,
+    Unsized,
     abstract,
 )
 from midstream.plan.values import Capture, Edit, Plan, counted_from_0
@@ -205,15 +206,27 @@ def lower_trace(programs: Sequence[Sequence[Program]], model: Model, lengths: Se
         programs: of each request.
         lengths: of the requests' prompts, in tokens; None as for `lower`.
     """
-    known: dict[tuple[int | None, ...], Lowered] = {}  # a function often runs on many prompts of the same length
+    known: dict[Any, Lowered | None] = {}
+
+    def lowered(own: Sequence[Program], length: int | None) -> Lowered:
+        for each in (None, length):  # most programs do the same on prompts of any length: they are read once
+            key = (each, *map(id, own))
+            if key not in known:
+                try:
+                    known[key] = lower_all(own, model, each)
+                except Unsized:
+                    if length is None:
+                        raise
+                    known[key] = None
+            if (there := known[key]) is not None:
+                return there
+        raise AssertionError
+
     found = []
     for own, length in zip(programs, lengths, strict=True):
-        key = (length, *map(id, own))
-        if key not in known:
-            known[key] = lower_all(own, model, length)
-            if known[key].reason is not None:
-                return None
-        found.append(known[key])
+        found.append(lowered(own, length))
+        if found[-1].reason is not None:
+            return None
     if _clash(found):
         return None
     kept = [each.kept for each in found if each.kept is not None]

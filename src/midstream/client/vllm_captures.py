@@ -7,7 +7,7 @@ import contextlib
 import secrets
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -119,12 +119,18 @@ class RowReceiver:
                 self.take(*message)
         box.close()  # until then, the last message counts as waiting
 
-    def take(self, header: dict[str, Any], value: Any) -> None:
+    @contextlib.contextmanager
+    def _taking(self) -> Iterator[None]:
+        """The receiver is at work."""
         self._is_taking = True
         try:
-            self._take(header, value)
+            yield
         finally:
             self._taken, self._is_taking = self._taken + 1, False
+
+    def take(self, header: dict[str, Any], value: Any) -> None:
+        with self._taking():
+            self._take(header, value)
 
     def _take(self, header: dict[str, Any], value: Any) -> None:
         if isinstance(value, UnsendableError):  # nobody knows which sample the rows belonged to
@@ -150,13 +156,10 @@ class RowReceiver:
 
     def end(self, generated: Sequence[int]) -> None:
         """The request has ended with so many tokens in each sample, and all rows are here."""
-        self._is_taking = True
-        try:
+        with self._taking():
             for sample, stop in zip(self._samples, self._stops(generated), strict=True):
                 if sample.error is None and sample.capture is not None:
                     sample.capture.end(stop)
-        finally:
-            self._is_taking = False
 
     def _stops(self, generated: Sequence[int]) -> list[int]:
         return [len(self._plan.prompt) + count - 1 for count in generated]
@@ -175,12 +178,12 @@ class RowReceiver:
         return captured[0] if len(captured) == 1 else captured
 
     def outcomes(self, generated: Sequence[int]) -> list[Outcome]:
-        """The outcome of each sample's trace. The first call runs its code `here`. Raises as `result` does."""
+        """The outcome of the trace of a request with one sample. The first call runs its code `here`. Raises as `result` does."""
         if self._outcomes is None:
-            assert self.here is not None
-            found = self.result(generated)
-            samples = found if isinstance(found, list) else [found]
-            self._outcomes = [self.here(each, count) for each, count in zip(samples, generated, strict=True)]
+            with self._taking():
+                found = self.result(generated)
+                assert self.here is not None and isinstance(found, Captured)
+                self._outcomes = [self.here(found, generated[0])]
         return self._outcomes
 
     def gather_early(self) -> None:
@@ -199,7 +202,7 @@ class RowReceiver:
 
 
 class RowThread:
-    """Takes captured rows in a thread, while the caller's thread runs the engine.
+    """Takes captured rows in a thread, while the caller's thread runs the engine. It also runs the code of traces that only keep rows.
 
     Args:
         receivers: the receivers of requests without sinks. Their rows come to one mailbox, `shared`.
@@ -238,16 +241,21 @@ class RowThread:
     async def _take_all(self, receivers: Sequence[RowReceiver], box: Mailbox) -> None:
         """Take the rows that come to a mailbox, until all receivers are complete."""
         waiting, running = {receiver.key: receiver for receiver in receivers}, []
-        while waiting:
-            message = await _next(box)
-            if (receiver := waiting.get(message[0]["key"])) is not None:
-                receiver.take(*message)
-                if receiver.is_complete:
-                    del waiting[receiver.key]
-                    receiver.gather_early()
-                    if receiver.here is not None and receiver.request_id:
-                        running.append(asyncio.create_task(self._run(receiver)))
-        await asyncio.gather(*running)
+        try:
+            while waiting:
+                message = await _next(box)
+                if (receiver := waiting.get(message[0]["key"])) is not None:
+                    receiver.take(*message)
+                    if receiver.is_complete:
+                        del waiting[receiver.key]
+                        receiver.gather_early()
+                        if receiver.here is not None and receiver.request_id:
+                            running.append(asyncio.create_task(self._run(receiver)))
+                            await asyncio.sleep(0)  # `_next` lets no other task run while messages wait
+            await asyncio.gather(*running)
+        finally:
+            for task in running:
+                task.cancel()
 
     async def _run(self, receiver: RowReceiver) -> None:
         """Run the code of a request's trace while other requests run."""

@@ -13,9 +13,8 @@ from midstream.runtime.loaded_plans import LoadedPlan
 from midstream.runtime.request import PlanRequest
 from midstream.runtime.store import Sources
 
-# The rows of a page: as many as fit into so many bytes, but no more than this.
 _PAGE_BYTES = 256 << 10
-_PAGE_ROWS = 64
+_PAGE_ROWS = 4, 64  # the least and the most rows of a page, whatever their size
 
 
 class Page:
@@ -34,7 +33,8 @@ class Page:
     __slots__ = ("_block", "_first", "_layout", "_position", "address", "left", "row_bytes")
 
     def __init__(self, make: Callable[[int], torch.Tensor], row_bytes: int, layout: Layout, position: int) -> None:
-        self.left = max(min(_PAGE_BYTES // row_bytes, _PAGE_ROWS), 1)
+        least, most = _PAGE_ROWS
+        self.left = max(min(_PAGE_BYTES // row_bytes, most), least)
         self._block = make(self.left)
         self.row_bytes, self.address = row_bytes, self._block.data_ptr()
         self._layout, self._position = layout, position

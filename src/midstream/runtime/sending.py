@@ -176,10 +176,8 @@ def _messages(queue: Sequence[_Queued]) -> list[tuple[dict[str, Any], Any]]:
             leaving[id(piece.block)] += piece.number
 
     def sent(piece: Piece) -> tuple[Any, ...]:
-        together = leaving[id(piece.block)]
-        if together > piece.number and 2 * together > len(
-            piece.block
-        ):  # most of the block goes now: send it whole, once
+        together, whole = leaving[id(piece.block)], len(piece.block)
+        if together > piece.number and 2 * together > whole:  # most of the block goes now: send it whole, once
             return tuple(piece)
         return piece.position, piece.layout, piece.rows, 0, piece.number
 

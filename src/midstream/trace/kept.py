@@ -1,10 +1,10 @@
-"""Runs the code of traces that only keep rows of activations, in the caller's process, after the requests have ended.
+"""Runs the code of traces that only keep rows of activations, in the caller's process, after their requests have ended.
 
     hidden = [model.layers_output[14][-1] for _ in tracer.iter[:]]
 
-A plan has captured the rows. Such code never looks at values, so it runs on `Rows`, which only tell which rows they stand for. It runs step
-by step, in the order of the forward. Then captured rows replace the `Rows` in what it has kept. Requests that follow each other and have
-the same program and as many steps share one run.
+A plan has captured the rows. Such code never looks at values, so it runs on `KeptRows`, which only tell which rows they stand for. It
+runs step by step, in the order of the forward. Then captured rows replace the stand-ins in what it has kept. Requests that follow each
+other and have the same program and as many steps share one run.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class CapturedSteps:
     count: int
 
 
-class Rows(StandIn):
+class KeptRows(StandIn):
     """Stands for a tensor of rows that lie together in a plane. It has the methods of a tensor that such code uses.
 
     Attributes:
@@ -55,34 +55,37 @@ class Rows(StandIn):
     def __init__(self, point: Point, first: int, shape: tuple[int, ...]) -> None:
         self.point, self.first, self.shape = point, first, shape
 
-    def __getitem__(self, index: Any) -> Rows:
-        shape = {"-1": (), "slice(-1, None, None)": (1,)}[str(index)]
-        return Rows(self.point, self.first + self.shape[0] - 1, shape)
+    def __getitem__(self, index: Any) -> KeptRows:
+        last = self.first + self.shape[0] - 1
+        return KeptRows(self.point, last, () if index == -1 else (1,))  # else it is `-1:`
 
-    def clone(self) -> Rows:
-        return Rows(self.point, self.first, self.shape)
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"'Tensor' object has no attribute {name!r}", name=name, obj=self)  # as in the engine
 
-    cpu = detach = clone
+    def clone(self) -> KeptRows:
+        return KeptRows(self.point, self.first, self.shape)
+
+    cpu = clone
 
 
 class _Kept:
     """What code has kept, with the place of its rows among those rows of their plane that it has kept.
 
     Args:
-        values: with `Rows` in place of rows.
+        values: with `KeptRows` in place of rows.
         captured: of the request that the code ran for.
     """
 
     def __init__(self, values: Any, captured: CapturedSteps) -> None:
         used: dict[Point, list[int]] = {}  # rows of each plane
 
-        def noted(rows: Rows) -> Rows:
+        def noted(rows: KeptRows) -> KeptRows:
             there = used.setdefault(rows.point, [])
-            found = Rows(rows.point, len(there), rows.shape)
+            found = KeptRows(rows.point, len(there), rows.shape)
             there.extend(range(rows.first, rows.first + math.prod(rows.shape)))
             return found
 
-        self._values = map_objects(values, Rows, noted)
+        self._values = map_objects(values, KeptRows, noted)
         # A plane whose rows are all used once and in order is not copied.
         self._used = {
             point: None if rows == list(range(len(captured.planes[point]))) else np.array(rows)
@@ -99,14 +102,14 @@ class _Kept:
                 block = block[rows]  # numpy copies in one thread: see `capture.rows.concatenated`
             blocks[point] = block, plane.dtype, plane.shape[1], block.strides[0]
 
-        def tensor(rows: Rows) -> torch.Tensor:
+        def tensor(rows: KeptRows) -> torch.Tensor:
             block, dtype, width, size = blocks[rows.point]
             # Each tensor gets its own storage, as in `transport.wire`, because `torch.save` writes the whole storage.
             count = math.prod(rows.shape) * width
             found = torch.frombuffer(block, dtype=dtype, count=count, offset=rows.first * size)
             return found.view(*rows.shape, width) if rows.shape else found
 
-        return map_objects(self._values, Rows, tensor)
+        return map_objects(self._values, KeptRows, tensor)
 
 
 class KeptPrograms:
@@ -134,7 +137,7 @@ class KeptPrograms:
         return replace(last[1], values=last[2].filled(captured))
 
     def _run(self, program: Program, captured: CapturedSteps) -> Outcome:
-        """The outcome, with `Rows` in place of rows."""
+        """The outcome, with `KeptRows` in place of rows."""
         body = KeptBody(captured, self._names)
         token = CURRENT.set(body)
         try:
@@ -169,7 +172,7 @@ class KeptBody(Body):
         self.now, self._layer = min(step, last), -1
         return not self.ended
 
-    def rows(self, site: str, layer: int) -> Rows:
+    def rows(self, site: str, layer: int) -> KeptRows:
         """The site's rows in its step."""
         if self.ended or layer < self._layer:
             self._refuse(site, layer)
@@ -178,7 +181,7 @@ class KeptBody(Body):
         first, count = (prompt + self.step - 1, 1) if self.step else (0, prompt)
         if first + count > self._counts[point]:
             raise IndexError(f"the plan has not captured {self._names[point]} of step {self.step}")
-        return Rows(point, first, (count,))
+        return KeptRows(point, first, (count,))
 
     def _refuse(self, site: str, layer: int) -> NoReturn:
         names, step = self._names, self.step
@@ -188,7 +191,7 @@ class KeptBody(Body):
 
     def save(self, value: Any) -> Any:
         # Two calls with one tensor give two tensors.
-        kept = value.clone() if isinstance(value, Rows) else value
+        kept = value.clone() if isinstance(value, KeptRows) else value
         self.saves.put(value, kept)
         self.saves.put(kept, kept)
         return kept
@@ -210,5 +213,5 @@ class _Layers:
     def __init__(self, site: str, num_layers: int) -> None:
         self._site, self._layers = site, range(num_layers)
 
-    def __getitem__(self, layer: int) -> Rows:
+    def __getitem__(self, layer: int) -> KeptRows:
         return cast(KeptBody, current_body()).rows(self._site, self._layers[operator.index(layer)])
