@@ -316,6 +316,10 @@ def last_element_of_a_name_of_a_list(model):
     return rows
 
 
+def the_last_row_by_a_float(model):
+    return model.layers_output[1][-1.0]
+
+
 def splits_a_row(model):
     (first,) = model.layers_output[1][-1]
     return first
@@ -327,6 +331,7 @@ def splits_a_row_in_a_pair(model):
 
 
 OTHER_FORMS = [
+    the_last_row_by_a_float,
     last_element_of_a_row, last_element_of_one_of_two, last_element_of_a_name_of_a_list, splits_a_row, splits_a_row_in_a_pair,
     calls_for_its_steps,
     copies_a_name_to_the_cpu,
@@ -413,6 +418,21 @@ def test_a_read_in_the_wrong_order_is_an_error():
     wrong = {layers: OutOfOrderError, steps: OutOfOrderError, beyond: NeverReachedError, again: NeverReachedError}
     for fn, error in wrong.items():
         assert isinstance(kept(fn)[1].failure.error, error)
+
+
+def test_a_method_that_only_a_block_has_is_the_error_of_a_tensor():
+    """Seen failing: the error named a class that users do not know."""
+
+    def body(model):
+        return model.layers_output[1][-1].save()
+
+    def plain(model):
+        return torch.zeros(1).save()
+
+    with pytest.raises(AttributeError) as tensors:
+        plain(None)
+    message = kept(body)[1].failure.message
+    assert message.startswith(str(tensors.value)) and "midstream.save(value)" in message
 
 
 def test_what_is_saved_twice_is_two_tensors():

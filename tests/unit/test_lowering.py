@@ -14,8 +14,9 @@ import torch.nn.functional as F
 
 import midstream
 from midstream.arch.aliases import Aliases
+from midstream.client import lowering
 from midstream.client.known import Model
-from midstream.client.lowering import Lowered, lower, lower_all
+from midstream.client.lowering import Lowered, lower, lower_all, lower_trace
 from midstream.plan.values import Clamp, ModelFacts, Patch, Steer
 from midstream.sites import LAYER_SITES
 from midstream.trace.program import FunctionProgram, keeps_to_graph_sites
@@ -49,6 +50,26 @@ HOLDER = Holder()
 
 def found(fn, sites=LAYER_SITES) -> Lowered:
     return lower(FunctionProgram(fn), dataclasses.replace(MODEL, sites=sites), LENGTH)
+
+
+def test_i2_a_program_is_read_once_for_prompts_of_any_length_where_that_makes_no_difference(monkeypatch):
+    """Seen failing with the edits of another length."""
+
+    def adds(model):
+        model.layers_output[1] += V
+
+    def adds_to_a_row(model):
+        model.layers_output[1][-2] += V
+
+    reads = []
+    monkeypatch.setattr(lowering, "lower_all", lambda *given: (reads.append(1), lower_all(*given))[1])
+    lengths = [LENGTH, LENGTH + 2, LENGTH, LENGTH + 1]
+    for fn, count in ((adds, 1), (adds_to_a_row, 1 + 3)):
+        reads.clear()
+        program = FunctionProgram(fn)
+        plans = lower_trace([[program]] * len(lengths), MODEL, lengths).plans
+        assert plans == [lower(program, MODEL, length).plan for length in lengths]
+        assert len(reads) == count
 
 
 def edits(fn):
