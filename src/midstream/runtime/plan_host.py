@@ -210,8 +210,8 @@ class PlanHost:
                 profile[scheduled.start : scheduled.stop] = request.loaded.profiles(start, stop, request.length)
         return profile
 
-    def _places(self, view: StepView, all_generated: bool) -> np.ndarray:
-        """int64 `[view.total]`, the address to write each row's captured row to; 0 for a row that is not captured.
+    def _places(self, view: StepView, all_generated: bool) -> np.ndarray | None:
+        """int64 `[view.total]`, the address to write each row's captured row to; 0 for a row that is not captured. None if none is.
 
         `all_generated`: as of `_lay_out`.
         """
@@ -220,7 +220,7 @@ class PlanHost:
         if all_generated:
             each = zip(map(self._requests.get, view.request_ids), view.computed.tolist(), strict=True)
             places[: len(view.request_ids)] = [self._next_place(request, at) if request else 0 for request, at in each]
-            return places
+            return places if places.any() else None
         # profile -> (request, first row, rows, position)
         wanted: dict[int, list[tuple[PlannedRequest, int, int, int]]] = {}
         for scheduled in view.requests:
@@ -245,7 +245,7 @@ class PlanHost:
             places[rows] = block.data_ptr() + np.arange(len(rows)) * (block.shape[1] * block.element_size())
             for request, count, position, first in zip(requests, counts, positions, firsts.tolist(), strict=True):
                 request.add(Piece(position, layout, block, first, count))
-        return places
+        return places if places.any() else None
 
     def _next_place(self, request: PlannedRequest, position: int) -> int:
         """The address for the row of a generated token; 0 if it is not captured, or was captured before a preemption."""
