@@ -57,7 +57,7 @@ class RowChunk(NamedTuple):
 class Piece(NamedTuple):
     """Rows of one request as a worker captures them: at `number` positions from `position` on.
 
-    They are the rows from `first` on of a `block` `[rows, row_width]`, which may hold rows of other requests, or of later steps, too.
+    They start at row `first` of a `block` `[rows, row_width]`, which may also hold rows of other requests or of later steps.
     """
 
     position: int

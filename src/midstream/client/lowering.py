@@ -209,7 +209,7 @@ def lower_trace(programs: Sequence[Sequence[Program]], model: Model, lengths: Se
     known: dict[Any, Lowered | None] = {}
 
     def lowered(own: Sequence[Program], length: int | None) -> Lowered:
-        for each in (None, length):  # most programs do the same on prompts of any length: they are read once
+        for each in (None, length):  # most programs do not depend on the length, and so are read once
             key = (each, *map(id, own))
             if key not in known:
                 try:

@@ -211,7 +211,7 @@ class AsyncRequest:
                 raise rows_missing()
         following.result()
         put = partial(put_captures, result, self._request, self._generated)
-        if rows.has_sinks or rows.here is not None:  # which may take long
+        if rows.has_sinks or rows.here is not None:  # sinks and a trace's code may take long
             await asyncio.get_running_loop().run_in_executor(_pool(), put)
         else:
             put()

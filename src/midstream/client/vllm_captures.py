@@ -61,7 +61,7 @@ class RowReceiver:
         samples: vLLM's `n`.
         senders: how many workers send rows of a sample; each sends the rows of its layers.
         collected: for a request of `model.collect`.
-        here: runs the code of the request's trace, if that only keeps rows. They are then not for the output.
+        here: runs the code of the request's trace, if it only keeps rows. The captured rows then do not go to the output.
 
     Attributes:
         key: the address that the workers send the rows to.
@@ -104,7 +104,7 @@ class RowReceiver:
         return all(sample.finals >= self._senders for sample in self._samples)
 
     def has_progressed(self) -> bool:
-        """Whether a message has been taken since the last call, or one is being taken, which may wait for a sink."""
+        """Whether it has done any work since the last call, or is at work, which may take long: a sink, or a trace's code."""
         seen, self._seen = self._seen, self._taken
         return seen != self._taken or self._is_taking
 
@@ -121,7 +121,7 @@ class RowReceiver:
 
     @contextlib.contextmanager
     def _taking(self) -> Iterator[None]:
-        """The receiver is at work."""
+        """Work that counts as progress."""
         self._is_taking = True
         try:
             yield
@@ -178,7 +178,7 @@ class RowReceiver:
         return captured[0] if len(captured) == 1 else captured
 
     def outcomes(self, generated: Sequence[int]) -> list[Outcome]:
-        """The outcome of the trace of a request with one sample. The first call runs its code `here`. Raises as `result` does."""
+        """The outcome of the trace of a request with one sample. The first call runs its code. Raises as `result` does."""
         if self._outcomes is None:
             with self._taking():
                 found = self.result(generated)
@@ -260,7 +260,7 @@ class RowThread:
     async def _run(self, receiver: RowReceiver) -> None:
         """Run the code of a request's trace while other requests run."""
         generated = await self._generated[receiver.request_id]
-        with contextlib.suppress(MidstreamError):  # a later call raises it
+        with contextlib.suppress(MidstreamError):  # `put_captures` asks again, and gets it
             receiver.outcomes(generated)
 
     def wait(self) -> None:

@@ -54,7 +54,7 @@ class EngineRequest:
         plan: its plan.
         rows: receives captured rows.
         answers: the answers to grade.
-        unrun: the code of its trace, if a plan does all of it.
+        unrun: its trace's code, if a plan does all of its work and the code never runs.
         weights: what its trace needs the workers to hold, by digest.
     """
 

@@ -165,7 +165,7 @@ class PlanHost:
                 continue
             loaded, start = request.loaded, computed[name]
             stop = start + count
-            in_prompt, in_generated = False, loaded.reach.generated  # of the usual step, a generated token
+            in_prompt, in_generated = False, loaded.reach.generated  # the usual case: a generated token
             if start < request.length:
                 in_prompt, in_generated = loaded.acts(start, stop, request.length)
             request.computed = max(request.computed, stop)
@@ -211,7 +211,7 @@ class PlanHost:
         return profile
 
     def _places(self, view: StepView, all_generated: bool) -> np.ndarray | None:
-        """int64 `[view.total]`, the address to write each row's captured row to; 0 for a row that is not captured. None if none is.
+        """int64 `[view.total]`, the address to write each row's captured row to; 0 for a row that is not captured. None if no row is.
 
         `all_generated`: as of `_lay_out`.
         """
@@ -288,7 +288,7 @@ class PlanHost:
             request.complete = request.has_all
             self._capturing -= request.complete
             if request.payload.behind:
-                request.take_pieces()  # the trace would have taken them, but it is over
+                request.take_pieces()  # drop them: the trace that would have taken them is over
             elif request.complete or request.size >= DUE_BYTES:
                 # A token ends its request so many steps later at most; a string, which the client looks for, at any time.
                 confirmed = 0 if request.stops_at_text else request.captured - (self._pipeline.size + 2)

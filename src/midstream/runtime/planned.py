@@ -14,20 +14,20 @@ from midstream.runtime.request import PlanRequest
 from midstream.runtime.store import Sources
 
 _PAGE_BYTES = 256 << 10
-_PAGE_ROWS = 4, 64  # the least and the most rows of a page, whatever their size
+_PAGE_ROWS = 4, 64  # the fewest and the most rows of a page; between them, `_PAGE_BYTES` decides
 
 
 class Page:
-    """Memory for captured rows of one request that follow each other, one from each step.
+    """Memory for captured rows of one request at consecutive positions, one row for each step.
 
     Args:
-        make: makes memory for so many rows, `[rows, width]`.
+        make: allocates `[rows, width]` for a number of rows.
         position: of the first row.
 
     Attributes:
-        address: of the next row.
+        address: where the next row is written.
         left: how many rows still fit.
-        row_bytes: of a row.
+        row_bytes: the size of a row.
     """
 
     __slots__ = ("_block", "_first", "_layout", "_position", "address", "left", "row_bytes")
@@ -38,7 +38,7 @@ class Page:
         self._block = make(self.left)
         self.row_bytes, self.address = row_bytes, self._block.data_ptr()
         self._layout, self._position = layout, position
-        self._first = 0  # row that has not been taken
+        self._first = 0  # index of the first row that has not been taken
 
     def take(self) -> list[Piece]:
         """The rows since the last call, in one piece, if there are any."""
@@ -59,9 +59,9 @@ class PlannedRequest:
         computed: positions below this have been computed, or will be in the coming step.
         complete: all its captured rows are sent, if there are any.
         stops_at_text: whether a stop string may end it.
-        pieces: captured rows that are not sent yet, without those of `page`.
+        pieces: captured rows that are not sent yet, except those in `page`.
         page: holds the last captured rows of generated tokens.
-        size: how many bytes the rows that are not sent have.
+        size: bytes of the rows that are not sent.
     """
 
     payload: PlanRequest
@@ -88,7 +88,7 @@ class PlannedRequest:
         self.size += piece.size
 
     def close_page(self) -> None:
-        """The next row needs a new page."""
+        """Move the page's rows to `pieces`. The next row begins a new page."""
         if self.page is not None:
             self.pieces += self.page.take()
             self.page = None

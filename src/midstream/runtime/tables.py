@@ -316,7 +316,7 @@ class DeviceTables(Tables):
     def _set_places(self, places: np.ndarray | None, count: int) -> None:
         if places is None and not self._addressed:
             return
-        capture_T = np.zeros(max(count, self._addressed), np.int64)  # no address outlives its memory
+        capture_T = np.zeros(max(count, self._addressed), np.int64)  # also clears the last step's addresses
         if places is not None:
             capture_T[:count] = places
         self._upload(capture_T, self._capture_T[: len(capture_T)])

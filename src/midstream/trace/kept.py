@@ -2,9 +2,9 @@
 
     hidden = [model.layers_output[14][-1] for _ in tracer.iter[:]]
 
-A plan has captured the rows. Such code never looks at values, so it runs on `KeptRows`, which only tell which rows they stand for. It
-runs step by step, in the order of the forward. Then captured rows replace the stand-ins in what it has kept. Requests that follow each
-other and have the same program and as many steps share one run.
+A plan has captured the rows. Such code never looks at values, so it runs on `KeptRows`, which only know the places of rows. It runs
+step by step, in the order of the forward. Then captured rows replace these stand-ins in what it has kept. Requests that follow each other
+and have the same program and number of steps share one run.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class CapturedSteps:
 
 
 class KeptRows(StandIn):
-    """Stands for a tensor of rows that lie together in a plane. It has the methods of a tensor that such code uses.
+    """Stands for a tensor of rows that lie together in a plane. It has the methods of a tensor that code which only keeps rows may use.
 
     Attributes:
         point: of the plane.
@@ -57,7 +57,7 @@ class KeptRows(StandIn):
 
     def __getitem__(self, index: Any) -> KeptRows:
         last = self.first + self.shape[0] - 1
-        return KeptRows(self.point, last, () if index == -1 else (1,))  # else it is `-1:`
+        return KeptRows(self.point, last, () if index == -1 else (1,))  # the only other index is `-1:`
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(f"'Tensor' object has no attribute {name!r}", name=name, obj=self)  # as in the engine
@@ -69,7 +69,7 @@ class KeptRows(StandIn):
 
 
 class _Kept:
-    """What code has kept, with the place of its rows among those rows of their plane that it has kept.
+    """The values that code has kept, with `KeptRows` that count only the kept rows of their plane.
 
     Args:
         values: with `KeptRows` in place of rows.
@@ -173,7 +173,7 @@ class KeptBody(Body):
         return not self.ended
 
     def rows(self, site: str, layer: int) -> KeptRows:
-        """The site's rows in its step."""
+        """The rows of this site and layer in the current step."""
         if self.ended or layer < self._layer:
             self._refuse(site, layer)
         self._layer = layer
