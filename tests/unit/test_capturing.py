@@ -143,9 +143,9 @@ def test_i1_code_that_keeps_rows_runs_as_its_request_ends_while_others_run(chann
         thread.end("r2", [1])
         thread.wait()  # the error of one is no other's
     with pytest.raises(CaptureError, match="1 row did not come"):
-        here.receivers[2].outcomes([1])
+        here.receivers[2].outcome(1)
     assert sorted(
-        each.outcomes([count])[0].values["return"] for each, count in zip(here.receivers, [2, 3], strict=False)
+        each.outcome(count).values["return"] for each, count in zip(here.receivers, [2, 3], strict=False)
     ) == [1, 2]
     assert len(ran) == 2
 

@@ -30,7 +30,7 @@ from midstream.trace.program import Outcome
 from midstream.transport.receiver import Mailbox
 
 RESULT_SECONDS = 120.0  # how long to wait for the next result of requests that have ended
-Here = Callable[[Captured, int], Outcome]  # captures and number of new tokens of a sample -> the outcome of its trace
+Here = Callable[[Captured, int], Outcome]  # captures and number of new tokens of a request -> the outcome of its trace
 
 
 def sample_index(request_id: str, samples: int) -> int:
@@ -81,7 +81,7 @@ class RowReceiver:
         self.stop: int | None = None
         self.collected = collected
         self.here = here
-        self._outcomes: list[Outcome] | None = None
+        self._outcome: Outcome | None = None
         self._plan = plan
         self._sinks = sinks
         self._senders = senders
@@ -177,14 +177,14 @@ class RowReceiver:
             captured.append(sample.capture.result(stop))
         return captured[0] if len(captured) == 1 else captured
 
-    def outcomes(self, generated: Sequence[int]) -> list[Outcome]:
+    def outcome(self, generated: int) -> Outcome:
         """The outcome of the trace of a request with one sample. The first call runs its code. Raises as `result` does."""
-        if self._outcomes is None:
+        if self._outcome is None:
             with self._taking():
-                found = self.result(generated)
+                found = self.result([generated])
                 assert self.here is not None and isinstance(found, Captured)
-                self._outcomes = [self.here(found, generated[0])]
-        return self._outcomes
+                self._outcome = self.here(found, generated)
+        return self._outcome
 
     def gather_early(self) -> None:
         """Gather rows of the prompt while the engine runs. All rows are here."""
@@ -259,9 +259,9 @@ class RowThread:
 
     async def _run(self, receiver: RowReceiver) -> None:
         """Run the code of a request's trace while other requests run."""
-        generated = await self._generated[receiver.request_id]
+        (generated,) = await self._generated[receiver.request_id]
         with contextlib.suppress(MidstreamError):  # `put_captures` asks again, and gets it
-            receiver.outcomes(generated)
+            receiver.outcome(generated)
 
     def wait(self) -> None:
         """Wait for all rows, after the requests have ended. Raises CaptureError if no more rows arrive."""

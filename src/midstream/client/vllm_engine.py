@@ -433,7 +433,7 @@ def put_captures(result: InvokeResult, request: EngineRequest, counts: Sequence[
         _raise_if_refused(output)
         captures: Any = Captured.nothing(output.request_id)
         if rows is not None and rows.here is not None:
-            outcomes = rows.outcomes(counts)
+            outcomes = [rows.outcome(*counts)]
         elif rows is not None:
             captures = rows.result(counts)
         elif request.unrun is not None:

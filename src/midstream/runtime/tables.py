@@ -379,7 +379,7 @@ def _padded(width: int) -> int:
 
 
 class CpuTables(Tables):
-    """Without buffers or a kernel: rows of one profile are edited together.
+    """On the CPU, without buffers or a kernel: rows of one profile are edited together.
 
     Args:
         dtype: of captured rows.
@@ -441,7 +441,7 @@ class CpuTables(Tables):
         return self._new(point, ops, number, rows, hidden, residual)
 
     def take_overflow(self, hidden_TH: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object]]:
-        codes_T = -_not_finite(hidden_TH).to(torch.int32).cpu()
+        codes_T = -_not_finite(hidden_TH).to(torch.int32)
         for row, point in self._overflow.items():
             codes_T[row] = 1 + point
         self._overflow.clear()
@@ -466,8 +466,8 @@ class CpuTables(Tables):
         old = first if second is None else (first + second).to(first.dtype)
         new = edited(old, ops, self._banks[number])
         if not math.isfinite(new.sum(dtype=torch.float32)):  # one pass; the sum of finite numbers may overflow as well
-            numbers = torch.arange(rows.stop)[rows] if isinstance(rows, slice) else rows.cpu()
-            for row in numbers[_not_finite(new).cpu()].tolist():
+            numbers = torch.arange(rows.stop)[rows] if isinstance(rows, slice) else rows
+            for row in numbers[_not_finite(new)].tolist():
                 self._overflow.setdefault(row, point)
         differs = torch.ne(new, old, out=torch.empty_like(new))  # into bools it takes several times as long
         if int(torch.count_nonzero(differs)) == differs.numel():  # as a dense vector does it
