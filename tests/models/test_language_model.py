@@ -5,6 +5,12 @@ Expected values come from the raw transformers model: torch hooks, and plain `to
 
 from __future__ import annotations
 
+import functools
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from oracle import close, differs
@@ -159,6 +165,147 @@ def test_f2_invokes_of_one_batch_have_the_same_sampling_parameters(hf):
         hf.generate(PARIS, banana=1)
     with pytest.raises(PromptError):
         hf.generate("")
+
+
+# ------------------------------------------------------------------------------------------ the caller's own variables
+
+VECTOR = torch.ones(256)
+ARRAY = VECTOR.numpy()
+ROWS: list[Any] = [1]
+COUNT = 0
+
+
+@dataclass
+class Found:
+    """By value where `run` copies the module's functions."""
+
+    rows: list[Any]
+    calls = 0
+
+    def note(self, row: Any) -> None:
+        Found.calls += 1
+        ROWS.append(row)
+
+
+@functools.cache
+def counted(n: int) -> int:
+    global COUNT
+    COUNT += n
+    return COUNT
+
+
+class Collector:
+    def __init__(self) -> None:
+        self.rows: list[Any] = []
+
+    def collect(self, model: Any, into: list[Any] | None = None) -> Any:
+        (self.rows if into is None else into).append(1)
+        return model.logits
+
+    __call__ = collect
+
+
+def test_l6_run_leaves_the_callers_variables_alone(hf, plain):
+    """And says what a function has changed of them, once, with its line. Seen failing: it worked on them themselves."""
+    local, found, total, note = {"h": torch.zeros(3)}, Found([]), 0, Found.note
+
+    def fn(m):
+        nonlocal total
+        total += counted(2) + counted(2)
+        VECTOR.mul_(2)
+        ARRAY[0] = 9
+        local["h"] += 1
+        local["more"] = 1
+        found.note(3)
+        m.layers_output[3] = m.layers_output[3] + VECTOR
+        return m.logits, total, len(ROWS), Found.calls, Found([found])
+
+    with pytest.warns(UserWarning) as told:
+        results = hf.run(fn, [EIFFEL, EIFFEL])
+    changed = torch.full((256,), 4.0)  # both have run their first lines before the layer comes
+    changed[0] = 9
+    want = plain.run(EIFFEL, {("resid_post", 3): lambda h: h + changed})
+    for logits, *_ in results:
+        close(logits, want.logits[-1:])
+    assert [values[1:4] for values in results] == [(8, 3, 2)] * 2
+    assert type(results[0][4]) is type(results[0][4].rows[0]) is Found
+    assert VECTOR.eq(1).all() and np.all(ARRAY == 1) and ROWS == [1] and COUNT == 0 and Found.calls == 0
+    assert total == 0 and not local["h"].any() and "more" not in local and Found.note is note
+    assert counted.cache_info().currsize == 0
+    assert len(told) == 1 and (told[0].filename, told[0].lineno) == (__file__, fn.__code__.co_firstlineno)
+    assert "fn put values into ARRAY, ROWS, VECTOR, local and did not return them" in str(told[0].message)
+
+
+@pytest.mark.parametrize("of", ["object", "method", "partial", "default"])
+def test_l6_run_leaves_what_a_function_is_called_with_alone(hf, of):
+    own, rows = Collector(), []
+
+    def default(model, into=rows):
+        into.append(1)
+
+    functions = {"object": own, "method": own.collect, "partial": functools.partial(own.collect, into=rows)}
+    with pytest.warns(UserWarning, match="put values into (rows|into) and did not return them") as told:
+        hf.run(functions.get(of, default), PARIS)
+    assert len(told) == 1 and not own.rows and not rows
+
+
+def test_l6_a_function_that_returns_what_it_changed_is_not_told_of(hf):
+    rows, seen = [], {}
+
+    def fn(m):
+        rows.append(m.layers_output[2])
+        seen["again"] = rows
+        return [seen, rows]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found, again = hf.run(fn, PARIS)
+    assert not rows and not seen and len(again) == len(found["again"]) == 1
+
+
+def test_l6_gradients_of_run_reach_the_callers_tensors(hf):
+    """Seen failing with copies that require none."""
+    offset, scale = torch.zeros(256, requires_grad=True), torch.ones(256, requires_grad=True)
+    computed = scale * 2
+    first = computed[:3]
+
+    def fn(m):
+        first.mul_(0)
+        m.layers_output[3] = m.layers_output[3] * computed + offset
+        return m.logits
+
+    with pytest.warns(UserWarning, match="put values into computed, first"):
+        logits = hf.run(fn, PARIS)
+    assert computed.eq(2).all(), "it is as it was"
+    logits[0, 7].backward()
+    assert offset.grad.abs().sum() > 0 and not scale.grad[:3].any() and scale.grad[3:].abs().sum() > 0
+    offset.grad = None
+
+    def inside(m):
+        m.layers_output[3] = m.layers_output[3] + offset
+        m.logits[0, 7].backward()
+        return offset.grad.clone()
+
+    assert torch.equal(hf.run(inside, PARIS), offset.grad), "a parameter is the caller's own"
+    hf.module.zero_grad(set_to_none=True)
+
+
+def test_l6_run_keeps_what_cannot_be_copied_and_the_model_itself(hf, tmp_path):
+    numbers = iter_of(3)
+    with open(tmp_path / "log", "w") as log:
+
+        def fn(m):
+            print(next(numbers), file=log)
+            weight = hf.module.lm_head.weight
+            return hf.layers_output[3], weight.data_ptr(), hf.tokenizer is m.tokenizer, hf.num_layers
+
+        hidden, pointer, same, layers = hf.run(fn, PARIS)
+    assert hidden.shape == (5, 256) and pointer == hf.module.lm_head.weight.data_ptr() and same and layers == 8
+    assert (tmp_path / "log").read_text() == "0\n"
+
+
+def iter_of(count):
+    yield from range(count)
 
 
 # ---------------------------------------------------------------------------------------------------------- gradients

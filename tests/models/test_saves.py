@@ -471,15 +471,46 @@ def test_a1_what_is_put_into_a_container_and_not_saved_is_told_of(model):
     assert row[0].shape == nested[0][-1].shape == (5, 256)
 
 
-@pytest.mark.engine
-def test_a1_what_a_trace_leaves_in_an_array_or_a_set_is_told_of(engine):
-    array, seen = np.zeros(4), {0}
-    with pytest.warns(UserWarning, match="put values into array, seen and did not save"):
-        with engine.trace(PARIS):
-            array[2] = engine.layers_output[3].norm().item()
+def test_l6_what_a_trace_leaves_in_an_array_a_set_or_a_tensor_is_told_of(model):
+    """Seen failing on transformers, where a trace writes to the caller's own."""
+    array, seen, grid = np.zeros(4), {0}, torch.zeros(4)
+    with pytest.warns(UserWarning, match="put values into array, grid, seen and did not save") as told:
+        with model.trace(PARIS):
+            array[2] = model.layers_output[3].norm().item()
+            grid[1] = 3.0
             seen.add(3)
-            hidden = engine.layers_output[4].save()  # noqa: F841
-    assert not array.any() and seen == {0}
+            hidden = model.layers_output[4].save()  # noqa: F841
+    assert len(told) == 1
+    if type(model).__name__ != "LanguageModel":
+        assert not array.any() and seen == {0} and not grid.any()
+
+
+def test_l6_a_trace_in_a_loop_warns_once_with_its_line(model):
+    acts = []
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("default")
+        for prompt in (PARIS, ROME, EIFFEL):
+            with model.trace(prompt):
+                acts.append(model.layers_output[2])
+    assert len(told) == 1 and told[0].filename == __file__
+    with open(__file__) as source:
+        assert source.read().splitlines()[told[0].lineno - 1].strip() == "with model.trace(prompt):"
+
+
+def test_l6_a_parameter_that_a_trace_trains_is_not_told_of(hf):
+    """It is the caller's own: nothing is lost."""
+    vector = torch.zeros(256, requires_grad=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with hf.trace(PARIS):
+            hf.layers_output[3] = hf.layers_output[3] + vector
+            loss = hf.logits[0, 7]
+            with loss.backward():
+                pass
+            with torch.no_grad():
+                vector -= vector.grad
+    assert vector.abs().sum() > 0
+    hf.module.zero_grad(set_to_none=True)
 
 
 @pytest.mark.engine

@@ -495,6 +495,47 @@ def test_a_site_with_heads_is_full(rank: int) -> None:
     assert torch.equal(event.leaf((0, 0)), QKV[0].cut(whole, rank, 1))
 
 
+@pytest.mark.parametrize("as_site", [True, False])
+@pytest.mark.parametrize("inference", [True, False])
+@pytest.mark.parametrize("rank", range(4))
+def test_a9_changes_of_what_was_assigned_are_written_and_kept(rank: int, inference: bool, as_site: bool) -> None:
+    """C12: on every rank, and again after a preemption. Seen failing with a copy of the tensor."""
+    here = Rank(rank)
+    binding = Binding("proj", "input", (0, 0), heads=(8, D))
+    event, journal, rows = here.event(), Journal(), FlatRows(1, T, T)
+    visit = Visit(event, rows, 0, journal, None, "a")
+    with torch.inference_mode(inference):
+        value = -named(*QKV[2])[1:]
+        if as_site:
+            visit.set_site(binding, value.unflatten(-1, (8, D)), "attn_z[0]")
+            read = visit.site(binding).flatten(-2)
+        else:
+            visit.set_raw(((value,), {}))
+            ((read,), _) = visit.raw()
+        assert read.data_ptr() == value.data_ptr()
+        value.mul_(2)
+        visit.leave()
+        value.zero_()  # too late
+    event.write_back()
+    expected = named(*QKV[1][rank])
+    expected[1:] *= -2
+    assert torch.equal(event.leaf((0, 0)), expected)
+    again = here.event()
+    journal.replay(again, rows)
+    assert torch.equal(again.leaf((0, 0)), expected)
+
+
+def test_a9_the_value_of_a_neighbouring_row_may_be_assigned() -> None:
+    """It begins where the site's own value begins. Seen failing: it was taken for that value, and nothing was written."""
+    tree = torch.arange(12.0).reshape(4, 3)
+    event, binding = Event(("layer", "output"), tree), Binding("layer", "output", ())
+    visit = Visit(event, FlatRows(1, 4, 4), 0, None, None, "a")
+    visit.set_site(binding, visit.site(binding)[0], "resid_post[0]")
+    visit.leave()
+    event.write_back()
+    assert torch.equal(event.leaf(()), torch.stack([tree[0], *[tree[1]] * 3]))
+
+
 def test_bodies_share_a_gather_and_see_each_others_writes() -> None:
     """C12: raw values are joined once for the span; a second body of the same rows reads what the first one wrote."""
     here = Rank(0)

@@ -1,19 +1,24 @@
-"""Row F8, without an engine: what is taken out of a trace's code, what it becomes in the worker, and what the workers are told to hold."""
+"""Rows F8, L1 and L6, without an engine: what is taken out of a trace's code, what it becomes in the worker and in copies for this process,
+and what the workers are told to hold."""
 
 from __future__ import annotations
 
 import asyncio
+import enum
+import functools
 import random
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from midstream.client.vectors_and_runs import HeldWeights
 from midstream.errors import TraceError
-from midstream.trace.program import FunctionProgram, ShippedCode, ship, unship
+from midstream.trace.program import FunctionProgram, ShippedCode, copies, ship, unship
 from midstream.trace.weights import LEAST_BYTES, Weight, on_device
 
 LARGE = LEAST_BYTES // 4  # float32 elements of the smallest tensor that travels apart
@@ -151,6 +156,253 @@ def test_f8_tensors_are_on_the_models_device_wherever_the_worker_holds_them() ->
 def test_f8_a_weight_that_is_missing_is_an_error() -> None:
     with pytest.raises(TraceError, match="Run the trace again"):
         loaded(shipped(random_bits(LARGE)), {})
+
+
+# What shares memory.
+
+
+def copied(value: Any) -> Any:
+    """The value as a function of `LanguageModel.run` gets it."""
+    (program,) = copies([FunctionProgram(lambda model: value)], lambda _: False)
+    assert isinstance(program, FunctionProgram)
+    return program.fn(None)
+
+
+def ways(value: Any) -> Iterator[Any]:
+    """The value for a worker, for a server, and for this process."""
+    yield from (loaded(shipped(value)), loaded(shipped(value, elsewhere=True)), copied(value))
+
+
+def of_tensor(n: int) -> Any:
+    W = torch.arange(n * n, dtype=torch.float32).reshape(n, n)
+    return W, W.numpy(), W[3], W.T[2:4], torch.from_numpy(W.numpy()[2:]), W.view(torch.int32)[:, 1]
+
+
+def of_array(n: int) -> Any:
+    a = np.arange(n * n, dtype=np.float64).reshape(n, n)
+    return a, a[1:4, ::-1], a.view(np.int16)[:, 5], torch.from_numpy(a)[2]
+
+
+def of_parts(n: int) -> Any:
+    """Their base is not there."""
+    W = torch.arange(n * n, dtype=torch.float32).reshape(n, n)
+    return W[1:4], W[2:5], W[3, 2:9], W[3:, 4].numpy()
+
+
+def of_columns(n: int) -> Any:
+    """Most of the memory between them is nobody's."""
+    W = torch.arange(4.0 * n * n).reshape(n, 4 * n)
+    return W[:, 0], W[:, :2], W[:, 7], W.numpy()[:, 7:9]
+
+
+def of_complex(n: int) -> Any:
+    z = torch.complex(torch.arange(float(n)), torch.ones(n))
+    return z, z.conj(), z.conj().imag, torch.view_as_real(z)
+
+
+def of_records(n: int) -> Any:
+    records = np.zeros(n, dtype=[("small", "i1"), ("large", "f8")])
+    return records, records["large"], records["small"][2:]
+
+
+def of_bytes(n: int) -> Any:
+    """None begins where an element of another would."""
+    data = np.arange(16 * n, dtype=np.uint8)
+    return data[3:], data[5:13].view(np.float64), torch.from_numpy(data[4:12].view(np.float32)), data[1:]
+
+
+MEMORIES = [of_tensor, of_array, of_parts, of_columns, of_complex, of_records, of_bytes]
+
+
+def write(value: Any) -> None:
+    if isinstance(value, torch.Tensor):
+        value.fill_(7)
+    else:
+        value[...] = np.ones((), value.dtype)
+
+
+def as_array(value: Any) -> np.ndarray:
+    return value.resolve_conj().resolve_neg().numpy() if isinstance(value, torch.Tensor) else value
+
+
+@pytest.mark.parametrize("n", [10, 600])
+@pytest.mark.parametrize("make", MEMORIES)
+def test_l1_what_overlaps_in_memory_overlaps_in_the_copy(make: Callable[[int], Any], n: int) -> None:
+    """A write through each of them is seen in the others as it is in the caller's own, and in these nothing changes."""
+    given = make(n)
+    for place in range(len(given)):
+        expected = make(n)
+        write(expected[place])
+        for there in ways(given):
+            for value, own in zip(there, given, strict=True):
+                assert type(value) is type(own) and value.dtype == own.dtype and value.shape == own.shape
+                steps = (each.stride() if isinstance(each, torch.Tensor) else each.strides for each in (value, own))
+                assert len({*steps}) == 1
+                np.testing.assert_array_equal(as_array(value), as_array(own))
+            write(there[place])
+            for value, want in zip(there, expected, strict=True):
+                np.testing.assert_array_equal(as_array(value), as_array(want))
+    for value, untouched in zip(given, make(n), strict=True):
+        np.testing.assert_array_equal(as_array(value), as_array(untouched))
+
+
+def test_l1_columns_that_share_nothing_do_not_take_the_others_along() -> None:
+    large = random_bits(1000, 1000)
+    for columns in ([large[:, 0], large[:, 5]], [large.numpy()[:, 0], large.numpy()[:, 5]]):
+        code = shipped(columns)
+        assert sent(code) == 0 and len(code.programs) < 10_000
+        assert all(np.array_equal(*each) for each in zip(loaded(code), columns, strict=True))
+
+
+def test_l1_arrays_of_all_kinds_arrive_as_they_are() -> None:
+    fixed = np.arange(12.0).reshape(3, 4)
+    fixed.flags.writeable = False
+    arrays = [
+        fixed,
+        np.asfortranarray(np.arange(12).reshape(3, 4)),
+        np.array(3.5),
+        np.zeros((0, 3)),
+        np.array(["one", "three"]),
+        np.array(["2026-11-26"], dtype="M8[D]"),
+        np.array([1, None, "text"], dtype=object),
+        np.broadcast_to(np.arange(3), (5, 3)),
+        np.ma.masked_array([1, 2], [True, False]),
+    ]
+    for there in ways(arrays):
+        for value, own in zip(there, arrays, strict=True):
+            assert (
+                type(value) is type(own) and value.dtype == own.dtype and value.flags.writeable == own.flags.writeable
+            )
+            assert value.flags.f_contiguous == own.flags.f_contiguous
+            np.testing.assert_array_equal(value, own)
+        there[1].resize(20, refcheck=False)  # it has memory of its own, as the caller's has
+    base = np.arange(12.0)
+    part = base[3:]
+    part.flags.writeable = False
+    for one, other in ways((base, part)):
+        one[3] = 9
+        assert other[0] == 9 and not other.flags.writeable
+
+
+def test_f8_a_write_to_an_array_changes_no_weight() -> None:
+    W = random_bits(300, 301)
+    code = shipped((W, W.numpy()))
+    held = stored(code)
+    assert sent(code) == W.nbytes
+    (tensor, array), (other, _) = loaded(code, held), loaded(code, held)
+    array[:] = 0
+    assert not tensor.any() and torch.equal(other, W) and torch.equal(loaded(code, held)[0], W)
+
+
+def test_l1_a_tensor_on_a_device_shares_no_memory_with_an_array() -> None:
+    """It would say so in silence, by other values. Seen failing: the array stayed as it was when the tensor changed."""
+    W = torch.randn(3, 4)
+    ARRAY = W.numpy()
+    code = ship([[FunctionProgram(lambda model: (W, ARRAY))]])
+    with pytest.raises(
+        TraceError, match=r"W \(a tensor \[3, 4\]\) and ARRAY \(a numpy array \[3, 4\]\) share memory.*array\.copy\(\)"
+    ):
+        unship(code.programs, id, torch.device("meta"), stored(code))
+    apart = shipped((W.clone(), ARRAY))
+    ((program,),) = unship(apart.programs, id, torch.device("meta"), stored(apart))
+    assert isinstance(program, FunctionProgram)
+    tensor, array = program.fn(None)
+    assert tensor.is_meta and np.array_equal(array, ARRAY)
+
+
+# Functions and classes.
+
+
+@functools.lru_cache(maxsize=7)
+def fibonacci(n: int) -> int:
+    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)
+
+
+@functools.singledispatch
+def kind_of(value: Any) -> Any:
+    return "other"
+
+
+@kind_of.register
+def _(value: int) -> Any:
+    return "int"
+
+
+@kind_of.register
+def _(value: list) -> Any:
+    return [kind_of(each) for each in value]
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
+class Pair(NamedTuple):
+    one: Any
+    other: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Slotted:
+    value: Any
+
+
+class Counter:
+    total = 0
+    seen: list[int] = []
+
+    @functools.cached_property
+    def first(self) -> int:
+        Counter.total += 1
+        return self.add(3)
+
+    @functools.lru_cache  # noqa: B019
+    def twice(self, n: int) -> int:
+        return 2 * n
+
+    def add(self, n: int) -> int:
+        Counter.seen.append(n)
+        return n
+
+    @functools.singledispatchmethod
+    def kind(self, value: Any) -> str:
+        return "other"
+
+    @kind.register
+    def _(self, value: int) -> str:
+        return "int"
+
+
+def everything(model: Any) -> Any:
+    counter = Counter()
+    called = fibonacci(20), kind_of([1, [2.5]]), counter.first, counter.first, counter.twice(4), Counter.total
+    return called, [counter, Pair(1, Slotted(Color.RED))], fibonacci.cache_parameters()["maxsize"], counter.kind(2)
+
+
+def in_this_process() -> list[Callable[[Any], Any]]:
+    """Copies of `everything` from code for a server, whose functions and classes go by value, and from `copies`."""
+    code = ship([[FunctionProgram(everything)]], elsewhere=True)
+    programs = [unship(code.programs, id)[0][0], *copies([FunctionProgram(everything)], lambda _: False)]
+    return [program.fn for program in programs if isinstance(program, FunctionProgram)]
+
+
+def test_l1_functions_with_caches_and_of_several_types_are_sent() -> None:
+    """Seen failing: neither could be pickled."""
+    fibonacci.cache_clear()
+    for fn in in_this_process():
+        called, _, size, kind = fn(None)
+        assert called == (6765, ["int", ["other"]], 3, 3, 8, 1) and size == 7 and kind == "int"
+    assert fibonacci.cache_info().currsize == 0
+
+
+def test_l6_code_that_is_loaded_where_it_was_made_changes_no_class_of_the_callers() -> None:
+    """Seen failing: cloudpickle put the copied methods and attributes into the caller's class."""
+    methods, seen = dict(vars(Counter)), Counter.seen
+    for fn in in_this_process():
+        called, (counter, pair), *_ = fn(None)
+        assert called[-1] == 1 and type(counter).seen == [3]
+        assert pair.other.value is Color.RED and not hasattr(pair.other, "__dict__")
+    assert dict(vars(Counter)) == methods and Counter.seen is seen and not seen and Counter.total == 0
 
 
 # What workers hold.

@@ -7,19 +7,22 @@ from functools import cached_property, partial
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+import torch
+
+from midstream.arch import Architecture
 from midstream.arch.aliases import Aliases
 from midstream.arch.detect import show_tree
-from midstream.client.known import Model
 from midstream.client.lowering import explained
 from midstream.client.model import TraceModel
 from midstream.client.requests import Invoke
 from midstream.client.tracing import BlockContext
 from midstream.errors import TraceError, UnknownModuleError
 from midstream.plan.values import ModelFacts, Plan
-from midstream.sites import ACCESSORS, LAYER_SITES, Point
+from midstream.sites import ACCESSORS, LAYER_SITES, Binding
 from midstream.trace.block import Block
 from midstream.trace.envoy import nearest, where_layers_are
 from midstream.trace.program import BlockProgram, FunctionProgram, Program, ShippedCode, ship
+from midstream.trace.record import Model
 from midstream.trace.tracer import BodyTracer
 
 _IN_TRACES = ("logits", "samples", "next_token_probs", "project_on_vocab", "steer", "skip_layers")
@@ -235,21 +238,37 @@ class DescribedModel(TraceModel):
         Nothing is computed. The text does not take into account `n`, a plan beside the trace, or edits of the model.
 
         Returns:
-            The text, for a function.
+            The text, for a function. A notebook does not print it again.
         """
         if fn is None:
             return ExplainContext(self)
-        text = explained(FunctionProgram(fn), self._known, may_keep=not self._is_elsewhere)
+        text = explained(FunctionProgram(fn), self._known, may_run_here=not (self._is_elsewhere or self._is_async))
         print(text)
-        return text
+        return Explanation(text)
 
     @cached_property
     def _known(self) -> Model:
         """What is known of the model before a trace runs."""
         described = self.description
-        values = {name: _point(text) for name, text in described["values"].items()}
-        points = {_point(text): name for text, name in described["points"].items()}
-        return Model(self.facts, described["free_sites"], described["modules"], values, self.aliases, points)
+        bindings = {
+            _point(text): Binding(path, kind, tuple(hidden), _tuple(residual), _tuple(heads), scale, in_place)
+            for text, (path, kind, hidden, residual, heads, scale, in_place) in described["bindings"].items()
+        }
+        order = {(path, kind): (first, last) for path, kind, first, last in described["order"]}
+        widths: Any = {_point(text): width for text, width in described["widths"].items()}
+        layers = tuple(range(described["num_layers"]))
+        arch = Architecture(len(layers), layers, described["hidden_size"], bindings, order, described["shapes"], widths)
+        return Model(
+            arch,
+            described["modules"],
+            described["free_sites"],
+            getattr(torch, described["dtype"]),
+            torch.device(described["device"]),
+            self.vocab_size,
+            self.aliases,
+            lambda: self.tokenizer,
+            self._text_config,
+        )
 
     @property
     def num_layers(self) -> int:
@@ -292,6 +311,13 @@ class DescribedModel(TraceModel):
         return show_tree(described["modules"], described["shapes"], described["sites"], aliases)
 
 
+class Explanation(str):
+    """A text that has been printed."""
+
+    def __repr__(self) -> str:
+        return ""
+
+
 class ExplainContext(BlockContext):
     """`with model.explain():`"""
 
@@ -302,11 +328,15 @@ class ExplainContext(BlockContext):
     def _captured(self, block: Block, frame: FrameType) -> None:
         injected = {block.target: BodyTracer()} if isinstance(block.target, str) else {}
         model = self._model
-        may_keep = not (model._is_elsewhere or model._is_async)
-        print(explained(BlockProgram(block, injected), model._known, may_keep))
+        may_run_here = not (model._is_elsewhere or model._is_async)
+        print(explained(BlockProgram(block, injected), model._known, may_run_here))
 
 
-def _point(text: str) -> Point:
-    """`resid_post/3` as a point."""
+def _point(text: str) -> tuple[str, int | None]:
+    """`resid_post/3` as a point, and `embed/` as a site that the model has once."""
     site, layer = text.split("/")
-    return site, int(layer)
+    return site, int(layer) if layer else None
+
+
+def _tuple(given: Any) -> Any:
+    return None if given is None else tuple(given)

@@ -21,15 +21,17 @@ from midstream.client.language_model_batch import BatchInvoke, BatchRequest, Pad
 from midstream.client.model import TraceModel, loading_arguments
 from midstream.client.prompts import prompts_of
 from midstream.client.requests import Invoke, InvokeResult, runs_of, token_ids
+from midstream.client.tracing import warn_of_functions
 from midstream.client.vectors_and_runs import Runs, Vectors, run_now
 from midstream.errors import MidstreamError, ParameterError, PlanError, PromptError
 from midstream.plan.values import ModelFacts
 from midstream.runtime.store import RunStore, make_run
 from midstream.settings import RECORD_BYTES
 from midstream.sites import ACCESSORS, LAYER_SITES
+from midstream.trace.envoy import CallPoints, ModelEnvoy, SitePerLayer
 from midstream.trace.envoy import Generator as Generation
-from midstream.trace.envoy import ModelEnvoy
 from midstream.trace.interleaver import Interleaver
+from midstream.trace.program import FunctionProgram, copies
 
 
 def _device(device: Any, device_map: Any) -> Any:
@@ -207,6 +209,7 @@ class LanguageModel(TraceModel):
         self, invokes: list[Invoke], together: bool = False, ended: Callable[[int], object] = lambda _: None
     ) -> list[InvokeResult]:
         """Run traces as one batch, and requests without traces in the batches of `_batches`."""
+        given, invokes = invokes, self._on_copies(invokes)
         prompts = [[] if each.prompt is None else prompts_of(each.prompt)[0] for each in invokes]
         single = self._with_plan(
             [replace(each, prompt=prompt) for each, own in zip(invokes, prompts, strict=True) for prompt in own]
@@ -227,7 +230,37 @@ class LanguageModel(TraceModel):
             for part in [batch] if has_trace or not any(plans) else self._batches(batch):
                 self._run_batch(part, stack)
                 ended(len(part))
-            return [self._result(each) for each in batch]
+            results = [self._result(each) for each in batch]
+        warn_of_functions(given, results)
+        return results
+
+    def _on_copies(self, invokes: list[Invoke]) -> list[Invoke]:
+        """The invokes with functions that use copies of the caller's variables, as on an engine. Blocks use the variables themselves."""
+        functions = [each.program for each in invokes if isinstance(each.program, FunctionProgram)]
+        if not functions:
+            return invokes
+        copied = iter(copies(functions, keeps=self._keeps()))
+        return [
+            replace(each, program=next(copied)) if isinstance(each.program, FunctionProgram) else each
+            for each in invokes
+        ]
+
+    def _keeps(self) -> Callable[[Any], bool]:
+        """Whether an object is a model, or part of this one, of which there are no copies."""
+        own: set[int] = set()
+
+        def keeps(value: Any) -> bool:
+            kind = type(value)
+            if issubclass(kind, (TraceModel, CallPoints, SitePerLayer)) or value is self.tokenizer:
+                return True
+            if not issubclass(kind, (nn.Module, torch.Tensor)):
+                return False
+            if not own:
+                parts = (self.module.modules(), self.module.parameters(), self.module.buffers())
+                own.update(id(part) for part in itertools.chain(*parts))
+            return id(value) in own
+
+        return keeps
 
     def _stream(self, invokes: Iterator[Invoke]) -> Generator[tuple[int, InvokeResult]]:
         numbers = itertools.count()

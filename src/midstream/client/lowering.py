@@ -1,36 +1,35 @@
-"""What a trace does with the model, found before it runs.
+"""Where the code of a trace runs, found by recording it (`trace.record`).
 
-A trace that writes nothing but what a plan can make need not stop the forward: the plan makes the edits, and the body runs when the step is
-over, on captured rows. `lower` finds the edits and the sites that are read. In doubt it says no, and the body runs in the forward.
+A trace that writes nothing but what a plan can make need not stop the forward: the plan makes the writes, and the code, if it does more,
+runs when the step is over, on captured rows. In doubt it runs in the forward.
 """
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from types import FunctionType
-from typing import Any, NamedTuple
+import copy
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
 
-from midstream.client.findings import Note, Record
-from midstream.client.following import Reader, source_of
-from midstream.client.keeping import Rows, rows_kept
-from midstream.client.known import (
-    MODEL,
-    SHARED,
-    TRACER,
-    Model,
-    Stays,
-    Unsized,
-    abstract,
-)
-from midstream.plan.values import Capture, Edit, Plan, counted_from_0
+import torch
+
+from midstream.client.passes import changes, rows_of
+from midstream.errors import PlanError
+from midstream.plan.ops.edit import Edit, RowChange, changed, kinds
+from midstream.plan.values import Capture, Plan, counted_from_0
+from midstream.runtime.request import Tier
 from midstream.sites import Point
-from midstream.trace.program import BlockProgram, FunctionProgram, Program
-from midstream.trace.tracer import BodyTracer
+from midstream.trace.graph import StepGraph, Write, repeats, same_steps
+from midstream.trace.kept import KeptTrace, Rows, rows_kept
+from midstream.trace.program import BlockProgram, Outcome, Program, ShippedCode, ship, unship
+from midstream.trace.record import Model, Recording, record
+from midstream.trace.weights import Weight, on_device
 
-_LONG_PROMPT = 512
+_ELSE = "a plan adds, subtracts, replaces and projects out; this write does something else"
+_IN_GRAPHS = ("resid_post",)  # as `runtime.points.trace_keys`
+_EXPLAINED = (512, 8)  # the prompt's length and the number of steps for `explain`
 # The positions to capture for what is kept: of a point that is read in the prompt's step alone, and of others.
 _KEPT: dict[Rows, tuple[Sequence[str], Sequence[str]]] = {
     "last": (("last_prompt",), ("last_prompt", "all_generated")),
@@ -38,44 +37,63 @@ _KEPT: dict[Rows, tuple[Sequence[str], Sequence[str]]] = {
 }
 
 
-class Kept(NamedTuple):
-    """Which rows of each step a trace keeps, and the plan that captures them."""
+@dataclass(frozen=True)
+class Note:
+    """What becomes of one line: `"edit"`, `"read"` or `"forward"`, and why."""
 
-    rows: Rows
-    plan: Plan
+    line: int
+    kind: str
+    text: str
 
 
 @dataclass
 class Lowered:
-    """What a program does.
+    """What the code of one request does.
 
     Attributes:
+        tier: where it can run.
         edits: its writes, as a plan makes them.
         reads: the points that it reads or writes, and whether in the prompt's step alone.
+        rows: which rows it keeps, if it can run in the caller's process.
         notes: line by line.
         reason: why it has to run in the forward; None if it need not.
-        needs_body: whether it does more than the edits.
-        changes_captured: whether it may change one of the caller's objects, which another body may use.
-        kept: what it keeps, if it only keeps rows; else None.
+        recordings: of its programs, its own last.
+        again: records its own program with another number of steps.
     """
 
+    tier: Tier = Tier.FORWARD
     edits: tuple[Edit, ...] = ()
     reads: dict[Point, bool] = field(default_factory=dict)
+    rows: Rows | None = None
     notes: list[Note] = field(default_factory=list)
     reason: str | None = None
-    needs_body: bool = True
-    changes_captured: bool = False
-    kept: Kept | None = None
+    recordings: Sequence[Recording] = ()
+    again: Callable[[int], Recording] | None = None
 
     @property
-    def written(self) -> set[Point]:
-        return {(edit.site, layer) for edit in self.edits for layer in edit.at_layers}
+    def keeps_to_graphs(self) -> bool:
+        """Whether its code is known to use no sites but those that traces can use in the compiled forward."""
+        known = all(recording.reason is None and not recording.watched for recording in self.recordings)
+        return known and all(site in _IN_GRAPHS for site, _ in self.reads)
 
-    @cached_property
-    def plan(self) -> Plan:
-        """The edits, and captures of the rows that the body needs: its own writes go to its copies of them."""
-        if not self.needs_body:
+    def outcome(self) -> Outcome:
+        """The outcome of its own program, for `Tier.PLAN`."""
+        found = self.recordings[-1].outcome
+        return replace(found, values=copy.deepcopy(found.values))
+
+    def kept_trace(self, length: int) -> KeptTrace:
+        """What puts the captured rows into what it keeps, for `Tier.CLIENT`. `length`: of the prompt."""
+        assert self.again is not None
+        return KeptTrace(self.recordings[-1], self.again, 1 if self.rows == "last" else length)
+
+    def plan_for(self, tier: Tier) -> Plan:
+        """The edits, and captures of the rows that the code needs. Its own writes go to its copies of them."""
+        if tier is Tier.FORWARD:
+            return Plan()
+        if tier is Tier.PLAN:
             return Plan(self.edits)
+        if tier is Tier.CLIENT and self.rows is not None:
+            return Plan(tuple(self._captures(*_KEPT[self.rows])))
         return Plan((*self.edits, *self._captures(("all_prompt",), ("all",))))
 
     def _captures(self, of_prompt: Sequence[str], of_all: Sequence[str]) -> Iterator[Capture]:
@@ -84,22 +102,37 @@ class Lowered:
         for (site, layer), in_prompt in sorted(self.reads.items()):
             groups.setdefault((site, in_prompt), []).append(layer)
         for (site, in_prompt), layers in groups.items():
-            yield from (Capture(site, layers=layers, positions=each) for each in (of_prompt if in_prompt else of_all))
+            for positions in of_prompt if in_prompt else of_all:
+                yield Capture(site, layers=layers, positions=positions)
 
 
-class Behind(NamedTuple):
-    """Traces that do not stop the forward: the plan of each, and whether the engine has to run their bodies behind the step, too.
+@dataclass
+class Lowering:
+    """How the requests of a call run.
 
     Attributes:
-        kept: what each keeps, if all of them only keep rows. Their code may then run after the requests have ended.
+        tier: of all of them, since they share variables.
+        plans: of each request; empty ones in the forward.
+        keeps_to_graphs: as of `Lowered`, for each request.
+        each: what each request does; empty for the requests of a client elsewhere.
     """
 
-    plans: Sequence[Plan]
-    needs_bodies: bool
-    kept: Sequence[Kept] | None = None
+    tier: Tier
+    plans: list[Plan]
+    keeps_to_graphs: list[bool]
+    each: list[Lowered] = field(default_factory=list)
 
-    def stands_beside(self, plans: Iterable[Plan], num_layers: int) -> bool:
-        """Whether a request may have both plans: the other one captures nothing, and edits no point that the trace reads or writes.
+    @classmethod
+    def of(cls, tier: Tier, each: list[Lowered]) -> Lowering:
+        keeps = [one.keeps_to_graphs for one in each]
+        return cls(tier, [one.plan_for(tier) for one in each], keeps, each)
+
+    def in_the_engine(self) -> Lowering:
+        """The same for requests whose code cannot run in the caller's process."""
+        return Lowering.of(Tier.BEHIND, self.each) if self.tier is Tier.CLIENT else self
+
+    def stands_beside(self, plans: Sequence[Plan], num_layers: int) -> bool:
+        """Whether each request may have both plans: the other one captures nothing, and edits no point that the trace reads or writes.
 
         A trace acts after the edits of a plan beside it, and one plan would make them in an order of its own. Raises PlanError for a
         layer outside of the model.
@@ -115,141 +148,349 @@ def _points(plan: Plan, num_layers: int) -> set[Point]:
     return {(item.site, layer) for item in items for layer in item.layers_in(num_layers)}
 
 
-def explained(program: Program, model: Model, may_keep: bool) -> str:
-    """What becomes of a program, line by line, as text. Prompts are taken to have enough tokens for the positions that it names.
+def explained(program: Program, model: Model, may_run_here: bool) -> str:
+    """What becomes of a program, line by line, as text. The prompt is taken to have 512 tokens, and the request eight steps.
 
-    `may_keep`: whether its code may run in this process if it only keeps rows.
+    `may_run_here`: whether its code may run in this process.
     """
-    found = lower(program, model, _LONG_PROMPT)
+    length, steps = _EXPLAINED
+    programs = [[program]]
+    (found,) = lowered_requests(programs, ship(programs), model, [length], [steps])
     lines = [f"{f'line {note.line}':>10}  {note.kind:<8} {note.text}" for note in found.notes]
-    if found.reason is not None:
-        end = "The trace runs in the forward: its steps are slower, for all requests in them."
-    elif found.kept is not None and may_keep:
-        end = "The trace only keeps rows. A plan captures them, and the trace's code runs in this process after the request has ended."
-    elif found.needs_body:
-        end = "The trace runs behind the step: a plan makes its writes, and its code gets captured rows. The forward is not stopped."
-    else:
-        end = "A plan does all of it: no code runs in the engine."
-    return "\n".join([*lines, end])
+    tier = found.tier if may_run_here or found.tier is not Tier.CLIENT else Tier.BEHIND
+    ends = {
+        Tier.PLAN: "A plan does all of it: no code runs in the engine.",
+        Tier.CLIENT: "The trace only keeps rows. A plan captures them, and the trace's code runs in this process after the request has "
+        "ended.",
+        Tier.BEHIND: "The trace runs behind the step: a plan makes its writes, and its code gets captured rows. The forward is not stopped.",
+        Tier.FORWARD: "The trace runs in the forward: its steps are slower, for all requests in them.",
+    }
+    return "\n".join([*lines, ends[tier]])
 
 
-def lower(program: Program, model: Model, prompt_length: int | None) -> Lowered:
-    """Read a program. `prompt_length`: in tokens; if it is None, Unsized is raised for a program whose edits depend on it."""
-    record = Record(model, prompt_length)
+def lower_trace(
+    programs: Sequence[Sequence[Program]],
+    code: ShippedCode,
+    model: Model,
+    lengths: Sequence[int],
+    steps: Sequence[int],
+) -> Lowering:
+    """How the requests of a call run. If one of them has to run in the forward, all do.
+
+    Args:
+        programs: of each request, which `code` has in the form to send.
+        lengths: of the requests' prompts, in tokens.
+        steps: how many each request has at most.
+    """
+    found = lowered_requests(programs, code, model, lengths, steps)
+    tiers = {one.tier for one in found}
+    tier = tiers.pop() if len(tiers) == 1 else Tier.FORWARD if Tier.FORWARD in tiers else Tier.BEHIND
+    return Lowering.of(tier, found)
+
+
+# Recording.
+
+
+def lowered_requests(
+    programs: Sequence[Sequence[Program]],
+    code: ShippedCode,
+    model: Model,
+    lengths: Sequence[int],
+    steps: Sequence[int],
+) -> list[Lowered]:
+    """What the code of each request does. Arguments are as of `lower_trace`."""
+    jobs: dict[Hashable, tuple[int, int, int, int]] = {}  # key -> request, its program, the prompt's length, steps
+    wanted: list[list[Hashable]] = []
+    for request, own in enumerate(programs):
+        wanted.append([(_identity(program), steps[request], lengths[request]) for program in own])
+        for place, key in enumerate(wanted[-1]):
+            jobs.setdefault(key, (request, place, lengths[request], steps[request]))
+    recorder = _Recorder(code, model, jobs, len(programs))
+    known: dict[Hashable, Lowered] = {}
+    found = []
+    for request, keys in enumerate(wanted):
+        key = tuple(keys)
+        if key not in known:
+            each = [
+                _lowered(recorder.recordings[exact], model, lengths[request], programs[request][place].is_standing)
+                for place, exact in enumerate(keys)
+            ]
+            known[key] = each[0] if len(each) == 1 else _together(each)
+            known[key].again = partial(recorder.again, key[-1]) if key else None
+        found.append(known[key])
+    return found
+
+
+def _identity(program: Program) -> Hashable:
+    """Equal for programs that do the same with the same objects."""
+    if not isinstance(program, BlockProgram):
+        return id(program)
+    block = program.block
+    values = tuple((name, id(value)) for name, value in block.captured.items())
+    return id(block.compiled), values, tuple(program.injected), tuple(program.saved), tuple(block.borrows.items())
+
+
+class _Recorder:
+    """Records the programs of a call twice, on one copy of their variables, and the second time in the opposite order.
+
+    If that makes a difference, the code depends on something that a recording does not see: a variable that it changes, or the prompt's
+    length. Two different lengths show the latter. Then each length that occurs is recorded.
+
+    Attributes:
+        recordings: by the keys of the jobs.
+    """
+
+    def __init__(
+        self, code: ShippedCode, model: Model, jobs: Mapping[Hashable, tuple[int, int, int, int]], requests: int
+    ) -> None:
+        self._code, self._model, self._jobs = code, model, jobs
+        self._has_arrays = b"numpy" in code.programs
+        self.recordings: dict[Hashable, Recording] = {}
+        if not code.is_whole:
+            reason = "it uses a value of one of your modules that cannot be sent"
+            self.recordings = dict.fromkeys(jobs, Recording([], reason))
+            return
+        lengths = [length for _, _, length, _ in jobs.values()]
+        if len(jobs) and min(lengths) > 1 and self._record_any_length(min(lengths), 2 * max(lengths) + 501):
+            return
+        if not self._record_twice(one_copy=True) and requests == 1:
+            self._record_twice(one_copy=False)
+
+    def _copy(self) -> list[list[Program]]:
+        held = {digest: _held(weight) for digest, weight in self._code.weights.items()}
+        return unship(self._code.programs, self._model.resolve, None, held)
+
+    def _run(self, copy: list[list[Program]], job: tuple[int, int, int, int], length: int) -> Recording:
+        request, place, _, steps = job
+        return record(copy[request][place], self._model, length, steps, self._has_arrays)
+
+    def again(self, key: Hashable, steps: int) -> Recording:
+        """Record a program with another number of steps."""
+        request, place, length, _ = self._jobs[key]
+        return record(self._copy()[request][place], self._model, length, steps, self._has_arrays)
+
+    def _record_any_length(self, short: int, long: int) -> bool:
+        """Record each program once for all lengths. Returns whether it makes no difference how long the prompts are."""
+        unique: dict[Hashable, tuple[int, int, int, int]] = {}
+        for key, job in self._jobs.items():
+            unique.setdefault(_without_length(key), job)
+        copy = self._copy()
+        once = {key: self._run(copy, job, short) for key, job in unique.items()}
+        again = {key: self._run(copy, job, long) for key, job in reversed([*unique.items()])}
+        if not all(_agree(once[key], again[key]) and once[key].sizes == again[key].sizes for key in unique):
+            return False
+        self.recordings = {key: once[_without_length(key)] for key in self._jobs}
+        return True
+
+    def _record_twice(self, one_copy: bool) -> bool:
+        """Record each program for each length. Returns whether the two recordings of each agree."""
+        copy = self._copy()
+        once = {key: self._run(copy, job, job[2]) for key, job in self._jobs.items()}
+        copy = copy if one_copy else self._copy()
+        again = {key: self._run(copy, job, job[2]) for key, job in reversed([*self._jobs.items()])}
+        agree = True
+        for key, recording in once.items():
+            if not _agree(recording, again[key]):
+                agree = False
+                recording.reason = recording.reason or again[key].reason or "it does something else each time it runs"
+        self.recordings = once
+        return agree
+
+
+_weights: WeakKeyDictionary[Weight, torch.Tensor] = WeakKeyDictionary()
+
+
+def _held(weight: Weight) -> torch.Tensor:
+    """A weight's bytes as a tensor, of which copies are made when somebody writes to them."""
+    if weight not in _weights:
+        _weights[weight] = on_device(weight.data, None)
+    return _weights[weight]
+
+
+def _without_length(key: Any) -> Hashable:
+    return key[:-1]
+
+
+def _agree(one: Recording, other: Recording) -> bool:
+    if one.reason is not None or other.reason is not None:
+        return one.reason == other.reason
+    return one.needs_body == other.needs_body and one.watched == other.watched and same_steps(one.steps, other.steps)
+
+
+# From recordings to plans.
+
+
+def _lowered(recording: Recording, model: Model, length: int, is_standing: bool) -> Lowered:
+    notes = _reads_noted(recording)
+    made = Lowered(notes=notes, recordings=[recording])
+    for step, graph in enumerate(recording.steps):
+        for point in graph.reads:
+            made.reads[point] = made.reads.get(point, True) and step == 0
+    made.reads |= dict.fromkeys(recording.watched, False)
     try:
-        statements, names = _code_of(getattr(program, "program", program))
-        record.note_captured(names.values())
-        given = dict(names)
-        reader = Reader(record, names)
-        if program.is_standing and not any(map(reader.goes_through_steps, statements)):
-            record.step = "all"
-        reader.run(statements)
-        lowered = Lowered(
-            tuple(edit for _, _, edit in record.edits),
-            record.points(),
-            record.notes,
-            None,
-            record.needs_body,
-            record.changes_captured,
+        _refuse(recording, made.reads, model)
+        made.edits = tuple(_edits(recording.steps, length, notes))
+    except _Stays as stays:
+        notes.append(Note(stays.line, "forward", stays.reason))
+        return replace(made, edits=(), reason=f"line {stays.line}: {stays.reason}")
+    made.tier = Tier.BEHIND if recording.needs_body else Tier.PLAN
+    made.notes = sorted(
+        (note for note in notes if made.tier is Tier.BEHIND or note.kind == "edit"), key=lambda note: note.line
+    )
+    if made.tier is Tier.BEHIND and not (made.edits or is_standing):
+        made.rows = rows_kept(recording)
+        made.tier = Tier.CLIENT if made.rows is not None and _is_better_here(made) else Tier.BEHIND
+    return made
+
+
+class _Stays(Exception):
+    """The code has to run in the forward."""
+
+    def __init__(self, line: int, reason: str) -> None:
+        super().__init__(reason)
+        self.line, self.reason = line, reason
+
+
+def _refuse(recording: Recording, reads: Mapping[Point, bool], model: Model) -> None:
+    """Raise _Stays for code whose writes are not known before its steps, or that reads where the engine captures nothing."""
+    if recording.reason is not None:
+        raise _Stays(recording.line, recording.reason)
+    free = ", ".join(sorted(model.sites)) or "none"
+    for graph in recording.steps:
+        for point, line in (*graph.reads.items(), *recording.watched.items()):
+            if point[0] not in model.sites:
+                raise _Stays(line, f"{point[0]} is not among the engine's graph_sites: {free}")
+    writes = [write for graph in recording.steps for write in graph.writes]
+    if recording.may_raise is not None and writes:
+        raise _Stays(
+            recording.may_raise, "whether this raises an error depends on the values, and it writes to the model"
         )
-        rows = rows_kept(statements, given) if record.knows_layers and not program.is_standing else None
-        if rows is not None and _is_worth_keeping(lowered, rows):
-            lowered.kept = Kept(rows, Plan(tuple(lowered._captures(*_KEPT[rows]))))
-        return lowered
-    except Stays as stays:
-        record.notes.append(Note(stays.line, "forward", stays.reason))
-        return Lowered(notes=record.notes, reason=f"line {stays.line}: {stays.reason}")
+    reads_streams = any(
+        value.kind == "read" and value.part is not None for graph in recording.steps for value in graph.values
+    )
+    if reads_streams and recording.needs_body:
+        raise _Stays(next(iter(reads.values())) and 0, "it reads one of a layer's two streams")
 
 
-def _is_worth_keeping(found: Lowered, rows: Rows) -> bool:
-    """Whether code that only keeps rows may run after its request, and is better run there.
+def _reads_noted(recording: Recording) -> list[Note]:
+    lines: dict[tuple[int, str], list[int]] = {}
+    for graph in recording.steps:
+        for (site, layer), line in (*graph.reads.items(), *recording.watched.items()):
+            layers = lines.setdefault((line, site), [])
+            if layer not in layers:
+                layers.append(layer)
+    return [
+        Note(
+            line,
+            "read",
+            f"{site}[{layers[0]}] is captured" if len(layers) == 1 else f"{site} at {len(layers)} layers is captured",
+        )
+        for (line, site), layers in lines.items()
+    ]
+
+
+def _edits(steps: Sequence[StepGraph], length: int, notes: list[Note]) -> Iterator[Edit]:
+    """The writes as edits. Raises _Stays for a write that no edit can make."""
+    first = [edit for write in steps[0].writes for edit in _edits_of(write, length, "prefill", notes)]
+    later: list[Edit] | None = None
+    for number, graph in enumerate(steps[1:], start=1):
+        if number > 1 and repeats(graph, steps[number - 1]):
+            continue
+        found = [edit for write in graph.writes for edit in _edits_of(write, 1, "decode", notes)]
+        if later is not None and found != later:
+            line = next((write.line for each in (graph, steps[number - 1]) for write in each.writes), 0)
+            raise _Stays(line, "a plan makes the same writes in all steps after the prompt's")
+        later = found
+    for edit in later or ():
+        alike = next((other for other in first if other == _in_prompt(edit)), None)
+        if alike is not None:
+            first.remove(alike)
+            yield changed(edit, phase="both")
+        else:
+            yield edit
+    yield from first
+
+
+def _in_prompt(edit: Edit) -> Edit:
+    return changed(edit, phase="prefill")
+
+
+def _edits_of(write: Write, length: int, phase: str, notes: list[Note]) -> list[Edit]:
+    found = changes(write)
+    site, layer = write.point
+    if found is None:
+        raise _Stays(write.line, _ELSE)
+    rows: dict[int, int] = {}  # row -> the entry that counts there
+    try:
+        for place, (chosen, _) in enumerate(found):
+            rows |= dict.fromkeys(rows_of(chosen, length), place)
+    except IndexError:
+        raise _Stays(write.line, "it is about a row that the prompt does not have") from None
+    edits: list[Edit] = []
+    for place, (chosen, change) in enumerate(found):
+        mine = [row for row in rows_of(chosen, length) if rows[row] == place]
+        if not mine or change.is_nothing:
+            continue
+        is_all, in_prompt = len(mine) == length, phase == "prefill"
+        constant = change.constant
+        if constant is not None and constant.ndim == 2:
+            order = rows_of(chosen, length)
+            change = change._replace(constant=constant[[order.index(row) for row in mine]])
+            if not in_prompt:
+                change = change._replace(constant=change.constant[0])
+        places: list[dict[str, Any]] = [{"phase": phase}] if is_all else []
+        places += [{"positions": tuple(mine)}] if in_prompt else []
+        made = _said(change, places, write)
+        if not made:
+            replaces = not (in_prompt or change.scale or change.outers)
+            raise _Stays(write.line, "a plan can replace rows of the prompt alone" if replaces else _ELSE)
+        edits += made
+    text = f"{site}[{layer}] is edited by a plan"
+    if (note := Note(write.line, "edit", text)) not in notes and edits:
+        notes.append(note)
+    return edits
+
+
+def _said(change: RowChange, places: Sequence[Mapping[str, Any]], write: Write) -> Sequence[Edit]:
+    """The edits that the registered kinds find for a change."""
+    if write.was.part is not None and (change.scale != 1 or change.outers):
+        return ()  # of a part of the site's value, only what is added is known to be added to the whole
+    for where in places:
+        for kind in kinds().values():
+            try:
+                if made := kind.saying(change, *write.point, where):
+                    return made
+            except PlanError as error:
+                raise _Stays(write.line, str(error)) from error
+    return ()
+
+
+def _is_better_here(found: Lowered) -> bool:
+    """Whether code that only keeps rows is better run in the caller's process.
 
     Code that reads whole values in the prompt's step alone runs once, and the engine sends what it saves faster.
     """
     sites, only_prompt = {site for site, _ in found.reads}, all(found.reads.values())
-    if found.edits or not found.needs_body or (rows == "whole" and only_prompt):
+    if found.rows == "whole" and only_prompt:
         return False
     return len(sites) == 1 and "attn_z" not in sites  # its rows have an axis of heads
 
 
-def lower_all(programs: Sequence[Program], model: Model, prompt_length: int | None) -> Lowered:
-    """What the programs of one request do together. Arguments are as of `lower`."""
-    each = [lower(program, model, prompt_length) for program in programs]
-    if len(each) == 1:
-        return each[0]
+def _together(each: Sequence[Lowered]) -> Lowered:
+    """What the programs of one request do together."""
     notes = [note for one in each for note in one.notes]
-    if reason := next((one.reason for one in each if one.reason is not None), None):
-        return Lowered(notes=notes, reason=reason)
-    written = [point for one in each for point in one.written]
+    recordings = [recording for one in each for recording in one.recordings]
+    if reason := next((one.reason for one in each if one.tier is Tier.FORWARD), None):
+        return Lowered(notes=notes, reason=reason, recordings=recordings)
+    written = [
+        point for one in each for point in {(edit.site, layer) for edit in one.edits for layer in edit.at_layers}
+    ]
     if len(set(written)) < len(written):
-        return Lowered(notes=notes, reason="two of its bodies write to one site")
+        return Lowered(notes=notes, reason="two of its bodies write to one site", recordings=recordings)
     reads: dict[Point, bool] = {}
     for one in each:
         for point, in_prompt in one.reads.items():
             reads[point] = reads.get(point, True) and in_prompt
     edits = tuple(edit for one in each for edit in one.edits)
-    needs_body, changes = any(one.needs_body for one in each), any(one.changes_captured for one in each)
-    return Lowered(edits, reads, notes, _clash(each), needs_body, changes)
-
-
-def _clash(each: Sequence[Lowered]) -> str | None:
-    """Why bodies with the same captured objects have to run in the forward; None if they need not."""
-    if len(each) > 1 and any(one.changes_captured for one in each) and any(one.edits for one in each):
-        return "a body changes an object that another one may use in its writes"
-    return None
-
-
-def lower_trace(programs: Sequence[Sequence[Program]], model: Model, lengths: Sequence[int | None]) -> Behind | None:
-    """What the requests of a trace do; None if any of them has to run in the forward.
-
-    Args:
-        programs: of each request.
-        lengths: of the requests' prompts, in tokens; None as for `lower`.
-    """
-    known: dict[Any, Lowered | None] = {}
-
-    def lowered(own: Sequence[Program], length: int | None) -> Lowered:
-        for each in (None, length):  # most programs do not depend on the length, and so are read once
-            key = (each, *map(id, own))
-            if key not in known:
-                try:
-                    known[key] = lower_all(own, model, each)
-                except Unsized:
-                    if length is None:
-                        raise
-                    known[key] = None
-            if (there := known[key]) is not None:
-                return there
-        raise AssertionError
-
-    found = []
-    for own, length in zip(programs, lengths, strict=True):
-        found.append(lowered(own, length))
-        if found[-1].reason is not None:
-            return None
-    if _clash(found):
-        return None
-    kept = [each.kept for each in found if each.kept is not None]
-    needs_bodies = any(each.needs_body for each in found)
-    return Behind([each.plan for each in found], needs_bodies, kept if len(kept) == len(found) else None)
-
-
-def _code_of(program: Program) -> tuple[Sequence[ast.stmt], dict[str, Any]]:
-    """The statements, and what is known of their names. Raises Stays without source."""
-    if isinstance(program, BlockProgram):
-        names: dict[str, Any] = {name: abstract(value) for name, value in program.block.captured.items()}
-        names |= {
-            name: TRACER if isinstance(value, BodyTracer) else abstract(value)
-            for name, value in program.injected.items()
-        }
-        if not program.block.compiled.statements:
-            raise Stays(None, "the block has no source here")
-        return program.block.compiled.statements, names | dict.fromkeys(program.block.borrows, SHARED)
-    if isinstance(program, FunctionProgram) and isinstance(program.fn, FunctionType):
-        function, names = source_of(program.fn, None)
-        arguments, defaults = [each.arg for each in function.args.args], program.fn.__defaults__ or ()
-        required = len(arguments) - len(defaults)
-        names |= dict(zip(arguments[:required], (MODEL, TRACER), strict=False))
-        names |= dict(zip(arguments[required:], map(abstract, defaults), strict=True))
-        return function.body, names
-    raise Stays(None, "the function has no source that can be read")
+    tier = Tier.PLAN if all(one.tier is Tier.PLAN for one in each) else Tier.BEHIND
+    return Lowered(tier, edits, reads, None, notes, None, recordings)

@@ -21,8 +21,7 @@ from midstream import errors
 from midstream.capture.consumers import CaptureInfo, Collected
 from midstream.capture.sinks import RequestCapture, Sinks
 from midstream.client.described import DescribedModel
-from midstream.client.known import Unsized
-from midstream.client.lowering import Behind, lower_trace
+from midstream.client.lowering import Lowering, lower_trace
 from midstream.client.prompts import Prompt, encode, prompts_of
 from midstream.client.remote_calls import MAX_PROMPTS, MAX_TOKENS, Asked, Call, Progress, raw
 from midstream.client.requests import (
@@ -42,11 +41,12 @@ from midstream.plan.fields import nearest
 from midstream.plan.values import Plan, RecordedRun, Span, check_strangers
 from midstream.plan.vectors import read_vectors, written_vectors
 from midstream.plan.wire import MAX_STRANGERS_BYTES
+from midstream.runtime.request import Tier
 from midstream.settings import NAME
 from midstream.sweeps.events import Event, Outline, decoded
 from midstream.sweeps.request import Metric, SweepRequest
 from midstream.sweeps.results import SweepResult
-from midstream.trace.program import Outcome, unrun
+from midstream.trace.program import Outcome, ShippedCode
 from midstream.transport.data import Reader
 
 API_KEY, ADMIN_KEY = "MIDSTREAM_API_KEY", "MIDSTREAM_ADMIN_KEY"  # environment variables
@@ -509,45 +509,51 @@ class Remote(DescribedModel):
         return results
 
     def _call(self, invokes: Sequence[Invoke], together: bool) -> tuple[Call, list[Outcome | None]]:
-        """The call, and what comes of traces that the server need not run."""
+        """The call, and the outcomes of traces that plans do: the server gets no code of these."""
+        call = Call(metadata.version(NAME), [], [], self._is_async, together)
+        outcomes: list[Outcome | None] = [None] * len(invokes)
         plans: dict[Plan, int] = {}
-        asked = []
+        if (code := self._code(invokes)) is not None:
+            lowering, prompts = self._lowered(invokes, code)
+            if lowering.tier is Tier.PLAN:
+                each = zip(invokes, lowering.each, strict=True)
+                outcomes = [one.outcome() if invoke.program is not None else None for invoke, one in each]
+                invokes = [
+                    replace(invoke, prompt=ids, plan=invoke.plan + plan)
+                    for invoke, ids, plan in zip(invokes, prompts, lowering.plans, strict=True)
+                ]
+            else:
+                call.programs, call.bodies, call.keeps_to_graphs = code.programs, code.bodies, lowering.keeps_to_graphs
+                if lowering.tier is not Tier.FORWARD:
+                    call.tier, call.lengths = lowering.tier, list(map(len, prompts))
+                    call.own = [plans.setdefault(plan, len(plans)) for plan in lowering.plans]
         for invoke in invokes:
             plan = without_destinations(invoke.plan)
             number = plans.setdefault(plan, len(plans)) if plan else None
             parts = (invoke.prompt, _params(invoke.params), list(invoke.answers))
             prompt, params, answers = map(raw, parts)
-            asked.append(Asked(prompt, params, number, answers))
-        call = Call(metadata.version(NAME), asked, [], self._is_async, together)
-        outcomes: list[Outcome | None] = [None] * len(invokes)
-        wires: dict[Plan, msgspec.Raw] = {}
-        if (code := self._code(invokes)) is not None:
-            call.programs, call.bodies, call.graph_sites = code.programs, code.bodies, code.graph_sites
-            behind, call.lengths = self._lowered(invokes)
-            wires = {plan: raw(plan.to_wire()) for plan in dict.fromkeys(behind.plans if behind is not None else ())}
-            fits = len({*plans, *wires}) <= MAX_PROMPTS and sum(map(len, wires.values())) <= MAX_STRANGERS_BYTES
-            if behind is not None and fits:
-                call.behind = [plans.setdefault(plan, len(plans)) for plan in behind.plans]
-                call.needs_bodies = behind.needs_bodies
-            if not call.needs_bodies:
-                outcomes = [unrun(each.program) if each.program is not None else None for each in invokes]
-        call.plans = [wires.get(plan) or raw(plan.to_wire()) for plan in plans]
+            call.asked.append(Asked(prompt, params, number, answers))
+        call.plans = [raw(plan.to_wire()) for plan in plans]
         return call, outcomes
 
-    def _lowered(self, invokes: Sequence[Invoke]) -> tuple[Behind | None, list[int]]:
-        """The plans that stand for the traces, if any do, and the lengths of the prompts that they are for; empty for any length."""
-        programs, lengths = self._programs(invokes), list[int]()
+    def _lowered(self, invokes: Sequence[Invoke], code: ShippedCode) -> tuple[Lowering, list[list[int]]]:
+        """How the traces run, and the prompts' token ids."""
+        prompts = [token_ids(invoke, lambda: self.tokenizer) for invoke in invokes]
+        steps = [max(1, min(invoke.params.get("max_tokens") or MAX_TOKENS, MAX_TOKENS)) for invoke in invokes]
+        programs, given = self._programs(invokes), [invoke.plan for invoke in invokes]
+        lowering = lower_trace(programs, code, self._known, list(map(len, prompts)), steps).in_the_engine()
+        own = dict.fromkeys(lowering.plans)
         try:
-            behind = lower_trace(programs, self._known, [None] * len(invokes))
-        except Unsized:
-            lengths = [len(token_ids(invoke, lambda: self.tokenizer)) for invoke in invokes]
-            behind = lower_trace(programs, self._known, lengths)
-        try:
-            for plan in dict.fromkeys(behind.plans if behind is not None else ()):
+            for plan in own:
                 check_strangers(plan, self.num_layers)
-        except PlanError:
-            return None, []  # more than a server takes
-        return behind, lengths
+            fits = (
+                len({*own, *given}) <= MAX_PROMPTS
+                and sum(len(raw(plan.to_wire())) for plan in own) <= MAX_STRANGERS_BYTES
+            )
+            fits = fits and (not any(given) or lowering.stands_beside(given, self.num_layers))
+        except PlanError:  # more than a server takes
+            fits = False
+        return lowering if fits else replace(lowering, tier=Tier.FORWARD), prompts
 
     def _deliveries(self, invokes: Sequence[Invoke]) -> dict[int, Delivery]:
         """For the invokes whose captured rows go elsewhere than to the output."""

@@ -14,6 +14,7 @@ import msgspec
 from midstream.capture.rows import Captured
 from midstream.client.requests import InvokeResult
 from midstream.errors import MidstreamError, RemoteError
+from midstream.runtime.request import Tier
 from midstream.trace.program import Failure, Outcome
 from midstream.trace.tracer import Result
 from midstream.trace.tree import map_objects
@@ -43,10 +44,11 @@ class Call(msgspec.Struct, forbid_unknown_fields=True):
         plans: as `Plan.to_wire` writes them.
         stream: whether outputs are sent with each token, and not only at the end.
         together: whether all requests must be in the same steps.
-        programs, bodies, graph_sites: as in `ShippedCode`; no programs if there is no trace.
-        behind: for each request the number of the plan that stands for its trace, if the traces need not stop the forward.
-        lengths: the prompts' lengths in tokens that these plans are for; empty if they are for any.
-        needs_bodies: whether the traces have to run even so.
+        programs, bodies: as in `ShippedCode`; no programs if there is no trace.
+        tier: where the code of the traces runs.
+        own: for each request the number of the plan that makes the writes and captures of its trace, if the tier has plans.
+        keeps_to_graphs: for each request, as of `TraceRequest`.
+        lengths: the prompts' lengths in tokens that these plans are for.
     """
 
     version: str
@@ -56,10 +58,10 @@ class Call(msgspec.Struct, forbid_unknown_fields=True):
     together: bool = False
     programs: bytes = b""
     bodies: Annotated[list[int], _FOR_PROMPTS] = []
-    graph_sites: Annotated[list[bool], _FOR_PROMPTS] = []
-    behind: Annotated[list[int], _FOR_PROMPTS] = []
+    tier: Tier = Tier.FORWARD
+    own: Annotated[list[int], _FOR_PROMPTS] = []
+    keeps_to_graphs: Annotated[list[bool], _FOR_PROMPTS] = []
     lengths: Annotated[list[int], _FOR_PROMPTS] = []
-    needs_bodies: bool = True
 
 
 def raw(value: Any) -> msgspec.Raw:

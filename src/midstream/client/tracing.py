@@ -18,13 +18,17 @@ from midstream.client.requests import Invoke, InvokeResult, raise_failures, samp
 from midstream.errors import TraceError
 from midstream.plan.values import Plan
 from midstream.trace.block import Block, capture, in_place_of, link, push, skip, skipped
-from midstream.trace.program import BlockProgram, Program
+from midstream.trace.program import BlockProgram, FunctionProgram, Program, code_of
 from midstream.trace.saves import CONTAINERS, attributes_of, refuse
 from midstream.trace.tracer import SAVE_ABOVE, Barrier, BodyTracer, backward, steps_of
 
 _LEFT_IN_ENGINE = (
     "This trace put values into {names} and did not save them. On VLLM a trace works on copies, so they stay in the engine. Save the "
     "values, `x.save()`: a list or dict comes back with the saved values in it. Or save all of it, `{name}.save()` in the trace."
+)
+_LEFT_BY_FUNCTION = (
+    "{function} put values into {names} and did not return them. It works on copies of its variables, so the values stay there: return "
+    "them, or write a with-block and save them."
 )
 _COUNTED = (
     "A trace has variables of its own: outside of it, {names} did not change. To go on with the trace's value, save it there: "
@@ -260,7 +264,7 @@ class Tracer(BlockContext):
                 "sample."
             )
         together = together or self._has_barrier
-        place = frame.f_code.co_filename, frame.f_lineno
+        place = frame.f_code.co_filename, frame.f_lineno, frame.f_globals
         running = self._model._run_with_bar(self.invokes, together, progress=self._progress)
         if self._model._is_async:
             self.backend = running
@@ -299,17 +303,11 @@ class Tracer(BlockContext):
     def _left_warnings(self, results: list[InvokeResult]) -> Iterator[str]:
         """A warning about the caller's objects that the trace wrote to without saving them.
 
-        A trace in this process writes to the caller's own tensors. Objects made by the block around the invokes are shared by them.
+        Objects made by the block around the invokes are shared by them.
         """
-        left = set()
-        for invoke, result in zip(self.invokes, results, strict=True):
-            outside = invoke.block.outside if invoke.block is not None else {}
-            for name in _names([result], "left"):
-                is_filled = issubclass(type(outside.get(name)), (*CONTAINERS, set))
-                if (self._model._ships or is_filled) and name.partition(".")[0] not in self._outer:
-                    left.add(name.rpartition(".")[2])
-        if left:
-            yield _LEFT_IN_ENGINE.format(names=", ".join(sorted(left)), name=min(left))
+        names = [name for name in _names(results, "left") if name.partition(".")[0] not in self._outer]
+        if left := _last_parts(names):
+            yield _LEFT_IN_ENGINE.format(names=", ".join(left), name=left[0])
 
     def _blocks(self) -> list[Block]:
         return [invoke.block for invoke in self.invokes if invoke.block is not None]
@@ -338,9 +336,29 @@ class Tracer(BlockContext):
         return names
 
 
-def _warn(place: tuple[str, int], texts: Iterable[str]) -> None:
+def warn_of_functions(invokes: Sequence[Invoke], results: Sequence[InvokeResult]) -> None:
+    """Warn about the caller's objects that functions, such as those of `model.run`, wrote to without returning them."""
+    by_function: dict[int, tuple[Any, list[InvokeResult]]] = {}
+    for invoke, result in zip(invokes, results, strict=True):
+        if isinstance(invoke.program, FunctionProgram):
+            by_function.setdefault(id(invoke.program.fn), (invoke.program.fn, []))[1].append(result)
+    for fn, own in by_function.values():
+        code, names = code_of(fn), _last_parts(_names(own, "left"))
+        if names and code is not None:
+            text = _LEFT_BY_FUNCTION.format(function=code.co_name, names=", ".join(names))
+            _warn((code.co_filename, code.co_firstlineno, getattr(fn, "__globals__", {})), [text])
+
+
+def _last_parts(names: Iterable[str]) -> list[str]:
+    """`found` for `keep.found`."""
+    return sorted({name.rpartition(".")[2] for name in names})
+
+
+def _warn(place: tuple[str, int, dict[str, Any]], texts: Iterable[str]) -> None:
+    """Warn at a line of a file. Python shows a warning once for each line, which the module's globals note."""
+    file, line, names = place
     for text in texts:
-        warnings.warn_explicit(text, UserWarning, *place)
+        warnings.warn_explicit(text, UserWarning, file, line, registry=names.setdefault("__warningregistry__", {}))
 
 
 def _names(results: list[InvokeResult], kind: str) -> list[str]:

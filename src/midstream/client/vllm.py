@@ -14,7 +14,7 @@ from midstream.arch.aliases import Rename, names_alone
 from midstream.capture.rows import Captured, Routes
 from midstream.capture.sinks import Sinks
 from midstream.client.described import DescribedModel
-from midstream.client.lowering import Behind, Kept, lower_trace
+from midstream.client.lowering import Lowered, Lowering, lower_trace
 from midstream.client.model import loading_arguments
 from midstream.client.requests import Invoke, InvokeResult, PreparedPlan, engine_params, token_ids, without_destinations
 from midstream.client.vllm_async import EngineStream
@@ -23,9 +23,9 @@ from midstream.client.vllm_engine import EngineConnection, EngineRequest, run_co
 from midstream.engine import launch
 from midstream.errors import MidstreamError, ParameterError, PlanError, TraceError
 from midstream.plan.values import Plan
-from midstream.runtime.request import Envelope, PlanRequest, TraceRequest, packed, requests_of
+from midstream.runtime.request import Envelope, PlanRequest, Tier, TraceRequest, packed, requests_of
 from midstream.settings import NAME, RECORD_BYTES, TRACE_SHARE, WEIGHT_BYTES, Settings
-from midstream.trace.kept import CapturedSteps, KeptPrograms
+from midstream.trace.kept import CapturedSteps, KeptTrace
 from midstream.trace.program import Outcome, ShippedCode
 
 _GROUP = 32  # invokes that become requests at a time
@@ -206,17 +206,24 @@ class VLLM(DescribedModel):
         invokes = self._with_plan([_with_carried_plan(invoke) for invoke in invokes])
         prompts = [token_ids(invoke, lambda: self.tokenizer) for invoke in invokes]
         code = self._code(invokes)
-        behind = None
+        lowering = None
         if code is not None and self._connection.is_described:
-            behind = lower_trace(self._programs(invokes), self._known, list(map(len, prompts)))
+            steps = [self._most_steps(invoke, ids) for invoke, ids in zip(invokes, prompts, strict=True)]
+            lowering = lower_trace(self._programs(invokes), code, self._known, list(map(len, prompts)), steps)
         if not self._is_async:
-            requests = self._requests(invokes, prompts, code, together, behind)
+            requests = self._requests(invokes, prompts, code, together, lowering)
             return run_requests(self._connection, requests, ended)
         if not self._connection.is_described and any(invoke.plan for invoke in invokes):
             # Plans are checked once the engine has started.
             return EngineStream(self._connection, lambda: self._requests(invokes, prompts, code, together), ended)
-        requests = self._requests(invokes, prompts, code, together, behind)
+        requests = self._requests(invokes, prompts, code, together, lowering)
         return EngineStream(self._connection, lambda: requests, ended)
+
+    def _most_steps(self, invoke: Invoke, ids: Sequence[int]) -> int:
+        """How many steps the request has at most."""
+        left = self.vllm_config.model_config.max_model_len - len(ids)
+        asked = invoke.params.get("max_tokens")
+        return max(1, min(left, left if asked is None else asked))
 
     def stream(
         self,
@@ -224,10 +231,10 @@ class VLLM(DescribedModel):
         prompts: Sequence[list[int]],
         code: ShippedCode | None,
         together: bool,
-        behind: Behind | None,
+        lowering: Lowering | None,
     ) -> EngineStream:
         """The outputs of a server's requests. Arguments and errors as of `_requests`."""
-        requests = self._requests(self._with_plan(list(invokes)), prompts, code, together, behind)
+        requests = self._requests(self._with_plan(list(invokes)), prompts, code, together, lowering)
         return EngineStream(self._connection, lambda: requests)
 
     def _requests(
@@ -236,7 +243,7 @@ class VLLM(DescribedModel):
         prompts: Sequence[list[int]],
         code: ShippedCode | None,
         together: bool = False,
-        behind: Behind | None = None,
+        lowering: Lowering | None = None,
     ) -> list[EngineRequest]:
         """The requests of `invokes`.
 
@@ -244,7 +251,7 @@ class VLLM(DescribedModel):
             prompts: their token ids.
             code: the code of their traces.
             together: whether all of them must be in the same steps.
-            behind: how the traces need not stop the forward, if they need not.
+            lowering: how the traces run, if that is known.
 
         Raises:
             PromptError: a prompt that cannot be traced in one step.
@@ -256,47 +263,49 @@ class VLLM(DescribedModel):
             traces = self._traces(invokes, prompts, code, together, streamed)
         plans: Sequence[PreparedPlan | None] = [None] * len(invokes)
         has_plans = any(invoke.plan for invoke in invokes)
-        if behind is not None and has_plans:
+        if lowering is not None and code is not None:
+            keeps = zip(traces, lowering.keeps_to_graphs, strict=True)
+            traces = [replace(trace, keeps_to_graphs=k) if trace is not None else None for trace, k in keeps]
+        if lowering is not None and has_plans:
             given = [invoke.plan or Plan() for invoke in invokes]
-            behind = behind if behind.stands_beside(given, self.num_layers) else None
-        if behind is not None:
+            lowering = lowering if lowering.stands_beside(given, self.num_layers) else None
+        if lowering is not None and lowering.tier is not Tier.FORWARD:
             has_samples = any(invoke.params.get("n", 1) > 1 for invoke in invokes)
             if together or streamed or has_samples:
-                behind = behind._replace(kept=None)
-            own = [each.plan for each in behind.kept] if behind.kept is not None else behind.plans
+                lowering = lowering.in_the_engine()
             planned = [
-                replace(invoke, plan=(invoke.plan or Plan()) + plan) for invoke, plan in zip(invokes, own, strict=True)
+                replace(invoke, plan=(invoke.plan or Plan()) + plan)
+                for invoke, plan in zip(invokes, lowering.plans, strict=True)
             ]
             try:
                 plans = self.planner.prepare_all(planned, prompts)
             except PlanError:
                 if not has_plans:
                     raise
-                behind = None  # too much for one plan, or the caller's own is wrong
+                lowering = None  # too much for one plan, or the caller's own is wrong
             else:
-                traces = [replace(trace, behind=True) for trace in traces if trace is not None]
-                if behind.kept is not None or not behind.needs_bodies:
-                    traces = [None] * len(invokes)  # the engine needs no code
-        if behind is None and has_plans:
+                is_behind = lowering.tier is Tier.BEHIND
+                traces = [
+                    replace(trace, tier=Tier.BEHIND) if trace is not None and is_behind else None for trace in traces
+                ]
+        tier = lowering.tier if lowering is not None else Tier.FORWARD
+        if tier is Tier.FORWARD and has_plans:
             plans = self.planner.prepare_all(invokes, prompts)
-        kept: Sequence[Kept | None] = [None] * len(invokes)
-        programs: KeptPrograms | None = None
-        if behind is not None and behind.kept is not None:
-            own_programs = [invoke.program for invoke in invokes if invoke.program is not None]
-            kept, programs = behind.kept, KeptPrograms(own_programs, self.num_layers, self._known.points)
+        lowered: Sequence[Lowered | None] = (
+            lowering.each if lowering is not None and lowering.each else [None] * len(invokes)
+        )
         shared: dict[Any, Any] = {}
         requests = []
-        for number, (invoke, ids, trace, plan, keeps) in enumerate(
-            zip(invokes, prompts, traces, plans, kept, strict=True)
-        ):
-            rows, here = None, None
-            if programs is not None and keeps is not None:
-                here = partial(_run_kept, programs, number, 1 if keeps.rows == "last" else len(ids))
-            if plan is not None and plan.plan.captures and (behind is None or here is not None):
+        for invoke, ids, trace, plan, found in zip(invokes, prompts, traces, plans, lowered, strict=True):
+            rows, here, unrun = None, None, None
+            if tier is Tier.CLIENT and found is not None:
+                here = partial(_run_kept, found.kept_trace(len(ids)))
+            elif tier is Tier.PLAN and found is not None and invoke.program is not None:
+                unrun = found.outcome
+            if plan is not None and plan.plan.captures and tier is not Tier.BEHIND:
                 rows = self._receiver(plan, invoke.params.get("n", 1), invoke, here)
             params = _params(invoke, trace, plan, rows, shared)
             salt = secrets.token_hex(8) if trace is not None else None
-            unrun = invoke.program if behind is not None and trace is None and here is None else None
             weights = code.weights if code is not None and trace is not None else {}
             requests.append(
                 EngineRequest(
@@ -368,7 +377,7 @@ def _params(
 ) -> Any:
     """The request's SamplingParams. Requests with equal parameters and plans share one object; `shared` has those made so far."""
     if trace is not None:
-        return _with_plan(_sampling_params(invoke, trace), plan, rows, invoke, trace.behind)
+        return _with_plan(_sampling_params(invoke, trace), plan, rows, invoke, trace.is_behind)
     same = (id(invoke.params), id(invoke.answers))
     if same not in shared:
         shared[same] = _sampling_params(invoke, None)
@@ -401,6 +410,6 @@ def _with_plan(
     return params
 
 
-def _run_kept(programs: KeptPrograms, number: int, prompt: int, captures: Captured, tokens: int) -> Outcome:
-    """Run a program that only keeps rows. `prompt`: how many rows of the prompt it has. `tokens`: how many new tokens its request had."""
-    return programs.outcome(number, CapturedSteps(captures.take(), prompt, tokens))
+def _run_kept(trace: KeptTrace, captures: Captured, tokens: int) -> Outcome:
+    """The outcome of a trace that only keeps rows. `tokens`: how many new tokens its request had."""
+    return trace.outcome(CapturedSteps(captures.take(), trace.prompt, tokens))

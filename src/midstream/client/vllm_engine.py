@@ -33,7 +33,7 @@ from midstream.errors import (
 from midstream.ranks.merge import merged_description, merged_outcomes
 from midstream.runtime.request import TraceRequest
 from midstream.settings import Settings
-from midstream.trace.program import Outcome, Program, put_results, unrun
+from midstream.trace.program import Outcome, put_results
 from midstream.trace.weights import Weight
 from midstream.transport.receiver import Mailbox, Receiver
 
@@ -54,7 +54,7 @@ class EngineRequest:
         plan: its plan.
         rows: receives captured rows.
         answers: the answers to grade.
-        unrun: its trace's code, if a plan does all of its work and the code never runs.
+        unrun: makes the outcome of its trace, if a plan does all of its work and its code never runs.
         weights: what its trace needs the workers to hold, by digest.
     """
 
@@ -64,7 +64,7 @@ class EngineRequest:
     plan: PreparedPlan | None
     rows: RowReceiver | None
     answers: Answers
-    unrun: Program | None = None
+    unrun: Callable[[], Outcome] | None = None
     weights: Mapping[str, Weight] = field(default_factory=dict)
 
 
@@ -437,7 +437,7 @@ def put_captures(result: InvokeResult, request: EngineRequest, counts: Sequence[
         elif rows is not None:
             captures = rows.result(counts)
         elif request.unrun is not None:
-            outcomes = [unrun(request.unrun) for _ in counts]
+            outcomes = [request.unrun() for _ in counts]
     except MidstreamError as error:
         result.error = error
         return

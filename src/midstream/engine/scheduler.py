@@ -79,7 +79,7 @@ class _Rules:
         trace = TraceRequest.of(request.sampling_params) if self._takes_traces else None
         if trace is not None:
             self._unstarted.add(request.request_id)
-            if not trace.behind:
+            if not trace.is_behind:
                 self._in_forward.add(request.request_id)
                 self._apart.add(request.request_id)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import astuple, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,7 @@ from midstream.runtime.step import FiniteCheck, StepEnds
 from midstream.runtime.tables import CpuTables, DeviceTables, Tables
 from midstream.runtime.trace_host import TraceHost
 from midstream.settings import Settings, is_ours
-from midstream.sites import Point, point_name
+from midstream.sites import Point
 from midstream.trace.envoy import ModelEnvoy
 from midstream.trace.interleaver import Interleaver
 from midstream.trace.remote import ALONE
@@ -280,7 +281,8 @@ class Worker(PlatformWorker):
         if plans.step_is_planned:
             SiteOp.edit = plans.tables.edit
         try:
-            output = super().execute_model(scheduler_output)
+            with self._stopping_at_programs():
+                output = super().execute_model(scheduler_output)
         finally:
             if plans.step_is_planned:
                 SiteOp.edit = None
@@ -288,6 +290,21 @@ class Worker(PlatformWorker):
         if plans.edits or self.midstream.may_have_written:
             self._rows = self._rows_of(scheduler_output)
         return output
+
+    @contextlib.contextmanager
+    def _stopping_at_programs(self) -> Iterator[None]:
+        """Run the pieces where programs of plans run from compiled code: no graph has these."""
+        plans = self.plans
+        if not (plans.step_is_planned and plans.step_programs):
+            yield
+            return
+        before = StepMode.no_full_graph, StepMode.no_graphs, StepMode.uncompiled
+        StepMode.set(True, StepMode.no_graphs or not self._stops_alone, StepMode.uncompiled)
+        try:
+            with self._runner.pieces.stopping_at(plans.programs_in_step().__contains__):
+                yield
+        finally:
+            StepMode.set(*before)
 
     @torch.inference_mode()
     def _rows_of(self, scheduler_output: Any) -> FiniteCheck | None:
@@ -362,6 +379,7 @@ class Worker(PlatformWorker):
         """This worker's modules, sites and place among the ranks, for the client."""
         arch, modules = self.midstream.arch, self.midstream.interleaver.modules
         pipeline, tensor = get_pp_group(), get_tp_group()
+        places = {(binding.path, binding.kind) for binding in arch.bindings.values()}
         return {
             "modules": {path: type(module).__name__ for path, module in modules.items()},
             "shapes": dict(arch.shapes),
@@ -374,12 +392,11 @@ class Worker(PlatformWorker):
             "hidden_size": arch.hidden_size,
             "widths": {f"{site}/{layer}": width for (site, layer), width in self.plans.facts.widths.items()},
             "dtype": self.plans.facts.dtype,
-            "points": {
-                f"{site}/{layer}": point_name((binding.path, binding.kind))
-                for (site, layer), binding in arch.bindings.items()
-                if layer is not None
+            "device": str(self.device),
+            "bindings": {
+                f"{site}/{'' if layer is None else layer}": astuple(b) for (site, layer), b in arch.bindings.items()
             },
-            "values": {point_name(key): f"{site}/{layer}" for key, (site, layer) in arch.values.items()},
+            "order": [(*key, *moments) for key, moments in self.midstream.interleaver.order.items() if key in places],
             "free_sites": self._free_sites,  # those at which plans leave compiled code and graphs as they are
         }
 
@@ -410,6 +427,10 @@ class Worker(PlatformWorker):
     def midstream_set_vectors(self, vectors: Mapping[str, tuple[bytes, str]]) -> None:
         """Register named vectors: name -> (little-endian float32, digest)."""
         self.plans.vectors.set(vectors)
+
+    def midstream_set_constants(self, kept: Sequence[str], new: Mapping[str, tuple[str, Sequence[int], bytes]]) -> None:
+        """Hold constants of programs, and no others: those of the digests in `kept`, and new ones: digest -> (dtype, shape, bytes)."""
+        self.plans.constants.set(kept, new)
 
     def midstream_delete_vectors(self, names: Sequence[str]) -> None:
         self.plans.vectors.delete(names)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import secrets
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import itemgetter
@@ -58,12 +58,15 @@ class Reach(NamedTuple):
         prompt: bool `[prompt_length]`, the positions of the prompt at which it acts.
         generated: whether it acts at later positions.
         prompt_points, generated_points: the (site, layer) at which it acts there.
+        prompt_programs, generated_programs: those of them at which a program runs.
     """
 
     prompt: np.ndarray
     generated: bool
     prompt_points: frozenset[Point]
     generated_points: frozenset[Point]
+    prompt_programs: frozenset[Point] = frozenset()
+    generated_programs: frozenset[Point] = frozenset()
 
 
 NOWHERE = Reach(np.zeros(0, bool), False, frozenset(), frozenset())
@@ -165,7 +168,16 @@ def _reach(normal: Plan, prompt_length: int) -> Reach:
         generated |= rows.tail is not None
         first |= points if rows.listed.size else set()
         later |= points if rows.tail is not None else set()
-    return Reach(prompt, generated, frozenset(first), frozenset(later))
+    return Reach(prompt, generated, frozenset(first), frozenset(later), *_with_programs(normal.edits))
+
+
+def _with_programs(edits: Sequence[Edit]) -> tuple[frozenset[Point], frozenset[Point]]:
+    """The points at which programs run in the prompt, and at generated positions."""
+    each = [
+        (point_of(edit), position_of(edit) is not None, edit.phase) for edit in edits if edit.its_program is not None
+    ]
+    first = frozenset(point for point, is_placed, phase in each if is_placed or phase != "decode")
+    return first, frozenset(point for point, is_placed, phase in each if not is_placed and phase != "prefill")
 
 
 def _captured(captures: list[Capture], prompt_length: int) -> tuple[np.ndarray, list[frozenset[Key]], frozenset[Key]]:
@@ -211,7 +223,7 @@ class _Bank:
         if key not in self._ops:
             given = {field: self._operand(edit, field, value) for field, value in edit.values()}
             first, second = (given.get(field, -1) for field in (*edit.operands, "", "")[:2])
-            self._ops[key] = Op(edit.kind, first, second, *edit.numbers())
+            self._ops[key] = Op(edit.kind, first, second, *edit.numbers(), program=edit.its_program)
         return self._ops[key]
 
     def _operand(self, edit: Edit, field: str, value: Vector | Named | RecordedRun | Zeros) -> int:

@@ -7,7 +7,7 @@
     model.generate(prompts, plan=plan)
 
 Interventions are immutable. They are checked when they are made (PlanError), and again once model and prompt are known (`check`). At one
-site the order is: capture before, patches, steers, clamps, capture after. `ops` has one file for each kind of edit.
+site the order is: capture before, patches, steers, clamps, programs, capture after. `ops` has one file for each kind of edit.
 
 A vector is a tensor on any device, a numpy array or a list, of shape `[hidden]`, which is copied; or the name of a vector that the
 engine holds.
@@ -33,12 +33,14 @@ from midstream.errors import NOT_FINITE, PlanError
 from midstream.plan import fields, wire
 from midstream.plan.captures import Capture, Consumer, Sink
 from midstream.plan.fields import Span, span_positions
-from midstream.plan.ops import Clamp, Edit, Patch, Steer
+from midstream.plan.ops import Apply, Clamp, Edit, Patch, Steer
 from midstream.plan.ops.edit import Intervention, changed, field_names
+from midstream.plan.program import Program
 from midstream.plan.vectors import Named, RecordedRun, Vector, Zeros, digest
 from midstream.sites import LAYER_SITES, NotFinite
 
 __all__ = [
+    "Apply",
     "Capture",
     "Clamp",
     "Consumer",
@@ -48,6 +50,7 @@ __all__ = [
     "Named",
     "Patch",
     "Plan",
+    "Program",
     "RecordedRun",
     "Sink",
     "Span",
@@ -78,7 +81,7 @@ class Plan:
         fields.settle(self, interventions=tuple(self.interventions))
         for i, item in enumerate(self.interventions):
             if not isinstance(item, (Edit, Capture)):
-                raise fields.refuse(f"plan[{i}]", fields.shown(item), "Steer, Patch, Clamp or Capture")
+                raise fields.refuse(f"plan[{i}]", fields.shown(item), "Steer, Patch, Clamp, Apply or Capture")
 
     def __hash__(self) -> int:
         return self._hash
@@ -230,6 +233,8 @@ def _encoded(field: str, value: Any) -> Any:
             return ["run", value.id]
         case Zeros():
             return ["zeros"]
+        case Program():
+            return ["program", value.digest]
         case Span():
             return [value.text, value.occurrence]
         case Consumer():
@@ -354,6 +359,10 @@ def check(
                     _check_name_exists(item, name, value.name, vectors, runs or {})
                     width = vectors[value.name]
                     _check_width(item, name, f"{value.name!r}, of width {width}", width, layers, facts.widths)
+            if (program := item.its_program) is not None:
+                _check_width(
+                    item, item.function or "", f"of width {program.width}", program.width, layers, facts.widths
+                )
 
 
 def check_strangers(plan: Plan, num_layers: int) -> None:
@@ -363,6 +372,11 @@ def check_strangers(plan: Plan, num_layers: int) -> None:
         counted = "counted once for each layer and listed position"
         allowed = f"up to {wire.MAX_STRANGERS_EDITS} edits and captures over HTTP, {counted}"
         raise fields.refuse("the plan", f"{count} edits and captures", allowed)
+    each = ((edit.its_program, num_layers if edit.at_layers == "all" else len(edit.at_layers)) for edit in plan.edits)
+    work = sum(program.work * layers for program, layers in each if program is not None)
+    if work > wire.MAX_STRANGERS_WORK:
+        allowed = f"up to {wire.MAX_STRANGERS_WORK} over HTTP, all layers together"
+        raise fields.refuse("the plan", f"programs that compute about {work} numbers a token", allowed)
 
 
 def not_finite(broken: NotFinite, plan: Plan, dtype: str) -> str:

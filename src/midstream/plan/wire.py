@@ -3,6 +3,7 @@
     {"version": 1,
      "interventions": [{"kind": "steer", "site": "resid_post", "layers": [14], "vector": {"vector": DIGEST}, "scale": 4.0}, ...],
      "vectors": {DIGEST: little-endian float32, bytes or in JSON base64},
+     "programs": {DIGEST: ...}, "constants": {DIGEST: {"dtype": ..., "shape": [...], "data": bytes or base64}},
      "runs": {ID: {"name": ..., "prompt_token_ids": [...], "sites": [...], "layers": [...], "positions": [...]}}}
 
 Fields that are left out have their defaults. A vector may also be written as a list of numbers, as a name, or packed as
@@ -27,14 +28,17 @@ from midstream.plan import fields
 from midstream.plan.captures import Capture, Consumer
 from midstream.plan.fields import Span
 from midstream.plan.ops.edit import Edit, Intervention, kind_of, kinds
+from midstream.plan.program import Program, read_constants, read_programs, written_constant, written_program
 from midstream.plan.vectors import Named, RecordedRun, Vector, Zeros
 
 VERSION = 1
 MAX_INTERVENTIONS = 1 << 16
 MAX_ITEMS = 1 << 20  # layers, positions, tokens or numbers in one list
-MAX_VECTOR_BYTES = 1 << 30  # of all vectors of a plan
+MAX_VECTOR_BYTES = 1 << 30  # of all vectors of a plan, and of all its programs' constants
+MAX_PROGRAMS = 1 << 10
 MAX_STRANGERS_EDITS = 1 << 10  # a plan with so many delays the engine's other requests by less than 100 ms
 MAX_STRANGERS_BYTES = 4 << 20  # of a plan that came over HTTP
+MAX_STRANGERS_WORK = 1 << 20  # numbers that its programs compute for each token, at all layers together
 _ITEM_BYTES = 8  # for a number, a list or a dict in it
 _MAX_DEPTH = 16
 _DTYPES = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}  # numpy has no bfloat16
@@ -45,11 +49,11 @@ _RUN_LISTS = ("prompt_token_ids", "sites", "layers", "positions")
 
 
 def to_wire(interventions: Sequence[Intervention]) -> dict[str, Any]:
-    """A plan as str, int, float, bool, None, bytes, and lists and dicts of them; each vector and run once.
+    """A plan as str, int, float, bool, None, bytes, and lists and dicts of them; each vector, run, program and constant once.
 
     Raises PlanError for a `Capture.to` that is a callable.
     """
-    tables: dict[str, dict[str, Any]] = {"vectors": {}, "runs": {}}
+    tables: dict[str, dict[str, Any]] = {"vectors": {}, "runs": {}, "programs": {}, "constants": {}}
     written = [_written(item, tables) for item in interventions]
     return {"version": VERSION, "interventions": written} | {name: table for name, table in tables.items() if table}
 
@@ -77,6 +81,10 @@ def _written_value(value: Any, tables: dict[str, dict[str, Any]]) -> Any:
             return {"named": value.name} | ({"digest": value.digest} if value.digest is not None else {})
         case Zeros():
             return {"zeros": True}
+        case Program():
+            tables["programs"][value.digest] = written_program(value)
+            tables["constants"] |= {constant.digest: written_constant(constant) for constant in value.constants}
+            return {"program": value.digest}
         case RecordedRun():
             tables["runs"][value.id] = {"name": value.name} | {name: list(getattr(value, name)) for name in _RUN_LISTS}
             return {"run": value.id}
@@ -127,13 +135,13 @@ def from_wire(
     """
     if not trusted:
         _check_size(wire)
-    wire = _dict("the plan", wire, ("interventions",), ("version", "vectors", "runs"))
+    wire = _dict("the plan", wire, ("interventions",), ("version", "vectors", "runs", "programs", "constants"))
     if type(version := wire.get("version", VERSION)) is not int or version != VERSION:
         allowed = f"{VERSION}, which is all that this midstream reads"
         raise fields.refuse("the plan's version", fields.shown(version), allowed)
     vectors, runs = _vectors(wire.get("vectors", {})), {**_runs(wire.get("runs", {})), **(named_runs or {})}
     items = _list("interventions", wire["interventions"], MAX_INTERVENTIONS if trusted else MAX_STRANGERS_EDITS)
-    reader = _Reader(trusted, vectors, runs)
+    reader = _Reader(trusted, vectors, runs, _programs(wire, trusted))
     return tuple(reader.intervention(f"interventions[{i}]", item) for i, item in enumerate(items))
 
 
@@ -177,6 +185,14 @@ def _vectors(table: Any) -> dict[str, Vector]:
     return read
 
 
+def _programs(wire: Mapping[str, Any], trusted: bool) -> dict[str, Program]:
+    constants = read_constants("constants", wire.get("constants", {}), trusted, MAX_VECTOR_BYTES)
+    table = _dict("programs", wire.get("programs", {}))
+    if len(table) > MAX_PROGRAMS:
+        raise fields.refuse("the plan's programs", f"{len(table)} of them", f"up to {MAX_PROGRAMS}")
+    return read_programs("programs", table, constants)
+
+
 def _runs(table: Any) -> dict[str, RecordedRun]:
     read = {}
     for key, run in _dict("runs", table).items():
@@ -201,6 +217,7 @@ class _Reader:
     trusted: bool
     vectors: dict[str, Vector]
     runs: dict[str, RecordedRun]
+    programs: dict[str, Program]
 
     def intervention(self, place: str, item: Any) -> Intervention:
         if not isinstance(item, dict):
@@ -225,6 +242,9 @@ class _Reader:
                 if type(item) not in (int, float):
                     raise fields.refuse(f"{place}[{i}]", fields.shown(item), "a number")
             return value
+        if issubclass(cls, Edit) and name == cls.function:
+            _dict(place, value, ("program",))
+            return _looked_up(place, "programs", fields.text(f"{place}.program", value["program"]), self.programs)
         if name == cls.position_field and isinstance(value, dict):
             _dict(place, value, ("span",), ("occurrence",))
             with _errors_at(place):

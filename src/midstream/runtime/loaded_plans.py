@@ -36,6 +36,7 @@ class LoadedPlan:
         generated: the number of the profile of all generated positions.
         hooked: the points of this rank, outside of the graphs, at which hooks act.
         off_graph: sites outside of the graphs with ops at its prompt's and at its generated positions.
+        programs: the points in the graphs of any rank at which programs run in its prompt and at generated positions.
         runs: the recorded runs that it reads.
         reach: where it acts in the whole model, the same on all ranks.
         users: requests that have it.
@@ -47,6 +48,7 @@ class LoadedPlan:
     generated: int
     hooked: list[Point]
     off_graph: tuple[frozenset[str], frozenset[str]]
+    programs: tuple[frozenset[Point], frozenset[Point]]
     runs: list[str]
     reach: Reach
     users: int = 0
@@ -129,6 +131,7 @@ class LoadedPlans:
         compiled: compiles a plan for a prompt length. Raises PlanError.
         hooked: which of these points need a hook on this rank.
         off_graph: the sites of these points that are not in the graphs of some rank.
+        built_in: the points that are in the graphs of some rank.
     """
 
     def __init__(
@@ -137,11 +140,13 @@ class LoadedPlans:
         compiled: Callable[[PlanRequest, int, RunRow], CompiledPlan],
         hooked: Callable[[Collection[Point]], list[Point]],
         off_graph: Callable[[Collection[Point]], frozenset[str]],
+        built_in: frozenset[Point] = frozenset(),
     ) -> None:
         self._tables = tables
         self._compiled = compiled
         self._hooked = hooked
         self._off_graph = off_graph
+        self._built_in = built_in
         self._loaded: dict[Any, LoadedPlan] = {}
         self._idle: OrderedDict[Any, LoadedPlan] = OrderedDict()  # those without a request
         self._idle_bytes = 0
@@ -191,6 +196,7 @@ class LoadedPlans:
             int(slots.ids[compiled.generated]),
             self._hooked(_points(compiled.profiles)),
             (self._off_graph(reach.prompt_points), self._off_graph(reach.generated_points)),
+            (reach.prompt_programs & self._built_in, reach.generated_programs & self._built_in),
             [run.id for run in plan.runs],
             reach,
         )

@@ -21,7 +21,7 @@ from midstream.runtime.points import Pipeline, PointHooks
 from midstream.runtime.request import PlanRequest
 from midstream.runtime.sending import DUE_BYTES, CaptureSender
 from midstream.runtime.step import RepeatedBatch, RepeatedBatches, RequestEnd, StepView
-from midstream.runtime.store import RunStore, Sources, VectorStore, check_recorded, recorded_run
+from midstream.runtime.store import ConstantStore, RunStore, Sources, VectorStore, check_recorded, recorded_run
 from midstream.runtime.tables import Rows, Tables
 from midstream.sites import NotFinite, Point
 
@@ -61,6 +61,7 @@ class PlanHost:
         self.captures = captures
         self.facts = facts
         self.vectors = VectorStore(device)
+        self.constants = ConstantStore(device)
         self.runs = RunStore(record_bytes)
         self.planned_steps = self.off_graph_steps = 0
         self.errors: dict[str, str] = {}
@@ -68,7 +69,7 @@ class PlanHost:
         self._pipeline, self._link, self._compiles = pipeline, link, compiles
         self._speculative = speculative
         self._requests: dict[str, PlannedRequest] = {}
-        self._loaded = LoadedPlans(tables, self._compile, hooks.among, self._off_graph)
+        self._loaded = LoadedPlans(tables, self._compile, hooks.among, self._off_graph, pipeline.built_in)
         self._batches = RepeatedBatches()
         self._batch: RepeatedBatch | None = None  # of the coming step, if it may repeat
         self._prepared: RepeatedBatch | None = None  # the batch that the tables hold
@@ -76,6 +77,9 @@ class PlanHost:
         self._has_due = True  # whether rows may be due to be sent after the step
         self._editing: set[str] = set()  # requests whose plan has edits
         self.step_is_planned = False  # whether a plan acts in the step that is being prepared or run
+        self.step_programs: frozenset[Point] = (
+            frozenset()
+        )  # the points in the graphs of any stage where programs run in it
 
     # From the worker.
 
@@ -106,7 +110,7 @@ class PlanHost:
         batch = self._batches.find(scheduler_output)
         if batch is None:
             return False
-        self._batch, self.step_is_planned = batch, batch.active
+        self._batch, self.step_is_planned, self.step_programs = batch, batch.active, batch.programs
         if batch.active:
             self.hooks.on = batch.hooked
             self.planned_steps += 1
@@ -125,7 +129,8 @@ class PlanHost:
             return
         alone = not scheduler_output.scheduled_new_reqs and total == len(cached.req_ids)
         if alone and may_repeat and self._all_generated(cached):
-            self._batch = self._batches.remember(cached.req_ids, self.step_is_planned, self.hooks.on)
+            state = self.step_is_planned, self.hooks.on, self.step_programs
+            self._batch = self._batches.remember(cached.req_ids, *state)
         else:  # prompts begin, or are computed again: every step is decided until they are done
             self._batches.forget()
 
@@ -159,6 +164,7 @@ class PlanHost:
             self._begin_or_extend(name, sampling, prompt)
         self.captures.flush()
         off_graph: set[str] = set()
+        programs: frozenset[Point] = frozenset()
         for name, request in self._requests.items():
             count = scheduled.get(name)
             if count is None:
@@ -174,12 +180,21 @@ class PlanHost:
                 off_graph |= loaded.off_graph[0]
             if in_generated and loaded.off_graph[1]:
                 off_graph |= loaded.off_graph[1]
+            if loaded.programs[0] or loaded.programs[1]:
+                programs = programs.union(
+                    *(loaded.programs[i] for i, acts in enumerate((in_prompt, in_generated)) if acts)
+                )
+        self.step_programs = programs
         for site in off_graph:
             self.hooks.warn_once(site)
         self.hooks.on = bool(off_graph) or (self.step_is_planned and len(self.hooks) > 0)
         self.planned_steps += self.step_is_planned
         self.off_graph_steps += bool(off_graph)
         return bool(off_graph)
+
+    def programs_in_step(self) -> set[int]:
+        """The indices of this rank's points in the graphs at which programs run in the step, which no graph has."""
+        return {self.tables.index[point] for point in self.step_programs if point in self.tables.index}
 
     def is_prepared(self, request_ids: Sequence[str], total: int) -> bool:
         """Whether the tables already hold the coming step, laid out in these `total` rows, so that it needs no `begin_step`."""

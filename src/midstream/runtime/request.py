@@ -14,6 +14,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -94,6 +95,8 @@ def plan_bytes(plan: Plan) -> int:
         listed = [each for each in (item.place, item.at_layers) if isinstance(each, tuple)]
         total += _ENTRY_BYTES + _POSITION_BYTES * sum(map(len, listed))
         total += sum(value.data.nbytes for value in vars(item).values() if isinstance(value, Vector))
+        if isinstance(item, Edit) and (program := item.its_program) is not None:
+            total += program.nbytes
     return total
 
 
@@ -235,6 +238,22 @@ def _values(plan: Plan) -> Iterator[Any]:
 # --------------------------------------------------------------------------------------------------------------- traces
 
 
+class Tier(StrEnum):
+    """Where the code of a trace runs.
+
+    Attributes:
+        PLAN: nowhere: a plan does all of it.
+        CLIENT: in the caller's process, after its request has ended: it only keeps rows that a plan captures.
+        BEHIND: in the engine, when a step is over, on captured rows; a plan makes its writes.
+        FORWARD: in the forward.
+    """
+
+    PLAN = "plan"
+    CLIENT = "client"
+    BEHIND = "behind"
+    FORWARD = "forward"
+
+
 @dataclass(frozen=True)
 class TraceRequest:
     """One request of a trace.
@@ -245,10 +264,10 @@ class TraceRequest:
         size: how many requests the trace has, each sample of `n > 1` counted.
         bodies: how many of its programs are this request's: standing edits, then its own.
         together: whether all of them must be in the same steps.
-        graph_sites: whether its code keeps to sites that are built into the compiled forward.
         programs: the pickled programs; None if another request of the trace carries them.
         stream: whether the worker sends after each step what has been saved so far.
-        behind: whether its bodies run when the step is over, on captured rows; a plan makes their writes.
+        tier: where its bodies run.
+        keeps_to_graphs: whether they are known to use only sites in the compiled forward.
     """
 
     trace: str
@@ -256,10 +275,14 @@ class TraceRequest:
     size: int
     bodies: int
     together: bool
-    graph_sites: bool
     programs: bytes | None
     stream: bool = False
-    behind: bool = False
+    tier: Tier = Tier.FORWARD
+    keeps_to_graphs: bool = False
+
+    @property
+    def is_behind(self) -> bool:
+        return self.tier is Tier.BEHIND
 
     def to_extra_args(self) -> dict[str, Any]:
         return {NAME: Envelope(trace=asdict(self))}
@@ -280,8 +303,7 @@ def requests_of(code: ShippedCode, samples: list[int], together: bool, stream: b
     """The requests of one trace; `samples` has the `n` of each."""
     trace, size = secrets.token_hex(8), sum(samples)
     small = len(code.programs) * size <= SMALL
-    each = enumerate(zip(code.bodies, code.graph_sites, strict=True))
     return [
-        TraceRequest(trace, i, size, count, together, keeps, code.programs if small or i == 0 else None, stream)
-        for i, (count, keeps) in each
+        TraceRequest(trace, i, size, count, together, code.programs if small or i == 0 else None, stream)
+        for i, count in enumerate(code.bodies)
     ]

@@ -138,6 +138,7 @@ class RepeatedBatch:
         requests: in the scheduler's order.
         active: whether a plan acts in it.
         hooked: whether hooks may have to act.
+        programs: the points in the graphs at which programs run.
         laid_out: the requests in the runner's order, once it has laid them out.
         rows: the batch's rows, from then on.
     """
@@ -145,6 +146,7 @@ class RepeatedBatch:
     requests: list[str]
     active: bool
     hooked: bool
+    programs: frozenset[Point] = frozenset()
     laid_out: list[str] = field(default_factory=list)
     rows: Rows | None = None
 
@@ -174,9 +176,11 @@ class RepeatedBatches:
             return None
         return batch
 
-    def remember(self, requests: Sequence[str], active: bool, hooked: bool) -> RepeatedBatch:
+    def remember(
+        self, requests: Sequence[str], active: bool, hooked: bool, programs: frozenset[Point] = frozenset()
+    ) -> RepeatedBatch:
         """A batch that may repeat. `requests` is not empty."""
-        batch = self._by_first[requests[0]] = RepeatedBatch(list(requests), active, hooked)
+        batch = self._by_first[requests[0]] = RepeatedBatch(list(requests), active, hooked, programs)
         return batch
 
     def forget(self) -> None:

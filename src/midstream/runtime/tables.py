@@ -14,7 +14,7 @@ import math
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,16 @@ import torch
 from midstream.errors import PlanError
 from midstream.plan.compile import CompiledPlan, Profile
 from midstream.plan.ops.edit import GROUP, Op, edited, kernel_codes
+from midstream.plan.running import tensor_of, try_out
+from midstream.runtime.programs import (
+    Group,
+    StepPrograms,
+    all_programs,
+    around,
+    has_programs,
+    run_groups,
+    step_programs,
+)
 from midstream.sites import Point
 
 _FIRST_PROFILES = 64
@@ -37,12 +47,14 @@ class ProfileSlots:
     Attributes:
         ids: the numbers of its profiles in the tables; 0 for the empty one.
         profile_bytes: what each of these takes in the tables.
+        behind: profile -> the number of one that has its captures behind programs.
     """
 
     compiled: CompiledPlan
     ids: np.ndarray
     profile_bytes: int
     kept: list[torch.Tensor] = field(default_factory=list)  # the device memory that its ops point to
+    behind: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -53,11 +65,13 @@ class Rows:
         profile_T: int32 `[T]`, the profile of each, padding included; nobody writes to it afterwards.
         again: whether the batch may come again.
         prepared: what the tables keep for the next time.
+        programs: that run in it; None if not known yet.
     """
 
     profile_T: np.ndarray
     again: bool = False
     prepared: Any = None
+    programs: StepPrograms | None = None
 
 
 class Tables:
@@ -67,7 +81,8 @@ class Tables:
         points: every (site, layer) at which plans may act, in the order of the op's `point` argument.
     """
 
-    def __init__(self, points: Sequence[Point]) -> None:
+    def __init__(self, points: Sequence[Point], device: torch.device) -> None:
+        self._device = device
         self.points = list(points)
         self.index = {point: i for i, point in enumerate(self.points)}
         self.profiles: dict[int, Profile] = {}
@@ -75,18 +90,27 @@ class Tables:
         self._free: list[int] = list(range(_FIRST_PROFILES - 1, 0, -1))
         self._size = _FIRST_PROFILES
         self._rows: Rows | None = None  # of the last step
+        self._with_programs: dict[int, Profile] = {}
+        self._behind: dict[int, int] = {}  # `ProfileSlots.behind` of all plans
 
     def load(self, compiled: CompiledPlan) -> ProfileSlots:
-        """Hold `compiled` until `unload`."""
-        while len(self._free) < len(compiled.profiles):
+        """Hold `compiled` until `unload`. Raises PlanError for a program that does not run on the device."""
+        constants = self._try_out(compiled)
+        behind = [number for number, profile in enumerate(compiled.profiles) if _captures_behind(profile)]
+        while len(self._free) < len(compiled.profiles) + len(behind):
             self._free += range(2 * self._size - 1, self._size - 1, -1)
             self._size *= 2
             self._grow()
         numbers = [0 if not profile.ops else self._free.pop() for profile in compiled.profiles]
         slots = ProfileSlots(compiled, np.array(numbers, np.int32), len(self.points) * ENTRY_WORDS * 8)
+        slots.kept += constants
+        slots.behind = {numbers[place]: self._free.pop() for place in behind}
+        self._behind |= slots.behind
         for number, profile in zip(numbers, compiled.profiles, strict=True):
             if number:
                 self.profiles[number] = profile
+                if has_programs(profile):
+                    self._with_programs[number] = profile
         self._rows = None  # the numbers of the last step may mean others now
         self._place(slots)
         return slots
@@ -96,7 +120,36 @@ class Tables:
         for number in slots.ids[slots.ids > 0].tolist():
             del self.profiles[number]
             self._free.append(number)
+            self._with_programs.pop(number, None)
+            if number in self._behind:
+                self._free.append(self._behind.pop(number))
         slots.kept.clear()
+
+    def _try_out(self, compiled: CompiledPlan) -> list[torch.Tensor]:
+        """The constants of a plan's programs on the device, each of which has run there once."""
+        programs = all_programs(compiled)
+        constants = [tensor_of(constant, self._device) for program in programs for constant in program.constants]
+        for program in programs:
+            try_out(program, self._device)
+        return constants
+
+    def _upload_rows(self, rows: np.ndarray) -> torch.Tensor:
+        """int64 on the device."""
+        return torch.from_numpy(rows)
+
+    def _step_programs(self) -> StepPrograms | None:
+        """Those of the step; None if there are none."""
+        if not self._with_programs or self._rows is None:
+            return None
+        if self._rows.programs is None:
+            self._rows.programs = step_programs(
+                self._rows.profile_T, self._with_programs, self.index, self._upload_rows
+            )
+        return self._rows.programs
+
+    def _programs_at(self, point: int) -> Sequence[Group]:
+        found = self._step_programs()
+        return found.at.get(point, ()) if found is not None else ()
 
     def begin_step(self, rows: Rows, places: np.ndarray | None) -> None:
         """The coming forward's rows.
@@ -152,6 +205,11 @@ class Tables:
         raise NotImplementedError
 
 
+def _captures_behind(profile: Profile) -> bool:
+    """Whether it captures a value that a program has changed."""
+    return any(around(ops)[1] for ops in profile.ops.values())
+
+
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     """`[T, H]` of a tensor that may have a leading batch axis of 1, as a view."""
     return tensor[0] if tensor.ndim == 3 else tensor
@@ -201,8 +259,8 @@ class DeviceTables(Tables):
     """
 
     def __init__(self, points: Sequence[Point], rows: int, device: torch.device, *, early_launch: bool = True) -> None:
-        super().__init__(points)
-        self._device, self._early_launch = device, early_launch
+        super().__init__(points, device)
+        self._early_launch = early_launch
         self._profile_T = torch.zeros(rows, dtype=torch.int32, device=device)
         self._capture_T = torch.zeros(rows, dtype=torch.int64, device=device)
         self._overflow_T = torch.zeros(rows, dtype=torch.int32, device=device)
@@ -215,7 +273,8 @@ class DeviceTables(Tables):
         self._staging = Staging()
 
     def load(self, compiled: CompiledPlan) -> ProfileSlots:
-        kinds = {op.kind for profile in compiled.profiles for ops in profile.ops.values() for op in ops}
+        each = (ops for profile in compiled.profiles for ops in profile.ops.values())
+        kinds = {op.kind for ops in each for op in ops if op.program is None}
         if unknown := kinds - kernel_codes().keys():
             raise PlanError(
                 f"The engine's kernel has no {min(unknown)!r}: give its class a `kernel`, and an entry point in the group {GROUP!r}, so "
@@ -246,11 +305,13 @@ class DeviceTables(Tables):
         entries: list[tuple[int, int, int, int]] = []  # (profile, point, first op, ops)
         for number, profile in zip(slots.ids.tolist(), compiled.profiles, strict=True):
             for point, ops in profile.ops.items() if number else ():
-                if point in self.index:
-                    entries.append((number, self.index[point], len(words), len(ops)))
-                    words += [self._words(op, bank) for op in ops]
+                before, behind = around(ops)
+                for place, part in ((number, before), (slots.behind.get(number, 0), behind)):
+                    if point in self.index and part:
+                        entries.append((place, self.index[point], len(words), len(part)))
+                        words += [self._words(op, bank) for op in part]
         # Also without words: on the device the numbers may still have another plan's.
-        self._stale = _span([*slots.ids[slots.ids > 0].tolist(), *self._stale[:1], *self._stale[-1:]])
+        self._stale = _span([*_numbers(slots), *self._stale[:1], *self._stale[-1:]])
         if not words:
             return
         ops_OW = np.frombuffer(b"".join(words), np.int64).reshape(-1, OP_WORDS)
@@ -291,9 +352,7 @@ class DeviceTables(Tables):
         return addresses
 
     def unload(self, slots: ProfileSlots) -> None:
-        self._host[slots.ids[slots.ids > 0]] = (
-            0  # no row has these profiles any more: the device may keep the old entries
-        )
+        self._host[_numbers(slots)] = 0  # no row has these profiles any more: the device may keep the old entries
         super().unload(slots)
 
     def begin_step(self, rows: Rows, places: np.ndarray | None) -> None:
@@ -323,8 +382,40 @@ class DeviceTables(Tables):
         self._addressed = count if places is not None else 0
 
     def edit(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        if self._acts_at(point):
-            self.edit_recorded(point, hidden, residual)
+        if not self._acts_at(point):
+            return
+        self.edit_recorded(point, hidden, residual)
+        if not (groups := self._programs_at(point)):
+            return
+        second = flat(residual) if residual is not None else None
+        run_groups(groups, flat(hidden), second, partial(self._note_overflow, len(self.points) - point))
+        if (behind_T := self._behind_T()) is not None:
+            self._launch(point, hidden, residual, behind_T)
+
+    def _note_overflow(self, code: int, rows: torch.Tensor, new_RH: torch.Tensor) -> None:
+        """As the kernel does: see `overflow_T` of `kernel.edit_rows`."""
+        code_R = code * (~torch.isfinite(new_RH).all(-1)).to(torch.int32)
+        self._overflow_T[rows] = torch.maximum(self._overflow_T[rows], code_R)
+
+    def _behind_T(self) -> torch.Tensor | None:
+        """The profiles of rows that are captured behind programs; None if no row is."""
+        step, rows = self._step_programs(), self._rows
+        if step is None or rows is None or not self._behind:
+            return None
+        if not step.knows_behind:
+            step.knows_behind = True
+            numbers_T = np.zeros(len(self._profile_T), np.int32)
+            for number, other in self._behind.items():
+                numbers_T[: len(rows.profile_T)][rows.profile_T == number] = other
+            if numbers_T.any():
+                step.behind = torch.empty_like(self._profile_T)
+                self._upload(numbers_T, step.behind)  # one copy: see the class
+        return step.behind
+
+    def _upload_rows(self, rows: np.ndarray) -> torch.Tensor:
+        there = torch.empty(len(rows), dtype=torch.int64, device=self._device)
+        self._upload(rows, there)
+        return there
 
     def edited(
         self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None
@@ -339,8 +430,11 @@ class DeviceTables(Tables):
         return point in self._acting
 
     def edit_recorded(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        self._launch(point, hidden, residual, self._profile_T)
+
+    def _launch(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None, profile_T: torch.Tensor) -> None:
         second = flat(residual) if residual is not None else None
-        place = (self._profile_T, self._capture_T, self._overflow_T, self._address, point, len(self.points))
+        place = (profile_T, self._capture_T, self._overflow_T, self._address, point, len(self.points))
         self._kernel.edit_rows(flat(hidden), second, *place, early=self._early_launch)
 
     @torch.inference_mode()
@@ -374,6 +468,11 @@ def _span(numbers: Sequence[int]) -> range:
     return range(min(numbers), max(numbers) + 1) if numbers else range(0)
 
 
+def _numbers(slots: ProfileSlots) -> list[int]:
+    """The profiles of a plan in the tables."""
+    return [*slots.ids[slots.ids > 0].tolist(), *slots.behind.values()]
+
+
 def _padded(width: int) -> int:
     return -(-width // 4) * 4  # 16 bytes, so that the kernel may load four at a time
 
@@ -386,7 +485,7 @@ class CpuTables(Tables):
     """
 
     def __init__(self, points: Sequence[Point], dtype: torch.dtype) -> None:
-        super().__init__(points)
+        super().__init__(points, torch.device("cpu"))
         self._dtype = dtype
         self._banks: dict[int, list[torch.Tensor]] = {}
         self._groups: list[tuple[int, torch.Tensor | slice]] = []
@@ -421,12 +520,23 @@ class CpuTables(Tables):
         first, second = flat(hidden), flat(residual) if residual is not None else None
         for number, rows, ops in self._groups_at(point):
             self._capture([op for op in ops if op.kind == "capture" and op is ops[0]], rows, first, second)
-            if any(op.kind != "capture" for op in ops):
+            before, _ = around(ops)
+            if any(op.kind != "capture" for op in before):
                 old_second = second[rows] if second is not None else None
-                first[rows], new_second = self._new(point, ops, number, rows, first[rows], old_second)
+                first[rows], new_second = self._new(point, before, number, rows, first[rows], old_second)
                 if second is not None and new_second is not None:
                     second[rows] = new_second
-            self._capture([op for op in ops[1:] if op.kind == "capture"], rows, first, second)
+            self._capture([op for op in before[1:] if op.kind == "capture"], rows, first, second)
+        if groups := self._programs_at(point):
+            run_groups(groups, first, second, partial(self._note_overflow, point))
+            for _, rows, ops in self._groups_at(point):
+                self._capture(around(ops)[1], rows, first, second)
+
+    def _note_overflow(self, point: int, rows: torch.Tensor | slice, new: torch.Tensor) -> None:
+        if not math.isfinite(new.sum(dtype=torch.float32)):  # one pass; the sum of finite numbers may overflow as well
+            numbers = torch.arange(rows.stop)[rows] if isinstance(rows, slice) else rows
+            for row in numbers[_not_finite(new)].tolist():
+                self._overflow.setdefault(row, point)
 
     def edited(
         self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None
@@ -436,7 +546,7 @@ class CpuTables(Tables):
             return hidden, residual
         number, rows, ops = here[0]
         all_rows = hidden.ndim == 2 and rows == slice(0, len(hidden))
-        if not all_rows or any(op.kind == "capture" for op in ops):
+        if not all_rows or any(op.kind == "capture" or op.program is not None for op in ops):
             return super().edited(point, hidden, residual)
         return self._new(point, ops, number, rows, hidden, residual)
 
@@ -465,10 +575,7 @@ class CpuTables(Tables):
         """Both streams of rows that all have `number`, edited. Elements that come out as they were are bit-identical in both."""
         old = first if second is None else (first + second).to(first.dtype)
         new = edited(old, ops, self._banks[number])
-        if not math.isfinite(new.sum(dtype=torch.float32)):  # one pass; the sum of finite numbers may overflow as well
-            numbers = torch.arange(rows.stop)[rows] if isinstance(rows, slice) else rows
-            for row in numbers[_not_finite(new)].tolist():
-                self._overflow.setdefault(row, point)
+        self._note_overflow(point, rows, new)
         differs = torch.ne(new, old, out=torch.empty_like(new))  # into bools it takes several times as long
         if int(torch.count_nonzero(differs)) == differs.numel():  # as a dense vector does it
             return new, torch.zeros_like(second) if second is not None else None

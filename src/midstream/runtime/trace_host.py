@@ -241,8 +241,8 @@ class TraceHost:
         for name, tokens in (computed or {}).items():
             if name in self._done and tokens < self._done[name].seen:
                 traced.append(self._done[name])
-        in_forward = [request for request in traced if not request.trace.behind]
-        in_graphs = bool(self._graph_keys) and all(request.trace.graph_sites for request in in_forward)
+        in_forward = [request for request in traced if not request.trace.is_behind]
+        in_graphs = bool(self._graph_keys) and all(request.trace.keeps_to_graphs for request in in_forward)
         self.step_is_traced, self.acts_in_forward = bool(traced), bool(in_forward)
         self.step_is_uncompiled = self.acts_in_forward and not in_graphs
         self.traced_steps += self.step_is_traced
@@ -266,7 +266,7 @@ class TraceHost:
     @property
     def may_have_written(self) -> bool:
         """Whether the trace of a living request runs or ran in the forward, and so may have written to it."""
-        return not all(request.trace.behind for request in chain(self._requests.values(), self._done.values()))
+        return not all(request.trace.is_behind for request in chain(self._requests.values(), self._done.values()))
 
     @property
     def requests(self) -> list[str]:
@@ -282,7 +282,7 @@ class TraceHost:
     # Requests.
 
     def _begin(self, name: str, trace: TraceRequest, sampling: Any, length: int) -> None:
-        forward, envoy = (self._behind, self._behind_envoy) if trace.behind else (self.interleaver, self.envoy)
+        forward, envoy = (self._behind, self._behind_envoy) if trace.is_behind else (self.interleaver, self.envoy)
         request = TracedRequest(trace, {}, f"{name}/{trace.index}", length, sampling, forward)
         try:
             programs = self._programs(name, trace)
@@ -297,7 +297,7 @@ class TraceHost:
             body.linked = group if trace.together else None
             body.random = Randomness(body_name, self._device)
             assert body.journal is not None
-            if trace.behind:
+            if trace.is_behind:
                 body.journal = None  # a plan makes its writes, also where positions are computed again
             else:
                 request.journals.append(body.journal)
@@ -315,7 +315,7 @@ class TraceHost:
                     "The trace's code came with a request that the engine has not begun; send its requests in order."
                 )
             group = self._groups[trace.trace] = self._load(
-                trace.programs, self._behind_envoy if trace.behind else self.envoy
+                trace.programs, self._behind_envoy if trace.is_behind else self.envoy
             )
         group.running.add(name)
         try:
@@ -483,16 +483,16 @@ class TraceHost:
             if scheduled.computed < request.seen:
                 again = FlatRows(scheduled.start, min(fresh, scheduled.stop), view.total, scheduled.computed)
                 replays += [(journal, again) for journal in request.journals]
-            pieces = sorted(take_rows(name), key=lambda piece: piece.position) if request.trace.behind else []
+            pieces = sorted(take_rows(name), key=lambda piece: piece.position) if request.trace.is_behind else []
             if end <= request.seen or name in self._done:
                 continue
             first = max(request.seen, scheduled.computed)
             last_row = FlatRows(scheduled.place, scheduled.place + 1, len(view.requests))
-            if request.trace.behind:
+            if request.trace.is_behind:
                 self._captured.append(
                     CapturedRows(request.open_bodies, scheduled.stop - fresh, first, last_row, pieces)
                 )
-            for body_name in request.open_bodies if not request.trace.behind else ():
+            for body_name in request.open_bodies if not request.trace.is_behind else ():
                 rows[body_name] = FlatRows(fresh, scheduled.stop, view.total, first)
                 last[body_name] = last_row
             request.seen = end
@@ -611,7 +611,7 @@ class TraceHost:
     def refusal(self, name: str, at: NotFinite) -> str | None:
         """Why a request that is not finite ends after its trace is done; None for other requests. Any thread may call."""
         request = self._done.get(name)
-        if request is None or request.trace.behind:  # a plan makes the trace's writes, and refuses by itself
+        if request is None or request.trace.is_behind:  # a plan makes the trace's writes, and refuses by itself
             return None
         return f"{NOT_FINITE}{at}: a trace, or an edit left on the model, has written to it. Write smaller values."
 

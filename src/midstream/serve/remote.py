@@ -15,7 +15,7 @@ import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from midstream.client.lowering import Behind
+from midstream.client.lowering import Lowering
 from midstream.client.remote_calls import MAX_PROMPTS, Asked, Call, OutputWriter
 from midstream.client.requests import Invoke, answers_of, token_ids
 from midstream.client.streams import OutputStream
@@ -31,6 +31,7 @@ from midstream.errors import (
 )
 from midstream.plan.values import Plan
 from midstream.plan.wire import MAX_STRANGERS_BYTES
+from midstream.runtime.request import Tier
 from midstream.serve.requests import MAX_ANSWERS, Server, answering_errors, at_fault, problem, received, server_of
 from midstream.settings import NAME, Settings
 from midstream.trace.program import ShippedCode, check_python
@@ -127,7 +128,7 @@ def _check_code(server: Server, call: Call) -> None:
             raise TraceError(
                 f"The client's midstream is {call.version} and the server's is {here}. For traces they have to be the same."
             )
-    for name in ("bodies", "graph_sites"):
+    for name in ("bodies", "keeps_to_graphs"):
         with at_fault(name):
             if len(getattr(call, name)) != len(call.asked):
                 raise ParameterError(
@@ -148,11 +149,11 @@ def _stream(server: Server, call: Call) -> OutputStream:
     invokes = [_invoke(server, asked, plans, f"asked[{number}]") for number, asked in enumerate(call.asked)]
     with at_fault("asked"):
         prompts = [token_ids(invoke, lambda: server.model.tokenizer) for invoke in invokes]
-    code = ShippedCode(call.programs, call.bodies, call.graph_sites) if call.programs else None
-    with at_fault("behind"):
-        behind = _behind(call, plans, prompts) if code is not None else None
+    code = ShippedCode(call.programs, call.bodies) if call.programs else None
+    with at_fault("own"):
+        lowering = _lowering(call, plans, prompts) if code is not None else None
     try:
-        return server.model.stream(invokes, prompts, code, call.together, behind)
+        return server.model.stream(invokes, prompts, code, call.together, lowering)
     except PlanError:  # of a plan and a prompt together
         with at_fault("plans"):
             raise
@@ -161,18 +162,15 @@ def _stream(server: Server, call: Call) -> OutputStream:
             raise
 
 
-def _behind(call: Call, plans: Sequence[Plan], prompts: Sequence[list[int]]) -> Behind | None:
+def _lowering(call: Call, plans: Sequence[Plan], prompts: Sequence[list[int]]) -> Lowering:
     """What the client says of its traces. A trace that reads what its plan does not capture fails, and harms no other."""
-    if not call.behind or (call.lengths and call.lengths != list(map(len, prompts))):
-        return None
-    if len(call.behind) != len(prompts) or not all(0 <= number < len(plans) for number in call.behind):
-        raise ParameterError("The call is not what midstream.Remote sends: behind has a plan's number for each prompt.")
-    found = [plans[number] for number in call.behind]
-    if not call.needs_bodies and any(plan.captures for plan in found):
-        raise ParameterError(
-            "The call is not what midstream.Remote sends: nobody takes what the plans in behind capture."
-        )
-    return Behind(found, call.needs_bodies)
+    if call.tier is Tier.FORWARD or call.lengths != list(map(len, prompts)):
+        return Lowering(Tier.FORWARD, [Plan()] * len(prompts), call.keeps_to_graphs)
+    if call.tier is not Tier.BEHIND:
+        raise ParameterError("The call is not what midstream.Remote sends: its code runs in the forward or behind it.")
+    if len(call.own) != len(prompts) or not all(0 <= number < len(plans) for number in call.own):
+        raise ParameterError("The call is not what midstream.Remote sends: own has a plan's number for each prompt.")
+    return Lowering(Tier.BEHIND, [plans[number] for number in call.own], call.keeps_to_graphs)
 
 
 def _invoke(server: Server, asked: Asked, plans: Sequence[Plan], place: str) -> Invoke:

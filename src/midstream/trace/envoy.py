@@ -23,7 +23,6 @@ from midstream.trace.body import current_body, is_in_body
 from midstream.trace.forward import Forward, forward_source
 from midstream.trace.remote import RemoteValue, real
 from midstream.trace.tracer import BodyTracer
-from midstream.trace.visit import Visit
 
 
 def nearest(name: str, known: list[str]) -> str:
@@ -88,23 +87,11 @@ class CallPoints:
     @property
     def input(self) -> Any:
         """The call's first argument."""
-
-        def first(visit: Visit) -> Any:
-            args, kwargs = visit.raw()
-            return args[0] if args else next(iter(kwargs.values()))
-
-        return current_body().read((*self._key, "input"), first)
+        return current_body().read((*self._key, "input"), lambda visit: visit.first())
 
     @input.setter
     def input(self, value: Any) -> None:
-        def change(visit: Visit) -> None:
-            args, kwargs = visit.raw()
-            if args:
-                visit.set_raw(((real(value), *args[1:]), kwargs))
-            else:
-                visit.set_raw((args, {**kwargs, next(iter(kwargs)): real(value)}))
-
-        current_body().write((*self._key, "input"), change)
+        current_body().write((*self._key, "input"), lambda visit: visit.set_first(real(value)))
 
 
 class SourceCall(CallPoints):
@@ -233,7 +220,7 @@ class Envoy(CallPoints):
         return [name for each in type(self).__mro__[:-1] for name in vars(each) if not name.startswith("_")]
 
     def _held(self, name: str) -> Any:
-        found = getattr(self._module, name)
+        found = self._forward.attribute(self._path, self._module, name)
         if isinstance(found, nn.Parameter) and not found.numel():
             raise TraceError(
                 f"{self._path}.{name} is empty here: the engine keeps these weights in a form of its own. Apply the module to a value: "

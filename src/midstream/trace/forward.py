@@ -148,6 +148,10 @@ class Forward:
         """Whether the body has to go on waiting at a barrier."""
         return body in self.at_barrier.get(barrier, ())
 
+    def attribute(self, path: str, module: Any, name: str) -> Any:
+        """An attribute of the module at `path`. Raises AttributeError."""
+        return getattr(module, name)
+
     def attach(self, path: str, name: str, module: nn.Module) -> None:
         """Make a module of the caller's a child of the module at `path`. Raises TraceError in a trace, or for a name that is taken."""
         parent = self.modules[path]

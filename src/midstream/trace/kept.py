@@ -2,27 +2,29 @@
 
     hidden = [model.layers_output[14][-1] for _ in tracer.iter[:]]
 
-A plan has captured the rows. Such code never looks at values, so it runs on `KeptRows`, which only know the places of rows. It runs
-step by step, in the order of the forward. Then captured rows replace these stand-ins in what it has kept. Requests that follow each other
-and have the same program and number of steps share one run.
+A plan has captured the rows. The recording of the code (`trace.record`) shows what it keeps: containers with stand-ins in them. Captured
+rows replace these. Only a request that ended early needs another recording, with as many steps as it had.
 """
 
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, cast
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from midstream.sites import Point, site_of
-from midstream.trace.body import CURRENT, Body, current_body, never_reached, out_of_order, step_is_over
-from midstream.trace.program import Outcome, Program, copies, outcome
-from midstream.trace.tracer import BodyTracer
-from midstream.trace.tree import StandIn, as_bits, map_objects
+from midstream.sites import Point
+from midstream.trace.graph import Value
+from midstream.trace.program import Outcome
+from midstream.trace.record import Recording
+from midstream.trace.stand_in import StandIn
+from midstream.trace.tree import as_bits, map_objects
+
+Rows = Literal["last", "whole"]  # of each value: its last row, or all its rows
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,9 @@ class CapturedSteps:
     count: int
 
 
-class KeptRows(StandIn):
-    """Stands for a tensor of rows that lie together in a plane. It has the methods of a tensor that code which only keeps rows may use.
+@dataclass(frozen=True)
+class KeptRows:
+    """Rows that lie together in a plane.
 
     Attributes:
         point: of the plane.
@@ -50,22 +53,80 @@ class KeptRows(StandIn):
         shape: of the tensor, without the width: `(count,)`, or `()` for a single row.
     """
 
-    __slots__ = ("first", "point", "shape")
+    point: Point
+    first: int
+    shape: tuple[int, ...]
 
-    def __init__(self, point: Point, first: int, shape: tuple[int, ...]) -> None:
-        self.point, self.first, self.shape = point, first, shape
 
-    def __getitem__(self, index: Any) -> KeptRows:
-        last = self.first + self.shape[0] - 1
-        return KeptRows(self.point, last, () if index == -1 else (1,))  # the only other index is `-1:`
+def rows_kept(recording: Recording) -> Rows | None:
+    """Which rows of each value the code keeps; None if it does more than to keep rows."""
+    values = list(_values(recording.outcome.values))
+    if not recording.saved or recording.watched or recording.makes_numbers or None in values:
+        return None
+    kept = [value for value in values if value is not None]
+    found = [_kept(value) for value in kept]
+    if None in found or any(saved.memory.version or saved.chain for saved in recording.saved):
+        return None
+    computed = any(value.kind != "read" and _kept(value) is None for graph in recording.steps for value in graph.values)
+    if computed or any(graph.last for graph in recording.steps):
+        return None
+    in_prompt = {how for each in found if each is not None and each[1] == 0 for how in (each[2],)}
+    return "whole" if "whole" in in_prompt else "last"
 
-    def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"'Tensor' object has no attribute {name!r}", name=name, obj=self)  # as in the engine
 
-    def clone(self) -> KeptRows:
-        return KeptRows(self.point, self.first, self.shape)
+def _values(tree: Any) -> Iterator[Value | None]:
+    """The values of the stand-ins in lists, dicts and tuples; None for anything that is neither these nor plain."""
+    if isinstance(tree, StandIn):
+        yield tree.memory.value if not tree.chain else None
+    elif type(tree) in (list, tuple):
+        for each in tree:
+            yield from _values(each)
+    elif type(tree) is dict:
+        for name, each in tree.items():
+            yield from _values(each)
+            if not isinstance(name, _PLAIN):
+                yield None
+    elif type(tree) not in _PLAIN:
+        yield None
 
-    cpu = clone
+
+def _kept(value: Value) -> tuple[Point, int, str] | None:
+    """The point, the step, and which rows of it a value is: "whole", "row" for the last row, "rows" for `[-1:]`. None for another value."""
+    if value.kind == "read":
+        return (value.what, value.step, "whole") if isinstance(value.what, tuple) and value.part is None else None
+    if value.kind != "call" or not isinstance(value.args[0], Value):
+        return None
+    name, given = value.what._schema.name.removeprefix("aten::"), value.args[0]
+    found = _kept(given)
+    if found is None or value.kwargs:
+        return None
+    if name in ("clone", "detach", "alias"):
+        return found
+    if found[2] == "whole" and name == "select" and value.args[1:] == (0, -1):
+        return *found[:2], "row"
+    if found[2] == "whole" and name == "slice" and value.args[1:3] == (0, -1) and _is_open(value.args[3:]):
+        return *found[:2], "rows"
+    return None
+
+
+def _is_open(rest: tuple[Any, ...]) -> bool:
+    return (not rest or rest[0] is None or rest[0] >= 1 << 62) and (len(rest) < 2 or rest[1] == 1)
+
+
+def _placed(values: Any, prompt: int) -> Any:
+    """The values with `KeptRows` in place of stand-ins. `prompt`: how many rows of each plane belong to the prompt."""
+
+    def placed(stand_in: StandIn) -> KeptRows:
+        found = _kept(stand_in.memory.value)
+        assert found is not None
+        point, step, how = found
+        rows = prompt if step == 0 else 1
+        last = prompt + step - 1
+        return KeptRows(
+            point, last if how != "whole" else last - rows + 1, () if how == "row" else (1 if how == "rows" else rows,)
+        )
+
+    return map_objects(values, StandIn, placed)
 
 
 class _Kept:
@@ -112,106 +173,28 @@ class _Kept:
         return map_objects(self._values, KeptRows, tensor)
 
 
-class KeptPrograms:
-    """Programs that only keep rows, one for each request of a call.
-
-    They are copies of the caller's programs. As in an engine, later changes of the caller's variables have no effect.
+class KeptTrace:
+    """The trace of a request, whose code only keeps rows.
 
     Args:
-        names: the name of each point in error messages.
+        recording: of its code, with as many steps as the request may have.
+        again: records it with another number of steps.
+        prompt: how many rows of the prompt are captured.
     """
 
-    def __init__(self, programs: Sequence[Program], num_layers: int, names: Mapping[Point, str]) -> None:
-        self._model, self._names = _Model(num_layers), names
-        given = {"model": self._model, "tracer": BodyTracer()}
-        self._programs = copies(programs, lambda reference: given.get(reference[0]))
-        self._last: tuple[Any, Outcome, _Kept] | None = None
+    def __init__(self, recording: Recording, again: Callable[[int], Recording], prompt: int) -> None:
+        self._recordings = {len(recording.steps): recording}
+        self._most = len(recording.steps)
+        self.prompt, self._again = prompt, again
+        self._kept: dict[int, tuple[Outcome, _Kept]] = {}
 
-    def outcome(self, number: int, captured: CapturedSteps) -> Outcome:
-        """The outcome of a request that has ended. `number`: the index of its program."""
-        program, last = self._programs[number], self._last
-        run = (id(program), captured.prompt, captured.count)
-        if last is None or last[0] != run or last[1].failure is not None:  # requests do not share an exception
-            found = self._run(program, captured)
-            last = self._last = run, found, _Kept(found.values, captured)
-        return replace(last[1], values=last[2].filled(captured))
-
-    def _run(self, program: Program, captured: CapturedSteps) -> Outcome:
-        """The outcome, with `KeptRows` in place of rows."""
-        body = KeptBody(captured, self._names)
-        token = CURRENT.set(body)
-        try:
-            body.result = program.run(self._model, {})
-        except Exception as error:
-            body.failure = error
-        finally:
-            CURRENT.reset(token)
-        found = outcome(body, program)
-        found.order = found.steps  # tells which of several requests that began together ended last
-        return found
-
-
-class KeptBody(Body):
-    """A body that runs after all its steps have ended. It never waits."""
-
-    def __init__(self, captured: CapturedSteps, names: Mapping[Point, str]) -> None:
-        super().__init__("kept", lambda: None, in_engine=True)
-        self.now, self.ended = 0, captured.count == 0
-        self._captured, self._names = captured, names
-        self._counts = {point: len(plane) for point, plane in captured.planes.items()}
-        self._layer = -1  # the layer that it read last in this step
-
-    def wait_for_step(self, step: int) -> bool:
-        if step < self.now:
-            raise step_is_over(step, self.now)
-        self.step = step
-        if step == self.now:
-            return True
-        last = self._captured.count - 1
-        self.ended = step > last
-        self.now, self._layer = min(step, last), -1
-        return not self.ended
-
-    def rows(self, site: str, layer: int) -> KeptRows:
-        """The rows of this site and layer in the current step."""
-        if self.ended or layer < self._layer:
-            self._refuse(site, layer)
-        self._layer = layer
-        point, prompt = (site, layer), self._captured.prompt
-        first, count = (prompt + self.step - 1, 1) if self.step else (0, prompt)
-        if first + count > self._counts[point]:
-            raise IndexError(f"the plan has not captured {self._names[point]} of step {self.step}")
-        return KeptRows(point, first, (count,))
-
-    def _refuse(self, site: str, layer: int) -> NoReturn:
-        names, step = self._names, self.step
-        if self.ended:
-            raise never_reached(names[site, layer], step)
-        raise out_of_order(names[site, layer], step, f"{names[site, self._layer]} of step {step}")
-
-    def save(self, value: Any) -> Any:
-        # Two calls with one tensor give two tensors.
-        kept = value.clone() if isinstance(value, KeptRows) else value
-        self.saves.put(value, kept)
-        self.saves.put(kept, kept)
-        return kept
-
-
-class _Model:
-    """The part of the model that such code uses: accessors of sites, and the number of layers."""
-
-    def __init__(self, num_layers: int) -> None:
-        self.num_layers = num_layers
-
-    def __getattr__(self, name: str) -> _Layers:
-        found = _Layers(site_of(name), self.num_layers)
-        self.__dict__[name] = found
-        return found
-
-
-class _Layers:
-    def __init__(self, site: str, num_layers: int) -> None:
-        self._site, self._layers = site, range(num_layers)
-
-    def __getitem__(self, layer: int) -> KeptRows:
-        return cast(KeptBody, current_body()).rows(self._site, self._layers[operator.index(layer)])
+    def outcome(self, captured: CapturedSteps) -> Outcome:
+        """The outcome of a request that has ended."""
+        count = captured.count if captured.count < self._most else self._most
+        if count not in self._kept:
+            if count not in self._recordings:
+                self._recordings[count] = self._again(count)
+            found = self._recordings[count].outcome
+            self._kept[count] = found, _Kept(_placed(found.values, self.prompt), captured)
+        found, kept = self._kept[count]
+        return replace(found, values=kept.filled(captured), name="kept", order=captured.count, steps=captured.count)

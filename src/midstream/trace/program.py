@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import builtins
 import contextlib
+import enum
 import functools
 import inspect
 import io
@@ -13,11 +13,14 @@ import pickle
 import sys
 import threading
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import cloudpickle
 import numpy as np
@@ -26,15 +29,22 @@ import torch
 from midstream.errors import InterventionError, MidstreamError, StageFailedError, TraceError, text_of
 from midstream.trace.block import Block, locals_at
 from midstream.trace.body import Body, StopTrace, current_body
-from midstream.trace.rewrite import function_tree
-from midstream.trace.saves import attributes_of, contents, is_container, is_installed, variables_of
+from midstream.trace.saves import (
+    attributes_of,
+    contents,
+    is_container,
+    is_imported,
+    is_installed,
+    reached,
+    variables_of,
+)
 from midstream.trace.tracer import BodyTracer, Result, backward, save, steps_of
-from midstream.trace.tree import as_bytes, is_raw, map_objects, map_tensors, movable
-from midstream.trace.weights import Weight, Weights, on_device, tensors_of
+from midstream.trace.tree import map_objects, map_tensors, movable
+from midstream.trace.weights import Weight, Weights, values_of
 
 RETURNED = "return"
 _CHANGING_CLOUDPICKLE = threading.Lock()
-_HASHED_BYTES = 1 << 24  # of the largest array that is looked at for changes
+_HASHED_BYTES = 1 << 20  # of the largest array that is looked at for changes
 
 
 @dataclass
@@ -83,10 +93,29 @@ class FunctionProgram(Program):
     fn: Callable[..., Any]
 
     def run(self, model: Any, shared: dict[str, Any]) -> Found:
-        body = current_body()
+        body, outside = current_body(), self.outside
+        body.entry = {name: _state(value) for name, value in outside.items()}, {}
         arguments = (model, BodyTracer()) if self._takes_tracer else (model,)
         returned = self.fn(*arguments)
-        return Found({RETURNED: map_tensors(returned, lambda _, t: body.save(t))})
+        values = map_tensors(returned, lambda _, t: body.save(t))
+        back = {id(value) for value in contents([returned])}
+        left = [name for name, v in outside.items() if id(v) not in back and _is_changed(body, name, v)]
+        return Found({RETURNED: values}, left)
+
+    @property
+    def outside(self) -> dict[str, Any]:
+        """The values that the function uses from outside, by name, and those that functions and objects among them use."""
+        fn, used = self.fn, dict[str, Any]()
+        while isinstance(fn, functools.partial):
+            used |= inspect.signature(fn.func).bind_partial(*fn.args, **fn.keywords).arguments
+            fn = fn.func
+        fn = inspect.unwrap(fn)
+        used |= attributes_of(getattr(fn, "__self__", fn)) or {}
+        fn = getattr(fn, "__func__", fn)
+        if type(fn) is FunctionType:
+            given = inspect.signature(fn).parameters.values()
+            used = {p.name: p.default for p in given if p.default is not p.empty} | dict(variables_of(fn)) | used
+        return {**used, **reached(used)}
 
     @functools.cached_property
     def _takes_tracer(self) -> bool:
@@ -99,14 +128,12 @@ class FunctionProgram(Program):
         return len(required) == 2
 
     def recover(self, error: BaseException, body: Body) -> Found:
-        return Found(body.saves.pick(locals_at(error, _code_of(self.fn))))
+        return Found(body.saves.pick(locals_at(error, code_of(self.fn))))
 
 
-def _code_of(fn: Any) -> CodeType | None:
+def code_of(fn: Any) -> CodeType | None:
     """The code of a function, a method, a partial or a callable object."""
-    while isinstance(fn, functools.partial):
-        fn = fn.func
-    fn = inspect.unwrap(fn)
+    fn = inspect.unwrap(_plain(fn))
     code: CodeType | None = getattr(fn, "__code__", None) or getattr(type(fn).__call__, "__code__", None)
     return code
 
@@ -198,7 +225,10 @@ def _state(value: Any) -> list[tuple[Any, int]] | int | None:
 
 
 def _version(value: Any) -> int:
-    return value._version if issubclass(type(value), torch.Tensor) and not value.is_inference() else 0
+    """A tensor's version; 0 for anything else, and for a parameter that may be trained, which is the caller's own on `LanguageModel`."""
+    if not issubclass(type(value), torch.Tensor) or value.is_inference():
+        return 0
+    return 0 if value.requires_grad and value.is_leaf else value._version
 
 
 @dataclass
@@ -311,6 +341,7 @@ def outcome(body: Body, program: Program) -> Outcome:
     error = body.failure
     found = (body.result or Found()) if error is None else program.recover(error, body)
     failure = Failure.of(body.error) if body.error is not None else None
+    _give_callers_classes(found.values)
     return Outcome(
         **vars(found),
         failure=failure,
@@ -319,6 +350,30 @@ def outcome(body: Body, program: Program) -> Outcome:
         steps=body.now + 1,
         saved=bool(body.saves),
     )
+
+
+def _give_callers_classes(values: Any) -> None:
+    """Make objects of a copied class objects of the class itself, at any depth: where code runs on copies, its classes are copies, too."""
+    if not _ORIGINALS:
+        return
+    seen, rest = set[int](), [values]
+    while rest:
+        value = rest.pop()
+        kind = type(value)
+        if (original := _ORIGINALS.get(kind)) is not None:
+            with contextlib.suppress(TypeError):  # of a class with a memory layout of its own
+                object.__setattr__(value, "__class__", original)
+        if id(value) in seen or issubclass(kind, (str, bytes, int, float, torch.Tensor)):
+            continue
+        seen.add(id(value))
+        if issubclass(kind, dict):
+            rest += [*dict.keys(value), *dict.values(value)]
+        elif issubclass(kind, (list, tuple, set, frozenset, deque)):
+            rest += kind.__iter__(value)
+        rest += (attributes_of(value) or {}).values()
+        if original is not None:
+            slots = getattr(original, "__slots__", ())
+            rest += [getattr(value, name, None) for name in ([slots] if isinstance(slots, str) else slots)]
 
 
 def put_results(outcomes: Iterable[Outcome], output: Any) -> MidstreamError | None:
@@ -337,123 +392,19 @@ def put_results(outcomes: Iterable[Outcome], output: Any) -> MidstreamError | No
     return failed[0] if failed else None
 
 
-def unrun(program: Program) -> Outcome:
-    """The outcome of a program that only writes to the model, if a plan did it."""
-    if isinstance(program, BlockProgram):
-        captured = program.block.captured
-        return Outcome(unsaved=sorted(name for name in program.block.assigned if name not in captured))
-    return Outcome({RETURNED: None})
-
-
-# Whether a program needs uncompiled steps.
-
-_MODEL_USES = frozenset(
-    {"layers_output", "resid_post", "logits", "samples", "next_token_probs", "steer", "project_on_vocab"}
-    | {"num_layers", "hidden_size", "tokenizer"}
-)
-_TRACER_USES = frozenset({"iter", "all", "next", "stop", "result"})
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, range, torch.Tensor, torch.dtype, torch.device, torch.Size)
-_KNOWN_PACKAGES = frozenset("torch numpy math operator itertools functools collections builtins".split())
-REACHING = frozenset({"eval", "exec", "globals", "locals", "vars"})  # functions that may find it under another name
-_KNOWN_CODE = (*_KNOWN_PACKAGES, "midstream.trace.tracer")
-
-
-def keeps_to_graph_sites(program: Program) -> bool:
-    """Whether `program` reads and writes only `layers_output`, `logits` and `samples`.
-
-    Read off its source. In doubt the answer is no: without a source, for any use of the model other than the attributes in
-    `_MODEL_USES`, and for any captured object whose code might reach the model by another way.
-    """
-    code: Sequence[ast.AST]
-    if isinstance(program, BlockProgram):
-        code, values, defaults = program.block.compiled.statements, program.block.captured, ()
-        uses = {name: _TRACER_USES for name in program.injected}
-    elif isinstance(program, FunctionProgram) and isinstance(fn := program.fn, FunctionType):
-        tree = function_tree(fn.__code__)
-        code, values, defaults = (() if tree is None else tree.body), dict(variables_of(fn)), fn.__defaults__ or ()
-        required = [name for name, each in inspect.signature(fn).parameters.items() if each.default is each.empty]
-        uses = dict(zip(required, (_MODEL_USES, _TRACER_USES), strict=False))
-    else:
-        return False
-    uses |= {name: _MODEL_USES for name, value in values.items() if is_model(value)}
-    uses |= {name: frozenset({"save"}) for name, value in values.items() if is_package(value)}
-    others = [value for name, value in values.items() if name not in uses]
-    return bool(code) and all(map(harmless, [*others, *defaults])) and _uses_only(code, uses)
-
-
-def reaches_no_model(module: str) -> bool:
-    """Whether the module of this name is PyTorch's, NumPy's, or one of Python's own that reach no model."""
-    return module.partition(".")[0] in _KNOWN_PACKAGES
-
-
-def is_package(value: Any) -> bool:
-    """Whether it is the module `midstream`, of which traces use `save`."""
-    return isinstance(value, ModuleType) and value.__name__ == "midstream"
-
-
 def _reference(value: Any) -> Any:
     """What of the running model the caller's value stands for in a trace; None if it is an ordinary value."""
     refers = getattr(type(value), "__midstream_reference__", None)
     return refers(value) if refers is not None else None
 
 
-def is_model(value: Any) -> bool:
-    """Whether it is the caller's model, which stands for the running one in a trace."""
-    return _reference(value) == ("model",)
-
-
-def module_path(value: Any) -> str | None:
-    """The path of the module that the caller's value stands for in a trace; None if it stands for none."""
-    match _reference(value):
-        case ("module", str(path)):
-            return path
-    return None
-
-
-def harmless(value: Any) -> bool:
-    """Whether `value` cannot reach the model."""
-    if isinstance(value, _PLAIN):
-        return True
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return all(map(harmless, value))
-    if isinstance(value, Mapping) and type(value) is dict:
-        return all(map(harmless, value.keys())) and all(map(harmless, value.values()))
-    if isinstance(value, ModuleType):
-        return value.__name__.partition(".")[0] in _KNOWN_CODE
-    if isinstance(value, (FunctionType, BuiltinFunctionType, type)):
-        home = value.__module__ or "builtins"
-        return any(home == known or home.startswith(known + ".") for known in _KNOWN_CODE)
-    return False
-
-
-def _uses_only(code: Sequence[ast.AST], uses: Mapping[str, frozenset[str]]) -> bool:
-    """Whether the code has names in `uses` only to use the attributes listed there, and reaches no model by another way."""
-    nodes = [node for part in code for node in ast.walk(part)]
-    allowed = {
-        id(node.value)
-        for node in nodes
-        if isinstance(node, ast.Attribute)
-        and isinstance(node.value, ast.Name)
-        and node.attr in uses.get(node.value.id, ())
-    }
-    for node in nodes:
-        match node:
-            case ast.Name(id=name) if name in REACHING or (name in uses and id(node) not in allowed):
-                return False
-            case ast.Attribute(attr=name) if name in REACHING:
-                return False
-            case ast.Import(names=names) if not all(reaches_no_model(each.name) for each in names):
-                return False
-            case ast.ImportFrom(module=module, level=level) if level or not reaches_no_model(module or ""):
-                return False
-    return True
-
-
 # Sending. Everything goes by value, except the model's own objects, which the worker replaces by its own.
 
 
 class _Pickler(cloudpickle.Pickler):
-    def __init__(self, buffer: io.BytesIO, weights: Weights | None = None) -> None:
+    """Pickles code; `weights` takes its tensors and arrays."""
+
+    def __init__(self, buffer: io.BytesIO, weights: Weights) -> None:
         super().__init__(buffer)
         self._weights = weights
 
@@ -461,26 +412,116 @@ class _Pickler(cloudpickle.Pickler):
         return _reference(obj)
 
     def reducer_override(self, obj: Any) -> Any:
-        if self._weights is not None and self._weights.takes(obj):
-            return _weight_here, (self._weights.take(obj),)
-        if is_raw(obj):
-            return _tensor_here, (bytes(as_bytes(obj).cpu().numpy()), obj.dtype, tuple(obj.shape))
-        if isinstance(obj, torch.Tensor) and (there := movable(obj)) is not obj:
+        kind = type(obj)  # isinstance might run the object's own code
+        if self._weights.takes(obj):
+            return _value_here, (self._weights.take(obj),)
+        if issubclass(kind, torch.Tensor) and (there := movable(obj)) is not obj:
             return there.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-        return super().reducer_override(obj)
+        if issubclass(kind, _LruCache) and not _is_imported(obj):
+            return _cached_here, (obj.__wrapped__, obj.cache_parameters())
+        if kind is FunctionType and obj.__code__ is _DISPATCHER and not _is_imported(obj):
+            return _dispatching_here, (obj.__wrapped__, [*obj.registry.items()])  # type: ignore[attr-defined]
+        if kind is functools.cached_property:  # it has a lock in Python 3.11
+            return functools.cached_property, (obj.func,), {"attrname": obj.attrname, "__doc__": obj.__doc__}
+        reduced = super().reducer_override(obj)
+        if issubclass(kind, type) and isinstance(reduced, tuple) and len(reduced) == 6:  # a class that goes by value
+            maker, args, state, *_, fill = reduced
+            _SENT[args[-2]] = obj
+            if vars(obj).get("__slots__") and not issubclass(obj, (enum.Enum, tuple)):  # cloudpickle leaves them out
+                args = (*args[:3], {**args[3], "__slots__": obj.__slots__}, *args[4:])
+            return _class_here, (maker, args), (args[-2], fill, state), None, None, _fill_class
+        return reduced
 
 
-_DEVICE: ContextVar[torch.device | None] = ContextVar("midstream_device", default=None)
-_WEIGHTS: ContextVar[Mapping[int, torch.Tensor]] = ContextVar("midstream_weights")
+_LruCache = type(functools.lru_cache(_reference))
+_DISPATCHER = functools.singledispatch(_reference).__code__  # type: ignore[attr-defined]
+_VALUES: ContextVar[Mapping[int, Any]] = ContextVar("midstream_values")
+_SENT: WeakValueDictionary[str, type] = WeakValueDictionary()  # cloudpickle's id of a class -> this process's own class
+_ORIGINALS: WeakKeyDictionary[type, type] = WeakKeyDictionary()  # copy of such a class -> the class
 
 
-def _tensor_here(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Put a tensor of the client's on the model's device, so that `model.layers_output[3] += v` works."""
-    return on_device(data, _DEVICE.get()).view(dtype).reshape(shape)
+def _value_here(number: int) -> Any:
+    """The tensor or array of this number. A tensor is on the model's device, so that `model.layers_output[3] += v` works."""
+    return _VALUES.get()[number]
 
 
-def _weight_here(number: int) -> torch.Tensor:
-    return _WEIGHTS.get()[number]
+def _cached_here(function: Any, parameters: dict[str, Any]) -> Any:
+    return functools.lru_cache(**parameters)(function)
+
+
+def _dispatching_here(default: Any, registry: list[tuple[type, Any]]) -> Any:
+    made = functools.singledispatch(default)
+    for kind, function in registry:
+        made.register(kind, function)
+    return made
+
+
+def _class_here(maker: Callable[..., type], args: tuple[Any, ...]) -> type:
+    """A class that came by value; in the process that sent it, a copy. (cloudpickle would put copied methods into the class itself.)"""
+    original = _SENT.get(args[-2])
+    if original is None:
+        return maker(*args)
+    if issubclass(original, enum.Enum):  # members are compared by identity
+        return original
+    made = maker(*args[:-2], None, args[-1])
+    _ORIGINALS[made] = original
+    return made
+
+
+def _fill_class(made: type, state: tuple[str, Callable[..., Any], Any]) -> None:
+    name, fill, attributes = state
+    if _SENT.get(name) is not made:
+        fill(made, attributes)
+
+
+def _is_imported(function: Any) -> bool:
+    """Whether the engine imports a function, or what a decorator has made of it, by name."""
+    by_value = cloudpickle.list_registry_pickle_by_value()
+    module = function.__module__ or ""
+    return is_imported(function) and not any(module == name or module.startswith(f"{name}.") for name in by_value)
+
+
+class _Copier(_Pickler):
+    """Pickles code for this process. Some objects stay the caller's own: those of models, those for which `keeps` returns True, and those
+    that cannot be pickled.
+
+    Attributes:
+        kept: these objects.
+    """
+
+    def __init__(self, buffer: io.BytesIO, weights: Weights, keeps: Callable[[Any], bool]) -> None:
+        super().__init__(buffer, weights)
+        self._keeps = keeps
+        self._places: dict[int, int] = {}
+        self.kept: list[Any] = []
+
+    def persistent_id(self, obj: Any) -> Any:
+        if id(obj) in self._places or super().persistent_id(obj) is not None or self._keeps(obj):
+            return self._place(obj)
+        return None
+
+    def _place(self, obj: Any) -> int:
+        if id(obj) not in self._places:
+            self._places[id(obj)] = len(self.kept)
+            self.kept.append(obj)
+        return self._places[id(obj)]
+
+    def reducer_override(self, obj: Any) -> Any:
+        if issubclass(type(obj), (type, FunctionType)):
+            return super().reducer_override(obj)
+        try:
+            reduced = super().reducer_override(obj)
+            if reduced is not NotImplemented:
+                return reduced
+            reduce = self.dispatch_table.get(type(obj))
+            return obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL) if reduce is None else reduce(obj)
+        except Exception:
+            self._place(obj)
+            return _itself, (obj,)
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 class _Unpickler(pickle.Unpickler):
@@ -497,55 +538,82 @@ class ShippedCode:
     """The code of several requests.
 
     Attributes:
-        programs: the programs of each request, pickled, behind a table of the weights that they use.
+        programs: the programs of each request, pickled, behind a table of the tensors and arrays that they use.
         bodies: how many programs each request has: standing edits, then its own.
-        graph_sites: for each request, whether its code keeps to sites that may be built into the compiled forward.
         weights: what the workers must hold, by digest.
+        is_whole: whether it has the user's own modules, too, and not their names.
     """
 
     programs: bytes
     bodies: list[int]
-    graph_sites: list[bool]
     weights: Mapping[str, Weight] = field(default_factory=dict)
+    is_whole: bool = True
 
 
 def ship(programs: list[list[Program]], elsewhere: bool = False) -> ShippedCode:
-    """The programs of each request; objects that they share stay shared. Raises TraceError, which names what cannot be sent.
+    """The programs of each request, with the user's own modules; objects that they share stay shared.
 
-    `elsewhere`: whether they run on a machine that has installed packages alone, so that the user's own modules are sent, too, and all
-    tensors with the code.
+    Args:
+        elsewhere: whether they run on a machine that has installed packages alone. All tensors then go with the code.
+
+    Raises:
+        TraceError: names what cannot be sent.
     """
-    buffer, weights = io.BytesIO(), Weights()
     try:
-        with _by_value(_own_modules) if elsewhere else contextlib.nullcontext():
-            _Pickler(buffer, None if elsewhere else weights).dump(programs)
+        return _shipped(programs, _by_value(_own_modules), not elsewhere)
     except Exception as error:
+        if not elsewhere:  # something in a module of the user's, which the engine can import
+            with contextlib.suppress(Exception):
+                return replace(_shipped(programs, contextlib.nullcontext(), True), is_whole=False)
         names = [name for each in programs for program in each for name in _unsendable(program)]
         what = f", {names[0]}," if names else ""
         raise TraceError(f"The trace uses a value{what} that cannot be sent to the engine: {error}") from error
-    known: dict[int, bool] = {}  # many requests may share a program
 
-    def keeps(program: Program) -> bool:
-        if id(program) not in known:
-            known[id(program)] = keeps_to_graph_sites(program)
-        return known[id(program)]
 
-    graph_sites = [all(map(keeps, each)) for each in programs]
-    head, needed = weights.table()
+def _shipped(
+    programs: list[list[Program]], modules: contextlib.AbstractContextManager[None], apart: bool
+) -> ShippedCode:
+    buffer, weights = io.BytesIO(), Weights(apart=apart)
+    with modules:
+        _Pickler(buffer, weights).dump(programs)
+    head, needed = weights.table(functools.partial(_name_of, programs))
     data = b"".join((bytes(sys.version_info[:2]), pickle.dumps(head), buffer.getbuffer()))
-    return ShippedCode(data, [len(each) for each in programs], graph_sites, needed)
+    return ShippedCode(data, [len(each) for each in programs], needed)
 
 
-def copies(programs: Sequence[Program], resolve: Callable[[Any], Any]) -> list[Program]:
-    """Copies of the programs with the values of their variables, also of functions that could be imported. `resolve`: as of `unship`."""
-    functions = [program.fn for program in programs if isinstance(program, FunctionProgram)]
-    homes = {getattr(fn, "__module__", None) for fn in functions} - {"__main__", None}
-    buffer = io.BytesIO()
-    with _by_value(lambda: [sys.modules[name] for name in homes if name in sys.modules]):
-        _Pickler(buffer).dump(list(programs))
-    buffer.seek(0)
-    found: list[Program] = _Unpickler(buffer, resolve).load()
+def copies(programs: Sequence[Program], keeps: Callable[[Any], bool]) -> list[Program]:
+    """Copies of the programs with the values of their variables, also of functions that could be imported, to run in this process.
+
+    Gradients reach the caller's tensors: `Weights.copies` says which of them are copied. What cannot be copied stays the caller's own, and
+    so does what `keeps` returns True for. Raises TraceError if a copy cannot be built.
+    """
+    functions = [_plain(program.fn) for program in programs if isinstance(program, FunctionProgram)]
+    homes = {sys.modules.get(getattr(fn, "__module__", None) or "__main__") for fn in functions}
+    buffer, weights = io.BytesIO(), Weights()
+    pickler = _Copier(buffer, weights, keeps)
+    try:
+        with _by_value(lambda: [module for module in homes if module is not None and _is_own(module)]):
+            pickler.dump(list(programs))
+        with torch.inference_mode(False):
+            values = weights.copies()
+        buffer.seek(0)
+        token = _VALUES.set(values)
+        try:
+            found: list[Program] = _Unpickler(buffer, pickler.kept.__getitem__).load()
+        finally:
+            _VALUES.reset(token)
+    except MidstreamError:
+        raise
+    except Exception as error:
+        raise TraceError(f"The trace uses a value that cannot be copied: {type(error).__name__}: {error}") from error
     return found
+
+
+def _plain(fn: Any) -> Any:
+    """The function of a partial."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return fn
 
 
 @contextlib.contextmanager
@@ -562,16 +630,25 @@ def _by_value(modules: Callable[[], Iterable[ModuleType]]) -> Iterator[None]:
                 cloudpickle.unregister_pickle_by_value(module)
 
 
+_LOOKED_AT: dict[str, tuple[Any, bool]] = {}  # of each module that was imported, by name: whether it is the user's own
+
+
 def _own_modules() -> list[ModuleType]:
     """The modules that are neither installed nor midstream's."""
-    return [
-        module
-        for name, module in list(sys.modules.items())
-        if (file := getattr(module, "__file__", None)) is not None
+    for name, module in list(sys.modules.items()):
+        if _LOOKED_AT.get(name, (None,))[0] is not module:
+            _LOOKED_AT[name] = module, _is_own(module) and name == module.__name__
+    return [sys.modules[name] for name, (module, is_own) in _LOOKED_AT.items() if is_own and sys.modules.get(name) is module]
+
+
+def _is_own(module: Any) -> bool:
+    """Whether a module is the user's own. The main one is not: what it defines always goes by value."""
+    file, name = getattr(module, "__file__", None), getattr(module, "__name__", "")
+    return (
+        file is not None
         and not is_installed(file)
         and name.partition(".")[0] not in (__name__.partition(".")[0], "__main__")
-        and name == module.__name__
-    ]
+    )
 
 
 def _unsendable(program: Program) -> Iterator[str]:
@@ -581,9 +658,25 @@ def _unsendable(program: Program) -> Iterator[str]:
     for name, value in program.block.captured.items():
         if name not in program.injected:
             try:
-                _Pickler(io.BytesIO()).dump(value)
+                _Pickler(io.BytesIO(), Weights()).dump(value)
             except Exception:
                 yield name
+
+
+def _name_of(programs: Sequence[Sequence[Program]], value: Any) -> str | None:
+    """The name of an object among the variables of programs."""
+    for program in chain.from_iterable(programs):
+        for name, held in _variables(program).items():
+            if held is value:
+                return name
+    return None
+
+
+def _variables(program: Program) -> Mapping[str, Any]:
+    """The values from outside that a program uses, by name."""
+    if isinstance(program, BlockProgram):
+        return program.block.outside
+    return program.outside if isinstance(program, FunctionProgram) else {}
 
 
 def check_python(data: bytes) -> None:
@@ -609,14 +702,13 @@ def unship(
     check_python(data)
     source = io.BytesIO(data)
     source.seek(2)
-    tokens = _DEVICE.set(device), _WEIGHTS.set({})
+    token = _VALUES.set({})
     try:
         with torch.inference_mode(False):
-            _WEIGHTS.set(tensors_of(pickle.load(source), weights or {}, device))
+            _VALUES.set(values_of(pickle.load(source), weights or {}, device))
             programs: Any = _Unpickler(source, resolve).load()
     finally:
-        _DEVICE.reset(tokens[0])
-        _WEIGHTS.reset(tokens[1])
+        _VALUES.reset(token)
     if type(programs) is not list or not all(isinstance(each, Program) for every in programs for each in every):
         raise TraceError("The trace's code is not what `ship` has made.")
     return programs

@@ -273,7 +273,7 @@ class SharedSite:
 
     def edit(self, rows: FlatRows, value: torch.Tensor, written: Written | None) -> None:
         """Set a request's rows to `value`, which may be the view that `part` gave. `written` is called when they are written back."""
-        if value.data_ptr() != self.part(rows).data_ptr():
+        if not _is_same_view(value, self.part(rows)):
             self._replaced[rows.start, rows.stop] = private(value)  # the view stays as the trace has read it
         self._edited[rows.start, rows.stop] = (rows, written)
 
@@ -292,6 +292,10 @@ class SharedSite:
                     written(self._event.key, self._binding, own.first_position, part)
         self._edited.clear()
         self._replaced.clear()
+
+
+def _is_same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
 
 
 def _runs(spans: dict[Span, Any]) -> list[list[Span]]:

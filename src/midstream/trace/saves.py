@@ -157,11 +157,11 @@ def _is_callers(kind: type) -> bool:
 def _used_by(value: Any) -> Iterator[tuple[str, Any]]:
     if type(value) is not FunctionType:
         yield from list((attributes_of(value) or {}).items())
-    elif not _is_imported(value):
+    elif not is_imported(value):
         yield from variables_of(value)
 
 
-def _is_imported(function: FunctionType) -> bool:
+def is_imported(function: Any) -> bool:
     """Whether the engine imports the function by name, with its module's variables, instead of copying it."""
     here: Any = sys.modules.get(function.__module__)
     for name in function.__qualname__.split("."):

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from midstream.errors import ShapeError
+from midstream.errors import ShapeError, TraceError
 from midstream.sites import Binding, Key, Ref, point_name
 from midstream.trace.rows import Event, FlatRows, Rows, SharedSite, Span, private
-from midstream.trace.tree import leaves, map_tensors, memory_of, shape_text
+from midstream.trace.tree import as_bits, leaves, map_tensors, memory_of, shape_text
 
 
 @dataclass
@@ -93,14 +93,35 @@ def move_to_host(journals: Iterable[Journal]) -> None:
             edit.value = part.view(edit.value.shape)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Handed:
-    """A tensor that the trace holds, with its version when it was handed out."""
+    """A tensor that the trace holds: one that it has read, or one that it has put there. Its changes in place go into the forward.
+
+    Attributes:
+        write: puts it into the forward.
+        view: the site whose value it is; None for a leaf of the module's own value.
+        version: when it was read or written last; None if it has to be written.
+        seen: its content then, if it has no versions and the point has other views. Without others it is written each time.
+    """
 
     value: torch.Tensor
-    version: int
     write: Callable[[torch.Tensor], None]
-    view: Binding | None  # the site whose value it is; None for a leaf of the module's own value
+    view: Binding | None
+    version: int | None = None
+    seen: torch.Tensor | None = None
+
+    @property
+    def is_edited(self) -> bool:
+        if self.seen is not None:
+            return not torch.equal(as_bits(self.seen), as_bits(self.value))
+        return self.value.is_inference() or self.version != self.value._version
+
+    def note(self, has_others: bool) -> None:
+        """Its content is what was read or written. `has_others`: whether the point has other views."""
+        if not self.value.is_inference():
+            self.version = self.value._version
+        elif has_others:
+            self.seen = self.value.clone()
 
 
 class Visit:
@@ -134,6 +155,8 @@ class Visit:
         self._raw: Any = None
         self._has_raw = False
         self._sites: dict[Binding, torch.Tensor] = {}
+        # What was put at a site and has another shape, dtype or device, with a tensor that has the site's.
+        self._sources: dict[Binding, tuple[_Handed, torch.Tensor]] = {}
 
     def _write(self, ref: Ref, value: torch.Tensor, tokens: bool, in_place: bool = False) -> None:
         self.event.note_write(self._body, ref)
@@ -154,8 +177,16 @@ class Visit:
             return value
         if value.requires_grad:  # the trace reads gradients at this tensor, so the model has to go on with it
             write(value)
-        self._handed.append(_Handed(value, value._version, write, view))
+        handed = _Handed(value, write, view)
+        for other in self._handed:
+            if other.value.is_inference() and other.seen is None and _differ(other, handed):
+                other.note(has_others=True)
+        self._handed.append(handed)
+        self._note(handed)
         return value
+
+    def _note(self, handed: _Handed) -> None:
+        handed.note(any(_differ(other, handed) for other in self._handed))
 
     def holds(self, value: torch.Tensor) -> bool:
         """Whether `value` shares memory with a tensor of this visit."""
@@ -197,33 +228,54 @@ class Visit:
                 f"{shape_text(value)} was written to it. Write a value of the same structure and shape."
             )
         self._settle()
-        for ref, part in given.items():
-            if part is not expected[ref]:
-                self._write(ref, part, False)
         self._forget()
 
         def keep(ref: Ref, part: torch.Tensor) -> torch.Tensor:
-            return self._hand_out(_tracked(part), lambda v: self._write(ref, v, False), False)
+            def write(v: torch.Tensor) -> None:
+                self._write(ref, v, False)
+
+            if part is expected[ref]:
+                return self._hand_out(part, write, False)
+            self._handed.append(_Handed(part, write, None))
+            return part
 
         self._raw, self._has_raw = map_tensors(value, keep), True
+
+    def first(self) -> Any:
+        """The first argument of a module's input."""
+        args, kwargs = self.raw()
+        return args[0] if args else next(iter(kwargs.values()))
+
+    def set_first(self, value: Any) -> None:
+        """Replace it. Errors are as of `set_raw`."""
+        args, kwargs = self.raw()
+        if args:
+            self.set_raw(((value, *args[1:]), kwargs))
+        else:
+            self.set_raw((args, {**kwargs, next(iter(kwargs)): value}))
 
     def site(self, binding: Binding) -> torch.Tensor:
         """The site's value, `[tokens, hidden]` (`[tokens, heads, head_dim]` for `attn_z`)."""
         self._settle()
         if binding not in self._sites:
-            if self._sites or self._handed:
-                self.event.write_back()
-
-            def leaf(ref: Ref) -> torch.Tensor | None:
-                full = self.event.leaf(ref)
-                return full if full is None or full.ndim == 1 else self.rows.take_tokens(full)
-
-            if isinstance(self.rows, FlatRows):
-                value = self._shared(binding, self.rows).part(self.rows)
-            else:
-                value = self._isolate(binding.read(leaf))
+            value = self._read_site(binding)
             self._sites[binding] = self._hand_out(value, lambda v: self._write_site(binding, v), False, binding)
         return self._sites[binding]
+
+    def _read_site(self, binding: Binding) -> torch.Tensor:
+        if binding in self._sources:
+            source, like = self._sources[binding]
+            return private(_fitted(source.value, like))
+        if self._sites or self._handed:
+            self.event.write_back()
+        if isinstance(self.rows, FlatRows):
+            return self._shared(binding, self.rows).part(self.rows)
+
+        def leaf(ref: Ref) -> torch.Tensor | None:
+            full = self.event.leaf(ref)
+            return full if full is None or full.ndim == 1 else self.rows.take_tokens(full)
+
+        return self._isolate(binding.read(leaf))
 
     def _shared(self, binding: Binding, rows: FlatRows) -> SharedSite:
         return self.event.shared(binding, self._span or (rows.start, rows.stop), rows.total, self._body)
@@ -238,14 +290,17 @@ class Visit:
             self._write(ref, part, True, binding.in_place)
 
     def set_site(self, binding: Binding, value: torch.Tensor, name: str) -> None:
-        """Replace the site's value. Raises ShapeError, which calls it `name`, unless `value` broadcasts to its shape."""
+        """Replace the site's value by the tensor itself, so that its later changes in place count, too.
+
+        Raises ShapeError, which calls it `name`, unless `value` broadcasts to its shape.
+        """
         current = self.site(binding)
         if value is current:
             return
         if not isinstance(value, torch.Tensor):
             raise ShapeError(f"{name} is a tensor {list(current.shape)}; a {type(value).__name__} was written to it.")
         try:
-            expanded = value.to(current).expand_as(current)
+            fitted = _fitted(value, current)
         except RuntimeError:
             raise ShapeError(
                 f"{name} is {list(current.shape)} for this request; {list(value.shape)} was written to it. "
@@ -253,31 +308,54 @@ class Visit:
             ) from None
         self._settle()
         self._forget()
-        self._write_site(binding, expanded)
-        kept = _tracked(expanded if expanded is value else expanded.clone())
-        self._sites = {binding: kept}
-        self._hand_out(kept, lambda v: self._write_site(binding, v), False, binding)
+        put = _Handed(value, lambda v: self._write_site(binding, _fitted(v, current)), binding)
+        self._handed.append(put)
+        if fitted.shape == value.shape and fitted.dtype == value.dtype and fitted.device == value.device:
+            self._sites[binding] = value
+        else:
+            self._sources[binding] = put, current
 
     def _settle(self) -> None:
-        """Write back the edits in place. Other views of this point are then out of date."""
+        """Write what the trace has put here, and its edits in place. Other views of this point are then out of date."""
         for place, (copy, version, written) in enumerate(self._followed):
             if copy._version != version:
                 written()
                 self._followed[place] = copy, copy._version, written
-        edited = [handed for handed in self._handed if handed.value._version != handed.version]
+        edited = self._without_sources([handed for handed in self._handed if handed.is_edited])
         for handed in edited:
             handed.write(handed.value)
-            handed.version = handed.value._version
+            self._note(handed)
         views = {handed.view for handed in edited}
         if views:
             self._sites = {binding: value for binding, value in self._sites.items() if views == {binding}}
+            self._sources = {binding: source for binding, source in self._sources.items() if views == {binding}}
             self._has_raw = self._has_raw and views == {None}
+
+    def _without_sources(self, edited: list[_Handed]) -> list[_Handed]:
+        """The tensors to write: in place of one that was put at a site and read there in another shape, what was read, brought up to date.
+
+        Raises TraceError if both were edited.
+        """
+        for binding, (source, like) in self._sources.items():
+            read = next((each for each in self._handed if each.value is self._sites.get(binding)), None)
+            if read is None or source not in edited:
+                continue
+            if read in edited:
+                raise TraceError(
+                    f"{point_name(self.key)} was set to a tensor {list(source.value.shape)} of {source.value.dtype} and read again as "
+                    f"{list(like.shape)} of {like.dtype}. These are two tensors, and the trace has changed both: change one of them."
+                )
+            read.value.copy_(_fitted(source.value, like))
+            self._note(source)
+            edited = [read if each is source else each for each in edited]
+        return edited
 
     def _forget(self) -> None:
         """After a replacement, older views of this point are out of date."""
         self._followed.clear()
         self._handed.clear()
         self._sites.clear()
+        self._sources.clear()
         self._has_raw = False
 
     def leave(self) -> None:
@@ -287,6 +365,11 @@ class Visit:
         self._followed.clear()
 
 
-def _tracked(value: torch.Tensor) -> torch.Tensor:
-    """`value`, or a copy if it was computed in inference mode and has no version counter to show edits in place."""
-    return private(value) if value.is_inference() else value
+def _fitted(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The value with the shape, dtype and device of `like`; raises RuntimeError if it does not broadcast."""
+    return value.to(like).expand_as(like)
+
+
+def _differ(one: _Handed, other: _Handed) -> bool:
+    """Whether two tensors stand for the same values, so that a write of one is seen in the other. Two leaves of one value do not."""
+    return one is not other and (one.view is not None or other.view is not None)

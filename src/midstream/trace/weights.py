@@ -1,33 +1,41 @@
-"""The caller's weights: large tensors that a trace's code uses, such as an SAE's. They travel apart from the code, once for equal content.
+"""The memory of the caller's tensors and numpy arrays that a trace's code uses. It travels apart from the code, large parts of it once for
+equal content.
 
-    weights = Weights()                        # client: the pickle of the code has numbers in place of large tensors
+    weights = Weights()                       # client: the pickle of the code has numbers in place of tensors and arrays
     number = weights.take(sae.W_enc)
-    head, needed = weights.table()             # the head goes with the code, and what is needed to workers that do not have it
+    head, needed = weights.table()            # the head goes with the code, and what is needed to workers that do not have it
 
-    tensors = tensors_of(head, held, device)   # worker: `held` has the weights by their digests
+    values = values_of(head, held, device)    # worker: `held` has the weights by their digests
 
-Tensors with one storage share their memory in the worker, too, unless most of it belongs to none of them. A body's tensors are its own:
-writing to them changes no weight.
+What overlaps in memory overlaps in the copy, whether it is a tensor or an array, large or small. Arrays stay on the CPU. A body's tensors
+are its own: writing to them changes no weight.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 
 from midstream.errors import TraceError
 from midstream.trace.tree import is_raw
 
-LEAST_BYTES = 1 << 18  # of a storage whose tensors are taken out of the code, and of what is sent apart from it
-_ALIGNMENT = 16  # bytes of the largest element
+LEAST_BYTES = 1 << 18  # of memory that is sent apart from the code
+_ALIGNMENT = 16  # bytes of the largest element of a tensor
+_MANY = 300  # tensors and arrays of one part of memory, above which nobody compares each with each
+_CPU = torch.device("cpu")
 _differ = ctypes.CDLL(None).memcmp
 _differ.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+_bytes_at = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)(
+    ("PyBytes_FromStringAndSize", ctypes.pythonapi)
+)
 
 
 class Weight:
@@ -38,103 +46,350 @@ class Weight:
 
 
 # The weights that a trace uses or workers hold. Memory that has not changed is known by its address: comparing is faster than a digest.
-_by_place: WeakValueDictionary[tuple[int, int], Weight] = WeakValueDictionary()
+_by_place: WeakValueDictionary[tuple[int, int, int], Weight] = WeakValueDictionary()
 _by_digest: WeakValueDictionary[str, Weight] = WeakValueDictionary()
 
 
-def _weight_of(flat: torch.Tensor) -> Weight:
-    """The weight with this content (uint8, on the CPU).
+def _weight_of(address: int, size: int, lead: int) -> Weight:
+    """The weight with this content, behind `lead` zeros.
 
     The content is always compared. A tensor's version does not tell: `weight.data *= 2` leaves it as it was.
     """
-    address, size = flat.data_ptr(), flat.numel()
-    weight = _by_place.get((address, size))
-    if weight is None or _differ(address, weight.data, size):
-        data = flat.numpy().tobytes()
+    weight = _by_place.get((address, size, lead))
+    if weight is None or _differ(address, _address_of(weight.data) + lead, size):
+        data = bytes(lead) + _bytes_at(address, size)
         digest = hashlib.blake2b(data, digest_size=32).hexdigest()
         weight = _by_digest.setdefault(digest, Weight(data, digest))
-        _by_place[address, size] = weight
+        _by_place[address, size, lead] = weight
     return weight
 
 
-class _View(NamedTuple):
-    """A tensor in a block of memory. Shape, stride and offset count elements."""
+def _address_of(data: bytes) -> int:
+    return ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
+
+
+class _Layout(NamedTuple):
+    """How a tensor or an array lies in memory. Strides are in bytes.
+
+    Attributes:
+        is_conj, is_neg: of a tensor that is a lazy conjugate or negative.
+        is_writable: of an array.
+        owns: whether it is an array with memory of its own, which can be resized.
+    """
+
+    dtype: torch.dtype | np.dtype[Any]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    is_conj: bool = False
+    is_neg: bool = False
+    is_writable: bool = True
+    owns: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def range(self, address: int) -> tuple[int, int]:
+        """The `[begin, end)` of its bytes, if its first element is at `address`."""
+        if not self.nbytes:
+            return address, address
+        begin, end = address, address + self.dtype.itemsize
+        for count, step in zip(self.shape, self.strides, strict=True):
+            if step < 0:
+                begin += (count - 1) * step
+            else:
+                end += (count - 1) * step
+        return begin, end
+
+    def over(self, memory: torch.Tensor, offset: int) -> torch.Tensor | np.ndarray[Any, Any]:
+        """The tensor or array whose first element is at `offset` in flat uint8 memory."""
+        if isinstance(self.dtype, np.dtype):
+            array: np.ndarray[Any, Any] = np.ndarray(self.shape, self.dtype, memory.numpy(), offset, self.strides)
+            array = array.copy(order="K") if self.owns else array
+            array.flags.writeable = self.is_writable
+            return array
+        size = self.dtype.itemsize
+        elements = memory[: memory.numel() // size * size].view(self.dtype)
+        tensor = elements.as_strided(self.shape, [step // size for step in self.strides], offset // size)
+        tensor = torch._neg_view(tensor) if self.is_neg else tensor
+        return tensor.conj() if self.is_conj else tensor
+
+
+@dataclass
+class _Taken:
+    """A tensor or an array that a trace uses.
+
+    Attributes:
+        given: the caller's object.
+        value: what lies there: a tensor without the lazy conjugate, say.
+        range: the `[begin, end)` of its bytes.
+    """
+
+    number: int
+    given: Any
+    value: torch.Tensor | np.ndarray[Any, Any]
+    layout: _Layout
+    device: torch.device
+    address: int
+    range: tuple[int, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.range = self.layout.range(self.address)
+
+    @classmethod
+    def of(cls, number: int, given: torch.Tensor | np.ndarray[Any, Any]) -> _Taken:
+        if isinstance(given, np.ndarray):
+            writable, owns = bool(given.flags.writeable), bool(given.flags.owndata)
+            layout = _Layout(given.dtype, given.shape, given.strides, is_writable=writable, owns=owns)
+            return cls(number, given, given, layout, _CPU, given.__array_interface__["data"][0])
+        value, is_conj, is_neg = given.detach(), given.is_conj(), given.is_neg()
+        value = value.conj() if is_conj else value
+        value = torch._neg_view(value) if is_neg else value
+        strides = tuple(step * value.element_size() for step in value.stride())
+        layout = _Layout(value.dtype, tuple(value.shape), strides, is_conj, is_neg)
+        return cls(number, given, value, layout, value.device, value.data_ptr())
+
+    @property
+    def is_array(self) -> bool:
+        return isinstance(self.value, np.ndarray)
+
+    def alone(self) -> _Taken:
+        """The same in memory of its own, if most of the memory between its elements is not its own."""
+        begin, end = self.range
+        if end - begin <= 2 * self.layout.nbytes:
+            return self
+        dense = self.value.copy() if isinstance(self.value, np.ndarray) else self.value.contiguous()
+        new = _Taken.of(self.number, dense)
+        flags = self.layout
+        new.layout = new.layout._replace(
+            is_conj=flags.is_conj, is_neg=flags.is_neg, is_writable=flags.is_writable, owns=flags.owns
+        )
+        return new
+
+
+class _Place(NamedTuple):
+    """Where a tensor or array is: in which block, and how many bytes from its beginning."""
 
     block: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
     offset: int
+    layout: _Layout
 
 
 _Block = str | bytes  # a weight's digest, or the bytes themselves if they are few
-Head = tuple[list[_Block], dict[int, _View]]
+
+
+class Head(NamedTuple):
+    """Where the tensors and arrays of some code are.
+
+    Attributes:
+        places: by number.
+        mixed: a text for each block that has both tensors and arrays.
+    """
+
+    blocks: list[_Block]
+    places: dict[int, _Place]
+    mixed: list[str]
 
 
 class Weights:
-    """Collects the large tensors of some code."""
+    """Collects the tensors and arrays of some code.
 
-    def __init__(self) -> None:
-        self._tensors: list[torch.Tensor] = []
+    Args:
+        apart: whether large ones may be sent apart from the code.
+    """
+
+    def __init__(self, apart: bool = True) -> None:
+        self._least = LEAST_BYTES if apart else None
+        self._taken: list[_Taken] = []
 
     @staticmethod
     def takes(value: Any) -> bool:
-        """Whether it is a tensor to take out of the code. Small tensors in a large storage are: they may share it with others."""
-        return is_raw(value) and value.numel() > 0 and value.untyped_storage().nbytes() >= LEAST_BYTES
+        """Whether it is a tensor or an array that has bytes to take out of the code."""
+        if type(value) is np.ndarray:
+            return not value.dtype.hasobject
+        return issubclass(type(value), torch.Tensor) and is_raw(value)
 
-    def take(self, tensor: torch.Tensor) -> int:
-        """Take a tensor. Returns its number."""
-        self._tensors.append(tensor.detach().resolve_conj().resolve_neg())
-        return len(self._tensors) - 1
+    def take(self, value: torch.Tensor | np.ndarray[Any, Any]) -> int:
+        """Take a tensor or an array. Returns its number."""
+        self._taken.append(_Taken.of(len(self._taken), value))
+        return len(self._taken) - 1
 
-    def table(self) -> tuple[Head, dict[str, Weight]]:
-        """Where each tensor is, and the weights that are needed, by digest."""
-        groups: dict[Any, dict[int, torch.Tensor]] = defaultdict(dict)
-        for number, tensor in enumerate(self._tensors):
-            groups[tensor.device, tensor.untyped_storage().data_ptr()][number] = tensor
-        blocks: list[_Block] = []
-        views: dict[int, _View] = {}
-        needed: dict[str, Weight] = {}
-        for group in groups.values():
-            for together in _parts(group):
-                begin, flat = _memory([*together.values()])
-                for number, tensor in together.items():
-                    offset = int(tensor.storage_offset()) - begin // tensor.element_size()
-                    views[number] = _View(
-                        len(blocks), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), offset
-                    )
-                if flat.numel() < LEAST_BYTES:
-                    blocks.append(flat.numpy().tobytes())
-                else:
-                    weight = _weight_of(flat)
-                    needed[weight.digest] = weight
-                    blocks.append(weight.digest)
-        return (blocks, views), needed
+    def table(self, name_of: Callable[[Any], str | None] = lambda _: None) -> tuple[Head, dict[str, Weight]]:
+        """Where each of them is, and the weights that are needed, by digest. `name_of`: the caller's name of an object, for errors.
+
+        Raises TraceError for tensors that share memory in a way that no copy can have.
+        """
+        head, needed = Head([], {}, []), dict[str, Weight]()
+        for part in _parts(self._taken):
+            lead, begin, size = _extent(part)
+            here, address = _readable(part, begin, size)
+            if self._least is not None and size >= self._least:
+                weight = _weight_of(address, size, lead)
+                needed[weight.digest] = weight
+                head.blocks.append(weight.digest)
+            else:
+                head.blocks.append(bytes(lead) + _bytes_at(address, size))
+            del here
+            for each in part:
+                layout = each.layout._replace(owns=each.layout.owns and len(part) == 1)
+                head.places[each.number] = _Place(len(head.blocks) - 1, each.address - begin + lead, layout)
+            if len({each.is_array for each in part}) > 1:
+                head.mixed.append(_mixed(part, name_of))
+        return head, needed
+
+    def copies(self) -> dict[int, Any]:
+        """Copies by number, for this process: on their own devices, and with gradients that reach the caller's tensors.
+
+        Tensors that require gradients and were not computed, such as parameters, are the caller's own, with all that shares their memory.
+        """
+        found: dict[int, Any] = {}
+        for part in _parts(self._taken):
+            computed = _computed_again(part)
+            if computed is not None:
+                found |= computed
+                continue
+            lead, begin, size = _extent(part)
+            memory = torch.empty(lead + size, dtype=torch.uint8, device=part[0].device)
+            if part[0].device.type == "cpu":
+                ctypes.memmove(memory.data_ptr() + lead, begin, size)
+            else:
+                memory[lead:] = _stored(part, begin, size)
+            for each in part:
+                layout = each.layout._replace(owns=each.layout.owns and len(part) == 1)
+                found[each.number] = layout.over(memory, each.address - begin + lead)
+        return found
 
 
-def _range(tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
-    """The `[begin, end)` of the bytes of a storage in which tensors lie."""
-    begins, ends = [], []
-    for tensor in tensors:
-        elements = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-        begins.append(int(tensor.storage_offset()) * tensor.element_size())
-        ends.append(begins[-1] + elements * tensor.element_size())
-    return min(begins) // _ALIGNMENT * _ALIGNMENT, max(ends)
+def _parts(taken: Sequence[_Taken]) -> Iterator[list[_Taken]]:
+    """The tensors and arrays, those together that overlap in memory."""
+    group: list[_Taken] = []
+    end = 0
+    yield from ([each] for each in taken if not each.layout.nbytes)
+    for each in sorted(taken, key=lambda each: (str(each.device), each.range)):
+        if not each.layout.nbytes:
+            continue
+        first, last = each.range
+        if group and (each.device != group[0].device or first >= end):
+            yield from _split(group)
+            group = []
+        group.append(each)
+        end = max(end, last) if len(group) > 1 else last
+    if group:
+        yield from _split(group)
 
 
-def _parts(group: dict[int, torch.Tensor]) -> list[dict[int, torch.Tensor]]:
-    """The tensors of one storage, in one part; each in its own if most of the memory between them would be sent for nothing."""
-    begin, end = _range([*group.values()])
-    if end - begin <= 2 * sum(tensor.nbytes for tensor in group.values()):
+def _split(group: list[_Taken]) -> list[list[_Taken]]:
+    """Those whose ranges overlap; without those that only lie between the others' elements, if most of the range is nobody's."""
+    if len(group) == 1:
+        return [[group[0].alone()]]
+    begin, end = min(each.range[0] for each in group), max(each.range[1] for each in group)
+    if end - begin <= 2 * sum(each.layout.nbytes for each in group) or len(group) > _MANY:
         return [group]
-    return [{number: tensor.contiguous()} for number, tensor in group.items()]
+    parts: list[list[_Taken]] = []
+    for each in group:
+        shared = [part for part in parts if any(_share(each, other) for other in part)]
+        parts = [part for part in parts if part not in shared] + [[each, *(one for part in shared for one in part)]]
+    return [[part[0].alone()] if len(part) == 1 else part for part in parts]
 
 
-def _memory(tensors: Sequence[torch.Tensor]) -> tuple[int, torch.Tensor]:
-    """The memory in which tensors of one storage lie (flat uint8, on the CPU), and where it begins in the storage."""
-    begin, end = _range(tensors)
-    flat = torch.empty(0, dtype=torch.uint8, device=tensors[0].device)
-    return begin, flat.set_(tensors[0].untyped_storage(), begin, (end - begin,), (1,)).cpu()  # type: ignore[call-overload]
+def _share(one: _Taken, other: _Taken) -> bool:
+    """Whether they have a byte in common; also if that takes long to find out."""
+    try:
+        return np.shares_memory(_bounded(one), _bounded(other), max_work=100_000)
+    except np.exceptions.TooHardError:
+        return True
+
+
+def _bounded(taken: _Taken) -> np.ndarray[Any, Any]:
+    """An array that lies where it lies. It is not read."""
+    layout, (begin, end) = taken.layout, taken.range
+    there: Any = (ctypes.c_char * (end - begin)).from_address(begin)
+    return np.ndarray(layout.shape, f"V{layout.dtype.itemsize}", there, taken.address - begin, layout.strides)
+
+
+def _extent(part: Sequence[_Taken]) -> tuple[int, int, int]:
+    """How many bytes to put before the memory of a part so that its tensors are aligned, where it begins, and its size."""
+    begin, end = min(each.range[0] for each in part), max(each.range[1] for each in part)
+    tensors = [each for each in part if not each.is_array]
+    anchor = max(tensors, key=lambda each: each.layout.dtype.itemsize, default=None)
+    lead = (begin if anchor is None else begin - anchor.address) % _ALIGNMENT
+    if any((each.address - begin + lead) % each.layout.dtype.itemsize for each in tensors):
+        raise TraceError(
+            "Two tensors of the trace share memory, and one of them begins within an element of the other. Give the trace a copy of one of "
+            "them: `tensor.clone()`."
+        )
+    return lead, begin, end - begin
+
+
+def _readable(part: Sequence[_Taken], begin: int, size: int) -> tuple[Any, int]:
+    """An object that keeps the part's memory in this process's reach, and its address."""
+    if part[0].device.type == "cpu":
+        return part, begin
+    flat = _stored(part, begin, size).cpu()
+    return flat, flat.data_ptr()
+
+
+def _stored(part: Sequence[_Taken], begin: int, size: int) -> torch.Tensor:
+    """The memory of tensors on another device, as flat uint8."""
+    for each in part:
+        storage = each.value.untyped_storage()  # type: ignore[union-attr]
+        if storage.data_ptr() <= begin and begin + size <= storage.data_ptr() + storage.nbytes():
+            flat = torch.empty(0, dtype=torch.uint8, device=each.device)
+            return flat.set_(storage, begin - storage.data_ptr(), (size,), (1,))  # type: ignore[call-overload,no-any-return]
+    raise TraceError(
+        "Tensors of the trace share memory that belongs to none of them. Give the trace copies: `tensor.clone()`."
+    )
+
+
+def _mixed(part: Sequence[_Taken], name_of: Callable[[Any], str | None]) -> str:
+    def named(each: _Taken) -> str:
+        kind = "numpy array" if each.is_array else "tensor"
+        name = name_of(each.given)
+        shape = list(each.layout.shape)
+        return f"a {kind} {shape}" if name is None else f"{name} (a {kind} {shape})"
+
+    array = next(each for each in part if each.is_array)
+    tensor = next(each for each in part if not each.is_array)
+    return (
+        f"{named(tensor)} and {named(array)} share memory. A trace's tensors are on the model's device, and its arrays on the CPU, so a "
+        "change of one would not change the other. Give the trace a copy of one of them, `array.copy()` or `tensor.clone()`."
+    )
+
+
+def _computed_again(part: Sequence[_Taken]) -> dict[int, Any] | None:
+    """The values of a part that needs gradients, by number; None for other parts.
+
+    If it lies in one tensor that was computed, that is computed once more, by `clone`. Otherwise they are the caller's own.
+    """
+    recorded = [each for each in part if not each.is_array and each.given.requires_grad]
+    if not recorded:
+        return None
+    root, *others = {id(root): root for root in (_root(each.given) for each in recorded)}.values()
+    own = {each.number: each.given for each in part}
+    is_given = root.is_leaf or any(each.given.is_leaf for each in recorded)
+    if is_given or others or any(each.given.dtype != root.dtype for each in recorded):
+        return own
+    place, copy = _Taken.of(-1, root), root.clone()
+    begin, end = place.range
+    inside = all(begin <= each.range[0] and each.range[1] <= end for each in part)
+    plain = not any(flag for each in recorded for flag in (each.layout.is_conj, each.layout.is_neg))
+    if copy.stride() != root.stride() or not inside or not plain:
+        return own
+    memory = torch.empty(0, dtype=torch.uint8, device=copy.device).set_(copy.untyped_storage())  # type: ignore[call-overload]
+    for each in part:
+        offset = each.address - place.address + int(copy.storage_offset()) * copy.element_size()
+        if each.given is root:
+            own[each.number] = copy
+        elif each in recorded:
+            own[each.number] = copy.as_strided(each.given.shape, each.given.stride(), offset // copy.element_size())
+        else:
+            own[each.number] = each.layout._replace(owns=False).over(memory, offset)
+    return own
+
+
+def _root(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor of which it is a view, or itself."""
+    return tensor if tensor._base is None else tensor._base
 
 
 # In the worker.
@@ -148,14 +403,19 @@ def on_device(data: bytes, device: torch.device | None) -> torch.Tensor:
         return flat.to(device)
 
 
-def tensors_of(head: Head, held: Mapping[str, torch.Tensor], device: torch.device | None) -> dict[int, torch.Tensor]:
-    """The tensors by number, for one body or several that share their objects. Raises TraceError if a weight is missing."""
-    blocks, views = head
-    memory = [_private(held, block, device) if isinstance(block, str) else on_device(block, device) for block in blocks]
-    return {
-        number: _elements(memory[view.block], view.dtype).as_strided(view.shape, view.stride, view.offset)
-        for number, view in views.items()
-    }
+def values_of(head: Head, held: Mapping[str, torch.Tensor], device: torch.device | None) -> dict[int, Any]:
+    """The tensors and arrays by number, for one body or several that share their objects.
+
+    Raises TraceError if a weight is missing, or if a tensor on another device than the CPU shares memory with an array.
+    """
+    if head.mixed and device is not None and device.type != "cpu":
+        raise TraceError(head.mixed[0])
+    of_arrays = {place.block for place in head.places.values() if isinstance(place.layout.dtype, np.dtype)}
+    memory = []
+    for number, block in enumerate(head.blocks):
+        there = _CPU if number in of_arrays else device
+        memory.append(_private(held, block, there) if isinstance(block, str) else on_device(block, there))
+    return {n: place.layout.over(memory[place.block], place.offset) for n, place in head.places.items()}
 
 
 def _private(held: Mapping[str, torch.Tensor], digest: str, device: torch.device | None) -> torch.Tensor:
@@ -168,7 +428,3 @@ def _private(held: Mapping[str, torch.Tensor], digest: str, device: torch.device
     if weight.is_cpu:
         return torch._lazy_clone(weight)  # type: ignore[attr-defined,no-any-return]  # copies at the first write
     return weight.clone()  # CUDA's lazy copies run on another stream than the forward
-
-
-def _elements(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return flat[: flat.numel() // dtype.itemsize * dtype.itemsize].view(dtype)

@@ -1,8 +1,9 @@
-"""The kinds of edits, one file each: `Patch`, `Steer`, `Clamp`. `edit` defines what a kind consists of."""
+"""The kinds of edits, one file each: `Patch`, `Steer`, `Clamp`, `Apply`. `edit` defines what a kind consists of."""
 
+from midstream.plan.ops.apply import Apply
 from midstream.plan.ops.clamp import Clamp
 from midstream.plan.ops.edit import Edit, register
 from midstream.plan.ops.patch import Patch
 from midstream.plan.ops.steer import Steer
 
-__all__ = ["Clamp", "Edit", "Patch", "Steer", "register"]
+__all__ = ["Apply", "Clamp", "Edit", "Patch", "Steer", "register"]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
 from midstream.errors import PlanError
 from midstream.plan import fields
-from midstream.plan.ops.edit import Edit, Shape, register
+from midstream.plan.ops.edit import Edit, RowChange, Shape, register
 from midstream.plan.vectors import Named, Vector, as_unit, as_vector_or_name
 
 if TYPE_CHECKING:
@@ -70,6 +71,29 @@ class Clamp(Edit):
 
     def shape(self, field: str) -> Shape | None:
         return as_unit
+
+    @classmethod
+    def saying(cls, change: RowChange, site: str, layer: int, where: Mapping[str, Any]) -> Sequence[Edit]:
+        if change.scale != 1 or len(change.outers) != 1:
+            return ()
+        ((u, w),) = change.outers
+        length = float(w.norm())
+        if not 0 < length < math.inf:
+            return ()
+        direction = w / length
+        strength, tolerance = -float(u @ direction) * length, max(1e-5, change.eps)
+        is_along = float((u * length + strength * direction).norm()) <= tolerance
+        if not is_along or not 0 < strength <= 1 + tolerance:
+            return ()
+        strength = 1.0 if abs(strength - 1) <= tolerance else strength
+        bound = 0.0
+        if change.constant is not None:
+            along = float(change.constant @ direction) if change.constant.ndim == 1 else math.nan
+            if not float((change.constant - along * direction).norm()) <= tolerance * abs(along):
+                return ()
+            bound = along / strength
+        direction = direction.float()
+        return (cls(site, layers=layer, direction=direction, low=bound, high=bound, strength=strength, **where),)
 
     @staticmethod
     def reference(h_TH: torch.Tensor, v_H: Any, w_H: Any, a: float, b: float, c: float) -> torch.Tensor:

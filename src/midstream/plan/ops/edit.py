@@ -49,6 +49,7 @@ import numpy as np
 
 from midstream.errors import PlanError
 from midstream.plan import fields
+from midstream.plan.program import Program
 from midstream.plan.vectors import RecordedRun
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ class Op(NamedTuple):
         vector, mask: indices of the first and the second operand in a bank of vectors; -1 for none.
         a, b, c: `Edit.numbers`.
         offset: for a capture, where the value starts in the captured row, in elements.
+        program: the function of an edit that has one in place of arithmetic.
     """
 
     kind: str
@@ -78,6 +80,26 @@ class Op(NamedTuple):
     b: float = 0.0
     c: float = 0.0
     offset: int = 0
+    program: Program | None = None
+
+
+class RowChange(NamedTuple):
+    """What a trace does to a row h of a site: `scale * h + sum of (h . w) u + constant`.
+
+    Attributes:
+        outers: each `(u, w)`, float64 `[H]`.
+        constant: float64 `[H]`, or `[rows, H]` with one for each of the rows; None for none.
+        eps: the relative rounding error of the numbers that it is made of.
+    """
+
+    scale: float
+    outers: tuple[tuple[Any, Any], ...]
+    constant: Any
+    eps: float
+
+    @property
+    def is_nothing(self) -> bool:
+        return self.scale == 1 and not self.outers and (self.constant is None or not bool(self.constant.any()))
 
 
 class Intervention:
@@ -156,11 +178,12 @@ class Edit(Intervention):
     """Base of all edits. They have `layers`, `phase` and `positions`, unless `layer_field` and `position_field` say otherwise.
 
     Attributes:
-        order: edits of a lower order come first at a site. `Patch` has 10, `Steer` 20, `Clamp` 30.
+        order: edits of a lower order come first at a site. `Patch` has 10, `Steer` 20, `Clamp` 30; edits with a `function` come last.
         adds: whether the arithmetic gives a summand rather than the new value. Consecutive edits that add are computed from the same h
             and added to it in one sum, so their order does not matter.
         operands: the fields that hold a vector: the arithmetic's v and w. At most two.
         run_operands: those of them that may also hold a `RecordedRun` or zeros; `run_row` says which row.
+        function: the field that holds a `Program`, for an edit that has one in place of arithmetic.
         place_fields: the fields that say where it acts. All others, and a run's row, are part of the keys of KV blocks.
     """
 
@@ -168,6 +191,7 @@ class Edit(Intervention):
     adds: ClassVar[bool] = False
     operands: ClassVar[tuple[str, ...]] = ()
     run_operands: ClassVar[tuple[str, ...]] = ()
+    function: ClassVar[str | None] = None
     place_fields: ClassVar[frozenset[str]] = frozenset({"positions", "phase"})
 
     phase: str
@@ -181,6 +205,15 @@ class Edit(Intervention):
     def numbers(self) -> tuple[float, float, float]:
         """The arithmetic's a, b and c, float32."""
         return 0.0, 0.0, 0.0
+
+    @classmethod
+    def saying(cls, change: RowChange, site: str, layer: int, where: Mapping[str, Any]) -> Sequence[Edit]:
+        """The edits that do the same as a trace does to each row; none if edits of this kind cannot.
+
+        Args:
+            where: `{"phase": ...}`, or `{"positions": ...}` of the prompt.
+        """
+        return ()
 
     def shape(self, field: str) -> Shape | None:
         """The function that a named vector in this operand passes through; None for none."""
@@ -244,6 +277,11 @@ class Edit(Intervention):
             value = getattr(self, field)
             if value is not None:
                 yield field, value
+
+    @property
+    def its_program(self) -> Program | None:
+        """What its `function` field holds."""
+        return getattr(self, self.function) if self.function is not None else None
 
     def spread(self, num_layers: int | None, prompt_length: int | None) -> Iterator[Self]:
         """The edit's normal form: one edit for each layer and position.
@@ -338,8 +376,8 @@ def kernel_codes() -> dict[str, int]:
 def apply(x_TH: torch.Tensor, ops: Sequence[Op], bank: Sequence[torch.Tensor]) -> torch.Tensor:
     """The value of a site after the edits `ops`, each at all rows. Leaves `x_TH` as it is.
 
-    Computes in float32, in the order of the ops, and rounds to the dtype of `x_TH` at the end. A row's result does not depend on the rows
-    beside it.
+    Computes in float32, in the order of the ops, and rounds to the dtype of `x_TH` at the end. Then programs run, in the order of the ops
+    as well. A row's result does not depend on the rows beside it, except as PyTorch's products of matrices do.
 
     Args:
         x_TH: `[T, H]`, float32, float16 or bfloat16.
@@ -357,10 +395,25 @@ def apply(x_TH: torch.Tensor, ops: Sequence[Op], bank: Sequence[torch.Tensor]) -
 
 def edited(x_TH: torch.Tensor, ops: Sequence[Op], bank: Sequence[torch.Tensor]) -> torch.Tensor:
     """`apply` for callers that write only the values that differ from the old ones, and so keep a 0's sign themselves."""
+    h_TH = _by_arithmetic(x_TH, ops, bank)
+    for program in programs_of(ops):
+        from midstream.plan.running import run
+
+        h_TH = run(program, h_TH)
+    return h_TH
+
+
+def programs_of(ops: Sequence[Op]) -> tuple[Program, ...]:
+    """The programs among the ops, which run after the others."""
+    return tuple(op.program for op in ops if op.program is not None)
+
+
+def _by_arithmetic(x_TH: torch.Tensor, ops: Sequence[Op], bank: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The value after the edits without a program."""
     h_TH = x_TH.float()
     added: torch.Tensor | None = None  # the sum of the latest edits that add
     for op in ops:
-        if op.kind == "capture":
+        if op.kind == "capture" or op.program is not None:
             continue
         edit = kind_of(op.kind)
         v_H, w_H = (bank[i].to(h_TH.device) if i >= 0 else None for i in (op.vector, op.mask))

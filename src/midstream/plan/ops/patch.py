@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from midstream.errors import PlanError
 from midstream.plan import fields
 from midstream.plan.fields import Span
-from midstream.plan.ops.edit import Edit, Shape, changed, register
+from midstream.plan.ops.edit import Edit, RowChange, Shape, changed, register
 from midstream.plan.vectors import RecordedRun, Zeros, as_mask, as_vector_or_name, is_zero
 
 if TYPE_CHECKING:
@@ -157,6 +157,18 @@ class Patch(Edit):
             if position not in recorded:
                 given = f"{position}, which the run {run.name!r} did not record"
                 raise fields.refuse(name, given, fields.ranges(run.positions))
+
+    @classmethod
+    def saying(cls, change: RowChange, site: str, layer: int, where: Mapping[str, Any]) -> Sequence[Edit]:
+        if change.scale or change.outers or "positions" not in where:
+            return ()
+        places, source = where["positions"], change.constant
+        if source is None or not bool(source.any()):
+            return (cls(site, layer=layer, position=places, source="zeros"),)
+        if source.ndim == 1:
+            return (cls(site, layer=layer, position=places, source=source.float()),)
+        rows = zip(places, source.float(), strict=True)
+        return tuple(cls(site, layer=layer, position=position, source=row) for position, row in rows)
 
     @staticmethod
     def reference(h_TH: torch.Tensor, v_H: Any, w_H: Any, a: float, b: float, c: float) -> torch.Tensor:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
 from midstream.plan import fields
-from midstream.plan.ops.edit import Edit, Shape, register
+from midstream.plan.ops.edit import Edit, RowChange, Shape, register
 from midstream.plan.vectors import as_unit, as_vector_or_name, is_zero
 
 if TYPE_CHECKING:
@@ -62,6 +63,17 @@ class Steer(Edit):
 
     def shape(self, field: str) -> Shape | None:
         return as_unit if self.norm_match else None
+
+    @classmethod
+    def saying(cls, change: RowChange, site: str, layer: int, where: Mapping[str, Any]) -> Sequence[Edit]:
+        if change.scale != 1 or change.outers or change.constant is None:
+            return ()
+        if change.constant.ndim == 1:
+            return (cls(site, layers=layer, vector=change.constant.float(), **where),)
+        if "positions" not in where:
+            return ()
+        rows = zip(where["positions"], change.constant.float(), strict=True)
+        return tuple(cls(site, layers=layer, vector=row, positions=position) for position, row in rows)
 
     @staticmethod
     def reference(h_TH: torch.Tensor, v_H: Any, w_H: Any, a: float, b: float, c: float) -> torch.Tensor:

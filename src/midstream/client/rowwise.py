@@ -1,0 +1,185 @@
+"""Makes programs (`plan.program`) of recorded writes that are row-wise functions of the value that was read.
+
+    for rows, program in programs_of(write): ...     # raises NotRowwise, with the line and the reason
+
+Each tensor of the recording is followed through the graph: which rows of the value it is about, and where its axis of rows lies
+(`client.blocks`). The rules of `plan.rowwise` decide whether an operation keeps rows apart. A program that gives what the recording gives
+for its T tokens, and keeps rows apart, is right for any number of rows. So recordings of any length will do, a single token's, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from midstream.client.blocks import SAME, Block, Blocks, No, blocks_in
+from midstream.client.passes import Rows as Choice
+from midstream.errors import PlanError
+from midstream.plan.program import Program
+from midstream.plan.steps import DType
+from midstream.trace.graph import Value, Write
+
+_IGNORED = frozenset("memory_format layout device pin_memory non_blocking implicit".split())
+
+
+class NotRowwise(Exception):
+    """Why a write is no program, and on which line; 0 if unknown."""
+
+    def __init__(self, line: int, reason: str) -> None:
+        super().__init__(reason)
+        self.line, self.reason = line, reason
+
+
+def programs_of(write: Write) -> list[tuple[Choice, Program]]:
+    """The programs that make a write, each with the rows that it is for; a later entry stands in place of an earlier one.
+
+    Raises:
+        NotRowwise: it is not row-wise, or uses an operation that programs do not have.
+    """
+    if write.was.part is not None:
+        raise NotRowwise(write.line, "it is about one of a layer's two streams")
+    reader = _Reader(write.was, write.line)
+    try:
+        return reader.programs(write.now)
+    except (No, PlanError) as error:
+        raise NotRowwise(reader.line, str(error)) from None
+    except RecursionError:
+        raise NotRowwise(write.line, "it computes too much") from None
+
+
+class _Reader:
+    """Follows the values of one write.
+
+    Attributes:
+        line: of the value that was looked at last.
+    """
+
+    def __init__(self, was: Value, line: int) -> None:
+        self._blocks = Blocks(math.prod(was.shape[1:]), str(was.dtype).removeprefix("torch."), was.shape[0])
+        self.line = line
+        self._was = self._blocks.reshaped(Block(self._blocks.builder.input), was.shape[1:])
+        self._known: dict[int, Any] = {id(was): self._was}
+
+    def programs(self, now: Value) -> list[tuple[Choice, Program]]:
+        whole = self.of(now)
+        if isinstance(whole, torch.Tensor):
+            whole = self._blocks.as_block(whole, self._was)
+        is_row = self._blocks.count(whole) == 1  # then axes of size 1 in front may be counted in several ways
+        if whole.rows or (whole.lead and not is_row):
+            raise No("it is not a value for each token")
+        return [(rows, self._program(block)) for rows, block in (((), whole), *whole.parts)]
+
+    def _program(self, block: Block) -> Program:
+        flat = self._blocks.reshaped(block, (self._blocks.builder.width,))
+        dtype = getattr(torch, self._blocks.builder.dtype)
+        return self._blocks.builder.program(self._blocks.cast(flat, dtype).result)
+
+    # Values.
+
+    def of(self, given: Any) -> Any:
+        """A `Block`, a tensor of the code's own, or a plain argument. Raises No."""
+        if isinstance(given, (tuple, list)):
+            return tuple(map(self.of, given))
+        if isinstance(given, torch.dtype):
+            return DType(str(given).removeprefix("torch."))
+        if not isinstance(given, Value):
+            return given
+        if id(given) not in self._known:
+            self._known[id(given)] = self._read(given)
+        return self._known[id(given)]
+
+    def _read(self, value: Value) -> Any:
+        if value.kind == "const":
+            return value.what
+        if value.kind in ("read", "module"):
+            self.line = value.line or self.line
+            used = f"calls {value.what}" if value.kind == "module" else f"uses {_name_of(value.what)}, too"
+            raise No(f"it {used}")
+        args = tuple(map(self.of, value.args))
+        kwargs = {name: self.of(each) for name, each in value.kwargs.items() if name not in _IGNORED}
+        self.line = self._blocks.line = value.line or self.line
+        if value.kind == "put":
+            return self._put(args[0], args[1], value.what)
+        return self._call(value, args, kwargs)
+
+    def _call(self, value: Value, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        packet, _, which = str(value.what).removeprefix("aten.").partition(".")
+        changes = any(each.alias_info is not None and each.alias_info.is_write for each in value.what._schema.arguments)
+        if changes and value.out != 0:
+            raise No(f"{packet} writes to out=")
+        packet = packet.removesuffix("_") if changes else packet
+        blocks = list(blocks_in((args, tuple(kwargs.values()))))
+        if not blocks or (changes and not isinstance(args[0], Block)):
+            raise No("it uses a tensor of its own that it has filled with values of the model")
+        if any(block.parts for block in blocks):
+            return self._again(packet, args)
+        found = self._blocks.said(packet, which, args, kwargs, None if changes else value.out)  # type: ignore[arg-type]
+        return self._blocks.cast(found, args[0].result.dtype) if changes and isinstance(found, Block) else found
+
+    def _again(self, packet: str, args: tuple[Any, ...]) -> Block:
+        """A value some of whose rows have been replaced, or the rows that were replaced last."""
+        block = args[0]
+        if packet in SAME:
+            return block  # type: ignore[no-any-return]
+        if packet in ("select", "slice") and isinstance(block, Block) and block.parts:
+            found = self._blocks.said(packet, "", (replace(block, parts=()), *args[1:]), {}, None)
+            if found.result is block.result and found.rows == block.rows:
+                return block
+            for rows, part in reversed(block.parts):
+                if rows == found.rows:
+                    return part
+                if not _are_apart(rows, found.rows):
+                    break
+            else:
+                return found  # type: ignore[no-any-return]
+        raise No("it uses rows again after it has replaced some of them")
+
+    def _put(self, whole: Any, new: Any, chain: Sequence[Any]) -> Block:
+        """A block with other numbers in a view of it."""
+        if not isinstance(whole, Block) or not isinstance(new, Block):
+            raise No("it uses a tensor of its own that it has filled with values of the model")
+        base = replace(whole, parts=())
+        views = [base]
+        for what, args, kwargs, out in chain:
+            packet, _, which = str(what).removeprefix("aten.").partition(".")
+            views.append(self._blocks.said(packet, which, (views[-1], *map(self.of, args)), dict(kwargs), out))
+        rows = views[-1].rows
+        for (what, args, _, _), view, seen in reversed(list(zip(chain, views, views[1:], strict=False))):
+            if new.rows != rows:
+                raise No("it writes numbers of other tokens")
+            if seen.rows == view.rows:
+                new = replace(self._blocks.back(str(what), args, view, new), rows=rows)
+        if rows == base.rows:
+            return replace(new, lead=base.lead)
+        new = replace(new, lead=-1 if isinstance(rows[-1], int) else 0)
+        return replace(whole, parts=(*(part for part in whole.parts if part[0] != rows), (rows, new)))
+
+
+def _name_of(point: Any) -> str:
+    return f"{point[0]} of layer {point[1]}" if isinstance(point, tuple) else str(point)
+
+
+def _are_apart(one: Choice, other: Choice) -> bool:
+    """Whether these are known to be different rows, whatever the prompt's length."""
+    first, second = _listed(one), _listed(other)
+    if first is None or second is None:
+        return False
+    return len({place < 0 for place in first | second}) == 1 and not first & second
+
+
+def _listed(rows: Choice) -> set[int] | None:
+    """The places that a choice names; None if it depends on the prompt's length."""
+    if len(rows) != 1:
+        return None
+    match rows[0]:
+        case int(place):
+            return {place}
+        case tuple(places):
+            return set(places)
+        case slice(start=first, stop=int(last), step=step) if (first or 0) >= 0 and 0 <= last < 1 << 20:
+            return set(range(first or 0, last, step or 1))
+    return None

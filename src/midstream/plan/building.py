@@ -1,0 +1,124 @@
+"""Makes programs step by step, from operations on results whose shapes are known."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from midstream.plan.checking import Checker, refs_in
+from midstream.plan.program import Program, written_step
+from midstream.plan.rowwise import Shaped
+from midstream.plan.steps import INPUT, Const, Constant, Ref, Step
+
+_ROWS = 1009  # any number
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """A step's result."""
+
+    ref: Ref
+    shaped: Shaped
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Without the first axis, that of the rows."""
+        return tuple(self.shaped.meta.shape[1:])
+
+    @property
+    def rank(self) -> int:
+        return self.shaped.meta.ndim
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.shaped.meta.dtype
+
+
+class Builder:
+    """The steps so far. Equal steps are made once.
+
+    Args:
+        width, dtype: as of `Program`.
+    """
+
+    def __init__(self, width: int, dtype: str) -> None:
+        self.width, self.dtype = width, dtype
+        self._checker = Checker(_ROWS)
+        self._steps: list[Step] = []
+        self._results: list[Any] = []
+        self._known: dict[str, int] = {}
+        self._constants: dict[Constant, int] = {}
+        self.input = Result(INPUT, self._checker.input(width, dtype))
+
+    def add(self, op: str, args: Sequence[Any], kwargs: Mapping[str, Any], line: int, out: int | None = None) -> Result:
+        """The result of an operation; of several, number `out`.
+
+        Args:
+            args, kwargs: as of a step, with results in place of references, and tensors in place of constants.
+
+        Raises:
+            PlanError: the operation is not in the table, mixes rows, or does not take these arguments.
+        """
+        named = {name: kwargs[name] for name in sorted(kwargs)}
+        step = Step(
+            op, self._argument(tuple(args)), tuple((name, self._argument(each)) for name, each in named.items()), line
+        )
+        key = json.dumps(written_step(step)[:3])
+        if key not in self._known:
+            shaped = self._shaped(step.args), {name: self._shaped(arg) for name, arg in step.kwargs}
+            self._results.append(self._checker.run(step, *shaped))
+            self._known[key] = len(self._steps)
+            self._steps.append(step)
+        number = self._known[key]
+        found = self._results[number]
+        if isinstance(found, tuple):
+            return Result(Ref(number, out or 0), found[out or 0])
+        return Result(Ref(number), found)
+
+    def _argument(self, given: Any) -> Any:
+        if isinstance(given, Result):
+            return given.ref
+        if isinstance(given, torch.Tensor):
+            constant = Constant.of(given)
+            return Const(self._constants.setdefault(constant, len(self._constants)))
+        return tuple(map(self._argument, given)) if isinstance(given, (tuple, list)) else given
+
+    def _shaped(self, arg: Any) -> Any:
+        if isinstance(arg, Ref):
+            found: Any = self.input.shaped if arg.step < 0 else self._results[arg.step]
+            return found if arg.out is None else found[arg.out]
+        if isinstance(arg, Const):
+            return self._checker.constant(list(self._constants)[arg.place])
+        return tuple(map(self._shaped, arg)) if isinstance(arg, tuple) else arg
+
+    def program(self, result: Result) -> Program:
+        """The program with this result, and the steps that it needs. Raises PlanError for one that is too large, or of another shape."""
+        needed: set[int] = set()
+        rest = [result.ref]
+        while rest:
+            ref = rest.pop()
+            if ref.step >= 0 and ref.step not in needed:
+                needed.add(ref.step)
+                rest += refs_in((self._steps[ref.step].args, tuple(arg for _, arg in self._steps[ref.step].kwargs)))
+        numbers = {old: new for new, old in enumerate(sorted(needed))}
+        constants: dict[int, int] = {}
+
+        def moved(arg: Any) -> Any:
+            if isinstance(arg, Ref):
+                return Ref(numbers[arg.step], arg.out) if arg.step >= 0 else arg
+            if isinstance(arg, Const):
+                return Const(constants.setdefault(arg.place, len(constants)))
+            return tuple(map(moved, arg)) if isinstance(arg, tuple) else arg
+
+        steps = [
+            step._replace(args=moved(step.args), kwargs=tuple((name, moved(arg)) for name, arg in step.kwargs))
+            for step in (self._steps[number] for number in sorted(needed))
+        ]
+        own = list(self._constants)
+        return Program(
+            self.width, self.dtype, tuple(steps), moved(result.ref), tuple(own[place] for place in constants)
+        )

@@ -1,0 +1,244 @@
+"""Checks programs: runs their operations on the meta device, which knows shapes and dtypes and has no numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from midstream.errors import PlanError
+from midstream.plan.rowwise import ELEMENTWISE, RULES, SIZED, SLOW, Call, Mixes, Outcome, Shaped, overload
+from midstream.plan.steps import FLOATS, Const, Constant, DType, Parts, Ref, Rows, Step
+
+MAX_ROW = 1 << 18  # numbers of a row's part of one result
+MAX_SHARED = 1 << 20  # numbers of a result that is the same for all rows
+MAX_RESULTS = 1 << 10  # of one step
+MAX_RANK = 6
+_CHECKED_ROWS = (1009, 2)  # literal sizes cannot stand for both
+_TYPES = {
+    "Tensor": (Shaped,), "number": (bool, int, float), "int": (int, Rows), "float": (int, float), "bool": (bool,), "str": (str,),
+    "ScalarType": (DType,),
+}  # fmt: skip
+_SLOWER = 16  # how many times the work of others the operations in `SLOW` are
+
+
+class Checker:
+    """Runs operations on the meta device, and keeps to the rules.
+
+    Args:
+        rows: R.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self.work = 0.0
+
+    def input(self, width: int, dtype: str) -> Shaped:
+        return Shaped(torch.empty(self._rows, width, dtype=getattr(torch, dtype), device="meta"), 1)
+
+    def constant(self, constant: Constant) -> Shaped:
+        meta = torch.empty(constant.shape, dtype=getattr(torch, constant.dtype), device="meta")
+        bound = None
+        if constant.data and constant.dtype.startswith(("int", "uint")):
+            bound = int(constant.numbers.max()) + 1 if constant.numbers.min() >= 0 else None
+        return Shaped(meta, 0, bound)
+
+    def run(self, step: Step, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Shaped | tuple[Shaped, ...]:
+        """The result of a step. `args` and `kwargs` are those of the step, with `Shaped` in place of references.
+
+        Raises:
+            PlanError: it is not in the table, mixes rows, or does not take these arguments.
+        """
+        func = overload(step.op)
+        try:
+            call = _bound(func, args, kwargs, step.op in ELEMENTWISE)
+            _check_rows_marks(step.op, call)
+            outcome = RULES[step.op](call)
+            found = func(*map(self._plain, args), **{name: self._plain(each) for name, each in kwargs.items()})
+        except Mixes as error:
+            raise PlanError(f"{step.place}: {error}.") from None
+        except Exception as error:
+            said = next(iter(str(error).splitlines()), "")[:200]
+            raise PlanError(f"{step.place} does not take these arguments: {said}") from error
+        several = isinstance(found, (tuple, list))
+        if several and len(found) > MAX_RESULTS:
+            raise PlanError(f"{step.place} gives {len(found)} results; allowed: up to {MAX_RESULTS}.")
+        each = enumerate(found if several else (found,))
+        results = tuple(self._result(step, meta, outcome, outcome.which == i) for i, meta in each)
+        self.work += _multiplications(func, call)
+        return results if several else results[0]
+
+    def _result(self, step: Step, meta: Any, outcome: Outcome, has_bound: bool) -> Shaped:
+        if not isinstance(meta, torch.Tensor) or meta.is_complex():
+            raise PlanError(f"{step.place} gives no tensor of real numbers.")
+        size = meta.numel() // self._rows if outcome.rows else meta.numel()
+        if meta.ndim > MAX_RANK or size > (MAX_ROW if outcome.rows else MAX_SHARED):
+            most = f"up to {MAX_ROW} numbers a row, {MAX_SHARED} for all rows and {MAX_RANK} axes"
+            raise PlanError(f"{step.place} gives {list(meta.shape)}, which is too large; allowed: {most}.")
+        if outcome.rows and (not meta.ndim or meta.shape[0] != outcome.rows * self._rows):
+            raise PlanError(f"{step.place} gives {list(meta.shape)}, whose first axis is not that of the rows.")
+        self.work += (size if outcome.rows else size / 64) * (_SLOWER if step.op in SLOW else 1)
+        is_whole = not meta.dtype.is_floating_point and meta.dtype != torch.bool
+        return Shaped(meta, outcome.rows, outcome.bound if is_whole and has_bound else None)
+
+    def _plain(self, arg: Any) -> Any:
+        return plain(arg, lambda each: each.meta if isinstance(each, Shaped) else each, self._rows)
+
+
+def plain(arg: Any, tensor: Callable[[Any], Any], rows: int) -> Any:
+    """An argument as PyTorch takes it. `tensor` gives what stands for others than plain ones."""
+    if isinstance(arg, tuple):
+        return [plain(each, tensor, rows) for each in arg]
+    if isinstance(arg, Rows):
+        return arg.times * rows
+    return getattr(torch, arg.name) if isinstance(arg, DType) else tensor(arg)
+
+
+def _bound(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], takes_numbers: bool) -> Call:
+    """The arguments by their names. Refuses other types than the schema has: PyTorch itself may crash with them.
+
+    Args:
+        takes_numbers: whether tensors other than the first one may be numbers.
+    """
+    named: dict[str, Any] = {}
+    for place, argument in enumerate(func._schema.arguments):
+        if place < len(args) and not argument.kwarg_only:
+            named[argument.name] = args[place]
+        elif argument.name in kwargs:
+            named[argument.name] = kwargs[argument.name]
+        elif argument.has_default_value():
+            named[argument.name] = argument.default_value
+        else:
+            raise Mixes(f"it needs {argument.name}")
+        given, kind = named[argument.name], str(argument.real_type)
+        is_number = takes_numbers and place > 0 and kind == "Tensor" and type(given) in (int, float)
+        if not (is_number or _is_of(kind, given) or (argument.N == 1 and type(given) is int)):
+            raise Mixes(f"its {argument.name} is not {kind}")
+    if len(args) > len(func._schema.arguments) or kwargs.keys() - named.keys():
+        raise Mixes("it has arguments that the operation does not know")
+    if {"device", "layout", "pin_memory", "generator"} & kwargs.keys():
+        raise Mixes("it says where its result lies")
+    return Call(named)
+
+
+def _is_of(kind: str, given: Any) -> bool:
+    """Whether an argument has a type of PyTorch's schemas."""
+    if kind.startswith("Optional["):
+        return given is None or _is_of(kind[9:-1], given)
+    if kind.startswith("List["):
+        return isinstance(given, (tuple, list)) and all(_is_of(kind[5:-1], each) for each in given)
+    types = _TYPES.get(kind, ())
+    return type(given) in types
+
+
+def _check_rows_marks(op: str, call: Call) -> None:
+    """A number of rows may stand in sizes alone, and there in front: a result must not depend on it."""
+    for name, value in call.named.items():
+        inside = value[1:] if SIZED.get(op) == name and isinstance(value, tuple) and value else (value,)
+        if _has_rows(inside):
+            raise Mixes("it uses the number of rows, where it is not a first size")
+
+
+def _has_rows(tree: Any) -> bool:
+    return isinstance(tree, Rows) or (isinstance(tree, (tuple, list)) and any(map(_has_rows, tree)))
+
+
+def _multiplications(func: Any, call: Call) -> float:
+    """Of a product of matrices, counted as work: a row's part of it, and little for what all rows share."""
+    pair = [call[name] for name in ("self", "mat1", "mat2", "vec") if isinstance(call[name], Shaped)][-2:]
+    if func._schema.name not in ("aten::mm", "aten::mv", "aten::addmm", "aten::bmm") or len(pair) < 2:
+        return 0.0
+    left, right = pair
+    row = left.rows * math.prod(left.meta.shape[1:]) if left.rows else left.meta.numel()
+    return row * (right.meta.shape[-1] if right.meta.ndim > 1 else 1) / 64
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What is known of a program.
+
+    Attributes:
+        work: numbers that it computes for each row, about.
+        peak: the most numbers of a row that are in memory at once.
+        last_use: step -> the last step that uses it; those that are not there are used by none.
+        results: of each step, the first one for a number of rows.
+    """
+
+    work: int
+    peak: int
+    last_use: Mapping[int, int]
+    results: tuple[Shaped, ...]
+
+
+def checked(program: Parts) -> Checked:
+    """Check a program. Raises PlanError as `Program` does."""
+    found = [_checked(program, rows) for rows in _CHECKED_ROWS]
+    return found[0]
+
+
+def _checked(program: Parts, rows: int) -> Checked:
+    checker, width = Checker(rows), program.width
+    given, shaped = checker.input(width, program.dtype), [checker.constant(each) for each in program.constants]
+    results: list[Shaped | tuple[Shaped, ...]] = []
+    for step in program.steps:
+        args = tuple(_filled(step, arg, given, results, shaped) for arg in step.args)
+        kwargs = {name: _filled(step, arg, given, results, shaped) for name, arg in step.kwargs}
+        results.append(checker.run(step, args, kwargs))
+    last = _filled(Step("the result"), program.result, given, results, shaped)
+    if not isinstance(last, Shaped) or not last.rows or tuple(last.meta.shape) != (rows, width):
+        shape = list(last.meta.shape) if isinstance(last, Shaped) else "several tensors"
+        raise PlanError(
+            f"The program gives {shape} for {rows} rows; allowed: {[rows, width]}, computed from its input."
+        )
+    if str(last.meta.dtype).removeprefix("torch.") not in FLOATS:
+        raise PlanError(f"The program gives {last.meta.dtype}; allowed: floating numbers.")
+    each = [result if isinstance(result, tuple) else (result,) for result in results]
+    sizes = [sum(part.meta.numel() // rows for part in parts if part.rows) for parts in each]
+    last_use = _last_use(program.steps, program.result)
+    return Checked(int(checker.work), _peak(sizes, last_use, width), last_use, tuple(parts[0] for parts in each))
+
+
+def _last_use(steps: Sequence[Step], result: Ref) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for number, step in enumerate(steps):
+        for ref in refs_in((step.args, step.kwargs)):
+            found[ref.step] = number
+    return found | {result.step: len(steps)}
+
+
+def refs_in(tree: Any) -> Iterator[Ref]:
+    """The references in arguments."""
+    if isinstance(tree, Ref):
+        yield tree
+    elif isinstance(tree, tuple):
+        for each in tree:
+            yield from refs_in(each)
+
+
+def _peak(sizes: Sequence[int], last_use: Mapping[int, int], width: int) -> int:
+    """The most numbers of a row that are in memory at once, with the input."""
+    alive = most = 2 * width
+    ends: dict[int, int] = {}
+    for number, size in enumerate(sizes):
+        alive += size
+        most = max(most, alive)
+        end = max(last_use.get(number, number), number)
+        ends[end] = ends.get(end, 0) + size
+        alive -= ends.pop(number, 0)
+    return most
+
+
+def _filled(step: Step, arg: Any, given: Shaped, results: Sequence[Any], constants: Sequence[Shaped]) -> Any:
+    if isinstance(arg, tuple):
+        return tuple(_filled(step, each, given, results, constants) for each in arg)
+    if isinstance(arg, Const):
+        return constants[arg.place]
+    if not isinstance(arg, Ref):
+        return arg
+    found: Any = given if arg.step < 0 else results[arg.step]
+    if isinstance(found, tuple) != (arg.out is not None) or (arg.out is not None and arg.out >= len(found)):
+        raise PlanError(f"{step.place} refers to a result that step {arg.step} does not have.")
+    return found[arg.out] if arg.out is not None else found

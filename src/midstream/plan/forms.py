@@ -1,0 +1,101 @@
+"""Which programs can run together: those that differ in numbers and small vectors alone, where a bank can hold these.
+
+Where they stand, a result is computed entry by entry, or is a product with a vector.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from midstream.plan.rowwise import ELEMENTWISE, Shaped
+from midstream.plan.steps import Const, Parts, Ref, Step, written
+from midstream.plan.vectors import digest
+
+# Operations with a number as their second argument that may be one of each row. What they give of whole numbers may be floating.
+_WITH_NUMBER = frozenset(
+    f"{name}.{kind}" for name in "add sub mul div eq ne lt le gt ge".split() for kind in ("Tensor", "Scalar")
+)
+
+
+@dataclass(frozen=True)
+class Form:
+    """What programs that can run together have in common.
+
+    Attributes:
+        key: equal for those.
+        slots: (step, argument) -> a number or a constant of the program that may differ between them.
+    """
+
+    key: str
+    slots: dict[tuple[int, int], Any]
+
+
+def form_of(program: Parts, results: Sequence[Shaped]) -> Form:
+    """A program's form. `results`: those of its steps."""
+    single = [bool(result.rows == 1) for result in results]
+    uses: dict[int, list[tuple[int, int] | None]] = {}
+    slots: dict[tuple[int, int], Any] = {}
+    for number, step in enumerate(program.steps):
+        for place, arg in enumerate((*step.args, *(value for _, value in step.kwargs))):
+            is_direct = place < len(step.args) and single[number]
+            if isinstance(arg, Const):
+                may_differ = is_direct and (
+                    step.op in ELEMENTWISE or (step.op in ("mv.default", "mm.default") and place == 1)
+                )
+                uses.setdefault(arg.place, []).append((number, place) if may_differ else None)
+            elif is_direct and place == 1 and type(arg) in (int, float) and _takes_number(step, results):
+                slots[number, place] = float(arg)
+            for other in _constants_in(arg) if isinstance(arg, tuple) else ():
+                uses.setdefault(other, []).append(None)
+    for place, where in uses.items():
+        constant = program.constants[place]
+        is_small = (
+            constant.shape
+            and 0 < math.prod(constant.shape) <= program.width
+            and constant.dtype in ("float32", "float16", "bfloat16")
+        )
+        if is_small and None not in where:
+            slots |= {each: Const(place) for each in where if each is not None}
+    return Form(_key(program, slots), slots)
+
+
+def _takes_number(step: Step, results: Sequence[Shaped]) -> bool:
+    """Whether a step's second argument may be a number of each row. Its first one is floating then."""
+    first = step.args[0]
+    if step.op not in _WITH_NUMBER or step.kwargs or not isinstance(first, Ref) or first.out is not None:
+        return False
+    return first.step < 0 or (results[first.step].meta.dtype.is_floating_point and results[first.step].rows == 1)
+
+
+def _constants_in(tree: Any) -> list[int]:
+    if isinstance(tree, Const):
+        return [tree.place]
+    return [place for each in tree for place in _constants_in(each)] if isinstance(tree, tuple) else []
+
+
+def _key(program: Parts, slots: dict[tuple[int, int], Any]) -> str:
+    def said(number: int, place: int, arg: Any) -> Any:
+        slot = slots.get((number, place))
+        if isinstance(slot, Const):
+            constant = program.constants[slot.place]
+            return ["slot", constant.dtype, constant.shape, slot.place]
+        return ["slot"] if slot is not None else told(arg)
+
+    def told(arg: Any) -> Any:
+        if isinstance(arg, Const):
+            return ["constant", program.constants[arg.place].digest]
+        return [told(each) for each in arg] if isinstance(arg, tuple) else written(arg)
+
+    steps = [
+        [
+            step.op,
+            [said(number, place, arg) for place, arg in enumerate(step.args)],
+            [[name, told(arg)] for name, arg in step.kwargs],
+        ]
+        for number, step in enumerate(program.steps)
+    ]
+    return digest(json.dumps([program.width, program.dtype, steps, written(program.result)]).encode())

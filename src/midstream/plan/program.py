@@ -1,0 +1,293 @@
+"""Programs: row-wise functions of a site's value as data, for the edit `Apply`.
+
+A program is a list of PyTorch operations from a fixed table (`plan.rowwise`), with constants. Row r of its result depends on row r of its
+input alone, whatever their number is. It holds no code, so anybody whose plan is taken may send one:
+
+    h = Ref(-1)  # the input, [rows, width]
+    Program(256, "float32", (Step("mul.Tensor", (h, 0.5)), Step("add.Tensor", (Ref(0), Const(0)))), Ref(1), (Constant.of(vector),))
+
+On the wire each program and each constant is there once, by its digest. Constants are little-endian bytes:
+
+    {"width": 256, "dtype": "float32", "result": {"step": 1}, "constants": [DIGEST],
+     "steps": [["mul.Tensor", [{"input": true}, 0.5]], ["add.Tensor", [{"step": 0}, {"constant": 0}]]]}
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from midstream.errors import PlanError
+from midstream.plan import fields
+from midstream.plan.steps import FLOATS, INPUT, SIZES, Const, Constant, DType, Parts, Ref, Rows, Step, written
+from midstream.plan.vectors import digest
+
+if TYPE_CHECKING:
+    from midstream.plan.checking import Checked
+    from midstream.plan.forms import Form
+
+MAX_STEPS = 256
+MAX_CONSTANTS = 256
+MAX_ARGUMENTS = 4096  # of one step, with the numbers in its lists
+MAX_WIDTH = 1 << 20
+_MAX_DEPTH = 3  # of lists in arguments
+
+
+# --------------------------------------------------------------------------------------------------------------- programs
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Program(Parts):
+    """A row-wise function of a site's value. Programs are equal if they do the same to the same bits.
+
+    Raises:
+        PlanError: an operation is not in the table, mixes rows or gets wrong arguments; the program is too large; its result has another
+            shape. The message names the operation, and its line if that is known.
+    """
+
+    def __post_init__(self) -> None:
+        fields.integer("Program.width", self.width, 1, MAX_WIDTH)
+        fields.one_of("Program.dtype", self.dtype, FLOATS)
+        fields.settle(self, steps=tuple(self.steps), constants=tuple(self.constants))
+        for name, found, most in (("steps", self.steps, MAX_STEPS), ("constants", self.constants, MAX_CONSTANTS)):
+            if len(found) > most:
+                raise fields.refuse(f"Program.{name}", f"{len(found)} of them", f"up to {most}")
+        for number, step in enumerate(self.steps):
+            count = [0]
+            for arg in (*step.args, *(value for _, value in step.kwargs)):
+                self._check_argument(step, number, arg, count)
+        self._check_argument(Step("the result"), len(self.steps), self.result, [0])
+        if not isinstance(self.result, Ref):
+            raise fields.refuse("Program.result", fields.shown(self.result), "a step's result")
+        self.checked  # noqa: B018
+
+    @cached_property
+    def checked(self) -> Checked:
+        """What is known of its results. Raises PlanError as the class does."""
+        from midstream.plan.checking import checked  # with torch, which this module does without
+
+        return checked(self)
+
+    @cached_property
+    def form(self) -> Form:
+        """What it has in common with programs that can run together with it."""
+        from midstream.plan.forms import form_of
+
+        return form_of(self, self.checked.results)
+
+    @property
+    def work(self) -> int:
+        """How many numbers it computes for a row, about."""
+        return self.checked.work
+
+    def _check_argument(self, step: Step, number: int, arg: Any, count: list[int], depth: int = 0) -> None:
+        """Raise PlanError for an argument that is not of the kinds that `Step` lists."""
+        count[0] += 1
+        what = ""
+        if isinstance(arg, Ref) and not -1 <= arg.step < number:
+            what = f"step {arg.step}, which is not an earlier one"
+        elif isinstance(arg, Const) and not 0 <= arg.place < len(self.constants):
+            what = f"constant {arg.place} of {len(self.constants)}"
+        elif isinstance(arg, Rows):
+            fields.integer(f"{step.place}: a number of rows", arg.times, 1, MAX_WIDTH)
+        elif isinstance(arg, DType):
+            fields.one_of(f"{step.place}: a dtype", arg.name, list(SIZES))
+        elif isinstance(arg, tuple):
+            if depth == _MAX_DEPTH or count[0] + len(arg) > MAX_ARGUMENTS:
+                what = "lists that are too deep or too long"
+            else:
+                for each in arg:
+                    self._check_argument(step, number, each, count, depth + 1)
+        elif type(arg) is float and math.isnan(arg):
+            what = "NaN"
+        elif type(arg) is int and not -(1 << 63) <= arg < 1 << 63:
+            what = "a number that is too large"
+        elif not (arg is None or type(arg) in (bool, int, float, str) or isinstance(arg, (Ref, Const))):
+            what = fields.shown(arg)
+        if what:
+            raise PlanError(f"{step.place} has {what} as an argument; allowed: numbers, earlier results and constants.")
+
+    @cached_property
+    def digest(self) -> str:
+        known = [self.width, self.dtype, written(self.result), [constant.digest for constant in self.constants]]
+        return digest(json.dumps([known, [written_step(step)[:3] for step in self.steps]], sort_keys=True).encode())
+
+    @property
+    def changes_nothing(self) -> bool:
+        return self.result == INPUT
+
+    @property
+    def nbytes(self) -> int:
+        """Of the constants that it has."""
+        return sum(constant.nbytes for constant in self.constants if constant.data is not None)
+
+    def holding(self, least: int) -> Program:
+        """The same for an engine that holds the data of its floating constants of at least so many bytes."""
+        return Program(
+            self.width,
+            self.dtype,
+            self.steps,
+            self.result,
+            tuple(c.without_data() if c.nbytes >= least and c.dtype in FLOATS else c for c in self.constants),
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Program) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __repr__(self) -> str:
+        return f"Program([{self.width}], {', '.join(step.op for step in self.steps[:8])}, {self.digest[:8]})"
+
+    def __reduce__(self) -> Any:
+        return Program, (self.width, self.dtype, self.steps, self.result, self.constants)
+
+
+# ------------------------------------------------------------------------------------------------------------ on the wire
+
+
+def written_step(step: Step) -> list[Any]:
+    """Operation, arguments, named arguments, line."""
+    return [step.op, [written(arg) for arg in step.args], {name: written(arg) for name, arg in step.kwargs}, step.line]
+
+
+def written_program(program: Program) -> dict[str, Any]:
+    """A program as plain data, without its constants' data: see the module."""
+    return {
+        "width": program.width,
+        "dtype": program.dtype,
+        "steps": [written_step(step) for step in program.steps],
+        "result": written(program.result),
+        "constants": [constant.digest for constant in program.constants],
+    }
+
+
+def written_constant(constant: Constant) -> dict[str, Any]:
+    known = {"dtype": constant.dtype, "shape": list(constant.shape)}
+    return known if constant.data is None else {**known, "data": constant.data}
+
+
+def read_constants(place: str, table: Any, trusted: bool, most: int) -> dict[str, Constant]:
+    """The table of constants. `most`: bytes of all. Raises PlanError."""
+    read: dict[str, Constant] = {}
+    size = 0
+    for key, given in _mapping(place, table).items():
+        at = f"{place}[{fields.shown(key)}]"
+        with _errors_at(at):
+            read[key] = _read_constant(key, given, trusted)
+        size += len(read[key].data or b"")
+        if size > most:
+            raise fields.refuse(place, f"over {most} bytes", f"up to {most}")
+        if read[key].digest != key:  # it keys the prefix cache: a wrong one would share KV that differs
+            raise fields.refuse(at, "not the digest of its content", f"{read[key].digest!r}")
+    return read
+
+
+def _read_constant(key: str, given: Any, trusted: bool) -> Constant:
+    _mapping("it", given, {"dtype", "shape"}, {"data"})
+    data = given.get("data")
+    if isinstance(data, str):
+        try:
+            data = base64.b64decode(data, validate=True)
+        except ValueError as error:
+            raise fields.refuse("data", fields.shown(data), "bytes in base64") from error
+    if not isinstance(data, bytes) and (data is not None or not trusted):
+        raise fields.refuse("data", fields.shown(data), "bytes, or base64")
+    return Constant(given["dtype"], tuple(_sequence("shape", given["shape"])), data, key)
+
+
+def read_programs(place: str, table: Any, constants: Mapping[str, Constant]) -> dict[str, Program]:
+    """The table of programs. Raises PlanError."""
+    read: dict[str, Program] = {}
+    for key, given in _mapping(place, table).items():
+        at = f"{place}[{fields.shown(key)}]"
+        with _errors_at(at):
+            read[key] = _read_program(given, constants)
+        if read[key].digest != key:
+            raise fields.refuse(at, "not the digest of its content", f"{read[key].digest!r}")
+    return read
+
+
+def _read_program(given: Any, constants: Mapping[str, Constant]) -> Program:
+    _mapping("it", given, {"width", "dtype", "steps", "result", "constants"})
+    steps = tuple(_read_step(f"steps[{i}]", step) for i, step in enumerate(_sequence("steps", given["steps"])))
+    named = _sequence("constants", given["constants"])
+    for name in named:
+        if not isinstance(name, str) or name not in constants:
+            raise fields.refuse("constants", fields.shown(name), "keys of the plan's 'constants'")
+    return Program(
+        given["width"],
+        given["dtype"],
+        steps,
+        _read("result", given["result"]),
+        tuple(map(constants.__getitem__, named)),
+    )
+
+
+def _read_step(place: str, given: Any) -> Step:
+    parts = _sequence(place, given)
+    if not 2 <= len(parts) <= 4 or not isinstance(parts[0], str):
+        raise fields.refuse(place, fields.shown(given), "[operation, arguments, named arguments, line]")
+    kwargs = _mapping(f"{place}[2]", parts[2]) if len(parts) > 2 else {}
+    line = fields.integer(f"{place}[3]", parts[3], 0) if len(parts) > 3 else 0
+    args = tuple(_read(f"{place}[1][{i}]", arg) for i, arg in enumerate(_sequence(f"{place}[1]", parts[1])))
+    named = tuple(sorted((name, _read(f"{place}.{fields.shown(name)}", arg)) for name, arg in kwargs.items()))
+    return Step(parts[0], args, named, line)
+
+
+def _read(place: str, given: Any, depth: int = 0) -> Any:
+    match given:
+        case list() if depth <= _MAX_DEPTH:
+            return tuple(_read(place, each, depth + 1) for each in _sequence(place, given))
+        case {"input": True, **rest} if not rest:
+            return INPUT
+        case {"step": int(step), **rest} if rest.keys() <= {"out"}:
+            out = rest.get("out")
+            return Ref(fields.integer(place, step, 0), None if out is None else fields.integer(place, out, 0))
+        case {"constant": int(number), **rest} if not rest:
+            return Const(fields.integer(place, number, 0))
+        case {"rows": int(times), **rest} if not rest:
+            return Rows(fields.integer(place, times, 1))
+        case {"dtype": str(name), **rest} if not rest:
+            return DType(name)
+        case {"inf": 1 | -1 as sign, **rest} if not rest:
+            return sign * math.inf
+    if given is None or type(given) in (bool, int, float, str):
+        return given
+    raise fields.refuse(
+        place, fields.shown(given), "a number, {'input': True}, {'step': n}, {'constant': n}, {'rows': n} or a list"
+    )
+
+
+def _sequence(place: str, given: Any) -> list[Any]:
+    if not isinstance(given, (list, tuple)) or len(given) > MAX_ARGUMENTS:
+        raise fields.refuse(place, fields.shown(given), f"a list of up to {MAX_ARGUMENTS} items")
+    return list(given)
+
+
+def _mapping(
+    place: str, given: Any, required: set[str] | None = None, optional: Sequence[str] | set[str] = ()
+) -> dict[str, Any]:
+    if not isinstance(given, dict) or not all(isinstance(key, str) for key in given):
+        raise fields.refuse(place, fields.shown(given), "a dict with strings as keys")
+    if required is not None and not (required <= given.keys() <= required | set(optional)):
+        raise fields.refuse(
+            place, f"a dict with {fields.shown(sorted(given))}", ", ".join(sorted(required | set(optional)))
+        )
+    return given
+
+
+@contextlib.contextmanager
+def _errors_at(place: str) -> Iterator[None]:
+    """Let errors say where in the plan the value stands."""
+    try:
+        yield
+    except PlanError as error:
+        raise PlanError(f"{place}: {error}") from error

@@ -1,0 +1,166 @@
+"""Runs programs in plain PyTorch, on any device, for rows of many requests at once.
+
+Rows with programs of one form (`plan.forms`) run together: what differs between these lies in a bank, with one entry for each program,
+and each row gathers its own.
+
+Legend: R rows, P programs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from midstream.errors import PlanError
+from midstream.plan.checking import plain
+from midstream.plan.program import Program
+from midstream.plan.rowwise import overload
+from midstream.plan.steps import Const, Constant, Ref, Step
+
+_MEMORY = 1 << 27  # numbers of all rows that are in memory at once
+_MOST_TRIED = 1 << 14
+_tried: set[tuple[str, torch.device]] = set()
+_held: weakref.WeakValueDictionary[tuple[str, torch.device], torch.Tensor] = weakref.WeakValueDictionary()
+
+
+def tensor_of(constant: Constant, device: torch.device) -> torch.Tensor:
+    """A constant on a device, there once for all that use it. Raises PlanError for one whose data the engine should hold."""
+    key = constant.digest, device
+    known = _held.get(key)
+    if known is None:
+        if constant.data is None:
+            raise PlanError(f"The engine does not hold the program's constant {constant.digest}. Send the plan again.")
+        with torch.inference_mode(False):
+            raw = (
+                torch.frombuffer(bytearray(constant.data), dtype=torch.uint8)
+                if constant.data
+                else torch.empty(0, dtype=torch.uint8)
+            )
+            known = raw.view(getattr(torch, constant.dtype)).view(constant.shape).to(device)
+        _held[key] = known
+    return known
+
+
+def try_out(program: Program, device: torch.device) -> None:
+    """Run it once on zeros: an operation may lack a kernel for a dtype. Raises PlanError."""
+    key = program.digest, device
+    if key in _tried:
+        return
+    if len(_tried) > _MOST_TRIED:
+        _tried.clear()
+    try:
+        run(program, torch.zeros(2, program.width, dtype=getattr(torch, program.dtype), device=device))
+    except PlanError:
+        raise
+    except Exception as error:
+        said = next(iter(str(error).splitlines()), "")[:200]
+        raise PlanError(f"The program {program!r} does not run on this engine: {said}") from error
+    _tried.add(key)
+
+
+def run(program: Program, x_RH: torch.Tensor) -> torch.Tensor:
+    """The program's result for rows, in their dtype; they are left as they are."""
+    return run_together([program], None, x_RH)
+
+
+def run_together(programs: Sequence[Program], which_R: torch.Tensor | None, x_RH: torch.Tensor) -> torch.Tensor:
+    """The result of each row's program.
+
+    Args:
+        programs: of one form.
+        which_R: int64 `[R]` on the rows' device, the number of each row's program; None if there is only one.
+    """
+    return Together(programs, which_R, x_RH.device).run(x_RH)
+
+
+class Together:
+    """Programs of one form, ready to run on rows.
+
+    Args:
+        programs: of the form, each once.
+        which_R: as of `run_together`.
+        device: of the rows.
+    """
+
+    def __init__(self, programs: Sequence[Program], which_R: torch.Tensor | None, device: torch.device) -> None:
+        self._program = programs[0]
+        self._which_R, self._device = which_R, device
+        self._checked = self._program.checked
+        self._constants = [tensor_of(constant, device) for constant in self._program.constants]
+        self._banks: dict[tuple[int, int], torch.Tensor] = {}  # [P] numbers, or [P, ...] of constants
+        if which_R is None or len(programs) == 1:
+            return
+        forms = [program.form for program in programs]
+        for slot, first in forms[0].slots.items():
+            values = [form.slots[slot] for form in forms]
+            if isinstance(first, Const):
+                each = [program.constants[value.place] for program, value in zip(programs, values, strict=True)]
+                if any(constant != each[0] for constant in each):
+                    self._banks[slot] = torch.stack([tensor_of(constant, device) for constant in each])
+            elif any(value != first for value in values):
+                dtype = torch.float64 if self._program.dtype == "float64" else torch.float32
+                self._banks[slot] = torch.tensor(values, dtype=dtype).to(device)
+
+    def run(self, x_RH: torch.Tensor) -> torch.Tensor:
+        """The rows' results, in their dtype."""
+        rows = len(x_RH)
+        most = max(_MEMORY // self._checked.peak, 1)
+        if rows <= most:
+            return self._run(x_RH, self._which_R)
+        parts = [
+            self._run(x_RH[at : at + most], None if self._which_R is None else self._which_R[at : at + most])
+            for at in range(0, rows, most)
+        ]
+        return torch.cat(parts)
+
+    def _run(self, x_RH: torch.Tensor, which_R: torch.Tensor | None) -> torch.Tensor:
+        rows, last_use = len(x_RH), self._checked.last_use
+        results: dict[int, Any] = {-1: x_RH.to(getattr(torch, self._program.dtype))}
+
+        def tensor(arg: Any) -> Any:
+            if isinstance(arg, Const):
+                return self._constants[arg.place]
+            if isinstance(arg, Ref):
+                found = results[arg.step]
+                return found if arg.out is None else found[arg.out]
+            return arg
+
+        for number, step in enumerate(self._program.steps):
+            args = [plain(arg, tensor, rows) for arg in step.args]
+            kwargs = {name: plain(arg, tensor, rows) for name, arg in step.kwargs}
+            own = {place: bank for (at, place), bank in self._banks.items() if at == number}
+            results[number] = (
+                self._with_own(step, args, kwargs, own, which_R, number)
+                if own and which_R is not None
+                else overload(step.op)(*args, **kwargs)
+            )
+            for done in [at for at in results if last_use.get(at, -1) <= number]:
+                del results[done]
+        found = results[self._program.result.step]
+        found = found if self._program.result.out is None else found[self._program.result.out]
+        return found.to(x_RH.dtype)  # type: ignore[no-any-return]
+
+    def _with_own(
+        self, step: Step, args: list[Any], kwargs: Any, own: dict[int, torch.Tensor], which_R: torch.Tensor, number: int
+    ) -> torch.Tensor:
+        """A step in which each row has numbers of its own."""
+        meta = self._checked.results[number].meta
+        if step.op in ("mv.default", "mm.default"):
+            right_RHK = own[1][which_R].reshape(len(which_R), args[0].shape[1], -1)
+            return torch.bmm(args[0][:, None, :], right_RHK).reshape(-1, *meta.shape[1:])
+        for place, bank in own.items():
+            each_R = bank[which_R]
+            if bank.ndim == 1:  # PyTorch compares with numbers in the tensor's dtype, and computes with them in float32
+                args[0] = args[0] if meta.dtype == torch.bool else args[0].to(bank.dtype)
+                args[place] = each_R.to(args[0].dtype).reshape(-1, *[1] * (meta.ndim - 1))
+                continue
+            axes = (
+                each_R.shape[1:] if each_R.ndim <= meta.ndim else each_R.shape[2:]
+            )  # a first axis of 1 stands for the rows
+            args[place] = each_R.reshape(-1, *[1] * (meta.ndim - 1 - len(axes)), *axes)
+        name = step.op.partition(".")[0]
+        function = getattr(torch.ops.aten, name) if any(bank.ndim == 1 for bank in own.values()) else overload(step.op)
+        return function(*args, **kwargs).to(meta.dtype)  # type: ignore[no-any-return]

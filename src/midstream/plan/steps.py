@@ -1,0 +1,195 @@
+"""The parts of a program (`plan.program`): its operations, their arguments, and constants."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from midstream.plan import fields
+from midstream.plan.vectors import DIGEST_BYTES, digest
+
+if TYPE_CHECKING:
+    import torch
+
+SIZES = {
+    "float32": 4, "float16": 2, "bfloat16": 2, "float64": 8, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+FLOATS = ("float32", "float16", "bfloat16", "float64")
+_NUMPY = {name: "<u2" if name == "bfloat16" else np.dtype(name).newbyteorder("<") for name in SIZES}
+_MOST_AXES = 6
+
+
+# ------------------------------------------------------------------------------------------------------------- arguments
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """The result of a step, or of one of its results; the input if `step` is -1."""
+
+    step: int
+    out: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Const:
+    """A constant, by its place among the program's."""
+
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A size: the number of rows, times a number."""
+
+    times: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """A dtype, as in "float32"."""
+
+    name: str
+
+
+INPUT = Ref(-1)
+
+
+class Step(NamedTuple):
+    """One operation.
+
+    Attributes:
+        op: the name of an overload of PyTorch's aten operations: "mul.Tensor".
+        args, kwargs: of None, booleans, numbers, strings, the classes above, and tuples of these.
+        line: of the code that it was made from; 0 if unknown. Programs that differ in lines alone are equal.
+    """
+
+    op: str
+    args: tuple[Any, ...] = ()
+    kwargs: tuple[tuple[str, Any], ...] = ()
+    line: int = 0
+
+    @property
+    def place(self) -> str:
+        """What messages call it."""
+        return f"{fields.shown(self.op)[1:-1]}{f' (line {self.line})' if self.line else ''}"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Constant:
+    """A tensor of a program. Constants are equal if dtype, shape and all bits are.
+
+    Attributes:
+        dtype: as in "float32".
+        shape: its sizes.
+        data: little-endian bytes; None if the engine holds them under `digest`.
+        digest: of dtype, shape and data.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes | None
+    digest: str = ""
+
+    def __post_init__(self) -> None:
+        fields.one_of("a constant's dtype", self.dtype, list(SIZES))
+        shape = tuple(fields.integer("a constant's shape", size, 0) for size in self.shape)
+        if len(shape) > _MOST_AXES:
+            raise fields.refuse("a constant's shape", fields.shown(shape), f"up to {_MOST_AXES} axes")
+        fields.settle(self, shape=shape)
+        if self.data is None:
+            if self.dtype not in FLOATS or not re.fullmatch(rf"[0-9a-f]{{{2 * DIGEST_BYTES}}}", self.digest):
+                raise fields.refuse(
+                    "a constant without data", fields.shown(self.digest), "the digest of a floating tensor"
+                )
+            return
+        if len(self.data) != self.nbytes:
+            raise fields.refuse(
+                "a constant's data", f"{len(self.data)} bytes", f"{self.nbytes} for {self.dtype} {list(shape)}"
+            )
+        self._check_finite()
+        fields.settle(self, digest=digest(json.dumps([self.dtype, shape]).encode() + self.data))
+
+    def _check_finite(self) -> None:
+        if self.dtype == "bfloat16":
+            is_finite = bool(((self.numbers & 0x7F80) != 0x7F80).all())
+        elif self.dtype == "bool":
+            is_finite = bool((np.frombuffer(self.data or b"", np.uint8) <= 1).all())
+        else:
+            is_finite = bool(np.isfinite(self.numbers).all())
+        if not is_finite:
+            raise fields.refuse("a constant", "not finite", "finite numbers, and in booleans 0 and 1")
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Constant:
+        """A tensor's content. Raises PlanError for a dtype that constants do not have, NaN and infinity."""
+        import torch
+
+        own = tensor.detach().cpu().contiguous()
+        raw = own.reshape(-1).view(torch.uint8) if own.numel() else torch.empty(0, dtype=torch.uint8)
+        return cls(str(own.dtype).removeprefix("torch."), tuple(own.shape), raw.numpy().tobytes())
+
+    @property
+    def numbers(self) -> np.ndarray:
+        """All its numbers in one axis; of bfloat16 their bits. It has to have data."""
+        return np.frombuffer(self.data or b"", _NUMPY[self.dtype])
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * SIZES[self.dtype]
+
+    def without_data(self) -> Constant:
+        """The same for an engine that holds its data."""
+        return Constant(self.dtype, self.shape, None, self.digest)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Constant) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __repr__(self) -> str:
+        return f"Constant({self.dtype}, {list(self.shape)}, {self.digest[:8]})"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Parts:
+    """What a program consists of.
+
+    Attributes:
+        width: of the rows that it takes and returns; heads are side by side.
+        dtype: in which it computes: its input has it, and its result is a floating tensor `[rows, width]`.
+        steps: in their order.
+        result: of which step; `INPUT` for a program that changes nothing.
+        constants: that its steps use.
+    """
+
+    width: int
+    dtype: str
+    steps: tuple[Step, ...]
+    result: Ref
+    constants: tuple[Constant, ...] = ()
+
+
+def written(arg: Any) -> Any:
+    """An argument as plain data."""
+    match arg:
+        case Ref(step=-1, out=None):
+            return {"input": True}
+        case Ref():
+            return {"step": arg.step} | ({} if arg.out is None else {"out": arg.out})
+        case Const():
+            return {"constant": arg.place}
+        case Rows():
+            return {"rows": arg.times}
+        case DType():
+            return {"dtype": arg.name}
+        case tuple():
+            return [written(each) for each in arg]
+        case float() if math.isinf(arg):
+            return {"inf": 1 if arg > 0 else -1}
+    return arg

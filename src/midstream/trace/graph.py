@@ -1,0 +1,176 @@
+"""A recorded trace as data: the values that its code computes, step by step, and the sites that it writes.
+
+`trace.record` makes it, and the passes in `client.passes` and `client.lowering` read it. A value never changes: where the code changes a
+tensor in place, the recorder notes a new value for the tensor's memory.
+
+Legend: T tokens of a step, H the site's width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from midstream.sites import Point
+
+Kind = Literal["read", "const", "call", "put", "module"]
+# One step from a tensor to a view of it: the operation, its further arguments, and which of its results.
+ViewOp = tuple[Any, tuple[Any, ...], tuple[tuple[str, Any], ...], int | None]
+Chain = tuple[ViewOp, ...]
+
+
+@dataclass(eq=False, slots=True)
+class Value:
+    """A tensor in a graph.
+
+    Attributes:
+        kind: "read" is a site's value, "const" a tensor that the code has from elsewhere, "call" the result of a PyTorch operation, "put"
+            a tensor with other numbers in a view of it, and "module" what a module of the model returns.
+        what: a read's point, a const's tensor, a call's operation, a put's view, or a module's path.
+        args, kwargs: of a call or module; a put has the tensor and the new numbers as its arguments.
+        out: which of a call's results it is, if there are several; or the argument that the call changes in place, by place or name.
+        step: in which step it is computed.
+        shape, dtype: of the tensor, as recorded.
+        line: of the code, 0 if unknown.
+        part: of a read, which tensor of a tuple of two streams; None for the site's value.
+    """
+
+    kind: Kind
+    what: Any
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    out: int | str | None = None
+    step: int = 0
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.float32
+    line: int = 0
+    part: int | None = None
+
+    @property
+    def inputs(self) -> Iterator[Value]:
+        """The values that it is computed from."""
+        return values_in((self.args, self.kwargs))
+
+
+def values_in(tree: Any) -> Iterator[Value]:
+    """The values in nested arguments."""
+    if isinstance(tree, Value):
+        yield tree
+    elif isinstance(tree, (tuple, list)):
+        for each in tree:
+            yield from values_in(each)
+    elif isinstance(tree, dict):
+        for each in tree.values():
+            yield from values_in(each)
+
+
+@dataclass(eq=False, slots=True)
+class Write:
+    """A site's value when the code goes on to another point.
+
+    Attributes:
+        was: the value that the code has read there.
+        now: the value that replaces it. It may have fewer axes, and then it is the same for each token.
+    """
+
+    point: Point
+    was: Value
+    now: Value
+    line: int
+
+
+@dataclass(eq=False, slots=True)
+class StepGraph:
+    """What the code does in one step.
+
+    Attributes:
+        tokens: T, as recorded.
+        values: in the order in which they are computed, without consts.
+        reads: each point that the code reads or writes, with the line.
+        writes: in the order of the forward.
+        last: names of values after the forward that it writes: "logits", "samples".
+    """
+
+    tokens: int
+    values: list[Value] = field(default_factory=list)
+    reads: dict[Point, int] = field(default_factory=dict)
+    writes: list[Write] = field(default_factory=list)
+    last: list[str] = field(default_factory=list)
+
+
+def ancestors(values: Sequence[Value]) -> Iterator[Value]:
+    """The values and all that they are computed from, each once."""
+    seen: set[int] = set()
+    rest = list(values)
+    while rest:
+        value = rest.pop()
+        if id(value) not in seen:
+            seen.add(id(value))
+            yield value
+            rest.extend(value.inputs)
+
+
+def repeats(one: StepGraph, before: StepGraph) -> bool:
+    """Whether a step does the same as another one, on its own values."""
+    return one.tokens == before.tokens and _same_step(one, before, {})
+
+
+def same_steps(one: Sequence[StepGraph], other: Sequence[StepGraph]) -> bool:
+    """Whether two recordings did the same, except that the prompts may have different lengths."""
+    if len(one) != len(other):
+        return False
+    pairs: dict[int, Value] = {}  # id of a value of the one -> that of the other
+    return all(_same_step(a, b, pairs) for a, b in zip(one, other, strict=True))
+
+
+def _same_step(a: StepGraph, b: StepGraph, pairs: dict[int, Value]) -> bool:
+    if len(a.values) != len(b.values) or a.reads != b.reads or a.last != b.last or len(a.writes) != len(b.writes):
+        return False
+    lengths = a.tokens, b.tokens
+    for mine, theirs in zip(a.values, b.values, strict=True):
+        if not _same_value(mine, theirs, pairs, lengths):
+            return False
+        pairs[id(mine)] = theirs
+    return all(
+        w.point == o.point and _same((w.was, w.now), (o.was, o.now), pairs, lengths)
+        for w, o in zip(a.writes, b.writes, strict=True)
+    )
+
+
+def _same_value(a: Value, b: Value, pairs: dict[int, Value], lengths: tuple[int, int]) -> bool:
+    if (a.kind, a.out, a.dtype, a.part) != (b.kind, b.out, b.dtype, b.part):
+        return False
+    if len(a.shape) != len(b.shape) or not _same(a.what, b.what, pairs, lengths):
+        return False
+    return _same((a.args, a.kwargs), (b.args, b.kwargs), pairs, lengths)
+
+
+def same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are equal, NaN included."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if a.data_ptr() == b.data_ptr() and a.stride() == b.stride():  # lazy copies of one tensor
+        return True
+    return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def _same(a: Any, b: Any, pairs: dict[int, Value], lengths: tuple[int, int]) -> bool:
+    """Whether nested arguments are the same. Whole numbers may be in proportion to the prompt's length: sizes are."""
+    if isinstance(a, Value):
+        return pairs.get(id(a)) is b or (
+            isinstance(b, Value) and a.kind == b.kind == "const" and (a is b or same_tensor(a.what, b.what))
+        )
+    if isinstance(a, (tuple, list)):
+        return (
+            type(a) is type(b)
+            and len(a) == len(b)
+            and all(_same(x, y, pairs, lengths) for x, y in zip(a, b, strict=True))
+        )
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_same(a[name], b[name], pairs, lengths) for name in a)
+    if type(a) is int and type(b) is int and a != b:
+        return a > 0 and a % lengths[0] == 0 and a * lengths[1] == b * lengths[0]
+    return type(a) is type(b) and (a == b or (a != a and b != b))

@@ -1,0 +1,639 @@
+"""Records a trace: its code runs once on stand-ins, in the process that packs it, to find out what it does with the model.
+
+    (programs,) = unship(data, model.resolve)           # a copy of the code and its variables
+    recording = record(programs[0], model, tokens=7, steps=3)
+    recording.steps[0].writes                           # or recording.reason, why the code has to run in the forward
+
+The code gets the same objects as in the forward, `ModelEnvoy` and `BodyTracer`, on a `RecordedBody`. What acts on the world outside, or
+depends on it, ends the recording before it happens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from pathlib import Path
+from types import FunctionType, MethodType, ModuleType
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+from midstream.arch import Architecture
+from midstream.arch.aliases import Aliases
+from midstream.sites import Binding, Key, Point, point_name
+from midstream.trace.body import CURRENT, Body, StopTrace, current_body, never_reached, step_is_over
+from midstream.trace.envoy import Envoy, ModelEnvoy
+from midstream.trace.forward import LAST_POINTS
+from midstream.trace.graph import StepGraph, Value, Write
+from midstream.trace.program import BlockProgram, FunctionProgram, Outcome, Program, outcome
+from midstream.trace.remote import Peers
+from midstream.trace.saves import variables_of
+from midstream.trace.stand_in import Ended, Notes, SeeingFunctions, SeeingOperations, StandIn, is_plain, kind_of
+from midstream.trace.tracer import BodyTracer, Cache
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is known of the model before a trace runs.
+
+    Attributes:
+        arch: where its sites are, and in which order the forward gets there.
+        modules: path -> class name.
+        sites: those at which a plan leaves compiled code as it is.
+        dtype, device: of its activations.
+        vocab_size: the width of the logits.
+        tokenizer: returns the model's.
+        text_config: the model's transformers configuration.
+    """
+
+    arch: Architecture
+    modules: Mapping[str, str]
+    sites: Sequence[str]
+    dtype: torch.dtype
+    device: torch.device
+    vocab_size: int
+    aliases: Aliases = field(default_factory=Aliases)
+    tokenizer: Callable[[], Any] = lambda: None
+    text_config: Any = None
+
+    @cached_property
+    def at(self) -> dict[Key, dict[Binding, Point]]:
+        """The sites at each point of the forward."""
+        found: dict[Key, dict[Binding, Point]] = {}
+        for (site, layer), binding in self.arch.bindings.items():
+            if layer is not None:
+                found.setdefault((binding.path, binding.kind), {})[binding] = (site, layer)
+        return found
+
+    @cached_property
+    def values(self) -> dict[Key, Point]:
+        """The points of the forward where a module's output or first input is a site's value."""
+        return {(path, kind): point for (path, kind), point in self.arch.values.items()}
+
+    @cached_property
+    def envoy(self) -> ModelEnvoy:
+        """The model as the code that is being recorded sees it."""
+        return _RecordedModel(self)
+
+    def resolve(self, reference: tuple[Any, ...]) -> Any:
+        """The object for a reference in a shipped trace."""
+        kind, *rest = reference
+        if kind == "model":
+            return self.envoy
+        return BodyTracer() if kind == "tracer" else Envoy(None, rest[0], self.envoy._forward)
+
+
+@dataclass
+class Recording:
+    """What a program does.
+
+    Attributes:
+        steps: its graphs.
+        reason: why it cannot be recorded, with `line`; None if it can.
+        outcome: what it saves, with stand-ins in place of tensors; or its error.
+        needs_body: whether it does more than to write to the model.
+        saved: the tensors that it saves.
+        sizes: every size of a value of the forward that it looks at.
+        makes_numbers: whether it takes numbers of the forward.
+        may_raise: the line of an operation whose errors depend on numbers of the forward.
+        watched: the points whose values a cache keeps in all later steps, with the line.
+    """
+
+    steps: list[StepGraph]
+    reason: str | None = None
+    line: int = 0
+    outcome: Outcome = field(default_factory=Outcome)
+    needs_body: bool = True
+    saved: list[StandIn] = field(default_factory=list)
+    sizes: list[Any] = field(default_factory=list)
+    makes_numbers: bool = False
+    may_raise: int | None = None
+    watched: dict[Point, int] = field(default_factory=dict)
+
+
+def record(program: Program, model: Model, tokens: int, steps: int, has_arrays: bool = False) -> Recording:
+    """Run a program's code on stand-ins.
+
+    Args:
+        program: a copy, which the run may change.
+        tokens: how many the prompt has.
+        steps: how many the request has.
+        has_arrays: whether the program has numpy arrays.
+    """
+    notes = Notes(model.device, _file_of(program), has_arrays)
+    body = RecordedBody(model, notes, tokens, steps)
+    _give_kinds(program)
+    held = _Held()
+    token = CURRENT.set(body)
+    try:
+        with torch.no_grad(), SeeingFunctions(notes), SeeingOperations(notes), _held_back(held), _guarded(notes):
+            try:
+                body.result = program.run(model.envoy, {})
+            except StopTrace as stop:
+                body.failure = stop
+            body.leave()
+    except Ended:
+        pass
+    except Exception as error:
+        body.failure = error
+        notes.reason = notes.reason or f"its code raises {type(error).__name__}"
+        notes.line = notes.line or _line_of(error, notes.file)
+    finally:
+        CURRENT.reset(token)
+    found = outcome(body, program)
+    returns = not is_plain(found.values)
+    writes_last = any(step.last for step in notes.steps)
+    does_more = (found.stopped, held.used, body.wants_result, body.watched, returns, body.saves, writes_last)
+    return Recording(
+        notes.steps,
+        notes.reason,
+        notes.line,
+        found,
+        any(does_more) or notes.may_raise is not None,
+        body.saved,
+        notes.sizes,
+        notes.makes_numbers,
+        notes.may_raise,
+        body.watched,
+    )
+
+
+def _give_kinds(program: Program) -> None:
+    """Have a program's functions use `kind_of` for `type`."""
+    program = getattr(program, "program", program)
+    seen, rest = set[int](), list[Any]([program.fn] if isinstance(program, FunctionProgram) else [])
+    if isinstance(program, BlockProgram):
+        program.injected.setdefault("type", kind_of)
+        rest += program.block.captured.values()
+    while rest:
+        found = rest.pop()
+        kind = type(found)  # isinstance might run the object's own code
+        function = found.__func__ if kind is MethodType else found.func if kind is partial else found
+        if type(function) is not FunctionType or id(function) in seen:
+            continue
+        seen.add(id(function))
+        names = function.__globals__
+        if vars(sys.modules.get(names.get("__name__", ""), object)) is not names:  # a copy
+            names.setdefault("type", kind_of)
+        rest += [value for _, value in variables_of(function)]
+
+
+def _file_of(program: Program) -> str:
+    program = getattr(program, "program", program)  # of a standing edit
+    if isinstance(program, BlockProgram):
+        return program.block.code.co_filename
+    code = getattr(program.fn, "__code__", None) if isinstance(program, FunctionProgram) else None
+    return code.co_filename if code is not None else ""
+
+
+def _line_of(error: BaseException, file: str) -> int:
+    line, traceback = 0, error.__traceback__
+    while traceback is not None:
+        if traceback.tb_frame.f_code.co_filename == file:
+            line = traceback.tb_lineno
+        traceback = traceback.tb_next
+    return line
+
+
+# The body, and its access to values.
+
+
+class RecordedBody(Body):
+    """A body whose forward computes nothing. It never waits.
+
+    Attributes:
+        saved: the tensors that it has saved.
+        watched: as of `Recording`.
+    """
+
+    def __init__(self, model: Model, notes: Notes, tokens: int, steps: int) -> None:
+        super().__init__("recorded", lambda: None, in_engine=True)
+        self.forward, self.neighbours = model.envoy._forward, {}
+        self.now, self.ended = 0, steps == 0
+        self.notes, self.saved = notes, list[StandIn]()
+        self.watched: dict[Point, int] = {}
+        self._model, self._tokens, self._count = model, tokens, steps
+        self._here: _Visit | None = None
+        self._position = -1
+        notes.steps.append(StepGraph(tokens))
+
+    @property
+    def tokens(self) -> int:
+        """Of the present step."""
+        return self._tokens if self.now == 0 else 1
+
+    def wait_for_step(self, step: int) -> bool:
+        if step < self.now:
+            raise step_is_over(step, self.now)
+        self.step = step
+        while self.now < min(step, self._count - 1):
+            self.leave()
+            self.now, self._position = self.now + 1, -1
+            self.notes.steps.append(StepGraph(1))
+        self.ended = self.ended or step > self.now
+        if self.ended:
+            self.leave()
+        return not self.ended
+
+    def leave(self) -> None:
+        """The code goes on to another point: what it has written at the last one is final."""
+        here, self._here = self._here, None
+        if here is not None:
+            here.close()
+
+    def at(self, key: Key) -> Any:
+        here = self._here
+        if here is not None and here.key == key and not self.ended:
+            return here
+        if self.ended:
+            raise never_reached(point_name(key), self.step)
+        if key in LAST_POINTS:
+            first = last = LAST_POINTS[key]
+        elif key in self._model.at:
+            first, last = self._model.arch.order[key[0], key[1]]
+        else:
+            self.notes.end(f"{point_name(key)} is not the value of a site")
+        if last <= self._position:
+            self.notes.end(f"{point_name(key)} is asked for out of the forward's order")
+        self.leave()
+        self._position = max(self._position, first)
+        self._here = _Visit(self, key, self._model)
+        return self._here
+
+    def read(self, key: Key, view: Callable[[Any], Any], width: int | None = None) -> Any:
+        return view(self.at(key))
+
+    def write(self, key: Key, change: Callable[[Any], None]) -> None:
+        change(self.at(key))
+
+    def wait_for_sibling(self) -> NoReturn:
+        self.notes.end("it uses a variable of another invoke")
+
+    def wait_at_barrier(self, barrier: object) -> NoReturn:
+        self.notes.end("it waits for other invokes")
+
+    def save(self, value: Any) -> Any:
+        if isinstance(value, Cache):
+            value.__class__ = _RecordedCache
+        if not isinstance(value, torch.Tensor):
+            self.saves.put(value, value)
+            return value
+        kept: Any = value.clone()
+        if isinstance(kept, StandIn):
+            self.saved.append(kept)
+        if self._here is not None:
+            self._here.follow(value, kept)
+        self.saves.put(value, kept)
+        self.saves.put(kept, kept)
+        return kept
+
+    @property
+    def vocab_size(self) -> int:
+        return self._model.vocab_size
+
+    def compute_by(self, path: str, given: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        """What a module of the model gives for a value, or the unembedding."""
+        value = Value("module", path, (self.notes.value_of(given),), shape=tuple(shape), dtype=self._model.dtype)
+        value.line = self.notes.at()
+        return self.notes.new(value)
+
+    def watch(self, key: Key) -> None:
+        """A cache gets the values at this point from here on."""
+        point = self._model.values.get(key)
+        if point is None:
+            self.notes.end(f"a cache of {point_name(key)}, which is not the value of a site")
+        self.watched[point] = self.notes.at()
+
+
+def _end(reason: str) -> NoReturn:
+    """End the recording of the code that is running."""
+    body = current_body()
+    assert isinstance(body, RecordedBody)
+    body.notes.end(reason)
+
+
+class _RecordedCache(Cache):
+    """A cache that is filled only in the engine."""
+
+    def _unknown(self, *_: Any) -> NoReturn:
+        _end("it uses a cache before the request has ended")
+
+    __getitem__ = __contains__ = __len__ = __iter__ = __getattr__ = __eq__ = __bool__ = _unknown  # type: ignore[assignment]
+    get = keys = values = items = _unknown  # type: ignore[assignment]
+
+
+class _Visit:
+    """The values at one point of the forward: the stand-ins that the code gets, and what it puts in their place."""
+
+    def __init__(self, body: RecordedBody, key: Key, model: Model) -> None:
+        self.key = key
+        self._body, self._notes, self._model = body, body.notes, model
+        self._was: dict[Any, Value] = {}  # the values that were read: of a site, a stream, the logits or the samples
+        self._now: dict[Any, torch.Tensor] = {}  # the tensors that stand there now
+        self._lines: dict[Any, int] = {}  # of assignments
+        self._converted: list[tuple[torch.Tensor, Any]] = []  # assigned as copies: each with its state then
+        self._followed: list[tuple[StandIn, StandIn, int]] = []  # a value, its saved copy, the copy's version
+        self._streams: tuple[torch.Tensor, ...] | None = None
+
+    def _read(self, what: Any, point: Point | str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        if what not in self._now:
+            value = Value("read", point, shape=shape, dtype=dtype, line=self._notes.at())
+            value.part = what if isinstance(what, int) else None
+            self._now[what], self._was[what] = self._notes.new(value), value
+            if isinstance(point, tuple):
+                self._notes.steps[-1].reads.setdefault(point, value.line)
+        return self._now[what]
+
+    def site(self, binding: Binding) -> torch.Tensor:
+        self._settle()
+        if self._now and binding not in self._now:
+            self._notes.end("it uses the same point in two ways")
+        site, layer = point = self._model.at[self.key][binding]
+        shape = binding.heads if binding.heads is not None else (self._model.arch.widths[site, layer],)
+        return self._read(binding, point, (self._body.tokens, *shape), self._model.dtype)
+
+    def _plain_binding(self) -> Binding | None:
+        """The site whose value the module's output or first input is; None if there is none."""
+        point = self._model.values.get(self.key)
+        return self._model.arch.bindings[point] if point is not None else None
+
+    def raw(self) -> Any:
+        """The module's output. Of its inputs `first` is known alone."""
+        self._settle()
+        if self.key == ("", "logits"):
+            return self._read("logits", "logits", (1, self._model.vocab_size), self._model.dtype)
+        if self.key == ("", "samples"):
+            return self._read("samples", "samples", (1,), torch.int64)
+        if self.key[1] == "output":
+            binding = self._plain_binding()
+            return self.site(binding) if binding is not None else self._both_streams()
+        self._unknown()
+
+    def _unknown(self) -> NoReturn:
+        self._notes.end(f"{point_name(self.key)} is not the value of a site")
+
+    def _both_streams(self) -> tuple[torch.Tensor, ...]:
+        """The output of a layer that returns two streams, whose sum is the site's value."""
+        for binding, point in self._model.at[self.key].items():
+            width = self._model.arch.widths[point]
+            is_pair = {binding.hidden, binding.residual} == {(0,), (1,)}
+            if not is_pair or self._model.arch.shapes.get(binding.path) != f"([T, {width}], [T, {width}])":
+                continue
+            if self._streams is None:
+                if self._now:
+                    self._notes.end("it uses the same point in two ways")
+                shape = self._body.tokens, width
+                self._streams = tuple(self._read(part, point, shape, self._model.dtype) for part in (0, 1))
+            return self._streams
+        self._unknown()
+
+    def set_raw(self, value: Any) -> None:
+        current = self.raw()
+        if isinstance(current, tuple) and isinstance(value, tuple) and len(value) == len(current):
+            for part, each in enumerate(value):
+                self._replace(part, each)
+            self._streams = value
+        else:
+            self._replace(next(iter(self._now)), value)
+
+    def first(self) -> Any:
+        """The module's first argument."""
+        binding = self._plain_binding() if self.key[1] == "input" else None
+        if binding is None:
+            self._unknown()
+        return self.site(binding)
+
+    def set_first(self, value: Any) -> None:
+        self.first()
+        self._replace(next(iter(self._now)), value)
+
+    def _replace(self, what: Any, value: Any) -> None:
+        current = self._now[what]
+        if value is current:
+            return
+        if not isinstance(value, torch.Tensor) or value.shape != current.shape or value.dtype != current.dtype:
+            self._notes.end(f"a value of another structure, shape or dtype is written to {point_name(self.key)}")
+        self._put(what, value)
+
+    def set_site(self, binding: Binding, value: Any, name: str) -> None:
+        current = self.site(binding)
+        if value is current:
+            return
+        if not isinstance(value, torch.Tensor):
+            self._notes.end(f"a {type(value).__name__} is written to {name}")
+        if value.shape != current.shape or value.dtype != current.dtype:
+            self._converted.append((value, self._state(value)))
+            if value.dtype != current.dtype:
+                value = value.to(current.dtype)
+            if value.ndim > current.ndim or any(
+                n not in (1, m) for n, m in zip(value.shape[::-1], current.shape[::-1], strict=False)
+            ):
+                self._notes.end(f"a value of another shape is written to {name}")
+            value = value.clone() if value.shape == current.shape else value.clone().expand(current.shape)
+        self._put(binding, value)
+
+    def _put(self, what: Any, value: torch.Tensor) -> None:
+        self._followed.clear()
+        self._now[what], self._lines[what] = value, self._notes.at()
+
+    def _state(self, value: torch.Tensor) -> Any:
+        return value.memory.version if isinstance(value, StandIn) else self._notes.value_of(value)
+
+    def follow(self, value: torch.Tensor, kept: torch.Tensor) -> None:
+        """`kept` is a saved copy of `value`. In the forward, a change of it changes the activation, too."""
+        here = [each.memory for each in self._now.values() if isinstance(each, StandIn)]
+        if isinstance(value, StandIn) and isinstance(kept, StandIn) and value.memory in here:
+            self._followed.append((value, kept, kept.memory.version))
+
+    def _settle(self) -> None:
+        for place, (value, kept, version) in enumerate(self._followed):
+            if kept.memory.version != version:
+                value.copy_(kept)
+                self._followed[place] = value, kept, kept.memory.version
+
+    def close(self) -> None:
+        """Note what the code has written."""
+        self._settle()
+        notes = self._notes
+        if any(self._state(value) is not state and self._state(value) != state for value, state in self._converted):
+            notes.end(f"a value is changed after it was written to {point_name(self.key)} in another shape or dtype")
+        for what, was in self._was.items():
+            held = self._now[what]
+            now = notes.value_of(held)
+            if now is was:
+                continue
+            changed = held.memory.line if isinstance(held, StandIn) else 0
+            if isinstance(was.what, str):
+                notes.steps[-1].last.append(was.what)
+            else:
+                notes.steps[-1].writes.append(Write(was.what, was, now, changed or self._lines.get(what, was.line)))
+
+
+# The model.
+
+
+class _Stage:
+    """The modules of the whole model, as one stage."""
+
+    index, size = 0, 1
+
+    def __init__(self, modules: Mapping[str, str]) -> None:
+        self.modules = modules
+        self._children: dict[str, list[str]] = {}
+        for path in filter(None, modules):
+            parent, _, name = path.rpartition(".")
+            self._children.setdefault(parent, []).append(name)
+
+    def has(self, key: Key) -> bool:
+        return True
+
+    def children_of(self, path: str) -> list[str]:
+        return self._children.get(path, [])
+
+    def width_of(self, key: Key) -> int | None:
+        return None
+
+
+class _Applied(Peers):
+    """What a module of the model gives for values of the trace: only its shape is known, and of few modules."""
+
+    def applied(self, path: str, module: Any) -> Any:
+        return partial(_apply, path)
+
+
+def _apply(path: str, *args: Any, **kwargs: Any) -> Any:
+    body: Any = current_body()
+    if "Norm" not in body.forward.stage.modules.get(path, "") or len(args) != 1 or kwargs:
+        _end(f"{path}(...) is computed where the engine runs")
+    return body.compute_by(path, args[0], args[0].shape)
+
+
+def _unembed(hidden: torch.Tensor) -> Any:
+    body: Any = current_body()
+    return body.compute_by("project_on_vocab", hidden, (*hidden.shape[:-1], body.vocab_size))
+
+
+class _Forward:
+    """The part of `trace.forward.Forward` that a model in another process has."""
+
+    stepping = True
+
+    def __init__(self, model: Model) -> None:
+        self.stage, self.peers, self.aliases = _Stage(model.modules), _Applied(), model.aliases
+        self.modules: dict[str, Any] = {}
+
+    def apart(self, function: Any, args: Any, kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    def watch(self, body: str, key: Key, watcher: Any) -> None:
+        current_body().watch(key)  # type: ignore[attr-defined]
+
+    def attribute(self, path: str, module: Any, name: str) -> NoReturn:
+        _end(f"{path or 'model'}.{name} is only where the engine runs")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        _end("it does more with a module than to read and write its values")
+
+
+class _RecordedModel(ModelEnvoy):
+    def __init__(self, model: Model) -> None:
+        forward: Any = _Forward(model)
+        absent: Any = None
+        super().__init__(absent, model.arch, forward, _unembed, model.tokenizer)
+        self._config = model.text_config
+
+    @property
+    def _text_config(self) -> Any:
+        return self._config
+
+
+# The world outside.
+
+# Files whose code may call anything: midstream's own, and that of import statements.
+_TRUSTED = (str(Path(__file__).parents[1]), "<frozen importlib")
+# Packages whose C functions neither act on the world nor depend on it.
+_PURE = frozenset(
+    "builtins torch numpy math cmath operator itertools functools collections re sre string json copy copyreg struct types typing abc "
+    "weakref enum decimal fractions statistics heapq bisect array contextlib contextvars dataclasses inspect unicodedata tokenizers "
+    "greenlet hashlib blake2 pickle midstream sys locale codecs ast tokenize csv thread".split()
+)
+# Functions of these that do.
+_IMPURE = frozenset(
+    "open input breakpoint manual_seed seed set_num_threads set_num_interop_threads set_default_dtype setprofile settrace exit _exit "
+    "getrefcount setrecursionlimit _set_default_dtype _cuda_init start_new_thread start_joinable_thread "
+    "_vmap_increment_nesting _grad_increment_nesting _jvp_increment_nesting _func_increment_nesting".split()
+)
+
+
+class _Held(io.StringIO):
+    """Takes what the code prints: it is printed when the code runs for its request."""
+
+    used = False
+
+    def write(self, text: str) -> int:
+        self.used = True
+        return len(text)
+
+
+@contextlib.contextmanager
+def _held_back(held: _Held) -> Iterator[None]:
+    with contextlib.redirect_stdout(held), contextlib.redirect_stderr(held):
+        yield
+
+
+@contextlib.contextmanager
+def _guarded(notes: Notes) -> Iterator[None]:
+    """End the recording in the block before a function is called that acts on the world outside, or depends on it: files, time, locks,
+    random numbers."""
+
+    importing: list[Any] = []  # the outermost import statement that is under way
+
+    def check(frame: Any, event: str, function: Any) -> None:
+        code = frame.f_code
+        if code.co_name == "_find_and_load" and code.co_filename.startswith("<frozen importlib"):
+            if event == "call" and not importing:
+                importing.append(frame)
+            elif event == "return" and frame in importing:
+                importing.clear()
+        if event == "c_call" and not importing and not _is_pure(function) and not code.co_filename.startswith(_TRUSTED):
+            sys.setprofile(None)
+            notes.end(f"it calls {_name_of(function)}, which may act on the world outside or depend on it")
+
+    before: Any = sys.getprofile()
+    state: Any = np.random.get_state()
+    sys.setprofile(check)
+    try:
+        yield
+    finally:
+        sys.setprofile(before) if not hasattr(before, "enable") else before.enable()
+        after: Any = np.random.get_state()
+        if after[2] != state[2] or not np.array_equal(after[1], state[1]):
+            np.random.set_state(state)
+            notes.reason = notes.reason or "it draws random numbers"
+
+
+def _is_pure(function: Any) -> bool:
+    if function.__name__ in _IMPURE:
+        return False
+    owner = getattr(function, "__self__", None)
+    if owner is None or isinstance(owner, ModuleType):
+        home = function.__module__ or "builtins"
+    else:
+        kinds = (owner if isinstance(owner, type) else type(owner)).__mro__
+        kind = next((kind for kind in kinds if function.__name__ in vars(kind)), kinds[0])
+        home = kind.__module__
+        if kind is torch.Generator:
+            return False
+    return home.partition(".")[0].lstrip("_") in _PURE or home.startswith("pybind11")
+
+
+def _name_of(function: Any) -> str:
+    owner = getattr(function, "__self__", None)
+    if owner is None or isinstance(owner, ModuleType):
+        return f"{function.__module__}.{function.__name__}" if function.__module__ != "builtins" else function.__name__
+    return f"{(owner if isinstance(owner, type) else type(owner)).__name__}.{function.__name__}"

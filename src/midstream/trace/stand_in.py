@@ -1,0 +1,605 @@
+"""Tensors without numbers, on which a trace's code runs while it is recorded, and what notes the operations on them.
+
+An operation on a `StandIn` adds a value to the graph (`trace.graph`). Operations on the code's own tensors run for real. PyTorch computes
+the shapes, on its meta device. What needs a number that only the forward has raises `Ended`.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from midstream.trace.graph import Chain, StepGraph, Value
+from midstream.trace.tree import memory_of
+
+aten = torch.ops.aten
+_MOST_VALUES = 60_000
+_LARGE = 1 << 25  # bytes from which a copy is made only when somebody writes
+
+
+class Ended(BaseException):
+    """The code cannot be recorded. Not an Exception, so that a user's `except Exception` does not catch it."""
+
+
+@dataclass(eq=False, slots=True)
+class Memory:
+    """The numbers that one or several stand-ins share.
+
+    Attributes:
+        value: the present one.
+        version: how often it has changed.
+        line: of the last change.
+        views: the values of its views, as long as it does not change.
+    """
+
+    value: Value
+    version: int = 0
+    line: int = 0
+    views: dict[Any, Value] = field(default_factory=dict)
+
+
+class StandIn(torch.Tensor):
+    """Stands for a tensor of the forward: it has a shape, and no numbers."""
+
+    memory: Memory
+    chain: Chain
+    meta: torch.Tensor
+    is_on_cpu: bool
+
+    @staticmethod
+    def of(meta: torch.Tensor, memory: Memory, chain: Chain = (), is_on_cpu: bool = False) -> StandIn:
+        made: Any = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            StandIn, meta.shape, meta.stride(), meta.storage_offset(), dtype=meta.dtype, device=torch.device("cpu")
+        )
+        made.meta, made.memory, made.chain, made.is_on_cpu = meta, memory, chain, is_on_cpu
+        return made  # type: ignore[no-any-return]
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:  # type: ignore[override]
+        raise Ended("a tensor of the trace is used on another thread")
+
+
+StandIn.__name__ = StandIn.__qualname__ = "Tensor"
+StandIn.__module__ = "torch"
+
+
+class _Kinds(type):
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls is not kind_of or len(args) != 1 or kwargs:
+            return type(*args, **kwargs) if cls is kind_of else super().__call__(*args, **kwargs)
+        found = type(args[0])
+        if found is Number:
+            return args[0].__class__
+        return torch.Tensor if found is StandIn else kind_of if found is type else found
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, type) if cls is kind_of else super().__instancecheck__(value)
+
+    def __subclasscheck__(cls, kind: type) -> bool:
+        return issubclass(kind, type) if cls is kind_of else super().__subclasscheck__(kind)
+
+
+class kind_of(type, metaclass=_Kinds):
+    """Python's `type`, for code that is being recorded: as far as it can see, a stand-in is a tensor."""
+
+
+class Number:
+    """Stands for a number of the forward, as `h.norm().item()` gives it. It can be kept and computed with, and not looked at."""
+
+    def __init__(self, kind: type, end: Callable[[str], NoReturn]) -> None:
+        self._kind, self._end = kind, end
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return self._kind
+
+    def _computed(self, *others: Any) -> Any:
+        if any(isinstance(each, torch.Tensor) for each in others):
+            self._end("a number of the forward is used in a tensor")
+        return Number(float if self._kind is float or any(type(each) is float for each in others) else int, self._end)
+
+    def _looked_at(self, *_: Any) -> NoReturn:
+        self._end("it needs a number that only the forward has")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __neg__ = __abs__ = _computed
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __hash__ = __index__ = __int__ = __float__ = (
+        _looked_at  # type: ignore[assignment]
+    )
+    __str__ = __repr__ = __format__ = __reduce_ex__ = __round__ = __truediv__ = __rtruediv__ = __floordiv__ = _looked_at  # type: ignore[assignment]
+    __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __divmod__ = __rdivmod__ = __complex__ = __trunc__ = (
+        _looked_at
+    )
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if not hasattr(self._kind, name):
+            raise AttributeError(f"{self._kind.__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        self._looked_at()
+
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, range, torch.dtype)
+
+
+def is_plain(tree: Any) -> bool:
+    """Whether it is a plain value, or a list, dict, tuple or set of such."""
+    if type(tree) is dict:
+        return all(map(is_plain, tree)) and all(map(is_plain, tree.values()))
+    return all(map(is_plain, tree)) if type(tree) in (list, tuple, set, frozenset) else type(tree) in _PLAIN
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What an operation's schema says.
+
+    Attributes:
+        changes: the arguments that it changes, by place or by name.
+        is_view: whether its results are views of its first argument.
+        refused: why it ends the recording.
+        may_raise: whether it may raise an error that depends on numbers.
+    """
+
+    changes: tuple[int | str, ...]
+    is_view: bool
+    refused: str | None
+    may_raise: bool
+
+
+_INDEXING = frozenset(
+    "index index_put index_put_ index_select gather scatter scatter_ take embedding index_copy_ index_add_".split()
+)
+_NUMBERS = frozenset("_local_scalar_dense equal is_nonzero item".split())
+_RANDOM = frozenset("random_ normal_ uniform_ bernoulli_ multinomial rand randn randint randperm".split())
+
+
+@functools.cache
+def _facts(func: Any) -> _Facts:
+    schema = func._schema
+    name = schema.name.partition("::")[2]
+    changes = tuple(
+        place if not argument.kwarg_only else argument.name
+        for place, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+    aliases = [each.alias_info for each in schema.returns if each.alias_info is not None]
+    refused = None
+    if torch.Tag.nondeterministic_seeded in func.tags or name in _RANDOM:
+        refused = "it draws random numbers"
+    elif name in ("index", "index_put", "index_put_"):  # `_with_places` refuses unknown masks
+        refused = None
+    elif name in _NUMBERS or {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags):
+        refused = "it needs a number that only the forward has"
+    elif not schema.name.startswith("aten::"):
+        refused = f"{schema.name} is not one of PyTorch's own operations"
+    return _Facts(changes, bool(aliases) and not changes, refused, name in _INDEXING or "linalg" in name)
+
+
+class Notes:
+    """The graph of the code that is being recorded: what the modes below and the model's stand-in call.
+
+    Args:
+        device: the engine's.
+        file: of the code, whose lines are noted.
+        has_arrays: whether the code has numpy arrays, which may share memory with tensors.
+
+    Attributes:
+        steps: the graphs of the steps so far.
+        reason: why it ended, with `line`; None if it has not.
+        sizes: every size that the code has looked at.
+        makes_numbers: whether the code has taken a number of the forward.
+        may_raise: the line of an operation whose errors depend on numbers; None if there is none.
+    """
+
+    def __init__(self, device: torch.device, file: str, has_arrays: bool) -> None:
+        self.device, self.file, self.has_arrays = device, file, has_arrays
+        self.steps: list[StepGraph] = []
+        self.reason: str | None = None
+        self.line = 0
+        self.sizes: list[Any] = []
+        self.makes_numbers = False
+        self.may_raise: int | None = None
+        self._count = 0
+        self._consts: dict[Any, tuple[torch.Tensor, Value]] = {}
+        self._filled: dict[int | None, tuple[Memory, torch.Tensor, torch.Tensor]] = {}
+
+    # What the code does.
+
+    def end(self, reason: str) -> NoReturn:
+        """End the recording. The first reason counts."""
+        if self.reason is None:
+            self.reason, self.line = reason, self.at()
+        raise Ended(reason)
+
+    def at(self) -> int:
+        """The line of the code that is running, 0 if another file's code does."""
+        frame = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code.co_filename == self.file:
+                return frame.f_lineno
+            frame = frame.f_back  # type: ignore[assignment]
+        return 0
+
+    def add(self, value: Value) -> Value:
+        """Note a value of the present step."""
+        self._count += 1
+        if self._count > _MOST_VALUES:
+            self.end("it computes too much to be recorded")
+        step = self.steps[-1]
+        value.step = len(self.steps) - 1
+        step.values.append(value)
+        return value
+
+    def new(self, value: Value, is_on_cpu: bool = False) -> StandIn:
+        """A stand-in for a new tensor with this value."""
+        meta = torch.empty(value.shape, dtype=value.dtype, device="meta")
+        return StandIn.of(meta, Memory(self.add(value)), is_on_cpu=is_on_cpu)
+
+    def const(self, tensor: torch.Tensor) -> Value:
+        """The value of one of the code's own tensors, as it is now."""
+        own = tensor.detach()
+        key = (memory_of(own), own.storage_offset(), tuple(own.shape), own.stride(), own.dtype)
+        known = self._consts.get(key)
+        if (
+            known is not None
+            and known[0]._version == own._version
+            and (own.nbytes >= _LARGE or _equal(known[1].what, own))
+        ):
+            return known[1]
+        copy: Any = torch._lazy_clone if own.nbytes >= _LARGE else torch.clone  # type: ignore[attr-defined]
+        value = Value("const", copy(own), shape=tuple(own.shape), dtype=own.dtype)
+        self._consts[key] = own, value
+        return value
+
+    def is_unknown(self, value: object) -> bool:
+        """Whether it is a tensor that stands for one of the forward, or has been filled with such."""
+        return isinstance(value, StandIn) or (
+            bool(self._filled) and isinstance(value, torch.Tensor) and memory_of(value) in self._filled
+        )
+
+    def value_of(self, tensor: torch.Tensor) -> Value:
+        """The present value of a tensor."""
+        if not isinstance(tensor, StandIn):
+            if not self.is_unknown(tensor):
+                return self.const(tensor)
+            tensor = self._as_stand_in(tensor)
+        memory, chain = tensor.memory, tensor.chain
+        if not chain:
+            return memory.value
+        if chain not in memory.views:
+            value = memory.value
+            for place, (func, args, kwargs, out) in enumerate(chain, start=1):
+                if (there := memory.views.get(chain[:place])) is None:
+                    shape = tuple(tensor.shape) if place == len(chain) else ()
+                    made = Value("call", func, (value, *args), dict(kwargs), out, 0, shape, tensor.dtype, self.at())
+                    there = memory.views[chain[:place]] = self.add(made)
+                value = there
+        return memory.views[chain]
+
+    def assign(self, tensor: StandIn, value: Value) -> None:
+        """The tensor has this value from now on, and its memory with it."""
+        memory = tensor.memory
+        if tensor.chain:
+            whole = memory.value
+            value = self.add(
+                Value("put", tensor.chain, (whole, value), shape=whole.shape, dtype=whole.dtype, line=self.at())
+            )
+        memory.value, memory.line = value, self.at()
+        memory.version += 1
+        memory.views = {}
+
+    def _as_stand_in(self, tensor: torch.Tensor) -> StandIn:
+        """A stand-in for a tensor of the code's own that has been filled with values of the forward."""
+        memory, flat, own = self._filled[memory_of(tensor)]
+        if tensor.dtype != own.dtype:
+            self.end("a tensor that it has filled is viewed as another dtype")
+        place = (tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset())
+        meta = flat.as_strided(*place)
+        return StandIn.of(meta, memory, ((aten.as_strided.default, place, (), None),))
+
+    def _fill(self, tensor: torch.Tensor) -> StandIn:
+        """Have one of the code's own tensors stand for values of the forward, since it is filled with such."""
+        if self.has_arrays:
+            self.end("a tensor is filled with values of the forward, and an array may share its memory")
+        if memory_of(tensor) not in self._filled:
+            whole = torch.empty(0, dtype=tensor.dtype)
+            whole.set_(tensor.untyped_storage())  # type: ignore[call-overload]
+            flat = whole.to("meta")
+            self._filled[memory_of(tensor)] = (
+                Memory(Value("const", whole.clone(), shape=tuple(flat.shape), dtype=flat.dtype)),
+                flat,
+                tensor,
+            )
+        return self._as_stand_in(tensor)
+
+    def seen(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The result of an operation, noted if it is about values of the forward."""
+        if self.reason is not None:
+            raise Ended(self.reason)
+        facts = _facts(func)
+        tensors = list(_tensors((args, kwargs)))
+        if not any(map(self.is_unknown, tensors)):
+            if facts.refused == "it draws random numbers":
+                self.end(facts.refused)
+            return func(*args, **kwargs)
+        if facts.refused is not None:
+            self.end(facts.refused)
+        if len(facts.changes) > 1:
+            self.end(f"{func} changes several tensors at once")
+        args, kwargs = (
+            _with_places(func, args, self),
+            {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")},
+        )
+        if facts.may_raise and any(isinstance(t, StandIn) and not t.dtype.is_floating_point for t in tensors):
+            self.may_raise = self.may_raise or self.at()
+        result = self._shaped(func, facts, args, kwargs, tensors)
+        if facts.changes:
+            return self._changed(func, facts.changes[0], args, kwargs)
+        if facts.is_view:
+            return self._viewed(func, args, kwargs, result)
+        given = tuple(map(self._valued, args)), {name: self._valued(each) for name, each in kwargs.items()}
+        line = self.at()
+        results = result if isinstance(result, (tuple, list)) else (result,)
+        made = [
+            StandIn.of(
+                each,
+                Memory(
+                    self.add(
+                        Value(
+                            "call",
+                            func,
+                            *given,
+                            None if results is not result else place,
+                            0,
+                            tuple(each.shape),
+                            each.dtype,
+                            line,
+                        )
+                    )
+                ),
+                is_on_cpu=all(t.is_on_cpu for t in tensors if isinstance(t, StandIn)),
+            )
+            if isinstance(each, torch.Tensor)
+            else each
+            for place, each in enumerate(results)
+        ]
+        return type(result)(made) if results is result else made[0]
+
+    def _valued(self, tree: Any) -> Any:
+        """Arguments with values in place of tensors."""
+        if isinstance(tree, torch.Tensor):
+            return self.value_of(tree)
+        return type(tree)(map(self._valued, tree)) if isinstance(tree, (tuple, list)) else tree
+
+    def _shaped(self, func: Any, facts: _Facts, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> Any:
+        """The results on the meta device, with their shapes. Indices that the code knows are checked against sizes by zeros."""
+        has_indices = any(not isinstance(t, StandIn) and not t.dtype.is_floating_point and t.ndim for t in tensors)
+
+        def shaped(tree: Any) -> Any:
+            if isinstance(tree, torch.Tensor):
+                if self.is_unknown(tree):
+                    meta = tree.meta if isinstance(tree, StandIn) else self._as_stand_in(tree).meta
+                    return torch.zeros(meta.shape, dtype=meta.dtype) if has_indices else meta
+                return (
+                    tree.clone()
+                    if has_indices
+                    else torch.empty_strided(tree.shape, tree.stride(), dtype=tree.dtype, device="meta")
+                )
+            return type(tree)(map(shaped, tree)) if isinstance(tree, (tuple, list)) else tree
+
+        try:
+            result = func(*shaped(args), **{name: shaped(each) for name, each in kwargs.items()})
+        except Exception as error:
+            self.end(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+        if not has_indices:
+            return result
+        return _on_meta(result)
+
+    def _changed(self, func: Any, which: int | str, args: Any, kwargs: Any) -> Any:
+        """The tensor that an operation changes in place."""
+        target = kwargs[which] if isinstance(which, str) else args[which]
+        own = target if isinstance(target, StandIn) else self._fill(target)
+        given = tuple(map(self._valued, args)), {name: self._valued(each) for name, each in kwargs.items()}
+        if func is aten.copy_.default and given[0][0] is given[0][1]:  # `h[-1] += v` ends in writing a view to itself
+            return target
+        self.assign(own, self.add(Value("call", func, *given, which, 0, tuple(own.shape), own.dtype, self.at())))
+        return target
+
+    def _viewed(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
+        """The views that an operation gives of its first argument."""
+        source = args[0] if isinstance(args[0], StandIn) else self._as_stand_in(args[0])
+        rest, named = _frozen(args[1:]), tuple((name, _frozen(each)) for name, each in kwargs.items())
+
+        def view(meta: torch.Tensor, out: int | None) -> StandIn:
+            return StandIn.of(meta, source.memory, (*source.chain, (func, rest, named, out)), source.is_on_cpu)
+
+        if isinstance(result, (tuple, list)):
+            self.sizes.append(len(result))
+            return type(result)(view(meta, place) for place, meta in enumerate(result))
+        return view(result, None)
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, (tuple, list)):
+        for each in tree:
+            yield from _tensors(each)
+    elif isinstance(tree, dict):
+        for each in tree.values():
+            yield from _tensors(each)
+
+
+def _on_meta(tree: Any) -> Any:
+    if isinstance(tree, torch.Tensor):
+        return tree.to("meta")
+    return type(tree)(map(_on_meta, tree)) if isinstance(tree, (tuple, list)) else tree
+
+
+def _frozen(tree: Any) -> Any:
+    return tuple(map(_frozen, tree)) if isinstance(tree, (tuple, list)) else tree
+
+
+def _with_places(func: Any, args: Sequence[Any], notes: Notes) -> tuple[Any, ...]:
+    """The arguments, with the places of the true elements for masks that the code knows: so the result's shape is known."""
+    if func._schema.name.partition("::")[2] not in ("index", "index_put", "index_put_", "_index_put_impl_"):
+        return tuple(args)
+    places: list[Any] = []
+    for each in args[1]:
+        is_mask = isinstance(each, torch.Tensor) and each.dtype in (torch.bool, torch.uint8)
+        if is_mask and notes.is_unknown(each):
+            notes.end("it needs a number that only the forward has: which elements a mask has")
+        places += each.nonzero().unbind(1) if is_mask else [each]
+    return (args[0], places, *args[2:])
+
+
+# What sees every operation, and every use of PyTorch's functions, while the code runs.
+
+
+class SeeingOperations(TorchDispatchMode):
+    def __init__(self, notes: Notes) -> None:
+        super().__init__()
+        self._notes = notes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        policy = sys.getprofile()
+        sys.setprofile(None)
+        try:
+            return self._notes.seen(func, args, kwargs or {})
+        finally:
+            sys.setprofile(policy)
+
+
+class SeeingFunctions(TorchFunctionMode):
+    def __init__(self, notes: Notes) -> None:
+        super().__init__()
+        self._notes = notes
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        notes = self._notes
+        special = _SPECIAL.get(func)
+        if special is not None and args and notes.is_unknown(args[0]):
+            return special(notes, func, *args, **(kwargs or {}))
+        if special is _refused and func in _ARRAYS:
+            notes.has_arrays = True
+        if notes.device.type != "cpu":
+            args, kwargs = tuple(map(_on_cpu, args)), {name: _on_cpu(each) for name, each in (kwargs or {}).items()}
+        return func(*args, **(kwargs or {}))
+
+
+def _on_cpu(value: Any) -> Any:
+    """The CPU in place of the engine's device, which this process may not have."""
+    is_cuda = isinstance(value, torch.device) and value.type != "cpu"
+    return torch.device("cpu") if is_cuda or (isinstance(value, str) and value.startswith("cuda")) else value
+
+
+def _size(notes: Notes, func: Any, *args: Any, **kwargs: Any) -> Any:
+    found = func(*args, **kwargs)
+    notes.sizes.append(found)
+    return found
+
+
+def _refused(notes: Notes, func: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    notes.end(f"{getattr(func, '__name__', func)} needs the numbers of the forward")
+
+
+def _unsupported(notes: Notes, func: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    notes.end(f"{getattr(func, '__name__', func)} of a value of the forward is not recorded")
+
+
+def _number(notes: Notes, func: Any, tensor: torch.Tensor) -> Any:
+    if tensor.numel() != 1:
+        notes.end("item() of several numbers")
+    notes.makes_numbers = True
+    kind = float if tensor.dtype.is_floating_point else int
+    if tensor.dtype in (torch.bool, torch.complex64, torch.complex128):
+        notes.end("it needs a number that only the forward has")
+    return Number(kind, notes.end)
+
+
+def _numbers(notes: Notes, func: Any, tensor: torch.Tensor) -> Any:
+    notes.sizes.append(tuple(tensor.shape))
+    if tensor.ndim:
+        return [_numbers(notes, func, row) for row in tensor.unbind(0)]
+    return _number(notes, func, tensor)
+
+
+def _device(notes: Notes, func: Any, tensor: torch.Tensor) -> Any:
+    return torch.device("cpu") if isinstance(tensor, StandIn) and tensor.is_on_cpu else notes.device
+
+
+def _is_cuda(notes: Notes, func: Any, tensor: torch.Tensor) -> bool:
+    return bool(_device(notes, func, tensor).type == "cuda")
+
+
+def _is_cpu(notes: Notes, func: Any, tensor: torch.Tensor) -> bool:
+    return bool(_device(notes, func, tensor).type == "cpu")
+
+
+def _to_cpu(notes: Notes, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    if _is_cpu(notes, func, tensor):
+        return tensor
+    copied: Any = tensor.clone()
+    copied.is_on_cpu = True
+    return copied
+
+
+def _to(notes: Notes, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    asked = [each for each in (*args, *kwargs.values()) if isinstance(each, (torch.device, str))]
+    if notes.device.type != "cpu" and any(str(each).startswith("cpu") for each in asked):
+        tensor = _to_cpu(notes, func, tensor)
+    return func(tensor, *map(_on_cpu, args), **{name: _on_cpu(each) for name, each in kwargs.items()})
+
+
+def _cuda(notes: Notes, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    if notes.device.type == "cpu":
+        notes.end("the engine has no GPU")
+    return tensor if _is_cuda(notes, func, tensor) else tensor.clone()
+
+
+def _clone(notes: Notes, func: Any, tensor: torch.Tensor, *_: Any) -> Any:
+    return tensor.clone()
+
+
+def _data(notes: Notes, func: Any, tensor: torch.Tensor) -> Any:
+    return tensor.detach()
+
+
+_T: Any = torch.Tensor
+_ARRAYS = {_T.numpy, _T.__array__, _T.data_ptr, torch.from_numpy, torch.as_tensor, torch.frombuffer, _T.untyped_storage}
+_SPECIAL: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys(
+        (_T.shape.__get__, _T.size, _T.numel, _T.nelement, _T.__len__, _T.stride, _T.storage_offset, _T.nbytes.__get__, torch.numel), _size
+    ),
+    **dict.fromkeys(
+        (_T.numpy, _T.__array__, _T.data_ptr, _T.untyped_storage, _T.storage, _T.__repr__, _T.__format__, _T.__reduce_ex__, _T.__bool__,
+         _T.__int__, _T.__float__, _T.__index__, _T.__complex__, _T.__contains__, _T.__dlpack__, _T.is_nonzero, torch.save),
+        _refused,
+    ),
+    **dict.fromkeys(
+        (_T.data.__set__, _T._version.__get__, _T.requires_grad_, _T.requires_grad.__set__, _T.backward, _T.register_hook, _T.share_memory_,
+         _T.pin_memory, _T.set_, _T.resize_, _T.grad.__set__, _T.is_inference, _T.retain_grad),
+        _unsupported,
+    ),
+    _T.item: _number,
+    _T.tolist: _numbers,
+    _T.device.__get__: _device,
+    _T.is_cuda.__get__: _is_cuda,
+    _T.is_cpu.__get__: _is_cpu,
+    _T.get_device: _unsupported,
+    _T.cpu: _to_cpu,
+    _T.cuda: _cuda,
+    _T.to: _to,
+    _T.__deepcopy__: _clone,
+    _T.data.__get__: _data,
+}  # fmt: skip

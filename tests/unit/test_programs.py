@@ -1,0 +1,479 @@
+"""Programs: the table keeps rows apart, the wire form comes back, whatever else comes in is a PlanError, and rows of many requests run together
+(issue 36: 4, 7; L3, L4, L7)."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from test_plan_kernel import DEVICE, POINTS, compiled, make_tables, op, run, same_bits
+from test_plan_kernel import interpreted as interpreted
+
+from midstream.errors import PlanError
+from midstream.plan import wire
+from midstream.plan.building import Builder
+from midstream.plan.compile import PlanKeys, compile_plan
+from midstream.plan.ops.edit import Op, apply
+from midstream.plan.program import Program
+from midstream.plan.running import run as run_program
+from midstream.plan.running import run_together
+from midstream.plan.steps import INPUT, Const, Constant, DType, Ref, Rows, Step
+from midstream.plan.values import Apply, Capture, ModelFacts, Plan, Steer, check, check_strangers
+from midstream.runtime.tables import CpuTables, DeviceTables
+
+W = 6
+V = torch.linspace(-1, 1, W)
+MATRIX = torch.arange(W * W).reshape(W, W) / W - 2
+
+
+def program(
+    *steps: tuple[Any, ...], constants: Any = (), result: Any = None, width: int = W, dtype: str = "float32"
+) -> Program:
+    """Each step: operation, arguments, and named ones."""
+    made = tuple(Step(name, args, tuple(sorted(kwargs[0].items())) if kwargs else ()) for name, args, *kwargs in steps)
+    last = Ref(len(steps) - 1) if result is None else result
+    return Program(width, dtype, made, last, tuple(Constant.of(each) for each in constants))
+
+
+SCALED = program(("mul.Tensor", (INPUT, 0.5)), ("add.Tensor", (Ref(0), Const(0))), constants=[V])
+GATED = program(
+    ("mm.default", (INPUT, Const(0))),
+    ("relu.default", (Ref(0),)),
+    ("mm.default", (Ref(1), Const(1))),
+    constants=[MATRIX, MATRIX.T],
+)
+
+
+# ------------------------------------------------------------------------------------------------------------- the table
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (("sum.dim_IntList", (INPUT, (0,))), "sum.dim_IntList: it is about the axis of the rows"),
+        (("sum.dim_IntList", (INPUT, (-2,))), "about the axis of the rows"),
+        (("sum.dim_IntList", (INPUT, None)), "without an axis it is about all rows at once"),
+        (("mean.default", (INPUT,)), "mean.default is not an operation that programs may have"),
+        (("system.default", ("rm",)), "is not an operation that programs may have"),
+        (("cumsum.default", (INPUT, 0)), "the axis of the rows"),
+        (("sort.default", (INPUT, 0)), "the axis of the rows"),
+        (("flip.default", (INPUT, (0,))), "the axis of the rows"),
+        (("roll.default", (INPUT, (1,))), "without an axis"),
+        (("t.default", (INPUT,)), "moves the axis of the rows"),
+        (("permute.default", (INPUT, (1, 0))), "moves the axis of the rows"),
+        (("mm.default", (INPUT, INPUT)), "its second matrix has rows"),
+        (("mm.default", (Const(1), INPUT)), "its second matrix has rows"),
+        (("add.Tensor", (INPUT, Const(1))), "numbers of its own for each row"),
+        (("select.int", (INPUT, 0, 0)), "the axis of the rows"),
+        (("slice.Tensor", (INPUT, 0, 0, 1)), "the axis of the rows"),
+        (("cat.default", ((INPUT, INPUT), 0)), "the axis of the rows"),
+        (("cat.default", ((INPUT, Const(1)), 1)), "rows on different axes"),
+        (("mul.Tensor", (INPUT, Rows(1))), "it uses the number of rows|is not Tensor"),
+        (("reshape.default", (INPUT, (1009, W))), "its first size is not a number of rows"),
+        (("reshape.default", (INPUT, (W, Rows(1)))), "the number of rows, where it is not a first size"),
+        (("gather.default", (INPUT, 1, Const(2))), "rows on different axes"),
+        (("index.Tensor", (INPUT, (Const(2),))), "the axis of the rows"),
+        (("index.Tensor", (INPUT, (None, Const(3)))), "its indices may lie outside"),
+        (("index.Tensor", (INPUT, (None, INPUT))), "whole numbers, the same for all rows"),
+        (("embedding.default", (Const(1), Const(3))), "its indices may lie outside"),
+        (("softmax.int", (INPUT, -1, -1)), "its dtype is not"),  # PyTorch itself ends the process
+        (("mul.Tensor", (INPUT, "2")), "its other is not Tensor"),
+        (("mul.Tensor", (INPUT,)), "it needs other"),
+        (("add.Tensor", (INPUT, 1), {"beta": 1}), "does not know"),
+        (("full.default", ((Rows(1), 1 << 19), 0.0)), "which is too large"),
+        (("full.default", ((1 << 21,), 0.0)), "which is too large"),
+        (("remainder.Scalar", (Const(2), 0)), "it takes floating numbers here"),
+        (("topk.default", (INPUT, 99)), "does not take these arguments"),
+    ],
+    ids=lambda each: each[0] if isinstance(each, tuple) else None,
+)  # fmt: skip
+def test_what_mixes_rows_or_may_fail_is_refused(step: tuple[Any, ...], message: str) -> None:
+    constants = [V, MATRIX, torch.tensor([0, 2, W - 1]), torch.tensor([0, W])]
+    with pytest.raises(PlanError, match=message):
+        program(step, constants=constants)
+
+
+def test_a_message_names_the_line() -> None:
+    with pytest.raises(PlanError, match=r"^cumsum\.default \(line 7\): it is about the axis of the rows"):
+        Program(W, "float32", (Step("cumsum.default", (INPUT, 0), (), 7),), Ref(0))
+
+
+def test_indices_that_come_from_elsewhere_are_refused() -> None:
+    """The largest of whole numbers is no index, though `max` gives one beside it."""
+    whole = ("_to_copy.default", (INPUT,), {"dtype": DType("int64")})
+    index = ("max.dim", (Ref(0), 1, True))
+    assert program(whole, index, ("gather.default", (INPUT, 1, Ref(1, 1))), ("expand.default", (Ref(2), (Rows(1), W))))
+    with pytest.raises(PlanError, match="may lie outside"):
+        program(whole, index, ("gather.default", (INPUT, 1, Ref(1, 0))), ("expand.default", (Ref(2), (Rows(1), W))))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: program(*[("neg.default", (Ref(i - 1),)) for i in range(257)]), "257 of them; allowed: up to 256"),
+        (lambda: program(("neg.default", (Ref(3),))), "step 3, which is not an earlier one"),
+        (lambda: program(("neg.default", (Const(0),))), "constant 0 of 0"),
+        (lambda: program(("mul.Tensor", (INPUT, float("nan")))), "NaN"),
+        (lambda: program(("add.Tensor", (INPUT, 1 << 70))), "too large"),
+        (lambda: program(("gt.Scalar", (INPUT, 0))), "allowed: floating numbers"),
+        (lambda: program(("slice.Tensor", (INPUT, 1, 0, 2))), r"gives \[1009, 2\]"),
+        (lambda: program(("full.default", ((1, W), 0.0))), "computed from its input"),
+        (lambda: program(("topk.default", (INPUT, 2))), "a result that step 0 does not have"),
+        (lambda: program(("topk.default", (INPUT, 2)), result=Ref(0, 2)), "a result that step 0 does not have"),
+        (lambda: program(width=0, result=INPUT), r"Program\.width"),
+        (lambda: program(dtype="int64", result=INPUT), r"Program\.dtype"),
+        (lambda: Constant.of(torch.tensor([1.0, float("inf")])), "not finite"),
+        (lambda: Constant.of(torch.tensor([1.0, float("nan")]).bfloat16()), "not finite"),
+        (lambda: Constant.of(torch.zeros(2, dtype=torch.complex64)), "a constant's dtype"),
+        (lambda: Constant("float32", (3,), b"12345678"), "8 bytes; allowed: 12"),
+        (lambda: Constant("float32", (-1,), b""), "a constant's shape"),
+        (lambda: Constant("bool", (1,), b"\x02"), "0 and 1"),
+        (lambda: Apply("resid_post", program="calm"), r"Apply\.program is 'calm'; allowed: a Program"),
+        (lambda: Apply("resid_post", program=SCALED, phase="decode", positions=0), r"Apply\.positions"),
+    ],
+)
+def test_bounds(make: Any, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        make()
+
+
+def _argument(kind: str, rng: random.Random, results: list[Any], constants: list[torch.Tensor]) -> Any:
+    if "Tensor" in kind:
+        any_of = lambda: rng.choice(results) if rng.random() < 0.7 else rng.choice([*constants, 0.5, None])
+        return tuple(any_of() for _ in range(rng.randint(1, 3))) if "List" in kind else any_of()
+    if "List" in kind:
+        rows = rng.choice([Rows(1), Rows(2), Rows(3), -1, 1, 6])
+        return rng.choice([(rng.randint(-2, 3),), (rows, rng.choice([1, 2, 3, 6])), (rows,)])
+    choices = {
+        "bool": [True, False],
+        "int": [-2, -1, 0, 1, 1, 2, 5],
+        "number": [0, 2, -1.5, True, float("inf")],
+        "float": [0.5],
+        "str": ["tanh"],
+    }
+    return rng.choice(
+        choices.get(kind.removeprefix("Optional[").removesuffix("]"), [None, DType("int64"), DType("bfloat16")])
+    )
+
+
+def random_programs(seed: int) -> list[Program]:
+    """Programs of random operations with random arguments, as far as these are allowed."""
+    from midstream.plan.rowwise import RULES, overload
+
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    drawn = lambda *shape: torch.randn(shape, generator=generator)
+    constants = [
+        drawn(W),
+        drawn(W, W),
+        drawn(1, W),
+        torch.tensor([0, 3, 5]),
+        torch.tensor([[1]]),
+        drawn(W, 2),
+        torch.tensor(0.3),
+        drawn(W) > 0,
+        drawn(5, W),
+    ]
+    often = "topk.default sort.default gather.default reshape.default index.Tensor mm.default cat.default expand.default where.self max.dim".split()
+    builder = Builder(W, "float32")
+    results, found = [builder.input], []
+    for _ in range(rng.randint(1, 10)):
+        name = rng.choice(often) if rng.random() < 0.3 else rng.choice(sorted(RULES))
+        arguments = [a for a in overload(name)._schema.arguments if not a.has_default_value() or rng.random() < 0.5]
+        given = {a.name: _argument(str(a.real_type), rng, results, constants) for a in arguments}
+        try:
+            results.append(builder.add(name, (), given, 0, rng.randint(0, 1)))
+        except (PlanError, IndexError):
+            continue
+    for result in results[1:]:
+        try:
+            count = int(np.prod(result.shape)) * result.shaped.rows
+            flat = builder.add("reshape.default", (result, (Rows(1), count)), {}, 0)
+            flat = builder.add("_to_copy.default", (flat,), {"dtype": DType("float32")}, 0)
+            found.append(
+                builder.program(builder.add("index.Tensor", (flat, (None, torch.arange(W) % max(count, 1))), {}, 0))
+            )
+        except PlanError:
+            continue
+    return found
+
+
+@pytest.mark.slow
+def test_a_row_depends_on_itself_alone_in_random_programs() -> None:
+    ran = 0
+    for seed in range(400):
+        for each in random_programs(seed):
+            x = torch.randn(5, W, generator=torch.Generator().manual_seed(seed))
+            try:
+                y = run_program(each, x)
+            except Exception:  # a dtype without a kernel: the engine tries programs before it loads them
+                continue
+            ran += 1
+            for row in range(5):
+                other = torch.randn(5, W) * 3
+                other[row] = x[row]
+                assert torch.equal(run_program(each, other)[row].nan_to_num(), y[row].nan_to_num()), (seed, each.steps)
+                alone = run_program(each, x[row : row + 1])[0]
+                assert torch.allclose(alone.nan_to_num(), y[row].nan_to_num(), rtol=1e-3, atol=1e-4), (seed, each.steps)
+    assert ran > 300
+
+
+# -------------------------------------------------------------------------------------------------------------- the wire
+
+
+PLAN = Plan.of(
+    [
+        Apply("resid_post", layers=[1, 3], program=GATED, phase="decode"),
+        Apply("resid_mid", layers=0, program=SCALED, positions=[0, -1]),
+        Apply("resid_mid", layers=2, program=SCALED),
+        Steer("resid_mid", vector=V),
+        Capture("resid_post", positions="all"),
+    ]
+)
+
+
+def test_a_plan_with_programs_comes_back() -> None:
+    sent = PLAN.to_wire()
+    assert len(sent["programs"]) == 2 and len(sent["constants"]) == 3, "each once"
+    assert Plan.from_wire(msgspec.msgpack.decode(msgspec.msgpack.encode(sent)), trusted=False) == PLAN
+    assert Plan.from_json(PLAN.to_json(), trusted=False) == PLAN
+    assert Plan.from_wire(sent).hash == PLAN.hash
+    back = Plan.from_wire(sent).edits[0].program
+    assert back.steps == GATED.steps and [c.data for c in back.constants] == [c.data for c in GATED.constants]
+
+
+def test_lines_make_no_difference_and_numbers_do() -> None:
+    steps = tuple(step._replace(line=9) for step in SCALED.steps)
+    assert Program(W, "float32", steps, Ref(1), SCALED.constants) == SCALED
+    scaled = program(("mul.Tensor", (INPUT, 2)))
+    assert len({scaled, program(("mul.Tensor", (INPUT, 2.0))), program(("mul.Tensor", (INPUT, 3)))}) == 3
+
+
+def test_programs_key_the_kv() -> None:
+    keys = {PlanKeys(Plan.of(Apply("resid_post", layers=1, program=each)), 8, 4).at(8) for each in (SCALED, GATED)}
+    assert len(keys) == 2 and None not in keys
+    assert PlanKeys(Plan.of(Apply("resid_post", layers=3, program=SCALED)), 8, 4).at(8) is None, "the last layer's"
+    assert not Plan.of(Apply("resid_post", program=program(result=INPUT))).normal(), "it changes nothing"
+
+
+def test_what_admission_refuses() -> None:
+    facts = ModelFacts(4, {("resid_post", layer): 8 for layer in range(4)})
+    with pytest.raises(
+        PlanError, match=r"^Apply\.program is of width 6; allowed: 8, the width of resid_post at layer 1"
+    ):
+        check(Plan.of(Apply("resid_post", layers=1, program=SCALED)), facts, 5, None, vectors={}, runs={})
+    wide = program(*[("neg.default", (Ref(i - 1),)) for i in range(200)], width=4096)
+    check_strangers(Plan.of(Apply("resid_post", layers=1, program=wide)), 32)
+    with pytest.raises(
+        PlanError, match=r"programs that compute about 26214400 numbers a token; allowed: up to 1048576"
+    ):
+        check_strangers(Plan.of(Apply("resid_post", program=wide)), 32)
+    with pytest.raises(PlanError, match="bytes, or base64"):
+        Plan.from_wire(Plan.of(Apply("resid_post", program=GATED.holding(1))).to_wire(), trusted=False)
+
+
+def _mutated(value: Any, rng: random.Random) -> Any:
+    """The same with one thing changed somewhere."""
+    junk = [None, -1, 0, 1, 7, 2.5, 1 << 40, float("inf"), "", "sum.default", "float32", b"\x00", [], {}, [[]], {"input": True}, {"rows": 1}, {"step": 0}, {"constant": 1}, {"dtype": "bool"}, True]  # fmt: skip
+    if isinstance(value, dict) and value and rng.random() < 0.93:
+        key = rng.choice(list(value))
+        if rng.random() < 0.05:
+            return {k: v for k, v in value.items() if k != key}
+        return {**value, key: _mutated(value[key], rng)}
+    if isinstance(value, list) and value and rng.random() < 0.93:
+        i = rng.randrange(len(value))
+        if rng.random() < 0.1:
+            return [*value[:i], *value[i + 1 :]]
+        return [*value[:i], _mutated(value[i], rng), *value[i + 1 :]]
+    return rng.choice(junk)
+
+
+@pytest.mark.slow
+def test_mutated_programs_are_refused_or_are_programs() -> None:
+    rng, kept = random.Random(5), 0
+    for _ in range(3000):
+        sent = copy.deepcopy(PLAN.to_wire())
+        (key, given) = rng.choice(list(sent["programs"].items()))
+        for _ in range(rng.randint(1, 3)):
+            given = _mutated(given, rng)
+        del sent["programs"][key]
+        try:
+            made = wire.read_programs(
+                "programs", {"x": given}, wire.read_constants("constants", sent["constants"], False, 1 << 20)
+            )
+        except PlanError as error:
+            if "not the digest of its content" not in str(error):
+                continue
+            digest = str(error).split("'")[-2]
+            made = wire.read_programs(
+                "programs", {digest: given}, wire.read_constants("constants", sent["constants"], False, 1 << 20)
+            )
+        kept += 1
+        for each in made.values():
+            json.dumps(each.digest)
+            try:
+                assert run_program(each, torch.ones(3, each.width)).shape == (3, each.width)
+            except (RuntimeError, NotImplementedError, IndexError):
+                pass
+    assert kept > 20
+    for _ in range(1000):
+        try:
+            Plan.from_wire(_mutated(copy.deepcopy(PLAN.to_wire()), rng), trusted=False)
+        except PlanError:
+            pass
+
+
+# --------------------------------------------------------------------------------------------------------------- running
+
+
+def made(scale: float, vector: torch.Tensor, above: float = 0.2, dtype: str = "bfloat16") -> Program:
+    """A gate with numbers and vectors of its own: `where(h . v > above, scale * h + v, h)`, and a column set to the score."""
+    return program(
+        ("mv.default", (INPUT, Const(0))),
+        ("gt.Scalar", (Ref(0), above)),
+        ("unsqueeze.default", (Ref(1), 1)),
+        ("mul.Tensor", (INPUT, scale)),
+        ("add.Tensor", (Ref(3), Const(0))),
+        ("where.self", (Ref(2), Ref(4), INPUT)),
+        constants=[vector.to(getattr(torch, dtype))],
+        dtype=dtype,
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_programs_of_one_form_run_together_as_alone(dtype: str) -> None:
+    torch.manual_seed(1)
+    vectors = torch.randn(4, W)
+    programs = [made(0.3 + i / 7, vectors[i], 0.1 * i, dtype) for i in range(4)]
+    assert len({each.form.key for each in programs}) == 1
+    x_RH, which_R = torch.randn(40, W).to(getattr(torch, dtype)), torch.randint(0, 4, (40,))
+    together = run_together(programs, which_R, x_RH)
+    for row in range(40):
+        alone = run_program(programs[which_R[row]], x_RH[row : row + 1])[0]
+        assert torch.equal(together[row], alone), "on the CPU even the scores are the same"
+
+
+def test_forms() -> None:
+    one, other = (
+        program(("mm.default", (INPUT, Const(0))), ("add.Tensor", (Ref(0), Const(1))), constants=[MATRIX, v])
+        for v in (V, V + 1)
+    )
+    assert one.form.key == other.form.key, "vectors may differ"
+    third = program(("mm.default", (INPUT, Const(0))), ("add.Tensor", (Ref(0), Const(1))), constants=[MATRIX + 1, V])
+    assert third.form.key != one.form.key, "matrices may not"
+    clamps = [program(("clamp.default", (INPUT, -1, high))) for high in (1, 2)]
+    assert clamps[0].form.key != clamps[1].form.key
+    powers = [program(("topk.default", (INPUT, k)), ("expand.default", (Ref(0, 0), (Rows(1), W)))) for k in (1,)]
+    assert powers[0].form.slots == {}
+
+
+def test_large_inputs_run_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    from midstream.plan import running
+
+    x_RH = torch.randn(50, W)
+    whole = run_program(GATED, x_RH)
+    monkeypatch.setattr(running, "_MEMORY", 7 * GATED.checked.peak)
+    torch.testing.assert_close(run_program(GATED, x_RH), whole)
+
+
+def test_constants_that_the_engine_holds() -> None:
+    from midstream.runtime.store import ConstantStore
+
+    matrix = torch.randn(W, W)
+    full = program(("mm.default", (INPUT, Const(0))), constants=[matrix])
+    held = full.holding(W * W * 4)
+    assert held == full and held.nbytes == 0
+    with pytest.raises(PlanError, match="does not hold the program's constant"):
+        run_program(held, torch.ones(2, W))
+    store = ConstantStore(torch.device("cpu"))
+    (constant,) = full.constants
+    store.set((), {constant.digest: (constant.dtype, constant.shape, constant.data)})
+    torch.testing.assert_close(run_program(Plan.from_wire(Plan.of(Apply("resid_post", program=held)).to_wire()).edits[0].program, torch.ones(2, W)), torch.ones(2, W) @ matrix)  # fmt: skip
+    store.set((), {})
+    with pytest.raises(PlanError, match="does not hold"):
+        run_program(held, torch.ones(2, W))
+
+
+TABLES = [pytest.param(CpuTables, id="cpu"), pytest.param(DeviceTables, id="device")]
+
+
+@pytest.mark.parametrize("second", [False, True], ids=["one stream", "two"])
+@pytest.mark.parametrize("kind", TABLES)
+def test_tables_run_programs_after_the_other_edits(kind: Any, second: bool) -> None:
+    """Three plans beside plain rows; captures before and behind; the other points and rows keep their bits."""
+    torch.manual_seed(2)
+    x = torch.randn(9, W)
+    residual = torch.randn(9, W) if second else None
+    first, other = made(2.0, V, -9.0, "float32"), made(-1.0, V + 1, 0.0, "float32")
+    ops: list[Any] = [
+        {
+            POINTS[0]: [
+                op("capture"),
+                op("steer", 0, a=1.0),
+                Op("apply", program=first),
+                Op("apply", program=SCALED),
+                op("capture"),
+            ]
+        },
+        {POINTS[0]: [Op("apply", program=other)], POINTS[2]: [op("steer", 0, a=1.0)]},
+        {POINTS[0]: [op("capture")]},
+    ]
+    plan = compiled(copy.deepcopy(ops), [V], W)
+    numbers = [0, 1, 1, 2, 3, 2, 1, 0, 0]
+    case = {"rows": numbers, "x": x, "residual": residual, "dtype": torch.float32, "batch_axis": False}
+    results, kept = run(make_tables(kind, 64), plan, case)
+    hidden, more = (None if t is None else t.cpu() for t in results[POINTS[0]])
+    value = x if residual is None else x + residual
+    got = hidden if more is None else hidden + more
+    for row, number in enumerate(numbers):
+        if number in (0, 3):
+            assert same_bits(hidden[row], x[row]) and (more is None or same_bits(more[row], residual[row]))
+            continue
+        wanted = value[row : row + 1]
+        if number == 1:
+            wanted = apply(apply(wanted, [op("steer", 0, a=1.0)], [V]), [Op("apply", program=first)], [])
+            wanted = 0.5 * wanted + V
+        else:
+            wanted = apply(wanted, [Op("apply", program=other)], [])
+        torch.testing.assert_close(got[row], wanted[0], rtol=1e-5, atol=1e-5)
+    rows = [1, 6]  # of the first plan, every other row is kept
+    torch.testing.assert_close(kept[1][:, :W].cpu(), value[rows])
+    torch.testing.assert_close(kept[1][:, W:].cpu(), got[rows])
+    torch.testing.assert_close(kept[3].cpu(), value[[4]])
+    assert same_bits(results[POINTS[1]][0].cpu(), x)
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_a_program_that_leaves_the_finite_range_is_noted(kind: Any) -> None:
+    from midstream.runtime.tables import Rows as BatchRows
+
+    overflow = program(("div.Tensor", (INPUT, 0.0)))
+    tables = make_tables(kind, 8)
+    slots = tables.load(compiled([{POINTS[1]: [Op("apply", program=overflow)]}], [], W))
+    tables.begin_step(BatchRows(slots.ids[[0, 1, 0, 1]]), None)
+    hidden = torch.ones(4, W, device=DEVICE if kind is DeviceTables else "cpu")
+    tables.edit(1, hidden, None)
+    codes, ready = tables.take_overflow(hidden)
+    ready()
+    assert codes.tolist() == [0, 2, 0, 2]
+    tables.unload(slots)
+    assert not tables._with_programs and len(tables._free) == 63
+
+
+def test_a_program_without_a_kernel_is_refused_when_it_is_loaded() -> None:
+    odd = program(("_to_copy.default", (INPUT,), {"dtype": DType("bool")}), ("ceil.default", (Ref(0),)), ("_to_copy.default", (Ref(1),), {"dtype": DType("float32")}))  # fmt: skip
+    tables = make_tables(CpuTables, 8)
+    with pytest.raises(PlanError, match=r"does not run on this engine: .*ceil"):
+        tables.load(compiled([{POINTS[0]: [Op("apply", program=odd)]}], [], W))
+    assert not tables.profiles
+
+
+def test_reach_says_where_programs_run() -> None:
+    plan = Plan.of([Apply("resid_post", layers=1, program=SCALED, phase="decode"), Apply("mlp_out", layers=0, program=SCALED, positions=1), Steer("attn_out", vector=V)])  # fmt: skip
+    reach = compile_plan(plan, 3, 2, width=lambda site, layer: W, vector=lambda name: V, run=lambda *_: V).reach
+    assert reach.prompt_programs == {("mlp_out", 0)} and reach.generated_programs == {("resid_post", 1)}

@@ -1,0 +1,369 @@
+"""Bodies as programs (issue 36: 4; L3): what the recorder and the pass make of a body gives what the body gives on plain tensors, for any number
+of tokens, in the model's dtype. A single token's recording gives the same program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from recorded import model
+
+from midstream.client.passes import rows_of
+from midstream.client.rowwise import NotRowwise, programs_of
+from midstream.plan.running import run
+from midstream.trace.program import FunctionProgram
+from midstream.trace.record import record
+
+H = 16
+MODELS = {dtype: model(width=H, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)}
+GENERATOR = torch.Generator().manual_seed(0)
+V, BIAS = torch.randn(H, generator=GENERATOR), torch.randn(3 * H, generator=GENERATOR)
+SQUARE = torch.randn(H, H, generator=GENERATOR) / 4
+UP, DOWN = torch.randn(H, 3 * H, generator=GENERATOR) / 4, torch.randn(3 * H, H, generator=GENERATOR) / 7
+COLUMNS = torch.tensor([1, -2, 5])
+BODIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
+REFUSED: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {}
+
+
+def body(function: Any) -> Any:
+    """A body that takes the value of a layer, and returns the new one or changes it."""
+    BODIES[function.__name__] = function
+    return function
+
+
+def refused(reason: str) -> Any:
+    def note(function: Any) -> Any:
+        REFUSED[function.__name__] = function, reason
+        return function
+
+    return note
+
+
+@body
+def halved(h):
+    h *= 0.5
+    return h
+
+
+@body
+def twice_and_a_vector(h):
+    return h * 2 + V.to(h)
+
+
+@body
+def tanh(h):
+    return torch.tanh(h)
+
+
+@body
+def activations(h):
+    return F.gelu(h) + F.silu(h) * F.relu(h) - F.softplus(h) + h.sigmoid()
+
+
+@body
+def sae_gate(h):
+    return F.relu(h @ UP.to(h) + BIAS.to(h)) @ DOWN.to(h)
+
+
+@body
+def sae_top_k_in_float32(h):
+    acts = F.relu((h.float() - V) @ UP + BIAS)
+    best = acts.topk(4, -1)
+    return (torch.zeros_like(acts).scatter_(-1, best.indices, best.values) @ DOWN + V).to(h.dtype)
+
+
+@body
+def where_a_probe_fires(h):
+    score = (h @ V.to(h))[:, None]
+    return torch.where(score > 0.3, h * 2, h)
+
+
+@body
+def one_column(h):
+    h[:, 7] = 0
+    return h
+
+
+@body
+def some_columns(h):
+    h[:, COLUMNS] *= 2
+    h[..., 4:8] = V[:4].to(h)
+    h[:, -3:] = h[:, :3]
+    h[:, ::5] += 1
+    return h
+
+
+@body
+def masked_columns(h):
+    chosen = torch.zeros(H, dtype=torch.bool)
+    chosen[3:9] = True
+    h[:, chosen] = 0
+    return h.masked_fill(~chosen, 1.0)
+
+
+@body
+def layer_norm(h):
+    return F.layer_norm(h, (H,), V.to(h))
+
+
+@body
+def rms_norm(h):
+    return F.rms_norm(h, (H,), V.to(h))
+
+
+@body
+def top_k_mask(h):
+    best = h.abs().topk(3, dim=-1)
+    return h * torch.zeros_like(h).scatter_(-1, best.indices, 1.0)
+
+
+@body
+def unit_norm(h):
+    return h / h.norm(dim=-1, keepdim=True)
+
+
+@body
+def normalized_and_clipped(h):
+    return F.normalize(h, dim=-1) * h.norm(dim=-1, keepdim=True).clamp(max=3)
+
+
+@body
+def cosine(h):
+    return h * F.cosine_similarity(h, V.to(h)[None], dim=-1)[:, None]
+
+
+@body
+def small_ones_dropped(h):
+    return h.masked_fill(h.abs() < h.abs().mean(-1, keepdim=True), 0.0)
+
+
+@body
+def einsum(h):
+    return torch.einsum("th,hk->tk", h, SQUARE.to(h)) - torch.einsum("th,h->t", h, V.to(h))[:, None] * V.to(h)
+
+
+@body
+def last_token(h):
+    h[-1] = torch.tanh(h[-1] @ SQUARE.to(h))
+    return h
+
+
+@body
+def last_token_standardized(h):
+    x = h[-1]
+    h[-1] = (x - x.mean()) / x.std()
+    return h
+
+
+@body
+def last_token_twice(h):
+    h[-1] -= torch.dot(h[-1], V.to(h)) * V.to(h)
+    h[-1] = torch.relu(h[-1])
+    return h
+
+
+@body
+def standard_deviation_in_place(h):
+    h.clamp_(-1, 1)
+    h.mul_(h.std(-1, keepdim=True)).add_(h.var(-1, keepdim=True))
+    return h
+
+
+@body
+def linear(h):
+    return F.linear(F.softplus(h), SQUARE.to(h), V.to(h))
+
+
+@body
+def heads_times_a_matrix(h):
+    return (h.view(-1, 4, H // 4) @ SQUARE[: H // 4, : H // 4].to(h)).flatten(1)
+
+
+@body
+def a_head_zeroed(h):
+    z = h.view(-1, 4, H // 4)
+    z[:, 2] = 0
+    z[:, 3] *= 2
+    z[:, :2, ::2] += 1
+    return h
+
+
+@body
+def parts_swapped(h):
+    h = torch.cat([h[:, : H // 2], -h[:, H // 2 :]], -1)
+    first, second = h.chunk(2, -1)
+    return torch.stack([second, first], 1).flatten(1)
+
+
+@body
+def softmax_of_scores(h):
+    h += F.softmax(h @ SQUARE[:, :4].to(h), -1) @ SQUARE[:4].to(h)
+    return h
+
+
+@body
+def transposed_within_the_row(h):
+    return h.view(-1, 4, 4).transpose(1, 2).reshape(-1, H)
+
+
+@body
+def replaced(h):
+    h[:] = V.to(h)
+    return h
+
+
+@body
+def replaced_by_a_vector(h):
+    return V.to(h) * 3
+
+
+@body
+def with_a_batch_axis(h):
+    x = h[None] * 2 + V.to(h)
+    x = x / x.norm(dim=-1, keepdim=True)
+    return (x @ SQUARE.to(h)).squeeze(0)
+
+
+@body
+def ones_for_each_token(h):
+    return h * torch.ones(h.shape[0], 1, dtype=h.dtype)
+
+
+@body
+def sorted_numbers(h):
+    return h.sort(-1).values
+
+
+@body
+def without_its_largest(h):
+    return h.scatter(1, h.argmax(-1, keepdim=True), 0.0) - h.gather(1, h.topk(3, -1).indices).mean(1, keepdim=True)
+
+
+@body
+def other_dtypes(h):
+    return (h.round(decimals=1).double() * 2).half().to(h.dtype)
+
+
+@body
+def powers(h):
+    return h**2 * h.sign() + 2**h - (1 - h) + torch.lerp(h, V.to(h).expand_as(h), 0.3)
+
+
+@body
+def clipped_norm(h):
+    norm = h.norm(dim=-1, keepdim=True)
+    h.copy_(torch.where(norm > 3, h * (3 / norm), h))
+    return h
+
+
+@refused("mean.dim .*axis of the rows")
+def mean_of_tokens(h):
+    return h - h.mean(0)
+
+
+@refused("axis of the rows")
+def shifted(h):
+    return h.roll(1, 0)
+
+
+@refused("moves the axis of the tokens")
+def attention(h):
+    return h @ h.T @ h
+
+
+@refused("different tokens together")
+def times_the_last(h):
+    return h * h[-1]
+
+
+@refused("numbers of its own for each token")
+def each_token_its_own(h):
+    return h.tanh() * torch.arange(1.0, h.shape[0] + 1)[:, None].to(h)
+
+
+@refused("other tokens")
+def first_to_last(h):
+    h[-1] = h[0].tanh()
+    return h
+
+
+def written(function: Any, dtype: torch.dtype, tokens: int, site: str = "layers_output") -> Any:
+    def run_on(m: Any) -> None:
+        values = getattr(m, site)
+        h = values[2]
+        new = function(h)
+        if new is not h:
+            values[2] = new
+
+    made = record(FunctionProgram(run_on), MODELS[dtype], tokens, 1)
+    assert made.reason is None, made.reason
+    (write,) = made.steps[0].writes
+    return write
+
+
+def applied(programs: Any, x: torch.Tensor) -> torch.Tensor:
+    result = x.clone()
+    for rows, program in programs:
+        places = rows_of(rows, len(x))
+        result[places] = run(program, x[places])
+    return result
+
+
+@pytest.mark.parametrize("dtype", MODELS, ids=str)
+@pytest.mark.parametrize("name", BODIES)
+def test_a_body_as_a_program_gives_what_the_body_gives(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(4)
+    function, made = BODIES[name], {}
+    for tokens in (5, 1, H):
+        made[tokens] = programs_of(written(function, dtype, tokens))
+        for length in (tokens, 7):  # a recording of any length is right for any
+            x = torch.randn(length, H).to(dtype)
+            exact = dtype == torch.float32
+            torch.testing.assert_close(
+                applied(made[tokens], x),
+                function(x.clone()).expand(length, H),
+                rtol=1e-4 if exact else 2e-2,
+                atol=1e-5 if exact else 2e-2,
+            )
+    last = [programs[-1][1] for programs in made.values()]
+    if name not in ("einsum",):  # equal, so that one edit is for the prompt and for generated tokens
+        assert last[0] == last[1] == last[2]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_mixes_tokens_is_refused_with_the_line(name: str) -> None:
+    function, reason = REFUSED[name]
+    with pytest.raises(NotRowwise, match=reason) as error:
+        programs_of(written(function, torch.float32, 5))
+    first = function.__code__.co_firstlineno
+    assert first <= error.value.line <= first + 4
+
+
+def test_heads_are_an_axis_of_their_own() -> None:
+    (((), program),) = programs_of(
+        written(lambda z: z * z.norm(dim=-1, keepdim=True), torch.float32, 5, "attentions_output")
+    )[:1]
+    assert program.width == H
+
+
+def test_what_uses_another_site_is_refused() -> None:
+    def later(m: Any) -> None:
+        early = m.layers_output[1]
+        m.layers_output[2] = m.layers_output[2].tanh() + early
+
+    (write,) = record(FunctionProgram(later), MODELS[torch.float32], 5, 1).steps[0].writes
+    with pytest.raises(NotRowwise, match="it uses resid_post of layer 1, too"):
+        programs_of(write)
+
+
+def test_a_module_of_the_model_is_refused() -> None:
+    def normed(m: Any) -> None:
+        m.layers_output[2] = m.model.norm(m.layers_output[2]).tanh()
+
+    made = record(FunctionProgram(normed), MODELS[torch.float32], 5, 1)
+    if made.reason is None:
+        with pytest.raises(NotRowwise, match="it calls model.norm"):
+            programs_of(made.steps[0].writes[0])
