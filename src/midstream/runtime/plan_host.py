@@ -76,6 +76,7 @@ class PlanHost:
         self._has_due = True  # whether rows may be due to be sent after the step
         self._editing: set[str] = set()  # requests whose plan has edits
         self.step_is_planned = False  # whether a plan acts in the step that is being prepared or run
+        self.acting: frozenset[str] = frozenset()  # the sites in the graphs at which it does, on all ranks the same
 
     # From the worker.
 
@@ -106,7 +107,7 @@ class PlanHost:
         batch = self._batches.find(scheduler_output)
         if batch is None:
             return False
-        self._batch, self.step_is_planned = batch, batch.active
+        self._batch, self.step_is_planned, self.acting = batch, batch.active, batch.acting
         if batch.active:
             self.hooks.on = batch.hooked
             self.planned_steps += 1
@@ -125,7 +126,7 @@ class PlanHost:
             return
         alone = not scheduler_output.scheduled_new_reqs and total == len(cached.req_ids)
         if alone and may_repeat and self._all_generated(cached):
-            self._batch = self._batches.remember(cached.req_ids, self.step_is_planned, self.hooks.on)
+            self._batch = self._batches.remember(cached.req_ids, self.acting, self.step_is_planned, self.hooks.on)
         else:  # prompts begin, or are computed again: every step is decided until they are done
             self._batches.forget()
 
@@ -158,7 +159,7 @@ class PlanHost:
         for name, (sampling, prompt) in new.items():
             self._begin_or_extend(name, sampling, prompt)
         self.captures.flush()
-        off_graph: set[str] = set()
+        off_graph, acting = set[str](), set[str]()
         for name, request in self._requests.items():
             count = scheduled.get(name)
             if count is None:
@@ -170,10 +171,13 @@ class PlanHost:
                 in_prompt, in_generated = loaded.acts(start, stop, request.length)
             request.computed = max(request.computed, stop)
             self.step_is_planned = self.step_is_planned or in_prompt or in_generated
-            if in_prompt and loaded.off_graph[0]:
+            if in_prompt:
                 off_graph |= loaded.off_graph[0]
-            if in_generated and loaded.off_graph[1]:
+                acting |= loaded.acting[0]
+            if in_generated:
                 off_graph |= loaded.off_graph[1]
+                acting |= loaded.acting[1]
+        self.acting = frozenset(acting)
         for site in off_graph:
             self.hooks.warn_once(site)
         self.hooks.on = bool(off_graph) or (self.step_is_planned and len(self.hooks) > 0)

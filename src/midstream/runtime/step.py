@@ -136,6 +136,7 @@ class RepeatedBatch:
 
     Attributes:
         requests: in the scheduler's order.
+        acting: the sites in the graphs at which plans act in it.
         active: whether a plan acts in it.
         hooked: whether hooks may have to act.
         laid_out: the requests in the runner's order, once it has laid them out.
@@ -143,6 +144,7 @@ class RepeatedBatch:
     """
 
     requests: list[str]
+    acting: frozenset[str]
     active: bool
     hooked: bool
     laid_out: list[str] = field(default_factory=list)
@@ -174,9 +176,9 @@ class RepeatedBatches:
             return None
         return batch
 
-    def remember(self, requests: Sequence[str], active: bool, hooked: bool) -> RepeatedBatch:
+    def remember(self, requests: Sequence[str], acting: frozenset[str], active: bool, hooked: bool) -> RepeatedBatch:
         """A batch that may repeat. `requests` is not empty."""
-        batch = self._by_first[requests[0]] = RepeatedBatch(list(requests), active, hooked)
+        batch = self._by_first[requests[0]] = RepeatedBatch(list(requests), acting, active, hooked)
         return batch
 
     def forget(self) -> None:
