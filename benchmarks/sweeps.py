@@ -195,7 +195,7 @@ def main() -> None:
     path, _ = engine_arguments(arguments)
     with ExitStack() as stack:
         sizes: dict[str, Any] = {} if arguments.cpu else {"max_num_seqs": 1024}  # vLLM's default on such GPUs
-        model = start_engine(arguments, stack, graph_sites=SITES, enable_prefix_caching=True, **sizes)
+        model = start_engine(arguments, stack, enable_prefix_caching=True, **sizes)
         cells = len(SITES) * model.num_layers * arguments.tokens
         runs: dict[str, Callable[[], Any]] = {
             "midstream": lambda: swept(model, *next(prompts)),

@@ -5,7 +5,8 @@ They are part of vLLM's config hash, and so of the compile cache's key: nothing 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -17,8 +18,11 @@ SCHEDULER = "midstream.engine.scheduler.make_scheduler"
 RECORD_BYTES = 1 << 30
 WEIGHT_BYTES = 1 << 30
 TRACE_SHARE = 0.2
+GRAPH_BYTES = 1 << 30
 # At these sites a write in place changes all of the later forward pass and nothing else.
 BUILDABLE = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")
+# vLLM fuses the sum over the ranks with the norm behind it, unless a site lies between them.
+_WITH_SEVERAL_RANKS = ("resid_post",)
 
 
 @dataclass(frozen=True)
@@ -28,10 +32,11 @@ class Settings:
     Attributes:
         allow_traces: whether requests may carry code.
         rename: other names of the model's modules.
-        graph_sites: sites built into the compiled forward; traces and plans that keep to them need no uncompiled step.
+        graph_sites: sites built into the compiled forward of an engine with tensor parallelism; others have all that can be.
         record_bytes: how much of the workers' memory recorded runs may take.
         weight_bytes: how much of it the weights that traces have used may take.
         trace_share: of the engine's time, what requests with a trace in the forward get while there are others; 1: they share steps.
+        graph_bytes: how much of it CUDA graphs may take in which plans act.
         plan: a plan for every request, as JSON.
 
     Raises:
@@ -41,10 +46,11 @@ class Settings:
 
     allow_traces: bool = False
     rename: dict[str, Any] = field(default_factory=dict)
-    graph_sites: tuple[str, ...] = ("resid_post",)
+    graph_sites: tuple[str, ...] = _WITH_SEVERAL_RANKS
     record_bytes: int = RECORD_BYTES
     weight_bytes: int = WEIGHT_BYTES
     trace_share: float = TRACE_SHARE
+    graph_bytes: int = GRAPH_BYTES
     plan: str | None = None
 
     def __post_init__(self) -> None:
@@ -55,6 +61,10 @@ class Settings:
         if not 0 < self.trace_share <= 1:
             raise ValueError(f"trace_share is {self.trace_share!r}; it is above 0 and at most 1.")
 
+    def sites_in_graphs(self, tensor_ranks: int) -> tuple[str, ...]:
+        """The sites to build into the compiled forward, where that can be done."""
+        return self.graph_sites if tensor_ranks > 1 else BUILDABLE
+
     def to_config(self, additional: Mapping[str, Any] | None = None) -> dict[str, Any]:
         return {**(additional or {}), NAME: asdict(self)}
 
@@ -62,6 +72,29 @@ class Settings:
     def of(cls, vllm_config: Any) -> Settings:
         additional = vllm_config.additional_config
         return cls(**additional.get(NAME, {})) if isinstance(additional, Mapping) else cls()
+
+
+def chosen_graph_sites(given: Sequence[str] | None, tensor_ranks: int | None = None) -> tuple[str, ...]:
+    """The setting `graph_sites` for what a caller has given. Warns where it has no effect.
+
+    Args:
+        given: None if the caller has left it to midstream.
+        tensor_ranks: how many the engine has; None if that is not known here.
+
+    Raises:
+        UnknownSiteError: a site that cannot be built in.
+    """
+    if given is None:
+        return _WITH_SEVERAL_RANKS
+    Settings(graph_sites=tuple(given))  # raises for an unknown site
+    if tensor_ranks is None or tensor_ranks == 1:
+        warnings.warn(
+            "graph_sites has no effect without tensor parallelism: all sites that can be in the compiled forward and its CUDA graphs are "
+            "there. Leave it out.",
+            DeprecationWarning,
+            stacklevel=3,
+        )
+    return _WITH_SEVERAL_RANKS if tensor_ranks == 1 else tuple(given)
 
 
 def is_ours(request: Any) -> bool:

@@ -15,6 +15,7 @@ from here import tokens as tokens_of
 from oracle import Plain, close
 
 from midstream import VLLM, Capture, Patch, Steer
+from midstream.settings import BUILDABLE
 
 pytestmark = pytest.mark.engine
 
@@ -92,10 +93,10 @@ def test_edits_in_the_compiled_forward_reach_one_request_alone(compiled, hf):
 
 def test_other_sites_take_uncompiled_steps(compiled, hf):
     found = []
-    handle = hf.module.model.layers[2].mlp.register_forward_hook(lambda m, a, o: found.append(o[0].clone()))
+    handle = hf.module.model.layers[2].mlp.register_forward_pre_hook(lambda m, a: found.append(a[0][0].clone()))
     streams(hf, PROMPTS[0])
     handle.remove()
-    value, steps = counted(compiled, lambda: compiled.run(lambda m: m.mlps_output[2], PROMPTS[0], temperature=0.0))
+    value, steps = counted(compiled, lambda: compiled.run(lambda m: m.mlps_input[2], PROMPTS[0], temperature=0.0))
     assert steps == (1, 1)
     torch.testing.assert_close(value, found[0], rtol=1e-4, atol=1e-4)
 
@@ -110,7 +111,7 @@ def test_a_compiled_trace_beside_an_uncompiled_one(compiled):
             with tracer.invoke(PROMPTS[0]):
                 together = compiled.layers_output[2].save()
             with tracer.invoke(PROMPTS[1]):
-                other = compiled.mlps_output[2].save()
+                other = compiled.mlps_input[2].save()
         return alone, together, other
 
     (alone, together, other), steps = counted(compiled, both)
@@ -131,16 +132,15 @@ def test_plain_outputs_are_exactly_as_before(compiled):
     assert tokens(compiled) == before
 
 
-# ------------------------------------------------------------------------------------------- other graph sites (row D3)
+# --------------------------------------------------------------------------------------- all graph sites (rows D3, L5)
 
-CHOSEN = ("resid_mid", "attn_out", "mlp_out", "resid_post")
 STEPS = 5
 
 
 @pytest.fixture(scope="module")
 def chosen() -> Iterator[VLLM]:
-    """An engine that compiles, with more sites in its forward than a user gets unasked."""
-    with start_here(graph_sites=CHOSEN) as model:
+    """An engine that compiles."""
+    with start_here() as model:
         yield model
 
 
@@ -156,16 +156,16 @@ def edited(site: str, change: Any) -> dict[tuple[str, int], Any]:
     return {("attn_out" if site == "resid_mid" else site, 3): change}
 
 
-@pytest.mark.parametrize("site", [*CHOSEN, "resid_pre", "mlp_in"])
-def test_d3_plans_at_the_engines_own_graph_sites_stay_compiled(chosen: VLLM, plain: Plain, site: str) -> None:
-    """And those at another leave the graph, whether that could have been built in or not."""
+@pytest.mark.parametrize("site", [*BUILDABLE, "mlp_in"])
+def test_l5_plans_at_all_sites_that_can_be_built_in_stay_compiled(chosen: VLLM, plain: Plain, site: str) -> None:
+    """And those at another leave the compiled forward."""
     v = torch.randn(256, generator=torch.Generator().manual_seed(1)) / 2
     plan = [Steer(site, layers=3, vector=v), Capture(site, layers=[2, 3, 7], positions="all", when="after")]
     (steered, neighbour), left = off_graph(
         chosen,
         lambda: chosen.generate(PROMPTS, plan=[plan, None], max_tokens=STEPS, temperature=0.0, ignore_eos=True),
     )
-    assert left == (0 if site in CHOSEN else STEPS)
+    assert left == (0 if site in BUILDABLE else STEPS)
     ids = plain.generate(PROMPTS[0], STEPS, edited(site, lambda h: h + v))
     assert tokens_of(steered) == ids and tokens_of(neighbour) == plain.generate(PROMPTS[1], STEPS)
     sites = plain.run(plain.ids(PROMPTS[0]) + ids[:-1], edited(site, lambda h: h + v)).sites
@@ -174,10 +174,10 @@ def test_d3_plans_at_the_engines_own_graph_sites_stay_compiled(chosen: VLLM, pla
 
 
 def test_d3_a_patch_and_captures_at_all_graph_sites_share_a_compiled_step(chosen: VLLM, plain: Plain) -> None:
-    run = chosen.record("The capital of Italy is", sites=CHOSEN)
-    assert set(run.sites) == set(CHOSEN)
+    run = chosen.record("The capital of Italy is", sites=BUILDABLE)
+    assert set(run.sites) == set(BUILDABLE)
     patches = [Patch("mlp_out", layer=2, position=3, source=run), Patch("resid_post", layer=3, position=3, source=run)]
-    plan = [*patches, *(Capture(site, positions="all_prompt", when="after") for site in CHOSEN)]
+    plan = [*patches, *(Capture(site, positions="all_prompt", when="after") for site in BUILDABLE)]
     (output,), left = off_graph(
         chosen, lambda: chosen.generate(PROMPTS[1], plan=plan, max_tokens=1, temperature=0.0, ignore_eos=True)
     )
@@ -192,7 +192,7 @@ def test_d3_a_patch_and_captures_at_all_graph_sites_share_a_compiled_step(chosen
         return edit
 
     sites = plain.run(PROMPTS[1], {point: put(*point) for point in [("mlp_out", 2), ("resid_post", 3)]}).sites
-    for site in CHOSEN:
+    for site in BUILDABLE:
         for layer in range(8):
             close(output.captures[site, layer], sites[site, layer])
     chosen.runs.delete(run.name)
@@ -259,22 +259,17 @@ def test_i1_modules_whose_values_are_graph_sites_stay_compiled(chosen: VLLM, pla
     close(stream, expected["resid_post", 7])
 
 
-def test_d3_without_graph_sites_plans_and_traces_leave_the_compiled_forward(plain: Plain) -> None:
-    v = torch.randn(256, generator=torch.Generator().manual_seed(1)) / 2
-    plan = [Steer("resid_post", layers=3, vector=v), Capture("resid_post", layers=7, positions="all_prompt")]
-    with start_here(graph_sites=()) as model:
-        (steered, neighbour), left = off_graph(
+def test_l5_an_old_script_gets_a_warning_and_the_same_engine(plain: Plain) -> None:
+    with pytest.warns(DeprecationWarning, match="graph_sites has no effect"), start_here(graph_sites=()) as model:
+        v = torch.randn(256, generator=torch.Generator().manual_seed(1)) / 2
+        (output,), left = off_graph(
             model,
-            lambda: model.generate(PROMPTS, plan=[plan, None], max_tokens=STEPS, temperature=0.0, ignore_eos=True),
+            lambda: model.generate(
+                PROMPTS[0],
+                plan=Steer("mlp_out", layers=3, vector=v),
+                max_tokens=STEPS,
+                temperature=0.0,
+                ignore_eos=True,
+            ),
         )
-        assert left == STEPS
-        value, steps = counted(model, lambda: model.run(lambda m: m.layers_output[2], PROMPTS[0], temperature=0.0))
-        assert steps == (1, 1)
-        assert tokens_of(*model.generate(PROMPTS[0], max_tokens=STEPS, temperature=0.0)) == plain.generate(
-            PROMPTS[0], STEPS
-        )
-    steer = {("resid_post", 3): lambda h: h + v}
-    assert tokens_of(steered) == plain.generate(PROMPTS[0], STEPS, steer)
-    assert tokens_of(neighbour) == plain.generate(PROMPTS[1], STEPS)
-    close(steered.captures["resid_post", 7], plain.run(PROMPTS[0], steer).sites["resid_post", 7])
-    close(value, plain.run(PROMPTS[0]).sites["resid_post", 2])
+    assert left == 0 and tokens_of(output) == plain.generate(PROMPTS[0], STEPS, {("mlp_out", 3): lambda h: h + v})

@@ -244,7 +244,7 @@ class Checks:
                 {
                     name: n
                     for name, n in gauges.items()
-                    if n and not name.endswith(("_steps", "_growths", "weight_bytes"))
+                    if n and not name.endswith(("_steps", "_growths", "weight_bytes")) and not name.startswith("graph")
                 }
                 for gauges in self.model.gauges()
             ]

@@ -180,7 +180,7 @@ class Checks:
                 name: n
                 for gauges in self.model.gauges()
                 for name, n in gauges.items()
-                if n and not name.endswith(("_steps", "weight_bytes"))
+                if n and not name.endswith(("_steps", "weight_bytes")) and not name.startswith("graph")
             }
             if set(alive) != {"queued_bytes"}:
                 break

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
 
 from midstream.engine.seams import check_vllm_version
 from midstream.errors import MidstreamError, UnknownSiteError, UnsupportedVersionError
-from midstream.settings import Settings
+from midstream.settings import BUILDABLE, Settings, chosen_graph_sites
 
 
 def test_settings_survive_vllms_config():
@@ -50,6 +52,22 @@ def test_midstreams_own_engine_arguments_cannot_be_taken():
 
     with pytest.raises(MidstreamError, match="worker_cls"):
         llm_arguments("model", Settings(), {"worker_cls": "other.Worker"})
+
+
+@pytest.mark.parametrize(("ranks", "kept"), [(1, False), (2, True), (None, True)])
+def test_l5_an_old_script_that_gives_graph_sites_is_told(ranks, kept):
+    """Without tensor parallelism the argument has no effect, also on the key of the compile cache."""
+    told = pytest.warns(DeprecationWarning, match="Leave it out") if ranks != 2 else nullcontext()
+    with told:
+        sites = chosen_graph_sites(["resid_pre"], ranks)
+    assert sites == (("resid_pre",) if kept else Settings().graph_sites)
+    with warnings.catch_warnings(action="error"):
+        assert chosen_graph_sites(None, ranks) == ("resid_post",)
+
+
+def test_l5_all_sites_are_built_in_except_under_tensor_parallelism():
+    assert Settings(graph_sites=()).sites_in_graphs(1) == BUILDABLE
+    assert Settings().sites_in_graphs(2) == ("resid_post",) and Settings(graph_sites=()).sites_in_graphs(2) == ()
 
 
 @pytest.mark.engine

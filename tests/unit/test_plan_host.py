@@ -5,6 +5,7 @@ The scheduler's outputs are written by hand; the oracle is what each request's p
 
 import time
 import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -143,6 +144,28 @@ def steer(value, site="resid_post", layer=0, phase="both"):
 @pytest.fixture
 def steps():
     return Steps()
+
+
+def test_l5_a_step_says_at_which_sites_in_the_graphs_plans_act(steps):
+    """Those of the requests in the step, by phase, and of a step that repeats another: a graph without a site's kernel misses its edits."""
+    steps.host._pipeline = replace(steps.host._pipeline, built_in=frozenset(POINTS))
+    both = [steer(1, "mlp_out", phase="prefill"), steer(1, "resid_post", phase="decode")]
+
+    def acting(**step):
+        steps.step(**step)
+        return steps.host.acting
+
+    assert acting(plans={"a": both, "b": None}) == {"mlp_out"}
+    assert [acting() for _ in range(3)] == [{"resid_post"}] * 3
+    assert acting(plans={"c": Capture("mlp_out", layers=0, positions="all")}) == {"mlp_out", "resid_post"}
+    assert [acting() for _ in range(2)] == [{"mlp_out", "resid_post"}] * 2
+    assert acting(only=["b"]) == frozenset()
+    assert acting(finished=["a"]) == {"mlp_out"}
+
+
+def test_l5_a_site_outside_of_the_graphs_is_in_none(steps):
+    steps.step({"a": [steer(1, "mlp_out"), steer(1, "resid_post")]})
+    assert steps.host.step_is_planned is False and steps.host.acting == {"resid_post"}
 
 
 def test_e11_a_decode_step_like_the_last_one_is_not_laid_out_again(steps):

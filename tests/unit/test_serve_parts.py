@@ -29,7 +29,7 @@ from midstream.plan.captures import Layout, RowSelection
 from midstream.plan.values import RecordedRun
 from midstream.serve import command
 from midstream.serve.captures import CaptureStore, Held
-from midstream.serve.command import allowed_plugins, server_flags
+from midstream.serve.command import allowed_plugins, server_flags, tensor_ranks
 from midstream.serve.plugin import Plugin, RunToRecord
 from midstream.serve.sweeps import SweepToRun
 from midstream.settings import SCHEDULER, WORKER, Settings
@@ -158,16 +158,32 @@ def test_g1_the_flags_are_those_of_a_stock_server(capsys: pytest.CaptureFixture[
         "some/model",
         "--midstream-graph-sites",
         "resid_pre,mlp_out",
+        "--tensor-parallel-size",
+        "2",
+        "--midstream-graph-bytes",
+        "4096",
         "--max-model-len",
         "512",
     ]
     assert main(command) == 0
     words = shlex.split(capsys.readouterr().out)
     assert words[0].startswith("VLLM_PLUGINS=") and "midstream" in words[0].partition("=")[2].split(",")
-    assert words[1:6] == ["vllm", "serve", "some/model", "--max-model-len", "512"]
+    assert words[1:8] == [
+        "vllm", "serve", "some/model", "--tensor-parallel-size", "2", "--max-model-len", "512",
+    ]  # fmt: skip
     assert words[words.index("--worker-cls") + 1] == WORKER and words[words.index("--scheduler-cls") + 1] == SCHEDULER
     settings = json.loads(words[words.index("--additional-config") + 1])["midstream"]
-    assert settings["graph_sites"] == ["resid_pre", "mlp_out"] and settings["allow_traces"] is False
+    assert settings["graph_sites"] == ["resid_pre", "mlp_out"] and settings["graph_bytes"] == 4096
+    assert settings["allow_traces"] is False
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks"),
+    [([], 1), (["-tp", "4"], 4), (["--tensor_parallel_size=2"], 2), (["--tensor-parallel-size", "1"], 1),
+     (["--config", "serve.yaml"], None)],
+)  # fmt: skip
+def test_l5_the_flags_say_how_many_tensor_parallel_ranks_there_are(given: list[str], ranks: int | None) -> None:
+    assert tensor_ranks(["some/model", *given]) == ranks
 
 
 @pytest.mark.parametrize("given", [["--additional-config", '{"a": 1}'], ['--additional-config={"a": 1}']])

@@ -24,7 +24,7 @@ from midstream.engine import launch
 from midstream.errors import MidstreamError, ParameterError, PlanError, TraceError
 from midstream.plan.values import Plan
 from midstream.runtime.request import Envelope, PlanRequest, Tier, TraceRequest, packed, requests_of
-from midstream.settings import NAME, RECORD_BYTES, TRACE_SHARE, WEIGHT_BYTES, Settings
+from midstream.settings import GRAPH_BYTES, NAME, RECORD_BYTES, TRACE_SHARE, WEIGHT_BYTES, Settings, chosen_graph_sites
 from midstream.trace.kept import CapturedSteps, KeptTrace
 from midstream.trace.program import Outcome, ShippedCode
 
@@ -50,8 +50,10 @@ class VLLM(DescribedModel):
             contains the path has the new name. `*` stands for any one name: with `{"layers.*.mlp": "ffn"}` each layer has a `ffn`.
             A standard name (`layers`, `attn`, `mlp`, `embed`, `final_norm`, `attn_proj`, `mlp_proj`) says where the sites are.
             A list gives several names.
-        graph_sites: sites that are built into the compiled forward and its CUDA graphs; a plan or trace at another site runs its
-            steps uncompiled.
+        graph_sites: only for `tensor_parallel_size` above 1: sites that are built into the compiled forward and its CUDA graphs, by
+            default `resid_post`; a plan at another site runs its steps uncompiled. Other engines have all sites there that can be.
+        graph_bytes: how many bytes of each worker's memory CUDA graphs may take in which plans act. They are recorded when they are
+            needed; a step without one is slower.
         record_bytes: how many bytes of each worker's memory recorded runs may take.
         weight_bytes: how many bytes of it large tensors of the caller's may take that traces have used. They stay for the next trace
             that uses them.
@@ -74,7 +76,8 @@ class VLLM(DescribedModel):
         *,
         mode: Literal["sync", "async"] = "sync",
         rename: Rename | None = None,
-        graph_sites: Sequence[str] = ("resid_post",),
+        graph_sites: Sequence[str] | None = None,
+        graph_bytes: int = GRAPH_BYTES,
         record_bytes: int = RECORD_BYTES,
         weight_bytes: int = WEIGHT_BYTES,
         trace_share: float = TRACE_SHARE,
@@ -87,7 +90,8 @@ class VLLM(DescribedModel):
         settings = Settings(
             allow_traces=True,
             rename=names_alone(rename),
-            graph_sites=tuple(graph_sites),
+            graph_sites=chosen_graph_sites(graph_sites, engine.get("tensor_parallel_size") or 1),
+            graph_bytes=graph_bytes,
             record_bytes=record_bytes,
             weight_bytes=weight_bytes,
             trace_share=trace_share,

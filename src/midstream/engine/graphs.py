@@ -1,13 +1,9 @@
-"""How steps run: with CUDA graphs, compiled without them, or uncompiled; and the sites inside compiled code and graphs.
+"""How steps run: with CUDA graphs, compiled without them, or uncompiled; and the sites inside compiled code.
 
 A forward hook at each built-in site calls one opaque custom op, which Dynamo traces into the compiled graph. In a plain step the op returns
-at once, and the graphs that vLLM records do not contain it. `Pieces` and the runners record all graphs a second time, with the plans'
-kernel in them; steps in which a plan acts replay those. In a step with traces that use only built-in sites, the op hands the residual
-stream to the interleaver from compiled code. Such a step gives up full graphs, but not compilation.
-
-In mixed batches vLLM replays a separate graph for each piece of the forward between two attention calls. Splitting the forward at each site
-as well would cost every mixed batch a tenth of a millisecond a layer, also without plans and traces. So a piece with a site at which a
-trace waits runs from its compiled code instead.
+at once, and the graphs that vLLM records do not contain it. `recording` has graphs recorded with the plans' kernel in them; steps in which
+a plan acts replay those. In a step with traces that use only built-in sites, the op hands the residual stream to the interleaver from
+compiled code. Such a step gives up full graphs, but not compilation.
 """
 
 from __future__ import annotations
@@ -20,9 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._library.opaque_object import get_opaque_type_name
-from vllm.compilation.cuda_graph import CUDAGraphWrapper
-from vllm.config import CompilationMode, CUDAGraphMode
-from vllm.forward_context import get_forward_context
+from vllm.config import CompilationMode
 from vllm.model_executor.custom_op import CustomOp
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import LayerName
@@ -34,7 +28,6 @@ from midstream.sites import Binding, Point, follow
 from midstream.trace.body import is_in_body
 
 Fire = Callable[[int, torch.Tensor, torch.Tensor | None], None]
-Call = Callable[..., Any]
 _library: torch.library.Library | None = None
 
 
@@ -45,11 +38,14 @@ class StepMode:
         no_full_graph: no full CUDA graph is replayed; graphs of the pieces between attention calls may be.
         no_graphs: no CUDA graph is replayed.
         uncompiled: no compiled code runs.
+        may_replay: whether a V2 runner's step may replay what vLLM chose, `(graph manager, kind of graph, batch descriptor) -> bool`;
+            None if it may. The adapter of the runner sets it.
     """
 
     no_full_graph = False
     no_graphs = False
     uncompiled = False
+    may_replay: Callable[[Any, str, Any], bool] | None = None
 
     @classmethod
     def set(cls, no_full_graph: bool = False, no_graphs: bool = False, uncompiled: bool = False) -> None:
@@ -113,15 +109,19 @@ class SiteOp:
     Attributes:
         edit: applies plans; None unless a plan acts in the step.
         fire: resumes traces; None unless the step has traces that use only built-in sites.
+        seen: collects the points at which the op is called; None unless somebody asks.
     """
 
     edit: Fire | None = None
     fire: Fire | None = None
+    seen: set[int] | None = None
 
 
 def _site(hidden: torch.Tensor, residual: torch.Tensor | None, point: LayerName) -> None:
     if is_in_body():  # a trace's code calls a layer on a value of its own
         return
+    if SiteOp.seen is not None:
+        SiteOp.seen.add(int(point.value))
     if SiteOp.edit is not None:
         SiteOp.edit(int(point.value), hidden, residual)
     if SiteOp.fire is not None:
@@ -174,83 +174,3 @@ def _site_hook(binding: Binding, index: int) -> Callable[..., None]:
         on_output((args, kwargs))
 
     return on_input if binding.kind == "input" else on_output
-
-
-class Pieces:
-    """The pieces of one model. They are known once their second graphs are recorded."""
-
-    def __init__(self) -> None:
-        self._points: dict[CUDAGraphWrapper, set[int]] = {}  # the sites in each piece
-        self._second_graphs: dict[CUDAGraphWrapper, Replacement] = {}
-        self._running: CUDAGraphWrapper | None = None
-
-    @contextlib.contextmanager
-    def recording(self, edit: Fire) -> Iterator[None]:
-        """Record second graphs in the block, with `edit` at the sites."""
-
-        def note_and_edit(point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-            if self._running is not None:
-                self._points[self._running].add(point)
-            edit(point, hidden, residual)
-
-        with _calling_pieces_by(self._record):
-            SiteOp.edit = note_and_edit
-            try:
-                yield
-            finally:
-                SiteOp.edit = None
-
-    def _record(self, vllms: Call, piece: CUDAGraphWrapper, *args: Any, **kwargs: Any) -> Any:
-        if piece not in self._second_graphs:
-            self._points[piece] = set()
-            entries = "vllm.compilation.cuda_graph.CUDAGraphWrapper.concrete_cudagraph_entries"
-            self._second_graphs[piece] = Replacement(entries, piece, {})
-            self._second_graphs[piece].switch(True)
-        self._running = piece
-        try:
-            return vllms(piece, *args, **kwargs)
-        finally:
-            self._running = None
-
-    def use_second_graphs(self, second: bool) -> None:
-        """Which graphs the pieces replay."""
-        for graphs in self._second_graphs.values():
-            graphs.switch(second)
-
-    @contextlib.contextmanager
-    def stopping_at(self, expects: Callable[[int], bool]) -> Iterator[None]:
-        """Run a piece from its compiled code, which calls the site op, if a trace waits at one of its points."""
-
-        def call(vllms: Call, piece: CUDAGraphWrapper, *args: Any, **kwargs: Any) -> Any:
-            stops = any(map(expects, self._points.get(piece, ())))
-            return _run(piece, *args, **kwargs) if stops else vllms(piece, *args, **kwargs)
-
-        with _calling_pieces_by(call):
-            yield
-
-
-def _run(piece: CUDAGraphWrapper, *args: Any, **kwargs: Any) -> Any:
-    """Run the piece's compiled code, and copy its output to where its graph would write it: the next piece's graph reads it there."""
-    output, context = piece.runnable(*args, **kwargs), get_forward_context()
-    if context.cudagraph_runtime_mode != piece.runtime_mode:
-        return output
-    expected = piece.concrete_cudagraph_entries[context.batch_descriptor].output
-    for to, value in zip(_tensors(expected), _tensors(output), strict=True):
-        to.copy_(value)
-    return expected
-
-
-def _tensors(output: Any) -> list[torch.Tensor]:
-    return [value for value in (output if isinstance(output, (tuple, list)) else [output]) if torch.is_tensor(value)]
-
-
-def _calling_pieces_by(call: Call) -> Replacement:
-    """Replace calls of pieces, in a with-block, by `call(vLLM's __call__, piece, *args, **kwargs)`."""
-    vllms = CUDAGraphWrapper.__call__
-
-    def called(wrapper: CUDAGraphWrapper, *args: Any, **kwargs: Any) -> Any:
-        if wrapper.runtime_mode != CUDAGraphMode.PIECEWISE:
-            return vllms(wrapper, *args, **kwargs)
-        return call(vllms, wrapper, *args, **kwargs)
-
-    return Replacement("vllm.compilation.cuda_graph.CUDAGraphWrapper.__call__", CUDAGraphWrapper, called)

@@ -23,7 +23,7 @@ from midstream.errors import EngineClosedError, MidstreamError, ParameterError, 
 from midstream.plan.fields import nearest
 from midstream.plan.values import Plan
 from midstream.runtime.request import TraceRequest, users_id
-from midstream.settings import RECORD_BYTES, SCHEDULER, WORKER, Settings
+from midstream.settings import GRAPH_BYTES, RECORD_BYTES, SCHEDULER, WORKER, Settings, chosen_graph_sites
 
 _SHUTDOWN_SECONDS = 15.0
 _NOTICE_SECONDS = 10.0
@@ -56,7 +56,8 @@ def stepping_after_the_last_output(original: Callable[..., Any]) -> Callable[...
 def engine_arguments(
     *,
     plan: Any = None,
-    graph_sites: Sequence[str] = ("resid_post",),
+    graph_sites: Sequence[str] | None = None,
+    graph_bytes: int = GRAPH_BYTES,
     record_bytes: int = RECORD_BYTES,
     rename: Rename | None = None,
 ) -> dict[str, Any]:
@@ -67,7 +68,7 @@ def engine_arguments(
 
     Args:
         plan: applies to every request, before its own plan; a `Plan` or a list of interventions, whose captures have `to=`.
-        graph_sites, record_bytes, rename: as for `midstream.VLLM`, which needs none of these arguments.
+        graph_sites, graph_bytes, record_bytes, rename: as for `midstream.VLLM`, which needs none of these arguments.
 
     Raises:
         PlanError: `plan` is not a plan, or has parts that cannot be sent to an engine.
@@ -75,7 +76,8 @@ def engine_arguments(
     """
     _loaded(register)  # vLLM calls it by the package's entry points, which a source tree on the path does not have
     text = Plan.of(plan).to_json() if plan is not None else None  # vLLM hashes the settings as JSON
-    settings = Settings(False, names_alone(rename), tuple(graph_sites), record_bytes, plan=text)
+    sites = chosen_graph_sites(graph_sites)
+    settings = Settings(False, names_alone(rename), sites, record_bytes, graph_bytes=graph_bytes, plan=text)
     return {"worker_cls": WORKER, "scheduler_cls": SCHEDULER, "additional_config": settings.to_config()}
 
 

@@ -5,22 +5,27 @@ An adapter calls the host when a batch has been laid out, hands it logits and sa
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.functional import pad
+from vllm.compilation import monitor
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config import CUDAGraphMode
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.distributed.parallel_state import graph_capture
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
 from midstream import hooks
 from midstream.arch.probe import planted_embedding
-from midstream.engine.graphs import Fire, Pieces, StepMode
+from midstream.engine.graphs import Fire, StepMode
 from midstream.engine.plugin import Replacement, apply
+from midstream.engine.recording import ENTRIES, NOTHING, Acting, ActingGraphs, Pieces, remembering_streams
 from midstream.engine.seams import Role
 from midstream.errors import ArchitectureError
 from midstream.runtime.plan_host import PlanHost
@@ -64,8 +69,7 @@ class Runner:
         self.runner = runner
         self.model: nn.Module = runner.get_model()
         self.pieces = Pieces()
-        self._full_graphs: Replacement | None = None  # set by `record_second_graphs`
-        self._second = False
+        self.graphs: ActingGraphs | None = None  # set by `hold_graphs`
         self._watching: list[tuple[Watch, Replacement]] = []
         self.watched = Watch.NOTHING
 
@@ -73,10 +77,17 @@ class Runner:
         """Call the host in watched steps; for logits and samples only if it says that the step is traced."""
         raise NotImplementedError
 
-    def prepare(self, watched: Watch, second_graphs: bool) -> None:
-        """Prepare the coming steps: `watch` and `use_second_graphs`."""
+    def prepare(self, watched: Watch, acting: Acting = NOTHING) -> None:
+        """Prepare the coming step, in which plans act at the sites `acting`."""
+        if self.graphs is not None and self.graphs.begin_step(acting):
+            self.watch(Watch.NOTHING)  # vLLM records by steps of its own
+            self.graphs.record_due()
         self.watch(watched)
-        self.use_second_graphs(second_graphs)
+
+    def end_step(self) -> None:
+        """The forward is queued."""
+        if self.graphs is not None:
+            self.graphs.end_step()
 
     def watch(self, what: Watch) -> None:
         """Choose what the host is called for from now on."""
@@ -91,31 +102,58 @@ class Runner:
         """Replace a method of `owner` while `level` or more is watched."""
         self._watching.append((level, Replacement(target, owner, ours)))
 
-    def record_second_graphs(self, edit: Fire) -> None:
-        """Have vLLM record its CUDA graphs twice: as usual, and once more with `edit` at the sites, for `use_second_graphs`."""
+    def hold_graphs(
+        self, limit: int, kernel: Callable[[Acting], Fire], acts: Callable[[int], bool], at_start: Acting = NOTHING
+    ) -> None:
+        """Keep graphs in which plans act. To be called before vLLM records its own.
+
+        Args:
+            limit, kernel, acts: as for `ActingGraphs`.
+            at_start: what one set of graphs is for that is recorded together with vLLM's own; no others are recorded then.
+        """
+        places = self._full_graphs(), self.pieces
+        self.graphs = ActingGraphs(limit, kernel, acts, self._record, *places, fixed=at_start or None)
+        self._watch_recording(self.graphs)
+
+    def gauges(self) -> dict[str, int]:
+        """As those of `ActingGraphs`, which an engine without graphs does not have."""
+        none = {"graphs": 0, "graph_bytes": 0, "graph_recordings": 0}
+        return self.graphs.gauges() if self.graphs is not None else none
+
+    def _full_graphs(self) -> tuple[str, Any] | None:
+        """The attribute, and the object, in which vLLM looks for full graphs."""
         raise NotImplementedError
 
-    def use_second_graphs(self, second: bool) -> None:
-        """Choose which of the two sets of graphs the coming steps replay."""
-        if second is not self._second:
-            self._second = second
-            self.pieces.use_second_graphs(second)
-            if self._full_graphs is not None:
-                self._full_graphs.switch(second)
+    def _watch_recording(self, graphs: ActingGraphs) -> None:
+        """While vLLM records its graphs: note what one takes, and record them again if `graphs` are to be recorded at the start."""
+        raise NotImplementedError
 
-    def _recorded_twice(self, record: Any, edit: Fire) -> Any:
-        """A function that calls vLLM's `record`, and calls it again for the second graphs."""
+    def _record(self, kind: str, descriptor: Any) -> None:
+        """Have vLLM record one graph, or those of the pieces of one batch, with requests alive.
 
-        def record_twice(*args: Any, **kwargs: Any) -> None:
-            record(*args, **kwargs)
-            self.use_second_graphs(True)
-            try:
-                with self.pieces.recording(edit):
-                    record(*args, **kwargs)
-            finally:
-                self.use_second_graphs(False)
+        It runs the forward once or twice on tokens of its own, which write to no slot of the KV cache. The buffers that this fills are
+        filled anew for each step.
+        """
+        raise NotImplementedError
 
-        return record_twice
+    def _measured(self, target: str, graphs: ActingGraphs, count: Callable[[], int]) -> None:
+        """Set `bytes_each` when the runner records all of its graphs, of which there are `count`."""
+        capture = self.runner.capture_model
+
+        def capture_model(*args: Any, **kwargs: Any) -> int:
+            with remembering_streams():
+                taken: int = capture(*args, **kwargs)
+            graphs.measure(taken, count() * (2 if graphs.fixed is not None else 1))
+            return taken
+
+        Replacement(target, self.runner, capture_model).switch(True)
+
+    def has_recurrent_layers(self) -> bool:
+        """Whether layers keep more than the KV cache of attention, which a forward on dummy tokens would change."""
+        groups = self.runner.kv_cache_config.kv_cache_groups
+        specs = [group.kv_cache_spec for group in groups]
+        each = [s for spec in specs for s in getattr(spec, "kv_cache_specs", {"": spec}).values()]
+        return not all(isinstance(spec, AttentionSpec) for spec in each)
 
     def batch(self) -> tuple[Sequence[str], torch.Tensor | None]:
         """The requests of the step that has just been queued, in the order of their rows, and the rows at the forward's end, `[T, H]`.
@@ -249,14 +287,19 @@ class V1Runner(Runner):
             return determined
 
         def dispatch_cudagraph(*args: Any, **kwargs: Any) -> Any:
-            if StepMode.no_full_graph:
-                kwargs["invalid_modes"] = {CUDAGraphMode.FULL, *(kwargs.get("invalid_modes") or ())}
-            return dispatch(*args, **kwargs)
+            if not StepMode.no_full_graph:
+                mode, descriptor = dispatch(*args, **kwargs)
+                if self._may_replay(mode, descriptor) or mode != CUDAGraphMode.FULL:
+                    return mode, descriptor
+            kwargs["invalid_modes"] = {CUDAGraphMode.FULL, *(kwargs.get("invalid_modes") or ())}
+            mode, descriptor = dispatch(*args, **kwargs)
+            self._may_replay(mode, descriptor)
+            return mode, descriptor
 
         target = f"{self._RUNNER}._determine_batch_execution_and_padding"
         self._replace_while(Watch.ROWS, target, runner, determine_batch)
         target = "vllm.v1.cudagraph_dispatcher.CudagraphDispatcher.dispatch"
-        self._replace_while(Watch.ALL, target, dispatcher, dispatch_cudagraph)
+        self._replace_while(Watch.ROWS, target, dispatcher, dispatch_cudagraph)
         self._watch_samples(host, f"{self._RUNNER}._sample")
         self._watch_logits(host)
         self._keep_top_logprobs()
@@ -293,13 +336,36 @@ class V1Runner(Runner):
         target = "vllm.v1.sample.sampler.Sampler.gather_specific_token_logprobs"
         Replacement(target, sampler, gather_specific_token_logprobs).switch(True)
 
-    def record_second_graphs(self, edit: Fire) -> None:
+    def _may_replay(self, mode: Any, descriptor: Any) -> bool:
+        return self.graphs is None or self.graphs.choose(mode.name, descriptor)
+
+    def _full_graphs(self) -> tuple[str, Any] | None:
+        model = self.runner.model
+        return (ENTRIES, model) if isinstance(model, CUDAGraphWrapper) else None
+
+    def _watch_recording(self, graphs: ActingGraphs) -> None:
         runner = self.runner
-        if isinstance(runner.model, CUDAGraphWrapper):
-            entries = "vllm.compilation.cuda_graph.CUDAGraphWrapper.concrete_cudagraph_entries"
-            self._full_graphs = Replacement(entries, runner.model, {})
-        record_twice = self._recorded_twice(runner._capture_cudagraphs, edit)
-        Replacement(f"{self._RUNNER}._capture_cudagraphs", runner, record_twice).switch(True)
+        self._measured(f"{self._RUNNER}.capture_model", graphs, self._count_graphs)
+        if (fixed := graphs.fixed) is None:
+            return
+        capture = runner._capture_cudagraphs
+
+        def capture_twice(*args: Any, **kwargs: Any) -> None:
+            capture(*args, **kwargs)
+            with graphs.recording(fixed):
+                capture(*args, **kwargs)
+
+        Replacement(f"{self._RUNNER}._capture_cudagraphs", runner, capture_twice).switch(True)
+
+    def _count_graphs(self) -> int:
+        return sum(len(descriptors) for _, descriptors in self.runner.cudagraph_dispatcher.get_capture_descs())
+
+    def _record(self, kind: str, descriptor: Any) -> None:
+        runner = self.runner
+        requests = Replacement(f"{self._RUNNER}.input_batch", runner, _NoRequests(runner.input_batch))
+        allowed = Replacement("vllm.compilation.monitor.cudagraph_capturing_enabled", monitor, True)
+        with graph_capture(device=runner.device), requests, allowed:
+            runner._warmup_and_capture(descriptor, CUDAGraphMode[kind])
 
 
 class V2Runner(Runner):
@@ -328,11 +394,40 @@ class V2Runner(Runner):
         zeroer = SimpleNamespace(zero_block_ids=clear)
         Replacement(f"{self._RUNNER}.kv_block_zeroer", self.runner, zeroer).switch(True)
 
-    def record_second_graphs(self, edit: Fire) -> None:
+    def prepare(self, watched: Watch, acting: Acting = NOTHING) -> None:
+        super().prepare(watched, acting)
+        StepMode.may_replay = self._may_replay if acting and self.graphs is not None else None
+
+    def _may_replay(self, manager: Any, kind: str, descriptor: Any) -> bool:
+        """As `ActingGraphs.choose`. A speculator has graphs of its own, without sites."""
+        assert self.graphs is not None
+        return manager is not self.runner.cudagraph_manager or self.graphs.choose(kind, descriptor)
+
+    def _full_graphs(self) -> tuple[str, Any] | None:
+        return f"{self._GRAPHS}.CudaGraphManager.graphs", self.runner.cudagraph_manager
+
+    def _watch_recording(self, graphs: ActingGraphs) -> None:
         manager = self.runner.cudagraph_manager
-        self._full_graphs = Replacement(f"{self._GRAPHS}.CudaGraphManager.graphs", manager, {})
-        record_twice = self._recorded_twice(manager.capture, edit)
-        Replacement(f"{self._GRAPHS}.ModelCudaGraphManager.capture", manager, record_twice).switch(True)
+        capture = manager.capture
+
+        def capture_and_remember(*args: Any, **kwargs: Any) -> None:
+            self._capture = partial(capture, *args, **kwargs)
+            self._capture()
+            if graphs.fixed is not None:
+                with graphs.recording(graphs.fixed):
+                    self._capture()
+
+        Replacement(f"{self._GRAPHS}.ModelCudaGraphManager.capture", manager, capture_and_remember).switch(True)
+        count = lambda: sum(map(len, manager._capture_descs.values()))  # noqa: E731
+        self._measured(f"{self._RUNNER}.capture_model", graphs, count)
+
+    def _record(self, kind: str, descriptor: Any) -> None:
+        manager, module = self.runner.cudagraph_manager, importlib.import_module(self._GRAPHS)
+        wanted = {CUDAGraphMode[kind]: [descriptor]}
+        one = Replacement(f"{self._GRAPHS}.CudaGraphManager._capture_descs", manager, wanted)
+        quiet = Replacement(f"{self._GRAPHS}.is_global_first_rank", module, lambda: False)  # who shows progress
+        with one, quiet:
+            self._capture()
 
     def connect(self, host: Host) -> None:
         runner = self.runner
@@ -352,7 +447,7 @@ class V2Runner(Runner):
 
 
 def keeping_from_graphs(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The V2 runner's `dispatch_cg_and_sync_dp`, without the graphs that `StepMode` rules out."""
+    """The V2 runner's `dispatch_cg_and_sync_dp`, without the graphs that `StepMode` rules out or that are not recorded."""
 
     def dispatch_cg_and_sync_dp(
         cudagraph_manager: Any,
@@ -363,19 +458,61 @@ def keeping_from_graphs(original: Callable[..., Any]) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> Any:
         kwargs["need_eager"] = kwargs.get("need_eager", False) or StepMode.no_graphs
+
+        def may_replay(dispatched: Any) -> bool:
+            chosen, asked = dispatched[0], StepMode.may_replay
+            return asked is None or asked(cudagraph_manager, chosen.cg_mode.name, chosen)
+
         if not StepMode.no_full_graph:
-            return original(cudagraph_manager, num_reqs, num_tokens, uniform_token_count, *args, **kwargs)
+            dispatched = original(cudagraph_manager, num_reqs, num_tokens, uniform_token_count, *args, **kwargs)
+            if may_replay(dispatched) or dispatched[0].cg_mode.name != "FULL":
+                return dispatched
         # vLLM uses full graphs only for batches of decoding requests, and recognises them by these two arguments. 0.26 and 0.27 have
         # only the first.
         if "max_query_len" in kwargs:
             kwargs["max_query_len"] = None
         dispatched = original(cudagraph_manager, num_reqs, num_tokens, None, *args, **kwargs)
-        if dispatched[0].cg_mode.name != "FULL":
-            return dispatched
-        kwargs["need_eager"] = True
-        return original(cudagraph_manager, num_reqs, num_tokens, None, *args, **kwargs)
+        if dispatched[0].cg_mode.name == "FULL":
+            kwargs["need_eager"] = True
+            dispatched = original(cudagraph_manager, num_reqs, num_tokens, None, *args, **kwargs)
+        may_replay(dispatched)
+        return dispatched
 
     return dispatch_cg_and_sync_dp
+
+
+class _NoRequests:
+    """The V1 runner's batch, as a forward on dummy tokens sees it while a graph is recorded: as it was before the first request.
+
+    Such a forward builds the metadata of attention from the batch, and reads the KV blocks of its first rows.
+    """
+
+    def __init__(self, batch: Any) -> None:
+        self._batch = batch
+        self.req_ids: list[str] = []
+        self.num_computed_tokens_cpu_tensor = torch.zeros_like(batch.num_computed_tokens_cpu_tensor)
+        self.num_prompt_tokens_cpu_tensor = torch.zeros_like(batch.num_prompt_tokens_cpu_tensor)
+        self.block_table = _NullBlocks(batch.block_table)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batch, name)
+
+
+class _NullBlocks:
+    """Block tables that have block 0 everywhere, which belongs to no request. The next step uploads the requests' own."""
+
+    def __init__(self, tables: Any) -> None:
+        self._tables = tables
+
+    def commit_block_table(self, num_reqs: int) -> None:
+        for table in self._tables.block_tables:
+            table.get_device_tensor(num_reqs).zero_()
+
+    def __getitem__(self, group: int) -> Any:
+        return self._tables[group]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tables, name)
 
 
 def _blocks_of(name: str, kv: torch.Tensor, num_blocks: int) -> tuple[torch.Tensor, int]:

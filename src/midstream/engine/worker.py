@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,9 +19,10 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from midstream.arch import Architecture, detect
 from midstream.arch.aliases import Aliases
-from midstream.engine.graphs import EagerKernels, SiteOp, StepMode, build_in, buildable_points
+from midstream.engine.graphs import EagerKernels, Fire, SiteOp, StepMode, build_in, buildable_points
 from midstream.engine.log import print_to_client
 from midstream.engine.plugin import apply, follow_parent, raise_if_ending
+from midstream.engine.recording import NOTHING, PROGRAMS, Acting
 from midstream.engine.runners import Host, Watch, adapt
 from midstream.engine.seams import Role
 from midstream.errors import MidstreamError
@@ -150,7 +150,8 @@ class Worker(PlatformWorker):
             exchange = exchange_in(pipeline)
             link = Link(pipeline.rank_in_group, exchange, "pipeline", get_ip())
             self._stages = Stages(exchange(StageParts.of(model, arch)), link, self.device)
-        built_in = buildable_points(arch, settings.graph_sites) if compiles(config) else []
+        sites = settings.sites_in_graphs(tensor.world_size)
+        built_in = buildable_points(arch, sites) if compiles(config) else []
         points = built_in if compiles(config) else points_of(arch)
         several = self._tensor_ranks is not None
         self._free_sites = sorted(
@@ -159,10 +160,7 @@ class Worker(PlatformWorker):
         self.midstream = self._make_trace_host(arch, settings)
         self.plans = self._make_plan_host(arch, settings, built_in)
         self._has_built_in = bool(built_in)
-        forms = {
-            (arch.widths[p], arch.bindings[p].residual is not None)
-            for p in buildable_points(arch, settings.graph_sites)
-        }
+        forms = {(arch.widths[p], arch.bindings[p].residual is not None) for p in buildable_points(arch, sites)}
         for width, dual in forms:
             self.plans.tables.warm_up(width, dual, config.model_config.dtype)
         # In a graph, vLLM's all-reduce reads different buffers of the other ranks than outside of it. So either all ranks replay a graph
@@ -225,10 +223,40 @@ class Worker(PlatformWorker):
         )
 
     def compile_or_warm_up_model(self) -> Any:
-        if has_graphs(self.vllm_config) and self._has_built_in:
-            self._runner.record_second_graphs(self.plans.tables.edit_recorded)
+        config, tables = self.vllm_config, self.plans.tables
+        if has_graphs(config) and self._has_built_in:
+            built_in = NOTHING if self._records_later() else frozenset(site for site, _ in tables.points)
+            limit = Settings.of(config).graph_bytes
+            self._runner.hold_graphs(limit, self._kernel_at, tables.acts_at, at_start=built_in)
         self._runner.prepare_clearing()
-        return super().compile_or_warm_up_model()
+        times = super().compile_or_warm_up_model()
+        if self._runner.graphs is not None:  # so that all ranks drop the same graphs
+            self._runner.graphs.agree(exchange_in(get_tp_group()))
+            self._runner.graphs.agree(exchange_in(get_pp_group()))
+        return times
+
+    def _records_later(self) -> bool:
+        """Whether graphs can be recorded with requests alive: vLLM's forward on dummy tokens has to leave these alone.
+
+        It would change the states of recurrent layers, remove the requests' adapters, talk to a KV connector, and wait for other engines.
+        """
+        config = self.vllm_config
+        parallel = config.parallel_config
+        several = parallel.data_parallel_size > 1 or parallel.decode_context_parallel_size > 1
+        others = (config.lora_config, config.kv_transfer_config, config.speculative_config)
+        shares = config.cache_config.kv_sharing_fast_prefill
+        return not (several or shares or any(others) or self._runner.has_recurrent_layers())
+
+    def _kernel_at(self, acting: Acting) -> Fire:
+        """What the site op does in a graph of steps in which plans act at these sites."""
+        tables = self.plans.tables
+        points = {i for i, (site, _) in enumerate(tables.points) if site in acting}
+
+        def edit(point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+            if point in points:
+                tables.edit_recorded(point, hidden, residual)
+
+        return edit
 
     def _tokenizer(self) -> Any:
         from transformers import AutoTokenizer
@@ -242,17 +270,16 @@ class Worker(PlatformWorker):
             return super().execute_model(scheduler_output)
         traces, plans = self.midstream, self.plans
         if not begins and plans.repeat(scheduler_output):  # a step like the last one costs little more than these
-            planned = plans.step_is_planned
-            watches = planned or plans.edits or traces.may_have_written
-            self._runner.prepare(Watch.ROWS if watches else Watch.NOTHING, planned)
+            watches = plans.step_is_planned or plans.edits or traces.may_have_written
+            self._runner.prepare(Watch.ROWS if watches else Watch.NOTHING, self._acting)
             return self._execute_planned(scheduler_output)
         self._is_awake = begins or not (traces.is_idle and plans.is_idle)
         if not self._is_awake:
             raise_if_ending()  # a body may have swallowed it in a step without tokens
-            self._runner.prepare(Watch.NOTHING, second_graphs=False)
+            self._runner.prepare(Watch.NOTHING)
             return super().execute_model(scheduler_output)
         off_graph = self._schedule(scheduler_output)
-        self._runner.prepare(Watch.ALL, plans.step_is_planned)
+        self._runner.prepare(Watch.ALL, self._acting)
         if traces.is_idle and not off_graph:
             return self._execute_planned(scheduler_output)
         traced = traces.acts_in_forward
@@ -281,9 +308,9 @@ class Worker(PlatformWorker):
         if plans.step_is_planned:
             SiteOp.edit = plans.tables.edit
         try:
-            with self._stopping_at_programs():
-                output = super().execute_model(scheduler_output)
+            output = super().execute_model(scheduler_output)
         finally:
+            self._runner.end_step()
             if plans.step_is_planned:
                 SiteOp.edit = None
                 plans.end_step()
@@ -291,20 +318,11 @@ class Worker(PlatformWorker):
             self._rows = self._rows_of(scheduler_output)
         return output
 
-    @contextlib.contextmanager
-    def _stopping_at_programs(self) -> Iterator[None]:
-        """Run the pieces where programs of plans run from compiled code: no graph has these."""
+    @property
+    def _acting(self) -> Acting:
+        """What acts in the coming step."""
         plans = self.plans
-        if not (plans.step_is_planned and plans.step_programs):
-            yield
-            return
-        before = StepMode.no_full_graph, StepMode.no_graphs, StepMode.uncompiled
-        StepMode.set(True, StepMode.no_graphs or not self._stops_alone, StepMode.uncompiled)
-        try:
-            with self._runner.pieces.stopping_at(plans.programs_in_step().__contains__):
-                yield
-        finally:
-            StepMode.set(*before)
+        return plans.acting | {PROGRAMS} if plans.step_programs else plans.acting
 
     @torch.inference_mode()
     def _rows_of(self, scheduler_output: Any) -> FiniteCheck | None:
@@ -317,7 +335,7 @@ class Worker(PlatformWorker):
         return FiniteCheck(codes_T, ready, tables.points, names, scheduler_output)
 
     def execute_dummy_batch(self) -> None:
-        self._runner.use_second_graphs(False)
+        self._runner.prepare(Watch.NOTHING)
         super().execute_dummy_batch()
 
     def _schedule(self, scheduler_output: Any) -> bool:
@@ -406,6 +424,7 @@ class Worker(PlatformWorker):
             **self.midstream.gauges(),
             **self.plans.gauges(),
             **self.plans.captures.gauges(),
+            **self._runner.gauges(),
             "planned_steps": self.plans.planned_steps,
             "off_graph_steps": self.plans.off_graph_steps,
             "table_growths": self.plans.tables.growths,

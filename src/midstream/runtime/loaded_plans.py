@@ -37,6 +37,7 @@ class LoadedPlan:
         hooked: the points of this rank, outside of the graphs, at which hooks act.
         off_graph: sites outside of the graphs with ops at its prompt's and at its generated positions.
         programs: the points in the graphs of any rank at which programs run in its prompt and at generated positions.
+        acting: the other sites with ops there; on all ranks the same, as `off_graph` is.
         runs: the recorded runs that it reads.
         reach: where it acts in the whole model, the same on all ranks.
         users: requests that have it.
@@ -49,6 +50,7 @@ class LoadedPlan:
     hooked: list[Point]
     off_graph: tuple[frozenset[str], frozenset[str]]
     programs: tuple[frozenset[Point], frozenset[Point]]
+    acting: tuple[frozenset[str], frozenset[str]]
     runs: list[str]
     reach: Reach
     users: int = 0
@@ -189,14 +191,17 @@ class LoadedPlans:
         plan, compiled = payload.plan, self._compiled(payload, length, row)
         slots = self._tables.load(compiled)
         reach = compiled.reach
+        points = reach.prompt_points, reach.generated_points
+        off_graph = self._off_graph(points[0]), self._off_graph(points[1])
         return LoadedPlan(
             plan,
             slots,
             slots.ids[compiled.prompt],
             int(slots.ids[compiled.generated]),
             self._hooked(_points(compiled.profiles)),
-            (self._off_graph(reach.prompt_points), self._off_graph(reach.generated_points)),
+            off_graph,
             (reach.prompt_programs & self._built_in, reach.generated_programs & self._built_in),
+            (_sites(points[0]) - off_graph[0], _sites(points[1]) - off_graph[1]),
             [run.id for run in plan.runs],
             reach,
         )
@@ -211,6 +216,10 @@ def _compiled_length(plan: Plan, length: int) -> int:
     if any(edit.place is not None for edit in plan.edits) or not selected <= set(POSITIONS):
         return length
     return 2 if "last_prompt" in selected else 1
+
+
+def _sites(points: Collection[Point]) -> frozenset[str]:
+    return frozenset(site for site, _ in points)
 
 
 def _points(profiles: Collection[Profile]) -> list[Point]:

@@ -80,6 +80,7 @@ class PlanHost:
         self.step_programs: frozenset[Point] = (
             frozenset()
         )  # the points in the graphs of any stage where programs run in it
+        self.acting: frozenset[str] = frozenset()  # the sites in the graphs at which it does, on all ranks the same
 
     # From the worker.
 
@@ -111,6 +112,7 @@ class PlanHost:
         if batch is None:
             return False
         self._batch, self.step_is_planned, self.step_programs = batch, batch.active, batch.programs
+        self.acting = batch.acting
         if batch.active:
             self.hooks.on = batch.hooked
             self.planned_steps += 1
@@ -129,7 +131,7 @@ class PlanHost:
             return
         alone = not scheduler_output.scheduled_new_reqs and total == len(cached.req_ids)
         if alone and may_repeat and self._all_generated(cached):
-            state = self.step_is_planned, self.hooks.on, self.step_programs
+            state = self.acting, self.step_is_planned, self.hooks.on, self.step_programs
             self._batch = self._batches.remember(cached.req_ids, *state)
         else:  # prompts begin, or are computed again: every step is decided until they are done
             self._batches.forget()
@@ -163,7 +165,7 @@ class PlanHost:
         for name, (sampling, prompt) in new.items():
             self._begin_or_extend(name, sampling, prompt)
         self.captures.flush()
-        off_graph: set[str] = set()
+        off_graph, acting = set[str](), set[str]()
         programs: frozenset[Point] = frozenset()
         for name, request in self._requests.items():
             count = scheduled.get(name)
@@ -176,15 +178,17 @@ class PlanHost:
                 in_prompt, in_generated = loaded.acts(start, stop, request.length)
             request.computed = max(request.computed, stop)
             self.step_is_planned = self.step_is_planned or in_prompt or in_generated
-            if in_prompt and loaded.off_graph[0]:
+            if in_prompt:
                 off_graph |= loaded.off_graph[0]
-            if in_generated and loaded.off_graph[1]:
+                acting |= loaded.acting[0]
+            if in_generated:
                 off_graph |= loaded.off_graph[1]
+                acting |= loaded.acting[1]
             if loaded.programs[0] or loaded.programs[1]:
                 programs = programs.union(
                     *(loaded.programs[i] for i, acts in enumerate((in_prompt, in_generated)) if acts)
                 )
-        self.step_programs = programs
+        self.step_programs, self.acting = programs, frozenset(acting)
         for site in off_graph:
             self.hooks.warn_once(site)
         self.hooks.on = bool(off_graph) or (self.step_is_planned and len(self.hooks) > 0)

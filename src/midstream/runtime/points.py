@@ -119,10 +119,11 @@ class PointHooks:
         """Warn that plans at this site run their steps uncompiled."""
         if site not in self._warned:
             self._warned.add(site)
+            advice = "" if self._peers is ALONE else " Engines with tensor parallelism have those of graph_sites there."
             _log.warning(
-                "Plans at %s run their steps uncompiled; start the engine with graph_sites=[..., %r] to have that site in the graphs.",
+                "Plans at %s run their steps uncompiled: that site is not in this engine's compiled forward.%s",
                 site,
-                site,
+                advice,
             )
 
     def __len__(self) -> int:

@@ -136,6 +136,7 @@ class RepeatedBatch:
 
     Attributes:
         requests: in the scheduler's order.
+        acting: the sites in the graphs at which plans act in it.
         active: whether a plan acts in it.
         hooked: whether hooks may have to act.
         programs: the points in the graphs at which programs run.
@@ -144,6 +145,7 @@ class RepeatedBatch:
     """
 
     requests: list[str]
+    acting: frozenset[str]
     active: bool
     hooked: bool
     programs: frozenset[Point] = frozenset()
@@ -177,10 +179,15 @@ class RepeatedBatches:
         return batch
 
     def remember(
-        self, requests: Sequence[str], active: bool, hooked: bool, programs: frozenset[Point] = frozenset()
+        self,
+        requests: Sequence[str],
+        acting: frozenset[str],
+        active: bool,
+        hooked: bool,
+        programs: frozenset[Point] = frozenset(),
     ) -> RepeatedBatch:
         """A batch that may repeat. `requests` is not empty."""
-        batch = self._by_first[requests[0]] = RepeatedBatch(list(requests), active, hooked, programs)
+        batch = self._by_first[requests[0]] = RepeatedBatch(list(requests), acting, active, hooked, programs)
         return batch
 
     def forget(self) -> None:

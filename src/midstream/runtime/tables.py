@@ -174,6 +174,10 @@ class Tables:
         """Apply the rows' ops at `point` in place; `hidden` and `residual` are `[T, H]` or `[1, T, H]`."""
         raise NotImplementedError
 
+    def acts_at(self, point: int) -> bool:
+        """Whether a row of the step has ops at `point`; True if that is not known."""
+        return True
+
     def edited(
         self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -382,7 +386,7 @@ class DeviceTables(Tables):
         self._addressed = count if places is not None else 0
 
     def edit(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        if not self._acts_at(point):
+        if not self.acts_at(point):
             return
         self.edit_recorded(point, hidden, residual)
         if not (groups := self._programs_at(point)):
@@ -420,9 +424,9 @@ class DeviceTables(Tables):
     def edited(
         self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return super().edited(point, hidden, residual) if self._acts_at(point) else (hidden, residual)
+        return super().edited(point, hidden, residual) if self.acts_at(point) else (hidden, residual)
 
-    def _acts_at(self, point: int) -> bool:
+    def acts_at(self, point: int) -> bool:
         if self._acting is None:
             numbers = np.unique(self._rows.profile_T).tolist() if self._rows is not None else []
             here = [self.profiles[number] for number in numbers if number]

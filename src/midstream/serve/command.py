@@ -11,7 +11,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from midstream.errors import MidstreamError
-from midstream.settings import NAME, RECORD_BYTES, SCHEDULER, WORKER, Settings
+from midstream.settings import GRAPH_BYTES, NAME, RECORD_BYTES, SCHEDULER, WORKER, Settings, chosen_graph_sites
 
 _PLUGINS = "VLLM_PLUGINS"
 _GROUP = "vllm.endpoint_plugins"
@@ -32,8 +32,14 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--midstream-graph-sites",
         metavar="SITES",
-        default="resid_post",
-        help="as graph_sites of midstream.VLLM, with commas",
+        help="as graph_sites of midstream.VLLM, with commas: only for tensor parallelism",
+    )
+    parser.add_argument(
+        "--midstream-graph-bytes",
+        metavar="N",
+        type=int,
+        default=GRAPH_BYTES,
+        help="as graph_bytes of midstream.VLLM",
     )
     parser.add_argument(
         "--midstream-record-bytes",
@@ -51,10 +57,13 @@ def main(argv: Sequence[str]) -> int:
         help="let clients with the API key run code in the engine: traces of midstream.Remote; needs --api-key",
     )
     own, rest = parser.parse_known_args(argv)
+    given = own.midstream_graph_sites
+    sites = given if given is None else list(filter(None, given.split(",")))
     settings = Settings(
         allow_traces=own.midstream_allow_traces,
         rename=own.midstream_rename,
-        graph_sites=tuple(filter(None, own.midstream_graph_sites.split(","))),
+        graph_sites=chosen_graph_sites(sites, tensor_ranks(rest)),
+        graph_bytes=own.midstream_graph_bytes,
         record_bytes=own.midstream_record_bytes,
     )
     flags, plugins = server_flags(settings, rest), allowed_plugins(os.environ)
@@ -103,6 +112,15 @@ def check_arguments(arguments: Any, settings: Settings) -> None:
             raise MidstreamError(
                 f"--{flag.replace('_', '-')} {count} is not supported: {held}. Start several servers behind a load balancer."
             )
+
+
+def tensor_ranks(given: Sequence[str]) -> int | None:
+    """How many tensor-parallel ranks the arguments of `vllm serve` ask for; None if a file may say so."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--tensor-parallel-size", "--tensor_parallel_size", "-tp", type=int, dest="ranks")
+    parser.add_argument("--config")
+    known, _ = parser.parse_known_args(given)
+    return known.ranks or (None if known.config else 1)
 
 
 def server_flags(settings: Settings, given: Sequence[str]) -> list[str]:

@@ -1,0 +1,398 @@
+"""CUDA graphs with the plans' kernel in them, recorded by what acts in a step.
+
+vLLM records its graphs when the engine starts, and they contain nothing of midstream's. A step in which plans act needs graphs with the
+kernel at the sites at which they act, and at no other, since every launch costs time. Such graphs are recorded when they are first needed:
+one batch size at a time, by vLLM's own code, between two steps. `ActingGraphs` keeps them, up to a number of bytes.
+
+Until the graph that a step needs is there, the step gives up full graphs. In mixed batches, and in such steps, vLLM replays a separate
+graph for each piece of the forward between two attention calls. A piece in which a plan acts, or in which a trace waits, then runs from its
+compiled code, which calls the site op: see `Pieces`. To split the forward at each site as well would cost every mixed batch a tenth of a
+millisecond a layer, also without plans and traces.
+
+All ranks decide alike without a word to each other: decisions follow from what the scheduler has sent and from numbers that the ranks have
+agreed on at the start. So the size of a graph is one such number, and not what the driver reports at the time.
+
+The graphs lie in vLLM's own memory pool, and are recorded on the streams on which vLLM recorded its own, since PyTorch uses memory of a
+pool again on the same stream alone. Graphs are replayed one after another, so all of them share the memory for activations, and a graph
+takes what the driver keeps for it. The driver has that back as soon as the graph is dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from vllm.compilation.cuda_graph import CUDAGraphWrapper
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import get_forward_context
+
+from midstream.engine.graphs import Fire, SiteOp
+from midstream.engine.plugin import Replacement
+
+_log = logging.getLogger(__name__)
+
+Acting = frozenset[Hashable]  # what acts in a step: the names of sites
+Key = tuple[Acting, str, Hashable]  # what acts, the kind of graph as CUDAGraphMode names it, and the batch's descriptor
+Call = Callable[..., Any]
+ENTRIES = "vllm.compilation.cuda_graph.CUDAGraphWrapper.concrete_cudagraph_entries"
+NOTHING: Acting = frozenset()
+PROGRAMS = "programs"  # acts where programs of plans run, which no graph has
+_PATIENCE = 2  # a batch that comes once is not worth a recording, which takes as long as some steps
+_REMEMBERED = 4096  # batches whose number of steps is remembered
+_SMALLEST = 1 << 20  # bytes; what the driver keeps for a graph at least
+
+
+class Pieces:
+    """The pieces of one model's forward, and which of them run from their compiled code in the step.
+
+    Attributes:
+        expects: whether a trace of the step waits at a point; None if the step has no such traces.
+    """
+
+    def __init__(self) -> None:
+        self.expects: Callable[[int], bool] | None = None
+        self._acts: Callable[[int], bool] | None = None
+        self._points: dict[CUDAGraphWrapper, set[int]] = {}  # the sites in each piece that has run from its code
+        self._calling: Replacement | None = None
+
+    @contextlib.contextmanager
+    def stopping_at(self, expects: Callable[[int], bool]) -> Iterator[None]:
+        """Run a piece from its compiled code, which calls the site op, if a trace waits at one of its points."""
+        self.expects = expects
+        self._call_by_us()
+        try:
+            yield
+        finally:
+            self.expects = None
+            self.end_step()
+
+    def stop_where(self, acts: Callable[[int], bool]) -> None:
+        """Until `end_step`: run a piece from its compiled code if a plan acts at one of its points."""
+        self._acts = acts
+        self._call_by_us()
+
+    def end_step(self) -> None:
+        """The forward is queued."""
+        self._acts = None
+        if self._calling is not None and self.expects is None:
+            self._calling.switch(False)
+            self._calling = None
+
+    def _call_by_us(self) -> None:
+        if self._calling is None:
+            self._calling = calling_pieces_by(self._call)
+            self._calling.switch(True)
+
+    def _call(self, vllms: Call, piece: CUDAGraphWrapper, *args: Any, **kwargs: Any) -> Any:
+        points = self._points.get(piece)
+        if points is not None and not any(map(self._stops, points)):
+            return vllms(piece, *args, **kwargs)
+        before, SiteOp.seen = SiteOp.seen, set()
+        try:
+            return _run(piece, *args, **kwargs)
+        finally:
+            self._points[piece], SiteOp.seen = SiteOp.seen, before
+
+    def _stops(self, point: int) -> bool:
+        expects, acts = self.expects, self._acts
+        return (expects is not None and expects(point)) or (acts is not None and acts(point))
+
+
+def _run(piece: CUDAGraphWrapper, *args: Any, **kwargs: Any) -> Any:
+    """Run the piece's compiled code, and copy its output to where its graph would write it: the next piece's graph reads it there."""
+    output, context = piece.runnable(*args, **kwargs), get_forward_context()
+    if context.cudagraph_runtime_mode != piece.runtime_mode:
+        return output
+    expected = piece.concrete_cudagraph_entries[context.batch_descriptor].output
+    for to, value in zip(_tensors(expected), _tensors(output), strict=True):
+        to.copy_(value)
+    return expected
+
+
+def _tensors(output: Any) -> list[torch.Tensor]:
+    return [value for value in (output if isinstance(output, (tuple, list)) else [output]) if torch.is_tensor(value)]
+
+
+def calling_pieces_by(call: Call) -> Replacement:
+    """Replaces calls of pieces by `call(vLLM's __call__, piece, *args, **kwargs)`, while it is switched on."""
+    vllms = CUDAGraphWrapper.__call__
+
+    def called(wrapper: CUDAGraphWrapper, *args: Any, **kwargs: Any) -> Any:
+        if wrapper.runtime_mode != CUDAGraphMode.PIECEWISE:
+            return vllms(wrapper, *args, **kwargs)
+        return call(vllms, wrapper, *args, **kwargs)
+
+    return Replacement("vllm.compilation.cuda_graph.CUDAGraphWrapper.__call__", CUDAGraphWrapper, called)
+
+
+class SetOfGraphs:
+    """The graphs of the steps in which the same things act: one dictionary for each object that holds graphs of vLLM's.
+
+    Such an object is a piece, or what holds the full graphs. Its dictionary takes the place of vLLM's while `switch` says so.
+    """
+
+    def __init__(self) -> None:
+        self._graphs: dict[Any, dict[Any, Any]] = {}
+        self._switches: dict[Any, Replacement] = {}
+        self._on = False
+
+    def add(self, target: str, owner: Any) -> None:
+        """Hold the graphs of `owner`, whose attribute `target` names, if they are not held yet."""
+        if owner not in self._graphs:
+            self._graphs[owner] = {}
+            self._switches[owner] = Replacement(target, owner, self._graphs[owner])
+            self._switches[owner].switch(self._on)
+
+    def switch(self, on: bool) -> None:
+        """Have vLLM use these graphs, or its own."""
+        self._on = on
+        for switch in self._switches.values():
+            switch.switch(on)
+
+    def held(self) -> set[tuple[Any, Any]]:
+        """(object, batch descriptor) of each graph."""
+        return {(owner, descriptor) for owner, graphs in self._graphs.items() for descriptor in graphs}
+
+    def drop(self, held: set[tuple[Any, Any]]) -> None:
+        """Forget some of the graphs, which gives the driver its memory back."""
+        for owner, descriptor in held:
+            del self._graphs[owner][descriptor]
+
+
+class ActingGraphs:
+    """The graphs of one worker, by what acts: recorded when they are needed, and dropped when others need their room.
+
+    Args:
+        limit: how many bytes of graphs are kept.
+        kernel: what the site op does in a graph of these acting things.
+        acts: whether a plan acts at a point in the step that is running.
+        record: has vLLM record its graph of a kind and a batch descriptor.
+        full: the attribute, and the object, in which vLLM looks for full graphs; None if it has none.
+        pieces: those of the model.
+        fixed: what the graphs are for that are recorded when the engine starts; None if graphs are recorded later.
+
+    Attributes:
+        acting: what acts in the coming step.
+        bytes_each: what a graph counts for; on all ranks the same.
+    """
+
+    def __init__(
+        self,
+        limit: int,
+        kernel: Callable[[Acting], Fire],
+        acts: Callable[[int], bool],
+        record: Callable[[str, Any], None],
+        full: tuple[str, Any] | None,
+        pieces: Pieces,
+        fixed: Acting | None = None,
+    ) -> None:
+        self.acting = NOTHING
+        self.bytes_each = _SMALLEST
+        self.fixed = fixed
+        self.recordings = 0
+        self._limit, self._kernel, self._acts, self._record = limit, kernel, acts, record
+        self._full, self._pieces = full, pieces
+        self._sets: dict[Acting, SetOfGraphs] = {}
+        self._recorded: OrderedDict[Key, set[tuple[Any, Any]]] = OrderedDict()  # the least recently used first
+        self._missed: OrderedDict[Key, int] = OrderedDict()  # the steps that had to do without
+        self._patience: dict[Key, int] = {}  # of batches whose graph was dropped before
+        self._due: list[Key] = []
+        self._impossible: set[Key] = set()
+        self._used: Acting = NOTHING
+        self._has_missed = False
+
+    # Steps.
+
+    def begin_step(self, acting: Acting) -> bool:
+        """Plans act at `acting` in the coming step. Returns whether graphs for it are to be recorded before it."""
+        self.acting, self._has_missed = acting, False
+        if not acting:
+            self._use(NOTHING)
+        return bool(self._due) and any(key[0] == acting for key in self._due)
+
+    def choose(self, kind: str, descriptor: Any) -> bool:
+        """vLLM chose a kind of graph for the step. Returns whether it may replay it; `kind` names a `CUDAGraphMode`.
+
+        A step without the graphs of the pieces replays vLLM's own, with stops.
+        """
+        if not self.acting or kind == CUDAGraphMode.NONE.name:
+            return True
+        is_fixed = self.fixed is not None and PROGRAMS not in self.acting
+        key = (self.fixed if is_fixed and self.fixed is not None else self.acting, kind, descriptor)
+        if is_fixed or key in self._recorded:
+            if not is_fixed:
+                self._recorded.move_to_end(key)
+            self._use(key[0])
+            return True
+        self._use(NOTHING)
+        self._miss(key)
+        if kind == CUDAGraphMode.PIECEWISE.name:
+            self._pieces.stop_where(self._acts)
+        return False
+
+    def end_step(self) -> None:
+        """The forward is queued."""
+        self._pieces.end_step()
+
+    def _use(self, acting: Acting) -> None:
+        if acting != self._used:
+            for each, on in ((self._used, False), (acting, True)):
+                if each in self._sets:
+                    self._sets[each].switch(on)
+            self._used = acting
+
+    def _miss(self, key: Key) -> None:
+        """The step has to do without a graph. One that comes again is worth a recording: the first that the step would have used."""
+        if self._has_missed or key in self._impossible or self.bytes_each > self._limit or PROGRAMS in key[0]:
+            return
+        self._has_missed = True
+        count = self._missed.pop(key, 0) + 1
+        self._missed[key] = count
+        if len(self._missed) > _REMEMBERED:
+            self._missed.popitem(last=False)
+        if count >= self._patience.get(key, _PATIENCE) and key not in self._due:
+            self._due.append(key)
+
+    # Recording.
+
+    def measure(self, taken: int, count: int) -> None:
+        """vLLM has recorded `count` graphs, which took so many bytes."""
+        self.bytes_each = max(_SMALLEST, taken // max(count, 1))
+
+    def agree(self, exchange: Callable[[Any], list[Any]]) -> None:
+        """Have all ranks of a group count with the same size. `exchange` returns what each of them passed."""
+        self.bytes_each = max(exchange(self.bytes_each))
+
+    def record_due(self) -> None:
+        """Record what the coming step is likely to need. To be called between two steps, after `begin_step`."""
+        due = [key for key in self._due if key[0] == self.acting]
+        self._due = [key for key in self._due if key[0] != self.acting]
+        for key in due:
+            self._missed.pop(key, None)
+            while (len(self._recorded) + 1) * self.bytes_each > self._limit:
+                self._drop(next(iter(self._recorded)))
+            self._record_one(key)
+
+    def _record_one(self, key: Key) -> None:
+        acting, kind, descriptor = key
+        before = self._sets[acting].held() if acting in self._sets else set()
+        try:
+            with self.recording(acting):
+                self._record(kind, descriptor)
+        except Exception:
+            _log.warning(
+                "The CUDA graph of plans at %s for %s could not be recorded; such steps run without it.",
+                ", ".join(map(str, sorted(acting, key=str))), descriptor, exc_info=True,
+            )  # fmt: skip
+            self._impossible.add(key)
+            self._sets[acting].drop(self._sets[acting].held() - before)
+            return
+        self._recorded[key] = self._sets[acting].held() - before
+        self.recordings += 1
+
+    @contextlib.contextmanager
+    def recording(self, acting: Acting) -> Iterator[None]:
+        """What vLLM records in the block are the graphs of `acting`."""
+        graphs = self._sets.setdefault(acting, SetOfGraphs())
+        if self._full is not None:
+            graphs.add(*self._full)
+        self._use(acting)
+        kernel = self._kernel(acting)
+
+        def edit(point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+            # vLLM also runs the forward to warm up. The tables are those of the last step then, and the kernel would write to its rows.
+            if is_capturing():
+                kernel(point, hidden, residual)
+
+        def call(vllms: Call, piece: CUDAGraphWrapper, *args: Any, **kwargs: Any) -> Any:
+            graphs.add(ENTRIES, piece)
+            return vllms(piece, *args, **kwargs)
+
+        with calling_pieces_by(call), alone_on_this_thread():
+            SiteOp.edit = edit
+            try:
+                yield
+            finally:
+                SiteOp.edit = None
+                self._use(NOTHING)
+
+    def _drop(self, key: Key) -> None:
+        """Forget a graph. If it comes again, it has to be asked for twice as often: more batches take turns than there is room for."""
+        acting, graphs = key[0], self._sets[key[0]]
+        graphs.drop(self._recorded.pop(key))
+        if len(self._patience) < _REMEMBERED:
+            self._patience[key] = 2 * self._patience.get(key, _PATIENCE)
+        if all(other[0] != acting for other in self._recorded):
+            if acting == self._used:
+                self._use(NOTHING)
+            del self._sets[acting]
+
+    def gauges(self) -> dict[str, int]:
+        """The graphs that are held. Those of the pieces of one batch count as one."""
+        held = len(self._recorded)
+        if self.fixed in self._sets:
+            held = len({descriptor for _, descriptor in self._sets[self.fixed].held()})
+        return {"graphs": held, "graph_bytes": held * self.bytes_each, "graph_recordings": self.recordings}
+
+
+def is_capturing() -> bool:
+    """Whether what this thread launches is recorded and not run."""
+    return torch.cuda.is_current_stream_capturing()
+
+
+class _CaptureAtStart(torch.cuda.graph):
+    """`torch.cuda.graph` that remembers the stream that it is given.
+
+    Attributes:
+        given: that stream. Without one, `torch.cuda.graph` always uses the same.
+    """
+
+    given: Any = None
+
+    def __init__(self, cuda_graph: torch.cuda.CUDAGraph, pool: Any = None, stream: Any = None, **options: Any) -> None:
+        super().__init__(cuda_graph, pool, stream, **options)
+        _CaptureAtStart.given = stream or _CaptureAtStart.given
+
+
+class _ThreadLocalCapture(_CaptureAtStart):
+    """`torch.cuda.graph` for a process whose other threads use the device meanwhile.
+
+    midstream's sender copies captured rows to the host on a stream of its own. PyTorch forbids that in all threads while one records,
+    unless it is told otherwise. It also frees all cached memory first, which would make the steps after a recording slow.
+    """
+
+    def __init__(self, cuda_graph: torch.cuda.CUDAGraph, pool: Any = None, stream: Any = None, **options: Any) -> None:
+        stream = stream and (_CaptureAtStart.given or stream)
+        super().__init__(cuda_graph, pool, stream, **{**options, "capture_error_mode": "thread_local"})
+
+    def __enter__(self) -> None:
+        torch.cuda.synchronize()
+        self.stream_ctx.__enter__()
+        pool = self.pool[0] if self.pool else None
+        self.cuda_graph.capture_begin(pool, capture_error_mode="thread_local")
+
+
+def remembering_streams() -> contextlib.AbstractContextManager[Any]:
+    """vLLM records its graphs in the block, and the streams that it uses are used again by `alone_on_this_thread`."""
+    return mock.patch.object(torch.cuda, "graph", _CaptureAtStart)
+
+
+@contextlib.contextmanager
+def alone_on_this_thread() -> Iterator[None]:
+    """Record graphs in the block, with the device at rest before and after it."""
+    collects = gc.isenabled()
+    torch.cuda.synchronize()
+    gc.disable()  # a collection would free memory and events while a graph is recorded
+    try:
+        with mock.patch.object(torch.cuda, "graph", _ThreadLocalCapture):
+            yield
+    finally:
+        if collects:
+            gc.enable()
+        torch.cuda.synchronize()

@@ -1,0 +1,379 @@
+"""CUDA graphs by what acts, on a GPU and on one model runner: prints one line a check and exits 1 on a failure.
+
+python tests/gpu/check_graphs.py --runner v2 --float32
+
+Two other engines give the answers: a stock one for plain requests, and an uncompiled one for plans. They run in processes of their own. The
+engine under test runs in this process, so that the graphs and PyTorch's memory can be looked at. With --float32, tokens have to be equal;
+without it, an engine that compiles rounds in other places than an uncompiled one, and most of them have to be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from on_gpu import engine_arguments, parsed, parser_of, run_checks
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+PROMPT, OTHER = "The Eiffel Tower is in the city of", "The capital of France is"
+GREEDY = {"temperature": 0.0, "ignore_eos": True}
+STEPS, SIZES = 16, (1, 2, 3, 8)  # tokens of a request; batches of so many plain requests
+LIMIT = 32 << 20  # bytes of graphs
+SEATS = 8  # requests at a time
+Rows = list[tuple[int, float]]  # a request's tokens, each with its logprob
+
+
+def vector(width: int, seed: int = 1) -> Any:
+    import torch
+
+    v = torch.randn(width, generator=torch.Generator().manual_seed(seed))
+    return v * (40 / v.norm())
+
+
+def plan_at(site: str, width: int) -> list[Any]:
+    """Steers one layer, and captures all positions at three: also the steps between which a graph is recorded."""
+    from midstream import Capture, Steer
+
+    steer = Steer(site, layers=3, vector=vector(width))
+    return [steer, Capture(site, layers=[2, 3, 7], positions="all", when="after")]
+
+
+def plain_batches(llm: Any) -> dict[int, list[Rows]]:
+    """By size, what a batch of plain requests generates."""
+    from vllm import SamplingParams
+
+    found = {}
+    for size in SIZES:
+        prompts = [[PROMPT, OTHER][i % 2] + " and" * (i // 2) for i in range(size)]
+        outputs = llm.generate(prompts, SamplingParams(**GREEDY, max_tokens=STEPS, logprobs=1), use_tqdm=False)
+        found[size] = [rows(output) for output in outputs]
+    return found
+
+
+def rows(output: Any) -> Rows:
+    (only,) = output.outputs
+    return [(token, each[token].logprob) for token, each in zip(only.token_ids, only.logprobs, strict=True)]
+
+
+def arriving_and_leaving(llm: Any, width: int, planned: bool) -> list[list[int]]:
+    """Three times as many requests as there are seats, of many lengths. Every third one is plain; the others steer at one site or two."""
+    from vllm import SamplingParams
+
+    from midstream import Steer
+    from midstream.settings import BUILDABLE
+
+    prompts, given = [], []
+    pairs = itertools.cycle(itertools.combinations(BUILDABLE, 2))
+    for i in range(3 * SEATS):
+        sites = [] if i % 3 == 0 else [BUILDABLE[i % 5]] if i % 3 == 1 else next(pairs)
+        plan = [Steer(site, layers=[1 + i % 6], vector=vector(width, i), scale=0.5) for site in sites]
+        extra = {"extra_args": {"midstream": plan}} if plan and planned else {}
+        prompts.append(f"{[PROMPT, OTHER][i % 2]}{' and' * (i % 5)}")
+        given.append(SamplingParams(**GREEDY, max_tokens=4 + 7 * i % 37, **extra))
+    outputs = llm.generate(prompts, given, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def write_answers(part: str, path: str, engine: dict[str, Any]) -> None:
+    """What the stock engine, or the uncompiled one, says."""
+    import torch
+
+    from midstream import VLLM, demo_model
+    from midstream.settings import BUILDABLE
+
+    if part == "stock":
+        from vllm import LLM
+
+        llm = LLM(demo_model(), **engine, max_num_seqs=SEATS)
+        width = llm.llm_engine.vllm_config.model_config.get_hidden_size()
+        torch.save({"plain": plain_batches(llm), "alone": arriving_and_leaving(llm, width, planned=False)}, path)
+        return
+    with VLLM(demo_model(), **{**engine, "enforce_eager": True}, max_num_seqs=SEATS) as model:
+        sites = {site: planned(model, site) for site in BUILDABLE}
+        together = arriving_and_leaving(model.engine, model.hidden_size, planned=True)
+        torch.save({"sites": sites, "together": together}, path)
+
+
+def planned(model: Any, site: str) -> tuple[list[list[int]], dict[int, Any]]:
+    """Tokens of four requests, of which the first and the third have a plan, and what the first one captures by layer."""
+    plan = plan_at(site, model.hidden_size)
+    outputs = model.generate([PROMPT, OTHER] * 2, plan=[plan, None] * 2, max_tokens=STEPS, **GREEDY)
+    captured = {layer: outputs[0].captures[site, layer] for layer in (2, 3, 7)}
+    return [list(output.outputs[0].token_ids) for output in outputs], captured
+
+
+class Checks:
+    """The checks, each a method `check_*` on one engine, in the order of their names."""
+
+    def __init__(self, model: Any, answers: dict[str, Any], exact: bool, graphs: bool) -> None:
+        self.model, self.answers, self.exact, self.graphs = model, answers, exact, graphs
+        self.tolerance = 2e-4 if exact else 6e-2
+        core = model.engine.llm_engine.engine_core.engine_core
+        self.worker = core.model_executor.driver_worker.worker
+        self.before = plain_batches(model.engine)
+
+    def gauge(self, name: str) -> int:
+        return int(self.model.gauges()[0][name])
+
+    @property
+    def recorded(self) -> list[Any]:
+        held = self.worker._runner.graphs
+        return list(held._recorded) if held is not None else []
+
+    def same(self, found: list[int], expected: list[int], what: Any) -> None:
+        """Equal tokens; without --float32 the first ones."""
+        until = len(expected) if self.exact else min(3, len(expected))
+        assert found[:until] == expected[:until], (what, found, expected)
+
+    def close(self, a: Any, b: Any, until: int) -> None:
+        a, b = a[:until].float().cpu(), b[:until].float().cpu()
+        difference = ((a - b).abs().max() / b.abs().max()).item()
+        assert difference <= self.tolerance, f"relative difference {difference:.2e} over {self.tolerance:.0e}"
+
+    def check_a_plain_requests_are_as_on_a_stock_engine(self) -> None:
+        """And nothing is recorded for them."""
+        stock = self.answers["plain"]
+        furthest = 0.0
+        for size in SIZES:
+            for mine, theirs in zip(self.before[size], stock[size], strict=True):
+                self.same([token for token, _ in mine], [token for token, _ in theirs], size)
+                for (a, x), (b, y) in zip(mine, theirs, strict=True):
+                    if a != b:
+                        break
+                    furthest = max(furthest, abs(x - y))
+        print(f"        plain: bit for bit as stock: {self.before == stock}; logprobs differ by at most {furthest:.1e}")
+        assert furthest <= (1e-4 if self.exact else 0.3)
+        assert self.gauge("graph_recordings") == 0 and self.gauge("graphs") == 0
+
+    def check_b_graphs_are_recorded_when_they_are_needed(self) -> None:
+        """The first two steps of a batch do without; plain requests and a batch that has its graph have none recorded."""
+        from midstream import Steer
+
+        plan = [Steer("mlp_out", layers=[2], vector=vector(self.model.hidden_size))]
+
+        def run(tokens: int, plan: Any = plan) -> list[int]:
+            (output,) = self.model.generate([PROMPT], plan=plan, max_tokens=tokens, **GREEDY)
+            return list(output.outputs[0].token_ids)
+
+        counts = [self.gauge("graph_recordings")]
+        found = []
+        for tokens, given in ((2, plan), (8, plan), (8, plan), (8, None), (STEPS, plan)):
+            found.append(run(tokens, given))
+            counts.append(self.gauge("graph_recordings"))
+        print(f"        recordings after each call: {counts}; graphs {[(sorted(k[0]), k[1]) for k in self.recorded]}")
+        if self.graphs:
+            assert counts[1] == counts[0] < counts[2] and counts[3] == counts[4]
+            assert self.recorded and all(acting == {"mlp_out"} for acting, _, _ in self.recorded)
+            each = self.gauge("graph_bytes") / len(self.recorded)
+            print(f"        a graph counts for {each / 2**20:.2f} MiB")
+        self.same(found[2], found[1], "recorded or not")
+        self.same(found[4][:8], found[2], "recorded or not")
+
+    def check_c_plans_at_each_site(self) -> None:
+        """As on an uncompiled engine: without graphs, then with them; nothing leaves the compiled forward; neighbours are alone."""
+        from midstream.settings import BUILDABLE
+
+        before, starts = self.gauge("off_graph_steps"), {}
+        for site in BUILDABLE:
+            tokens, captured = self.answers["sites"][site]
+            for turn in range(3):
+                begin = time.perf_counter()
+                found, rows_TH = planned(self.model, site)
+                starts[site, turn] = time.perf_counter() - begin
+                for mine, theirs in zip(found, tokens, strict=True):
+                    self.same(mine, theirs, (site, turn))
+                differs = [a != b for a, b in zip(found[0], tokens[0], strict=True)]
+                until = len(captured[3]) - STEPS + 1 + (differs.index(True) if True in differs else STEPS - 1)
+                for layer, expected in captured.items():
+                    self.close(rows_TH[layer], expected, until)
+            if self.graphs:
+                assert frozenset([site]) in {acting for acting, _, _ in self.recorded}
+        assert self.gauge("off_graph_steps") == before
+        took = {site: [round(1000 * starts[site, turn]) for turn in range(3)] for site in BUILDABLE}
+        print(f"        milliseconds by site, three times: {took}")
+
+    def check_d_requests_arrive_and_leave(self) -> None:
+        """Recordings in the middle of live requests leave all tokens as they are, those of plain requests and of planned ones."""
+        before = self.gauge("graph_recordings")
+        alone, together = self.answers["alone"], self.answers["together"]
+        for _ in range(3):
+            found = arriving_and_leaving(self.model.engine, self.model.hidden_size, planned=True)
+            for i, mine in enumerate(found):
+                self.same(mine, together[i], i)
+                if i % 3 == 0:
+                    self.same(mine, alone[i], i)
+        recordings = self.gauge("graph_recordings") - before
+        kinds = sorted({kind for _, kind, _ in self.recorded})
+        print(f"        {recordings} recordings beside live requests; kinds of graphs held: {kinds}")
+        assert not self.graphs or (recordings > 5 and kinds)
+
+    def check_e_pieces_are_recorded_too(self) -> None:
+        """Batches of prompts and tokens that come again: their pieces are replayed with the kernel in them."""
+        from vllm import SamplingParams
+
+        from midstream import Steer
+
+        plan = [Steer("attn_out", layers=[2, 5], vector=vector(self.model.hidden_size), scale=0.5)]
+        length = len(self.model.tokenizer(PROMPT)["input_ids"])
+        given = SamplingParams(**GREEDY, max_tokens=1, extra_args={"midstream": plan})
+        found = []
+        for _ in range(9):  # its graphs may have been dropped before
+            (output,) = self.model.engine.generate([PROMPT], given, use_tqdm=False)
+            found.append(list(output.outputs[0].token_ids))
+        assert found == [found[0]] * 9
+        pieces = [key for key in self.recorded if key[1] == "PIECEWISE" and key[0] == {"attn_out"}]
+        print(f"        prompt of {length} tokens: {[key[2] for key in pieces]}")
+        assert not self.graphs or pieces
+
+    def check_f_graphs_keep_within_their_bytes(self) -> None:
+        """More sets and batches than there is room for: all right, within the limit, and no memory is lost."""
+        import torch
+
+        from midstream import Steer
+        from midstream.settings import BUILDABLE
+
+        width = self.model.hidden_size
+        sets = [each for count in (1, 2, 3) for each in itertools.combinations(BUILDABLE, count)]
+        free, found, most = [], {}, 0
+        for turn in range(3):
+            for number, sites in enumerate(sets):
+                plan = [Steer(site, layers=[number % 7], vector=vector(width, number), scale=0.3) for site in sites]
+                size = 1 + number % 4
+                outputs = self.model.generate([PROMPT] * size, plan=plan, max_tokens=6, **GREEDY)
+                for output in outputs:
+                    tokens = list(output.outputs[0].token_ids)
+                    self.same(tokens, found.setdefault(sites, tokens), (sites, turn))
+                most = max(most, self.gauge("graphs"))
+                assert self.gauge("graph_bytes") <= LIMIT
+            if self.graphs:
+                torch.cuda.synchronize()
+                free.append((torch.cuda.mem_get_info()[0] >> 20, torch.cuda.memory_reserved() >> 20))
+        print(f"        at most {most} graphs of {len(sets)} sets; {self.gauge('graph_recordings')} recordings")
+        print(f"        MiB free on the device and reserved by PyTorch after each turn: {free}")
+        if self.graphs:
+            assert 0 < most < self.gauge("graph_recordings")
+            assert free[2][1] - free[0][1] <= 32 and free[0][0] - free[2][0] <= 64
+
+    def check_g_dropped_graphs_give_their_memory_back(self) -> None:
+        import torch
+
+        held = self.worker._runner.graphs
+        if held is None:
+            return
+        self.worker._runner.prepare(self.worker._runner.watched)
+        torch.cuda.synchronize()
+        before, count = torch.cuda.mem_get_info()[0], self.gauge("graphs")
+        for key in list(held._recorded):
+            held._drop(key)
+        torch.cuda.synchronize()
+        after = torch.cuda.mem_get_info()[0]
+        print(f"        {count} graphs dropped: {(after - before) / 2**20:.1f} MiB more free on the device")
+        assert self.gauge("graphs") == 0 == self.gauge("graph_bytes") and not held._sets and after >= before
+        self.check_c_plans_at_each_site()
+
+    def check_h_a_trace_beside_a_plan(self) -> None:
+        """The trace's code runs in the forward; the plan acts at another site of the same steps."""
+        from midstream import Steer
+
+        plan = [Steer("mlp_out", layers=[2], vector=vector(self.model.hidden_size), scale=0.5)]
+
+        def halve(model: Any, tracer: Any) -> Any:
+            found = []
+            for _ in tracer.iter[:4]:
+                model.layers_output[4][:] = model.layers_output[4].tanh() * 20
+                found.append(model.logits.clone())
+            return found
+
+        alone = self.model.run(halve, OTHER, max_tokens=6, **GREEDY)
+        for _ in range(2):
+            self.model.plan = plan
+            (steered,) = self.model.generate([PROMPT], max_tokens=6, **GREEDY)
+            both = self.model.run(halve, OTHER, max_tokens=6, **GREEDY)
+            self.model.plan = None
+            assert len(both) == len(alone) == 4 and not both[0].equal(alone[0])
+            (again,) = self.model.generate([PROMPT], plan=plan, max_tokens=6, **GREEDY)
+            self.same(list(again.outputs[0].token_ids), list(steered.outputs[0].token_ids), "plan of all, or of one")
+
+    def check_i_rows_are_captured_once_while_graphs_are_recorded(self) -> None:
+        """The senders copy rows to the host on other streams and threads meanwhile. Every row is as on its own."""
+        from midstream import Capture
+        from midstream.settings import BUILDABLE
+
+        for number, site in enumerate(BUILDABLE):
+            plan = [Capture(site, positions="all"), Capture(BUILDABLE[number - 1], layers=[0], positions="all")]
+            outputs = self.model.generate([PROMPT] * 5, plan=plan, max_tokens=40, **GREEDY)
+            (alone,) = self.model.generate([PROMPT], plan=plan, max_tokens=40, **GREEDY)
+            tokens = list(alone.outputs[0].token_ids)
+            for output in outputs:
+                self.same(list(output.outputs[0].token_ids), tokens, site)
+                differs = [a != b for a, b in zip(output.outputs[0].token_ids, tokens, strict=True)]
+                until = len(alone.captures[site, 3]) - 39 + (differs.index(True) if True in differs else 39)
+                for layer in range(self.model.num_layers):
+                    self.close(output.captures[site, layer], alone.captures[site, layer], until)
+
+    def check_y_steps_with_and_without_a_plan(self) -> None:
+        """Prints how long a step takes once all is recorded."""
+        from midstream import Steer
+
+        plan = [Steer("mlp_out", layers=[2], vector=vector(self.model.hidden_size))]
+        times: dict[str, list[float]] = {"plain": [], "mlp_out": []}
+        for _ in range(4):
+            for name, given in (("plain", None), ("mlp_out", plan)):
+                begin = time.perf_counter()
+                self.model.generate([PROMPT] * SEATS, plan=given, max_tokens=128, **GREEDY)
+                times[name].append((time.perf_counter() - begin) / 128)
+        print(f"        ms a step: { ({name: round(1000 * min(each), 3) for name, each in times.items()}) }")
+
+    def check_z_plain_requests_are_bit_for_bit_as_before(self) -> None:
+        assert plain_batches(self.model.engine) == self.before
+        left = {k: v for k, v in self.model.gauges()[0].items() if v and not k.endswith(("_steps", "_growths"))}
+        left = {k: v for k, v in left.items() if not k.startswith("graph") and k != "queued_bytes"}
+        assert not left, left
+
+
+def main() -> int:
+    parser = parser_of(__doc__)
+    parser.add_argument("--part", choices=["stock", "uncompiled"], help=argparse.SUPPRESS)
+    parser.add_argument("--answers", help=argparse.SUPPRESS)
+    arguments = parsed(parser)
+    engine = engine_arguments(arguments)
+    if arguments.part:
+        write_answers(arguments.part, arguments.answers, engine)
+        return 0
+    begin = time.perf_counter()
+    with tempfile.TemporaryDirectory() as directory:
+        paths = {part: str(Path(directory) / part) for part in ("stock", "uncompiled")}
+        others = [
+            subprocess.Popen([sys.executable, __file__, *sys.argv[1:], "--part", part, "--answers", path])
+            for part, path in paths.items()
+        ]
+        import torch
+
+        from midstream import VLLM, demo_model
+
+        answers: dict[str, Any] = {}
+        for other, path in zip(others, paths.values(), strict=True):
+            if other.wait() != 0:
+                print(f"FAILED  {path}: the engine that gives the answers ended with {other.returncode}")
+                return 1
+            answers |= torch.load(path, weights_only=False)
+        print(f"answers after {time.perf_counter() - begin:.0f} s", flush=True)
+        model = VLLM(demo_model(), **engine, max_num_seqs=SEATS, graph_bytes=LIMIT)
+        print(f"engine after {time.perf_counter() - begin:.0f} s", flush=True)
+        checks = Checks(model, answers, arguments.exact, not (arguments.eager or arguments.cpu))
+        with model:
+            failed = run_checks(checks, arguments.runner)
+    print(f"{time.perf_counter() - begin:.0f} s")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
