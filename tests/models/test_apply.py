@@ -53,7 +53,8 @@ def test_programs_of_many_requests_beside_plain_ones(model: Any, plain: Plain) -
     plans: list[Any] = [
         [Apply("mlp_out", layers=3, program=gate(0.1 * (i + 1), bias)), everything()] for i, bias in enumerate(biases)
     ]
-    plans += [[everything()], [Steer("resid_post", layers=3, vector=vector(9)), Apply("resid_post", layers=3, program=gate(0.3, biases[0]), positions=-2), everything()]]  # fmt: skip
+    placed = Apply("resid_post", layers=3, program=gate(0.3, biases[0]), positions=-2)
+    plans += [[everything()], [placed, Steer("resid_post", layers=3, vector=vector(9)), everything()]]
     outputs = model.generate([FRANCE, ITALY, FRANCE, ITALY, FRANCE], plan=plans, max_tokens=4, **GREEDY)
 
     def steered(h: torch.Tensor) -> torch.Tensor:
@@ -83,7 +84,10 @@ def test_heads_of_attention(model: Any, plain: Plain) -> None:
         everything(),
     ]
     (output,) = model.generate(FRANCE, plan=plan, max_tokens=1, **GREEDY)
-    edit = lambda z: (z.reshape(-1, heads, HIDDEN // heads) * each).reshape(z.shape)
+
+    def edit(z: torch.Tensor) -> torch.Tensor:
+        return (z.reshape(-1, heads, HIDDEN // heads) * each).reshape(z.shape)
+
     close(output.captures["resid_post", 7], plain.run(FRANCE, {("attn_z", 2): edit}).sites["resid_post", 7])
 
 
@@ -97,3 +101,16 @@ def test_a_program_keeps_its_kv_to_itself(engine: Any, plain: Plain) -> None:
         (output,) = engine.generate([prompt], plan=plan, max_tokens=1, **GREEDY)
         ran = plain.run(prompt, {("resid_post", 1): gated(scale, bias)} if scale else {})
         close(output.captures["resid_post", 7], ran.sites["resid_post", 7])
+
+
+def test_a_program_in_a_compiled_forward(compiled: Any, plain: Plain) -> None:
+    """At a site that the compiled forward has and at one that it lacks, beside a plain request."""
+    bias = vector(3, 5.0)
+    for site in ("resid_post", "attn_z"):
+        program = gate(0.5, bias)
+        plans = [[Apply(site, layers=3, program=program), everything()], [everything()]]
+        outputs = compiled.generate([FRANCE, ITALY], plan=plans, max_tokens=4, **GREEDY)
+        for output, prompt, edits in zip(outputs, (FRANCE, ITALY), ({(site, 3): gated(0.5, bias)}, {}), strict=True):
+            ids, ran = generated_with(plain, edits, 4, prompt)
+            assert tokens(output) == ids
+            close(output.captures["resid_post", 7], ran.sites["resid_post", 7])

@@ -10,6 +10,7 @@ import ast
 import itertools
 import math
 import re
+import sys
 import tempfile
 import warnings
 from collections import deque
@@ -43,9 +44,14 @@ class Body:
 
     def fresh(self, save: Callable[[Any], Any]) -> Callable[..., Any]:
         """The function in a new module, in which `save` is the given one."""
-        module = ModuleType(f"loaded_body_{next(_numbers)}")  # not in sys.modules
+        module = ModuleType(f"loaded_body_{next(_numbers)}")
         vars(module).update(save=save, __file__=str(self.path))
-        exec(compile(self.path.read_text(), str(self.path), "exec", dont_inherit=True), vars(module))
+        code = compile(self.path.read_text(), str(self.path), "exec", dont_inherit=True)
+        sys.modules[module.__name__] = module  # dataclasses look for it there
+        try:
+            exec(code, vars(module))
+        finally:
+            del sys.modules[module.__name__]
         return getattr(module, self.name)  # type: ignore[no-any-return]
 
 

@@ -1161,6 +1161,15 @@ def test_l1_code_that_looks_at_the_length_is_recorded_for_each():
         assert [said(each) for each in every] == [[steer(n * V)] for n in lengths], name
 
 
+def test_l1_a_length_for_which_code_does_something_of_its_own():
+    def body(model):
+        if len(model.layers_output[2]) == 6:
+            model.layers_output[2] += V
+
+    every = lowered([[body]] * 3, [4, 6, 9], [2] * 3)
+    assert [said(each) for each in every] == [[], [steer(V)], []]
+
+
 def test_l1_rows_are_counted_in_each_prompt():
     def last(model):
         model.layers_output[2][-1] += V

@@ -208,6 +208,8 @@ class Blocks:
         """The numbers of a block in another shape, as recorded."""
         each = math.prod(block.result.shape) * block.result.shaped.rows  # of a row
         count = self.count(block) if block.lead >= 0 else 1
+        if not count:
+            raise No("it is about no token")
         known = math.prod(size for size in sizes if size >= 0)
         sizes = [each * count // max(known, 1) if size < 0 else size for size in sizes]
         if block.lead < 0:

@@ -21,7 +21,6 @@ from midstream.client.language_model_batch import BatchInvoke, BatchRequest, Pad
 from midstream.client.model import TraceModel, loading_arguments
 from midstream.client.prompts import prompts_of
 from midstream.client.requests import Invoke, InvokeResult, runs_of, token_ids
-from midstream.client.tracing import warn_of_functions
 from midstream.client.vectors_and_runs import Runs, Vectors, run_now
 from midstream.errors import MidstreamError, ParameterError, PlanError, PromptError
 from midstream.plan.values import ModelFacts
@@ -209,7 +208,7 @@ class LanguageModel(TraceModel):
         self, invokes: list[Invoke], together: bool = False, ended: Callable[[int], object] = lambda _: None
     ) -> list[InvokeResult]:
         """Run traces as one batch, and requests without traces in the batches of `_batches`."""
-        given, invokes = invokes, self._on_copies(invokes)
+        invokes = self._on_copies(invokes)
         prompts = [[] if each.prompt is None else prompts_of(each.prompt)[0] for each in invokes]
         single = self._with_plan(
             [replace(each, prompt=prompt) for each, own in zip(invokes, prompts, strict=True) for prompt in own]
@@ -231,7 +230,6 @@ class LanguageModel(TraceModel):
                 self._run_batch(part, stack)
                 ended(len(part))
             results = [self._result(each) for each in batch]
-        warn_of_functions(given, results)
         return results
 
     def _on_copies(self, invokes: list[Invoke]) -> list[Invoke]:

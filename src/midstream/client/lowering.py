@@ -15,23 +15,25 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from midstream.client.passes import changes, rows_of
+from midstream.client.passes import Rows, changes, rows_of
+from midstream.client.rowwise import NotRowwise, programs_of
 from midstream.errors import PlanError
+from midstream.plan.ops.apply import Apply
 from midstream.plan.ops.edit import Edit, RowChange, changed, kinds
+from midstream.plan.program import Program as RowProgram
 from midstream.plan.values import Capture, Plan, counted_from_0
 from midstream.runtime.request import Tier
 from midstream.sites import Point
 from midstream.trace.graph import StepGraph, Write, repeats, same_steps
-from midstream.trace.kept import KeptTrace, Rows, rows_kept
+from midstream.trace.kept import Kept, KeptTrace, rows_kept
 from midstream.trace.program import BlockProgram, Outcome, Program, ShippedCode, ship, unship
 from midstream.trace.record import Model, Recording, record
 from midstream.trace.weights import Weight, on_device
 
-_ELSE = "a plan adds, subtracts, replaces and projects out; this write does something else"
 _IN_GRAPHS = ("resid_post",)  # as `runtime.points.trace_keys`
 _EXPLAINED = (512, 8)  # the prompt's length and the number of steps for `explain`
 # The positions to capture for what is kept: of a point that is read in the prompt's step alone, and of others.
-_KEPT: dict[Rows, tuple[Sequence[str], Sequence[str]]] = {
+_KEPT: dict[Kept, tuple[Sequence[str], Sequence[str]]] = {
     "last": (("last_prompt",), ("last_prompt", "all_generated")),
     "whole": (("all_prompt",), ("all",)),
 }
@@ -64,7 +66,7 @@ class Lowered:
     tier: Tier = Tier.FORWARD
     edits: tuple[Edit, ...] = ()
     reads: dict[Point, bool] = field(default_factory=dict)
-    rows: Rows | None = None
+    rows: Kept | None = None
     notes: list[Note] = field(default_factory=list)
     reason: str | None = None
     recordings: Sequence[Recording] = ()
@@ -162,7 +164,8 @@ def explained(program: Program, model: Model, may_run_here: bool) -> str:
         Tier.PLAN: "A plan does all of it: no code runs in the engine.",
         Tier.CLIENT: "The trace only keeps rows. A plan captures them, and the trace's code runs in this process after the request has "
         "ended.",
-        Tier.BEHIND: "The trace runs behind the step: a plan makes its writes, and its code gets captured rows. The forward is not stopped.",
+        Tier.BEHIND: "The trace runs behind the step: a plan makes its writes, and its code gets captured rows. The forward is not "
+        "stopped.",
         Tier.FORWARD: "The trace runs in the forward: its steps are slower, for all requests in them.",
     }
     return "\n".join([*lines, ends[tier]])
@@ -416,10 +419,25 @@ def _in_prompt(edit: Edit) -> Edit:
 
 
 def _edits_of(write: Write, length: int, phase: str, notes: list[Note]) -> list[Edit]:
+    """The edits that make a write: of kinds that say it, else programs. Raises _Stays if there are none."""
     found = changes(write)
-    site, layer = write.point
-    if found is None:
-        raise _Stays(write.line, _ELSE)
+    edits = _placed(found, write, length, phase) if found is not None else None
+    if edits is None:
+        try:
+            edits = _placed(programs_of(write), write, length, phase)
+        except NotRowwise as error:
+            raise _Stays(error.line or write.line, error.reason) from None
+    assert edits is not None
+    note = Note(write.line, "edit", f"{write.point[0]}[{write.point[1]}] is edited by a plan")
+    if edits and note not in notes:
+        notes.append(note)
+    return edits
+
+
+def _placed(
+    found: Sequence[tuple[Rows, RowChange | RowProgram]], write: Write, length: int, phase: str
+) -> list[Edit] | None:
+    """Edits for the rows that each entry is for; None if no kind of edit says one. A later entry stands in place of an earlier one."""
     rows: dict[int, int] = {}  # row -> the entry that counts there
     try:
         for place, (chosen, _) in enumerate(found):
@@ -427,32 +445,32 @@ def _edits_of(write: Write, length: int, phase: str, notes: list[Note]) -> list[
     except IndexError:
         raise _Stays(write.line, "it is about a row that the prompt does not have") from None
     edits: list[Edit] = []
-    for place, (chosen, change) in enumerate(found):
+    for place, (chosen, what) in enumerate(found):
         mine = [row for row in rows_of(chosen, length) if rows[row] == place]
-        if not mine or change.is_nothing:
+        if not mine or (isinstance(what, RowChange) and what.is_nothing):
             continue
-        is_all, in_prompt = len(mine) == length, phase == "prefill"
-        constant = change.constant
-        if constant is not None and constant.ndim == 2:
-            order = rows_of(chosen, length)
-            change = change._replace(constant=constant[[order.index(row) for row in mine]])
-            if not in_prompt:
-                change = change._replace(constant=change.constant[0])
-        places: list[dict[str, Any]] = [{"phase": phase}] if is_all else []
-        places += [{"positions": tuple(mine)}] if in_prompt else []
-        made = _said(change, places, write)
+        places: list[dict[str, Any]] = [{"phase": phase}] if len(mine) == length else []
+        places += [{"positions": tuple(mine)}] if phase == "prefill" else []
+        if isinstance(what, RowChange):
+            made = _said(_for_rows(what, rows_of(chosen, length), mine, phase), places, write)
+        else:
+            made = [Apply(write.point[0], layers=write.point[1], program=what, **places[0])]
         if not made:
-            replaces = not (in_prompt or change.scale or change.outers)
-            raise _Stays(write.line, "a plan can replace rows of the prompt alone" if replaces else _ELSE)
+            return None
         edits += made
-    text = f"{site}[{layer}] is edited by a plan"
-    if (note := Note(write.line, "edit", text)) not in notes and edits:
-        notes.append(note)
     return edits
 
 
+def _for_rows(change: RowChange, chosen: list[int], mine: list[int], phase: str) -> RowChange:
+    """The change with the numbers of these rows, if each has its own."""
+    if change.constant is None or change.constant.ndim == 1:
+        return change
+    constant = change.constant[[chosen.index(row) for row in mine]]
+    return change._replace(constant=constant if phase == "prefill" else constant[0])
+
+
 def _said(change: RowChange, places: Sequence[Mapping[str, Any]], write: Write) -> Sequence[Edit]:
-    """The edits that the registered kinds find for a change."""
+    """The edits that the registered kinds find for a change; none if no kind does."""
     if write.was.part is not None and (change.scale != 1 or change.outers):
         return ()  # of a part of the site's value, only what is added is known to be added to the whole
     for where in places:

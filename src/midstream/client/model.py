@@ -28,7 +28,7 @@ from midstream.client.requests import (
     sampling,
 )
 from midstream.client.sweeping import Sweeping, SweepStream
-from midstream.client.tracing import BlockContext, Session, Tracer, in_with_header
+from midstream.client.tracing import BlockContext, Session, Tracer, in_with_header, warn_of_functions
 from midstream.client.vectors_and_runs import Runs, Vectors, run_now
 from midstream.errors import ParameterError, PlanError, PromptError, TraceError, UnsendableError
 from midstream.plan.values import Capture, ModelFacts, Plan, RecordedRun
@@ -346,12 +346,14 @@ class TraceModel(Sizes):
             Invoke(p, program, sampling(params, 1), q, edits=chosen, is_streamed=False)
             for p, q in zip(prompts, plans, strict=True)
         ]
-        return self._finish(self._returned(self._run_with_bar(invokes, progress=progress), single))
+        return self._finish(self._returned(invokes, self._run_with_bar(invokes, progress=progress), single))
 
-    async def _returned(self, running: Any, single: bool) -> Any:
+    async def _returned(self, invokes: Sequence[Invoke], running: Any, single: bool) -> Any:
         """The function's return value in each invoke, or in the only one."""
         values = []
-        for result in await self._results(running):
+        results = await self._results(running)
+        warn_of_functions(invokes, results)
+        for result in results:
             samples = [outcome.values.get(RETURNED) for outcome in result.outcomes]
             for value in samples:
                 if isinstance(value, UnsendableError):

@@ -49,6 +49,8 @@ def programs_of(write: Write) -> list[tuple[Choice, Program]]:
         raise NotRowwise(reader.line, str(error)) from None
     except RecursionError:
         raise NotRowwise(write.line, "it computes too much") from None
+    except Exception as error:  # the code may do anything to its tensors; what is not foreseen here runs in the forward
+        raise NotRowwise(reader.line, f"it is not known to be row-wise ({type(error).__name__}: {error})") from error
 
 
 class _Reader:

@@ -23,7 +23,7 @@ from midstream.trace.record import Recording
 from midstream.trace.stand_in import StandIn
 from midstream.trace.tree import as_bits, map_objects
 
-Rows = Literal["last", "whole"]  # of each value: its last row, or all its rows
+Kept = Literal["last", "whole"]  # of each value: its last row, or all its rows
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
@@ -58,7 +58,7 @@ class KeptRows:
     shape: tuple[int, ...]
 
 
-def rows_kept(recording: Recording) -> Rows | None:
+def rows_kept(recording: Recording) -> Kept | None:
     """Which rows of each value the code keeps; None if it does more than to keep rows."""
     values = list(_values(recording.outcome.values))
     if not recording.saved or recording.watched or recording.makes_numbers or None in values:
@@ -74,16 +74,20 @@ def rows_kept(recording: Recording) -> Rows | None:
     return "whole" if "whole" in in_prompt else "last"
 
 
-def _values(tree: Any) -> Iterator[Value | None]:
+def _values(tree: Any, seen: set[int] | None = None) -> Iterator[Value | None]:
     """The values of the stand-ins in lists, dicts and tuples; None for anything that is neither these nor plain."""
+    seen = set() if seen is None else seen
+    if id(tree) in seen and type(tree) in (list, dict):  # it may contain itself
+        return
+    seen.add(id(tree))
     if isinstance(tree, StandIn):
         yield tree.memory.value if not tree.chain else None
     elif type(tree) in (list, tuple):
         for each in tree:
-            yield from _values(each)
+            yield from _values(each, seen)
     elif type(tree) is dict:
         for name, each in tree.items():
-            yield from _values(each)
+            yield from _values(each, seen)
             if not isinstance(name, _PLAIN):
                 yield None
     elif type(tree) not in _PLAIN:
@@ -129,7 +133,7 @@ def _placed(values: Any, prompt: int) -> Any:
     return map_objects(values, StandIn, placed)
 
 
-class _Kept:
+class _Filling:
     """The values that code has kept, with `KeptRows` that count only the kept rows of their plane.
 
     Args:
@@ -186,7 +190,7 @@ class KeptTrace:
         self._recordings = {len(recording.steps): recording}
         self._most = len(recording.steps)
         self.prompt, self._again = prompt, again
-        self._kept: dict[int, tuple[Outcome, _Kept]] = {}
+        self._kept: dict[int, tuple[Outcome, _Filling]] = {}
 
     def outcome(self, captured: CapturedSteps) -> Outcome:
         """The outcome of a request that has ended."""
@@ -195,6 +199,6 @@ class KeptTrace:
             if count not in self._recordings:
                 self._recordings[count] = self._again(count)
             found = self._recordings[count].outcome
-            self._kept[count] = found, _Kept(_placed(found.values, self.prompt), captured)
+            self._kept[count] = found, _Filling(_placed(found.values, self.prompt), captured)
         found, kept = self._kept[count]
         return replace(found, values=kept.filled(captured), name="kept", order=captured.count, steps=captured.count)

@@ -440,6 +440,11 @@ _SENT: WeakValueDictionary[str, type] = WeakValueDictionary()  # cloudpickle's i
 _ORIGINALS: WeakKeyDictionary[type, type] = WeakKeyDictionary()  # copy of such a class -> the class
 
 
+def is_sent(kind: type) -> bool:
+    """Whether it is a class of this process, which has gone by value with code."""
+    return any(kind is each for each in _SENT.values())
+
+
 def _value_here(number: int) -> Any:
     """The tensor or array of this number. A tensor is on the model's device, so that `model.layers_output[3] += v` works."""
     return _VALUES.get()[number]
@@ -638,7 +643,9 @@ def _own_modules() -> list[ModuleType]:
     for name, module in list(sys.modules.items()):
         if _LOOKED_AT.get(name, (None,))[0] is not module:
             _LOOKED_AT[name] = module, _is_own(module) and name == module.__name__
-    return [sys.modules[name] for name, (module, is_own) in _LOOKED_AT.items() if is_own and sys.modules.get(name) is module]
+    return [
+        sys.modules[name] for name, (module, is_own) in _LOOKED_AT.items() if is_own and sys.modules.get(name) is module
+    ]
 
 
 def _is_own(module: Any) -> bool:

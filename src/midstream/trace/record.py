@@ -127,7 +127,7 @@ def record(program: Program, model: Model, tokens: int, steps: int, has_arrays: 
     """
     notes = Notes(model.device, _file_of(program), has_arrays)
     body = RecordedBody(model, notes, tokens, steps)
-    _give_kinds(program)
+    modules = {name: (module, dict(vars(module))) for name, module in _give_kinds(program).items()}
     held = _Held()
     token = CURRENT.set(body)
     try:
@@ -145,6 +145,9 @@ def record(program: Program, model: Model, tokens: int, steps: int, has_arrays: 
         notes.line = notes.line or _line_of(error, notes.file)
     finally:
         CURRENT.reset(token)
+    for name, (module, before) in modules.items():
+        if _put_back(module, before):
+            notes.reason = notes.reason or f"it changes a variable of the module {name}"
     found = outcome(body, program)
     returns = not is_plain(found.values)
     writes_last = any(step.last for step in notes.steps)
@@ -163,8 +166,20 @@ def record(program: Program, model: Model, tokens: int, steps: int, has_arrays: 
     )
 
 
-def _give_kinds(program: Program) -> None:
-    """Have a program's functions use `kind_of` for `type`."""
+def _put_back(module: ModuleType, before: dict[str, Any]) -> bool:
+    """Undo changes of a module's variables, which this process has, too. Returns whether there were any."""
+    now = vars(module)
+    changed = [name for name, value in before.items() if name not in now or now[name] is not value]
+    new = [name for name in now if name not in before and not isinstance(now[name], ModuleType)]  # imports add modules
+    for name in new:
+        del now[name]
+    now.update({name: before[name] for name in changed})
+    return bool(changed or new)
+
+
+def _give_kinds(program: Program) -> dict[str, ModuleType]:
+    """Have a program's functions use `kind_of` for `type`. Returns the modules among the variables that they use."""
+    modules: dict[str, ModuleType] = {}
     program = getattr(program, "program", program)
     seen, rest = set[int](), list[Any]([program.fn] if isinstance(program, FunctionProgram) else [])
     if isinstance(program, BlockProgram):
@@ -173,6 +188,8 @@ def _give_kinds(program: Program) -> None:
     while rest:
         found = rest.pop()
         kind = type(found)  # isinstance might run the object's own code
+        if kind is ModuleType:
+            modules[found.__name__] = found
         function = found.__func__ if kind is MethodType else found.func if kind is partial else found
         if type(function) is not FunctionType or id(function) in seen:
             continue
@@ -181,6 +198,7 @@ def _give_kinds(program: Program) -> None:
         if vars(sys.modules.get(names.get("__name__", ""), object)) is not names:  # a copy
             names.setdefault("type", kind_of)
         rest += [value for _, value in variables_of(function)]
+    return modules
 
 
 def _file_of(program: Program) -> str:
@@ -625,7 +643,9 @@ def _is_pure(function: Any) -> bool:
         home = function.__module__ or "builtins"
     else:
         kinds = (owner if isinstance(owner, type) else type(owner)).__mro__
-        kind = next((kind for kind in kinds if function.__name__ in vars(kind)), kinds[0])
+        name = function.__name__
+        own = (kind for kind in kinds if name in vars(kind) and not isinstance(vars(kind)[name], FunctionType))
+        kind = next(own, kinds[0])
         home = kind.__module__
         if kind is torch.Generator:
             return False

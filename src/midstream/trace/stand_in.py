@@ -128,11 +128,12 @@ class Number:
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, torch.dtype)
 
 
-def is_plain(tree: Any) -> bool:
-    """Whether it is a plain value, or a list, dict, tuple or set of such."""
-    if type(tree) is dict:
-        return all(map(is_plain, tree)) and all(map(is_plain, tree.values()))
-    return all(map(is_plain, tree)) if type(tree) in (list, tuple, set, frozenset) else type(tree) in _PLAIN
+def is_plain(tree: Any, depth: int = 8) -> bool:
+    """Whether it is a plain value, or a list, dict, tuple or set of such, not too deep."""
+    if type(tree) in (dict, list, tuple, set, frozenset):
+        inner = (*tree, *tree.values()) if type(tree) is dict else tree
+        return depth > 0 and all(is_plain(each, depth - 1) for each in inner)
+    return type(tree) in _PLAIN
 
 
 @dataclass(frozen=True)

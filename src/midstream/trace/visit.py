@@ -101,7 +101,8 @@ class _Handed:
         write: puts it into the forward.
         view: the site whose value it is; None for a leaf of the module's own value.
         version: when it was read or written last; None if it has to be written.
-        seen: its content then, if it has no versions and the point has other views. Without others it is written each time.
+        seen: its content then, on a CPU, where numpy and `.data` can change it without a new version; elsewhere if it has no versions and
+            the point has other views. Without others it is written each time.
     """
 
     value: torch.Tensor
@@ -120,8 +121,8 @@ class _Handed:
         """Its content is what was read or written. `has_others`: whether the point has other views."""
         if not self.value.is_inference():
             self.version = self.value._version
-        elif has_others:
-            self.seen = self.value.clone()
+        if self.value.is_cpu or (has_others and self.value.is_inference()):
+            self.seen = self.value.detach().clone()
 
 
 class Visit:

@@ -31,8 +31,10 @@ import cloudpickle
 import msgspec
 import numpy as np
 import torch
+from cloudpickle.cloudpickle import _class_setstate
 
 from midstream.errors import ChannelError, UnsendableError
+from midstream.trace.program import is_sent
 from midstream.trace.tree import is_raw, movable
 
 ALIGNMENT = 64  # bytes; a cache line, and more than any dtype needs
@@ -145,7 +147,13 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == (__name__, _tensor.__name__):
             return self._tensors.__getitem__
-        return super().find_class(module, name)
+        found = super().find_class(module, name)
+        return _fill_copies if found is _class_setstate else found
+
+
+def _fill_copies(kind: type, state: Any) -> Any:
+    """Give a class that came by value its attributes, unless it is a class of this process itself, which a trace has returned."""
+    return kind if is_sent(kind) else _class_setstate(kind, state)
 
 
 class Packed(NamedTuple):
