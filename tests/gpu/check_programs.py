@@ -1,0 +1,104 @@
+"""Traces whose writes are programs, on a GPU and on one model runner: prints one line a check and exits 1 on a failure.
+
+python tests/gpu/check_programs.py --runner v2 --float32
+
+The same functions run on transformers (`LanguageModel`), which gives the expected values and tokens.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+from on_gpu import engine_arguments, parsed, parser_of, run_checks
+
+PROMPTS = ["The Eiffel Tower is in the city of", "The capital of France is", "One two three"]
+STEPS = 6
+LAYER, LATER = 3, 6
+
+
+def bodies(width: int) -> dict[str, Any]:
+    """Twelve spellings of a write in every step, by name: each changes one site and returns a later one."""
+    import torch
+
+    made = torch.Generator().manual_seed(0)
+    v = torch.randn(width, generator=made)
+    d = v / v.norm()
+    enc, dec = (torch.randn(*shape, generator=made) / 8 for shape in ((width, 512), (512, width)))
+
+    def replaced(change: Any) -> Any:
+        def body(model: Any, tracer: Any) -> Any:
+            found = []
+            for _ in tracer.iter[:]:
+                h = model.layers_output[LAYER]
+                model.layers_output[LAYER] = change(h)
+                found.append(model.layers_output[LATER][-1])
+            return found
+
+        return body
+
+    def column(model: Any, tracer: Any) -> Any:
+        found = []
+        for _ in tracer.iter[:]:
+            model.layers_output[LAYER][:, 17] = 0
+            found.append(model.layers_output[LATER][-1])
+        return found
+
+    def mlp(model: Any, tracer: Any) -> Any:
+        found = []
+        for _ in tracer.iter[:]:
+            part = model.model.layers[LAYER].mlp
+            part.output = torch.tanh(part.output)
+            found.append(model.layers_output[LATER][-1])
+        return found
+
+    def last_row(model: Any, tracer: Any) -> Any:
+        model.layers_output[LAYER][-1] = torch.sigmoid(model.layers_output[LAYER][-1])
+        return model.layers_output[LATER][-1]
+
+    changes = {
+        "adds_a_converted_vector": lambda h: h + v.to(h),
+        "adds_twice": lambda h: h + 2 * v.to(h),
+        "halves": lambda h: h * 0.5,
+        "projects_out": lambda h: h - (h @ d.to(h))[:, None] * d.to(h),
+        "sae_gate": lambda h: torch.relu(h @ enc.to(h)) @ dec.to(h),
+        "where_a_score_is_high": lambda h: torch.where((h @ d.to(h))[:, None] > 0, h + v.to(h), h),
+        "unit_norm": lambda h: torch.nn.functional.normalize(h, dim=-1) * 8,
+        "layer_norm": lambda h: torch.nn.functional.layer_norm(h, h.shape[-1:]),
+        "top_k": lambda h: h * (h >= h.topk(32, dim=-1).values[:, -1:]),
+    }
+    found = {name: replaced(change) for name, change in changes.items()}
+    return {**found, "column": column, "mlp": mlp, "last_row": last_row}
+
+
+def main() -> int:
+    arguments = parsed(parser_of(__doc__))
+
+    from midstream import VLLM, LanguageModel, demo_model
+
+    engine = VLLM(demo_model(), **engine_arguments(arguments))
+    plain = LanguageModel(demo_model(), dtype=engine._known.dtype, device="cpu" if arguments.cpu else "cuda")
+    tolerance = 1e-3 if arguments.float32 or arguments.cpu else 0.1
+    greedy = {"max_tokens": STEPS, "temperature": 0.0, "ignore_eos": True}
+
+    def check(fn: Any) -> Any:
+        def run() -> None:
+            before = engine.gauges()[0]["forward_traced_steps"]
+            found = engine.run(fn, PROMPTS * 4, **greedy)
+            assert engine.gauges()[0]["forward_traced_steps"] == before, "it ran in the forward"
+            for prompt, mine in zip(PROMPTS * 4, found, strict=True):
+                theirs = plain.run(fn, prompt, **greedy)
+                for a, b in zip(mine, theirs, strict=True) if isinstance(mine, list) else [(mine, theirs)]:
+                    far = (a.cpu().float() - b.cpu().float()).norm() / b.cpu().float().norm()
+                    assert far < tolerance, f"{float(far):.2e} away for {prompt!r}"
+
+        return run
+
+    checks = SimpleNamespace(**{f"check_{name}": check(fn) for name, fn in bodies(engine.hidden_size).items()})
+    with engine:
+        return 1 if run_checks(checks, arguments.runner) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
