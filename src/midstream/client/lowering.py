@@ -31,6 +31,7 @@ from midstream.trace.record import Model, Recording, record
 from midstream.trace.weights import Weight, on_device
 
 _IN_GRAPHS = ("resid_post",)  # as `runtime.points.trace_keys`
+_MOST_CONSTANTS = 1 << 20  # bytes of numbers in a program, which each request carries
 _EXPLAINED = (512, 8)  # the prompt's length and the number of steps for `explain`
 # The positions to capture for what is kept: of a point that is read in the prompt's step alone, and of others.
 _KEPT: dict[Kept, tuple[Sequence[str], Sequence[str]]] = {
@@ -424,9 +425,12 @@ def _edits_of(write: Write, length: int, phase: str, notes: list[Note]) -> list[
     edits = _placed(found, write, length, phase) if found is not None else None
     if edits is None:
         try:
-            edits = _placed(programs_of(write), write, length, phase)
+            programs = programs_of(write)
         except NotRowwise as error:
             raise _Stays(error.line or write.line, error.reason) from None
+        if any(program.nbytes > _MOST_CONSTANTS for _, program in programs):
+            raise _Stays(write.line, "its numbers are too many for a plan: each request would carry them")
+        edits = _placed(programs, write, length, phase)
     assert edits is not None
     note = Note(write.line, "edit", f"{write.point[0]}[{write.point[1]}] is edited by a plan")
     if edits and note not in notes:
