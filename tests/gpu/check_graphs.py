@@ -10,8 +10,11 @@ without it, an engine that compiles rounds in other places than an uncompiled on
 from __future__ import annotations
 
 import argparse
+import contextlib
+import faulthandler
 import itertools
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -28,6 +31,7 @@ GREEDY = {"temperature": 0.0, "ignore_eos": True}
 STEPS, SIZES = 16, (1, 2, 3, 8)  # tokens of a request; batches of so many plain requests
 LIMIT = 32 << 20  # bytes of graphs
 SEATS = 8  # requests at a time
+END_SECONDS = 120  # within which the engine and this process have to end
 Rows = list[tuple[int, float]]  # a request's tokens, each with its logprob
 
 
@@ -118,7 +122,55 @@ class Checks:
         self.tolerance = 2e-4 if exact else 6e-2
         core = model.engine.llm_engine.engine_core.engine_core
         self.worker = core.model_executor.driver_worker.worker
+        self.own = self.graphs_in_place()
         self.before = plain_batches(model.engine)
+
+    def graphs_in_place(self) -> dict[Any, Any]:
+        """What vLLM holds graphs in, and the dictionary that each of them uses."""
+        from vllm.compilation.cuda_graph import CUDAGraphWrapper
+
+        found = {wrapper: wrapper.concrete_cudagraph_entries for wrapper in CUDAGraphWrapper._all_instances}
+        manager = getattr(self.worker.model_runner, "cudagraph_manager", None)  # the V2 runner's
+        return found | ({manager: manager.graphs} if manager is not None else {})
+
+    def displaced(self) -> list[str]:
+        """The holders of graphs that do not use vLLM's own, and the set that they use."""
+        held = self.worker._runner.graphs
+        sets = held._sets.items() if held is not None else ()
+        found = []
+        for holder, own in self.own.items():
+            if (now := self.graphs_in_place()[holder]) is not own:
+                whose = [sorted(acting) for acting, each in sets if each._graphs.get(holder) is now]
+                kind = getattr(getattr(holder, "runtime_mode", None), "name", "FULL")
+                batches = sorted(str(getattr(each, "num_tokens", each)) for each in now)
+                found.append(f"{type(holder).__name__} ({kind}): graphs of {whose or 'a dropped set'} for {batches}")
+        return found
+
+    def after_each(self) -> None:
+        """Between two calls vLLM's own graphs are in place, and plain requests are bit for bit as at the start."""
+        if (held := self.worker._runner.graphs) is not None:
+            self.worker._runner.prepare(self.worker._runner.watched)
+            assert not self.displaced(), "not vLLM's own graphs"
+            assert not held._impossible, "graphs that could not be recorded"
+        assert plain_batches(self.model.engine) == self.before, "plain requests"
+
+    def after_failure(self) -> str:
+        """What acts, and which graphs there are; the requests that are left are aborted."""
+        engine = self.model.engine.llm_engine
+        left = list(engine.output_processor.request_states)
+        lines = [f"requests left: {left}", f"gauges: {self.model.gauges()[0]}"]
+        if (held := self.worker._runner.graphs) is not None:
+            lines += [
+                f"acting: {sorted(held.acting)}; in use: {sorted(held._used)}; watched: {self.worker._runner.watched!r}"
+            ]
+            displaced = self.displaced()
+            lines += [f"displaced: {each}" for each in displaced[:3]] + [f"displaced in all: {len(displaced)}"]
+            for name in ("_recorded", "_due", "_impossible"):
+                keys = [(sorted(acting), kind, str(batch)) for acting, kind, batch in getattr(held, name)]
+                lines.append(f"{name[1:]}: {keys}")
+        with contextlib.suppress(Exception):
+            engine.abort_request(left, internal=True)
+        return "\n".join(f"        {line}" for line in lines)
 
     def gauge(self, name: str) -> int:
         return int(self.model.gauges()[0][name])
@@ -204,12 +256,13 @@ class Checks:
         """Recordings in the middle of live requests leave all tokens as they are, those of plain requests and of planned ones."""
         before = self.gauge("graph_recordings")
         alone, together = self.answers["alone"], self.answers["together"]
-        for _ in range(3):
+        for _ in range(6):
             found = arriving_and_leaving(self.model.engine, self.model.hidden_size, planned=True)
             for i, mine in enumerate(found):
                 self.same(mine, together[i], i)
                 if i % 3 == 0:
                     self.same(mine, alone[i], i)
+            self.after_each()
         recordings = self.gauge("graph_recordings") - before
         kinds = sorted({kind for _, kind, _ in self.recorded})
         print(f"        {recordings} recordings beside live requests; kinds of graphs held: {kinds}")
@@ -348,6 +401,7 @@ def main() -> int:
     if arguments.part:
         write_answers(arguments.part, arguments.answers, engine)
         return 0
+    faulthandler.register(signal.SIGTERM, all_threads=True, chain=True)  # who cuts the run off sees where it was
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as directory:
         paths = {part: str(Path(directory) / part) for part in ("stock", "uncompiled")}
@@ -371,7 +425,9 @@ def main() -> int:
         checks = Checks(model, answers, arguments.exact, not (arguments.eager or arguments.cpu))
         with model:
             failed = run_checks(checks, arguments.runner)
-    print(f"{time.perf_counter() - begin:.0f} s")
+            print(f"checks after {time.perf_counter() - begin:.0f} s", flush=True)
+            faulthandler.dump_traceback_later(END_SECONDS, exit=True)  # and if it does not end, where it is
+    print(f"engine closed after {time.perf_counter() - begin:.0f} s", flush=True)
     return 1 if failed else 0
 
 

@@ -57,14 +57,19 @@ def engine_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_checks(checks: Any, label: str) -> int:
-    """Run the methods `check_*` in the order of their names, a line each; how many failed."""
+    """Run the methods `check_*` in the order of their names, a line each; how many failed.
+
+    `after_each`, if there is one, is part of every check. `after_failure` returns what to print, and puts right what the next check needs.
+    """
     failed = 0
+    after_each, after_failure = getattr(checks, "after_each", lambda: None), getattr(checks, "after_failure", str)
     for name in [name for name in dir(checks) if name.startswith("check_")]:
         try:
             getattr(checks, name)()
+            after_each()
             print(f"ok      {label} {name}", flush=True)
         except Exception:
             failed += 1
-            print(f"FAILED  {label} {name}\n{traceback.format_exc()}", flush=True)
-    print(f"{label}: {failed} failed")
+            print(f"FAILED  {label} {name}\n{traceback.format_exc()}{after_failure()}", flush=True)
+    print(f"{label}: {failed} failed", flush=True)
     return failed

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 pytest.importorskip("vllm")
+from vllm.compilation.cuda_graph import CUDAGraphEntry, CUDAGraphOptions, CUDAGraphWrapper
 from vllm.config import CUDAGraphMode
+from vllm.forward_context import override_forward_context
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from midstream.engine import launch
@@ -220,18 +222,24 @@ def test_l5_where_none_is_recorded_later_the_v2_runner_records_twice_at_the_star
 
 
 class RecordingDispatcher(Dispatcher):
+    descriptor = "small"
+
     def dispatch(self, *args: Any, invalid_modes: Any = (), **kwargs: Any) -> Any:
-        return (CUDAGraphMode.PIECEWISE if CUDAGraphMode.FULL in invalid_modes else CUDAGraphMode.FULL), "small"
+        full = CUDAGraphMode.FULL not in invalid_modes
+        return (CUDAGraphMode.FULL if full else CUDAGraphMode.PIECEWISE), self.descriptor
 
     def get_capture_descs(self) -> Any:
         return [(CUDAGraphMode.FULL, ["large", "small"])]
 
 
 class RecordingRunner(ModelRunner):
-    """A V1 runner that records graphs."""
+    """A V1 runner that records graphs, in vLLM's own wrapper."""
 
     def __init__(self) -> None:
-        super().__init__(Model())
+        super().__init__(wrapper := CUDAGraphWrapper.__new__(CUDAGraphWrapper))
+        wrapper.runnable, wrapper.runtime_mode, wrapper.is_debugging_mode = Model(), CUDAGraphMode.FULL, False
+        wrapper.cudagraph_options, wrapper.concrete_cudagraph_entries = CUDAGraphOptions(debug_log_enable=False), {}
+        self.replayed: list[tuple[str, bool]] = []  # the batch, and whether the graph has the kernel
         self.cudagraph_dispatcher = RecordingDispatcher()
         self.device, self.seen = "device", list[Any]()
         table = SimpleNamespace(get_device_tensor=lambda rows: self.block_ids[:rows])
@@ -245,8 +253,27 @@ class RecordingRunner(ModelRunner):
             other=5,
         )
 
+    def get_model(self) -> Any:
+        return self.model.runnable
+
     def capture_model(self) -> int:
+        for descriptor in ("large", "small"):
+            self._add_graph(descriptor)
         return 8 << 20
+
+    def _add_graph(self, descriptor: Any) -> None:
+        replayed = descriptor, SiteOp.edit is not None
+        graph: Any = SimpleNamespace(replay=lambda: self.replayed.append(replayed))
+        self.model.concrete_cudagraph_entries[descriptor] = CUDAGraphEntry(descriptor, graph)
+
+    def execute_model(self) -> CUDAGraphMode:
+        """Choose a graph, and call the model as a step does."""
+        mode, descriptor = self.cudagraph_dispatcher.dispatch()
+        context: Any = SimpleNamespace(batch_descriptor=descriptor, cudagraph_runtime_mode=mode)
+        if mode == CUDAGraphMode.FULL:
+            with override_forward_context(context):
+                self.model()
+        return mode
 
     def _capture_cudagraphs(self, *args: Any) -> None:
         self.seen.append(args)
@@ -262,6 +289,7 @@ class RecordingRunner(ModelRunner):
         assert batch.block_table[0] is self.input_batch.block_table[0] and batch.block_table.groups == 1
         assert self.block_ids.tolist() == [[0, 0]] * 3 + [[1, 1]]
         self.seen.append((descriptor, mode))
+        self._add_graph(descriptor)
 
     @property
     def watched(self) -> bool:
@@ -283,8 +311,8 @@ class Tables:
         return self.block_tables[group]
 
 
-def test_l5_the_v1_runner_records_one_graph_without_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What vLLM builds for it depends on no request that is alive, and the adapter is not called. Until then the step has the pieces."""
+def recording_v1_runner(monkeypatch: pytest.MonkeyPatch) -> tuple[V1Runner, RecordingRunner]:
+    """After the engine's start: vLLM forbids to record."""
     from vllm.compilation import monitor
 
     monkeypatch.setattr(monitor, "cudagraph_capturing_enabled", False)
@@ -292,17 +320,26 @@ def test_l5_the_v1_runner_records_one_graph_without_a_request(monkeypatch: pytes
     monkeypatch.setattr(runners_module, "remembering_streams", nullcontext)
     monkeypatch.setattr(recording_module, "alone_on_this_thread", nullcontext)
     vllms = RecordingRunner()
-    batch = vllms.input_batch
     runner = V1Runner(vllms)
     runner.connect(Host())
     held(runner)
+    return runner, vllms
+
+
+def test_l5_the_v1_runner_records_one_graph_without_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What vLLM builds for it depends on no request that is alive, and the adapter is not called. Until then the step has the pieces."""
+    from vllm.compilation import monitor
+
+    runner, vllms = recording_v1_runner(monkeypatch)
+    batch = vllms.input_batch
     dispatch = vllms.cudagraph_dispatcher.dispatch
     for acting in (frozenset(["mlp_out"]), frozenset[str]()):
         for count in range(3):
             runner.prepare(Watch.ALL, acting)
             full = count == 2 or not acting
-            assert vllms.cudagraph_dispatcher.dispatch()[0] == (CUDAGraphMode.FULL if full else CUDAGraphMode.PIECEWISE)
+            assert vllms.execute_model() == (CUDAGraphMode.FULL if full else CUDAGraphMode.PIECEWISE)
             runner.end_step()
+    assert vllms.replayed == [("small", True)] + [("small", False)] * 3
     monkeypatch.setattr(StepMode, "no_full_graph", True)
     assert vllms.cudagraph_dispatcher.dispatch()[0] == CUDAGraphMode.PIECEWISE
     assert vllms.seen == [("small", CUDAGraphMode.FULL)] and vllms.input_batch is batch
@@ -310,6 +347,37 @@ def test_l5_the_v1_runner_records_one_graph_without_a_request(monkeypatch: pytes
     assert runner.gauges() == {"graphs": 1, "graph_bytes": 4 << 20, "graph_recordings": 1}
     runner.prepare(Watch.NOTHING)
     assert vllms.cudagraph_dispatcher.dispatch == dispatch
+
+
+@pytest.mark.parametrize("comes_next", ["plain steps beside a plan", "rest"])
+def test_l5_the_v1_runner_has_vllms_graphs_in_plain_steps_after_any_others(
+    monkeypatch: pytest.MonkeyPatch, comes_next: str
+) -> None:
+    """On a GPU plain steps failed with "CUDA graph capturing detected at an inappropriate time", out of vLLM's wrapper.
+
+    A set whose first graph was recorded behind a step with another set's graphs had put those in the place of vLLM's.
+    """
+    runner, vllms = recording_v1_runner(monkeypatch)
+    a, b = frozenset(["mlp_out"]), frozenset(["mlp_out", "resid_post"])
+
+    def step(acting: frozenset[str], descriptor: str) -> None:
+        vllms.cudagraph_dispatcher.descriptor = descriptor
+        runner.prepare(Watch.ALL, acting)
+        vllms.execute_model()
+        runner.end_step()
+
+    for acting, descriptor in ((a, "small"), (a, "small"), (b, "large"), (b, "large"), (a, "small"), (b, "large")):
+        step(acting, descriptor)
+    assert vllms.replayed == [("small", True), ("large", True)]
+    if comes_next == "plain steps beside a plan":
+        step(frozenset(), "small")
+        step(frozenset(), "large")
+    else:
+        runner.prepare(Watch.NOTHING)
+        for descriptor in ("small", "large"):
+            vllms.cudagraph_dispatcher.descriptor = descriptor
+            vllms.execute_model()
+    assert vllms.replayed[2:] == [("small", False), ("large", False)]
 
 
 def test_l5_where_none_is_recorded_later_the_v1_runner_records_twice_at_the_start(

@@ -63,13 +63,17 @@ class Pieces:
 
     @contextlib.contextmanager
     def stopping_at(self, expects: Callable[[int], bool]) -> Iterator[None]:
-        """Run a piece from its compiled code, which calls the site op, if a trace waits at one of its points."""
-        self.expects = expects
+        """Run a piece from its compiled code, which calls the site op, if a trace waits at one of its points.
+
+        In such a block of another's, pieces stop for both.
+        """
+        outer = self.expects
+        self.expects = expects if outer is None else lambda point: outer(point) or expects(point)
         self._call_by_us()
         try:
             yield
         finally:
-            self.expects = None
+            self.expects = outer
             self.end_step()
 
     def stop_where(self, acts: Callable[[int], bool]) -> None:
@@ -93,11 +97,13 @@ class Pieces:
         points = self._points.get(piece)
         if points is not None and not any(map(self._stops, points)):
             return vllms(piece, *args, **kwargs)
-        before, SiteOp.seen = SiteOp.seen, set()
+        before, SiteOp.seen = SiteOp.seen, (seen := set[int]())
         try:
-            return _run(piece, *args, **kwargs)
+            output = _run(piece, *args, **kwargs)
         finally:
-            self._points[piece], SiteOp.seen = SiteOp.seen, before
+            SiteOp.seen = before
+        self._points[piece] = seen
+        return output
 
     def _stops(self, point: int) -> bool:
         expects, acts = self.expects, self._acts
@@ -143,7 +149,10 @@ class SetOfGraphs:
         self._on = False
 
     def add(self, target: str, owner: Any) -> None:
-        """Hold the graphs of `owner`, whose attribute `target` names, if they are not held yet."""
+        """Hold the graphs of `owner`, whose attribute `target` names, if they are not held yet.
+
+        To be called while no other set is switched on: what the owner has then is vLLM's, and comes back with `switch(False)`.
+        """
         if owner not in self._graphs:
             self._graphs[owner] = {}
             self._switches[owner] = Replacement(target, owner, self._graphs[owner])
@@ -281,28 +290,34 @@ class ActingGraphs:
 
     def _record_one(self, key: Key) -> None:
         acting, kind, descriptor = key
-        before = self._sets[acting].held() if acting in self._sets else set()
+        graphs = self._sets.setdefault(acting, SetOfGraphs())
+        before = graphs.held()
         try:
             with self.recording(acting):
                 self._record(kind, descriptor)
-        except Exception:
+            if graphs.held() == before:
+                raise RuntimeError("vLLM recorded no graph.")
+        except BaseException as error:
+            graphs.drop(graphs.held() - before)
+            self._drop_if_empty(acting)
+            if not isinstance(error, Exception):
+                raise
             _log.warning(
                 "The CUDA graph of plans at %s for %s could not be recorded; such steps run without it.",
                 ", ".join(map(str, sorted(acting, key=str))), descriptor, exc_info=True,
             )  # fmt: skip
             self._impossible.add(key)
-            self._sets[acting].drop(self._sets[acting].held() - before)
             return
-        self._recorded[key] = self._sets[acting].held() - before
+        self._recorded[key] = graphs.held() - before
         self.recordings += 1
 
     @contextlib.contextmanager
     def recording(self, acting: Acting) -> Iterator[None]:
         """What vLLM records in the block are the graphs of `acting`."""
         graphs = self._sets.setdefault(acting, SetOfGraphs())
+        self._use(NOTHING)  # the last step's set would be taken for vLLM's own
         if self._full is not None:
             graphs.add(*self._full)
-        self._use(acting)
         kernel = self._kernel(acting)
 
         def edit(point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
@@ -317,6 +332,7 @@ class ActingGraphs:
         with calling_pieces_by(call), alone_on_this_thread():
             SiteOp.edit = edit
             try:
+                self._use(acting)
                 yield
             finally:
                 SiteOp.edit = None
@@ -324,10 +340,12 @@ class ActingGraphs:
 
     def _drop(self, key: Key) -> None:
         """Forget a graph. If it comes again, it has to be asked for twice as often: more batches take turns than there is room for."""
-        acting, graphs = key[0], self._sets[key[0]]
-        graphs.drop(self._recorded.pop(key))
+        self._sets[key[0]].drop(self._recorded.pop(key))
         if len(self._patience) < _REMEMBERED:
             self._patience[key] = 2 * self._patience.get(key, _PATIENCE)
+        self._drop_if_empty(key[0])
+
+    def _drop_if_empty(self, acting: Acting) -> None:
         if all(other[0] != acting for other in self._recorded):
             if acting == self._used:
                 self._use(NOTHING)

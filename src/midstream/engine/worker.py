@@ -159,7 +159,7 @@ class Worker(PlatformWorker):
         )
         self.midstream = self._make_trace_host(arch, settings)
         self.plans = self._make_plan_host(arch, settings, built_in)
-        self._has_built_in = bool(built_in)
+        self._has_built_in = any(exchange_in(pipeline)(bool(built_in)))  # the stages agree on the size of a graph
         forms = {(arch.widths[p], arch.bindings[p].residual is not None) for p in buildable_points(arch, sites)}
         for width, dual in forms:
             self.plans.tables.warm_up(width, dual, config.model_config.dtype)
