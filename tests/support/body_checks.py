@@ -29,7 +29,7 @@ from plain_run import Ran
 import midstream
 
 TOLERANCE = 2e-4  # of a tensor's largest value, in float32
-NOISE = 1e-6  # of the weights, which shows how much a body's results depend on rounding
+NOISE = 1e-5  # of the weights, which shows how much a body's results depend on rounding
 TIE = 1e-4  # of the largest logit: a smaller distance between two tokens may come out either way
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 _numbers = itertools.count()
@@ -223,7 +223,7 @@ class Oracle:
         slack = distances(expected, again)
         if math.inf in slack.values():  # rounding decides what this body does
             return ""
-        wrong = {place: value for place, value in far.items() if value > 30 * slack.get(place, 0.0)}
+        wrong = {place: value for place, value in far.items() if value > 5 * slack.get(place, 0.0)}
         if not wrong:
             return ""
         told = {place: _told(expected, found, place) for place in [*wrong][:4]}

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from plain_run import NeverReachedError, Run, ShapeError, Stopped, Visit
+from plain_run import NeverReachedError, Run, ShapeError, Stopped, UnknownSiteError, Visit
 from torch import nn
 
 # The order of a layer's points in the forward.
@@ -92,6 +92,14 @@ class Module:
         self._visit("input").replace(value if self._as_vllm else value[0], broadcasts=False)
 
 
+def layer_of(index: Any, layers: int) -> int:
+    """The layer that an index stands for, from the front or from the end."""
+    try:
+        return range(layers)[operator.index(index)]
+    except (TypeError, IndexError) as error:
+        raise UnknownSiteError(f"{index!r} of {layers} layers") from error
+
+
 class PerLayer:
     """`model.layers_output` and the like: `[T, H]` of each layer."""
 
@@ -99,7 +107,7 @@ class PerLayer:
         self._run, self._site, self._layers = run, site, layers
 
     def _at(self, layer: int) -> Visit:
-        return self._run.visit_to((range(self._layers)[operator.index(layer)], ORDER.index(self._site)))
+        return self._run.visit_to((layer_of(layer, self._layers), ORDER.index(self._site)))
 
     def __getitem__(self, layer: int | slice) -> Any:
         if isinstance(layer, slice):
@@ -152,7 +160,7 @@ class Model:
 
     def steer(self, layers: Any, vector: torch.Tensor, factor: float = 1.0, positions: Any = None) -> None:
         chosen = [layers] if isinstance(layers, int) else layers
-        for layer in sorted(range(self.num_layers)[each] for each in chosen):
+        for layer in sorted(layer_of(each, self.num_layers) for each in chosen):
             self.layers_output[layer][slice(None) if positions is None else positions] += factor * vector
 
 

@@ -24,7 +24,11 @@ class NeverReachedError(Exception):
     """The body asked for a value after the request had ended."""
 
 
-class ShapeError(Exception):
+class UnknownSiteError(LookupError):
+    """The model has no such layer."""
+
+
+class ShapeError(ValueError):
     """The body wrote a value that does not fit."""
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from random_flow_idioms import FLOW
 from random_idioms import CONDITIONS, EFFECTS, VECTORS
-from random_site_idioms import ENDINGS, LAST, READS, VALUES, WRITES
+from random_site_idioms import EDITS, ENDINGS, LAST, READS, ROW_EDITS, VALUE_EDITS, VALUES, WRITES
 
 HEAD = Path(__file__).with_name("random_head.py").read_text()
 LAYERS = 8
@@ -43,7 +43,8 @@ RETURNS = [
 TABLES = {
     name: [each.strip("\n") for each in text.split("\n\n")]
     for name, text in {
-        "vectors": VECTORS, "reads": READS, "writes": WRITES, "values": VALUES, "flow": FLOW, "last": LAST, "endings": ENDINGS
+        "vectors": VECTORS, "reads": READS, "writes": WRITES, "values": VALUES, "flow": FLOW, "last": LAST, "endings": ENDINGS,
+        "edits": EDITS, "$E": VALUE_EDITS, "$R": ROW_EDITS,
     }.items()
 }  # fmt: skip
 NUMBERS = {"k": "0.5 -1.5 2.0 -0.25 0.1 -1.0 0.75 3", "j": "-0.5 1.5 0.3 -2", "c": "0.5 2.0 4.0 1.25"}
@@ -78,9 +79,8 @@ class Writer:
         return lines
 
     def statement(self, depth: int) -> list[str]:
-        table = self.rng.choices(
-            ["vectors", "flow", "reads", "writes", "values"], [22, 33 if depth < 2 else 0, 17, 25, 3]
-        )
+        often = {"vectors": 22, "flow": 33 if depth < 2 else 0, "reads": 17, "writes": 20, "edits": 10, "values": 3}
+        table = self.rng.choices([*often], often.values())
         return self.write(table[0], depth)
 
     def write(self, table: str, depth: int = 0) -> list[str]:
@@ -92,6 +92,9 @@ class Writer:
             indent, word = re.match(r"( *)(.*)", line).groups()
             if word in ("$B", "$N", "$Q"):
                 lines += [indent + each for each in self.block(word, depth + 1, "args" in known)]
+            elif word in ("$E", "$R"):
+                shared = {name: known[name] for name in ("h", "a", "S") if name in known}
+                lines.append(indent + self.expand(self.rng.choice(TABLES[word]), shared))
             else:
                 lines.append(indent + self.expand(word, known))
         if "new" in known:

@@ -12,6 +12,7 @@
 | `$yes`, `$no`, `$yn` | an expression that is true, false, or either |
 | `$do` | an expression with an effect |
 | `$args` | all vectors as parameters with themselves as defaults |
+| `$E`, `$R` | a change of a value, or of a row of it |
 | `$B`, `$N`, `$Q` | statements; `$N` without sites, `$Q` with `model.layers_output[l]` as the only one |
 """
 

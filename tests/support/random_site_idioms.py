@@ -46,6 +46,10 @@ out.append(model.project_on_vocab($S[-1:]).argmax(-1))
 """
 
 WRITES = """
+$h = $S
+$h += named.get("before", 0)
+named["before"] = 0.1 * $h.mean(0)
+
 $h = save($S)
 $h += $v
 out.append($h[-1])
@@ -204,6 +208,113 @@ $f($L)
 [*map(functools.partial(add, model, v=$v), ($L, $M))]
 
 model.model.layers[$L].mlp.output = torch.tanh(model.model.layers[$L].mlp.output)
+"""
+
+# Several changes of one value.
+EDITS = """
+$h = $S
+$E
+$E
+out.append($h[-1])
+
+$h = $S
+$E
+$E
+$E
+
+$h = $S
+$E
+$S = $h * $k
+$E
+$E
+
+$a = $S[-1]
+$R
+$R
+out.append($a)
+
+$a = $S[0]
+$R
+$R
+$R
+"""
+
+# What `$E` and `$R` stand for: a change of the value `$h`, which is the site's `$S`, and of its row `$a`.
+VALUE_EDITS = """
+$h += $v
+
+$h -= $k * $v
+
+$h *= $k
+
+$h[$row] = $v
+
+$h[$row] += $v
+
+$h[$row] *= $k
+
+$h[:, $col] = $k
+
+$h[..., $col] += $k
+
+$h[-1][$col] = $k
+
+$h[0, $col] = $j
+
+$h.add_($v, alpha=$k)
+
+$h.clamp_(-$c, $c)
+
+$h -= ($h @ unit($v))[:, None] * unit($v)
+
+$h.copy_($h * $k)
+
+$h.neg_()
+
+$h[-1].copy_($v)
+
+$h[:1] += $h[-1]
+
+$h = $h + $v
+
+$h = $h.clone()
+
+$S = $h
+
+$S = $h + $v
+
+$S += $v
+
+out.append($h.clone())
+
+out.append(save($h))
+
+out.append($S.sum(-1))
+"""
+ROW_EDITS = """
+$a += $v
+
+$a -= $k * $v
+
+$a *= $k
+
+$a[$col] = $k
+
+$a[$col] += $j
+
+$a.copy_($v)
+
+$a.clamp_(-$c, $c)
+
+$a -= ($a @ unit($v)) * unit($v)
+
+$a.neg_()
+
+$a[:] = $v
+
+out.append($a.clone())
+
+$a = $a.clone()
 """
 
 # What needs numbers of the forward.

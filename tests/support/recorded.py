@@ -114,7 +114,9 @@ def said(given: Lowered) -> list[tuple[str, str, int, Any, list[float]]]:
 
 
 def numbers(edit: Any) -> torch.Tensor:
-    """The vector of an edit, with its factor."""
+    """The vector of an edit, with its factor; empty for a program."""
+    if isinstance(edit, Apply):
+        return torch.empty(0)
     if isinstance(edit, Clamp):
         return torch.tensor(edit.direction.data)
     if isinstance(edit, Patch):

@@ -20,6 +20,7 @@ from recorded import (
     V,
     checked,
     clamp,
+    found,
     in_forward,
     patch,
     planned,
@@ -881,6 +882,17 @@ def test_l2_numbers_that_differ_between_rows_stay_with_their_rows(how):
         "replaced": replaced,
     }
     checked(bodies[how])
+
+
+@pytest.mark.xfail(
+    strict=True, reason="the pass that reads writes goes one call deeper for each", raises=RecursionError
+)
+def test_l2_many_changes_of_one_value():
+    def body(model):
+        for _ in range(1000):
+            model.layers_output[2] += V
+
+    assert found(body).tier in (Tier.PLAN, Tier.FORWARD)
 
 
 @pytest.mark.xfail(strict=True, reason="rows that are equal once they are counted from 0 are not seen to be")

@@ -136,12 +136,13 @@ def test_l1_a_long_request_may_do_something_else_late():
     assert checked(late, steps=42).tier is Tier.FORWARD
 
 
-def test_l2_rows_are_replaced_in_the_prompt_alone():
+def test_l2_a_patch_replaces_rows_of_the_prompt_alone():
     def body(model, tracer):
         for _ in tracer.iter[:]:
             model.layers_output[2] = V.expand(model.layers_output[2].shape[0], WIDTH)
 
-    in_forward(body, why="rows of the prompt alone")
+    kinds = {(kind, where == "decode") for kind, _, _, where, _ in said(checked(body))}
+    assert ("Patch", True) not in kinds and ("Steer", True) not in kinds
 
 
 def test_l2_values_of_an_earlier_step_stay_in_the_forward():

@@ -227,6 +227,13 @@ def the_value_of_an_earlier_layer_stays(model, tracer):
     return early, kept, model.layers_output[5]
 
 
+def a_change_after_the_forward_went_on_stays_outside(model, tracer):
+    h = model.layers_output[3]
+    attention = model.attentions_output[4]
+    h += 100
+    return attention, h, model.layers_output[5]
+
+
 def a_value_before_and_after_the_write(model, tracer):
     h = model.layers_output[3]
     before = h.clone()
