@@ -27,7 +27,8 @@ from midstream.sites import Point
 from midstream.trace.graph import StepGraph, Write, repeats, same_steps
 from midstream.trace.kept import Kept, KeptTrace, rows_kept
 from midstream.trace.program import BlockProgram, Outcome, Program, ShippedCode, ship, unship
-from midstream.trace.record import Model, Recording, record
+from midstream.trace.record import Model, Recording, fingerprint, record
+from midstream.trace.stand_in import is_plain
 from midstream.trace.weights import Weight, on_device
 
 _IN_GRAPHS = ("resid_post",)  # as `runtime.points.trace_keys`
@@ -70,7 +71,7 @@ class Lowered:
     rows: Kept | None = None
     notes: list[Note] = field(default_factory=list)
     reason: str | None = None
-    recordings: Sequence[Recording] = ()
+    recordings: Sequence[Recording] = field(default=(), repr=False)
     again: Callable[[int], Recording] | None = None
 
     @property
@@ -216,13 +217,26 @@ def lowered_requests(
         key = tuple(keys)
         if key not in known:
             each = [
-                _lowered(recorder.recordings[exact], model, lengths[request], programs[request][place].is_standing)
-                for place, exact in enumerate(keys)
+                _lowered(recorder.recordings[exact], model, lengths[request], steps[request], program.is_standing)
+                for program, exact in zip(programs[request], keys, strict=True)
             ]
             known[key] = each[0] if len(each) == 1 else _together(each)
             known[key].again = partial(recorder.again, key[-1]) if key else None
         found.append(known[key])
+    if recorder.changes_shared:
+        _keep_apart(found)
     return found
+
+
+def _keep_apart(found: Sequence[Lowered]) -> None:
+    """Have codes that share variables, and change them, run side by side: what they do is not known from recordings one by one."""
+    reason = "it changes a variable that other requests of the call use, too"
+    for one in found:
+        if any(each.edits for each in found):
+            one.tier, one.edits, one.reason = Tier.FORWARD, (), one.reason or reason
+            one.notes = [note for note in one.notes if note.kind != "edit"] + [Note(0, "forward", reason)]
+        elif one.tier is not Tier.FORWARD:
+            one.tier = Tier.BEHIND
 
 
 def _identity(program: Program) -> Hashable:
@@ -242,6 +256,7 @@ class _Recorder:
 
     Attributes:
         recordings: by the keys of the jobs.
+        changes_shared: whether the code of several requests, or several codes of one, may change a variable that they share.
     """
 
     def __init__(
@@ -250,6 +265,8 @@ class _Recorder:
         self._code, self._model, self._jobs = code, model, jobs
         self._has_arrays = b"numpy" in code.programs
         self.recordings: dict[Hashable, Recording] = {}
+        self.changes_shared = False
+        self._are_several = sum(code.bodies) > 1
         if not code.is_whole:
             reason = "it uses a value of one of your modules that cannot be sent"
             self.recordings = dict.fromkeys(jobs, Recording([], reason))
@@ -263,6 +280,12 @@ class _Recorder:
     def _copy(self) -> list[list[Program]]:
         held = {digest: _held(weight) for digest, weight in self._code.weights.items()}
         return unship(self._code.programs, self._model.resolve, None, held)
+
+    def _compare(self, copy: list[list[Program]]) -> None:
+        """Note whether the recordings have changed the variables of `copy`."""
+        if self._are_several:
+            fresh, used = fingerprint(self._copy()), fingerprint(copy)
+            self.changes_shared = self.changes_shared or fresh is None or fresh != used
 
     def _run(self, copy: list[list[Program]], job: tuple[int, int, int, int], length: int) -> Recording:
         request, place, _, steps = job
@@ -281,6 +304,7 @@ class _Recorder:
         copy = self._copy()
         once = {key: self._run(copy, job, short) for key, job in unique.items()}
         again = {key: self._run(copy, job, long) for key, job in reversed([*unique.items()])}
+        self._compare(copy)
         if not all(_agree(once[key], again[key]) and once[key].sizes == again[key].sizes for key in unique):
             return False
         self.recordings = {key: once[_without_length(key)] for key in self._jobs}
@@ -290,6 +314,7 @@ class _Recorder:
         """Record each program for each length. Returns whether the two recordings of each agree."""
         copy = self._copy()
         once = {key: self._run(copy, job, job[2]) for key, job in self._jobs.items()}
+        self._compare(copy)
         copy = copy if one_copy else self._copy()
         again = {key: self._run(copy, job, job[2]) for key, job in reversed([*self._jobs.items()])}
         agree = True
@@ -318,13 +343,19 @@ def _without_length(key: Any) -> Hashable:
 def _agree(one: Recording, other: Recording) -> bool:
     if one.reason is not None or other.reason is not None:
         return one.reason == other.reason
+    values = [each.outcome.values for each in (one, other)]
+    if all(map(is_plain, values)) and values[0] != values[1]:
+        return False
     return one.needs_body == other.needs_body and one.watched == other.watched and same_steps(one.steps, other.steps)
 
 
 # From recordings to plans.
 
 
-def _lowered(recording: Recording, model: Model, length: int, is_standing: bool) -> Lowered:
+def _lowered(recording: Recording, model: Model, length: int, steps: int, is_standing: bool) -> Lowered:
+    graphs = recording.steps
+    if len(graphs) < steps and not recording.outcome.stopped:  # the request goes on without the code
+        graphs = [*graphs, StepGraph(1)]
     notes = _reads_noted(recording)
     made = Lowered(notes=notes, recordings=[recording])
     for step, graph in enumerate(recording.steps):
@@ -333,7 +364,7 @@ def _lowered(recording: Recording, model: Model, length: int, is_standing: bool)
     made.reads |= dict.fromkeys(recording.watched, False)
     try:
         _refuse(recording, made.reads, model)
-        made.edits = tuple(_edits(recording.steps, length, notes))
+        made.edits = tuple(_edits(graphs, length, notes))
     except _Stays as stays:
         notes.append(Note(stays.line, "forward", stays.reason))
         return replace(made, edits=(), reason=f"line {stays.line}: {stays.reason}")
@@ -364,16 +395,12 @@ def _refuse(recording: Recording, reads: Mapping[Point, bool], model: Model) -> 
         for point, line in (*graph.reads.items(), *recording.watched.items()):
             if point[0] not in model.sites:
                 raise _Stays(line, f"{point[0]} is not among the engine's graph_sites: {free}")
-    writes = [write for graph in recording.steps for write in graph.writes]
-    if recording.may_raise is not None and writes:
-        raise _Stays(
-            recording.may_raise, "whether this raises an error depends on the values, and it writes to the model"
-        )
-    reads_streams = any(
-        value.kind == "read" and value.part is not None for graph in recording.steps for value in graph.values
-    )
-    if reads_streams and recording.needs_body:
-        raise _Stays(next(iter(reads.values())) and 0, "it reads one of a layer's two streams")
+    if recording.may_raise is not None:
+        raise _Stays(recording.may_raise, "whether this raises an error depends on the values")
+    values = (value for graph in recording.steps for value in graph.values)
+    stream = next((value for value in values if value.kind == "read" and value.part is not None), None)
+    if stream is not None and recording.needs_body:
+        raise _Stays(stream.line, "it reads one of a layer's two streams")
 
 
 def _reads_noted(recording: Recording) -> list[Note]:

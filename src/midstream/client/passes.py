@@ -73,7 +73,7 @@ def changes(write: Write) -> list[tuple[Rows, RowChange]] | None:
         found = _Reader(write.was).of(write.now)
         if isinstance(found, torch.Tensor):
             found = _Linear(_constant(found, write.was.shape[-1], write.was.shape[0]))
-    except _Unknown:
+    except (_Unknown, IndexError, RecursionError):
         return None
     if not isinstance(found, _Linear) or found.rows:
         return None
@@ -140,7 +140,10 @@ class _Reader:
         return self.of(x)
 
     def _to_copy(self, value: Value, x: Any) -> Any:
-        if not value.dtype.is_floating_point:
+        if not value.dtype.is_floating_point or not isinstance(x, Value):
+            raise _Unknown
+        loses = torch.finfo(value.dtype).eps > torch.finfo(x.dtype).eps if x.dtype.is_floating_point else True
+        if loses and value.dtype != self._was.dtype:  # a plan rounds to the site's own dtype, and to no other
             raise _Unknown
         return self.of(x)
 
@@ -212,6 +215,8 @@ class _Reader:
         found = self.of(x)
         if not isinstance(found, _Linear) or not isinstance(x, Value) or len(x.shape) != 2 or dim % 2:
             raise _Unknown
+        if _has_rows_of_its_own(found.change):
+            raise _Unknown
         if found.parts:  # the rows that were replaced last, or none of these
             last = next((part for part in reversed(found.parts) if part[0] == (*found.rows, chosen)), None)
             if last is None or last is not found.parts[-1]:
@@ -241,17 +246,19 @@ class _Reader:
             raise _Unknown
         if not rows or all(isinstance(each, slice) and _is_all(each) for each in rows):
             return _Linear(new.change)
+        if _has_rows_of_its_own(whole.change):
+            raise _Unknown
         if new.rows != rows and (new.change.scale or new.change.outers):  # it is about other rows than it goes to
             raise _Unknown
         return replace(whole, parts=(*whole.parts, (rows, new.change)))
 
-    def _places(self, indices: Sequence[Any]) -> tuple[int, ...]:
+    def _places(self, indices: Sequence[Any], count: int) -> tuple[int, ...]:
         """The known rows that `x[indices]` is about."""
         chosen = self.of(indices[0])
         if any(each is not None for each in indices[1:]) or not isinstance(chosen, torch.Tensor) or chosen.ndim != 1:
             raise _Unknown
         places = tuple(chosen.tolist())
-        if len(set(places)) < len(places):
+        if len({place % count for place in places}) < len(places):
             raise _Unknown
         return places
 
@@ -259,13 +266,17 @@ class _Reader:
         found = self.of(x)
         if not isinstance(found, _Linear) or found.parts or not isinstance(x, Value) or len(x.shape) != 2:
             raise _Unknown
-        return _Linear(found.change, (*found.rows, self._places(indices)))
+        if _has_rows_of_its_own(found.change):
+            raise _Unknown
+        return _Linear(found.change, (*found.rows, self._places(indices, max(x.shape[0], 1))))
 
     def _index_put(
         self, value: Value, x: Any, indices: Sequence[Any], numbers: Any, accumulate: bool = False
     ) -> _Linear:
-        found, new, places = self.of(x), self.of(numbers), self._places(indices)
-        if not isinstance(found, _Linear) or found.rows or accumulate:
+        if not isinstance(x, Value) or len(x.shape) != 2:
+            raise _Unknown
+        found, new, places = self.of(x), self.of(numbers), self._places(indices, max(x.shape[0], 1))
+        if not isinstance(found, _Linear) or found.rows or accumulate or _has_rows_of_its_own(found.change):
             raise _Unknown
         if isinstance(new, torch.Tensor):
             new = _Linear(_constant(new, self._width, len(places)), (places,))
@@ -293,6 +304,8 @@ class _Reader:
         if isinstance(b, torch.Tensor):
             rows = value.shape[0] if len(value.shape) == 2 else 1
             added = _constant(b, self._width, rows)
+            if a.parts and _has_rows_of_its_own(added):
+                raise _Unknown
             return self._each(a, lambda change: _sum(change, added, alpha))
         if not isinstance(b, _Linear) or a.rows != b.rows or (a.parts and b.parts):
             raise _Unknown
@@ -386,6 +399,11 @@ class _Reader:
         if not isinstance(found, _Weighted) or not (over_width or is_row):
             raise _Unknown
         return self._along(found, found.w_H, keepdim, 0.0)
+
+
+def _has_rows_of_its_own(change: RowChange) -> bool:
+    """Whether each row gets other numbers."""
+    return change.constant is not None and change.constant.ndim == 2
 
 
 def _is_all(chosen: slice) -> bool:

@@ -97,6 +97,7 @@ class Body:
         saves: the values it has saved.
         wants_result: whether its code has used `tracer.result`.
         has_iterated: whether its code goes through the steps by the tracer.
+        asks_by_number: whether it has asked for a step that the request may not have, which is an error then.
         entry: the caller's values when its code began, as its program notes them.
     """
 
@@ -114,7 +115,7 @@ class Body:
         self.result: Any = None
         self.entry: Any = None
         self.saves = Saves()
-        self.has_iterated = self.wants_result = False
+        self.has_iterated = self.asks_by_number = self.wants_result = False
         self.in_engine = in_engine
         self.journal = Journal() if in_engine else None
         self.visit: Visit | None = None

@@ -61,7 +61,7 @@ class KeptRows:
 def rows_kept(recording: Recording) -> Kept | None:
     """Which rows of each value the code keeps; None if it does more than to keep rows."""
     values = list(_values(recording.outcome.values))
-    if not recording.saved or recording.watched or recording.makes_numbers or None in values:
+    if not (recording.saved and recording.only_saves) or recording.makes_numbers or None in values:
         return None
     kept = [value for value in values if value is not None]
     found = [_kept(value) for value in kept]

@@ -11,9 +11,13 @@ depends on it, ends the recording before it happens.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
+import pickle
+import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -25,16 +29,18 @@ import torch
 
 from midstream.arch import Architecture
 from midstream.arch.aliases import Aliases
+from midstream.errors import TraceError
 from midstream.sites import Binding, Key, Point, point_name
 from midstream.trace.body import CURRENT, Body, StopTrace, current_body, never_reached, step_is_over
 from midstream.trace.envoy import Envoy, ModelEnvoy
 from midstream.trace.forward import LAST_POINTS
 from midstream.trace.graph import StepGraph, Value, Write
-from midstream.trace.program import BlockProgram, FunctionProgram, Outcome, Program, outcome
+from midstream.trace.program import BlockProgram, FunctionProgram, Outcome, Program, _Pickler, outcome
 from midstream.trace.remote import Peers
 from midstream.trace.saves import variables_of
 from midstream.trace.stand_in import Ended, Notes, SeeingFunctions, SeeingOperations, StandIn, is_plain, kind_of
 from midstream.trace.tracer import BodyTracer, Cache
+from midstream.trace.weights import Weights
 
 
 @dataclass(frozen=True)
@@ -97,6 +103,7 @@ class Recording:
         reason: why it cannot be recorded, with `line`; None if it can.
         outcome: what it saves, with stand-ins in place of tensors; or its error.
         needs_body: whether it does more than to write to the model.
+        only_saves: whether saving is all that it does besides.
         saved: the tensors that it saves.
         sizes: every size of a value of the forward that it looks at.
         makes_numbers: whether it takes numbers of the forward.
@@ -109,6 +116,7 @@ class Recording:
     line: int = 0
     outcome: Outcome = field(default_factory=Outcome)
     needs_body: bool = True
+    only_saves: bool = False
     saved: list[StandIn] = field(default_factory=list)
     sizes: list[Any] = field(default_factory=list)
     makes_numbers: bool = False
@@ -139,7 +147,9 @@ def record(program: Program, model: Model, tokens: int, steps: int, has_arrays: 
             body.leave()
     except Ended:
         pass
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         body.failure = error
         notes.reason = notes.reason or f"its code raises {type(error).__name__}"
         notes.line = notes.line or _line_of(error, notes.file)
@@ -150,20 +160,47 @@ def record(program: Program, model: Model, tokens: int, steps: int, has_arrays: 
             notes.reason = notes.reason or f"it changes a variable of the module {name}"
     found = outcome(body, program)
     returns = not is_plain(found.values)
+    if body.has_iterated:  # the request may have fewer steps
+        returns = returns or any(value is not None for value in found.values.values())
     writes_last = any(step.last for step in notes.steps)
-    does_more = (found.stopped, held.used, body.wants_result, body.watched, returns, body.saves, writes_last)
+    does_more = any((found.stopped, held.used, body.wants_result, body.watched, body.asks_by_number, writes_last))
     return Recording(
         notes.steps,
         notes.reason,
         notes.line,
         found,
-        any(does_more) or notes.may_raise is not None,
+        does_more or returns or bool(body.saves) or notes.may_raise is not None,
+        not does_more,
         body.saved,
         notes.sizes,
         notes.makes_numbers,
         notes.may_raise,
         body.watched,
     )
+
+
+class _Fingerprint(_Pickler):
+    """Pickles code that `Model.resolve` has given its model."""
+
+    def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, (Envoy, BodyTracer)):
+            return type(obj).__name__, getattr(obj, "_path", "")
+        return super().persistent_id(obj)
+
+
+def fingerprint(programs: list[list[Program]]) -> tuple[bytes, bytes] | None:
+    """Equal for copies of programs whose variables are equal; None if that is not known."""
+    buffer, weights = io.BytesIO(), Weights()
+    for program in (each for own in programs for each in own):
+        _give_kinds(program)
+        if isinstance(program, FunctionProgram):
+            with contextlib.suppress(TraceError):
+                _ = program._takes_tracer  # kept in the program once it is known
+    try:
+        _Fingerprint(buffer, weights).dump(programs)
+        return buffer.getvalue(), pickle.dumps(weights.table()[0])
+    except Exception:
+        return None
 
 
 def _put_back(module: ModuleType, before: dict[str, Any]) -> bool:
@@ -613,6 +650,10 @@ def _guarded(notes: Notes) -> Iterator[None]:
 
     def check(frame: Any, event: str, function: Any) -> None:
         code = frame.f_code
+        is_ours = code.co_filename.startswith(_TRUSTED)
+        if event == "c_exception" and notes.makes_numbers and not (importing or is_ours):
+            sys.setprofile(None)
+            notes.end(f"{_name_of(function)} raises an error, and a number of the forward is known by its kind alone")
         if code.co_name == "_find_and_load" and code.co_filename.startswith("<frozen importlib"):
             if event == "call" and not importing:
                 importing.append(frame)
@@ -624,15 +665,54 @@ def _guarded(notes: Notes) -> Iterator[None]:
 
     before: Any = sys.getprofile()
     state: Any = np.random.get_state()
+    numbers = random.getstate()
+    _watch_events()
+    token = _GUARDED.set((notes, importing))
     sys.setprofile(check)
     try:
         yield
     finally:
         sys.setprofile(before) if not hasattr(before, "enable") else before.enable()
+        _GUARDED.reset(token)
+        if random.getstate() != numbers:
+            random.setstate(numbers)
+            notes.reason = notes.reason or "it draws random numbers"
         after: Any = np.random.get_state()
         if after[2] != state[2] or not np.array_equal(after[1], state[1]):
             np.random.set_state(state)
             notes.reason = notes.reason or "it draws random numbers"
+
+
+# The second guard: Python's own events for what acts on the world, whoever calls it. (The first one is off after its first refusal, and
+# does not see what C code calls.)
+_GUARDED: ContextVar[tuple[Notes, list[Any]] | None] = ContextVar("midstream_guarded", default=None)
+_EVENTS = (
+    "open",
+    "os.",
+    "socket.",
+    "subprocess.",
+    "shutil.",
+    "tempfile.",
+    "ctypes.dlopen",
+    "urllib.",
+    "sqlite3.",
+    "_thread.",
+)
+
+
+@functools.cache
+def _watch_events() -> None:
+    """Python cannot remove an audit hook, so there is one for all recordings."""
+
+    def watch(event: str, _: Any) -> None:
+        guarded = _GUARDED.get()
+        if guarded is None or not event.startswith(_EVENTS):
+            return
+        notes, importing = guarded
+        if not importing:
+            notes.end(f"it acts on the world outside: {event}")
+
+    sys.addaudithook(watch)
 
 
 def _is_pure(function: Any) -> bool:

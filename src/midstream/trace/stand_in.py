@@ -20,7 +20,7 @@ from midstream.trace.graph import Chain, StepGraph, Value
 from midstream.trace.tree import memory_of
 
 aten = torch.ops.aten
-_MOST_VALUES = 60_000
+_MOST_VALUES = 20_000
 _LARGE = 1 << 25  # bytes from which a copy is made only when somebody writes
 
 
@@ -60,6 +60,10 @@ class StandIn(torch.Tensor):
         )
         made.meta, made.memory, made.chain, made.is_on_cpu = meta, memory, chain, is_on_cpu
         return made  # type: ignore[no-any-return]
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return torch.Tensor
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -103,8 +107,8 @@ class Number:
         return self._kind
 
     def _computed(self, *others: Any) -> Any:
-        if any(isinstance(each, torch.Tensor) for each in others):
-            self._end("a number of the forward is used in a tensor")
+        if not all(type(each) in (int, float, bool, Number) for each in others):
+            self._end("a number of the forward is used in something else than a number")
         return Number(float if self._kind is float or any(type(each) is float for each in others) else int, self._end)
 
     def _looked_at(self, *_: Any) -> NoReturn:
@@ -177,6 +181,8 @@ def _facts(func: Any) -> _Facts:
         refused = None
     elif name in _NUMBERS or {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags):
         refused = "it needs a number that only the forward has"
+    elif "batch_norm" in name:
+        refused = "its running mean may change without a note"
     elif not schema.name.startswith("aten::"):
         refused = f"{schema.name} is not one of PyTorch's own operations"
     return _Facts(changes, bool(aliases) and not changes, refused, name in _INDEXING or "linalg" in name)
@@ -385,7 +391,7 @@ class Notes:
         def shaped(tree: Any) -> Any:
             if isinstance(tree, torch.Tensor):
                 if self.is_unknown(tree):
-                    meta = tree.meta if isinstance(tree, StandIn) else self._as_stand_in(tree).meta
+                    meta = tree.meta if type(tree) is StandIn else self._as_stand_in(tree).meta
                     return torch.zeros(meta.shape, dtype=meta.dtype) if has_indices else meta
                 return (
                     tree.clone()
@@ -488,6 +494,8 @@ class SeeingFunctions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         notes = self._notes
+        if notes.makes_numbers and _has_number((args, kwargs)):
+            notes.end("a number of the forward is used in a tensor")
         special = _SPECIAL.get(func)
         if special is not None and args and notes.is_unknown(args[0]):
             return special(notes, func, *args, **(kwargs or {}))
@@ -496,6 +504,12 @@ class SeeingFunctions(TorchFunctionMode):
         if notes.device.type != "cpu":
             args, kwargs = tuple(map(_on_cpu, args)), {name: _on_cpu(each) for name, each in (kwargs or {}).items()}
         return func(*args, **(kwargs or {}))
+
+
+def _has_number(tree: Any) -> bool:
+    if isinstance(tree, dict):
+        return any(map(_has_number, tree.values()))
+    return any(map(_has_number, tree)) if type(tree) in (list, tuple) else type(tree) is Number
 
 
 def _on_cpu(value: Any) -> Any:
@@ -572,6 +586,10 @@ def _clone(notes: Notes, func: Any, tensor: torch.Tensor, *_: Any) -> Any:
     return tensor.clone()
 
 
+def _version(notes: Notes, func: Any, tensor: torch.Tensor) -> int:
+    return tensor.memory.version if type(tensor) is StandIn else int(tensor._version)
+
+
 def _data(notes: Notes, func: Any, tensor: torch.Tensor) -> Any:
     return tensor.detach()
 
@@ -588,8 +606,8 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
         _refused,
     ),
     **dict.fromkeys(
-        (_T.data.__set__, _T._version.__get__, _T.requires_grad_, _T.requires_grad.__set__, _T.backward, _T.register_hook, _T.share_memory_,
-         _T.pin_memory, _T.set_, _T.resize_, _T.grad.__set__, _T.is_inference, _T.retain_grad),
+        (_T.data.__set__, _T.as_subclass, _T.requires_grad_, _T.requires_grad.__set__, _T.backward, _T.register_hook, _T.share_memory_,
+         _T.pin_memory, _T.set_, _T.resize_, _T.grad.__set__, _T.retain_grad),
         _unsupported,
     ),
     _T.item: _number,
@@ -602,5 +620,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     _T.cuda: _cuda,
     _T.to: _to,
     _T.__deepcopy__: _clone,
+    _T._version.__get__: _version,
+    _T.is_inference: lambda notes, func, tensor: False,
     _T.data.__get__: _data,
 }  # fmt: skip

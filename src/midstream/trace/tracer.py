@@ -177,6 +177,7 @@ def steps(body: Body, chosen: slice | int | list[int]) -> Iterator[int]:
             yield index
             index += stride
         return
+    body.asks_by_number = True
     for index in [chosen] if isinstance(chosen, int) else chosen:
         if not body.wait_for_step(index):
             raise NeverReachedError(f"step {index} was never reached: the request ended after step {body.now}.")
