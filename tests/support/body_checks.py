@@ -208,16 +208,18 @@ class Oracle:
     def can_share(
         self, body: Body, prompts: Sequence[Any], max_tokens: int, expected: list[Ran], as_vllm: bool
     ) -> bool:
-        """Whether no prompt's run raises, nor depends on what another one's has left in the body's module."""
+        """Whether no prompt's run raises, nor changes anything in the body's module that another prompt's run could see."""
         fn = body.fresh(self.plain.save)
+        before = _versions(fn)
         again = [self.plain.run(fn, prompt, max_tokens, as_vllm) for prompt in [*prompts, prompts[0]]]
         pairs = zip([*expected, expected[0]], again, strict=True)
-        return all(theirs.error is None and not distances(theirs, mine) for theirs, mine in pairs)
+        is_same = all(theirs.error is None and not distances(theirs, mine) for theirs, mine in pairs)
+        return is_same and _versions(fn) == before
 
     def why_wrong(self, body: Body, prompt: Any, max_tokens: int, expected: Ran, found: Ran, as_vllm: bool) -> str:
         """The parts of `found` that differ by more than rounding explains; empty if there are none."""
         far = {place: value for place, value in distances(expected, found).items() if value > TOLERANCE}
-        if not far or any(_is_tie(logits) or not logits.isfinite().all() for logits in expected.logits):
+        if not far or not _is_finite(expected) or any(map(_is_tie, expected.logits)):
             return ""
         again = self.noisy.run(body.fresh(self.noisy.save), prompt, max_tokens, as_vllm)
         slack = distances(expected, again)
@@ -260,6 +262,19 @@ def _told(expected: Ran, found: Ran, place: str) -> tuple[Any, Any]:
     return theirs, mine
 
 
+def _versions(fn: Callable[..., Any]) -> list[int]:
+    """The versions of the tensors among a function's globals, which grow with every change in place."""
+    values = {
+        name: value for name, value in fn.__globals__.items() if isinstance(value, (torch.Tensor, list, tuple, dict))
+    }
+    values.pop("__builtins__")
+    return [leaf._version for _, leaf in leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def _is_finite(ran: Ran) -> bool:
+    return all(bool(logits.isfinite().all()) for logits in ran.logits)
+
+
 def _is_tie(logits_V: torch.Tensor) -> bool:
     first, second = logits_V.topk(2).values.tolist()
     return first - second < TIE * max(abs(first), 1.0)
@@ -286,13 +301,13 @@ def check(oracle: Oracle, model: Any, body: Body, prompts: Sequence[Any], max_to
 
 
 def check_together(oracle: Oracle, model: Any, bodies: Sequence[Body], prompts: Sequence[Any], max_tokens: int) -> None:
-    """The same for different bodies in one batch, and for a request without one beside them. Bodies that raise are left out."""
+    """The same for different bodies in one batch, and for a request without one beside them. Bodies that raise or overflow are left out."""
     as_vllm = not isinstance(model, midstream.LanguageModel)
     each = [
         (body, prompt, oracle.run(body, prompt, max_tokens, as_vllm))
         for body, prompt in zip(bodies, prompts, strict=True)
     ]
-    each = [(body, prompt, ran) for body, prompt, ran in each if ran.error is None]
+    each = [(body, prompt, ran) for body, prompt, ran in each if ran.error is None and _is_finite(ran)]
     bodies, prompts, expected = (list(column) for column in zip(*each, strict=True))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -224,9 +224,6 @@ def test_l1_a_body_that_does_more_than_to_keep_rows_runs_behind_the_step():
         assert given.tier is Tier.BEHIND, (body.__name__, given.tier, given.reason)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="what it prints is held back and its stop is not noted: the code never runs again"
-)
 @pytest.mark.parametrize("how", ["prints", "stops"])
 def test_l2_a_body_that_prints_or_stops_is_not_left_to_the_caller(how):
     def prints(model):
@@ -272,9 +269,6 @@ def test_l1_a_request_that_ends_before_a_step_that_its_code_asks_for_is_an_error
     assert kept(body, count=4)[1].tolist() == [1, LENGTH + 2]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the outcome of a trace that a plan does is that of as many steps as it may have"
-)
 def test_l2_a_value_that_counts_steps_is_not_known_before_the_request_has_ended():
     def body(model, tracer):
         count = 0

@@ -188,8 +188,12 @@ USES = {
 }
 
 
-@pytest.mark.xfail(strict=True, reason="a number of the forward raises TypeError where a real one works")
-@pytest.mark.parametrize("use", USES)
+_CAUGHT = pytest.mark.xfail(strict=True, reason="code that catches the error of a library sees that the number is none")
+
+
+@pytest.mark.parametrize(
+    "use", [pytest.param(use, marks=[_CAUGHT] if use in ("json", "decimal") else []) for use in USES]
+)
 def test_l2_a_use_of_a_kept_number_that_the_body_would_not_see_fail(use):
     use_it = USES[use]
 
@@ -242,9 +246,6 @@ def test_l2_code_cannot_tell_by_a_type_that_it_is_recorded():
     assert not checked(of_a_token).recordings[0].outcome.stopped
 
 
-@pytest.mark.xfail(
-    strict=True, reason="values have another class, and numbers take part in sums that a real one refuses"
-)
 @pytest.mark.parametrize("what", ["class", "None", "text"])
 def test_l2_code_cannot_tell_otherwise_that_it_is_recorded(what):
     def by_class_of_a_value(model):
@@ -267,7 +268,6 @@ def test_l2_code_cannot_tell_otherwise_that_it_is_recorded(what):
     checked({"class": by_class_of_a_value, "None": by_an_error_with_none, "text": by_an_error_with_text}[what])
 
 
-@pytest.mark.xfail(strict=True, reason="a cast to fewer digits is taken to change nothing")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
 def test_l2_a_value_that_is_rounded_is_not_the_same(dtype):
     def body(model):
@@ -287,12 +287,11 @@ def test_l2_an_index_that_the_forward_has_may_raise_so_writes_stay_in_the_forwar
         table.index_select(0, model.layers_output[1].argmax(-1) + 100)
         model.layers_output[2] += V
 
-    assert found(reads).tier is Tier.BEHIND
+    assert found(reads).tier is Tier.FORWARD  # code may catch the error and write
     given = found(writes)
     assert given.tier is Tier.FORWARD and "raises an error depends on the values" in given.reason
 
 
-@pytest.mark.xfail(strict=True, reason="the error that the forward may have is not raised while the code is recorded")
 def test_l2_an_error_that_depends_on_values_is_caught():
     table = torch.eye(WIDTH)
 
@@ -394,7 +393,6 @@ def test_l2_what_a_body_does_after_a_swallowed_number_still_ends_before_it_acts(
     assert not os.path.exists(path)
 
 
-@pytest.mark.xfail(strict=True, reason="the first refused call switches the check of further calls off")
 @pytest.mark.parametrize("how", ["except", "finally"])
 def test_l2_what_a_body_does_after_a_swallowed_call_still_ends_before_it_acts(tmp_path, how):
     path = str(tmp_path / "made")
@@ -469,8 +467,7 @@ def test_l1_a_body_that_raises_runs_in_the_forward_which_has_the_error():
         assert line < int(given.reason.split()[1].rstrip(":")) < line + 6, (body.__name__, given.reason)
 
 
-@pytest.mark.xfail(strict=True, reason="the recording does not catch errors of these classes", raises=BaseException)
-@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError, BaseException])
+@pytest.mark.parametrize("kind", [SystemExit, GeneratorExit, asyncio.CancelledError, BaseException])
 def test_l2_errors_that_are_no_exceptions_do_not_reach_the_caller(kind):
     def body(model):
         raise kind

@@ -846,7 +846,6 @@ def test_l2_what_is_not_recognised_as_an_edit_is_not_made_wrongly():
         checked(body)
 
 
-@pytest.mark.xfail(strict=True, reason="numbers that differ between rows are taken for those of other rows")
 @pytest.mark.parametrize("how", ["row after all", "all after row", "rows", "column", "replaced"])
 def test_l2_numbers_that_differ_between_rows_stay_with_their_rows(how):
     def row_after_all(model):
@@ -884,9 +883,6 @@ def test_l2_numbers_that_differ_between_rows_stay_with_their_rows(how):
     checked(bodies[how])
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the pass that reads writes goes one call deeper for each", raises=RecursionError
-)
 def test_l2_many_changes_of_one_value():
     def body(model):
         for _ in range(1000):
@@ -895,7 +891,6 @@ def test_l2_many_changes_of_one_value():
     assert found(body).tier in (Tier.PLAN, Tier.FORWARD)
 
 
-@pytest.mark.xfail(strict=True, reason="rows that are equal once they are counted from 0 are not seen to be")
 def test_l2_one_row_by_two_numbers():
     def body(model):
         model.layers_output[2][[-1, LENGTH - 1]] = ROWS[:2]
@@ -903,7 +898,6 @@ def test_l2_one_row_by_two_numbers():
     checked(body)
 
 
-@pytest.mark.xfail(strict=True, reason="an IndexError in the pass that reads writes", raises=IndexError)
 def test_l2_a_projection_in_an_odd_spelling_does_not_break_the_recording():
     def transposed(model):
         h = model.layers_output[2]

@@ -44,7 +44,6 @@ def test_l2_code_that_does_something_else_in_its_second_run_is_not_taken_at_its_
         assert said(planned(body)[0]) == [steer(V)], body.__name__
 
 
-@pytest.mark.xfail(strict=True, reason="the code is recorded twice, and may do something else in its third run")
 @pytest.mark.parametrize("how", ["pops", "counts"])
 def test_l2_code_that_does_something_else_in_its_third_run_is_not_taken_at_its_first(how):
     scales, count = [1, 1, 2, 2], [0]
@@ -61,9 +60,6 @@ def test_l2_code_that_does_something_else_in_its_third_run_is_not_taken_at_its_f
     assert Tier.FORWARD in {each.tier for each in several}
 
 
-@pytest.mark.xfail(
-    strict=True, reason="two recordings are compared by what they do with the model, and not by what they return"
-)
 @pytest.mark.parametrize("how", ["plan", "client"])
 def test_l2_values_that_differ_between_requests_are_not_those_of_the_first(how):
     count = [0]
@@ -99,7 +95,6 @@ def test_l2_a_body_that_changes_what_another_one_writes():
     assert torch.equal(v, V)
 
 
-@pytest.mark.xfail(strict=True, reason="bodies of a batch are recorded one after the other, and run side by side")
 @pytest.mark.parametrize("how", ["requests", "steps", "one request"])
 def test_l2_a_body_that_changes_what_a_later_one_has_written_by_then(how):
     """The first body changes `v` after the second one has used it."""

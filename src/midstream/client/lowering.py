@@ -210,7 +210,7 @@ def lowered_requests(
         wanted.append([(_identity(program), steps[request], lengths[request]) for program in own])
         for place, key in enumerate(wanted[-1]):
             jobs.setdefault(key, (request, place, lengths[request], steps[request]))
-    recorder = _Recorder(code, model, jobs, len(programs))
+    recorder = _Recorder(code, model, jobs, (lengths, steps))
     known: dict[Hashable, Lowered] = {}
     found = []
     for request, keys in enumerate(wanted):
@@ -224,15 +224,15 @@ def lowered_requests(
             known[key].again = partial(recorder.again, key[-1]) if key else None
         found.append(known[key])
     if recorder.changes_shared:
-        _keep_apart(found)
+        _keep_apart(found, recorder.writes_in_turn())
     return found
 
 
-def _keep_apart(found: Sequence[Lowered]) -> None:
+def _keep_apart(found: Sequence[Lowered], writes: bool) -> None:
     """Have codes that share variables, and change them, run side by side: what they do is not known from recordings one by one."""
     reason = "it changes a variable that other requests of the call use, too"
     for one in found:
-        if any(each.edits for each in found):
+        if writes:
             one.tier, one.edits, one.reason = Tier.FORWARD, (), one.reason or reason
             one.notes = [note for note in one.notes if note.kind != "edit"] + [Note(0, "forward", reason)]
         elif one.tier is not Tier.FORWARD:
@@ -260,9 +260,13 @@ class _Recorder:
     """
 
     def __init__(
-        self, code: ShippedCode, model: Model, jobs: Mapping[Hashable, tuple[int, int, int, int]], requests: int
+        self,
+        code: ShippedCode,
+        model: Model,
+        jobs: Mapping[Hashable, tuple[int, int, int, int]],
+        requests: tuple[Sequence[int], Sequence[int]],
     ) -> None:
-        self._code, self._model, self._jobs = code, model, jobs
+        self._code, self._model, self._jobs, self._requests = code, model, jobs, requests
         self._has_arrays = b"numpy" in code.programs
         self.recordings: dict[Hashable, Recording] = {}
         self.changes_shared = False
@@ -274,12 +278,21 @@ class _Recorder:
         lengths = [length for _, _, length, _ in jobs.values()]
         if len(jobs) and min(lengths) > 1 and self._record_any_length(min(lengths), 2 * max(lengths) + 501):
             return
-        if not self._record_twice(one_copy=True) and requests == 1:
+        if not self._record_twice(one_copy=True) and len(requests[0]) == 1:
             self._record_twice(one_copy=False)
 
     def _copy(self) -> list[list[Program]]:
         held = {digest: _held(weight) for digest, weight in self._code.weights.items()}
         return unship(self._code.programs, self._model.resolve, None, held)
+
+    def writes_in_turn(self) -> bool:
+        """Whether any code writes to the model, or may, if the codes of all requests run one after the other on the same variables."""
+        for own, length, steps in zip(self._copy(), *self._requests, strict=True):
+            for program in own:
+                made = record(program, self._model, length, steps, self._has_arrays)
+                if made.reason is not None or any(graph.writes for graph in made.steps):
+                    return True
+        return False
 
     def _compare(self, copy: list[list[Program]]) -> None:
         """Note whether the recordings have changed the variables of `copy`."""

@@ -163,13 +163,13 @@ def record(program: Program, model: Model, tokens: int, steps: int, has_arrays: 
     if body.has_iterated:  # the request may have fewer steps
         returns = returns or any(value is not None for value in found.values.values())
     writes_last = any(step.last for step in notes.steps)
-    does_more = any((found.stopped, held.used, body.wants_result, body.watched, body.asks_by_number, writes_last))
+    does_more = any((found.stopped, held.used, body.wants_result, body.watched, writes_last))
     return Recording(
         notes.steps,
         notes.reason,
         notes.line,
         found,
-        does_more or returns or bool(body.saves) or notes.may_raise is not None,
+        does_more or returns or bool(body.saves) or body.asks_by_number or notes.may_raise is not None,
         not does_more,
         body.saved,
         notes.sizes,
@@ -207,7 +207,8 @@ def _put_back(module: ModuleType, before: dict[str, Any]) -> bool:
     """Undo changes of a module's variables, which this process has, too. Returns whether there were any."""
     now = vars(module)
     changed = [name for name, value in before.items() if name not in now or now[name] is not value]
-    new = [name for name in now if name not in before and not isinstance(now[name], ModuleType)]  # imports add modules
+    # Imports add modules, and packages that load their parts late add functions and classes.
+    new = [name for name in now if name not in before and not isinstance(now[name], (ModuleType, FunctionType, type))]
     for name in new:
         del now[name]
     now.update({name: before[name] for name in changed})
@@ -621,6 +622,7 @@ _PURE = frozenset(
 _IMPURE = frozenset(
     "open input breakpoint manual_seed seed set_num_threads set_num_interop_threads set_default_dtype setprofile settrace exit _exit "
     "getrefcount setrecursionlimit _set_default_dtype _cuda_init start_new_thread start_joinable_thread "
+    "from_file as_subclass _make_subclass "
     "_vmap_increment_nesting _grad_increment_nesting _jvp_increment_nesting _func_increment_nesting".split()
 )
 
@@ -651,7 +653,8 @@ def _guarded(notes: Notes) -> Iterator[None]:
     def check(frame: Any, event: str, function: Any) -> None:
         code = frame.f_code
         is_ours = code.co_filename.startswith(_TRUSTED)
-        if event == "c_exception" and notes.makes_numbers and not (importing or is_ours):
+        # The end of an iterator is no error.
+        if event == "c_exception" and notes.makes_numbers and function is not next and not (importing or is_ours):
             sys.setprofile(None)
             notes.end(f"{_name_of(function)} raises an error, and a number of the forward is known by its kind alone")
         if code.co_name == "_find_and_load" and code.co_filename.startswith("<frozen importlib"):
@@ -659,7 +662,7 @@ def _guarded(notes: Notes) -> Iterator[None]:
                 importing.append(frame)
             elif event == "return" and frame in importing:
                 importing.clear()
-        if event == "c_call" and not importing and not _is_pure(function) and not code.co_filename.startswith(_TRUSTED):
+        if event == "c_call" and not (importing or is_ours or _is_pure(function)):
             sys.setprofile(None)
             notes.end(f"it calls {_name_of(function)}, which may act on the world outside or depend on it")
 
