@@ -366,10 +366,10 @@ def test_leaving_the_loop_early_aborts_the_rest(model: VLLM, drive: Drive, plain
         with model.trace(max_tokens=400, **GREEDY) as tracer:
             with tracer.invoke(FRANCE):
                 for _ in tracer.iter[:]:
-                    model.layers_output[3] *= 1.0
+                    model.layers_output[3] *= 1 + 0 * model.layers_output[3].mean()  # in the forward
             with tracer.invoke(EIFFEL):
                 for _ in tracer.iter[:]:
-                    model.layers_output[3] *= 1.0
+                    model.layers_output[3] *= 1 + 0 * model.layers_output[3].mean()  # in the forward
         before = await steps(model)
         async for output in tracer.backend:
             if len(output.outputs[0].token_ids) > 5:

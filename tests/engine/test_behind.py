@@ -153,7 +153,7 @@ def test_i2_random_bodies_give_the_same_behind_the_step_and_in_the_forward(engin
             torch.testing.assert_close(
                 mine, theirs, rtol=1e-4, atol=1e-4, msg=lambda text, fn=fn: f"{fn.__name__}: {text}"
             )
-    assert BODIES / 6 < stopped < BODIES * 2 / 3  # some of each kind
+    assert BODIES / 20 < stopped < BODIES * 2 / 3  # some of each kind
     assert not any(alive(engine))
 
 
@@ -323,17 +323,14 @@ def test_i2_explain_says_what_becomes_of_a_trace(engine: VLLM, capsys: pytest.Ca
 
     def scales(model: Any) -> Any:
         h = model.layers_output[1]
-        model.layers_output[2] *= 0.5
+        model.layers_output[2] -= model.layers_output[2].mean(0)
         return h
 
     line = scales.__code__.co_firstlineno
     assert engine.explain(steers).endswith("A plan does all of it: no code runs in the engine.")
     text = engine.explain(scales)
     assert f"line {line + 1}  read     resid_post[1] is captured" in text
-    assert (
-        f"line {line + 2}  forward  a plan adds, subtracts, replaces and projects out; this write does something else"
-        in text
-    )
+    assert f"line {line + 2}  forward  mean.dim" in text and "axis of the rows" in text
     capsys.readouterr()
     with engine.explain() as tracer:
         for _ in tracer.iter[:]:
