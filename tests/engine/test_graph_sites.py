@@ -224,7 +224,8 @@ def test_d3_traces_that_keep_to_resid_post_stay_compiled_beside_other_graph_site
     close(value, plain.run(PROMPTS[0]).sites["mlp_out", 2])
 
     def scaled(m: Any) -> torch.Tensor:
-        m.mlps_output[2] = 2 * m.mlps_output[2]
+        h = m.mlps_output[2]
+        m.mlps_output[2] = 2 * h + 0 * h.mean(0)  # which mixes tokens
         return m.mlps_output[2]
 
     value, steps = counted(chosen, lambda: chosen.run(scaled, PROMPTS[0], temperature=0.0))

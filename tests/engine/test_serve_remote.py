@@ -46,6 +46,7 @@ from midstream.errors import (
     RemoteError,
     UnsendableError,
 )
+from midstream.runtime.request import Tier
 
 pytestmark = pytest.mark.engine
 
@@ -224,21 +225,17 @@ def test_i1_a_served_trace_need_not_stop_the_forward(model: Remote, plain: Plain
     assert steps == [1, 1]
     late, steps = counted_steps(scales)
     close(late, plain.run(FRANCE, {("resid_post", 2): lambda h: 0.5 * h}).sites["resid_post", 5])
-    assert steps == [1, 1]
+    assert steps == [1, 0]
 
 
 def test_g8_a_client_that_lies_about_its_trace_harms_nobody(model: Remote, plain: Plain) -> None:
-    """It says that its body need not stop the forward, with a plan that captures nothing; or that it need not run at all."""
-    for plan, needs_bodies, said in (
-        (Plan(), True, "was not captured for this trace"),
-        (Plan.of(Capture("resid_post")), False, "nobody takes what the plans in behind capture"),
+    """It says that its body need not stop the forward, with a plan that captures nothing."""
+    lie = remote.Lowering(Tier.BEHIND, [Plan()], [False])
+    with (
+        mock.patch.object(remote, "lower_trace", lambda *_: lie),
+        pytest.raises(MidstreamError, match="was not captured for this trace"),
     ):
-        lie = remote.Behind([plan], needs_bodies)
-        with (
-            mock.patch.object(remote, "lower_trace", lambda *_, lie=lie: lie),
-            pytest.raises(MidstreamError, match=said),
-        ):
-            model.run(lambda m: m.layers_output[2], FRANCE)
+        model.run(lambda m: m.layers_output[2], FRANCE)
     (output,) = model.generate([FRANCE], max_tokens=3, temperature=0.0)
     assert output.outputs[0].token_ids == plain.generate(FRANCE, 3)
 
@@ -536,7 +533,7 @@ def call(**changes: Any) -> dict[str, Any]:
 
 def programs(path: Path) -> dict[str, Any]:
     data = bytes(sys.version_info[:2]) + pickle.dumps([[Bomb(path)]])
-    return {"programs": data, "bodies": [1], "graph_sites": [True]}
+    return {"programs": data, "bodies": [1], "keeps_to_graphs": [True]}
 
 
 def test_g8_code_needs_a_key(server: Server, tmp_path: Path) -> None:
@@ -579,7 +576,7 @@ def test_g8_calls_that_are_none_are_refused(server: Server, model: Remote) -> No
         (planned(vector={"named": "x", "digest": "y"}), "plans[0].interventions[0].vector", b"digest"),
         (planned(layers=[99]), "plans[0]", b"0 to 7"),
         (planned(positions=[99]), "plans", b"the prompt has 5 tokens"),
-        ({**planned(), "programs": b"\x03\x01", "bodies": [1], "graph_sites": [True]}, "programs", b"same minor version"),
+        ({**planned(), "programs": b"\x03\x01", "bodies": [1], "keeps_to_graphs": [True]}, "programs", b"same minor version"),
         ({**where, "version": "0.0.1"}, "version", b"they have to be the same"),
         ({**where, "bodies": []}, "bodies", b"not what midstream.Remote sends"),
     ):  # fmt: skip

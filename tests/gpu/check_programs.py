@@ -25,7 +25,7 @@ def bodies(width: int) -> dict[str, Any]:
     made = torch.Generator().manual_seed(0)
     v = torch.randn(width, generator=made)
     d = v / v.norm()
-    enc, dec = (torch.randn(*shape, generator=made) / 8 for shape in ((width, 512), (512, width)))
+    enc, dec = (torch.randn(*shape, generator=made) / 8 for shape in ((width, 128), (128, width)))
 
     def replaced(change: Any) -> Any:
         def body(model: Any, tracer: Any) -> Any:

@@ -7,6 +7,8 @@ runs when the step is over, on captured rows. In doubt it runs in the forward.
 from __future__ import annotations
 
 import copy
+import os
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -33,6 +35,7 @@ from midstream.trace.weights import Weight, on_device
 
 _IN_GRAPHS = ("resid_post",)  # as `runtime.points.trace_keys`
 _MOST_CONSTANTS = 1 << 20  # bytes of numbers in a program, which each request carries
+_KEPT_CODES, _MOST_KEPT = 32, 1 << 22  # how many codes are remembered, and the bytes of one at most
 _EXPLAINED = (512, 8)  # the prompt's length and the number of steps for `explain`
 # The positions to capture for what is kept: of a point that is read in the prompt's step alone, and of others.
 _KEPT: dict[Kept, tuple[Sequence[str], Sequence[str]]] = {
@@ -73,6 +76,7 @@ class Lowered:
     reason: str | None = None
     recordings: Sequence[Recording] = field(default=(), repr=False)
     again: Callable[[int], Recording] | None = None
+    _traces: dict[int, KeptTrace] = field(default_factory=dict, repr=False)
 
     @property
     def keeps_to_graphs(self) -> bool:
@@ -88,7 +92,10 @@ class Lowered:
     def kept_trace(self, length: int) -> KeptTrace:
         """What puts the captured rows into what it keeps, for `Tier.CLIENT`. `length`: of the prompt."""
         assert self.again is not None
-        return KeptTrace(self.recordings[-1], self.again, 1 if self.rows == "last" else length)
+        prompt = 1 if self.rows == "last" else length
+        if prompt not in self._traces:
+            self._traces[prompt] = KeptTrace(self.recordings[-1], self.again, prompt)
+        return self._traces[prompt]
 
     def plan_for(self, tier: Tier) -> Plan:
         """The edits, and captures of the rows that the code needs. Its own writes go to its copies of them."""
@@ -203,7 +210,34 @@ def lowered_requests(
     lengths: Sequence[int],
     steps: Sequence[int],
 ) -> list[Lowered]:
-    """What the code of each request does. Arguments are as of `lower_trace`."""
+    """What the code of each request does. Arguments are as of `lower_trace`.
+
+    Code that has been recorded with equal variables is not recorded again.
+    """
+    state = torch.get_default_dtype(), torch.is_grad_enabled(), hash(frozenset(os.environ.items()))
+    key = code.programs, tuple(code.weights), tuple(code.bodies), tuple(lengths), tuple(steps), id(model), state
+    if key in _known and _known[key][0] is model:
+        _known.move_to_end(key)
+        return _known[key][1]
+    found = _recorded(programs, code, model, lengths, steps)
+    if len(code.programs) <= _MOST_KEPT:
+        _known[key] = model, found
+        while len(_known) > _KEPT_CODES:
+            _known.popitem(last=False)
+    return found
+
+
+_known: OrderedDict[Hashable, tuple[Model, list[Lowered]]] = OrderedDict()  # what was recorded last
+
+
+def _recorded(
+    programs: Sequence[Sequence[Program]],
+    code: ShippedCode,
+    model: Model,
+    lengths: Sequence[int],
+    steps: Sequence[int],
+) -> list[Lowered]:
+    """The same, recorded."""
     jobs: dict[Hashable, tuple[int, int, int, int]] = {}  # key -> request, its program, the prompt's length, steps
     wanted: list[list[Hashable]] = []
     for request, own in enumerate(programs):
@@ -276,6 +310,12 @@ class _Recorder:
             self.recordings = dict.fromkeys(jobs, Recording([], reason))
             return
         lengths = [length for _, _, length, _ in jobs.values()]
+        try:
+            self._copy()
+        except Exception as error:  # a variable's own code does not run here
+            reason = f"its variables cannot be copied here: {type(error).__name__}: {error}"
+            self.recordings = dict.fromkeys(jobs, Recording([], reason))
+            return
         if len(jobs) and min(lengths) > 1 and self._record_any_length(min(lengths), 2 * max(lengths) + 501):
             return
         if not self._record_twice(one_copy=True) and len(requests[0]) == 1:

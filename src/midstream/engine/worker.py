@@ -411,6 +411,7 @@ class Worker(PlatformWorker):
             "widths": {f"{site}/{layer}": width for (site, layer), width in self.plans.facts.widths.items()},
             "dtype": self.plans.facts.dtype,
             "device": str(self.device),
+            "values": {point_name(key): f"{site}/{layer}" for key, (site, layer) in arch.values.items()},
             "bindings": {
                 f"{site}/{'' if layer is None else layer}": astuple(b) for (site, layer), b in arch.bindings.items()
             },

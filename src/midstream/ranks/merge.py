@@ -271,6 +271,7 @@ def merged_description(each: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "modules": modules,
         "shapes": _united(told, "shapes"),
         "widths": _united(told, "widths"),
+        "values": _united(told, "values"),
         "bindings": _united(told, "bindings"),
         "order": [each for described in told for each in described["order"]],
         "sites": [site for site in (*LAYER_SITES, *MODEL_SITES) if site in sites],

@@ -199,7 +199,7 @@ def fingerprint(programs: list[list[Program]]) -> tuple[bytes, bytes] | None:
     try:
         _Fingerprint(buffer, weights).dump(programs)
         return buffer.getvalue(), pickle.dumps(weights.table()[0])
-    except Exception:
+    except (Exception, Ended):  # a number of the forward in a variable
         return None
 
 
