@@ -37,7 +37,7 @@ from midstream.runtime.step import FiniteCheck, StepEnds
 from midstream.runtime.tables import CpuTables, DeviceTables, Tables
 from midstream.runtime.trace_host import TraceHost
 from midstream.settings import Settings, is_ours
-from midstream.sites import Point
+from midstream.sites import Point, point_name
 from midstream.trace.envoy import ModelEnvoy
 from midstream.trace.interleaver import Interleaver
 from midstream.trace.remote import ALONE
