@@ -29,7 +29,7 @@ class Channel:
         self._boxes: list[Mailbox] = []
 
     def send(self, outcome: Outcome, **changed: Any) -> None:
-        trace = replace(TraceRequest("trace", len(self._boxes), 100, 1, False, False, None), **changed)
+        trace = replace(TraceRequest("trace", len(self._boxes), 100, 1, False, None), **changed)
         self._boxes.append(self.receiver.expect((trace.trace, trace.index)))
         self.reports.send(f"request {trace.index}", trace, [outcome])
 

@@ -504,6 +504,7 @@ def bare_worker(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[bool]]:
         edits=False,
         step_is_planned=False,
         acting=frozenset(),
+        step_programs=frozenset(),
         repeat=lambda step: not worker.plans.is_idle,
         end_step=lambda: None,
     )
@@ -542,7 +543,7 @@ def test_a_request_that_its_traces_code_is_not_for_is_refused() -> None:
     host._allow_traces, host._groups = True, {"trace": TracedGroup([[]])}
     for index in (0, 1, -1):
         with pytest.raises(TraceError, match=f"Request {index} of a trace came with code for 1"):
-            host._programs("name", TraceRequest("trace", index, 3, 1, False, False, None))
+            host._programs("name", TraceRequest("trace", index, 3, 1, False, None))
     assert not host._groups
 
 

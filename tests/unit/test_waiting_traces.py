@@ -18,7 +18,7 @@ LENGTH = 4  # tokens of each prompt
 def request(name: str, trace: str | None = None, size: int = 1) -> Request:
     extra = None
     if trace is not None:
-        extra = TraceRequest(trace, 0, size, 1, size > 1, False, b"", False).to_extra_args()
+        extra = TraceRequest(trace, 0, size, 1, size > 1, b"", False).to_extra_args()
     return Request(name, list(range(LENGTH)), SamplingParams(max_tokens=8, extra_args=extra), None)
 
 

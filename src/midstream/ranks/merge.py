@@ -273,7 +273,7 @@ def merged_description(each: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "widths": _united(told, "widths"),
         "values": _united(told, "values"),
         "bindings": _united(told, "bindings"),
-        "order": [each for described in told for each in described["order"]],
+        "order": [each for described in told for each in described.get("order", ())],
         "sites": [site for site in (*LAYER_SITES, *MODEL_SITES) if site in sites],
         "layers": layers,
         "num_layers": max(described["num_layers"] for described in told),
@@ -281,4 +281,4 @@ def merged_description(each: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _united(told: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
-    return {key: value for described in told for key, value in described[name].items()}
+    return {key: value for described in told for key, value in described.get(name, {}).items()}

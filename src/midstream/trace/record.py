@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import io
 import pickle
 import random
@@ -671,12 +672,16 @@ def _guarded(notes: Notes) -> Iterator[None]:
     numbers = random.getstate()
     _watch_events()
     token = _GUARDED.set((notes, importing))
+    collects = gc.isenabled()
+    gc.disable()  # a collection runs the code of others' objects that end
     sys.setprofile(check)
     try:
         yield
     finally:
         sys.setprofile(before) if not hasattr(before, "enable") else before.enable()
         _GUARDED.reset(token)
+        if collects:
+            gc.enable()
         if random.getstate() != numbers:
             random.setstate(numbers)
             notes.reason = notes.reason or "it draws random numbers"
