@@ -395,6 +395,9 @@ def _without_length(key: Any) -> Hashable:
 
 def _agree(one: Recording, other: Recording) -> bool:
     if one.reason is not None or other.reason is not None:
+        interrupted = [each.reason == "its code raises KeyboardInterrupt" for each in (one, other)]
+        if any(interrupted) and not all(interrupted):  # not by the code itself
+            raise KeyboardInterrupt
         return one.reason == other.reason
     values = [each.outcome.values for each in (one, other)]
     if all(map(is_plain, values)) and values[0] != values[1]:

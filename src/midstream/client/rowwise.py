@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -150,6 +151,8 @@ class _Reader:
             packet, _, which = str(what).removeprefix("aten.").partition(".")
             views.append(self._blocks.said(packet, which, (views[-1], *map(self.of, args)), dict(kwargs), out))
         rows = views[-1].rows
+        if whole.parts and (rows == base.rows or any(a.rows == b.rows for a, b in pairwise(views))):
+            raise No("it changes a part of rows after it has replaced some of them")
         for (what, args, _, _), view, seen in reversed(list(zip(chain, views, views[1:], strict=False))):
             if new.rows != rows:
                 raise No("it writes numbers of other tokens")

@@ -148,8 +148,6 @@ def record(program: Program, model: Model, tokens: int, steps: int, has_arrays: 
             body.leave()
     except Ended:
         pass
-    except KeyboardInterrupt:
-        raise
     except BaseException as error:
         body.failure = error
         notes.reason = notes.reason or f"its code raises {type(error).__name__}"
