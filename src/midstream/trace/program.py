@@ -25,6 +25,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import cloudpickle
 import numpy as np
 import torch
+from cloudpickle.cloudpickle import _extract_code_globals
 
 from midstream.errors import InterventionError, MidstreamError, StageFailedError, TraceError, text_of
 from midstream.trace.block import Block, locals_at
@@ -423,6 +424,8 @@ class _Pickler(cloudpickle.Pickler):
             return _dispatching_here, (obj.__wrapped__, [*obj.registry.items()])  # type: ignore[attr-defined]
         if kind is functools.cached_property:  # it has a lock in Python 3.11
             return functools.cached_property, (obj.func,), {"attrname": obj.attrname, "__doc__": obj.__doc__}
+        if kind is FunctionType:
+            _note_class_bodies(obj.__code__)
         reduced = super().reducer_override(obj)
         if issubclass(kind, type) and isinstance(reduced, tuple) and len(reduced) == 6:  # a class that goes by value
             maker, args, state, *_, fill = reduced
@@ -438,6 +441,17 @@ _DISPATCHER = functools.singledispatch(_reference).__code__  # type: ignore[attr
 _VALUES: ContextVar[Mapping[int, Any]] = ContextVar("midstream_values")
 _SENT: WeakValueDictionary[str, type] = WeakValueDictionary()  # cloudpickle's id of a class -> this process's own class
 _ORIGINALS: WeakKeyDictionary[type, type] = WeakKeyDictionary()  # copy of such a class -> the class
+
+
+def _note_class_bodies(code: CodeType) -> dict[str, Any]:
+    """Have cloudpickle send the globals that only the body of a class in the code uses. It looks for them in functions alone."""
+    names: dict[str, Any] = _extract_code_globals(code)  # what it keeps for this code
+    for const in code.co_consts:
+        if isinstance(const, CodeType):
+            names.update(_note_class_bodies(const))
+            if not const.co_flags & inspect.CO_OPTIMIZED:  # a class body
+                names.update(dict.fromkeys(const.co_names))
+    return names
 
 
 def is_sent(kind: type) -> bool:
