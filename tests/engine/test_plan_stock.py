@@ -363,7 +363,7 @@ def test_d3_new_plans_compile_nothing_and_cleared_ones_leave_nothing(
         plans = [
             [Steer("resid_post", layers=list(range(seed + 1)), vector=v, scale=0.25 * seed, norm_match=seed % 2 == 1)],
             [Patch("resid_post", layer=seed, position=seed, source=v), Clamp("resid_post", direction=v)],
-            [Steer("mlp_in", layers=seed, vector=v), Capture("attn_out", layers=seed, positions="all", to=tmp_path)],
+            [Steer("attn_out", layers=seed, vector=v), Capture("attn_out", layers=seed, positions="all", to=tmp_path)],
         ]
         outputs = submit(llm, [FRANCE, EIFFEL, ITALY][: 3 - seed % 2], plans[: 3 - seed % 2], max_tokens=3 + seed)
         submit(llm, [FRANCE], [Steer("attn_out", layers=seed, vector=v)])  # uncompiled steps of one row
