@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -9,7 +10,7 @@ import math
 import numbers
 import operator
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, TypeVar
@@ -29,6 +30,15 @@ _MOST_NAMES, _LONGEST_NAME = 2000, 100  # the limits of a search for similar nam
 def refuse(field: str, given: str, allowed: str) -> PlanError:
     """The error for a field with a value that is not allowed."""
     return PlanError(f"{field} is {given}; allowed: {allowed}{'' if allowed.endswith('?') else '.'}")
+
+
+@contextlib.contextmanager
+def errors_at(place: str) -> Iterator[None]:
+    """Let errors say where in the plan the value stands."""
+    try:
+        yield
+    except PlanError as error:
+        raise PlanError(f"{place}: {error}") from error
 
 
 def shown(value: Any) -> str:

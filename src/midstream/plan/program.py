@@ -15,10 +15,9 @@ On the wire each program and each constant is there once, by its digest. Constan
 from __future__ import annotations
 
 import base64
-import contextlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -180,7 +179,7 @@ def read_constants(place: str, table: Any, trusted: bool, most: int) -> dict[str
     size = 0
     for key, given in _mapping(place, table).items():
         at = f"{place}[{fields.shown(key)}]"
-        with _errors_at(at):
+        with fields.errors_at(at):
             read[key] = _read_constant(key, given, trusted)
         size += len(read[key].data or b"")
         if size > most:
@@ -208,7 +207,7 @@ def read_programs(place: str, table: Any, constants: Mapping[str, Constant]) -> 
     read: dict[str, Program] = {}
     for key, given in _mapping(place, table).items():
         at = f"{place}[{fields.shown(key)}]"
-        with _errors_at(at):
+        with fields.errors_at(at):
             read[key] = _read_program(given, constants)
         if read[key].digest != key:
             raise fields.refuse(at, "not the digest of its content", f"{read[key].digest!r}")
@@ -282,12 +281,3 @@ def _mapping(
             place, f"a dict with {fields.shown(sorted(given))}", ", ".join(sorted(required | set(optional)))
         )
     return given
-
-
-@contextlib.contextmanager
-def _errors_at(place: str) -> Iterator[None]:
-    """Let errors say where in the plan the value stands."""
-    try:
-        yield
-    except PlanError as error:
-        raise PlanError(f"{place}: {error}") from error

@@ -14,11 +14,10 @@ every key, type and size is checked, here and by the constructors, and digests a
 from __future__ import annotations
 
 import base64
-import contextlib
 import dataclasses
 import functools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -199,7 +198,7 @@ def _runs(table: Any) -> dict[str, RecordedRun]:
         place = f"runs[{fields.shown(key)}]"
         _dict(place, run, ("name", *_RUN_LISTS))
         lists = [tuple(_list(f"{place}.{name}", run[name])) for name in _RUN_LISTS]
-        with _errors_at(place):
+        with fields.errors_at(place):
             try:
                 read[key] = _made_run(run["name"], key, *lists)
             except TypeError:  # not hashable, so not what a run has
@@ -229,7 +228,7 @@ class _Reader:
         values = {
             name: self._value(f"{place}.{name}", name, value, cls) for name, value in item.items() if name != "kind"
         }
-        with _errors_at(place):
+        with fields.errors_at(place):
             return cls(**values)  # type: ignore[no-any-return]
 
     def _value(self, place: str, name: str, value: Any, cls: type[Intervention]) -> Any:
@@ -247,7 +246,7 @@ class _Reader:
             return _looked_up(place, "programs", fields.text(f"{place}.program", value["program"]), self.programs)
         if name == cls.position_field and isinstance(value, dict):
             _dict(place, value, ("span",), ("occurrence",))
-            with _errors_at(place):
+            with fields.errors_at(place):
                 return Span(value["span"], value.get("occurrence", 0))
         return _list(place, value) if isinstance(value, list) else value
 
@@ -263,7 +262,7 @@ class _Reader:
                 return _packed_vector(place, data, dtype, shape)
             case {"named": str(name), **rest} if rest.keys() <= {"digest"}:
                 digest = rest.get("digest")
-                with _errors_at(place):
+                with fields.errors_at(place):
                     named = Named(name, digest)
                 if digest is not None and not self.trusted:
                     allowed = "None; who sends this plan may not say what the engine has under a name"
@@ -305,7 +304,7 @@ def _sink(place: str, value: Any) -> Any:
     if isinstance(value, dict):
         _dict(place, value, ("consumer",), ("options",))
         options = _dict(f"{place}.options", value.get("options", {}))
-        with _errors_at(place):
+        with fields.errors_at(place):
             return Consumer(value["consumer"], **options)
     if value is None or isinstance(value, str):
         return value
@@ -318,15 +317,6 @@ def _looked_up(place: str, table: str, key: str, there: Mapping[str, Any]) -> An
         allowed = "the name or id of a recorded run" if table == "runs" else f"a key of the plan's {table!r}"
         raise fields.refuse(place, fields.shown(key), f"{allowed}: {fields.nearest(key, there)}")
     return there[key]
-
-
-@contextlib.contextmanager
-def _errors_at(place: str) -> Iterator[None]:
-    """Let errors of constructors say where in the plan the value stands."""
-    try:
-        yield
-    except PlanError as error:
-        raise PlanError(f"{place}: {error}") from error
 
 
 def _dict(place: str, value: Any, required: Sequence[str] = (), optional: Sequence[str] = ()) -> dict[str, Any]:
