@@ -196,10 +196,6 @@ class PlanHost:
         self.off_graph_steps += bool(off_graph)
         return bool(off_graph)
 
-    def programs_in_step(self) -> set[int]:
-        """The indices of this rank's points in the graphs at which programs run in the step, which no graph has."""
-        return {self.tables.index[point] for point in self.step_programs if point in self.tables.index}
-
     def is_prepared(self, request_ids: Sequence[str], total: int) -> bool:
         """Whether the tables already hold the coming step, laid out in these `total` rows, so that it needs no `begin_step`."""
         batch = self._prepared

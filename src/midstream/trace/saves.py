@@ -23,7 +23,7 @@ from torch import nn
 
 from midstream.errors import UnsavedError
 from midstream.trace.remote import BINARY, COMPARISONS, UNARY
-from midstream.trace.tree import Opaque, StandIn
+from midstream.trace.tree import Opaque
 
 CONTAINERS = (list, dict, deque)
 _PICKLING = ("__reduce__", "__reduce_ex__", "__getstate__")
@@ -76,7 +76,7 @@ class Saves:
 
 
 def _is_tensor(value: Any) -> bool:
-    return issubclass(type(value), (torch.Tensor, StandIn))
+    return issubclass(type(value), torch.Tensor)
 
 
 # The caller's containers and objects.

@@ -16,12 +16,6 @@ class Opaque:
     """A value that these functions do not look into, because that would count as using it."""
 
 
-class StandIn:
-    """Stands for a tensor where code runs without values."""
-
-    __slots__ = ()
-
-
 def leaves(tree: Any, at: Ref = ()) -> Iterator[tuple[Ref, torch.Tensor]]:
     """Each tensor in `tree`, with its place."""
     if isinstance(tree, Opaque):
@@ -37,10 +31,10 @@ def leaves(tree: Any, at: Ref = ()) -> Iterator[tuple[Ref, torch.Tensor]]:
 
 
 def map_tensors(tree: Any, change: Callable[[Ref, Any], Any], at: Ref = ()) -> Any:
-    """`tree` with every tensor, or what stands for one, replaced by `change(ref, tensor)`."""
+    """`tree` with every tensor replaced by `change(ref, tensor)`."""
     if isinstance(tree, Opaque):
         return tree
-    if isinstance(tree, (torch.Tensor, StandIn)):
+    if isinstance(tree, torch.Tensor):
         return change(at, tree)
     if isinstance(tree, (tuple, list)):
         items = [map_tensors(item, change, (*at, i)) for i, item in enumerate(tree)]
