@@ -7,7 +7,7 @@ the number of rows become `Rows`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from midstream.client.passes import Rows as Choice
 from midstream.client.passes import rows_of
 from midstream.plan.building import Builder, Result
 from midstream.plan.rowwise import ELEMENTWISE, overload
-from midstream.plan.steps import DType, Ref, Rows
+from midstream.plan.steps import DType, Ref, Rows, arguments_in
 
 SAME = frozenset("clone alias detach contiguous lift_fresh lift_fresh_copy".split())
 _VIEWS = frozenset("view reshape _unsafe_view _reshape_alias".split())
@@ -152,7 +152,7 @@ class Blocks:
 
     def plain(self, op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: int | None = None) -> Block:
         """An operation of the table."""
-        blocks = list(blocks_in((args, tuple(kwargs.values()))))
+        blocks = list(arguments_in((args, tuple(kwargs.values())), Block))
         like = max(blocks, key=lambda each: each.result.rank)
         if any((each.rows, each.lead) != (like.rows, like.lead) for each in blocks):
             raise No("it uses different tokens together")
@@ -456,15 +456,6 @@ def _results(tree: Any) -> Any:
     if isinstance(tree, Block):
         return tree.result
     return tuple(map(_results, tree)) if isinstance(tree, (tuple, list)) else tree
-
-
-def blocks_in(tree: Any) -> Iterator[Block]:
-    """The blocks in arguments."""
-    if isinstance(tree, Block):
-        yield tree
-    elif isinstance(tree, tuple):
-        for each in tree:
-            yield from blocks_in(each)
 
 
 def _moved(

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from midstream.client.blocks import SAME, Block, Blocks, No, blocks_in
+from midstream.client.blocks import SAME, Block, Blocks, No
 from midstream.client.passes import Rows as Choice
 from midstream.errors import PlanError
 from midstream.plan.program import Program
-from midstream.plan.steps import DType
+from midstream.plan.steps import DType, arguments_in
 from midstream.trace.graph import Value, Write
 
 _IGNORED = frozenset("memory_format layout device pin_memory non_blocking implicit".split())
@@ -115,7 +115,7 @@ class _Reader:
         if changes and value.out != 0:
             raise No(f"{packet} writes to out=")
         packet = packet.removesuffix("_") if changes else packet
-        blocks = list(blocks_in((args, tuple(kwargs.values()))))
+        blocks = list(arguments_in((args, tuple(kwargs.values())), Block))
         if not blocks or (changes and not isinstance(args[0], Block)):
             raise No("it uses a tensor of its own that it has filled with values of the model")
         if any(block.parts for block in blocks):

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from midstream.plan.checking import Checker, refs_in
+from midstream.plan.checking import Checker
 from midstream.plan.program import Program, written_step
 from midstream.plan.rowwise import Shaped
-from midstream.plan.steps import INPUT, Const, Constant, Ref, Step
+from midstream.plan.steps import INPUT, Const, Constant, Ref, Step, arguments_in
 
 _ROWS = 1009  # any number
 
@@ -103,7 +103,7 @@ class Builder:
             ref = rest.pop()
             if ref.step >= 0 and ref.step not in needed:
                 needed.add(ref.step)
-                rest += refs_in((self._steps[ref.step].args, tuple(arg for _, arg in self._steps[ref.step].kwargs)))
+                rest += arguments_in((self._steps[ref.step].args, self._steps[ref.step].kwargs), Ref)
         numbers = {old: new for new, old in enumerate(sorted(needed))}
         constants: dict[int, int] = {}
 

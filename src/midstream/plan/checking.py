@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 
 from midstream.errors import PlanError
 from midstream.plan.rowwise import ELEMENTWISE, RULES, SIZED, SLOW, Call, Mixes, Outcome, Shaped, overload
-from midstream.plan.steps import FLOATS, Const, Constant, DType, Parts, Ref, Rows, Step
+from midstream.plan.steps import FLOATS, Const, Constant, DType, Parts, Ref, Rows, Step, arguments_in
 
 MAX_ROW = 1 << 18  # numbers of a row's part of one result
 MAX_SHARED = 1 << 20  # numbers of a result that is the same for all rows
@@ -204,18 +204,9 @@ def _checked(program: Parts, rows: int) -> Checked:
 def _last_use(steps: Sequence[Step], result: Ref) -> dict[int, int]:
     found: dict[int, int] = {}
     for number, step in enumerate(steps):
-        for ref in refs_in((step.args, step.kwargs)):
+        for ref in arguments_in((step.args, step.kwargs), Ref):
             found[ref.step] = number
     return found | {result.step: len(steps)}
-
-
-def refs_in(tree: Any) -> Iterator[Ref]:
-    """The references in arguments."""
-    if isinstance(tree, Ref):
-        yield tree
-    elif isinstance(tree, tuple):
-        for each in tree:
-            yield from refs_in(each)
 
 
 def _peak(sizes: Sequence[int], last_use: Mapping[int, int], width: int) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from midstream.plan.rowwise import ELEMENTWISE, Shaped
-from midstream.plan.steps import Const, Parts, Ref, Step, written
+from midstream.plan.steps import Const, Parts, Ref, Step, arguments_in, written
 from midstream.plan.vectors import digest
 
 # Operations with a number as their second argument that may be one of each row. What they give of whole numbers may be floating.
@@ -49,8 +49,8 @@ def form_of(program: Parts, results: Sequence[Shaped]) -> Form:
                 uses.setdefault(arg.place, []).append((number, place) if may_differ else None)
             elif is_direct and place == 1 and type(arg) in (int, float) and _takes_number(step, results):
                 slots[number, place] = float(arg)
-            for other in _constants_in(arg) if isinstance(arg, tuple) else ():
-                uses.setdefault(other, []).append(None)
+            for other in arguments_in(arg, Const) if isinstance(arg, tuple) else ():
+                uses.setdefault(other.place, []).append(None)
     for place, where in uses.items():
         constant = program.constants[place]
         is_small = (
@@ -69,12 +69,6 @@ def _takes_number(step: Step, results: Sequence[Shaped]) -> bool:
     if step.op not in _WITH_NUMBER or step.kwargs or not isinstance(first, Ref) or first.out is not None:
         return False
     return first.step < 0 or (results[first.step].meta.dtype.is_floating_point and results[first.step].rows == 1)
-
-
-def _constants_in(tree: Any) -> list[int]:
-    if isinstance(tree, Const):
-        return [tree.place]
-    return [place for each in tree for place in _constants_in(each)] if isinstance(tree, tuple) else []
 
 
 def _key(program: Parts, slots: dict[tuple[int, int], Any]) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -57,6 +58,16 @@ class DType:
 
 
 INPUT = Ref(-1)
+T = TypeVar("T")
+
+
+def arguments_in(tree: Any, kind: type[T]) -> Iterator[T]:
+    """The arguments of one kind in nested tuples."""
+    if isinstance(tree, kind):
+        yield tree
+    elif isinstance(tree, tuple):
+        for each in tree:
+            yield from arguments_in(each, kind)
 
 
 class Step(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from midstream.trace.graph import Chain, StepGraph, Value
-from midstream.trace.tree import memory_of
+from midstream.trace.tree import leaves, memory_of
 
 aten = torch.ops.aten
 _MOST_VALUES = 20_000
@@ -330,7 +330,7 @@ class Notes:
         if self.reason is not None:
             raise Ended(self.reason)
         facts = _facts(func)
-        tensors = list(_tensors((args, kwargs)))
+        tensors = [tensor for _, tensor in leaves((args, kwargs))]
         if not any(map(self.is_unknown, tensors)):
             if facts.refused == "it draws random numbers":
                 self.end(facts.refused)
@@ -434,17 +434,6 @@ class Notes:
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
-
-
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, (tuple, list)):
-        for each in tree:
-            yield from _tensors(each)
-    elif isinstance(tree, dict):
-        for each in tree.values():
-            yield from _tensors(each)
 
 
 def _on_meta(tree: Any) -> Any:
