@@ -32,6 +32,22 @@ def refuse(field: str, given: str, allowed: str) -> PlanError:
     return PlanError(f"{field} is {given}; allowed: {allowed}{'' if allowed.endswith('?') else '.'}")
 
 
+def mapping(place: str, value: Any, required: Sequence[str] = (), optional: Sequence[str] = ()) -> dict[str, Any]:
+    """A dict with string keys. It has all `required` keys, and no others than the `optional` ones, if either is given."""
+    if not isinstance(value, dict):
+        raise refuse(place, shown(value), "a dict")
+    for key in required:
+        if key not in value:
+            raise PlanError(f"{place} has no {key!r}; it has {shown(list(value))}.")
+    known = [*required, *optional]
+    for key in value:
+        if not isinstance(key, str):
+            raise refuse(f"a key of {place}", shown(key), "a string")
+        if known and key not in known:
+            raise PlanError(f"{place} has an unknown key {shown(key)}: {nearest(key, known)}")
+    return value
+
+
 @contextlib.contextmanager
 def errors_at(place: str) -> Iterator[None]:
     """Let errors say where in the plan the value stands."""

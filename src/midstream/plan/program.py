@@ -17,7 +17,7 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -177,7 +177,7 @@ def read_constants(place: str, table: Any, trusted: bool, most: int) -> dict[str
     """The table of constants. `most`: bytes of all. Raises PlanError."""
     read: dict[str, Constant] = {}
     size = 0
-    for key, given in _mapping(place, table).items():
+    for key, given in fields.mapping(place, table).items():
         at = f"{place}[{fields.shown(key)}]"
         with fields.errors_at(at):
             read[key] = _read_constant(key, given, trusted)
@@ -190,7 +190,7 @@ def read_constants(place: str, table: Any, trusted: bool, most: int) -> dict[str
 
 
 def _read_constant(key: str, given: Any, trusted: bool) -> Constant:
-    _mapping("it", given, {"dtype", "shape"}, {"data"})
+    fields.mapping("it", given, ("dtype", "shape"), ("data",))
     data = given.get("data")
     if isinstance(data, str):
         try:
@@ -202,10 +202,10 @@ def _read_constant(key: str, given: Any, trusted: bool) -> Constant:
     return Constant(given["dtype"], tuple(_sequence("shape", given["shape"])), data, key)
 
 
-def read_programs(place: str, table: Any, constants: Mapping[str, Constant]) -> dict[str, Program]:
+def read_programs(place: str, table: Mapping[str, Any], constants: Mapping[str, Constant]) -> dict[str, Program]:
     """The table of programs. Raises PlanError."""
     read: dict[str, Program] = {}
-    for key, given in _mapping(place, table).items():
+    for key, given in table.items():
         at = f"{place}[{fields.shown(key)}]"
         with fields.errors_at(at):
             read[key] = _read_program(given, constants)
@@ -215,7 +215,7 @@ def read_programs(place: str, table: Any, constants: Mapping[str, Constant]) -> 
 
 
 def _read_program(given: Any, constants: Mapping[str, Constant]) -> Program:
-    _mapping("it", given, {"width", "dtype", "steps", "result", "constants"})
+    fields.mapping("it", given, ("width", "dtype", "steps", "result", "constants"))
     steps = tuple(_read_step(f"steps[{i}]", step) for i, step in enumerate(_sequence("steps", given["steps"])))
     named = _sequence("constants", given["constants"])
     for name in named:
@@ -234,7 +234,7 @@ def _read_step(place: str, given: Any) -> Step:
     parts = _sequence(place, given)
     if not 2 <= len(parts) <= 4 or not isinstance(parts[0], str):
         raise fields.refuse(place, fields.shown(given), "[operation, arguments, named arguments, line]")
-    kwargs = _mapping(f"{place}[2]", parts[2]) if len(parts) > 2 else {}
+    kwargs = fields.mapping(f"{place}[2]", parts[2]) if len(parts) > 2 else {}
     line = fields.integer(f"{place}[3]", parts[3], 0) if len(parts) > 3 else 0
     args = tuple(_read(f"{place}[1][{i}]", arg) for i, arg in enumerate(_sequence(f"{place}[1]", parts[1])))
     named = tuple(sorted((name, _read(f"{place}.{fields.shown(name)}", arg)) for name, arg in kwargs.items()))
@@ -269,15 +269,3 @@ def _sequence(place: str, given: Any) -> list[Any]:
     if not isinstance(given, (list, tuple)) or len(given) > MAX_ARGUMENTS:
         raise fields.refuse(place, fields.shown(given), f"a list of up to {MAX_ARGUMENTS} items")
     return list(given)
-
-
-def _mapping(
-    place: str, given: Any, required: set[str] | None = None, optional: Sequence[str] | set[str] = ()
-) -> dict[str, Any]:
-    if not isinstance(given, dict) or not all(isinstance(key, str) for key in given):
-        raise fields.refuse(place, fields.shown(given), "a dict with strings as keys")
-    if required is not None and not (required <= given.keys() <= required | set(optional)):
-        raise fields.refuse(
-            place, f"a dict with {fields.shown(sorted(given))}", ", ".join(sorted(required | set(optional)))
-        )
-    return given

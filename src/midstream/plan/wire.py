@@ -134,7 +134,7 @@ def from_wire(
     """
     if not trusted:
         _check_size(wire)
-    wire = _dict("the plan", wire, ("interventions",), ("version", "vectors", "runs", "programs", "constants"))
+    wire = fields.mapping("the plan", wire, ("interventions",), ("version", "vectors", "runs", "programs", "constants"))
     if type(version := wire.get("version", VERSION)) is not int or version != VERSION:
         allowed = f"{VERSION}, which is all that this midstream reads"
         raise fields.refuse("the plan's version", fields.shown(version), allowed)
@@ -165,7 +165,7 @@ def _check_size(given: Any) -> None:
 
 def _vectors(table: Any) -> dict[str, Vector]:
     size, read = 0, {}
-    for key, data in _dict("vectors", table).items():
+    for key, data in fields.mapping("vectors", table).items():
         place = f"vectors[{fields.shown(key)}]"
         if isinstance(data, str):
             try:
@@ -186,7 +186,7 @@ def _vectors(table: Any) -> dict[str, Vector]:
 
 def _programs(wire: Mapping[str, Any], trusted: bool) -> dict[str, Program]:
     constants = read_constants("constants", wire.get("constants", {}), trusted, MAX_VECTOR_BYTES)
-    table = _dict("programs", wire.get("programs", {}))
+    table = fields.mapping("programs", wire.get("programs", {}))
     if len(table) > MAX_PROGRAMS:
         raise fields.refuse("the plan's programs", f"{len(table)} of them", f"up to {MAX_PROGRAMS}")
     return read_programs("programs", table, constants)
@@ -194,9 +194,9 @@ def _programs(wire: Mapping[str, Any], trusted: bool) -> dict[str, Program]:
 
 def _runs(table: Any) -> dict[str, RecordedRun]:
     read = {}
-    for key, run in _dict("runs", table).items():
+    for key, run in fields.mapping("runs", table).items():
         place = f"runs[{fields.shown(key)}]"
-        _dict(place, run, ("name", *_RUN_LISTS))
+        fields.mapping(place, run, ("name", *_RUN_LISTS))
         lists = [tuple(_list(f"{place}.{name}", run[name])) for name in _RUN_LISTS]
         with fields.errors_at(place):
             try:
@@ -224,7 +224,7 @@ class _Reader:
         kind = fields.one_of(f"{place}.kind", item.get("kind"), [*kinds(), Capture.kind])
         cls: Any = Capture if kind == Capture.kind else kind_of(kind)
         required = [field.name for field in _fields_of(cls) if field.default is dataclasses.MISSING]
-        _dict(f"{place} ({kind})", item, ("kind", *required), [field.name for field in _fields_of(cls)])
+        fields.mapping(f"{place} ({kind})", item, ("kind", *required), [field.name for field in _fields_of(cls)])
         values = {
             name: self._value(f"{place}.{name}", name, value, cls) for name, value in item.items() if name != "kind"
         }
@@ -242,10 +242,10 @@ class _Reader:
                     raise fields.refuse(f"{place}[{i}]", fields.shown(item), "a number")
             return value
         if issubclass(cls, Edit) and name == cls.function:
-            _dict(place, value, ("program",))
+            fields.mapping(place, value, ("program",))
             return _looked_up(place, "programs", fields.text(f"{place}.program", value["program"]), self.programs)
         if name == cls.position_field and isinstance(value, dict):
-            _dict(place, value, ("span",), ("occurrence",))
+            fields.mapping(place, value, ("span",), ("occurrence",))
             with fields.errors_at(place):
                 return Span(value["span"], value.get("occurrence", 0))
         return _list(place, value) if isinstance(value, list) else value
@@ -302,8 +302,8 @@ def _packed_vector(place: str, text: str, dtype: Any, shape: Any) -> Vector:
 
 def _sink(place: str, value: Any) -> Any:
     if isinstance(value, dict):
-        _dict(place, value, ("consumer",), ("options",))
-        options = _dict(f"{place}.options", value.get("options", {}))
+        fields.mapping(place, value, ("consumer",), ("options",))
+        options = fields.mapping(f"{place}.options", value.get("options", {}))
         with fields.errors_at(place):
             return Consumer(value["consumer"], **options)
     if value is None or isinstance(value, str):
@@ -317,22 +317,6 @@ def _looked_up(place: str, table: str, key: str, there: Mapping[str, Any]) -> An
         allowed = "the name or id of a recorded run" if table == "runs" else f"a key of the plan's {table!r}"
         raise fields.refuse(place, fields.shown(key), f"{allowed}: {fields.nearest(key, there)}")
     return there[key]
-
-
-def _dict(place: str, value: Any, required: Sequence[str] = (), optional: Sequence[str] = ()) -> dict[str, Any]:
-    """A dict with string keys. It has all `required` keys, and no others than the `optional` ones, if either is given."""
-    if not isinstance(value, dict):
-        raise fields.refuse(place, fields.shown(value), "a dict")
-    for key in required:
-        if key not in value:
-            raise PlanError(f"{place} has no {key!r}; it has {fields.shown(list(value))}.")
-    known = [*required, *optional]
-    for key in value:
-        if not isinstance(key, str):
-            raise fields.refuse(f"a key of {place}", fields.shown(key), "a string")
-        if known and key not in known:
-            raise PlanError(f"{place} has an unknown key {fields.shown(key)}: {fields.nearest(key, known)}")
-    return value
 
 
 def _list(place: str, value: Any, longest: int | None = None) -> list[Any]:
