@@ -841,6 +841,25 @@ def test_l2_what_is_not_recognised_as_an_edit_is_not_made_wrongly():
     def by_columns_and_rows(model):
         model.layers_output[2][1:3, 2:4] = 0
 
+    def half_way_to_a_vector(model):
+        h = model.layers_output[2]
+        model.layers_output[2] = h + torch.sub(V, h, alpha=0.5)
+
+    def half_way_by_rsub(model):
+        h = model.layers_output[2]
+        model.layers_output[2] = h + torch.rsub(h, V, alpha=0.5)
+
+    def doubled_by_differences(model):
+        h = model.layers_output[2]
+        model.layers_output[2] = V - torch.sub(V, h, alpha=2)
+
+    def doubled_by_a_sum(model):
+        h = model.layers_output[2]
+        model.layers_output[2] = torch.add(V, h, alpha=2) - V
+
+    def a_vector_twice(model):
+        model.layers_output[2] = torch.sub(model.layers_output[2], V, alpha=-2)
+
     bodies = [*locals().values()]
     for body in bodies:
         checked(body)

@@ -290,11 +290,18 @@ class _Reader:
         return replace(x, change=change(x.change), parts=tuple((rows, change(part)) for rows, part in x.parts))
 
     def _add(self, value: Value, x: Any, y: Any, alpha: float = 1.0) -> Any:
-        a, b = self.of(x), self.of(y)
+        return self._added(value, self.of(x), self.of(y), alpha)
+
+    def _sub(self, value: Value, x: Any, y: Any, alpha: float = 1.0) -> Any:
+        return self._added(value, self.of(x), self.of(y), -alpha)
+
+    def _rsub(self, value: Value, x: Any, y: Any, alpha: float = 1.0) -> Any:
+        return self._sub(value, y, x, alpha)
+
+    def _added(self, value: Value, a: Any, b: Any, alpha: float) -> Any:
+        """`a + alpha * b`"""
         if isinstance(a, torch.Tensor):
-            a, b = b, a.double()
-            if alpha != 1.0:
-                raise _Unknown
+            a, b, alpha = self._times(b, alpha), a, 1.0
         if isinstance(a, _Along):
             if not isinstance(b, torch.Tensor) or b.numel() != 1:
                 raise _Unknown
@@ -312,21 +319,6 @@ class _Reader:
         if a.parts or b.parts:
             raise _Unknown
         return _Linear(_sum(a.change, b.change, alpha), a.rows)
-
-    def _sub(self, value: Value, x: Any, y: Any, alpha: float = 1.0) -> Any:
-        if isinstance(self.of(x), torch.Tensor):
-            return self._add(value, self._negative(y), x)
-        return self._add(value, x, y, -alpha)
-
-    def _rsub(self, value: Value, x: Any, y: Any, alpha: float = 1.0) -> Any:
-        return self._sub(value, y, x, alpha)
-
-    def _negative(self, x: Any) -> Value:
-        """A value that stands for `-x`."""
-        made = Value("call", torch.ops.aten.neg.default, (x,), shape=x.shape, dtype=x.dtype)
-        self._known[id(made)] = self._times(self.of(x), -1.0)
-        self._kept = made  # its id stands for it as long as it lives
-        return made
 
     def _neg(self, value: Value, x: Any) -> Any:
         return self._times(self.of(x), -1.0)
