@@ -640,10 +640,10 @@ def test_g8_a_server_without_the_switch_takes_no_code(server: Server, tmp_path: 
     call = {
         "version": metadata.version("midstream"),
         "asked": [{"prompt": FRANCE, "params": {"max_tokens": 1}}],
-        **{"programs": programs, "bodies": [1], "graph_sites": [True]},
+        **{"programs": programs, "bodies": [1], "keeps_to_graphs": [True]},
     }
     status, answer = server.post("/v1/midstream/generate", msgspec.msgpack.encode(call))
-    assert status == 400 and answer["error"]["type"] == "TracesNotAllowedError"
+    assert (status, answer["error"]["type"]) == (400, "TracesNotAllowedError"), answer
     with Remote(server.url) as model:
         with pytest.raises(TracesNotAllowedError, match="--midstream-allow-traces"):
             model.run(lambda m: m.logits, FRANCE)

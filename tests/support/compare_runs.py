@@ -24,6 +24,7 @@ from unittest import mock
 
 import tiny_models
 import torch
+from engines import left
 from transformers import AutoModelForCausalLM
 
 from midstream import VLLM, Capture, LanguageModel, Steer, compare
@@ -259,8 +260,8 @@ def by_modules(model: VLLM, directory: Path) -> dict[str, list[Any]]:
 def settled_gauges(model: VLLM) -> dict[str, int]:
     """What is alive in the worker; a result counts as queued until a moment after the client has it."""
     for _ in range(100):
-        gauges = {name: n for name, n in model.gauges()[0].items() if not name.endswith("_steps")}
-        if not any(gauges.values()):
+        gauges = left(model.gauges()[0])
+        if not gauges:
             break
         time.sleep(0.05)
     return gauges

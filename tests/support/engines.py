@@ -45,6 +45,13 @@ def ask_workers(model: VLLM | Remote, method: str, *args: Any) -> list[Any]:
     return asked.raise_for_status().json()["results"]
 
 
+def left(gauges: dict[str, int]) -> dict[str, int]:
+    """Those of a worker's gauges that are not zero and should be once its requests are over: no counts of steps, growths or failures, and
+    no weights, which stay."""
+    stays = ("_steps", "_growths", "_failures", "weight_bytes")
+    return {name: count for name, count in gauges.items() if count and not name.endswith(stays)}
+
+
 def alive(model: VLLM, seconds: float = 30.0) -> list[dict[str, int]]:
     """What is left on the workers.
 
@@ -55,11 +62,10 @@ def alive(model: VLLM, seconds: float = 30.0) -> list[dict[str, int]]:
     connection = model.__dict__.get("_connection")
     in_use = getattr(getattr(connection, "weights", None), "in_use", 0)
     assert not in_use, in_use
-    stays = ("_steps", "_growths", "_failures", "weight_bytes")
     passing = {"queued_bytes", "plans", "profiles", "plan_hooks", "leases", "consumer_bytes"}
     deadline = time.monotonic() + seconds
     while True:
-        gauges = [{g: n for g, n in worker.items() if n and not g.endswith(stays)} for worker in model.gauges()]
+        gauges = [left(worker) for worker in model.gauges()]
         if not any(gauges) or (len(gauges) == 1 and set(gauges[0]) - passing) or time.monotonic() > deadline:
             return [g for g in gauges if g]
         time.sleep(0.01)

@@ -27,7 +27,7 @@ from typing import Any
 
 import ranks
 import torch
-from engines import RANKS
+from engines import RANKS, left
 from engines import start_spawned as start
 from forked import forked
 
@@ -88,8 +88,7 @@ def interrupt(directory: Path) -> None:
         print("interrupted", flush=True)
     with model.trace(PROMPTS[0], temperature=0.0):
         token = model.samples.item().save()
-    gauges = [{name: n for name, n in worker.items() if not name.endswith("_steps")} for worker in model.gauges()]
-    print("clean" + model.tokenizer.decode(token), any(any(worker.values()) for worker in gauges), flush=True)
+    print("clean" + model.tokenizer.decode(token), any(map(left, model.gauges())), flush=True)
     long_trace(model, str(directory / "second"))
 
 

@@ -215,19 +215,17 @@ def lowered_requests(
     Code that has been recorded with equal variables is not recorded again.
     """
     state = torch.get_default_dtype(), torch.is_grad_enabled(), hash(frozenset(os.environ.items()))
-    key = code.programs, tuple(code.weights), tuple(code.bodies), tuple(lengths), tuple(steps), id(model), state
-    if key in _known and _known[key][0] is model:
-        _known.move_to_end(key)
-        return _known[key][1]
+    key = code.programs, tuple(code.weights), tuple(code.bodies), tuple(lengths), tuple(steps), state
+    known: OrderedDict[Hashable, list[Lowered]] = model.recorded
+    if key in known:
+        known.move_to_end(key)
+        return known[key]
     found = _recorded(programs, code, model, lengths, steps)
     if len(code.programs) <= _MOST_KEPT:
-        _known[key] = model, found
-        while len(_known) > _KEPT_CODES:
-            _known.popitem(last=False)
+        known[key] = found
+        while len(known) > _KEPT_CODES:
+            known.popitem(last=False)
     return found
-
-
-_known: OrderedDict[Hashable, tuple[Model, list[Lowered]]] = OrderedDict()  # what was recorded last
 
 
 def _recorded(

@@ -17,7 +17,8 @@ import io
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -56,6 +57,7 @@ class Model:
         vocab_size: the width of the logits.
         tokenizer: returns the model's.
         text_config: the model's transformers configuration.
+        recorded: what was recorded last, the oldest first.
     """
 
     arch: Architecture
@@ -67,6 +69,7 @@ class Model:
     aliases: Aliases = field(default_factory=Aliases)
     tokenizer: Callable[[], Any] = lambda: None
     text_config: Any = None
+    recorded: OrderedDict[Hashable, Any] = field(default_factory=OrderedDict)
 
     @cached_property
     def at(self) -> dict[Key, dict[Binding, Point]]:
