@@ -258,9 +258,16 @@ def test_i2_a_trace_that_a_plan_does_is_no_trace(engine: VLLM) -> None:
 def test_f5_a_lowered_write_that_is_not_finite_ends_its_request_alone(engine: VLLM) -> None:
     plain = engine.generate(PROMPTS[1], max_tokens=3, temperature=0.0)[0].outputs[0].token_ids
     with pytest.raises(MidstreamError, match="resid_post of layer 2"), engine.trace(PROMPTS[0], max_tokens=3):
-        engine.layers_output[2] += torch.full((256,), 3e38)
-        engine.layers_output[2] += torch.full((256,), 3e38)
+        engine.layers_output[2] += 3e38
+        engine.layers_output[2] *= 3e38
     assert engine.generate(PROMPTS[1], max_tokens=3, temperature=0.0)[0].outputs[0].token_ids == plain
+    assert not any(alive(engine))
+
+
+def test_f5_a_write_in_the_forward_that_is_not_finite_ends_its_request_whichever_stage_it_is_on(engine: VLLM) -> None:
+    for layer in (2, 6):
+        with in_the_forward(), pytest.raises(MidstreamError, match="Not finite: "):
+            engine.run(lambda m, layer=layer: m.steer(layer, torch.full((256,), 3e38), 3), PROMPTS[0])
     assert not any(alive(engine))
 
 
