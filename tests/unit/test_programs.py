@@ -26,7 +26,9 @@ from midstream.plan.running import run as run_program
 from midstream.plan.running import run_together
 from midstream.plan.steps import INPUT, Const, Constant, DType, Ref, Rows, Step
 from midstream.plan.values import Apply, Capture, ModelFacts, Plan, Steer, check, check_strangers
+from midstream.runtime.programs import ProgramAt
 from midstream.runtime.tables import CpuTables, DeviceTables
+from midstream.runtime.tables import Rows as BatchRows
 
 W = 6
 V = torch.linspace(-1, 1, W)
@@ -472,8 +474,6 @@ def test_tables_run_programs_after_the_other_edits(kind: Any, second: bool) -> N
 
 @pytest.mark.parametrize("kind", TABLES)
 def test_a_program_that_leaves_the_finite_range_is_noted(kind: Any) -> None:
-    from midstream.runtime.tables import Rows as BatchRows
-
     overflow = program(("div.Tensor", (INPUT, 0.0)))
     tables = make_tables(kind, 8)
     slots = tables.load(compiled([{POINTS[1]: [Op("apply", program=overflow)]}], [], W))
@@ -484,7 +484,78 @@ def test_a_program_that_leaves_the_finite_range_is_noted(kind: Any) -> None:
     ready()
     assert codes.tolist() == [0, 2, 0, 2]
     tables.unload(slots)
-    assert not tables._with_programs and len(tables._free) == 63
+    assert not tables.programs and len(tables._free) == 63
+
+
+@pytest.mark.parametrize("second", [False, True], ids=["one stream", "two"])
+def test_l5_a_graph_has_programs_for_the_rows_of_later_steps(second: bool) -> None:
+    """Plans come and go, and rows change, between replays. A graph is recorded for what acts and replayed whenever that acts again; where there
+    is no GPU, what it would have recorded is called again."""
+    rng = np.random.default_rng(5)
+    torch.manual_seed(5)
+    tables, rows, point = DeviceTables(POINTS, 16, DEVICE), 16, 1
+    where = POINTS[point]
+    hidden = torch.zeros(rows, W, device=DEVICE)
+    residual = torch.zeros(rows, W, device=DEVICE) if second else None
+    graphs: dict[Any, Any] = {}
+    loaded: list[tuple[Any, list[Program]]] = []
+    used = 0
+
+    def recorded(kernels: list[Any]) -> Any:
+        """What replays the graph. It holds what the graph reads, as the engine's does."""
+
+        def call() -> None:
+            tables.edit_recorded(point, hidden, residual, kernels)
+
+        if DEVICE.type != "cuda":
+            return call
+        for each in kernels:
+            each.warm_up(hidden)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        return lambda: (graph.replay(), kernels)
+
+    for _ in range(120):
+        while len(loaded) > rng.integers(0, 9):
+            tables.unload(loaded.pop(int(rng.integers(len(loaded))))[0])
+        for _ in range(int(rng.integers(0, 4))):
+            each = [made(float(rng.normal()), torch.randn(W), float(rng.normal()), "float32")]
+            each += [SCALED] * int(rng.integers(0, 2))
+            ops = [op("steer", 0, a=1.0), *(Op("apply", program=program) for program in each)]
+            loaded.append((tables.load(compiled([{where: ops}], [V], W)), each))
+        plans = rng.integers(-1, len(loaded), rows) if loaded else np.full(rows, -1)
+        profile_T = np.array([0 if n < 0 else loaded[n][0].ids[1] for n in plans], np.int32)
+        tables.begin_step(BatchRows(profile_T), None)
+        at = sorted({a for n in plans if n >= 0 for a in _places(loaded[n][1], where)}, key=lambda a: a.turn)
+        key = frozenset(map(tables.programs.recordable, at))
+        used += key in graphs
+        if key not in graphs:
+            graphs[key] = recorded(list(map(tables.programs.recorded, at)))
+        x, y = torch.randn(rows, W), torch.randn(rows, W)
+        hidden.copy_(x)
+        value = x
+        if residual is not None:
+            residual.copy_(y)
+            value = x + y
+        graphs[key]()
+        got = hidden.cpu() if residual is None else (hidden + residual).cpu()
+        for row, n in enumerate(plans):
+            wanted = value[row : row + 1]
+            if n >= 0:
+                wanted = apply(wanted, [op("steer", 0, a=1.0)], [V])
+                for program in loaded[n][1]:
+                    wanted = run_program(program, wanted)
+                torch.testing.assert_close(got[row], wanted[0], rtol=1e-5, atol=1e-5)
+            else:
+                assert same_bits(hidden[row].cpu(), x[row])
+        if len(graphs) > 6:
+            graphs.pop(next(iter(graphs)))
+    assert used > 20
+
+
+def _places(programs: list[Program], point: Any) -> list[ProgramAt]:
+    return [ProgramAt(point, turn, program.form.key) for turn, program in enumerate(programs)]
 
 
 def test_a_program_without_a_kernel_is_refused_when_it_is_loaded() -> None:

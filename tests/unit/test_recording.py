@@ -22,7 +22,7 @@ from vllm.utils.torch_utils import LayerName
 
 from midstream.engine import recording as module
 from midstream.engine.graphs import SiteOp, _site
-from midstream.engine.recording import ActingGraphs, Pieces
+from midstream.engine.recording import ActingGraphs, Kernel, Pieces
 
 CONTEXT = SimpleNamespace(cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE, batch_descriptor="batch", capturing=False)
 
@@ -180,7 +180,7 @@ class Host:
         def edit(point: int, hidden: torch.Tensor, residual: Any) -> None:
             hidden += 100 * (self.sites[point] in acting)
 
-        return edit
+        return Kernel(edit)
 
     def record(self, kind: str, descriptor: Any) -> None:
         """What vLLM does: it runs the forward to warm up, and then records it."""
@@ -202,7 +202,7 @@ class Host:
         graphs = self.graphs
         if graphs.begin_step(frozenset(acting)):
             graphs.record_due()
-        SiteOp.edit = self.kernel(frozenset(acting)) if acting else None
+        SiteOp.edit = self.kernel(frozenset(acting)).fire if acting else None
         try:
             if kind == "FULL":
                 if graphs.choose(kind, descriptor):

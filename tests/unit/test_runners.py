@@ -21,6 +21,7 @@ from midstream.engine import recording as recording_module
 from midstream.engine import runners as runners_module
 from midstream.engine.graphs import SiteOp, StepMode
 from midstream.engine.plugin import ProcessEnd
+from midstream.engine.recording import Kernel
 from midstream.engine.runners import V1Runner, V2Runner, Watch, keeping_from_graphs
 from midstream.engine.scheduler import _Rules
 from midstream.engine.seams import Role
@@ -182,7 +183,7 @@ def test_the_v2_runner_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def held(runner: Any, at_start: Any = frozenset()) -> None:
     """Have the adapter hold graphs, and vLLM record its own."""
-    runner.hold_graphs(1 << 30, lambda acting: lambda *call: None, lambda point: True, at_start=at_start)
+    runner.hold_graphs(1 << 30, lambda acting: Kernel(lambda *call: None), lambda point: True, at_start=at_start)
     runner.runner.capture_model()
 
 
@@ -504,7 +505,6 @@ def bare_worker(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[bool]]:
         edits=False,
         step_is_planned=False,
         acting=frozenset(),
-        step_programs=frozenset(),
         repeat=lambda step: not worker.plans.is_idle,
         end_step=lambda: None,
     )

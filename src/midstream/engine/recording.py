@@ -24,7 +24,7 @@ import gc
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -37,15 +37,26 @@ from midstream.engine.plugin import Replacement
 
 _log = logging.getLogger(__name__)
 
-Acting = frozenset[Hashable]  # what acts in a step: the names of sites
+Acting = frozenset[Hashable]  # what acts in a step: the names of sites, and programs
 Key = tuple[Acting, str, Hashable]  # what acts, the kind of graph as CUDAGraphMode names it, and the batch's descriptor
 Call = Callable[..., Any]
 ENTRIES = "vllm.compilation.cuda_graph.CUDAGraphWrapper.concrete_cudagraph_entries"
 NOTHING: Acting = frozenset()
-PROGRAMS = "programs"  # acts where programs of plans run, which no graph has
 _PATIENCE = 2  # a batch that comes once is not worth a recording, which takes as long as some steps
 _REMEMBERED = 4096  # batches whose number of steps is remembered
 _SMALLEST = 1 << 20  # bytes; what the driver keeps for a graph at least
+
+
+class Kernel(NamedTuple):
+    """What the site op does in graphs of some acting things. It may read memory that has to be held as long as the graphs.
+
+    Attributes:
+        fire: called while a graph is recorded.
+        warm_up: called in forwards that vLLM runs before it records; changes nothing.
+    """
+
+    fire: Fire
+    warm_up: Fire = lambda point, hidden, residual: None
 
 
 class Pieces:
@@ -141,9 +152,13 @@ class SetOfGraphs:
     """The graphs of the steps in which the same things act: one dictionary for each object that holds graphs of vLLM's.
 
     Such an object is a piece, or what holds the full graphs. Its dictionary takes the place of vLLM's while `switch` says so.
+
+    Attributes:
+        kernel: what the site op did while they were recorded.
     """
 
     def __init__(self) -> None:
+        self.kernel: Kernel | None = None
         self._graphs: dict[Any, dict[Any, Any]] = {}
         self._switches: dict[Any, Replacement] = {}
         self._on = False
@@ -179,7 +194,7 @@ class ActingGraphs:
 
     Args:
         limit: how many bytes of graphs are kept.
-        kernel: what the site op does in a graph of these acting things.
+        kernel: what the site op does in a graph of these acting things; None if there can be no such graph.
         acts: whether a plan acts at a point in the step that is running.
         record: has vLLM record its graph of a kind and a batch descriptor.
         full: the attribute, and the object, in which vLLM looks for full graphs; None if it has none.
@@ -194,7 +209,7 @@ class ActingGraphs:
     def __init__(
         self,
         limit: int,
-        kernel: Callable[[Acting], Fire],
+        kernel: Callable[[Acting], Kernel | None],
         acts: Callable[[int], bool],
         record: Callable[[str, Any], None],
         full: tuple[str, Any] | None,
@@ -232,7 +247,7 @@ class ActingGraphs:
         """
         if not self.acting or kind == CUDAGraphMode.NONE.name:
             return True
-        is_fixed = self.fixed is not None and PROGRAMS not in self.acting
+        is_fixed = self.fixed is not None and self.acting <= self.fixed
         key = (self.fixed if is_fixed and self.fixed is not None else self.acting, kind, descriptor)
         if is_fixed or key in self._recorded:
             if not is_fixed:
@@ -258,7 +273,9 @@ class ActingGraphs:
 
     def _miss(self, key: Key) -> None:
         """The step has to do without a graph. One that comes again is worth a recording: the first that the step would have used."""
-        if self._has_missed or key in self._impossible or self.bytes_each > self._limit or PROGRAMS in key[0]:
+        if self._has_missed or key in self._impossible or self.bytes_each > self._limit or self.fixed is not None:
+            return
+        if self._kernel(key[0]) is None:
             return
         self._has_missed = True
         count = self._missed.pop(key, 0) + 1
@@ -318,12 +335,12 @@ class ActingGraphs:
         self._use(NOTHING)  # the last step's set would be taken for vLLM's own
         if self._full is not None:
             graphs.add(*self._full)
-        kernel = self._kernel(acting)
+        kernel = graphs.kernel = graphs.kernel or self._kernel(acting)
+        assert kernel is not None
 
         def edit(point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
             # vLLM also runs the forward to warm up. The tables are those of the last step then, and the kernel would write to its rows.
-            if is_capturing():
-                kernel(point, hidden, residual)
+            (kernel.fire if is_capturing() else kernel.warm_up)(point, hidden, residual)
 
         def call(vllms: Call, piece: CUDAGraphWrapper, *args: Any, **kwargs: Any) -> Any:
             graphs.add(ENTRIES, piece)

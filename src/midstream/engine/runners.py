@@ -23,9 +23,9 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
 from midstream import hooks
 from midstream.arch.probe import planted_embedding
-from midstream.engine.graphs import Fire, StepMode
+from midstream.engine.graphs import StepMode
 from midstream.engine.plugin import Replacement, apply
-from midstream.engine.recording import ENTRIES, NOTHING, Acting, ActingGraphs, Pieces, remembering_streams
+from midstream.engine.recording import ENTRIES, NOTHING, Acting, ActingGraphs, Kernel, Pieces, remembering_streams
 from midstream.engine.seams import Role
 from midstream.errors import ArchitectureError
 from midstream.runtime.plan_host import PlanHost
@@ -103,7 +103,11 @@ class Runner:
         self._watching.append((level, Replacement(target, owner, ours)))
 
     def hold_graphs(
-        self, limit: int, kernel: Callable[[Acting], Fire], acts: Callable[[int], bool], at_start: Acting = NOTHING
+        self,
+        limit: int,
+        kernel: Callable[[Acting], Kernel | None],
+        acts: Callable[[int], bool],
+        at_start: Acting = NOTHING,
     ) -> None:
         """Keep graphs in which plans act. To be called before vLLM records its own.
 

@@ -19,10 +19,10 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from midstream.arch import Architecture, detect
 from midstream.arch.aliases import Aliases
-from midstream.engine.graphs import EagerKernels, Fire, SiteOp, StepMode, build_in, buildable_points
+from midstream.engine.graphs import EagerKernels, SiteOp, StepMode, build_in, buildable_points
 from midstream.engine.log import print_to_client
 from midstream.engine.plugin import apply, follow_parent, raise_if_ending
-from midstream.engine.recording import NOTHING, PROGRAMS, Acting
+from midstream.engine.recording import NOTHING, Acting, Kernel
 from midstream.engine.runners import Host, Watch, adapt
 from midstream.engine.seams import Role
 from midstream.errors import MidstreamError
@@ -32,9 +32,10 @@ from midstream.ranks.stages import StageParts, Stages
 from midstream.ranks.tensor import Finder, TensorParallel
 from midstream.runtime.plan_host import PlanHost
 from midstream.runtime.points import Pipeline, PointHooks, points_of
+from midstream.runtime.programs import InGraph, RecordedPrograms
 from midstream.runtime.sending import CaptureSender, LocalSinks, Reports
 from midstream.runtime.step import FiniteCheck, StepEnds
-from midstream.runtime.tables import CpuTables, DeviceTables, Tables
+from midstream.runtime.tables import CpuTables, DeviceTables, Tables, flat
 from midstream.runtime.trace_host import TraceHost
 from midstream.settings import Settings, is_ours
 from midstream.sites import Point, point_name
@@ -247,16 +248,29 @@ class Worker(PlatformWorker):
         shares = config.cache_config.kv_sharing_fast_prefill
         return not (several or shares or any(others) or self._runner.has_recurrent_layers())
 
-    def _kernel_at(self, acting: Acting) -> Fire:
-        """What the site op does in a graph of steps in which plans act at these sites."""
+    def _kernel_at(self, acting: Acting) -> Kernel | None:
+        """What the site op does in a graph of steps in which these act.
+
+        None with programs on an engine with pipeline stages: another stage does not know how much room the graphs of this one have.
+        """
         tables = self.plans.tables
         points = {i for i, (site, _) in enumerate(tables.points) if site in acting}
+        programs: dict[int, list[RecordedPrograms]] = {}
+        each = [at for at, _ in (one for one in acting if isinstance(one, InGraph))]
+        if each and self._stages is not None:
+            return None
+        for at in sorted(each, key=lambda at: at.turn):
+            programs.setdefault(tables.index[at.point], []).append(tables.programs.recorded(at))
 
         def edit(point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
             if point in points:
-                tables.edit_recorded(point, hidden, residual)
+                tables.edit_recorded(point, hidden, residual, programs.get(point, ()))
 
-        return edit
+        def warm_up(point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+            for one in programs.get(point, ()):
+                one.warm_up(flat(hidden))
+
+        return Kernel(edit, warm_up)
 
     def _tokenizer(self) -> Any:
         from transformers import AutoTokenizer
@@ -271,7 +285,7 @@ class Worker(PlatformWorker):
         traces, plans = self.midstream, self.plans
         if not begins and plans.repeat(scheduler_output):  # a step like the last one costs little more than these
             watches = plans.step_is_planned or plans.edits or traces.may_have_written
-            self._runner.prepare(Watch.ROWS if watches else Watch.NOTHING, self._acting)
+            self._runner.prepare(Watch.ROWS if watches else Watch.NOTHING, self.plans.acting)
             return self._execute_planned(scheduler_output)
         self._is_awake = begins or not (traces.is_idle and plans.is_idle)
         if not self._is_awake:
@@ -279,7 +293,7 @@ class Worker(PlatformWorker):
             self._runner.prepare(Watch.NOTHING)
             return super().execute_model(scheduler_output)
         off_graph = self._schedule(scheduler_output)
-        self._runner.prepare(Watch.ALL, self._acting)
+        self._runner.prepare(Watch.ALL, self.plans.acting)
         if traces.is_idle and not off_graph:
             return self._execute_planned(scheduler_output)
         traced = traces.acts_in_forward
@@ -317,12 +331,6 @@ class Worker(PlatformWorker):
         if plans.edits or self.midstream.may_have_written:
             self._rows = self._rows_of(scheduler_output)
         return output
-
-    @property
-    def _acting(self) -> Acting:
-        """What acts in the coming step."""
-        plans = self.plans
-        return plans.acting | {PROGRAMS} if plans.step_programs else plans.acting
 
     @torch.inference_mode()
     def _rows_of(self, scheduler_output: Any) -> FiniteCheck | None:

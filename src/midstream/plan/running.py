@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -73,48 +74,57 @@ def run_together(programs: Sequence[Program], which_R: torch.Tensor | None, x_RH
         programs: of one form.
         which_R: int64 `[R]` on the rows' device, the number of each row's program; None if there is only one.
     """
-    return Together(programs, which_R, x_RH.device).run(x_RH)
+    bank = Bank(programs[0], len(programs), x_RH.device)
+    for place, program in enumerate(programs):
+        bank.put(place, program)
+    return bank.run(x_RH, which_R)
 
 
-class Together:
-    """Programs of one form, ready to run on rows.
+class Bank:
+    """Programs of one form, ready to run on rows: what they have in common, and in `[P, ...]` what may differ between them.
+
+    The tensors stay where they are, so a CUDA graph may read them.
 
     Args:
-        programs: of the form, each once.
-        which_R: as of `run_together`.
+        program: one of the form.
+        capacity: the number of places, P.
         device: of the rows.
     """
 
-    def __init__(self, programs: Sequence[Program], which_R: torch.Tensor | None, device: torch.device) -> None:
-        self._program = programs[0]
-        self._which_R, self._device = which_R, device
-        self._checked = self._program.checked
-        self._constants = [tensor_of(constant, device) for constant in self._program.constants]
+    def __init__(self, program: Program, capacity: int, device: torch.device) -> None:
+        self.capacity = capacity
+        self._program, self._device = program, device
+        self._checked = program.checked
+        self._constants = [tensor_of(constant, device) for constant in program.constants]
         self._banks: dict[tuple[int, int], torch.Tensor] = {}  # [P] numbers, or [P, ...] of constants
-        if which_R is None or len(programs) == 1:
-            return
-        forms = [program.form for program in programs]
-        for slot, first in forms[0].slots.items():
-            values = [form.slots[slot] for form in forms]
-            if isinstance(first, Const):
-                each = [program.constants[value.place] for program, value in zip(programs, values, strict=True)]
-                if any(constant != each[0] for constant in each):
-                    self._banks[slot] = torch.stack([tensor_of(constant, device) for constant in each])
-            elif any(value != first for value in values):
-                dtype = torch.float64 if self._program.dtype == "float64" else torch.float32
-                self._banks[slot] = torch.tensor(values, dtype=dtype).to(device)
+        number = torch.float64 if program.dtype == "float64" else torch.float32
+        for slot, value in program.form.slots.items() if capacity > 1 else ():
+            if isinstance(value, Const):
+                like = self._constants[value.place]
+                self._banks[slot] = like.new_zeros(capacity, *like.shape)
+            else:
+                self._banks[slot] = torch.zeros(capacity, dtype=number, device=device)
 
-    def run(self, x_RH: torch.Tensor) -> torch.Tensor:
-        """The rows' results, in their dtype."""
-        rows = len(x_RH)
+    def put(self, place: int, program: Program) -> None:
+        """Have the rows with this place use `program`."""
+        for slot, value in program.form.slots.items() if self.capacity > 1 else ():
+            if isinstance(value, Const):
+                self._banks[slot][place].copy_(tensor_of(program.constants[value.place], self._device))
+            else:
+                self._banks[slot][place] = value
+
+    def run(self, x_RH: torch.Tensor, which_R: torch.Tensor | None) -> torch.Tensor:
+        """The rows' results, in their dtype.
+
+        Args:
+            which_R: `[R]`, the place of each row's program; not looked at if there is one place.
+        """
+        which_R = which_R if self._banks else None
         most = max(_MEMORY // self._checked.peak, 1)
-        if rows <= most:
-            return self._run(x_RH, self._which_R)
-        parts = [
-            self._run(x_RH[at : at + most], None if self._which_R is None else self._which_R[at : at + most])
-            for at in range(0, rows, most)
-        ]
-        return torch.cat(parts)
+        if len(x_RH) <= most:
+            return self._run(x_RH, which_R)
+        parts = x_RH.split(most), (which_R.split(most) if which_R is not None else repeat(None))
+        return torch.cat([self._run(*part) for part in zip(*parts, strict=False)])
 
     def _run(self, x_RH: torch.Tensor, which_R: torch.Tensor | None) -> torch.Tensor:
         rows, last_use = len(x_RH), self._checked.last_use

@@ -18,6 +18,7 @@ import torch
 from midstream.plan.captures import POSITIONS
 from midstream.plan.compile import CompiledPlan, Profile, Reach
 from midstream.plan.values import Plan, RecordedRun
+from midstream.runtime.programs import ProgramAt, programs_at
 from midstream.runtime.request import PlanRequest, has_open_names
 from midstream.runtime.tables import ProfileSlots, Tables
 from midstream.sites import Point
@@ -36,7 +37,7 @@ class LoadedPlan:
         generated: the number of the profile of all generated positions.
         hooked: the points of this rank, outside of the graphs, at which hooks act.
         off_graph: sites outside of the graphs with ops at its prompt's and at its generated positions.
-        programs: the points in the graphs of any rank at which programs run in its prompt and at generated positions.
+        programs: those in the graphs of any rank that run in its prompt and at generated positions.
         acting: the other sites with ops there; on all ranks the same, as `off_graph` is.
         runs: the recorded runs that it reads.
         reach: where it acts in the whole model, the same on all ranks.
@@ -49,7 +50,7 @@ class LoadedPlan:
     generated: int
     hooked: list[Point]
     off_graph: tuple[frozenset[str], frozenset[str]]
-    programs: tuple[frozenset[Point], frozenset[Point]]
+    programs: tuple[frozenset[ProgramAt], frozenset[ProgramAt]]
     acting: tuple[frozenset[str], frozenset[str]]
     runs: list[str]
     reach: Reach
@@ -200,11 +201,22 @@ class LoadedPlans:
             int(slots.ids[compiled.generated]),
             self._hooked(_points(compiled.profiles)),
             off_graph,
-            (reach.prompt_programs & self._built_in, reach.generated_programs & self._built_in),
+            (
+                self._programs(compiled, set(compiled.prompt.tolist()), reach.prompt_programs),
+                self._programs(compiled, {compiled.generated}, reach.generated_programs),
+            ),
             (_sites(points[0]) - off_graph[0], _sites(points[1]) - off_graph[1]),
             [run.id for run in plan.runs],
             reach,
         )
+
+    def _programs(
+        self, compiled: CompiledPlan, numbers: Collection[int], points: Collection[Point]
+    ) -> frozenset[ProgramAt]:
+        """The programs of some profiles in the graphs, and those at `points` on other stages, whose forms are not known here."""
+        mine = {at for number in numbers for at, _ in programs_at(compiled.profiles[number])}
+        others = {ProgramAt(point, 0, "") for point in points if point not in self._tables.index}
+        return frozenset(at for at in mine | others if at.point in self._built_in)
 
 
 def _compiled_length(plan: Plan, length: int) -> int:

@@ -18,6 +18,7 @@ from midstream.ranks.link import Link
 from midstream.runtime.loaded_plans import LoadedPlan, LoadedPlans, RunRow
 from midstream.runtime.planned import Page, PlannedRequest
 from midstream.runtime.points import Pipeline, PointHooks
+from midstream.runtime.programs import InGraph, ProgramAt
 from midstream.runtime.request import PlanRequest
 from midstream.runtime.sending import DUE_BYTES, CaptureSender
 from midstream.runtime.step import RepeatedBatch, RepeatedBatches, RequestEnd, StepView
@@ -77,10 +78,8 @@ class PlanHost:
         self._has_due = True  # whether rows may be due to be sent after the step
         self._editing: set[str] = set()  # requests whose plan has edits
         self.step_is_planned = False  # whether a plan acts in the step that is being prepared or run
-        self.step_programs: frozenset[Point] = (
-            frozenset()
-        )  # the points in the graphs of any stage where programs run in it
-        self.acting: frozenset[str] = frozenset()  # the sites in the graphs at which it does, on all ranks the same
+        # The sites in the graphs at which it does, and the programs there.
+        self.acting: frozenset[str | InGraph] = frozenset()
 
     # From the worker.
 
@@ -111,8 +110,7 @@ class PlanHost:
         batch = self._batches.find(scheduler_output)
         if batch is None:
             return False
-        self._batch, self.step_is_planned, self.step_programs = batch, batch.active, batch.programs
-        self.acting = batch.acting
+        self._batch, self.step_is_planned, self.acting = batch, batch.active, batch.acting
         if batch.active:
             self.hooks.on = batch.hooked
             self.planned_steps += 1
@@ -131,7 +129,7 @@ class PlanHost:
             return
         alone = not scheduler_output.scheduled_new_reqs and total == len(cached.req_ids)
         if alone and may_repeat and self._all_generated(cached):
-            state = self.acting, self.step_is_planned, self.hooks.on, self.step_programs
+            state = self.acting, self.step_is_planned, self.hooks.on
             self._batch = self._batches.remember(cached.req_ids, *state)
         else:  # prompts begin, or are computed again: every step is decided until they are done
             self._batches.forget()
@@ -166,7 +164,7 @@ class PlanHost:
             self._begin_or_extend(name, sampling, prompt)
         self.captures.flush()
         off_graph, acting = set[str](), set[str]()
-        programs: frozenset[Point] = frozenset()
+        programs = set[ProgramAt]()
         for name, request in self._requests.items():
             count = scheduled.get(name)
             if count is None:
@@ -181,14 +179,12 @@ class PlanHost:
             if in_prompt:
                 off_graph |= loaded.off_graph[0]
                 acting |= loaded.acting[0]
+                programs |= loaded.programs[0]
             if in_generated:
                 off_graph |= loaded.off_graph[1]
                 acting |= loaded.acting[1]
-            if loaded.programs[0] or loaded.programs[1]:
-                programs = programs.union(
-                    *(loaded.programs[i] for i, acts in enumerate((in_prompt, in_generated)) if acts)
-                )
-        self.step_programs, self.acting = programs, frozenset(acting)
+                programs |= loaded.programs[1]
+        self.acting = frozenset(acting).union(map(self.tables.programs.recordable, programs))
         for site in off_graph:
             self.hooks.warn_once(site)
         self.hooks.on = bool(off_graph) or (self.step_is_planned and len(self.hooks) > 0)

@@ -1,13 +1,18 @@
 """Runs the programs of a step's plans at a site, after the other edits: the rows of all requests whose programs have one form at once.
 
+Outside of CUDA graphs a group's rows are gathered first. A graph is replayed for other rows than those that it was recorded for. So in a graph
+a form's programs run on all rows, each row finds its own by the number of its profile, and rows without one stay as they are.
+
 Legend: T rows of the batch, R those of them with a program, H the site's width.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -15,44 +20,74 @@ import torch
 from midstream.plan.compile import CompiledPlan, Profile
 from midstream.plan.ops.edit import Op, programs_of
 from midstream.plan.program import Program
-from midstream.plan.running import Together
+from midstream.plan.running import Bank
+from midstream.sites import Point
 
-Upload = Callable[[np.ndarray], torch.Tensor]
+MOST_PROFILES = 1 << 14  # a profile with programs has a lower number: graphs hold on to an array with an entry for each
+_FIRST_PLACES = 4
+_REMEMBERED = 4096  # forms whose number of places is remembered
+
+
+class ProgramAt(NamedTuple):
+    """Where programs of one form run.
+
+    Attributes:
+        turn: how many programs of the row run there before.
+        form: `Form.key`.
+    """
+
+    point: Point
+    turn: int
+    form: str
 
 
 class Group(NamedTuple):
-    """Rows with programs of one form.
+    """Rows of a step with programs of one form.
 
     Attributes:
         rows: int64 `[R]`, on the device.
+        which: int64 `[R]`, there, the place of each row's program in `bank`; None if all have the same.
     """
 
     rows: torch.Tensor
-    programs: Together
+    bank: Bank
+    which: torch.Tensor | None
 
 
 @dataclass(eq=False)
-class StepPrograms:
-    """The programs of a step.
+class Slot:
+    """Programs of one form at one place of the forward.
 
     Attributes:
-        at: index of a point -> its groups, in the order in which they run.
-        behind: profile number of each row, for captures behind programs; None if there are none.
-        knows_behind: whether `behind` is set.
+        place: int32 `[MOST_PROFILES + 1]` on the device, by a profile's number the place of its program in the bank; -1 for none. The last
+            entry is for all higher numbers.
+        on_host: the same on the host, int64.
+        stale: whether the device's is old.
     """
 
-    at: dict[int, list[Group]]
-    behind: torch.Tensor | None = None
-    knows_behind: bool = False
+    place: torch.Tensor
+    on_host: np.ndarray
+    stale: bool = True
+
+
+@dataclass(eq=False)
+class _Form:
+    """The programs of one form that plans have.
+
+    Attributes:
+        bank: holds them all.
+        places: program -> its place there, and how many profiles have it.
+        alone: program -> a bank for it alone.
+    """
+
+    bank: Bank
+    places: dict[Program, list[int]] = field(default_factory=dict)
+    alone: dict[Program, Bank] = field(default_factory=dict)
 
 
 def all_programs(compiled: CompiledPlan) -> set[Program]:
     """Those of a plan."""
     return {program for profile in compiled.profiles for ops in profile.ops.values() for program in programs_of(ops)}
-
-
-def has_programs(profile: Profile) -> bool:
-    return any(programs_of(ops) for ops in profile.ops.values())
 
 
 def around(ops: Sequence[Op]) -> tuple[Sequence[Op], Sequence[Op]]:
@@ -61,55 +96,198 @@ def around(ops: Sequence[Op]) -> tuple[Sequence[Op], Sequence[Op]]:
     return (ops[: places[0]], ops[places[-1] + 1 :]) if places else (ops, ())
 
 
-def step_programs(
-    profile_T: np.ndarray, profiles: Mapping[int, Profile], index: Mapping[Any, int], upload: Upload
-) -> StepPrograms:
-    """The programs of a batch.
+def programs_at(profile: Profile) -> Iterator[tuple[ProgramAt, Program]]:
+    """The programs of a profile, with where they run."""
+    for point, ops in profile.ops.items():
+        for turn, program in enumerate(programs_of(ops)):
+            yield ProgramAt(point, turn, program.form.key), program
+
+
+class HeldPrograms:
+    """The programs of all plans in the tables.
 
     Args:
-        profile_T: the number of each row's profile.
-        profiles: those with programs.
-        index: point -> its index.
-        upload: copies rows to the device.
+        upload: copies int64 rows to the device.
     """
-    rows = {int(n): np.flatnonzero(profile_T == n) for n in np.unique(profile_T) if n in profiles}
-    entries: dict[int, list[tuple[int, tuple[Program, ...]]]] = {}
-    for number in rows:
-        for point, ops in profiles[number].ops.items():
-            if point in index and (programs := programs_of(ops)):
-                entries.setdefault(index[point], []).append((number, programs))
-    known: dict[tuple[int, ...], torch.Tensor] = {}  # rows of profiles: the points of a plan often have the same
 
-    def rows_of(numbers: Sequence[int]) -> torch.Tensor:
-        key = tuple(numbers)
-        if key not in known:
-            known[key] = upload(np.concatenate([rows[number] for number in numbers]))
-        return known[key]
+    def __init__(self, device: torch.device, upload: Callable[[np.ndarray], torch.Tensor]) -> None:
+        self._device, self._upload = device, upload
+        self._forms: dict[str, _Form] = {}
+        self._slots: dict[ProgramAt, Slot] = {}
+        self._profiles: dict[int, list[tuple[ProgramAt, Program]]] = {}
+        self._capacities: OrderedDict[str, int] = OrderedDict()
+        # What a graph still reads is used again.
+        self._known_banks: WeakValueDictionary[tuple[str, int], Bank] = WeakValueDictionary()
+        self._known_slots: WeakValueDictionary[ProgramAt, Slot] = WeakValueDictionary()
 
-    lengths = {number: len(each) for number, each in rows.items()}
-    return StepPrograms({point: list(_groups(here, lengths, rows_of, upload)) for point, here in entries.items()})
+    def __bool__(self) -> bool:
+        return bool(self._profiles)
+
+    def hold(self, number: int, profile: Profile) -> None:
+        """Hold the programs of a profile until `release`. Its number is below `MOST_PROFILES`."""
+        if not (mine := list(programs_at(profile))):
+            return
+        self._profiles[number] = mine
+        for at, program in mine:
+            slot = self._slots.get(at) or self._new_slot(at)
+            slot.on_host[number] = self._place(program)
+            slot.stale = True
+
+    def release(self, number: int) -> None:
+        """Forget those of a profile, if it has any."""
+        for at, program in self._profiles.pop(number, ()):
+            slot, form = self._slots[at], self._forms[at.form]
+            slot.on_host[number] = -1
+            slot.stale = True
+            if (slot.on_host < 0).all():
+                self._flush(slot)  # a graph may still have it
+                del self._slots[at]
+            form.places[program][1] -= 1
+            if not form.places[program][1]:
+                del form.places[program]
+                form.alone.pop(program, None)
+                if not form.places:
+                    del self._forms[at.form]
+
+    def _new_slot(self, at: ProgramAt) -> Slot:
+        slot = self._known_slots.get(at)
+        if slot is None:
+            place = torch.full((MOST_PROFILES + 1,), -1, dtype=torch.int32, device=self._device)
+            slot = self._known_slots[at] = Slot(place, np.full(MOST_PROFILES + 1, -1, np.int64))
+        self._slots[at] = slot
+        return slot
+
+    def _place(self, program: Program) -> int:
+        """The place of a program in its form's bank, for one more profile."""
+        key = program.form.key
+        form = self._forms.get(key)
+        if form is None:
+            first = _FIRST_PLACES if program.form.slots else 1
+            form = self._forms[key] = _Form(self._bank(program, self._capacities.get(key, first)))
+        if program not in form.places:
+            if len(form.places) == form.bank.capacity:
+                form.bank = self._bank(program, 2 * form.bank.capacity)
+                for other, (place, _) in form.places.items():
+                    form.bank.put(place, other)
+            taken = {place for place, _ in form.places.values()}
+            free = next(place for place in range(form.bank.capacity) if place not in taken)
+            form.bank.put(free, program)
+            form.places[program] = [free, 0]
+        form.places[program][1] += 1
+        return form.places[program][0]
+
+    def _bank(self, program: Program, capacity: int) -> Bank:
+        """A form's bank with so many places. The form has no smaller one again, so that graphs with this one stay of use."""
+        key = program.form.key
+        self._capacities[key] = capacity
+        self._capacities.move_to_end(key)
+        if len(self._capacities) > _REMEMBERED:
+            self._capacities.popitem(last=False)
+        bank = self._known_banks.get((key, capacity))
+        if bank is None:
+            bank = self._known_banks[key, capacity] = Bank(program, capacity, self._device)
+        return bank
+
+    def flush(self) -> None:
+        """Copy to the device what has changed. To be called before a step."""
+        for slot in self._slots.values():
+            if slot.stale:
+                self._flush(slot)
+
+    def _flush(self, slot: Slot) -> None:
+        slot.place.copy_(self._upload(slot.on_host))
+        slot.stale = False
+
+    # Outside of graphs.
+
+    def groups(self, profile_T: np.ndarray, index: Mapping[Any, int]) -> dict[int, list[Group]]:
+        """Index of a point -> the groups of a step, in the order in which they run.
+
+        Args:
+            profile_T: the number of each row's profile.
+            index: point -> its index.
+        """
+        numbers = [number for number in np.unique(profile_T).tolist() if number in self._profiles]
+        members: dict[ProgramAt, list[tuple[int, Program]]] = {}
+        for number in numbers:
+            for at, program in self._profiles[number]:
+                if at.point in index:
+                    members.setdefault(at, []).append((number, program))
+        uploaded: dict[bytes, torch.Tensor] = {}  # the points of a plan often have the same
+
+        def upload(rows: np.ndarray) -> torch.Tensor:
+            key = rows.tobytes()
+            if key not in uploaded:
+                uploaded[key] = self._upload(rows)
+            return uploaded[key]
+
+        found: dict[int, list[Group]] = {}
+        for at in sorted(members, key=lambda at: at.turn):
+            form, host = self._forms[at.form], self._slots[at].on_host
+            place_T = host[np.minimum(profile_T, MOST_PROFILES)]
+            rows = np.flatnonzero(place_T >= 0)
+            distinct = {program for _, program in members[at]}
+            if len(distinct) == 1:
+                (program,) = distinct
+                if program not in form.alone:
+                    form.alone[program] = Bank(program, 1, self._device)
+                group = Group(upload(rows), form.alone[program], None)
+            else:
+                group = Group(upload(rows), form.bank, upload(place_T[rows]))
+            found.setdefault(index[at.point], []).append(group)
+        return found
+
+    # In graphs.
+
+    def recordable(self, at: ProgramAt) -> InGraph:
+        """What a graph that has the programs at `at` is known by, while the plans are loaded that are loaded now."""
+        form = self._forms.get(at.form)
+        return InGraph(at, form.bank.capacity if form is not None else 0)
+
+    def recorded(self, at: ProgramAt) -> RecordedPrograms:
+        """What such a graph has there."""
+        return RecordedPrograms(self._forms[at.form].bank, self._slots[at])
 
 
-def _groups(
-    entries: Sequence[tuple[int, tuple[Program, ...]]],
-    lengths: Mapping[int, int],
-    rows_of: Callable[[Sequence[int]], torch.Tensor],
-    upload: Upload,
-) -> Iterator[Group]:
-    """The groups of a point: first those with the first program of each row, then those with its second one, and so on."""
-    for turn in range(max(len(programs) for _, programs in entries)):
-        forms: dict[str, list[tuple[int, Program]]] = {}
-        for number, programs in entries:
-            if turn < len(programs):
-                forms.setdefault(programs[turn].form.key, []).append((number, programs[turn]))
-        for members in forms.values():
-            distinct = list(dict.fromkeys(program for _, program in members))
-            rows = rows_of([number for number, _ in members])
-            which = None
-            if len(distinct) > 1:
-                places = [distinct.index(program) for _, program in members]
-                which = upload(np.repeat(places, [lengths[number] for number, _ in members]).astype(np.int64))
-            yield Group(rows, Together(distinct, which, rows.device))
+class InGraph(NamedTuple):
+    """Programs that act in a step, as the graphs tell them apart.
+
+    Attributes:
+        capacity: for how many different ones of the form there is room; 0 if another pipeline stage has them.
+    """
+
+    at: ProgramAt
+    capacity: int
+
+
+class RecordedPrograms(NamedTuple):
+    """Programs of a form as a graph has them: for any rows. A graph reads their memory as long as it is held."""
+
+    bank: Bank
+    slot: Slot
+
+    def warm_up(self, hidden_TH: torch.Tensor) -> None:
+        """Run them once on as many rows, which is not recorded: what CUDA loads at its first use is there then."""
+        rows = len(hidden_TH)
+        self.bank.run(torch.zeros_like(hidden_TH), torch.zeros(rows, dtype=torch.int32, device=hidden_TH.device))
+
+    def run(
+        self,
+        number_T: torch.Tensor,
+        first_TH: torch.Tensor,
+        second_TH: torch.Tensor | None,
+        note: Callable[[slice, torch.Tensor], None],
+    ) -> None:
+        """As `run_groups`, for all rows. `number_T`: of their profiles, at most `MOST_PROFILES`."""
+        place_T = self.slot.place.index_select(0, number_T)
+        absent_T1 = (place_T < 0)[:, None]
+        old = first_TH if second_TH is None else (first_TH + second_TH).to(first_TH.dtype)
+        new = self.bank.run(old.masked_fill(absent_T1, 0), place_T.clamp(min=0))
+        changed = (new != old) & ~absent_T1
+        note(slice(0, len(old)), new.masked_fill(absent_T1, 0))
+        first_TH.copy_(torch.where(changed, new, first_TH))
+        if second_TH is not None:
+            second_TH.masked_fill_(changed, 0)
 
 
 def run_groups(
@@ -124,11 +302,11 @@ def run_groups(
         second_TH: the second stream, if the value is a sum of two.
         note: called with the rows and their new values.
     """
-    for rows, programs in groups:
+    for rows, bank, which in groups:
         one = first_TH[rows]
         two = second_TH[rows] if second_TH is not None else None
         old = one if two is None else (one + two).to(one.dtype)
-        new = programs.run(old)
+        new = bank.run(old, which)
         changed = new != old
         first_TH[rows] = torch.where(changed, new, one)
         if second_TH is not None and two is not None:

@@ -136,19 +136,17 @@ class RepeatedBatch:
 
     Attributes:
         requests: in the scheduler's order.
-        acting: the sites in the graphs at which plans act in it.
+        acting: the sites in the graphs at which plans act in it, and the programs there.
         active: whether a plan acts in it.
         hooked: whether hooks may have to act.
-        programs: the points in the graphs at which programs run.
         laid_out: the requests in the runner's order, once it has laid them out.
         rows: the batch's rows, from then on.
     """
 
     requests: list[str]
-    acting: frozenset[str]
+    acting: frozenset[Any]
     active: bool
     hooked: bool
-    programs: frozenset[Point] = frozenset()
     laid_out: list[str] = field(default_factory=list)
     rows: Rows | None = None
 
@@ -181,13 +179,12 @@ class RepeatedBatches:
     def remember(
         self,
         requests: Sequence[str],
-        acting: frozenset[str],
+        acting: frozenset[Any],
         active: bool,
         hooked: bool,
-        programs: frozenset[Point] = frozenset(),
     ) -> RepeatedBatch:
         """A batch that may repeat. `requests` is not empty."""
-        batch = self._by_first[requests[0]] = RepeatedBatch(list(requests), acting, active, hooked, programs)
+        batch = self._by_first[requests[0]] = RepeatedBatch(list(requests), acting, active, hooked)
         return batch
 
     def forget(self) -> None:

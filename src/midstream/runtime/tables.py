@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -25,13 +25,13 @@ from midstream.plan.compile import CompiledPlan, Profile
 from midstream.plan.ops.edit import GROUP, Op, edited, kernel_codes
 from midstream.plan.running import tensor_of, try_out
 from midstream.runtime.programs import (
+    MOST_PROFILES,
     Group,
-    StepPrograms,
+    HeldPrograms,
+    RecordedPrograms,
     all_programs,
     around,
-    has_programs,
     run_groups,
-    step_programs,
 )
 from midstream.sites import Point
 
@@ -65,13 +65,13 @@ class Rows:
         profile_T: int32 `[T]`, the profile of each, padding included; nobody writes to it afterwards.
         again: whether the batch may come again.
         prepared: what the tables keep for the next time.
-        programs: that run in it; None if not known yet.
+        programs: index of a point -> the programs that run there; None if not known yet.
     """
 
     profile_T: np.ndarray
     again: bool = False
     prepared: Any = None
-    programs: StepPrograms | None = None
+    programs: dict[int, list[Group]] | None = None
 
 
 class Tables:
@@ -90,8 +90,7 @@ class Tables:
         self._free: list[int] = list(range(_FIRST_PROFILES - 1, 0, -1))
         self._size = _FIRST_PROFILES
         self._rows: Rows | None = None  # of the last step
-        self._with_programs: dict[int, Profile] = {}
-        self._behind: dict[int, int] = {}  # `ProfileSlots.behind` of all plans
+        self.programs = HeldPrograms(device, self._upload_rows)
 
     def load(self, compiled: CompiledPlan) -> ProfileSlots:
         """Hold `compiled` until `unload`. Raises PlanError for a program that does not run on the device."""
@@ -101,16 +100,22 @@ class Tables:
             self._free += range(2 * self._size - 1, self._size - 1, -1)
             self._size *= 2
             self._grow()
+        if self._size > MOST_PROFILES:
+            self._free.sort(reverse=True)
         numbers = [0 if not profile.ops else self._free.pop() for profile in compiled.profiles]
+        if max(numbers) >= MOST_PROFILES and all_programs(compiled):
+            self._free += filter(None, numbers)
+            raise PlanError(
+                f"The engine holds {MOST_PROFILES} kinds of rows of plans at once, and no programs beside more of them. "
+                "Send fewer requests with plans of their own at a time."
+            )
         slots = ProfileSlots(compiled, np.array(numbers, np.int32), len(self.points) * ENTRY_WORDS * 8)
         slots.kept += constants
         slots.behind = {numbers[place]: self._free.pop() for place in behind}
-        self._behind |= slots.behind
         for number, profile in zip(numbers, compiled.profiles, strict=True):
             if number:
                 self.profiles[number] = profile
-                if has_programs(profile):
-                    self._with_programs[number] = profile
+                self.programs.hold(number, profile)
         self._rows = None  # the numbers of the last step may mean others now
         self._place(slots)
         return slots
@@ -120,9 +125,8 @@ class Tables:
         for number in slots.ids[slots.ids > 0].tolist():
             del self.profiles[number]
             self._free.append(number)
-            self._with_programs.pop(number, None)
-            if number in self._behind:
-                self._free.append(self._behind.pop(number))
+            self.programs.release(number)
+        self._free += slots.behind.values()
         slots.kept.clear()
 
     def _try_out(self, compiled: CompiledPlan) -> list[torch.Tensor]:
@@ -137,19 +141,13 @@ class Tables:
         """int64 on the device."""
         return torch.from_numpy(rows)
 
-    def _step_programs(self) -> StepPrograms | None:
-        """Those of the step; None if there are none."""
-        if not self._with_programs or self._rows is None:
-            return None
-        if self._rows.programs is None:
-            self._rows.programs = step_programs(
-                self._rows.profile_T, self._with_programs, self.index, self._upload_rows
-            )
-        return self._rows.programs
-
     def _programs_at(self, point: int) -> Sequence[Group]:
-        found = self._step_programs()
-        return found.at.get(point, ()) if found is not None else ()
+        """Those that run there in the step."""
+        if not self.programs or self._rows is None:
+            return ()
+        if self._rows.programs is None:
+            self._rows.programs = self.programs.groups(self._rows.profile_T, self.index)
+        return self._rows.programs.get(point, ())
 
     def begin_step(self, rows: Rows, places: np.ndarray | None) -> None:
         """The coming forward's rows.
@@ -187,9 +185,19 @@ class Tables:
         self.edit(point, hidden, residual)
         return hidden, residual
 
-    def edit_recorded(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        """As `edit`, for a CUDA graph that is being recorded, which will be replayed for other rows."""
-        self.edit(point, hidden, residual)
+    def edit_recorded(
+        self,
+        point: int,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+        programs: Sequence[RecordedPrograms] = (),
+    ) -> None:
+        """As `edit`, for a CUDA graph that is being recorded, which will be replayed for other rows.
+
+        Args:
+            programs: those that may run there, in their order.
+        """
+        raise NotImplementedError
 
     def take_overflow(self, hidden_TH: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object]]:
         """Which rows of the step are not finite: the codes for `step.FiniteCheck`, and a function that waits for them.
@@ -266,6 +274,7 @@ class DeviceTables(Tables):
         super().__init__(points, device)
         self._early_launch = early_launch
         self._profile_T = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._number_T = torch.zeros_like(self._profile_T)  # the same, at most MOST_PROFILES, for programs
         self._capture_T = torch.zeros(rows, dtype=torch.int64, device=device)
         self._overflow_T = torch.zeros(rows, dtype=torch.int32, device=device)
         self._addressed = 0  # rows that may have a capture address
@@ -273,6 +282,10 @@ class DeviceTables(Tables):
         self._table = torch.zeros(self._host.shape, dtype=torch.int64, device=device)
         self._address = torch.tensor([self._table.data_ptr()], dtype=torch.int64, device=device)
         self._stale = range(0)  # profiles whose entries on the device are old
+        # By a profile's number, that of a profile with its captures behind programs; 0 for none.
+        self._behind_host = np.zeros(MOST_PROFILES + 1, np.int32)
+        self._behind = torch.zeros(MOST_PROFILES + 1, dtype=torch.int32, device=device)
+        self._behind_is_stale = False
         self._acting: set[int] | None = None  # the points at which a row of the step has ops; None if not known yet
         self._staging = Staging()
 
@@ -304,6 +317,7 @@ class DeviceTables(Tables):
 
     def _place(self, slots: ProfileSlots) -> None:
         compiled = slots.compiled
+        self._set_behind(slots.behind)
         bank = self._bank(compiled.bank, slots.kept)
         words: list[bytes] = []
         entries: list[tuple[int, int, int, int]] = []  # (profile, point, first op, ops)
@@ -355,8 +369,14 @@ class DeviceTables(Tables):
             self._upload(host, whole)
         return addresses
 
+    def _set_behind(self, behind: Mapping[int, int]) -> None:
+        for number, other in behind.items():
+            self._behind_host[number] = other
+            self._behind_is_stale = True
+
     def unload(self, slots: ProfileSlots) -> None:
         self._host[_numbers(slots)] = 0  # no row has these profiles any more: the device may keep the old entries
+        self._set_behind(dict.fromkeys(slots.behind, 0))
         super().unload(slots)
 
     def begin_step(self, rows: Rows, places: np.ndarray | None) -> None:
@@ -364,6 +384,10 @@ class DeviceTables(Tables):
             old = slice(self._stale.start, self._stale.stop)
             self._upload(self._host[old], self._table[old])
             self._stale = range(0)
+        if self._behind_is_stale:
+            self._upload(self._behind_host, self._behind)
+            self._behind_is_stale = False
+        self.programs.flush()
         super().begin_step(rows, places)
 
     def _set_rows(self, rows: Rows) -> None:
@@ -371,10 +395,12 @@ class DeviceTables(Tables):
         profile_T = self._profile_T[: len(rows.profile_T)]
         if rows.prepared is not None:
             profile_T.copy_(rows.prepared)
-            return
-        self._upload(rows.profile_T, profile_T)
-        if rows.again:  # the batches of a pipeline take turns: from now on it is a copy on the device
-            rows.prepared = profile_T.clone()
+        else:
+            self._upload(rows.profile_T, profile_T)
+            if rows.again:  # the batches of a pipeline take turns: from now on it is a copy on the device
+                rows.prepared = profile_T.clone()
+        if self.programs:
+            torch.clamp(profile_T, max=MOST_PROFILES, out=self._number_T[: len(profile_T)])
 
     def _set_places(self, places: np.ndarray | None, count: int) -> None:
         if places is None and not self._addressed:
@@ -388,33 +414,26 @@ class DeviceTables(Tables):
     def edit(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         if not self.acts_at(point):
             return
-        self.edit_recorded(point, hidden, residual)
+        self._launch(point, hidden, residual, self._profile_T)
         if not (groups := self._programs_at(point)):
             return
         second = flat(residual) if residual is not None else None
-        run_groups(groups, flat(hidden), second, partial(self._note_overflow, len(self.points) - point))
-        if (behind_T := self._behind_T()) is not None:
-            self._launch(point, hidden, residual, behind_T)
+        run_groups(groups, flat(hidden), second, partial(self._note_overflow, point))
+        assert self._rows is not None
+        if self._behind_host[np.minimum(self._rows.profile_T, MOST_PROFILES)].any():
+            self._capture_behind(point, hidden, residual)
 
-    def _note_overflow(self, code: int, rows: torch.Tensor, new_RH: torch.Tensor) -> None:
+    def _note_overflow(self, point: int, rows: torch.Tensor | slice, new_RH: torch.Tensor) -> None:
         """As the kernel does: see `overflow_T` of `kernel.edit_rows`."""
-        code_R = code * (~torch.isfinite(new_RH).all(-1)).to(torch.int32)
+        code_R = (len(self.points) - point) * (~torch.isfinite(new_RH).all(-1)).to(torch.int32)
         self._overflow_T[rows] = torch.maximum(self._overflow_T[rows], code_R)
 
-    def _behind_T(self) -> torch.Tensor | None:
-        """The profiles of rows that are captured behind programs; None if no row is."""
-        step, rows = self._step_programs(), self._rows
-        if step is None or rows is None or not self._behind:
-            return None
-        if not step.knows_behind:
-            step.knows_behind = True
-            numbers_T = np.zeros(len(self._profile_T), np.int32)
-            for number, other in self._behind.items():
-                numbers_T[: len(rows.profile_T)][rows.profile_T == number] = other
-            if numbers_T.any():
-                step.behind = torch.empty_like(self._profile_T)
-                self._upload(numbers_T, step.behind)  # one copy: see the class
-        return step.behind
+    def _capture_behind(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        """Capture what programs have made of the rows."""
+        behind_T = self._behind.index_select(0, self._number_T[: len(flat(hidden))])
+        self._launch(
+            point, hidden, residual, behind_T, early=False
+        )  # a launch before that has ended would read too early
 
     def _upload_rows(self, rows: np.ndarray) -> torch.Tensor:
         there = torch.empty(len(rows), dtype=torch.int64, device=self._device)
@@ -433,13 +452,32 @@ class DeviceTables(Tables):
             self._acting = {self.index[point] for profile in here for point in profile.ops if point in self.index}
         return point in self._acting
 
-    def edit_recorded(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+    def edit_recorded(
+        self,
+        point: int,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+        programs: Sequence[RecordedPrograms] = (),
+    ) -> None:
         self._launch(point, hidden, residual, self._profile_T)
+        second = flat(residual) if residual is not None else None
+        for each in programs:
+            number_T = self._number_T[: len(flat(hidden))]
+            each.run(number_T, flat(hidden), second, partial(self._note_overflow, point))
+        if programs:
+            self._capture_behind(point, hidden, residual)
 
-    def _launch(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None, profile_T: torch.Tensor) -> None:
+    def _launch(
+        self,
+        point: int,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+        profile_T: torch.Tensor,
+        early: bool = True,
+    ) -> None:
         second = flat(residual) if residual is not None else None
         place = (profile_T, self._capture_T, self._overflow_T, self._address, point, len(self.points))
-        self._kernel.edit_rows(flat(hidden), second, *place, early=self._early_launch)
+        self._kernel.edit_rows(flat(hidden), second, *place, early=self._early_launch and early)
 
     @torch.inference_mode()
     def take_overflow(self, hidden_TH: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object]]:
