@@ -26,7 +26,7 @@ BITS = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: 
 def layout(*planes: tuple[str, int, str, int]) -> Layout:
     """Planes (site, layer, when, width) one after another."""
     widths = {(site, layer): width for site, layer, _, width in planes}
-    return Layout.of((plane[:3] for plane in planes), lambda site, layer: widths[site, layer])
+    return Layout.of((plane[:3] for plane in planes), lambda key: widths[key[:2]])
 
 
 def random_rows(count: int, width: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:

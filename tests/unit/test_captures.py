@@ -202,7 +202,7 @@ def test_keys_tell_before_from_after_and_name_what_is_there():
 
 def test_a_request_without_rows_has_tensors_without_rows():
     wanted = routes([Capture("resid_post", layers=1, positions="all_generated")], 4, range(4)).output
-    told = Segment("r", *empty_chunk(wanted, lambda site, layer: 3, torch.bfloat16))
+    told = Segment("r", *empty_chunk(wanted, lambda _: 3, torch.bfloat16))
     for captured in (gather([told], 4, wanted), gather([told, segment("r", [4], C)], 4, wanted)):
         assert captured["resid_post", 1].shape == (0, 3) and captured["resid_post", 1].dtype == torch.bfloat16
         assert captured.positions["resid_post", 1] == []

@@ -45,7 +45,7 @@ class Channel:
         self.senders = [Sender(self.receiver.address, name) for name in names]
         each = LAYERS // stages
         self.layouts = [
-            Layout.of([("resid_post", layer, "before") for layer in range(s * each, s * each + each)], lambda *_: WIDTH)
+            Layout.of([("resid_post", layer, "before") for layer in range(s * each, s * each + each)], lambda _: WIDTH)
             for s in range(stages)
         ]
 
@@ -243,7 +243,7 @@ def test_f7_a_request_is_listed_once_it_has_ended_while_others_run(tmp_path: Pat
     sender = Sender(receiver.address, "0")
     thread = RowThread([], None, [(each, receiver.expect(each.key, ["0"])) for each in both])
     try:
-        layout = Layout.of(((("resid_post", layer, "before")) for layer in range(LAYERS)), lambda *_: WIDTH)
+        layout = Layout.of(((("resid_post", layer, "before")) for layer in range(LAYERS)), lambda _: WIDTH)
         for each, name, final in ((both[0], "first", True), (both[1], "second", False)):
             piece = (0, layout, torch.ones(LENGTH + 3, LAYERS * WIDTH), 0, LENGTH + 3)
             header = {"key": each.key, "request": name, "final": final, "stage": 0, "confirmed": 0}

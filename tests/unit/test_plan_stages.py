@@ -302,7 +302,7 @@ def test_d5_sinks_of_several_stages_make_one_capture(tmp_path: Path) -> None:
 
     def feed(sinks: LocalSinks, layers: list[int]) -> None:
         sinks.begin("a", plan, [7, 8, 9])
-        layout = Layout.of((("resid_post", layer, "before") for layer in layers), lambda site, layer: WIDTH)
+        layout = Layout.of((("resid_post", layer, "before") for layer in layers), lambda _: WIDTH)
         rows = torch.stack([torch.cat([value("resid_post", layer, p) for layer in layers]) for p in range(3)])
         sinks.rows("a", [RowChunk(np.arange(3), layout, rows)])
         sinks.end("a", 3)

@@ -26,7 +26,7 @@ from midstream.plan.running import run as run_program
 from midstream.plan.running import run_together
 from midstream.plan.steps import INPUT, Const, Constant, DType, Ref, Rows, Step
 from midstream.plan.values import Apply, Capture, ModelFacts, Plan, Steer, check, check_strangers
-from midstream.runtime.programs import ProgramAt
+from midstream.runtime.programs import ProgramAt, programs_at
 from midstream.runtime.tables import CpuTables, DeviceTables
 from midstream.runtime.tables import Rows as BatchRows
 
@@ -489,8 +489,8 @@ def test_a_program_that_leaves_the_finite_range_is_noted(kind: Any) -> None:
 
 @pytest.mark.parametrize("second", [False, True], ids=["one stream", "two"])
 def test_l5_a_graph_has_programs_for_the_rows_of_later_steps(second: bool) -> None:
-    """Plans come and go, and rows change, between replays. A graph is recorded for what acts and replayed whenever that acts again; where there
-    is no GPU, what it would have recorded is called again."""
+    """Plans come and go, and rows change, between replays. A graph is recorded for what acts and replayed whenever that acts again. Where
+    there is no GPU, what it would have recorded is called again."""
     rng = np.random.default_rng(5)
     torch.manual_seed(5)
     tables, rows, point = DeviceTables(POINTS, 16, DEVICE), 16, 1
@@ -501,7 +501,7 @@ def test_l5_a_graph_has_programs_for_the_rows_of_later_steps(second: bool) -> No
     loaded: list[tuple[Any, list[Program]]] = []
     used = 0
 
-    def recorded(kernels: list[Any]) -> Any:
+    def recorded(kernels: dict[str, list[Any]]) -> Any:
         """What replays the graph. It holds what the graph reads, as the engine's does."""
 
         def call() -> None:
@@ -509,7 +509,7 @@ def test_l5_a_graph_has_programs_for_the_rows_of_later_steps(second: bool) -> No
 
         if DEVICE.type != "cuda":
             return call
-        for each in kernels:
+        for each in kernels["edit"]:
             each.warm_up(hidden)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -531,7 +531,7 @@ def test_l5_a_graph_has_programs_for_the_rows_of_later_steps(second: bool) -> No
         key = frozenset(map(tables.programs.recordable, at))
         used += key in graphs
         if key not in graphs:
-            graphs[key] = recorded(list(map(tables.programs.recorded, at)))
+            graphs[key] = recorded({"edit": list(map(tables.programs.recorded, at))})
         x, y = torch.randn(rows, W), torch.randn(rows, W)
         hidden.copy_(x)
         value = x
@@ -555,7 +555,7 @@ def test_l5_a_graph_has_programs_for_the_rows_of_later_steps(second: bool) -> No
 
 
 def _places(programs: list[Program], point: Any) -> list[ProgramAt]:
-    return [ProgramAt(point, turn, program.form.key) for turn, program in enumerate(programs)]
+    return [ProgramAt(point, "edit", turn, program.form.key) for turn, program in enumerate(programs)]
 
 
 def test_a_program_without_a_kernel_is_refused_when_it_is_loaded() -> None:
@@ -575,3 +575,114 @@ def test_reach_says_where_programs_run() -> None:
     plan = Plan.of([later, Apply("mlp_out", layers=0, program=SCALED, positions=1), Steer("attn_out", vector=V)])
     reach = compile_plan(plan, 3, 2, width=lambda site, layer: W, vector=lambda name: V, run=lambda *_: V).reach
     assert reach.prompt_programs == {("mlp_out", 0)} and reach.generated_programs == {("resid_post", 1)}
+
+
+TOP = program(
+    ("mm.default", (INPUT, Const(0))),
+    ("topk.default", (Ref(0), 2)),
+    ("linalg_vector_norm.default", (INPUT, 2, (1,))),
+    constants=[MATRIX],
+    result=(Ref(1, 0), Ref(1, 1), Ref(2)),
+)
+
+
+def _top(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    top = torch.topk(x @ MATRIX, 2)
+    return top.values, top.indices, x.norm(dim=1)
+
+
+@pytest.mark.parametrize("second", [False, True], ids=["one stream", "two"])
+@pytest.mark.parametrize("recorded", [False, True], ids=["step", "graph"])
+@pytest.mark.parametrize("kind", TABLES)
+def test_l4_captures_keep_what_programs_compute(kind: Any, recorded: bool, second: bool) -> None:
+    """Before the edits and after them, beside whole rows of other sites and requests: in one bank for programs of one form."""
+    if recorded and kind is CpuTables:
+        pytest.skip("only the device's tables are recorded")
+    torch.manual_seed(3)
+    other = program(("mul.Tensor", (INPUT, 3.0)), ("sum.dim_IntList", (Ref(0), (1,))), result=(Ref(1), INPUT))
+    halved = program(("mul.Tensor", (INPUT, 0.5)), ("sum.dim_IntList", (Ref(0), (1,))), result=(Ref(1), INPUT))
+    assert other.form.key == halved.form.key
+    widths = [TOP.packed_width(4), other.packed_width(4)]
+    assert widths == [8, 8]
+    site, layer = POINTS[1]
+    kept = {"layers": layer, "positions": "all"}
+    plans = [
+        Plan.of(
+            [
+                Steer(site, layers=layer, vector=V),
+                Apply(site, layers=layer, program=SCALED),
+                Capture(site, program=TOP, **kept),
+                Capture(site, program=other, when="after", **kept),
+            ]
+        ),
+        Plan.of(Capture(site, program=halved, **kept)),
+        Plan.of(Capture(site, **kept)),
+    ]
+    each = [compile_plan(plan, 1, 9, width=lambda *_: W, vector=lambda name: V, run=lambda *_: V) for plan in plans]
+    assert [plan.profiles[1].row_width for plan in each] == [16, 8, W]
+    tables = make_tables(kind, 16)
+    slots = [tables.load(plan) for plan in each]
+    profiles = np.array([0, *(one.ids[1] for one in slots)], np.int32)
+    numbers = np.array([1, 0, 2, 3, 1, 2, 0])
+    x, y = torch.randn(7, W), torch.randn(7, W) if second else None
+    rows = torch.zeros(7, 16)
+    rows = rows.to(DEVICE) if kind is DeviceTables else rows
+    places = np.array([rows[i].data_ptr() if i != 5 else 0 for i in range(7)], np.int64)
+    tables.begin_step(BatchRows(profiles[numbers]), places)
+    device = DEVICE if kind is DeviceTables else torch.device("cpu")
+    hidden, residual = x.clone().to(device), y.clone().to(device) if y is not None else None
+    if recorded:
+        found: dict[str, list[Any]] = {}
+        for at in {a for plan in each for a, *_ in programs_at(plan.profiles[1])}:
+            found.setdefault(at.what, []).append(tables.programs.recorded(at))
+        tables.edit_recorded(1, hidden, residual, found)
+    else:
+        tables.edit(1, hidden, residual)
+    value = x if y is None else x + y
+    changed = 0.5 * (value + V) + V
+    for row in (0, 4):
+        before = TOP.unpacked(rows[[row], :8].cpu())
+        for got, wanted in zip(before, _top(value[[row]]), strict=True):
+            torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+        total, kept = other.unpacked(rows[[row], 8:].cpu())
+        torch.testing.assert_close(total, 3 * changed[[row]].sum(1), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(kept, changed[[row]], rtol=1e-5, atol=1e-5)
+        assert before[1].dtype == torch.int64
+    total, kept = halved.unpacked(rows[[2], :8].cpu())
+    torch.testing.assert_close(total, value[[2]].sum(1) / 2)
+    assert same_bits(kept[0], value[2]) and same_bits(rows[3, :W].cpu(), value[3])
+    assert not rows[[1, 5, 6]].any(), "what nobody captures is not written"
+    for one in slots:
+        tables.unload(one)
+    assert not tables.programs
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"program": SCALED}, r"Capture\.program"),
+        ({"program": TOP, "to": "/tmp/somewhere"}, r"Capture\.to"),
+        ({"program": "norm"}, r"Capture\.program"),
+    ],
+)
+def test_l4_captures_refuse(given: Any, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        Capture("resid_post", **given)
+
+
+def test_l4_two_programs_at_one_value_are_refused() -> None:
+    other = program(("relu.default", (INPUT,)), result=(Ref(0),))
+    plan = Plan.of([Capture("resid_post", layers=1, program=TOP), Capture("resid_post", layers=1, program=other)])
+    with pytest.raises(PlanError, match=r"Capture\.program is two that differ at resid_post\[1\]"):
+        compile_plan(plan, 3, 2, width=lambda site, layer: W, vector=lambda name: V, run=lambda *_: V)
+    facts = ModelFacts(2, {("resid_post", 1): W}, "bfloat16")
+    with pytest.raises(PlanError, match="one for bfloat16"):
+        check(Plan.of(Capture("resid_post", layers=1, program=TOP)), facts, 3, 1, vectors=None, runs=None)
+
+
+def test_l4_a_capture_with_a_program_on_the_wire() -> None:
+    plan = Plan.of(Capture("resid_post", layers=1, program=TOP))
+    assert Plan.from_wire(plan.to_wire()) == plan
+    assert Plan.from_json(plan.to_json()).captures[0].program == TOP
+    with pytest.raises(PlanError, match=r"Apply\.program"):
+        Apply("resid_post", program=TOP)

@@ -41,7 +41,7 @@ WIDTH = 8
 def captured(rows: int, value: float = 1.0) -> Captured:
     """Rows `[rows, 8]` of one site, of which each takes 32 bytes."""
     key = ("resid_post", 0, "before")
-    layout = Layout.of([key], lambda site, layer: WIDTH)
+    layout = Layout.of([key], lambda _: WIDTH)
     chunk = RowChunk(np.arange(rows), layout, torch.full((rows, WIDTH), value))
     return gather("r", [chunk], rows, {key: RowSelection.of("all_prompt", rows)})
 
@@ -97,7 +97,7 @@ def test_g4_what_is_larger_than_the_store_is_not_kept() -> None:
 def test_g4_rows_do_not_keep_the_step_that_they_came_from_in_memory() -> None:
     store = CaptureStore(1 << 20, 10.0)
     key = ("resid_post", 0, "before")
-    layout = Layout.of([key], lambda site, layer: WIDTH)
+    layout = Layout.of([key], lambda _: WIDTH)
     step = torch.ones(1000, WIDTH)
     one = gather("r", [RowChunk(np.arange(1), layout, step[:1])], 1, {key: RowSelection.of("all_prompt", 1)})
     (entry,) = store.put(MINE, 0, one, inline=0)

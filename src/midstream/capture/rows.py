@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from midstream.errors import CaptureError, NotCapturedError
-from midstream.plan.captures import Key, Layout, RowSelection
+from midstream.plan.captures import Key, Layout, Plane, RowSelection
 from midstream.plan.fields import nearest
 from midstream.plan.values import Capture, Consumer
 from midstream.sites import site_of
@@ -81,7 +81,7 @@ class Piece(NamedTuple):
         return self.number * self.block.shape[1] * self.block.element_size()
 
 
-def empty_chunk(keys: Iterable[Key], width: Callable[[str, int], int], dtype: torch.dtype) -> RowChunk:
+def empty_chunk(keys: Iterable[Key], width: Callable[[Key], int], dtype: torch.dtype) -> RowChunk:
     """A chunk that only tells what is captured, so that a plane without rows is a tensor `[0, width]`."""
     layout = Layout.of(keys, width)
     return RowChunk(NO_POSITIONS, layout, torch.empty(0, layout.width, dtype=dtype))
@@ -320,8 +320,8 @@ class Captured(ByPlane[torch.Tensor]):
         """The rows of each plane as a chunk."""
         for key in self._planes:
             rows = self._value(key)
-            width = rows.shape[1]
-            yield RowChunk(self._found[key].positions, Layout.of([key], lambda *_, width=width: width), rows)
+            plane = Plane(*key, 0, rows.shape[1])
+            yield RowChunk(self._found[key].positions, Layout((plane,)), rows)
 
     def take(self) -> dict[Any, torch.Tensor]:
         """All tensors, contiguous. Each has its own memory. Only these captures share it, until they are dropped."""

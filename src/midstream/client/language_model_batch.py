@@ -30,6 +30,7 @@ from midstream.errors import NotFiniteError, ParameterError, TraceError
 from midstream.plan.captures import Layout, Plane
 from midstream.plan.compile import compile_plan
 from midstream.plan.ops.edit import Op, apply
+from midstream.plan.running import run
 from midstream.plan.values import not_finite
 from midstream.runtime.store import RunStore
 from midstream.sites import LAYER_SITES, Binding, NotFinite, Point
@@ -524,7 +525,8 @@ class RunningPlan:
                 new_tH = new_tH.index_put((rows.to(x_tH.device),), edited)
             for i, op in enumerate(ops):
                 if op.kind == "capture":  # one that comes first takes the value before the edits
-                    self._keep(point, number, op, rows, old if i == 0 else edited)
+                    value = old if i == 0 else edited
+                    self._keep(point, number, op, rows, value if op.program is None else run(op.program, value))
         return new_tH
 
     def _check_finite(self, point: Point, rows: torch.Tensor, edited_tH: torch.Tensor) -> None:

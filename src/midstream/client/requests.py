@@ -25,6 +25,7 @@ from midstream.errors import (
     PromptError,
     RequestErrorGroup,
 )
+from midstream.plan.compile import plane_width, reads_of
 from midstream.plan.ops.edit import changed
 from midstream.plan.values import (
     Capture,
@@ -315,7 +316,10 @@ class PreparedPlan:
         selected = (self.routes.output, *(sink.selected for sink in self.routes.sinks))
         keys = dict.fromkeys(key for rows in selected for key in rows)
         dtype = getattr(torch, self.facts.dtype)
-        return empty_chunk(keys, lambda site, layer: self.facts.widths[site, layer], dtype)
+        has_programs = any(capture.program is not None for capture in self.plan.captures)
+        plan = self.plan.normal(self.facts.num_layers, len(self.prompt)) if has_programs else Plan()
+        reads = reads_of(plan.captures)
+        return empty_chunk(keys, lambda key: plane_width(key, lambda *at: self.facts.widths[at], reads), dtype)
 
     def recorded_run(self, run_id: str, name: str) -> RecordedRun:
         """The handle of the run that this plan's captured rows are kept as."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -255,19 +256,20 @@ class Worker(PlatformWorker):
         """
         tables = self.plans.tables
         points = {i for i, (site, _) in enumerate(tables.points) if site in acting}
-        programs: dict[int, list[RecordedPrograms]] = {}
+        programs: dict[int, dict[str, list[RecordedPrograms]]] = {}
         each = [at for at, _ in (one for one in acting if isinstance(one, InGraph))]
         if each and self._stages is not None:
             return None
         for at in sorted(each, key=lambda at: at.turn):
-            programs.setdefault(tables.index[at.point], []).append(tables.programs.recorded(at))
+            here = programs.setdefault(tables.index[at.point], {})
+            here.setdefault(at.what, []).append(tables.programs.recorded(at))
 
         def edit(point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
             if point in points:
-                tables.edit_recorded(point, hidden, residual, programs.get(point, ()))
+                tables.edit_recorded(point, hidden, residual, programs.get(point, {}))
 
         def warm_up(point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-            for one in programs.get(point, ()):
+            for one in chain.from_iterable(programs.get(point, {}).values()):
                 one.warm_up(flat(hidden))
 
         return Kernel(edit, warm_up)

@@ -14,6 +14,7 @@ import numpy as np
 
 from midstream.plan import fields
 from midstream.plan.ops.edit import Intervention, changed
+from midstream.plan.program import Program
 
 POSITIONS = ("last_prompt", "all_prompt", "all_generated", "all")
 _SINKS = "None for the output, a directory, a callable, a Consumer, or a tuple of these"
@@ -58,12 +59,15 @@ class Capture(Intervention):
         when: `"before"` or `"after"` the edits of the same site.
         to: None puts the rows on the request's output; a directory (str or Path) writes safetensors files there; a callable is called
             with them; `Consumer(name, ...)` is an installed consumer; or a tuple of these.
+        program: computes on the engine what is kept of each row in place of the row: a `midstream.plan.program.Program` of the site's
+            width whose result is a tuple. `program.unpacked(rows)` takes the results apart. Only for `to=None`.
 
     Raises:
         PlanError: a field is not as above.
     """
 
     kind: ClassVar[str] = "capture"
+    function: ClassVar[str | None] = "program"
 
     site: str
     _: KW_ONLY
@@ -71,12 +75,18 @@ class Capture(Intervention):
     positions: Any = "last_prompt"
     when: str = "before"
     to: Any = None
+    program: Program | None = None
 
     def __post_init__(self) -> None:
         many = isinstance(self.to, (tuple, list))
         sinks = tuple(_sink(sink) for sink in (self.to if many else (self.to,)))
         if not sinks:
             raise fields.refuse("Capture.to", "empty", _SINKS)
+        if self.program is not None:
+            if not (isinstance(self.program, Program) and self.program.is_read):
+                raise fields.refuse("Capture.program", fields.shown(self.program), "a Program with a tuple of results")
+            if sinks != (None,):
+                raise fields.refuse("Capture.to", fields.shown(self.to), "None beside a program")
         self.settle(
             positions=fields.positions("Capture.positions", self.positions, POSITIONS),
             when=fields.one_of("Capture.when", self.when, ("before", "after")),
@@ -144,7 +154,7 @@ Key = tuple[str, int, str]  # site, layer, when
 
 
 class Plane(NamedTuple):
-    """One site's value in a captured row: `row[offset : offset + width]`."""
+    """One site's value in a captured row, or what a program computes from it: `row[offset : offset + width]`."""
 
     site: str
     layer: int
@@ -157,11 +167,11 @@ class Layout(tuple[Plane, ...]):
     """The planes of a captured row. Many requests share a layout, so it caches what is derived from it."""
 
     @classmethod
-    def of(cls, keys: Iterable[Key], width: Callable[[str, int], int]) -> Self:
-        """These planes one after another, each as wide as its site at its layer."""
+    def of(cls, keys: Iterable[Key], width: Callable[[Key], int]) -> Self:
+        """These planes one after another. `width`: of each."""
         planes, offset = [], 0
-        for site, layer, when in keys:
-            planes.append(Plane(site, layer, when, offset, width(site, layer)))
+        for key in keys:
+            planes.append(Plane(*key, offset, width(key)))
             offset += planes[-1].width
         return cls(planes)
 

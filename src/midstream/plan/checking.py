@@ -165,12 +165,30 @@ class Checked:
         peak: the most numbers of a row that are in memory at once.
         last_use: step -> the last step that uses it; those that are not there are used by none.
         results: of each step, the first one for a number of rows.
+        parts: what a row of each result of the program is.
     """
 
     work: int
     peak: int
     last_use: Mapping[int, int]
     results: tuple[Shaped, ...]
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A row of one result of a program.
+
+    Attributes:
+        shape: without the axis of the rows.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def checked(program: Parts) -> Checked:
@@ -187,26 +205,38 @@ def _checked(program: Parts, rows: int) -> Checked:
         args = tuple(_filled(step, arg, given, results, shaped) for arg in step.args)
         kwargs = {name: _filled(step, arg, given, results, shaped) for name, arg in step.kwargs}
         results.append(checker.run(step, args, kwargs))
-    last = _filled(Step("the result"), program.result, given, results, shaped)
-    if not isinstance(last, Shaped) or not last.rows or tuple(last.meta.shape) != (rows, width):
-        shape = list(last.meta.shape) if isinstance(last, Shaped) else "several tensors"
-        raise PlanError(
-            f"The program gives {shape} for {rows} rows; allowed: {[rows, width]}, computed from its input."
-        )
-    if str(last.meta.dtype).removeprefix("torch.") not in FLOATS:
-        raise PlanError(f"The program gives {last.meta.dtype}; allowed: floating numbers.")
+    refs = program.result if isinstance(program.result, tuple) else (program.result,)
+    last = [_filled(Step("the result"), ref, given, results, shaped) for ref in refs]
+    for each in last:
+        _check_result(each, rows, None if isinstance(program.result, tuple) else width)
+    sizes_of_all = sum(each.meta.numel() // rows for each in last)
+    if sizes_of_all > MAX_ROW:
+        raise PlanError(f"The program gives {sizes_of_all} numbers a row; allowed: up to {MAX_ROW}.")
     each = [result if isinstance(result, tuple) else (result,) for result in results]
     sizes = [sum(part.meta.numel() // rows for part in parts if part.rows) for parts in each]
-    last_use = _last_use(program.steps, program.result)
-    return Checked(int(checker.work), _peak(sizes, last_use, width), last_use, tuple(parts[0] for parts in each))
+    last_use = _last_use(program.steps, refs)
+    results_of_rows = tuple(Part(tuple(one.meta.shape[1:]), one.meta.dtype) for one in last)
+    peak = _peak([*sizes, sizes_of_all], last_use, width)
+    return Checked(int(checker.work), peak, last_use, tuple(parts[0] for parts in each), results_of_rows)
 
 
-def _last_use(steps: Sequence[Step], result: Ref) -> dict[int, int]:
+def _check_result(found: Any, rows: int, width: int | None) -> None:
+    """Raise PlanError for a result that cannot be one. `width`: of the value that it replaces; None for one that a capture keeps."""
+    if not isinstance(found, Shaped) or found.rows != 1 or (width and tuple(found.meta.shape) != (rows, width)):
+        shape = list(found.meta.shape) if isinstance(found, Shaped) else "several tensors"
+        allowed = [rows, width] if width else f"[{rows}, ...]"
+        raise PlanError(f"The program gives {shape} for {rows} rows; allowed: {allowed}, computed from its input.")
+    name = str(found.meta.dtype).removeprefix("torch.")
+    if name not in (FLOATS if width else (*FLOATS, "int64", "int32", "int16")):
+        raise PlanError(f"The program gives {name}; allowed: {'floating' if width else 'floating and whole'} numbers.")
+
+
+def _last_use(steps: Sequence[Step], results: Sequence[Ref]) -> dict[int, int]:
     found: dict[int, int] = {}
     for number, step in enumerate(steps):
         for ref in arguments_in((step.args, step.kwargs), Ref):
             found[ref.step] = number
-    return found | {result.step: len(steps)}
+    return found | {result.step: len(steps) for result in results}
 
 
 def _peak(sizes: Sequence[int], last_use: Mapping[int, int], width: int) -> int:

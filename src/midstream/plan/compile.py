@@ -12,7 +12,7 @@ from __future__ import annotations
 import secrets
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import itemgetter
@@ -24,6 +24,8 @@ import torch
 from midstream.plan import fields
 from midstream.plan.captures import EMPTY, Capture, Key, Layout, RowSelection
 from midstream.plan.ops.edit import Edit, Op, Shape, changed, point_of, position_of
+from midstream.plan.program import Program
+from midstream.plan.steps import SIZES
 from midstream.plan.values import SITE_ORDER, Plan, encoded
 from midstream.plan.vectors import Named, RecordedRun, Vector, Zeros, digest
 from midstream.sites import Point
@@ -131,7 +133,7 @@ def compile_plan(
         for phase in edits if edit.phase == "both" else (edit.phase,):
             edits[phase].setdefault(point, []).append(op)
     captures = [capture for capture in normal.captures if points is None or point_of(capture) in points]
-    profiles = _Profiles(edits, width)
+    profiles = _Profiles(edits, width, reads_of(normal.captures))
     codes_P, planes, generated_planes = _captured(captures, prompt_length)
     generated = profiles.number(generated_planes, "decode")
     prompt_P = np.zeros(prompt_length, np.int32)
@@ -168,16 +170,42 @@ def _reach(normal: Plan, prompt_length: int) -> Reach:
         generated |= rows.tail is not None
         first |= points if rows.listed.size else set()
         later |= points if rows.tail is not None else set()
-    return Reach(prompt, generated, frozenset(first), frozenset(later), *_with_programs(normal.edits))
+    return Reach(prompt, generated, frozenset(first), frozenset(later), *_with_programs(normal, prompt_length))
 
 
-def _with_programs(edits: Sequence[Edit]) -> tuple[frozenset[Point], frozenset[Point]]:
+def _with_programs(normal: Plan, prompt_length: int) -> tuple[frozenset[Point], frozenset[Point]]:
     """The points at which programs run in the prompt, and at generated positions."""
-    each = [
-        (point_of(edit), position_of(edit) is not None, edit.phase) for edit in edits if edit.its_program is not None
-    ]
-    first = frozenset(point for point, is_placed, phase in each if is_placed or phase != "decode")
-    return first, frozenset(point for point, is_placed, phase in each if not is_placed and phase != "prefill")
+    first, later = set[Point](), set[Point]()
+    for edit in normal.edits:
+        if edit.its_program is not None:
+            is_placed = position_of(edit) is not None
+            first |= {point_of(edit)} if is_placed or edit.phase != "decode" else set()
+            later |= {point_of(edit)} if not is_placed and edit.phase != "prefill" else set()
+    for capture in normal.captures:
+        if capture.program is not None:
+            rows = RowSelection.of(capture.positions, prompt_length)
+            first |= {point_of(capture)} if rows.listed.size else set()
+            later |= {point_of(capture)} if rows.tail is not None else set()
+    return frozenset(first), frozenset(later)
+
+
+def reads_of(captures: Sequence[Capture]) -> dict[Key, Program]:
+    """The programs that compute what is kept of a site, for captures in normal form.
+
+    Raises PlanError if two captures keep different things of one value.
+    """
+    found: dict[Key, Program | None] = {}
+    for capture in captures:
+        key = (*point_of(capture), capture.when)
+        if found.setdefault(key, capture.program) != capture.program:
+            raise fields.refuse("Capture.program", f"two that differ at {key[0]}[{key[1]}]", "one for each value")
+    return {key: program for key, program in found.items() if program is not None}
+
+
+def plane_width(key: Key, width: Callable[[str, int], int], reads: Mapping[Key, Program]) -> int:
+    """Of what is kept, in elements of the model's dtype. `reads`: as `reads_of` returns them."""
+    program = reads.get(key)
+    return width(*key[:2]) if program is None else program.packed_width(SIZES[program.dtype])
 
 
 def _captured(captures: list[Capture], prompt_length: int) -> tuple[np.ndarray, list[frozenset[Key]], frozenset[Key]]:
@@ -262,9 +290,11 @@ class _Bank:
 class _Profiles:
     """All profiles, each once."""
 
-    def __init__(self, edits: dict[str, _Ranked], width: Callable[[str, int], int]) -> None:
+    def __init__(
+        self, edits: dict[str, _Ranked], width: Callable[[str, int], int], reads: Mapping[Key, Program]
+    ) -> None:
         self.list = [Profile({})]
-        self._edits, self._width = edits, width
+        self._edits, self._width, self._reads = edits, width, reads
         self._same = edits["prefill"] == edits["decode"]
         self._numbers: dict[Any, int] = {}
         self._without_placed: dict[Any, Profile] = {}
@@ -282,28 +312,31 @@ class _Profiles:
                 self._without_placed[planes, phase] = self._make(planes, everywhere)
             profile = self._without_placed[planes, phase]
             if here:
-                ops = {point: _with_captures(point, edits, profile.layout) for point, edits in here.items()}
+                ops = {point: self._with_captures(point, edits, profile.layout) for point, edits in here.items()}
                 profile = Profile(profile.ops | ops, profile.layout)
             self._numbers[key] = len(self.list)
             self.list.append(profile)
         return self._numbers[key]
 
     def _make(self, planes: frozenset[Key], edits: _Ranked) -> Profile:
-        layout = Layout.of(sorted(planes, key=lambda key: (*_order(key[:2]), key[2] == "after")), self._width)
+        in_order = sorted(planes, key=lambda key: (*_order(key[:2]), key[2] == "after"))
+        layout = Layout.of(in_order, lambda key: plane_width(key, self._width, self._reads))
         points = sorted({*edits, *((site, layer) for site, layer, _ in planes)}, key=_order)
-        ops = {point: _with_captures(point, _in_order(edits.get(point, ())), layout) for point in points}
+        ops = {point: self._with_captures(point, _in_order(edits.get(point, ())), layout) for point in points}
         return Profile(ops, layout)
+
+    def _with_captures(self, point: Point, edits: tuple[Op, ...], layout: Layout) -> tuple[Op, ...]:
+        planes = [layout.by_key.get((*point, when)) for when in ("before", "after")]
+        before, after = (
+            [Op("capture", offset=plane.offset, program=self._reads.get(plane[:3]))] if plane else []
+            for plane in planes
+        )
+        return (*before, *edits, *after)
 
 
 def _in_order(ops: Collection[tuple[int, Op]]) -> tuple[Op, ...]:
     """By their places in the normal form."""
     return tuple(op for _, op in sorted(ops, key=itemgetter(0)))
-
-
-def _with_captures(point: Point, edits: tuple[Op, ...], layout: Layout) -> tuple[Op, ...]:
-    planes = [layout.by_key.get((*point, when)) for when in ("before", "after")]
-    before, after = ([Op("capture", offset=plane.offset)] if plane else [] for plane in planes)
-    return (*before, *edits, *after)
 
 
 def _order(point: Point) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Programs: row-wise functions of a site's value as data, for the edit `Apply`.
+"""Programs: row-wise functions of a site's value as data, for the edit `Apply` and for `Capture`.
 
 A program is a list of PyTorch operations from a fixed table (`plan.rowwise`), with constants. Row r of its result depends on row r of its
 input alone, whatever their number is. It holds no code, so anybody whose plan is taken may send one:
@@ -28,11 +28,14 @@ from midstream.plan.steps import FLOATS, INPUT, SIZES, Const, Constant, DType, P
 from midstream.plan.vectors import digest
 
 if TYPE_CHECKING:
+    import torch
+
     from midstream.plan.checking import Checked
     from midstream.plan.forms import Form
 
 MAX_STEPS = 256
 MAX_CONSTANTS = 256
+MAX_RESULTS = 64
 MAX_ARGUMENTS = 4096  # of one step, with the numbers in its lists
 MAX_WIDTH = 1 << 20
 _MAX_DEPTH = 3  # of lists in arguments
@@ -44,6 +47,9 @@ _MAX_DEPTH = 3  # of lists in arguments
 @dataclass(frozen=True, eq=False, repr=False)
 class Program(Parts):
     """A row-wise function of a site's value. Programs are equal if they do the same to the same bits.
+
+    Its result is a step's, with which `Apply` replaces the value; or a tuple of those of one or several steps, of any shapes, which
+    `Capture` keeps: each row of each, packed one after the other (see `unpacked`).
 
     Raises:
         PlanError: an operation is not in the table, mixes rows or gets wrong arguments; the program is too large; its result has another
@@ -62,9 +68,31 @@ class Program(Parts):
             for arg in (*step.args, *(value for _, value in step.kwargs)):
                 self._check_argument(step, number, arg, count)
         self._check_argument(Step("the result"), len(self.steps), self.result, [0])
-        if not isinstance(self.result, Ref):
-            raise fields.refuse("Program.result", fields.shown(self.result), "a step's result")
+        refs = self.results
+        if not refs or len(refs) > MAX_RESULTS or not all(isinstance(ref, Ref) for ref in refs):
+            given = fields.shown(self.result)
+            raise fields.refuse("Program.result", given, f"a step's result, or a tuple of up to {MAX_RESULTS}")
         self.checked  # noqa: B018
+
+    @property
+    def results(self) -> tuple[Any, ...]:
+        """The result, or the results, as references."""
+        return self.result if isinstance(self.result, tuple) else (self.result,)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether it computes what a capture keeps, and not another value for the site."""
+        return isinstance(self.result, tuple)
+
+    def packed_width(self, itemsize: int) -> int:
+        """How many elements of a dtype of so many bytes its packed results take: a multiple of 16 bytes."""
+        return -(-sum(part.nbytes for part in self.checked.parts) // 16) * 16 // itemsize
+
+    def unpacked(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The results of captured rows `[rows, packed_width]`: each `[rows, *shape]` in its dtype, contiguous."""
+        from midstream.plan.running import unpacked
+
+        return unpacked(self.checked.parts, rows)
 
     @cached_property
     def checked(self) -> Checked:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from midstream.errors import PlanError
-from midstream.plan.checking import plain
+from midstream.plan.checking import Part, plain
 from midstream.plan.program import Program
 from midstream.plan.rowwise import overload
 from midstream.plan.steps import Const, Constant, Ref, Step
@@ -80,6 +80,26 @@ def run_together(programs: Sequence[Program], which_R: torch.Tensor | None, x_RH
     return bank.run(x_RH, which_R)
 
 
+def _packed(results: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """The bits of results `[R, ...]` as rows of a dtype, one after the other."""
+    rows = len(results[0])
+    flat = [result.reshape(rows, -1).contiguous().view(torch.int16) for result in results]
+    words = torch.cat(flat, 1) if len(flat) > 1 else flat[0]
+    missing = -words.shape[1] % 8  # up to 16 bytes
+    return (torch.nn.functional.pad(words, (0, missing)) if missing else words).view(dtype)
+
+
+def unpacked(parts: Sequence[Part], rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What `_packed` has packed: each `[R, *shape]`, contiguous."""
+    words = rows.contiguous().view(torch.int16)
+    found, at = [], 0
+    for part in parts:
+        here = words[:, at : at + part.nbytes // 2].contiguous().view(part.dtype)
+        found.append(here.view(len(rows), *part.shape))
+        at += part.nbytes // 2
+    return tuple(found)
+
+
 class Bank:
     """Programs of one form, ready to run on rows: what they have in common, and in `[P, ...]` what may differ between them.
 
@@ -114,7 +134,7 @@ class Bank:
                 self._banks[slot][place] = value
 
     def run(self, x_RH: torch.Tensor, which_R: torch.Tensor | None) -> torch.Tensor:
-        """The rows' results, in their dtype.
+        """The rows' results in their dtype, `[R, width]`; of a program that a capture keeps, packed, in the program's dtype.
 
         Args:
             which_R: `[R]`, the place of each row's program; not looked at if there is one place.
@@ -149,9 +169,10 @@ class Bank:
             )
             for done in [at for at in results if last_use.get(at, -1) <= number]:
                 del results[done]
-        found = results[self._program.result.step]
-        found = found if self._program.result.out is None else found[self._program.result.out]
-        return found.to(x_RH.dtype)  # type: ignore[no-any-return]
+        found = list(map(tensor, self._program.results))
+        if self._program.is_read:
+            return _packed(found, getattr(torch, self._program.dtype))
+        return found[0].to(x_RH.dtype)  # type: ignore[no-any-return]
 
     def _with_own(
         self, step: Step, args: list[Any], kwargs: Any, own: dict[int, torch.Tensor], which_R: torch.Tensor, number: int

@@ -173,16 +173,16 @@ class Parts:
 
     Attributes:
         width: of the rows that it takes and returns; heads are side by side.
-        dtype: in which it computes: its input has it, and its result is a floating tensor `[rows, width]`.
+        dtype: in which it computes: its input has it.
         steps: in their order.
-        result: of which step; `INPUT` for a program that changes nothing.
+        result: of which step, `[rows, width]`; `INPUT` for a program that changes nothing. Or a tuple of several, for captures.
         constants: that its steps use.
     """
 
     width: int
     dtype: str
     steps: tuple[Step, ...]
-    result: Ref
+    result: Ref | tuple[Ref, ...]
     constants: tuple[Constant, ...] = ()
 
 

@@ -359,9 +359,11 @@ def check(
                     _check_name_exists(item, name, value.name, vectors, runs or {})
                     width = vectors[value.name]
                     _check_width(item, name, f"{value.name!r}, of width {width}", width, layers, facts.widths)
-            if (program := item.its_program) is not None:
-                _check_width(
-                    item, item.function or "", f"of width {program.width}", program.width, layers, facts.widths
+        if (program := item.its_program) is not None:
+            _check_width(item, item.function or "", f"of width {program.width}", program.width, layers, facts.widths)
+            if isinstance(item, Capture) and facts.dtype and program.dtype != facts.dtype:
+                raise fields.refuse(
+                    "Capture.program", f"for {program.dtype}", f"one for {facts.dtype}, the model's dtype"
                 )
 
 
@@ -372,7 +374,8 @@ def check_strangers(plan: Plan, num_layers: int) -> None:
         counted = "counted once for each layer and listed position"
         allowed = f"up to {wire.MAX_STRANGERS_EDITS} edits and captures over HTTP, {counted}"
         raise fields.refuse("the plan", f"{count} edits and captures", allowed)
-    each = ((edit.its_program, num_layers if edit.at_layers == "all" else len(edit.at_layers)) for edit in plan.edits)
+    items = plan.interventions
+    each = ((item.its_program, num_layers if item.at_layers == "all" else len(item.at_layers)) for item in items)
     work = sum(program.work * layers for program, layers in each if program is not None)
     if work > wire.MAX_STRANGERS_WORK:
         allowed = f"up to {wire.MAX_STRANGERS_WORK} over HTTP, all layers together"
@@ -438,12 +441,12 @@ def _check_site(item: Intervention, layers: Iterable[int], widths: Mapping[tuple
 
 
 def _check_width(
-    edit: Edit, field: str, given: str, width: int, layers: Iterable[int], widths: Mapping[tuple[str, int], int]
+    item: Intervention, field: str, given: str, width: int, layers: Iterable[int], widths: Mapping[tuple[str, int], int]
 ) -> None:
     for layer in layers:
-        expected = widths.get((edit.site, layer), width)
+        expected = widths.get((item.site, layer), width)
         if width != expected:
-            raise fields.refuse(edit.label(field), given, f"{expected}, the width of {edit.site} at layer {layer}")
+            raise fields.refuse(item.label(field), given, f"{expected}, the width of {item.site} at layer {layer}")
 
 
 def _check_name_exists(edit: Edit, field: str, name: str, vectors: Mapping[str, int], runs: Mapping[str, str]) -> None:

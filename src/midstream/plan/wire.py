@@ -241,7 +241,7 @@ class _Reader:
                 if type(item) not in (int, float):
                     raise fields.refuse(f"{place}[{i}]", fields.shown(item), "a number")
             return value
-        if issubclass(cls, Edit) and name == cls.function:
+        if name == cls.function and value is not None:
             fields.mapping(place, value, ("program",))
             return _looked_up(place, "programs", fields.text(f"{place}.program", value["program"]), self.programs)
         if name == cls.position_field and isinstance(value, dict):

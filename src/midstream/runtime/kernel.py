@@ -231,6 +231,34 @@ def edit_rows(
 
 
 @triton.jit
+def _store_rows(words_RW, address_R, offset_R, width, stride, words_each, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    base = tl.load(address_R + row)
+    offset = tl.load(offset_R + row).to(tl.int64)
+    if (base != 0) & (offset >= 0):
+        place = base.to(tl.pointer_type(words_RW.dtype.element_ty)) + offset * words_each
+        for start in range(0, width, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            words = tl.load(words_RW + row * stride + columns, mask=columns < width)
+            tl.store(place + columns, words, mask=columns < width)
+
+
+def store_rows(values_RW: torch.Tensor, address_R: torch.Tensor, offset_R: torch.Tensor) -> None:
+    """Write each row to its captured row.
+
+    Args:
+        values_RW: in the dtype of captured rows.
+        address_R: int64, of the captured row; 0 for a row of which nothing is kept.
+        offset_R: where in the captured row, in elements; -1 for nowhere.
+    """
+    words_RW = values_RW.contiguous().view(torch.int16)
+    rows, width = words_RW.shape
+    _store_rows[(rows,)](
+        words_RW, address_R, offset_R, width, words_RW.stride(0), values_RW.element_size() // 2, BLOCK=1024
+    )
+
+
+@triton.jit
 def _take_overflow(hidden_TH, overflow_T, codes_T, points, hidden_size, hidden_stride, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)

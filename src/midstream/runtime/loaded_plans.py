@@ -214,8 +214,8 @@ class LoadedPlans:
         self, compiled: CompiledPlan, numbers: Collection[int], points: Collection[Point]
     ) -> frozenset[ProgramAt]:
         """The programs of some profiles in the graphs, and those at `points` on other stages, whose forms are not known here."""
-        mine = {at for number in numbers for at, _ in programs_at(compiled.profiles[number])}
-        others = {ProgramAt(point, 0, "") for point in points if point not in self._tables.index}
+        mine = {at for number in numbers for at, *_ in programs_at(compiled.profiles[number])}
+        others = {ProgramAt(point, "edit", 0, "") for point in points if point not in self._tables.index}
         return frozenset(at for at in mine | others if at.point in self._built_in)
 
 

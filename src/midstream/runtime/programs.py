@@ -1,7 +1,9 @@
-"""Runs the programs of a step's plans at a site, after the other edits: the rows of all requests whose programs have one form at once.
+"""Runs the programs of a step's plans at a site: the rows of all requests whose programs have one form at once.
 
-Outside of CUDA graphs a group's rows are gathered first. A graph is replayed for other rows than those that it was recorded for. So in a graph
-a form's programs run on all rows, each row finds its own by the number of its profile, and rows without one stay as they are.
+Programs of edits run after the other edits. Those of captures compute what is kept of a value before the edits, or after all of them.
+
+Outside of CUDA graphs a group's rows are gathered first. A graph is replayed for other rows than those that it was recorded for. So in a
+graph a form's programs run on all rows, each row finds its own by the number of its profile, and rows without one stay as they are.
 
 Legend: T rows of the batch, R those of them with a program, H the site's width.
 """
@@ -32,11 +34,13 @@ class ProgramAt(NamedTuple):
     """Where programs of one form run.
 
     Attributes:
-        turn: how many programs of the row run there before.
+        what: "edit"; or "before" or "after" for what a capture keeps.
+        turn: how many programs of edits of the row run there before.
         form: `Form.key`.
     """
 
     point: Point
+    what: str
     turn: int
     form: str
 
@@ -47,11 +51,13 @@ class Group(NamedTuple):
     Attributes:
         rows: int64 `[R]`, on the device.
         which: int64 `[R]`, there, the place of each row's program in `bank`; None if all have the same.
+        offsets: int64 `[R]`, there, as of `Slot`; None for edits.
     """
 
     rows: torch.Tensor
     bank: Bank
     which: torch.Tensor | None
+    offsets: torch.Tensor | None
 
 
 @dataclass(eq=False)
@@ -59,8 +65,8 @@ class Slot:
     """Programs of one form at one place of the forward.
 
     Attributes:
-        place: int32 `[MOST_PROFILES + 1]` on the device, by a profile's number the place of its program in the bank; -1 for none. The last
-            entry is for all higher numbers.
+        place: int32 `[2, MOST_PROFILES + 1]` on the device: by a profile's number the place of its program in the bank, and where a
+            capture's result lies in its captured row, in elements. -1 where it has none; the last entry is for all higher numbers.
         on_host: the same on the host, int64.
         stale: whether the device's is old.
     """
@@ -87,20 +93,26 @@ class _Form:
 
 def all_programs(compiled: CompiledPlan) -> set[Program]:
     """Those of a plan."""
-    return {program for profile in compiled.profiles for ops in profile.ops.values() for program in programs_of(ops)}
+    each = (op for profile in compiled.profiles for ops in profile.ops.values() for op in ops)
+    return {op.program for op in each if op.program is not None}
 
 
 def around(ops: Sequence[Op]) -> tuple[Sequence[Op], Sequence[Op]]:
-    """The ops before the first program, and behind the last one; all of them, and none, if there is no program."""
-    places = [i for i, op in enumerate(ops) if op.program is not None]
-    return (ops[: places[0]], ops[places[-1] + 1 :]) if places else (ops, ())
+    """The ops without a program, before the first edit by a program and behind the last one; all, and none, if there is no such edit."""
+    places = [i for i, op in enumerate(ops) if op.program is not None and op.kind != "capture"]
+    parts = (ops[: places[0]], ops[places[-1] + 1 :]) if places else (ops, ())
+    before, behind = ([op for op in part if op.program is None] for part in parts)
+    return before, behind
 
 
-def programs_at(profile: Profile) -> Iterator[tuple[ProgramAt, Program]]:
-    """The programs of a profile, with where they run."""
+def programs_at(profile: Profile) -> Iterator[tuple[ProgramAt, Program, int]]:
+    """The programs of a profile, with where they run, and where a capture's results lie in the captured row; -1 for an edit."""
     for point, ops in profile.ops.items():
         for turn, program in enumerate(programs_of(ops)):
-            yield ProgramAt(point, turn, program.form.key), program
+            yield ProgramAt(point, "edit", turn, program.form.key), program, -1
+        for i, op in enumerate(ops):
+            if op.kind == "capture" and op.program is not None:
+                yield ProgramAt(point, "after" if i else "before", 0, op.program.form.key), op.program, op.offset
 
 
 class HeldPrograms:
@@ -114,7 +126,7 @@ class HeldPrograms:
         self._device, self._upload = device, upload
         self._forms: dict[str, _Form] = {}
         self._slots: dict[ProgramAt, Slot] = {}
-        self._profiles: dict[int, list[tuple[ProgramAt, Program]]] = {}
+        self._profiles: dict[int, list[tuple[ProgramAt, Program, int]]] = {}
         self._capacities: OrderedDict[str, int] = OrderedDict()
         # What a graph still reads is used again.
         self._known_banks: WeakValueDictionary[tuple[str, int], Bank] = WeakValueDictionary()
@@ -128,18 +140,18 @@ class HeldPrograms:
         if not (mine := list(programs_at(profile))):
             return
         self._profiles[number] = mine
-        for at, program in mine:
+        for at, program, offset in mine:
             slot = self._slots.get(at) or self._new_slot(at)
-            slot.on_host[number] = self._place(program)
+            slot.on_host[:, number] = self._place(program), offset
             slot.stale = True
 
     def release(self, number: int) -> None:
         """Forget those of a profile, if it has any."""
-        for at, program in self._profiles.pop(number, ()):
+        for at, program, _ in self._profiles.pop(number, ()):
             slot, form = self._slots[at], self._forms[at.form]
-            slot.on_host[number] = -1
+            slot.on_host[:, number] = -1
             slot.stale = True
-            if (slot.on_host < 0).all():
+            if (slot.on_host[0] < 0).all():
                 self._flush(slot)  # a graph may still have it
                 del self._slots[at]
             form.places[program][1] -= 1
@@ -152,8 +164,9 @@ class HeldPrograms:
     def _new_slot(self, at: ProgramAt) -> Slot:
         slot = self._known_slots.get(at)
         if slot is None:
-            place = torch.full((MOST_PROFILES + 1,), -1, dtype=torch.int32, device=self._device)
-            slot = self._known_slots[at] = Slot(place, np.full(MOST_PROFILES + 1, -1, np.int64))
+            shape = 2, MOST_PROFILES + 1
+            place = torch.full(shape, -1, dtype=torch.int32, device=self._device)
+            slot = self._known_slots[at] = Slot(place, np.full(shape, -1, np.int64))
         self._slots[at] = slot
         return slot
 
@@ -195,24 +208,24 @@ class HeldPrograms:
                 self._flush(slot)
 
     def _flush(self, slot: Slot) -> None:
-        slot.place.copy_(self._upload(slot.on_host))
+        slot.place.copy_(self._upload(slot.on_host.reshape(-1)).view(slot.place.shape))
         slot.stale = False
 
     # Outside of graphs.
 
-    def groups(self, profile_T: np.ndarray, index: Mapping[Any, int]) -> dict[int, list[Group]]:
-        """Index of a point -> the groups of a step, in the order in which they run.
+    def groups(self, profile_T: np.ndarray, index: Mapping[Any, int]) -> dict[tuple[int, str], list[Group]]:
+        """(index of a point, `ProgramAt.what`) -> the groups of a step, in the order in which they run.
 
         Args:
             profile_T: the number of each row's profile.
             index: point -> its index.
         """
         numbers = [number for number in np.unique(profile_T).tolist() if number in self._profiles]
-        members: dict[ProgramAt, list[tuple[int, Program]]] = {}
+        members: dict[ProgramAt, set[Program]] = {}
         for number in numbers:
-            for at, program in self._profiles[number]:
+            for at, program, _ in self._profiles[number]:
                 if at.point in index:
-                    members.setdefault(at, []).append((number, program))
+                    members.setdefault(at, set()).add(program)
         uploaded: dict[bytes, torch.Tensor] = {}  # the points of a plan often have the same
 
         def upload(rows: np.ndarray) -> torch.Tensor:
@@ -221,20 +234,21 @@ class HeldPrograms:
                 uploaded[key] = self._upload(rows)
             return uploaded[key]
 
-        found: dict[int, list[Group]] = {}
+        found: dict[tuple[int, str], list[Group]] = {}
         for at in sorted(members, key=lambda at: at.turn):
-            form, host = self._forms[at.form], self._slots[at].on_host
-            place_T = host[np.minimum(profile_T, MOST_PROFILES)]
+            form = self._forms[at.form]
+            place_T, offset_T = self._slots[at].on_host[:, np.minimum(profile_T, MOST_PROFILES)]
             rows = np.flatnonzero(place_T >= 0)
-            distinct = {program for _, program in members[at]}
-            if len(distinct) == 1:
-                (program,) = distinct
+            bank, which = form.bank, None
+            if len(members[at]) == 1:
+                (program,) = members[at]
                 if program not in form.alone:
                     form.alone[program] = Bank(program, 1, self._device)
-                group = Group(upload(rows), form.alone[program], None)
+                bank = form.alone[program]
             else:
-                group = Group(upload(rows), form.bank, upload(place_T[rows]))
-            found.setdefault(index[at.point], []).append(group)
+                which = upload(place_T[rows])
+            offsets = upload(offset_T[rows]) if at.what != "edit" else None
+            found.setdefault((index[at.point], at.what), []).append(Group(upload(rows), bank, which, offsets))
         return found
 
     # In graphs.
@@ -279,7 +293,7 @@ class RecordedPrograms(NamedTuple):
         note: Callable[[slice, torch.Tensor], None],
     ) -> None:
         """As `run_groups`, for all rows. `number_T`: of their profiles, at most `MOST_PROFILES`."""
-        place_T = self.slot.place.index_select(0, number_T)
+        place_T = self.slot.place[0].index_select(0, number_T)
         absent_T1 = (place_T < 0)[:, None]
         old = first_TH if second_TH is None else (first_TH + second_TH).to(first_TH.dtype)
         new = self.bank.run(old.masked_fill(absent_T1, 0), place_T.clamp(min=0))
@@ -288,6 +302,11 @@ class RecordedPrograms(NamedTuple):
         first_TH.copy_(torch.where(changed, new, first_TH))
         if second_TH is not None:
             second_TH.masked_fill_(changed, 0)
+
+    def read(self, number_T: torch.Tensor, value_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What captures keep of all rows, packed; and where in the captured rows, -1 for rows of which nothing is kept."""
+        place_T, offset_T = self.slot.place.index_select(1, number_T)
+        return self.bank.run(value_TH, place_T.clamp(min=0)), offset_T
 
 
 def run_groups(
@@ -302,7 +321,7 @@ def run_groups(
         second_TH: the second stream, if the value is a sum of two.
         note: called with the rows and their new values.
     """
-    for rows, bank, which in groups:
+    for rows, bank, which, _ in groups:
         one = first_TH[rows]
         two = second_TH[rows] if second_TH is not None else None
         old = one if two is None else (one + two).to(one.dtype)

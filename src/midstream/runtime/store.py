@@ -216,6 +216,8 @@ def check_recorded(plan: Plan) -> None:
     """Raise PlanError if the plan's captures cannot be kept as a run."""
     if len({capture.positions for capture in plan.captures}) != 1:
         raise PlanError("A recorded run has the same positions of all its sites.")
+    if any(capture.program is not None for capture in plan.captures):
+        raise PlanError("A recorded run keeps whole rows: Capture.program has to be None.")
 
 
 def recorded_run(

@@ -15,6 +15,7 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -65,13 +66,13 @@ class Rows:
         profile_T: int32 `[T]`, the profile of each, padding included; nobody writes to it afterwards.
         again: whether the batch may come again.
         prepared: what the tables keep for the next time.
-        programs: index of a point -> the programs that run there; None if not known yet.
+        programs: as `HeldPrograms.groups` returns them; None if not known yet.
     """
 
     profile_T: np.ndarray
     again: bool = False
     prepared: Any = None
-    programs: dict[int, list[Group]] | None = None
+    programs: dict[tuple[int, str], list[Group]] | None = None
 
 
 class Tables:
@@ -141,13 +142,13 @@ class Tables:
         """int64 on the device."""
         return torch.from_numpy(rows)
 
-    def _programs_at(self, point: int) -> Sequence[Group]:
-        """Those that run there in the step."""
+    def _programs_at(self, point: int, what: str) -> Sequence[Group]:
+        """Those that run there in the step. `what`: as of `ProgramAt`."""
         if not self.programs or self._rows is None:
             return ()
         if self._rows.programs is None:
             self._rows.programs = self.programs.groups(self._rows.profile_T, self.index)
-        return self._rows.programs.get(point, ())
+        return self._rows.programs.get((point, what), ())
 
     def begin_step(self, rows: Rows, places: np.ndarray | None) -> None:
         """The coming forward's rows.
@@ -190,12 +191,12 @@ class Tables:
         point: int,
         hidden: torch.Tensor,
         residual: torch.Tensor | None,
-        programs: Sequence[RecordedPrograms] = (),
+        programs: Mapping[str, Sequence[RecordedPrograms]] = MappingProxyType({}),
     ) -> None:
         """As `edit`, for a CUDA graph that is being recorded, which will be replayed for other rows.
 
         Args:
-            programs: those that may run there, in their order.
+            programs: those that may run there, in their order, by `ProgramAt.what`.
         """
         raise NotImplementedError
 
@@ -220,6 +221,12 @@ class Tables:
 def _captures_behind(profile: Profile) -> bool:
     """Whether it captures a value that a program has changed."""
     return any(around(ops)[1] for ops in profile.ops.values())
+
+
+def _value(hidden: torch.Tensor, residual: torch.Tensor | None, rows: torch.Tensor | slice) -> torch.Tensor:
+    """The value of rows of one stream or two, in the dtype of the first one."""
+    first = flat(hidden)[rows]
+    return first if residual is None else (first + flat(residual)[rows]).to(first.dtype)
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -414,14 +421,22 @@ class DeviceTables(Tables):
     def edit(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         if not self.acts_at(point):
             return
+        self._read(self._programs_at(point, "before"), hidden, residual)
         self._launch(point, hidden, residual, self._profile_T)
-        if not (groups := self._programs_at(point)):
-            return
-        second = flat(residual) if residual is not None else None
-        run_groups(groups, flat(hidden), second, partial(self._note_overflow, point))
-        assert self._rows is not None
-        if self._behind_host[np.minimum(self._rows.profile_T, MOST_PROFILES)].any():
-            self._capture_behind(point, hidden, residual)
+        if groups := self._programs_at(point, "edit"):
+            second = flat(residual) if residual is not None else None
+            run_groups(groups, flat(hidden), second, partial(self._note_overflow, point))
+            assert self._rows is not None
+            if self._behind_host[np.minimum(self._rows.profile_T, MOST_PROFILES)].any():
+                self._capture_behind(point, hidden, residual)
+        self._read(self._programs_at(point, "after"), hidden, residual)
+
+    def _read(self, groups: Sequence[Group], hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        """Keep what programs compute from rows."""
+        for rows, bank, which, offsets in groups:
+            value = bank.run(_value(hidden, residual, rows), which)
+            assert offsets is not None
+            self._kernel.store_rows(value, self._capture_T[rows], offsets)
 
     def _note_overflow(self, point: int, rows: torch.Tensor | slice, new_RH: torch.Tensor) -> None:
         """As the kernel does: see `overflow_T` of `kernel.edit_rows`."""
@@ -457,15 +472,23 @@ class DeviceTables(Tables):
         point: int,
         hidden: torch.Tensor,
         residual: torch.Tensor | None,
-        programs: Sequence[RecordedPrograms] = (),
+        programs: Mapping[str, Sequence[RecordedPrograms]] = MappingProxyType({}),
     ) -> None:
+        rows = len(flat(hidden))
+        number_T, second = self._number_T[:rows], flat(residual) if residual is not None else None
+
+        def read(what: str) -> None:
+            for each in programs.get(what, ()):
+                value, offset_T = each.read(number_T, _value(hidden, residual, slice(None)))
+                self._kernel.store_rows(value, self._capture_T[:rows], offset_T)
+
+        read("before")
         self._launch(point, hidden, residual, self._profile_T)
-        second = flat(residual) if residual is not None else None
-        for each in programs:
-            number_T = self._number_T[: len(flat(hidden))]
+        for each in programs.get("edit", ()):
             each.run(number_T, flat(hidden), second, partial(self._note_overflow, point))
-        if programs:
+        if programs.get("edit"):
             self._capture_behind(point, hidden, residual)
+        read("after")
 
     def _launch(
         self,
@@ -560,19 +583,33 @@ class CpuTables(Tables):
 
     def edit(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         first, second = flat(hidden), flat(residual) if residual is not None else None
+        self._read(self._programs_at(point, "before"), hidden, residual)
         for number, rows, ops in self._groups_at(point):
-            self._capture([op for op in ops if op.kind == "capture" and op is ops[0]], rows, first, second)
             before, _ = around(ops)
+            self._capture([op for op in before if op.kind == "capture" and op is ops[0]], rows, first, second)
             if any(op.kind != "capture" for op in before):
                 old_second = second[rows] if second is not None else None
                 first[rows], new_second = self._new(point, before, number, rows, first[rows], old_second)
                 if second is not None and new_second is not None:
                     second[rows] = new_second
-            self._capture([op for op in before[1:] if op.kind == "capture"], rows, first, second)
-        if groups := self._programs_at(point):
+            self._capture([op for op in before if op.kind == "capture" and op is not ops[0]], rows, first, second)
+        if groups := self._programs_at(point, "edit"):
             run_groups(groups, first, second, partial(self._note_overflow, point))
             for _, rows, ops in self._groups_at(point):
                 self._capture(around(ops)[1], rows, first, second)
+        self._read(self._programs_at(point, "after"), hidden, residual)
+
+    def _read(self, groups: Sequence[Group], hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        """Keep what programs compute from rows."""
+        for rows, bank, which, offsets in groups if self._places is not None else ():
+            assert offsets is not None and self._places is not None
+            value = bank.run(_value(hidden, residual, rows), which).contiguous()
+            start, size = value.data_ptr(), value.shape[-1] * value.element_size()
+            for i, (place, offset) in enumerate(
+                zip(self._places[rows.numpy()].tolist(), offsets.tolist(), strict=True)
+            ):
+                if place:
+                    ctypes.memmove(place + offset * value.element_size(), start + i * size, size)
 
     def _note_overflow(self, point: int, rows: torch.Tensor | slice, new: torch.Tensor) -> None:
         if not math.isfinite(new.sum(dtype=torch.float32)):  # one pass; the sum of finite numbers may overflow as well

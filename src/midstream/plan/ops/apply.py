@@ -37,8 +37,8 @@ class Apply(Edit):
     positions: Any = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.program, Program):
-            raise fields.refuse("Apply.program", fields.shown(self.program), "a Program")
+        if not isinstance(self.program, Program) or self.program.is_read:
+            raise fields.refuse("Apply.program", fields.shown(self.program), "a Program with one result")
         self.settle()
 
     def changes_nothing(self) -> bool:

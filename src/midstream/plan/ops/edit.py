@@ -70,7 +70,7 @@ class Op(NamedTuple):
         vector, mask: indices of the first and the second operand in a bank of vectors; -1 for none.
         a, b, c: `Edit.numbers`.
         offset: for a capture, where the value starts in the captured row, in elements.
-        program: the function of an edit that has one in place of arithmetic.
+        program: the function of an edit that has one in place of arithmetic; of a capture, what it keeps in place of the value.
     """
 
     kind: str
@@ -108,15 +108,22 @@ class Intervention:
     Attributes:
         kind: its name on the wire.
         layer_field, position_field: the names of the fields for layers and positions.
+        function: the field that holds a `Program`; None if there is none.
     """
 
     kind: ClassVar[str]
     layer_field: ClassVar[str] = "layers"
     position_field: ClassVar[str] = "positions"
+    function: ClassVar[str | None] = None
 
     site: str
     layers: Any
     positions: Any
+
+    @property
+    def its_program(self) -> Program | None:
+        """What its `function` field holds."""
+        return getattr(self, self.function) if self.function is not None else None
 
     @property
     def at_layers(self) -> Any:
@@ -183,7 +190,6 @@ class Edit(Intervention):
             and added to it in one sum, so their order does not matter.
         operands: the fields that hold a vector: the arithmetic's v and w. At most two.
         run_operands: those of them that may also hold a `RecordedRun` or zeros; `run_row` says which row.
-        function: the field that holds a `Program`, for an edit that has one in place of arithmetic.
         place_fields: the fields that say where it acts. All others, and a run's row, are part of the keys of KV blocks.
     """
 
@@ -191,7 +197,6 @@ class Edit(Intervention):
     adds: ClassVar[bool] = False
     operands: ClassVar[tuple[str, ...]] = ()
     run_operands: ClassVar[tuple[str, ...]] = ()
-    function: ClassVar[str | None] = None
     place_fields: ClassVar[frozenset[str]] = frozenset({"positions", "phase"})
 
     phase: str
@@ -277,11 +282,6 @@ class Edit(Intervention):
             value = getattr(self, field)
             if value is not None:
                 yield field, value
-
-    @property
-    def its_program(self) -> Program | None:
-        """What its `function` field holds."""
-        return getattr(self, self.function) if self.function is not None else None
 
     def spread(self, num_layers: int | None, prompt_length: int | None) -> Iterator[Self]:
         """The edit's normal form: one edit for each layer and position.
@@ -404,8 +404,8 @@ def edited(x_TH: torch.Tensor, ops: Sequence[Op], bank: Sequence[torch.Tensor]) 
 
 
 def programs_of(ops: Sequence[Op]) -> tuple[Program, ...]:
-    """The programs among the ops, which run after the others."""
-    return tuple(op.program for op in ops if op.program is not None)
+    """The programs of the edits among the ops, which run after the others."""
+    return tuple(op.program for op in ops if op.program is not None and op.kind != "capture")
 
 
 def _by_arithmetic(x_TH: torch.Tensor, ops: Sequence[Op], bank: Sequence[torch.Tensor]) -> torch.Tensor:
