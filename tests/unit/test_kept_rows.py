@@ -11,21 +11,25 @@ import torch
 from recorded import LENGTH, MODEL, V, captured, checked, found, lowered
 
 import midstream
+from midstream.client.kept import CapturedSteps
 from midstream.client.lowering import Tier
 from midstream.client.model import StandingEdit
-from midstream.errors import NeverReachedError
-from midstream.trace.kept import CapturedSteps
+from midstream.errors import CaptureError, NeverReachedError
+from midstream.plan.running import run
 from midstream.trace.program import RETURNED, FunctionProgram
 from midstream.trace.tracer import save
 
-LISTED = [0, 2]
+LISTED, WIDTH = [0, 2], len(V)
 LAST, EACH_LAST = ["last_prompt"], ["last_prompt", "all_generated"]
 
 
 def steps(count, prompt=LENGTH, first=0):
     """Rows that tell their layer and position, counted from `first`."""
     places = range(first, first + prompt + count - 1)
-    planes = {("resid_post", layer): torch.tensor([[layer, place] for place in places]) for layer in range(4)}
+    planes = {
+        ("resid_post", layer): torch.tensor([[layer, place, *[0] * (WIDTH - 2)] for place in places], dtype=MODEL.dtype)
+        for layer in range(4)
+    }
     return CapturedSteps(planes, prompt, count)
 
 
@@ -33,7 +37,7 @@ def outcome(fn, count=3, most=None):
     """What `fn` gives of `steps(count)`, in a request with at most `most` steps."""
     given = found(fn, steps=most or count)
     assert given.tier is Tier.CLIENT, given.reason
-    prompt = LENGTH if given.rows == "whole" else 1
+    prompt = 1 if given.kept.last else LENGTH
     return given.kept_trace(LENGTH).outcome(steps(count, prompt, LENGTH - prompt))
 
 
@@ -118,27 +122,14 @@ def test_l1_only_the_rows_that_are_kept_are_captured():
         assert given.reason is None and not given.edits
 
 
-def test_l1_a_body_that_does_more_than_to_keep_rows_runs_behind_the_step():
-    def two_kinds(model):
-        return model.layers_output[1], model.layers_output[2][-1]
+def test_l4_what_can_be_computed_from_rows_is_captured():
+    """`checked` compares the values: the plan's programs compute them from the rows of a plain run."""
 
     def two_sites(model):
         return model.layers_input[1][-1], model.layers_output[1][-1]
 
-    def prompts(model):
-        return [model.layers_output[layer] for layer in LISTED]
-
-    def another_row(model):
-        return model.layers_output[1][-2]
-
-    def first_row(model):
-        return model.layers_output[1][0]
-
     def first_row_of_each_step(model, tracer):
         return [model.layers_output[1][0] for _ in tracer.iter[:]]
-
-    def some_rows(model):
-        return model.layers_output[1][1:]
 
     def columns(model, tracer):
         return [model.layers_output[1][:, -1] for _ in tracer.iter[:]]
@@ -157,6 +148,98 @@ def test_l1_a_body_that_does_more_than_to_keep_rows_runs_behind_the_step():
 
     def casts(model, tracer):
         return [model.layers_output[1][-1].double() for _ in tracer.iter[:]]
+
+    def changes_a_clone(model):
+        h = model.layers_output[1].clone()
+        row = h[-1]
+        h.zero_()
+        return row
+
+    def norms(model, tracer):
+        return [model.layers_output[1][-1].norm() for _ in tracer.iter[:]]
+
+    def probe_of_all_tokens(model):
+        return model.layers_output[1] @ V, torch.sigmoid(model.layers_output[1].float() @ V)[-1]
+
+    def top_features(model, tracer):
+        kept = []
+        for _ in tracer.iter[:]:
+            top = torch.relu(model.layers_output[1] @ torch.outer(V, V)).topk(3, dim=-1)
+            kept.append((top.values[-1], top.indices[-1]))
+        return kept
+
+    def other_values_in_the_prompt(model, tracer):
+        first = model.layers_output[1][-1:].mean(-1, keepdim=True)
+        return first, [model.layers_output[1][-1].amax() for _ in tracer.iter[1:]]
+
+    def two_layers_with_rows(model, tracer):
+        return [(model.layers_output[1][-1], model.layers_output[2][-1].std()) for _ in tracer.iter[:]]
+
+    def in_half_precision(model):
+        h = model.layers_output[2][-1].half()
+        return h.sum(), h.argmax(), h
+
+    for body in [body for body in locals().values() if callable(body)]:
+        given = checked(body)
+        assert given.tier is Tier.CLIENT, (body.__name__, given.tier, given.reason)
+
+
+def test_l4_results_at_one_value_are_one_program():
+    def body(model, tracer):
+        rows = []
+        for _ in tracer.iter[:]:
+            h = model.layers_output[1]
+            rows.append((h[-1].norm(), (h @ V)[-1], h[-1]))
+        return rows
+
+    given = checked(body)
+    (capture, _) = given.plan_for(given.tier).captures
+    assert len(capture.program.results) == 3 and captured(given) == {("resid_post", 1): EACH_LAST}
+
+
+def test_l4_a_request_that_ends_early_has_its_own_results():
+    def body(model, tracer):
+        return [model.layers_output[1][-1].sum() for _ in tracer.iter[:]]
+
+    given = found(body, steps=6)
+    program = given.kept.programs["resid_post", 1]
+    captured_ = steps(3, 1, LENGTH - 1)
+    rows = captured_.planes["resid_post", 1]
+    outcome_ = given.kept_trace(LENGTH).outcome(CapturedSteps({("resid_post", 1): run(program, rows)}, 1, 3))
+    assert [value.item() for value in outcome_.values[RETURNED]] == [1 + LENGTH - 1 + i for i in range(3)]
+
+
+def test_l4_other_values_with_fewer_steps_are_an_error():
+    """The code of a request of three steps keeps what no program of the one of six computes. Which it would be is not known before."""
+
+    def body(model, tracer):
+        rows = []
+        for _ in tracer.iter[:]:
+            rows.append(model.layers_output[1][-1])
+        h = rows[-1] if len(rows) > 3 else rows[-1] * 2
+        return h
+
+    given = found(body, steps=6)
+    assert given.tier is Tier.CLIENT
+    with pytest.raises(CaptureError, match="ended early"):
+        given.kept_trace(LENGTH).outcome(steps(3, 1, LENGTH - 1))
+
+
+def test_l1_a_body_that_does_more_than_to_keep_rows_runs_behind_the_step():
+    def two_kinds(model):
+        return model.layers_output[1], model.layers_output[2][-1]
+
+    def prompts(model):
+        return [model.layers_output[layer] for layer in LISTED]
+
+    def another_row(model):
+        return model.layers_output[1][-2]
+
+    def first_row(model):
+        return model.layers_output[1][0]
+
+    def some_rows(model):
+        return model.layers_output[1][1:]
 
     def loops_over_rows(model):
         return [row for row in model.layers_output[1]]
@@ -190,12 +273,6 @@ def test_l1_a_body_that_does_more_than_to_keep_rows_runs_behind_the_step():
         h[0] = 0
         return h
 
-    def changes_a_clone(model):
-        h = model.layers_output[1].clone()
-        row = h[-1]
-        h.zero_()
-        return row
-
     def own_tensors(model):
         return V * 2, model.layers_output[1][-1]
 
@@ -215,10 +292,7 @@ def test_l1_a_body_that_does_more_than_to_keep_rows_runs_behind_the_step():
     def tensor_as_a_key(model):
         return {model.layers_output[1][-1]: 1}
 
-    def heads(model):
-        return model.attn_z[1][-1]
-
-    own = (reads_the_result, caches, heads)  # the plain model has none of these
+    own = (reads_the_result, caches)  # the plain model has none of these
     for body in [body for body in locals().values() if callable(body)]:
         given = found(body) if body in own else checked(body)
         assert given.tier is Tier.BEHIND, (body.__name__, given.tier, given.reason)
@@ -257,7 +331,7 @@ def test_l1_a_request_that_ends_early_gives_what_its_code_gives_for_as_many_step
         return len(rows), rows
 
     count, rows = kept(body, count=2, most=6)
-    assert count == 2 and [row.tolist() for row in rows] == [[1, 4], [1, 5]]
+    assert count == 2 and [row[:2].tolist() for row in rows] == [[1, 4], [1, 5]]
 
 
 def test_l1_a_request_that_ends_before_a_step_that_its_code_asks_for_is_an_error():
@@ -266,7 +340,7 @@ def test_l1_a_request_that_ends_before_a_step_that_its_code_asks_for_is_an_error
 
     failure = outcome(body, count=2, most=4).failure
     assert isinstance(failure.error, NeverReachedError)
-    assert kept(body, count=4)[1].tolist() == [1, LENGTH + 2]
+    assert kept(body, count=4)[1][:2].tolist() == [1, LENGTH + 2]
 
 
 def test_l2_a_value_that_counts_steps_is_not_known_before_the_request_has_ended():
@@ -287,7 +361,7 @@ def test_l1_what_is_saved_twice_is_two_tensors():
 
     first, *others = kept(body)
     first.zero_()
-    assert all(each.tolist() == [1, LENGTH - 1] for each in others)
+    assert all(each[:2].tolist() == [1, LENGTH - 1] for each in others)
     assert len({each.data_ptr() for each in (first, *others)}) == 3
 
 
@@ -309,7 +383,7 @@ def test_l1_rows_are_saved_without_those_beside_them():
         return [model.layers_output[1][-1] for _ in tracer.iter[:]]
 
     rows = kept(body, 300)
-    assert [row.tolist() for row in rows] == [[1, LENGTH - 1 + i] for i in range(300)]
+    assert [row[:2].tolist() for row in rows] == [[1, LENGTH - 1 + i] for i in range(300)]
     torch.save(rows[-1], file := io.BytesIO())
     alone = torch.save(rows[-1].clone(), other := io.BytesIO())
     assert alone is None and len(file.getvalue()) == len(other.getvalue())
@@ -323,7 +397,7 @@ def test_l1_each_request_has_tensors_of_its_own():
     traces = [first.kept_trace(LENGTH), second.kept_trace(LENGTH)]
     for trace, begin in zip((*traces, traces[0]), (0, 100, 200), strict=True):
         rows = trace.outcome(steps(3, 1, begin)).values[RETURNED]
-        assert [row.tolist() for row in rows] == [[2, begin + i] for i in range(3)]
+        assert [row[:2].tolist() for row in rows] == [[2, begin + i] for i in range(3)]
         for row in rows:
             row.zero_()
 
@@ -357,7 +431,7 @@ def test_l1_a_function_of_a_module_is_as_it_was_when_it_was_packed(tmp_path, mon
     module = importlib.import_module("module_of_a_kept_row")
     given = found(module.probe)
     module.LAYER = 2
-    assert given.kept_trace(LENGTH).outcome(steps(1, 1, 4)).values[RETURNED].tolist() == [1, LENGTH - 1]
+    assert given.kept_trace(LENGTH).outcome(steps(1, 1, 4)).values[RETURNED][:2].tolist() == [1, LENGTH - 1]
 
 
 def test_l1_a_standing_edit_is_not_left_to_the_caller():

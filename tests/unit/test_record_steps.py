@@ -485,4 +485,5 @@ def test_l1_what_is_read_is_captured():
     own = (every_step, projected)  # beyond what the plain model has
     for body, points in expected.items():
         given = found(body) if body in own else checked(body)
-        assert given.tier is Tier.BEHIND and captured(given) == points, (body.__name__, given.reason, captured(given))
+        assert given.tier in (Tier.BEHIND, Tier.CLIENT), (body.__name__, given.reason)
+        assert captured(given, Tier.BEHIND) == points, (body.__name__, captured(given, Tier.BEHIND))

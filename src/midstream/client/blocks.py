@@ -65,16 +65,15 @@ class Blocks:
     """Makes a program of operations on blocks.
 
     Args:
-        width, dtype: of the site.
+        builder: of the site's program; has the steps.
         tokens: T, as recorded.
 
     Attributes:
-        builder: has the steps.
         line: of the code, for the next ones.
     """
 
-    def __init__(self, width: int, dtype: str, tokens: int) -> None:
-        self.builder = Builder(width, dtype)
+    def __init__(self, builder: Builder, tokens: int) -> None:
+        self.builder = builder
         self.line = 0
         self._tokens = tokens
         self._shaped_before: dict[Ref, Result] = {}  # result of a reshape -> what it is a shape of
@@ -114,6 +113,10 @@ class Blocks:
         made = self.made(block, "reshape.default", (replace(block, result=result), (Rows(times), *shape)))
         self._shaped_before[made.result.ref] = result
         return made
+
+    def unshaped(self, result: Result) -> Result:
+        """What a result of `reshaped` is a shape of."""
+        return self._shaped_before.get(result.ref, result)
 
     def expanded(self, block: Block, shape: Sequence[int]) -> Block:
         if tuple(shape) == block.result.shape:

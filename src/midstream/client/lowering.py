@@ -12,11 +12,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import itemgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
+from midstream.client.kept import KeptTrace, Reads
 from midstream.client.passes import Rows, changes, rows_of
 from midstream.client.rowwise import NotRowwise, programs_of
 from midstream.errors import PlanError
@@ -27,7 +29,6 @@ from midstream.plan.values import Capture, Plan, counted_from_0
 from midstream.runtime.request import Tier
 from midstream.sites import Point
 from midstream.trace.graph import StepGraph, Write, repeats, same_steps
-from midstream.trace.kept import Kept, KeptTrace, rows_kept
 from midstream.trace.program import BlockProgram, Outcome, Program, ShippedCode, ship, unship
 from midstream.trace.record import Model, Recording, fingerprint, record
 from midstream.trace.stand_in import is_plain
@@ -38,10 +39,8 @@ _MOST_CONSTANTS = 1 << 20  # bytes of numbers in a program, which each request c
 _KEPT_CODES, _MOST_KEPT = 32, 1 << 22  # how many codes are remembered, and the bytes of one at most
 _EXPLAINED = (512, 8)  # the prompt's length and the number of steps for `explain`
 # The positions to capture for what is kept: of a point that is read in the prompt's step alone, and of others.
-_KEPT: dict[Kept, tuple[Sequence[str], Sequence[str]]] = {
-    "last": (("last_prompt",), ("last_prompt", "all_generated")),
-    "whole": (("all_prompt",), ("all",)),
-}
+_LAST = (("last_prompt",), ("last_prompt", "all_generated"))
+_WHOLE = (("all_prompt",), ("all",))
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class Lowered:
         tier: where it can run.
         edits: its writes, as a plan makes them.
         reads: the points that it reads or writes, and whether in the prompt's step alone.
-        rows: which rows it keeps, if it can run in the caller's process.
+        kept: what it keeps, if it can run in the caller's process.
         notes: line by line.
         reason: why it has to run in the forward; None if it need not.
         recordings: of its programs, its own last.
@@ -71,7 +70,7 @@ class Lowered:
     tier: Tier = Tier.FORWARD
     edits: tuple[Edit, ...] = ()
     reads: dict[Point, bool] = field(default_factory=dict)
-    rows: Kept | None = None
+    kept: Reads | None = None
     notes: list[Note] = field(default_factory=list)
     reason: str | None = None
     recordings: Sequence[Recording] = field(default=(), repr=False)
@@ -91,10 +90,10 @@ class Lowered:
 
     def kept_trace(self, length: int) -> KeptTrace:
         """What puts the captured rows into what it keeps, for `Tier.CLIENT`. `length`: of the prompt."""
-        assert self.again is not None
-        prompt = 1 if self.rows == "last" else length
+        assert self.again is not None and self.kept is not None
+        prompt = 1 if self.kept.last else length
         if prompt not in self._traces:
-            self._traces[prompt] = KeptTrace(self.recordings[-1], self.again, prompt)
+            self._traces[prompt] = KeptTrace(self.recordings[-1], self.again, self.kept, prompt)
         return self._traces[prompt]
 
     def plan_for(self, tier: Tier) -> Plan:
@@ -103,18 +102,28 @@ class Lowered:
             return Plan()
         if tier is Tier.PLAN:
             return Plan(self.edits)
-        if tier is Tier.CLIENT and self.rows is not None:
-            return Plan(tuple(self._captures(*_KEPT[self.rows])))
-        return Plan((*self.edits, *self._captures(("all_prompt",), ("all",))))
+        if tier is Tier.CLIENT and self.kept is not None:
+            of_prompt, of_all = _LAST if self.kept.last else _WHOLE
+            return Plan(tuple(self._captures(of_prompt, of_all, self.kept.programs)))
+        rows = dict.fromkeys(self.reads)
+        return Plan((*self.edits, *self._captures(*_WHOLE, rows)))
 
-    def _captures(self, of_prompt: Sequence[str], of_all: Sequence[str]) -> Iterator[Capture]:
-        """Captures of what it reads. `of_prompt`: the positions for a point that it reads only in the prompt's step."""
-        groups: dict[tuple[str, bool], list[int]] = {}
-        for (site, layer), in_prompt in sorted(self.reads.items()):
-            groups.setdefault((site, in_prompt), []).append(layer)
-        for (site, in_prompt), layers in groups.items():
+    def _captures(
+        self, of_prompt: Sequence[str], of_all: Sequence[str], programs: Mapping[Point, RowProgram | None]
+    ) -> Iterator[Capture]:
+        """Captures of what it reads.
+
+        Args:
+            of_prompt: the positions for a point that it reads only in the prompt's step.
+            of_all: those for other points.
+            programs: point -> what computes what is kept there; None for the rows themselves.
+        """
+        groups: dict[tuple[str, bool, RowProgram | None], list[int]] = {}
+        for (site, layer), program in sorted(programs.items(), key=itemgetter(0)):
+            groups.setdefault((site, self.reads[site, layer], program), []).append(layer)
+        for (site, in_prompt, program), layers in groups.items():
             for positions in of_prompt if in_prompt else of_all:
-                yield Capture(site, layers=layers, positions=positions)
+                yield Capture(site, layers=layers, positions=positions, program=program)
 
 
 @dataclass
@@ -171,8 +180,7 @@ def explained(program: Program, model: Model, may_run_here: bool) -> str:
     tier = found.tier if may_run_here or found.tier is not Tier.CLIENT else Tier.BEHIND
     ends = {
         Tier.PLAN: "A plan does all of it: no code runs in the engine.",
-        Tier.CLIENT: "The trace only keeps rows. A plan captures them, and the trace's code runs in this process after the request has "
-        "ended.",
+        Tier.CLIENT: "The trace only keeps what can be computed from rows. A plan captures that, and no code runs in the engine.",
         Tier.BEHIND: "The trace runs behind the step: a plan makes its writes, and its code gets captured rows. The forward is not "
         "stopped.",
         Tier.FORWARD: "The trace runs in the forward: its steps are slower, for all requests in them.",
@@ -427,8 +435,8 @@ def _lowered(recording: Recording, model: Model, length: int, steps: int, is_sta
         (note for note in notes if made.tier is Tier.BEHIND or note.kind == "edit"), key=lambda note: note.line
     )
     if made.tier is Tier.BEHIND and not (made.edits or is_standing):
-        made.rows = rows_kept(recording)
-        made.tier = Tier.CLIENT if made.rows is not None and _is_better_here(made) else Tier.BEHIND
+        made.kept = Reads.found(recording, length, model.dtype)
+        made.tier = Tier.CLIENT if made.kept is not None and _is_better_here(made) else Tier.BEHIND
     return made
 
 
@@ -569,14 +577,16 @@ def _said(change: RowChange, places: Sequence[Mapping[str, Any]], write: Write) 
 
 
 def _is_better_here(found: Lowered) -> bool:
-    """Whether code that only keeps rows is better run in the caller's process.
+    """Whether code that only keeps what can be computed from rows is better run nowhere.
 
-    Code that reads whole values in the prompt's step alone runs once, and the engine sends what it saves faster.
+    Code that keeps whole values in the prompt's step alone runs once, and the engine sends what it saves faster.
     """
-    sites, only_prompt = {site for site, _ in found.reads}, all(found.reads.values())
-    if found.rows == "whole" and only_prompt:
+    assert found.kept is not None
+    programs = [program for program in found.kept.programs.values() if program is not None]
+    if any(program.nbytes > _MOST_CONSTANTS for program in programs) or not found.kept.programs:
         return False
-    return len(sites) == 1 and "attn_z" not in sites  # its rows have an axis of heads
+    only_prompt = all(found.reads[point] for point in found.kept.programs)
+    return bool(programs) or found.kept.last or not only_prompt
 
 
 def _together(each: Sequence[Lowered]) -> Lowered:

@@ -1,6 +1,7 @@
-"""Makes programs (`plan.program`) of recorded writes that are row-wise functions of the value that was read.
+"""Makes programs (`plan.program`) of recorded tensors that are row-wise functions of the value that was read.
 
     for rows, program in programs_of(write): ...     # raises NotRowwise, with the line and the reason
+    block = Reader(read, line).block(value)          # the same
 
 Each tensor of the recording is followed through the graph: which rows of the value it is about, and where its axis of rows lies
 (`client.blocks`). The rules of `plan.rowwise` decide whether an operation keeps rows apart. A program that gives what the recording gives
@@ -9,8 +10,9 @@ for its T tokens, and keeps rows apart, is right for any number of rows. So reco
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -20,6 +22,7 @@ import torch
 from midstream.client.blocks import SAME, Block, Blocks, No
 from midstream.client.passes import Rows as Choice
 from midstream.errors import PlanError
+from midstream.plan.building import Builder
 from midstream.plan.program import Program
 from midstream.plan.steps import DType, arguments_in
 from midstream.trace.graph import Value, Write
@@ -43,31 +46,55 @@ def programs_of(write: Write) -> list[tuple[Choice, Program]]:
     """
     if write.was.part is not None:
         raise NotRowwise(write.line, "it is about one of a layer's two streams")
-    reader = _Reader(write.was, write.line)
-    try:
-        return reader.programs(write.now)
-    except (No, PlanError) as error:
-        raise NotRowwise(reader.line, str(error)) from None
-    except RecursionError:
-        raise NotRowwise(write.line, "it computes too much") from None
-    except Exception as error:  # the code may do anything to its tensors; what is not foreseen here runs in the forward
-        raise NotRowwise(reader.line, f"it is not known to be row-wise ({type(error).__name__}: {error})") from error
+    return Reader(write.was, write.line).programs(write.now)
 
 
-class _Reader:
-    """Follows the values of one write.
+class Reader:
+    """Follows what is computed from one value.
+
+    Args:
+        was: the value.
+        builder: of earlier programs at its site.
 
     Attributes:
         line: of the value that was looked at last.
     """
 
-    def __init__(self, was: Value, line: int) -> None:
-        self._blocks = Blocks(math.prod(was.shape[1:]), str(was.dtype).removeprefix("torch."), was.shape[0])
-        self.line = line
-        self._was = self._blocks.reshaped(Block(self._blocks.builder.input), was.shape[1:])
+    def __init__(self, was: Value, line: int, builder: Builder | None = None) -> None:
+        self.builder = builder or Builder(math.prod(was.shape[1:]), str(was.dtype).removeprefix("torch."))
+        self._blocks = Blocks(self.builder, was.shape[0])
+        self.unshaped = self._blocks.unshaped
+        self.line = self._first_line = line
+        self._was = self._blocks.reshaped(Block(self.builder.input), was.shape[1:])
         self._known: dict[int, Any] = {id(was): self._was}
 
     def programs(self, now: Value) -> list[tuple[Choice, Program]]:
+        """Those that make a value of the site, as `programs_of` returns them. Raises NotRowwise."""
+        with self._saying_why():
+            return self._programs(now)
+
+    def block(self, value: Value) -> Block:
+        """A value as a block. Raises NotRowwise."""
+        with self._saying_why():
+            found = self.of(value)
+            if not isinstance(found, Block):
+                raise No("it is not computed from the model's values")
+            return found
+
+    @contextlib.contextmanager
+    def _saying_why(self) -> Iterator[None]:
+        try:
+            yield
+        except (No, PlanError) as error:
+            raise NotRowwise(self.line, str(error)) from None
+        except RecursionError:
+            raise NotRowwise(self._first_line, "it computes too much") from None
+        except (
+            Exception
+        ) as error:  # the code may do anything to its tensors; what is not foreseen here runs in the forward
+            raise NotRowwise(self.line, f"it is not known to be row-wise ({type(error).__name__}: {error})") from error
+
+    def _programs(self, now: Value) -> list[tuple[Choice, Program]]:
         whole = self.of(now)
         if isinstance(whole, torch.Tensor):
             whole = self._blocks.as_block(whole, self._was)
@@ -77,9 +104,9 @@ class _Reader:
         return [(rows, self._program(block)) for rows, block in (((), whole), *whole.parts)]
 
     def _program(self, block: Block) -> Program:
-        flat = self._blocks.reshaped(block, (self._blocks.builder.width,))
-        dtype = getattr(torch, self._blocks.builder.dtype)
-        return self._blocks.builder.program(self._blocks.cast(flat, dtype).result)
+        flat = self._blocks.reshaped(block, (self.builder.width,))
+        dtype = getattr(torch, self.builder.dtype)
+        return self.builder.program(self._blocks.cast(flat, dtype).result)
 
     # Values.
 

@@ -14,6 +14,7 @@ from midstream.arch.aliases import Rename, names_alone
 from midstream.capture.rows import Captured, Routes
 from midstream.capture.sinks import Sinks
 from midstream.client.described import DescribedModel
+from midstream.client.kept import CapturedSteps, KeptTrace
 from midstream.client.lowering import Lowered, Lowering, lower_trace
 from midstream.client.model import loading_arguments
 from midstream.client.requests import Invoke, InvokeResult, PreparedPlan, engine_params, token_ids, without_destinations
@@ -25,7 +26,6 @@ from midstream.errors import MidstreamError, ParameterError, PlanError, TraceErr
 from midstream.plan.values import Plan
 from midstream.runtime.request import Envelope, PlanRequest, Tier, TraceRequest, packed, requests_of
 from midstream.settings import GRAPH_BYTES, NAME, RECORD_BYTES, TRACE_SHARE, WEIGHT_BYTES, Settings, chosen_graph_sites
-from midstream.trace.kept import CapturedSteps, KeptTrace
 from midstream.trace.program import Outcome, ShippedCode
 
 _GROUP = 32  # invokes that become requests at a time
@@ -415,5 +415,5 @@ def _with_plan(
 
 
 def _run_kept(trace: KeptTrace, captures: Captured, tokens: int) -> Outcome:
-    """The outcome of a trace that only keeps rows. `tokens`: how many new tokens its request had."""
+    """The outcome of a trace that only keeps what a plan captures. `tokens`: how many new tokens its request had."""
     return trace.outcome(CapturedSteps(captures.take(), trace.prompt, tokens))

@@ -95,10 +95,14 @@ class Builder:
             return self._checker.constant(list(self._constants)[arg.place])
         return tuple(map(self._shaped, arg)) if isinstance(arg, tuple) else arg
 
-    def program(self, result: Result) -> Program:
-        """The program with this result, and the steps that it needs. Raises PlanError for one that is too large, or of another shape."""
+    def program(self, *results: Result, keeps: bool = False) -> Program:
+        """The program with this result, and the steps that it needs. Raises PlanError for one that is too large, or of another shape.
+
+        Args:
+            keeps: whether it is for a capture, and may have several results.
+        """
         needed: set[int] = set()
-        rest = [result.ref]
+        rest = [result.ref for result in results]
         while rest:
             ref = rest.pop()
             if ref.step >= 0 and ref.step not in needed:
@@ -119,6 +123,6 @@ class Builder:
             for step in (self._steps[number] for number in sorted(needed))
         ]
         own = list(self._constants)
-        return Program(
-            self.width, self.dtype, tuple(steps), moved(result.ref), tuple(own[place] for place in constants)
-        )
+        moved_results = tuple(moved(result.ref) for result in results)
+        result = moved_results if keeps else moved_results[0]
+        return Program(self.width, self.dtype, tuple(steps), result, tuple(own[place] for place in constants))

@@ -83,10 +83,15 @@ def run_together(programs: Sequence[Program], which_R: torch.Tensor | None, x_RH
 def _packed(results: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """The bits of results `[R, ...]` as rows of a dtype, one after the other."""
     rows = len(results[0])
-    flat = [result.reshape(rows, -1).contiguous().view(torch.int16) for result in results]
+    flat = [_copied(result.reshape(rows, -1)).view(torch.int16) for result in results]
     words = torch.cat(flat, 1) if len(flat) > 1 else flat[0]
     missing = -words.shape[1] % 8  # up to 16 bytes
     return (torch.nn.functional.pad(words, (0, missing)) if missing else words).view(dtype)
+
+
+def _copied(rows: torch.Tensor) -> torch.Tensor:
+    """A copy whose bits can be viewed in another dtype. `contiguous` leaves a single row, or a single column, with any strides."""
+    return rows.clone(memory_format=torch.contiguous_format)
 
 
 def unpacked(parts: Sequence[Part], rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -94,7 +99,7 @@ def unpacked(parts: Sequence[Part], rows: torch.Tensor) -> tuple[torch.Tensor, .
     words = rows.contiguous().view(torch.int16)
     found, at = [], 0
     for part in parts:
-        here = words[:, at : at + part.nbytes // 2].contiguous().view(part.dtype)
+        here = _copied(words[:, at : at + part.nbytes // 2]).view(part.dtype)
         found.append(here.view(len(rows), *part.shape))
         at += part.nbytes // 2
     return tuple(found)
