@@ -482,7 +482,7 @@ def test_l1_what_is_read_is_captured():
         a_generator_runs_later: {("resid_post", 2): all_},
         projected: {("resid_post", 1): prompt},
     }
-    own = (every_step, projected)  # beyond what the plain model has
+    own = (every_step, projected, by_alias)  # beyond what the plain model has
     for body, points in expected.items():
         given = found(body) if body in own else checked(body)
         assert given.tier in (Tier.BEHIND, Tier.CLIENT), (body.__name__, given.reason)
