@@ -128,6 +128,55 @@ def test_i1_rows_are_those_of_the_model(engine: VLLM, plain: Plain) -> None:
         torch.testing.assert_close(torch.stack(found), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_l4_what_is_computed_from_rows_is_that_of_the_model(engine: VLLM, plain: Plain) -> None:
+    """Scores, norms and features of every step, of two layers, for many requests at once and with a probe of its own in each."""
+    torch.manual_seed(4)
+    encoder = torch.randn(256, 700)
+    probes = torch.randn(len(PROMPTS), 256)
+
+    def computed(rows: torch.Tensor, others: torch.Tensor, probe: torch.Tensor) -> Any:
+        top = torch.relu(rows @ encoder).topk(8, dim=-1)
+        return rows.norm(dim=-1), top.values, top.indices, torch.sigmoid(others.float() @ probe)
+
+    before = traced_steps(engine)
+    with engine.trace(max_tokens=STEPS, **GREEDY) as tracer:
+        for prompt, probe in zip(PROMPTS, probes, strict=True):
+            with tracer.invoke(prompt):
+                found = [].save()
+                for _ in tracer.iter[:]:
+                    first, later = engine.layers_output[3], engine.layers_output[6]
+                    top = torch.relu(first @ encoder).topk(8, dim=-1)
+                    found.append((first.norm(dim=-1), top.values, top.indices, torch.sigmoid(later.float() @ probe)))
+    assert traced_steps(engine) == before
+    for prompt, probe, mine in zip(PROMPTS, probes, found, strict=True):
+        ids = plain.ids(prompt)
+        ran = plain.run([*ids, *plain.generate(prompt, STEPS)[:-1]])
+        expected = computed(ran.sites["resid_post", 3], ran.sites["resid_post", 6], probe)
+        assert [len(each[0]) for each in mine] == [len(ids), *[1] * (STEPS - 1)]
+        for theirs, *ours in zip(expected, *mine, strict=True):
+            got = torch.cat(ours)
+            assert got.dtype == theirs.dtype
+            if got.dtype == torch.int64:
+                assert (got == theirs).float().mean() > 0.98  # of two features that are close, either may come first
+            else:
+                torch.testing.assert_close(got, theirs, rtol=1e-3, atol=1e-3)
+    assert not any(alive(engine))
+
+
+def test_l4_a_request_that_stops_early_has_as_many_results_as_steps(engine: VLLM) -> None:
+    def norms(model: Any, tracer: Any) -> Any:
+        return [model.layers_output[5][-1].norm() for _ in tracer.iter[:]]
+
+    text = engine.generate(PROMPTS[0], max_tokens=6, **GREEDY)[0].outputs[0].text
+    before = traced_steps(engine)
+    with engine.trace(PROMPTS[0], max_tokens=6, stop=text[-4:], **GREEDY) as tracer:
+        found = [engine.layers_output[5][-1].norm().save() for _ in tracer.iter[:]]
+    assert traced_steps(engine) == before
+    whole = engine.run(norms, PROMPTS[0], max_tokens=6, **GREEDY)
+    assert 1 < len(found) == len(tracer.outputs[0].outputs[0].token_ids) < 6 or len(found) == 6
+    torch.testing.assert_close(torch.stack(found), torch.stack(whole)[: len(found)])
+
+
 def test_i1_a_block_binds_what_it_kept(engine: VLLM) -> None:
     before = traced_steps(engine)
     with engine.trace(max_tokens=3, **GREEDY) as tracer:

@@ -16,6 +16,7 @@ import gc
 import io
 import pickle
 import random
+import secrets
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -671,6 +672,11 @@ def _guarded(notes: Notes) -> Iterator[None]:
     before: Any = sys.getprofile()
     state: Any = np.random.get_state()
     numbers = random.getstate()
+    # Others than before, so that code which sets them to what they were is seen.
+    random.seed(secrets.randbits(64))
+    np.random.seed(secrets.randbits(32))
+    numbers_before = random.getstate()
+    state_before: Any = np.random.get_state()
     _watch_events()
     token = _GUARDED.set((notes, importing))
     collects = gc.isenabled()
@@ -683,13 +689,12 @@ def _guarded(notes: Notes) -> Iterator[None]:
         _GUARDED.reset(token)
         if collects:
             gc.enable()
-        if random.getstate() != numbers:
-            random.setstate(numbers)
-            notes.reason = notes.reason or "it draws random numbers"
         after: Any = np.random.get_state()
-        if after[2] != state[2] or not np.array_equal(after[1], state[1]):
-            np.random.set_state(state)
+        same = after[2] == state_before[2] and np.array_equal(after[1], state_before[1])
+        if random.getstate() != numbers_before or not same:
             notes.reason = notes.reason or "it draws random numbers"
+        random.setstate(numbers)
+        np.random.set_state(state)
 
 
 # The second guard: Python's own events for what acts on the world, whoever calls it. (The first one is off after its first refusal, and
