@@ -155,6 +155,18 @@ def test_l4_what_can_be_computed_from_rows_is_captured():
         h.zero_()
         return row
 
+    def changes_what_it_keeps(model):
+        h = save(model.layers_output[1][-1].clone())
+        h[0] = 0
+        return h
+
+    def in_a_saved_list(model, tracer):
+        kept = save([])
+        for _ in tracer.iter[:]:
+            h = model.layers_output[1]
+            kept.append((h[-1], h[:, 2:4], h[-1].norm()))
+        return kept
+
     def norms(model, tracer):
         return [model.layers_output[1][-1].norm() for _ in tracer.iter[:]]
 
@@ -266,11 +278,6 @@ def test_l1_a_body_that_does_more_than_to_keep_rows_runs_behind_the_step():
     def writes(model):
         h = model.layers_output[1][-1].clone()
         model.layers_output[2] += V
-        return h
-
-    def changes_what_it_keeps(model):
-        h = save(model.layers_output[1][-1].clone())
-        h[0] = 0
         return h
 
     def own_tensors(model):

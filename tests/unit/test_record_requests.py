@@ -9,6 +9,8 @@ import torch
 from recorded import LENGTH, UNIT, WIDTH, V, captured, checked, found, lowered, patch, planned, said, steer
 
 from midstream.client.lowering import Tier
+from midstream.trace.program import FunctionProgram
+from midstream.trace.record import fingerprint
 
 # Variables that change.
 
@@ -256,3 +258,19 @@ def test_l1_prompts_of_one_token():
 
     for each in (body, projected, zeroed):
         assert checked(each, length=1).tier is Tier.PLAN
+
+
+def test_l1_copies_of_variables_are_compared_wherever_they_lie_in_memory():
+    """Seen failing where memory was numbered by its address."""
+
+    def program(first, second):
+        return [[FunctionProgram(lambda model: (first, second))]]
+
+    memory = torch.zeros(40)
+    low, high = memory[:10], memory[20:30]
+    high += 1
+    other = torch.zeros(40)
+    other[:10] += 1
+    given = fingerprint(program(low, high))
+    assert given is not None and given == fingerprint(program(other[20:30], other[:10]))
+    assert given != fingerprint(program(other[:10], other[20:30]))

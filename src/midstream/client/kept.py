@@ -25,7 +25,7 @@ from midstream.errors import CaptureError, PlanError
 from midstream.plan.building import Builder, Result
 from midstream.plan.program import MAX_RESULTS, Program
 from midstream.sites import Point
-from midstream.trace.graph import Value, ancestors, repeats
+from midstream.trace.graph import Chain, Value, ancestors, repeats, values_in
 from midstream.trace.program import Outcome
 from midstream.trace.record import Recording
 from midstream.trace.stand_in import StandIn
@@ -119,14 +119,10 @@ class Reads:
             return None
 
     def of(self, recording: Recording) -> dict[int, _Read]:
-        """By their ids, the values that code keeps. Raises _NotKept."""
-        if not (recording.saved and recording.only_saves) or recording.makes_numbers:
+        """By the ids of stand-ins, the values that code keeps. Raises _NotKept."""
+        if not recording.only_saves or recording.makes_numbers or any(graph.last for graph in recording.steps):
             raise _NotKept
-        if any(saved.memory.version or saved.chain for saved in recording.saved):
-            raise _NotKept
-        if any(graph.last for graph in recording.steps):
-            raise _NotKept
-        found: dict[int, _Read] = {}
+        known: dict[Any, _Read] = {}
         readers: dict[int, Reader] = {}
         earlier: dict[int, Value] = {}  # id of a value -> the one in its place in an equal step before
         for number, graph in enumerate(recording.steps[2:], start=2):
@@ -134,19 +130,25 @@ class Reads:
             if repeats(graph, before):
                 earlier |= {id(new): old for new, old in zip(graph.values, before.values, strict=True)}
 
-        def read(value: Value) -> _Read:
-            if id(value) not in found:
+        def read(value: Value, chain: Chain, shape: tuple[int, ...], dtype: torch.dtype) -> _Read:
+            key = id(value), str(chain)  # two that differ and look alike are of no consequence: they are of one value
+            if any(True for _ in values_in(chain)):
+                return self._read(value, chain, shape, dtype, readers)
+            if key not in known:
                 alike = earlier.get(id(value))
                 if alike is None:
-                    found[id(value)] = self._read(value, readers)
+                    known[key] = self._read(value, chain, shape, dtype, readers)
                 else:
-                    found[id(value)] = read(alike)._replace(step=value.step)
-            return found[id(value)]
+                    known[key] = read(alike, chain, shape, dtype)._replace(step=value.step)
+            return known[key]
 
-        return {id(value): read(value) for value in _values(recording.outcome.values)}
+        kept = _stand_ins(recording.outcome.values)
+        return {id(each): read(each.memory.value, each.chain, tuple(each.shape), each.dtype) for each in kept}
 
-    def _read(self, value: Value, readers: dict[int, Reader]) -> _Read:
-        sources = [each for each in ancestors([value]) if each.kind == "read"]
+    def _read(
+        self, value: Value, chain: Chain, shape: tuple[int, ...], dtype: torch.dtype, readers: dict[int, Reader]
+    ) -> _Read:
+        sources = [each for each in ancestors([value, *values_in(chain)]) if each.kind == "read"]
         if len(sources) != 1:
             raise _NotKept
         (source,) = sources
@@ -157,12 +159,12 @@ class Reads:
             readers[id(source)] = reader = Reader(source, value.line, builder)
             self._builders[source.what] = reader.builder
         try:
-            block = readers[id(source)].block(value)
+            block = readers[id(source)].block(value, chain)
         except NotRowwise:
             raise _NotKept from None
         result, count = block.result, len(rows_of(block.rows, source.shape[0]))
-        shape = result.shape if block.lead < 0 else (*[1] * block.lead, count, *result.shape)
-        if block.parts or result.shaped.rows != 1 or shape != tuple(value.shape) or result.dtype != value.dtype:
+        as_block = result.shape if block.lead < 0 else (*[1] * block.lead, count, *result.shape)
+        if block.parts or result.shaped.rows != 1 or as_block != shape or result.dtype != dtype:
             raise _NotKept
         unshaped = readers[id(source)].unshaped(result)
         return _Read(source.what, source.step, unshaped, result.shape, block.rows, block.lead)
@@ -199,7 +201,7 @@ class Reads:
             found = {}
 
         def kept(stand_in: StandIn) -> KeptRows:
-            read = found.get(id(stand_in.memory.value))
+            read = found.get(id(stand_in))
             known = [part.ref for part in self._parts.get(read.point, ())] if read is not None else []
             if read is None or read.result.ref not in known:
                 raise CaptureError(
@@ -225,22 +227,22 @@ def _stretch(read: _Read, prompt: int) -> tuple[int, int]:
     return rows[0], len(rows)
 
 
-def _values(tree: Any, seen: set[int] | None = None) -> Iterator[Value]:
-    """The values of the stand-ins in lists, dicts and tuples. Raises _NotKept for anything that is neither these nor plain."""
+def _stand_ins(tree: Any, seen: set[int] | None = None) -> Iterator[StandIn]:
+    """The stand-ins in lists, dicts and tuples. Raises _NotKept for anything that is neither these nor plain."""
     seen = set() if seen is None else seen
     if id(tree) in seen and type(tree) in (list, dict):  # it may contain itself
         return
     seen.add(id(tree))
     if isinstance(tree, StandIn):
-        if tree.chain:
+        if tree.memory.version:
             raise _NotKept
-        yield tree.memory.value
+        yield tree
     elif type(tree) in (list, tuple):
         for each in tree:
-            yield from _values(each, seen)
+            yield from _stand_ins(each, seen)
     elif type(tree) is dict:
         for name, each in tree.items():
-            yield from _values(each, seen)
+            yield from _stand_ins(each, seen)
             if not isinstance(name, _PLAIN):
                 raise _NotKept
     elif type(tree) not in _PLAIN:

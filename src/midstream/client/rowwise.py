@@ -25,7 +25,7 @@ from midstream.errors import PlanError
 from midstream.plan.building import Builder
 from midstream.plan.program import Program
 from midstream.plan.steps import DType, arguments_in
-from midstream.trace.graph import Value, Write
+from midstream.trace.graph import Chain, Value, Write
 
 _IGNORED = frozenset("memory_format layout device pin_memory non_blocking implicit".split())
 
@@ -73,10 +73,10 @@ class Reader:
         with self._saying_why():
             return self._programs(now)
 
-    def block(self, value: Value) -> Block:
-        """A value as a block. Raises NotRowwise."""
+    def block(self, value: Value, chain: Chain = ()) -> Block:
+        """A value, or a view of it, as a block. Raises NotRowwise."""
         with self._saying_why():
-            found = self.of(value)
+            found = self._views(self.of(value), chain)[-1]
             if not isinstance(found, Block):
                 raise No("it is not computed from the model's values")
             return found
@@ -173,10 +173,7 @@ class Reader:
         if not isinstance(whole, Block) or not isinstance(new, Block):
             raise No("it uses a tensor of its own that it has filled with values of the model")
         base = replace(whole, parts=())
-        views = [base]
-        for what, args, kwargs, out in chain:
-            packet, _, which = str(what).removeprefix("aten.").partition(".")
-            views.append(self._blocks.said(packet, which, (views[-1], *map(self.of, args)), dict(kwargs), out))
+        views = self._views(base, chain)
         rows = views[-1].rows
         if whole.parts and (rows == base.rows or any(a.rows == b.rows for a, b in pairwise(views))):
             raise No("it changes a part of rows after it has replaced some of them")
@@ -189,6 +186,14 @@ class Reader:
             return replace(new, lead=base.lead)
         new = replace(new, lead=-1 if isinstance(rows[-1], int) else 0)
         return replace(whole, parts=(*(part for part in whole.parts if part[0] != rows), (rows, new)))
+
+    def _views(self, base: Any, chain: Sequence[Any]) -> list[Any]:
+        """A block and, one after the other, views of it."""
+        views = [base]
+        for what, args, kwargs, out in chain:
+            packet, _, which = str(what).removeprefix("aten.").partition(".")
+            views.append(self._blocks.said(packet, which, (views[-1], *map(self.of, args)), dict(kwargs), out))
+        return views
 
 
 def _name_of(point: Any) -> str:

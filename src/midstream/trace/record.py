@@ -14,7 +14,6 @@ import contextlib
 import functools
 import gc
 import io
-import pickle
 import random
 import secrets
 import sys
@@ -191,7 +190,7 @@ class _Fingerprint(_Pickler):
         return super().persistent_id(obj)
 
 
-def fingerprint(programs: list[list[Program]]) -> tuple[bytes, bytes] | None:
+def fingerprint(programs: list[list[Program]]) -> tuple[bytes, Any] | None:
     """Equal for copies of programs whose variables are equal; None if that is not known."""
     buffer, weights = io.BytesIO(), Weights()
     for program in (each for own in programs for each in own):
@@ -201,7 +200,7 @@ def fingerprint(programs: list[list[Program]]) -> tuple[bytes, bytes] | None:
                 _ = program._takes_tracer  # kept in the program once it is known
     try:
         _Fingerprint(buffer, weights).dump(programs)
-        return buffer.getvalue(), pickle.dumps(weights.table()[0])
+        return buffer.getvalue(), weights.contents()
     except (Exception, Ended):  # a number of the forward in a variable
         return None
 

@@ -237,6 +237,16 @@ class Weights:
                 head.mixed.append(_mixed(part, name_of))
         return head, needed
 
+    def contents(self) -> Any:
+        """Equal for tensors and arrays with equal numbers that share memory alike, wherever it is. Raises TraceError as `table`."""
+        head, _ = self.table()
+        numbered: dict[int, int] = {}  # a block by its address -> by the first tensor in it
+        places = []
+        for number, place in sorted(head.places.items()):
+            block = numbered.setdefault(place.block, len(numbered))
+            places.append((number, place._replace(block=block)))
+        return places, [head.blocks[block] for block in numbered]
+
     def copies(self) -> dict[int, Any]:
         """Copies by number, for this process: on their own devices, and with gradients that reach the caller's tensors.
 
