@@ -167,6 +167,19 @@ def test_l4_what_can_be_computed_from_rows_is_captured():
             kept.append((h[-1], h[:, 2:4], h[-1].norm()))
         return kept
 
+    def writes_elsewhere(model):
+        h = model.layers_output[1][-1].clone()
+        model.layers_output[2] += V
+        return h
+
+    def writes_and_reads_again(model, tracer):
+        kept = []
+        for _ in tracer.iter[:]:
+            h = model.layers_output[1]
+            model.layers_output[1] = h * 0.5 + V
+            kept.append((h[-1].sum(), model.layers_output[1][-1], model.layers_output[2][-1].norm()))
+        return kept
+
     def norms(model, tracer):
         return [model.layers_output[1][-1].norm() for _ in tracer.iter[:]]
 
@@ -274,11 +287,6 @@ def test_l1_a_body_that_does_more_than_to_keep_rows_runs_behind_the_step():
     def caches(model, tracer):
         tracer.cache(modules=[model.model.layers[1].mlp])
         return model.layers_output[1][-1]
-
-    def writes(model):
-        h = model.layers_output[1][-1].clone()
-        model.layers_output[2] += V
-        return h
 
     def own_tensors(model):
         return V * 2, model.layers_output[1][-1]

@@ -104,7 +104,7 @@ class Lowered:
             return Plan(self.edits)
         if tier is Tier.CLIENT and self.kept is not None:
             of_prompt, of_all = _LAST if self.kept.last else _WHOLE
-            return Plan(tuple(self._captures(of_prompt, of_all, self.kept.programs)))
+            return Plan((*self.edits, *self._captures(of_prompt, of_all, self.kept.programs)))
         rows = dict.fromkeys(self.reads)
         return Plan((*self.edits, *self._captures(*_WHOLE, rows)))
 
@@ -434,7 +434,7 @@ def _lowered(recording: Recording, model: Model, length: int, steps: int, is_sta
     made.notes = sorted(
         (note for note in notes if made.tier is Tier.BEHIND or note.kind == "edit"), key=lambda note: note.line
     )
-    if made.tier is Tier.BEHIND and not (made.edits or is_standing):
+    if made.tier is Tier.BEHIND and not is_standing:
         made.kept = Reads.found(recording, length, model.dtype)
         made.tier = Tier.CLIENT if made.kept is not None and _is_better_here(made) else Tier.BEHIND
     return made
