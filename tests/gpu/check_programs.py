@@ -1,4 +1,4 @@
-"""Traces whose writes are programs, on a GPU and on one model runner: prints one line a check and exits 1 on a failure.
+"""Traces whose writes and saves are programs, on a GPU and on one model runner: prints one line a check and exits 1 on a failure.
 
 python tests/gpu/check_programs.py --runner v2 --float32
 
@@ -8,6 +8,7 @@ The same functions run on transformers (`LanguageModel`), which gives the expect
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,6 +73,46 @@ def bodies(width: int) -> dict[str, Any]:
     return {**found, "column": column, "mlp": mlp, "last_row": last_row}
 
 
+def reads(width: int) -> dict[str, Any]:
+    """What is kept of every step without code on the engine, by name."""
+    import torch
+
+    made = torch.Generator().manual_seed(1)
+    d = torch.randn(width, generator=made) / width**0.5
+    enc = torch.randn(width, 128, generator=made) / 8
+
+    def kept(compute: Any) -> Any:
+        def body(model: Any, tracer: Any) -> Any:
+            return [compute(model.layers_output[LAYER]) for _ in tracer.iter[:]]
+
+        return body
+
+    def written_and_read(model: Any, tracer: Any) -> Any:
+        found = []
+        for _ in tracer.iter[:]:
+            model.layers_output[LAYER] = torch.tanh(model.layers_output[LAYER])
+            written, later = model.layers_output[LAYER], model.layers_output[LATER]
+            found.append((written[-1].norm(), (later @ d.to(later))[-1]))
+        return found
+
+    return {
+        "norm": kept(lambda h: h[-1].norm()),
+        "probe": kept(lambda h: torch.sigmoid(h.float() @ d.to(h.device))),
+        "features": kept(lambda h: torch.relu(h @ enc.to(h)).topk(8, dim=-1).values),
+        "several": kept(lambda h: (h[-1], h[-1].amax(), h.float().mean(-1))),
+        "written_and_read": written_and_read,
+    }
+
+
+def tensors(found: Any) -> Iterator[Any]:
+    """Those in lists and tuples."""
+    if isinstance(found, (list, tuple)):
+        for each in found:
+            yield from tensors(each)
+    else:
+        yield found
+
+
 def main() -> int:
     arguments = parsed(parser_of(__doc__))
 
@@ -82,20 +123,31 @@ def main() -> int:
     tolerance = 1e-3 if arguments.float32 or arguments.cpu else 0.1
     greedy = {"max_tokens": STEPS, "temperature": 0.0, "ignore_eos": True}
 
-    def check(fn: Any) -> Any:
+    has_graphs = not (arguments.cpu or arguments.eager)
+    expected: dict[Any, Any] = {}
+
+    def check(fn: Any, gauge: str) -> Any:
+        """Three calls: in the later ones the steps come from graphs that the first one had recorded."""
+
         def run() -> None:
-            before = engine.gauges()[0]["forward_traced_steps"]
-            found = engine.run(fn, PROMPTS * 4, **greedy)
-            assert engine.gauges()[0]["forward_traced_steps"] == before, "it ran in the forward"
-            for prompt, mine in zip(PROMPTS * 4, found, strict=True):
-                theirs = plain.run(fn, prompt, **greedy)
-                for a, b in zip(mine, theirs, strict=True) if isinstance(mine, list) else [(mine, theirs)]:
-                    far = (a.cpu().float() - b.cpu().float()).norm() / b.cpu().float().norm()
-                    assert far < tolerance, f"{float(far):.2e} away for {prompt!r}"
+            before = engine.gauges()[0]
+            for _ in range(3):
+                for prompt, mine in zip(PROMPTS * 4, engine.run(fn, PROMPTS * 4, **greedy), strict=True):
+                    if (fn, prompt) not in expected:
+                        expected[fn, prompt] = plain.run(fn, prompt, **greedy)
+                    for a, b in zip(tensors(mine), tensors(expected[fn, prompt]), strict=True):
+                        far = (a.cpu().float() - b.cpu().float()).norm() / b.cpu().float().norm()
+                        assert a.shape == b.shape and far < tolerance, f"{float(far):.2e} away for {prompt!r}"
+            after = engine.gauges()[0]
+            assert after[gauge] == before[gauge], f"{gauge} grew: code ran in the engine"
+            assert not has_graphs or after["graph_recordings"] > before["graph_recordings"], "no graph was recorded"
 
         return run
 
-    checks = SimpleNamespace(**{f"check_{name}": check(fn) for name, fn in bodies(engine.hidden_size).items()})
+    width = engine.hidden_size
+    writes = {f"check_{name}": check(fn, "forward_traced_steps") for name, fn in bodies(width).items()}
+    saves = {f"check_saves_{name}": check(fn, "traced_steps") for name, fn in reads(width).items()}
+    checks = SimpleNamespace(**writes, **saves)
     with engine:
         return 1 if run_checks(checks, arguments.runner) else 0
 
