@@ -15,6 +15,7 @@ import pytest
 import torch
 from test_plan_kernel import DEVICE, POINTS, compiled, make_tables, op, run, same_bits
 from test_plan_kernel import interpreted as interpreted
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from midstream.errors import PlanError
 from midstream.plan import wire
@@ -686,3 +687,14 @@ def test_l4_a_capture_with_a_program_on_the_wire() -> None:
     assert Plan.from_json(plan.to_json()).captures[0].program == TOP
     with pytest.raises(PlanError, match=r"Apply\.program"):
         Apply("resid_post", program=TOP)
+
+
+def test_l5_all_is_computed_on_the_rows_device() -> None:
+    """A graph cannot hold a copy from the host. Seen failing on a GPU with the program of `h[:, 17] = 0`."""
+    more = program(
+        ("full.default", ((Rows(1), W), 1.0), {"dtype": DType("float32")}),
+        ("add.Tensor", (INPUT, Ref(0))),
+    )
+    assert run_program(more, torch.ones(3, W)).eq(2).all()
+    with FakeTensorMode():
+        assert run_program(more, torch.ones(3, W, device="cuda")).device.type == "cuda"

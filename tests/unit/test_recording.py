@@ -258,7 +258,7 @@ def test_l5_a_batch_that_comes_again_is_recorded_with_what_acts_alone(host: Host
         assert host.step(acting, x=number) == 8 * number + 7 + ADDED[acting]
         assert host.calls == ([("PIECEWISE", "batch")] if number >= 2 else [])
         assert host.step(x=number) == 8 * number + 7
-    assert host.graphs.gauges() == {"graphs": 1, "graph_bytes": 1 << 20, "graph_recordings": 1}
+    assert host.graphs.gauges() == {"graphs": 1, "graph_bytes": 1 << 20, "graph_recordings": 1, "recording_failures": 0}
     entry = host.model.pieces[0].concrete_cudagraph_entries["batch"]
     assert not entry.added  # vLLM's own graphs have nothing of it
 

@@ -203,7 +203,7 @@ def test_l5_the_v2_runner_records_one_graph_as_vllm_did(monkeypatch: pytest.Monk
         runner.end_step()
     assert manager.graphs == {"small": "with the kernel"} and manager._capture_descs is descriptors
     assert manager.given == [((vllms.model,), {"lora": None}, True), ((vllms.model,), {"lora": None}, False)]
-    assert runner.gauges() == {"graphs": 1, "graph_bytes": 10 << 20, "graph_recordings": 1}
+    assert runner.gauges() == {"graphs": 1, "graph_bytes": 10 << 20, "graph_recordings": 1, "recording_failures": 0}
     runner.prepare(Watch.NOTHING)
     assert manager.graphs is own and StepMode.may_replay is None and shows_progress()
 
@@ -218,7 +218,7 @@ def test_l5_where_none_is_recorded_later_the_v2_runner_records_twice_at_the_star
     runner.prepare(Watch.ROWS, frozenset(["mlp_out"]))
     assert StepMode.may_replay is not None and StepMode.may_replay(manager, "FULL", "small")
     assert manager.graphs == {"large": "with the kernel", "small": "with the kernel"} and len(manager.given) == 2
-    assert runner.gauges() == {"graphs": 2, "graph_bytes": 10 << 20, "graph_recordings": 0}
+    assert runner.gauges() == {"graphs": 2, "graph_bytes": 10 << 20, "graph_recordings": 0, "recording_failures": 0}
     runner.prepare(Watch.NOTHING)
 
 
@@ -345,7 +345,7 @@ def test_l5_the_v1_runner_records_one_graph_without_a_request(monkeypatch: pytes
     assert vllms.cudagraph_dispatcher.dispatch()[0] == CUDAGraphMode.PIECEWISE
     assert vllms.seen == [("small", CUDAGraphMode.FULL)] and vllms.input_batch is batch
     assert not monitor.cudagraph_capturing_enabled and vllms.watched
-    assert runner.gauges() == {"graphs": 1, "graph_bytes": 4 << 20, "graph_recordings": 1}
+    assert runner.gauges() == {"graphs": 1, "graph_bytes": 4 << 20, "graph_recordings": 1, "recording_failures": 0}
     runner.prepare(Watch.NOTHING)
     assert vllms.cudagraph_dispatcher.dispatch == dispatch
 

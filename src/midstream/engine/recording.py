@@ -373,7 +373,8 @@ class ActingGraphs:
         held = len(self._recorded)
         if self.fixed in self._sets:
             held = len({descriptor for _, descriptor in self._sets[self.fixed].held()})
-        return {"graphs": held, "graph_bytes": held * self.bytes_each, "graph_recordings": self.recordings}
+        counts = {"graph_recordings": self.recordings, "recording_failures": len(self._impossible)}
+        return {"graphs": held, "graph_bytes": held * self.bytes_each, **counts}
 
 
 def is_capturing() -> bool:

@@ -121,7 +121,7 @@ class Runner:
 
     def gauges(self) -> dict[str, int]:
         """As those of `ActingGraphs`, which an engine without graphs does not have."""
-        none = {"graphs": 0, "graph_bytes": 0, "graph_recordings": 0}
+        none = dict.fromkeys(("graphs", "graph_bytes", "graph_recordings", "recording_failures"), 0)
         return self.graphs.gauges() if self.graphs is not None else none
 
     def _full_graphs(self) -> tuple[str, Any] | None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from midstream.errors import PlanError
-from midstream.plan.rowwise import ELEMENTWISE, RULES, SIZED, SLOW, Call, Mixes, Outcome, Shaped, overload
+from midstream.plan.rowwise import ELEMENTWISE, RULES, SIZED, SLOW, Call, Mixes, Outcome, Shaped, on_device, overload
 from midstream.plan.steps import FLOATS, Const, Constant, DType, Parts, Ref, Rows, Step, arguments_in
 
 MAX_ROW = 1 << 18  # numbers of a row's part of one result
@@ -57,7 +57,8 @@ class Checker:
             call = _bound(func, args, kwargs, step.op in ELEMENTWISE)
             _check_rows_marks(step.op, call)
             outcome = RULES[step.op](call)
-            found = func(*map(self._plain, args), **{name: self._plain(each) for name, each in kwargs.items()})
+            named = {name: self._plain(each) for name, each in kwargs.items()}
+            found = func(*map(self._plain, args), **named, **on_device(step.op, "meta"))
         except Mixes as error:
             raise PlanError(f"{step.place}: {error}.") from None
         except Exception as error:

@@ -401,3 +401,8 @@ def overload(name: str) -> Any:
     if found is None:
         raise PlanError(f"{name[:80]} is not an operation that programs may have.")
     return found
+
+
+def on_device(name: str, device: torch.device | str) -> dict[str, Any]:
+    """The argument that has an operation compute on a device, if its other arguments do not say where."""
+    return {"device": device} if name == "full.default" else {}

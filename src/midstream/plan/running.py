@@ -18,7 +18,7 @@ import torch
 from midstream.errors import PlanError
 from midstream.plan.checking import Part, plain
 from midstream.plan.program import Program
-from midstream.plan.rowwise import overload
+from midstream.plan.rowwise import on_device, overload
 from midstream.plan.steps import Const, Constant, Ref, Step
 
 _MEMORY = 1 << 27  # numbers of all rows that are in memory at once
@@ -166,6 +166,7 @@ class Bank:
         for number, step in enumerate(self._program.steps):
             args = [plain(arg, tensor, rows) for arg in step.args]
             kwargs = {name: plain(arg, tensor, rows) for name, arg in step.kwargs}
+            kwargs |= on_device(step.op, x_RH.device)
             own = {place: bank for (at, place), bank in self._banks.items() if at == number}
             results[number] = (
                 self._with_own(step, args, kwargs, own, which_R, number)
