@@ -180,7 +180,7 @@ def explained(program: Program, model: Model, may_run_here: bool) -> str:
     tier = found.tier if may_run_here or found.tier is not Tier.CLIENT else Tier.BEHIND
     ends = {
         Tier.PLAN: "A plan does all of it: no code runs in the engine.",
-        Tier.CLIENT: "The trace only keeps what can be computed from rows. A plan captures that, and no code runs in the engine.",
+        Tier.CLIENT: "A plan does all of it, and captures what the trace keeps: no code runs in the engine.",
         Tier.BEHIND: "The trace runs behind the step: a plan makes its writes, and its code gets captured rows. The forward is not "
         "stopped.",
         Tier.FORWARD: "The trace runs in the forward: its steps are slower, for all requests in them.",

@@ -61,7 +61,7 @@ class RowReceiver:
         samples: vLLM's `n`.
         senders: how many workers send rows of a sample; each sends the rows of its layers.
         collected: for a request of `model.collect`.
-        here: runs the code of the request's trace, if it only keeps rows. The captured rows then do not go to the output.
+        here: makes the outcome of the request's trace, if that only keeps what a plan captures, which then does not go to the output.
 
     Attributes:
         key: the address that the workers send the rows to.
@@ -202,7 +202,8 @@ class RowReceiver:
 
 
 class RowThread:
-    """Takes captured rows in a thread, while the caller's thread runs the engine. It also runs the code of traces that only keep rows.
+    """Takes captured rows in a thread, while the caller's thread runs the engine. It also makes the outcomes of traces that only keep what
+    a plan captures.
 
     Args:
         receivers: the receivers of requests without sinks. Their rows come to one mailbox, `shared`.

@@ -243,7 +243,7 @@ class Tier(StrEnum):
 
     Attributes:
         PLAN: nowhere: a plan does all of it.
-        CLIENT: in the caller's process, after its request has ended: it only keeps rows that a plan captures.
+        CLIENT: nowhere: a plan makes its writes and captures what it keeps, which the caller's process puts together.
         BEHIND: in the engine, when a step is over, on captured rows; a plan makes its writes.
         FORWARD: in the forward.
     """
