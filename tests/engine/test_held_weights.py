@@ -182,10 +182,14 @@ def test_f8_results_are_right_whatever_was_dropped(tight: VLLM, plain: Plain) ->
 
 @pytest.mark.engine
 def test_f8_a_worker_that_lacks_a_weight_says_so(tight: VLLM, sae: SAE) -> None:
-    decoded(tight, sae)
+    def by_code(model: Any) -> Any:
+        hidden = model.layers_output[LAYER]
+        return sae.decode(sae.encode(hidden)) if hidden.sum() < 1e9 else None
+
+    tight.run(by_code, FRANCE)
     ask_workers(tight, "midstream_set_weights", (), {})
     with pytest.raises(TraceError, match="no longer has a tensor"):
-        decoded(tight, sae)
+        tight.run(by_code, FRANCE)
     assert not alive(tight)
 
 
@@ -231,3 +235,37 @@ def test_f8_async_traces_with_more_weights_than_fit(plain: Plain) -> None:
 
 async def _awaited(backend: Any) -> Any:
     return await backend
+
+
+def test_l3_a_large_gate_is_a_program_whose_numbers_are_sent_once(engine: VLLM, plain: Plain) -> None:
+    """Two megabytes each way, for many requests, sync calls and steps; dropped and sent again when others take the room."""
+    sae = SAE(7, 4096)
+
+    def gate(model: Any, tracer: Any) -> Any:
+        kept = []
+        for _ in tracer.iter[:]:
+            h = model.layers_output[LAYER]
+            model.layers_output[LAYER] = h + sae.decode(sae.encode(h)) / 50
+            kept.append((sae.encode(h).topk(4, dim=-1).values[-1], model.layers_output[LAYER + 2][-1].norm()))
+        return kept
+
+    def written(hidden: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return hidden + sae.decode(sae.encode(hidden)) / 50
+
+    greedy = {"max_tokens": 3, "temperature": 0.0, "ignore_eos": True}
+    before, sent = engine.gauges()[0]["traced_steps"], sent_bytes(engine)
+    for _ in range(2):
+        found = engine.run(gate, [FRANCE, ITALY, FRANCE], **greedy)
+        assert engine.gauges()[0]["traced_steps"] == before, "code ran in the engine"
+        # The encoder is in the program that writes and in the one whose results are kept.
+        assert sent_bytes(engine) - sent == sae.large_bytes
+    edits = {("resid_post", LAYER): written}
+    for prompt, mine in zip([FRANCE, ITALY, FRANCE], found, strict=True):
+        ids = plain.ids(prompt)
+        ran = plain.run([*ids, *plain.generate(prompt, 3, edits)[:-1]], edits)
+        later = ran.sites["resid_post", LAYER + 2][len(ids) - 1 :]
+        close(torch.stack([norm for _, norm in mine]), later.norm(dim=-1))
+        given = plain.run(prompt).sites["resid_post", LAYER]
+        close(mine[0][0], sae.encode(given).topk(4, dim=-1).values[-1])
+    assert not any(alive(engine))

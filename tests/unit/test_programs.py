@@ -405,23 +405,34 @@ def test_large_inputs_run_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(run_program(GATED, x_RH), whole)
 
 
-def test_constants_that_the_engine_holds() -> None:
-    from midstream.runtime.store import ConstantStore
+def test_l3_constants_that_the_engine_holds() -> None:
+    from midstream.plan import running
+    from midstream.trace.weights import on_device
 
-    matrix = torch.randn(W, W)
-    full = program(("mm.default", (INPUT, Const(0))), constants=[matrix])
-    held = full.holding(W * W * 4)
-    assert held == full and held.nbytes == 0
+    matrix = torch.randn(512, 512)
+    full = program(("mm.default", (INPUT, Const(0))), constants=[matrix], width=512)
+    held, data = full.held
+    assert held == full and held.nbytes == 0 and list(data) == [held.constants[0].held]
+    assert SCALED.held == (SCALED, {})
+    x = torch.ones(2, 512)
     with pytest.raises(PlanError, match="does not hold the program's constant"):
-        run_program(held, torch.ones(2, W))
-    store = ConstantStore(torch.device("cpu"))
-    (constant,) = full.constants
-    store.set((), {constant.digest: (constant.dtype, constant.shape, constant.data)})
-    sent = Plan.from_wire(Plan.of(Apply("resid_post", program=held)).to_wire()).edits[0]
-    torch.testing.assert_close(run_program(sent.its_program, torch.ones(2, W)), torch.ones(2, W) @ matrix)
-    store.set((), {})
+        run_program(held, x)
+    weights = {digest: on_device(each, None) for digest, each in data.items()}
+    for digest, each in weights.items():
+        running.hold(digest, each)
+    plan, of_plan = Plan.of(Apply("resid_post", program=full)).held
+    assert of_plan == data and Plan.from_wire(plan.to_wire()).edits[0].its_program == full
+    sent = Plan.from_wire(plan.to_wire()).edits[0].its_program
+    torch.testing.assert_close(run_program(sent, x), x @ matrix)
+    with pytest.raises(PlanError):
+        Plan.from_wire(plan.to_wire(), trusted=False)
+    running.hold(held.constants[0].held, weights[held.constants[0].held][:-4])
+    running._held.clear()
     with pytest.raises(PlanError, match="does not hold"):
-        run_program(held, torch.ones(2, W))
+        run_program(held, x)
+    weights.clear()
+    with pytest.raises(PlanError, match="does not hold"):
+        run_program(held, x)
 
 
 TABLES = [pytest.param(CpuTables, id="cpu"), pytest.param(DeviceTables, id="device")]

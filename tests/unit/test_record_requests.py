@@ -274,3 +274,18 @@ def test_l1_copies_of_variables_are_compared_wherever_they_lie_in_memory():
     given = fingerprint(program(low, high))
     assert given is not None and given == fingerprint(program(other[20:30], other[:10]))
     assert given != fingerprint(program(other[:10], other[20:30]))
+
+
+def test_l1_copies_of_a_class_are_one_class_to_those_who_compare():
+    """A class that is sent whole gets an id in each copy. Seen failing: requests that shared such an object ran in the forward."""
+
+    class Probe:
+        def __init__(self):
+            self.direction = V * 2
+
+    probe = Probe()
+
+    def body(model):
+        model.layers_output[1] += probe.direction
+
+    assert {each.tier for each in lowered([[body]] * 2, [LENGTH] * 2, [3] * 2)} == {Tier.PLAN}

@@ -268,6 +268,7 @@ class DescribedModel(TraceModel):
             self.aliases,
             lambda: self.tokenizer,
             self._text_config,
+            not self._is_elsewhere,
         )
 
     @property

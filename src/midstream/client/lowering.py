@@ -35,7 +35,7 @@ from midstream.trace.stand_in import is_plain
 from midstream.trace.weights import Weight, on_device
 
 _IN_GRAPHS = ("resid_post",)  # as `runtime.points.trace_keys`
-_MOST_CONSTANTS = 1 << 20  # bytes of numbers in a program, which each request carries
+_MOST_CONSTANTS = 1 << 20  # bytes of numbers in a program that each request carries
 _KEPT_CODES, _MOST_KEPT = 32, 1 << 22  # how many codes are remembered, and the bytes of one at most
 _EXPLAINED = (512, 8)  # the prompt's length and the number of steps for `explain`
 # The positions to capture for what is kept: of a point that is read in the prompt's step alone, and of others.
@@ -426,7 +426,7 @@ def _lowered(recording: Recording, model: Model, length: int, steps: int, is_sta
     made.reads |= dict.fromkeys(recording.watched, False)
     try:
         _refuse(recording, made.reads, model)
-        made.edits = tuple(_edits(graphs, length, notes))
+        made.edits = tuple(_edits(graphs, length, notes, model.holds_weights))
     except _Stays as stays:
         notes.append(Note(stays.line, "forward", stays.reason))
         return replace(made, edits=(), reason=f"line {stays.line}: {stays.reason}")
@@ -436,7 +436,7 @@ def _lowered(recording: Recording, model: Model, length: int, steps: int, is_sta
     )
     if made.tier is Tier.BEHIND and not is_standing:
         made.kept = Reads.found(recording, length, model.dtype)
-        made.tier = Tier.CLIENT if made.kept is not None and _is_better_here(made) else Tier.BEHIND
+        made.tier = Tier.CLIENT if made.kept is not None and _is_better_here(made, model) else Tier.BEHIND
     return made
 
 
@@ -482,14 +482,14 @@ def _reads_noted(recording: Recording) -> list[Note]:
     ]
 
 
-def _edits(steps: Sequence[StepGraph], length: int, notes: list[Note]) -> Iterator[Edit]:
+def _edits(steps: Sequence[StepGraph], length: int, notes: list[Note], holds_weights: bool) -> Iterator[Edit]:
     """The writes as edits. Raises _Stays for a write that no edit can make."""
-    first = [edit for write in steps[0].writes for edit in _edits_of(write, length, "prefill", notes)]
+    first = [edit for write in steps[0].writes for edit in _edits_of(write, length, "prefill", notes, holds_weights)]
     later: list[Edit] | None = None
     for number, graph in enumerate(steps[1:], start=1):
         if number > 1 and repeats(graph, steps[number - 1]):
             continue
-        found = [edit for write in graph.writes for edit in _edits_of(write, 1, "decode", notes)]
+        found = [edit for write in graph.writes for edit in _edits_of(write, 1, "decode", notes, holds_weights)]
         if later is not None and found != later:
             line = next((write.line for each in (graph, steps[number - 1]) for write in each.writes), 0)
             raise _Stays(line, "a plan makes the same writes in all steps after the prompt's")
@@ -508,7 +508,7 @@ def _in_prompt(edit: Edit) -> Edit:
     return changed(edit, phase="prefill")
 
 
-def _edits_of(write: Write, length: int, phase: str, notes: list[Note]) -> list[Edit]:
+def _edits_of(write: Write, length: int, phase: str, notes: list[Note], holds_weights: bool) -> list[Edit]:
     """The edits that make a write: of kinds that say it, else programs. Raises _Stays if there are none."""
     found = changes(write)
     edits = _placed(found, write, length, phase) if found is not None else None
@@ -517,7 +517,7 @@ def _edits_of(write: Write, length: int, phase: str, notes: list[Note]) -> list[
             programs = programs_of(write)
         except NotRowwise as error:
             raise _Stays(error.line or write.line, error.reason) from None
-        if any(program.nbytes > _MOST_CONSTANTS for _, program in programs):
+        if any(_is_too_large(program, holds_weights) for _, program in programs):
             raise _Stays(write.line, "its numbers are too many for a plan: each request would carry them")
         edits = _placed(programs, write, length, phase)
     assert edits is not None
@@ -576,14 +576,20 @@ def _said(change: RowChange, places: Sequence[Mapping[str, Any]], write: Write) 
     return ()
 
 
-def _is_better_here(found: Lowered) -> bool:
+def _is_too_large(program: RowProgram, holds_weights: bool) -> bool:
+    """Whether requests would have to carry too many numbers. Those that the engine holds are sent once."""
+    carried = program.held[0] if holds_weights else program
+    return carried.nbytes > _MOST_CONSTANTS
+
+
+def _is_better_here(found: Lowered, model: Model) -> bool:
     """Whether code that only keeps what can be computed from rows is better run nowhere.
 
     Code that keeps whole values in the prompt's step alone runs once, and the engine sends what it saves faster.
     """
     assert found.kept is not None
     programs = [program for program in found.kept.programs.values() if program is not None]
-    if any(program.nbytes > _MOST_CONSTANTS for program in programs) or not found.kept.programs:
+    if any(_is_too_large(program, model.holds_weights) for program in programs) or not found.kept.programs:
         return False
     only_prompt = all(found.reads[point] for point in found.kept.programs)
     return bool(programs) or found.kept.last or not only_prompt

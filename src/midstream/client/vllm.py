@@ -27,6 +27,7 @@ from midstream.plan.values import Plan
 from midstream.runtime.request import Envelope, PlanRequest, Tier, TraceRequest, packed, requests_of
 from midstream.settings import GRAPH_BYTES, NAME, RECORD_BYTES, TRACE_SHARE, WEIGHT_BYTES, Settings, chosen_graph_sites
 from midstream.trace.program import Outcome, ShippedCode
+from midstream.trace.weights import Weight
 
 _GROUP = 32  # invokes that become requests at a time
 
@@ -266,6 +267,7 @@ class VLLM(DescribedModel):
         if code is not None:
             traces = self._traces(invokes, prompts, code, together, streamed)
         plans: Sequence[PreparedPlan | None] = [None] * len(invokes)
+        constants: Sequence[Mapping[str, Weight]] = [{}] * len(invokes)  # of the plans, for the workers to hold
         has_plans = any(invoke.plan for invoke in invokes)
         if lowering is not None and code is not None:
             keeps = zip(traces, lowering.keeps_to_graphs, strict=True)
@@ -277,9 +279,10 @@ class VLLM(DescribedModel):
             has_samples = any(invoke.params.get("n", 1) > 1 for invoke in invokes)
             if together or streamed or has_samples:
                 lowering = lowering.in_the_engine()
+            held = [plan.held for plan in lowering.plans]
             planned = [
                 replace(invoke, plan=(invoke.plan or Plan()) + plan)
-                for invoke, plan in zip(invokes, lowering.plans, strict=True)
+                for invoke, (plan, _) in zip(invokes, held, strict=True)
             ]
             try:
                 plans = self.planner.prepare_all(planned, prompts)
@@ -288,6 +291,7 @@ class VLLM(DescribedModel):
                     raise
                 lowering = None  # too much for one plan, or the caller's own is wrong
             else:
+                constants = [{digest: Weight(data, digest) for digest, data in each.items()} for _, each in held]
                 is_behind = lowering.tier is Tier.BEHIND
                 traces = [
                     replace(trace, tier=Tier.BEHIND) if trace is not None and is_behind else None for trace in traces
@@ -300,7 +304,9 @@ class VLLM(DescribedModel):
         )
         shared: dict[Any, Any] = {}
         requests = []
-        for invoke, ids, trace, plan, found in zip(invokes, prompts, traces, plans, lowered, strict=True):
+        for invoke, ids, trace, plan, found, weights in zip(
+            invokes, prompts, traces, plans, lowered, constants, strict=True
+        ):
             rows, here, unrun = None, None, None
             if tier is Tier.CLIENT and found is not None:
                 here = partial(_run_kept, found.kept_trace(len(ids)))
@@ -310,7 +316,7 @@ class VLLM(DescribedModel):
                 rows = self._receiver(plan, invoke.params.get("n", 1), invoke, here)
             params = _params(invoke, trace, plan, rows, shared)
             salt = secrets.token_hex(8) if trace is not None else None
-            weights = code.weights if code is not None and trace is not None else {}
+            weights = {**weights, **code.weights} if code is not None and trace is not None else weights
             requests.append(
                 EngineRequest(
                     launch.engine_prompt(ids, salt), params, trace, plan, rows, invoke.answers, unrun, weights

@@ -458,10 +458,6 @@ class Worker(PlatformWorker):
         """Register named vectors: name -> (little-endian float32, digest)."""
         self.plans.vectors.set(vectors)
 
-    def midstream_set_constants(self, kept: Sequence[str], new: Mapping[str, tuple[str, Sequence[int], bytes]]) -> None:
-        """Hold constants of programs, and no others: those of the digests in `kept`, and new ones: digest -> (dtype, shape, bytes)."""
-        self.plans.constants.set(kept, new)
-
     def midstream_delete_vectors(self, names: Sequence[str]) -> None:
         self.plans.vectors.delete(names)
 

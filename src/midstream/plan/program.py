@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 MAX_STEPS = 256
 MAX_CONSTANTS = 256
 MAX_RESULTS = 64
+HELD_BYTES = 1 << 18  # of a constant that is sent apart from plans
 MAX_ARGUMENTS = 4096  # of one step, with the numbers in its lists
 MAX_WIDTH = 1 << 20
 _MAX_DEPTH = 3  # of lists in arguments
@@ -154,14 +155,19 @@ class Program(Parts):
         """Of the constants that it has."""
         return sum(constant.nbytes for constant in self.constants if constant.data is not None)
 
-    def holding(self, least: int) -> Program:
-        """The same for an engine that holds the data of its floating constants of at least so many bytes."""
-        return Program(
-            self.width,
-            self.dtype,
-            self.steps,
-            self.result,
-            tuple(c.without_data() if c.nbytes >= least and c.dtype in FLOATS else c for c in self.constants),
+    @cached_property
+    def held(self) -> tuple[Program, dict[str, bytes]]:
+        """The same for an engine that holds the data of its floating constants of at least `HELD_BYTES`; and that data, by
+        `Constant.held`."""
+        constants, data = list[Constant](), dict[str, bytes]()
+        for constant in self.constants:
+            if constant.data and constant.nbytes >= HELD_BYTES and constant.dtype in FLOATS:
+                constants.append(constant.without_data())
+                data[constants[-1].held] = constant.data
+            else:
+                constants.append(constant)
+        return (
+            (Program(self.width, self.dtype, self.steps, self.result, tuple(constants)), data) if data else (self, {})
         )
 
     def __eq__(self, other: object) -> bool:
@@ -198,7 +204,7 @@ def written_program(program: Program) -> dict[str, Any]:
 
 def written_constant(constant: Constant) -> dict[str, Any]:
     known = {"dtype": constant.dtype, "shape": list(constant.shape)}
-    return known if constant.data is None else {**known, "data": constant.data}
+    return {**known, "held": constant.held} if constant.data is None else {**known, "data": constant.data}
 
 
 def read_constants(place: str, table: Any, trusted: bool, most: int) -> dict[str, Constant]:
@@ -218,8 +224,8 @@ def read_constants(place: str, table: Any, trusted: bool, most: int) -> dict[str
 
 
 def _read_constant(key: str, given: Any, trusted: bool) -> Constant:
-    fields.mapping("it", given, ("dtype", "shape"), ("data",))
-    data = given.get("data")
+    fields.mapping("it", given, ("dtype", "shape"), ("data", "held"))
+    data, held = given.get("data"), given.get("held", "")
     if isinstance(data, str):
         try:
             data = base64.b64decode(data, validate=True)
@@ -227,7 +233,9 @@ def _read_constant(key: str, given: Any, trusted: bool) -> Constant:
             raise fields.refuse("data", fields.shown(data), "bytes in base64") from error
     if not isinstance(data, bytes) and (data is not None or not trusted):
         raise fields.refuse("data", fields.shown(data), "bytes, or base64")
-    return Constant(given["dtype"], tuple(_sequence("shape", given["shape"])), data, key)
+    if not isinstance(held, str) or (held and data is not None):
+        raise fields.refuse("held", fields.shown(held), "of a constant without data, the digest of its data")
+    return Constant(given["dtype"], tuple(_sequence("shape", given["shape"])), data, key, held)
 
 
 def read_programs(place: str, table: Mapping[str, Any], constants: Mapping[str, Constant]) -> dict[str, Program]:

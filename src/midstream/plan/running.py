@@ -25,6 +25,12 @@ _MEMORY = 1 << 27  # numbers of all rows that are in memory at once
 _MOST_TRIED = 1 << 14
 _tried: set[tuple[str, torch.device]] = set()
 _held: weakref.WeakValueDictionary[tuple[str, torch.device], torch.Tensor] = weakref.WeakValueDictionary()
+_data: weakref.WeakValueDictionary[str, torch.Tensor] = weakref.WeakValueDictionary()
+
+
+def hold(digest: str, data: torch.Tensor) -> None:
+    """Have constants without data find theirs, flat uint8, as long as somebody else holds it."""
+    _data[digest] = data
 
 
 def tensor_of(constant: Constant, device: torch.device) -> torch.Tensor:
@@ -32,14 +38,13 @@ def tensor_of(constant: Constant, device: torch.device) -> torch.Tensor:
     key = constant.digest, device
     known = _held.get(key)
     if known is None:
-        if constant.data is None:
+        raw = _data.get(constant.held)
+        if constant.data is None and (raw is None or raw.numel() != constant.nbytes):
             raise PlanError(f"The engine does not hold the program's constant {constant.digest}. Send the plan again.")
         with torch.inference_mode(False):
-            raw = (
-                torch.frombuffer(bytearray(constant.data), dtype=torch.uint8)
-                if constant.data
-                else torch.empty(0, dtype=torch.uint8)
-            )
+            if raw is None or constant.data is not None:
+                data = bytearray(constant.data or b"")
+                raw = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
             known = raw.view(getattr(torch, constant.dtype)).view(constant.shape).to(device)
         _held[key] = known
     return known

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -90,6 +91,11 @@ class Step(NamedTuple):
         return f"{fields.shown(self.op)[1:-1]}{f' (line {self.line})' if self.line else ''}"
 
 
+def digest_of_data(data: bytes) -> str:
+    """Of numbers that the engine holds: 64 hexadecimal digits."""
+    return hashlib.blake2b(data, digest_size=32).hexdigest()
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Constant:
     """A tensor of a program. Constants are equal if dtype, shape and all bits are.
@@ -97,14 +103,16 @@ class Constant:
     Attributes:
         dtype: as in "float32".
         shape: its sizes.
-        data: little-endian bytes; None if the engine holds them under `digest`.
+        data: little-endian bytes; None if the engine holds them.
         digest: of dtype, shape and data.
+        held: of the data alone, under which the engine holds them; empty if it does not.
     """
 
     dtype: str
     shape: tuple[int, ...]
     data: bytes | None
     digest: str = ""
+    held: str = ""
 
     def __post_init__(self) -> None:
         fields.one_of("a constant's dtype", self.dtype, list(SIZES))
@@ -113,10 +121,12 @@ class Constant:
             raise fields.refuse("a constant's shape", fields.shown(shape), f"up to {_MOST_AXES} axes")
         fields.settle(self, shape=shape)
         if self.data is None:
-            if self.dtype not in FLOATS or not re.fullmatch(rf"[0-9a-f]{{{2 * DIGEST_BYTES}}}", self.digest):
-                raise fields.refuse(
-                    "a constant without data", fields.shown(self.digest), "the digest of a floating tensor"
-                )
+            known = re.fullmatch(rf"[0-9a-f]{{{2 * DIGEST_BYTES}}}", self.digest) and re.fullmatch(
+                "[0-9a-f]{64}", self.held
+            )
+            if self.dtype not in FLOATS or not known:
+                given = fields.shown((self.digest, self.held))
+                raise fields.refuse("a constant without data", given, "the digests of a floating tensor")
             return
         if len(self.data) != self.nbytes:
             raise fields.refuse(
@@ -155,7 +165,7 @@ class Constant:
 
     def without_data(self) -> Constant:
         """The same for an engine that holds its data."""
-        return Constant(self.dtype, self.shape, None, self.digest)
+        return Constant(self.dtype, self.shape, None, self.digest, digest_of_data(self.data or b""))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Constant) and self.digest == other.digest

@@ -178,6 +178,18 @@ class Plan:
         """Of the normal form; 32 hexadecimal digits. In `plan.normal(num_layers).hash`, "all" equals the layers listed."""
         return digest("\n".join(map(encoded, self.normal().interventions)).encode())
 
+    @cached_property
+    def held(self) -> tuple[Plan, dict[str, bytes]]:
+        """The same for an engine that holds large constants of its programs, and these: see `Program.held`."""
+        items, data = list[Intervention](), dict[str, bytes]()
+        for item in self.interventions:
+            if item.its_program is not None and item.function is not None:
+                program, of_item = item.its_program.held
+                data |= of_item
+                item = changed(item, **{item.function: program}) if of_item else item
+            items.append(item)
+        return (Plan(tuple(items)), data) if data else (self, {})
+
     def __add__(self, other: Any) -> Plan:
         return Plan(self.interventions + Plan.of(other).interventions)
 

@@ -22,7 +22,7 @@ from midstream.runtime.programs import InGraph, ProgramAt
 from midstream.runtime.request import PlanRequest
 from midstream.runtime.sending import DUE_BYTES, CaptureSender
 from midstream.runtime.step import RepeatedBatch, RepeatedBatches, RequestEnd, StepView
-from midstream.runtime.store import ConstantStore, RunStore, Sources, VectorStore, check_recorded, recorded_run
+from midstream.runtime.store import RunStore, Sources, VectorStore, check_recorded, recorded_run
 from midstream.runtime.tables import Rows, Tables
 from midstream.sites import NotFinite, Point
 
@@ -62,7 +62,6 @@ class PlanHost:
         self.captures = captures
         self.facts = facts
         self.vectors = VectorStore(device)
-        self.constants = ConstantStore(device)
         self.runs = RunStore(record_bytes)
         self.planned_steps = self.off_graph_steps = 0
         self.errors: dict[str, str] = {}

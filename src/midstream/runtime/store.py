@@ -14,8 +14,6 @@ import torch
 from midstream.errors import NeverReachedError, PlanError
 from midstream.plan.captures import RowSelection
 from midstream.plan.ops.edit import point_of
-from midstream.plan.running import tensor_of
-from midstream.plan.steps import Constant
 from midstream.plan.values import Named, Plan, RecordedRun
 from midstream.ranks.link import Link
 from midstream.runtime.points import Pipeline
@@ -62,23 +60,6 @@ class VectorStore:
                 f"The vector {named.name!r} was replaced by another since this request was made; send it again."
             )
         return vector, host
-
-
-class ConstantStore:
-    """Large constants of programs, on the device, for plans that name them by their digests."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._tensors: dict[str, torch.Tensor] = {}
-
-    def set(self, kept: Collection[str], new: Mapping[str, tuple[str, Sequence[int], bytes]]) -> None:
-        """Hold those of the digests in `kept`, and new ones: digest -> (dtype, shape, bytes). Raises PlanError for a wrong digest."""
-        self._tensors = {digest: tensor for digest, tensor in self._tensors.items() if digest in kept}
-        for digest, (dtype, shape, data) in new.items():
-            constant = Constant(dtype, tuple(shape), data)
-            if constant.digest != digest:
-                raise PlanError(f"The constant {digest!r} has the digest {constant.digest!r}.")
-            self._tensors[digest] = tensor_of(constant, self._device)
 
 
 @dataclass

@@ -133,9 +133,12 @@ class Tables:
     def _try_out(self, compiled: CompiledPlan) -> list[torch.Tensor]:
         """The constants of a plan's programs on the device, each of which has run there once."""
         programs = all_programs(compiled)
-        constants = [tensor_of(constant, self._device) for program in programs for constant in program.constants]
-        for program in programs:
-            try_out(program, self._device)
+        try:
+            constants = [tensor_of(constant, self._device) for program in programs for constant in program.constants]
+            for program in programs:
+                try_out(program, self._device)
+        except torch.OutOfMemoryError as error:
+            raise PlanError("The device has no memory left for the numbers of the plan's programs.") from error
         return constants
 
     def _upload_rows(self, rows: np.ndarray) -> torch.Tensor:

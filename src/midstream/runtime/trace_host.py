@@ -22,6 +22,7 @@ from midstream.errors import (
     TraceError,
     TracesNotAllowedError,
 )
+from midstream.plan.running import hold
 from midstream.ranks.link import Fetch
 from midstream.ranks.stages import Stages
 from midstream.runtime.points import points_of, trace_keys, tree_at, tree_of
@@ -257,6 +258,7 @@ class TraceHost:
                 self._weights[digest] = on_device(data, self._device)
             except torch.OutOfMemoryError:  # each trace copies it to the device
                 self._weights[digest] = on_device(data, None)
+            hold(digest, self._weights[digest])  # for programs
 
     @property
     def is_idle(self) -> bool:

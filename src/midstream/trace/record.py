@@ -15,6 +15,7 @@ import functools
 import gc
 import io
 import random
+import re
 import secrets
 import sys
 from collections import OrderedDict
@@ -28,6 +29,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
+from cloudpickle.cloudpickle import _DYNAMIC_CLASS_TRACKER_BY_CLASS
 
 from midstream.arch import Architecture
 from midstream.arch.aliases import Aliases
@@ -57,6 +59,7 @@ class Model:
         vocab_size: the width of the logits.
         tokenizer: returns the model's.
         text_config: the model's transformers configuration.
+        holds_weights: whether its engine can be told to hold large numbers, so that requests need not carry them.
         recorded: what was recorded last, the oldest first.
     """
 
@@ -69,6 +72,7 @@ class Model:
     aliases: Aliases = field(default_factory=Aliases)
     tokenizer: Callable[[], Any] = lambda: None
     text_config: Any = None
+    holds_weights: bool = False
     recorded: OrderedDict[Hashable, Any] = field(default_factory=OrderedDict)
 
     @cached_property
@@ -200,9 +204,20 @@ def fingerprint(programs: list[list[Program]]) -> tuple[bytes, Any] | None:
                 _ = program._takes_tracer  # kept in the program once it is known
     try:
         _Fingerprint(buffer, weights).dump(programs)
-        return buffer.getvalue(), weights.contents()
+        return _without_class_ids(buffer.getvalue()), weights.contents()
     except (Exception, Ended):  # a number of the forward in a variable
         return None
+
+
+def _without_class_ids(data: bytes) -> bytes:
+    """The same with numbers in place of the ids that cloudpickle gives to the classes that it sends whole: each copy has its own."""
+    known = {str(each).encode() for each in _DYNAMIC_CLASS_TRACKER_BY_CLASS.values()}
+    numbers: dict[bytes, bytes] = {}
+
+    def numbered(match: re.Match[bytes]) -> bytes:
+        return numbers.setdefault(match[0], b"%032d" % len(numbers)) if match[0] in known else match[0]
+
+    return re.sub(rb"[0-9a-f]{32}", numbered, data)
 
 
 def _put_back(module: ModuleType, before: dict[str, Any]) -> bool:
