@@ -24,7 +24,7 @@ from midstream.plan.compile import PlanKeys, compile_plan
 from midstream.plan.ops.edit import Op, apply
 from midstream.plan.program import Program
 from midstream.plan.running import run as run_program
-from midstream.plan.running import run_together
+from midstream.plan.running import run_together, unpacked
 from midstream.plan.steps import INPUT, Const, Constant, DType, Ref, Rows, Step
 from midstream.plan.values import Apply, Capture, ModelFacts, Plan, Steer, check, check_strangers
 from midstream.runtime.programs import ProgramAt, programs_at
@@ -283,8 +283,9 @@ def test_what_admission_refuses() -> None:
         PlanError, match=r"programs that compute about 26214400 numbers a token; allowed: up to 1048576"
     ):
         check_strangers(Plan.of(Apply("resid_post", program=wide)), 32)
+    large = program(("mm.default", (INPUT, Const(0))), constants=[torch.zeros(300, 300)], width=300)
     with pytest.raises(PlanError, match="bytes, or base64"):
-        Plan.from_wire(Plan.of(Apply("resid_post", program=GATED.holding(1))).to_wire(), trusted=False)
+        Plan.from_wire(Plan.of(Apply("resid_post", program=large.held[0], layers=0)).to_wire(), trusted=False)
 
 
 def _mutated(value: Any, rng: random.Random) -> Any:
@@ -653,14 +654,14 @@ def test_l4_captures_keep_what_programs_compute(kind: Any, recorded: bool, secon
     value = x if y is None else x + y
     changed = 0.5 * (value + V) + V
     for row in (0, 4):
-        before = TOP.unpacked(rows[[row], :8].cpu())
+        before = unpacked(TOP, rows[[row], :8].cpu())
         for got, wanted in zip(before, _top(value[[row]]), strict=True):
             torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
-        total, kept = other.unpacked(rows[[row], 8:].cpu())
+        total, kept = unpacked(other, rows[[row], 8:].cpu())
         torch.testing.assert_close(total, 3 * changed[[row]].sum(1), rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(kept, changed[[row]], rtol=1e-5, atol=1e-5)
         assert before[1].dtype == torch.int64
-    total, kept = halved.unpacked(rows[[2], :8].cpu())
+    total, kept = unpacked(halved, rows[[2], :8].cpu())
     torch.testing.assert_close(total, value[[2]].sum(1) / 2)
     assert same_bits(kept[0], value[2]) and same_bits(rows[3, :W].cpu(), value[3])
     assert not rows[[1, 5, 6]].any(), "what nobody captures is not written"

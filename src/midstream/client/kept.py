@@ -24,6 +24,7 @@ from midstream.client.rowwise import NotRowwise, Reader
 from midstream.errors import CaptureError, PlanError
 from midstream.plan.building import Builder, Result
 from midstream.plan.program import MAX_RESULTS, Program
+from midstream.plan.running import unpacked
 from midstream.sites import Point
 from midstream.trace.graph import Chain, Value, ancestors, repeats, values_in
 from midstream.trace.program import Outcome
@@ -182,7 +183,7 @@ class Reads:
         found = {}
         for point, program in self.programs.items():
             plane = planes[point]
-            for i, part in enumerate([plane] if program is None else program.unpacked(plane)):
+            for i, part in enumerate([plane] if program is None else unpacked(program, plane)):
                 found[point, i] = part.reshape(len(part), -1)
         return found
 

@@ -163,6 +163,12 @@ class SetOfGraphs:
         self._switches: dict[Any, Replacement] = {}
         self._on = False
 
+    def recorded_with(self, kernel: Kernel | None) -> Kernel:
+        """What the site op does while they are recorded: `kernel`, if they had none before."""
+        self.kernel = self.kernel or kernel
+        assert self.kernel is not None
+        return self.kernel
+
     def add(self, target: str, owner: Any) -> None:
         """Hold the graphs of `owner`, whose attribute `target` names, if they are not held yet.
 
@@ -335,8 +341,7 @@ class ActingGraphs:
         self._use(NOTHING)  # the last step's set would be taken for vLLM's own
         if self._full is not None:
             graphs.add(*self._full)
-        kernel = graphs.kernel = graphs.kernel or self._kernel(acting)
-        assert kernel is not None
+        kernel = graphs.recorded_with(self._kernel(acting))
 
         def edit(point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
             # vLLM also runs the forward to warm up. The tables are those of the last step then, and the kernel would write to its rows.

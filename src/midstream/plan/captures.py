@@ -60,7 +60,7 @@ class Capture(Intervention):
         to: None puts the rows on the request's output; a directory (str or Path) writes safetensors files there; a callable is called
             with them; `Consumer(name, ...)` is an installed consumer; or a tuple of these.
         program: computes on the engine what is kept of each row in place of the row: a `midstream.plan.program.Program` of the site's
-            width whose result is a tuple. `program.unpacked(rows)` takes the results apart. Only for `to=None`.
+            width whose result is a tuple. `plan.running.unpacked` takes the results apart. Only for `to=None`.
 
     Raises:
         PlanError: a field is not as above.

@@ -28,8 +28,6 @@ from midstream.plan.steps import FLOATS, INPUT, SIZES, Const, Constant, DType, P
 from midstream.plan.vectors import digest
 
 if TYPE_CHECKING:
-    import torch
-
     from midstream.plan.checking import Checked
     from midstream.plan.forms import Form
 
@@ -50,7 +48,7 @@ class Program(Parts):
     """A row-wise function of a site's value. Programs are equal if they do the same to the same bits.
 
     Its result is a step's, with which `Apply` replaces the value; or a tuple of those of one or several steps, of any shapes, which
-    `Capture` keeps: each row of each, packed one after the other (see `unpacked`).
+    `Capture` keeps: each row of each, packed one after the other (see `running.unpacked`).
 
     Raises:
         PlanError: an operation is not in the table, mixes rows or gets wrong arguments; the program is too large; its result has another
@@ -88,12 +86,6 @@ class Program(Parts):
     def packed_width(self, itemsize: int) -> int:
         """How many elements of a dtype of so many bytes its packed results take: a multiple of 16 bytes."""
         return -(-sum(part.nbytes for part in self.checked.parts) // 16) * 16 // itemsize
-
-    def unpacked(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The results of captured rows `[rows, packed_width]`: each `[rows, *shape]` in its dtype, contiguous."""
-        from midstream.plan.running import unpacked
-
-        return unpacked(self.checked.parts, rows)
 
     @cached_property
     def checked(self) -> Checked:

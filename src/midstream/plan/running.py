@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from midstream.errors import PlanError
-from midstream.plan.checking import Part, plain
+from midstream.plan.checking import plain
 from midstream.plan.program import Program
 from midstream.plan.rowwise import on_device, overload
 from midstream.plan.steps import Const, Constant, Ref, Step
@@ -99,11 +99,11 @@ def _copied(rows: torch.Tensor) -> torch.Tensor:
     return rows.clone(memory_format=torch.contiguous_format)
 
 
-def unpacked(parts: Sequence[Part], rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What `_packed` has packed: each `[R, *shape]`, contiguous."""
+def unpacked(program: Program, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The results of captured rows `[R, packed_width]`: each `[R, *shape]` in its dtype, contiguous."""
     words = rows.contiguous().view(torch.int16)
     found, at = [], 0
-    for part in parts:
+    for part in program.checked.parts:
         here = _copied(words[:, at : at + part.nbytes // 2]).view(part.dtype)
         found.append(here.view(len(rows), *part.shape))
         at += part.nbytes // 2

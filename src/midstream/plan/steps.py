@@ -91,11 +91,6 @@ class Step(NamedTuple):
         return f"{fields.shown(self.op)[1:-1]}{f' (line {self.line})' if self.line else ''}"
 
 
-def digest_of_data(data: bytes) -> str:
-    """Of numbers that the engine holds: 64 hexadecimal digits."""
-    return hashlib.blake2b(data, digest_size=32).hexdigest()
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class Constant:
     """A tensor of a program. Constants are equal if dtype, shape and all bits are.
@@ -105,7 +100,7 @@ class Constant:
         shape: its sizes.
         data: little-endian bytes; None if the engine holds them.
         digest: of dtype, shape and data.
-        held: of the data alone, under which the engine holds them; empty if it does not.
+        held: of the data alone, under which the engine holds them, as weights of traces (`trace.weights`); empty if it does not.
     """
 
     dtype: str
@@ -165,7 +160,8 @@ class Constant:
 
     def without_data(self) -> Constant:
         """The same for an engine that holds its data."""
-        return Constant(self.dtype, self.shape, None, self.digest, digest_of_data(self.data or b""))
+        held = hashlib.blake2b(self.data or b"", digest_size=32).hexdigest()
+        return Constant(self.dtype, self.shape, None, self.digest, held)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Constant) and self.digest == other.digest
