@@ -89,7 +89,6 @@ class Reads:
 
     Args:
         recording: of its code.
-        length: of the prompt.
         dtype: of the model.
 
     Attributes:
@@ -97,27 +96,34 @@ class Reads:
         last: whether the last row of the prompt is enough.
     """
 
-    def __init__(self, recording: Recording, length: int, dtype: torch.dtype) -> None:
+    def __init__(self, recording: Recording, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._builders: dict[Point, Builder] = {}
         self._parts: dict[Point, list[Result]] = {}
-        found = self.of(recording)
-        for read in found.values():
+        self._reads = list(self.of(recording).values())
+        for read in self._reads:
             parts = self._parts.setdefault(read.point, [])
             if read.result.ref not in [part.ref for part in parts]:
                 parts.append(read.result)
-        self.last = all(read.is_of_last for read in found.values())
-        for read in found.values():
-            _stretch(read, 1 if self.last else length)
+        self.last = all(read.is_of_last for read in self._reads)
         self.programs = {point: self._program(point) for point in self._parts}
 
     @classmethod
-    def found(cls, recording: Recording, length: int, dtype: torch.dtype) -> Reads | None:
+    def found(cls, recording: Recording, dtype: torch.dtype) -> Reads | None:
         """The same; None if the code does more than to keep what can be computed from rows."""
         try:
-            return cls(recording, length, dtype)
+            return cls(recording, dtype)
         except (_NotKept, PlanError):
             return None
+
+    def fit(self, length: int) -> bool:
+        """Whether a prompt of this length has the rows, and they lie together."""
+        try:
+            for read in self._reads if not self.last else ():
+                _stretch(read, length)
+        except _NotKept:
+            return False
+        return True
 
     def of(self, recording: Recording) -> dict[int, _Read]:
         """By the ids of stand-ins, the values that code keeps. Raises _NotKept."""
@@ -132,7 +138,7 @@ class Reads:
                 earlier |= {id(new): old for new, old in zip(graph.values, before.values, strict=True)}
 
         def read(value: Value, chain: Chain, shape: tuple[int, ...], dtype: torch.dtype) -> _Read:
-            key = id(value), str(chain)  # two that differ and look alike are of no consequence: they are of one value
+            key = id(value), str(chain)  # all that a chain without values has are names and numbers
             if any(True for _ in values_in(chain)):
                 return self._read(value, chain, shape, dtype, readers)
             if key not in known:

@@ -257,7 +257,14 @@ def _recorded(
         key = tuple(keys)
         if key not in known:
             each = [
-                _lowered(recorder.recordings[exact], model, lengths[request], steps[request], program.is_standing)
+                _lowered(
+                    recorder.recordings[exact],
+                    model,
+                    lengths[request],
+                    steps[request],
+                    program.is_standing,
+                    recorder.reads,
+                )
                 for program, exact in zip(programs[request], keys, strict=True)
             ]
             known[key] = each[0] if len(each) == 1 else _together(each)
@@ -309,6 +316,7 @@ class _Recorder:
         self._code, self._model, self._jobs, self._requests = code, model, jobs, requests
         self._has_arrays = b"numpy" in code.programs
         self.recordings: dict[Hashable, Recording] = {}
+        self._reads: dict[int, Reads | None] = {}
         self.changes_shared = False
         self._are_several = sum(code.bodies) > 1
         if not code.is_whole:
@@ -345,6 +353,12 @@ class _Recorder:
         if self._are_several:
             fresh, used = fingerprint(self._copy()), fingerprint(copy)
             self.changes_shared = self.changes_shared or fresh is None or fresh != used
+
+    def reads(self, recording: Recording) -> Reads | None:
+        """What a recording keeps. Prompts of many lengths have the same one."""
+        if id(recording) not in self._reads:
+            self._reads[id(recording)] = Reads.found(recording, self._model.dtype)
+        return self._reads[id(recording)]
 
     def _run(self, copy: list[list[Program]], job: tuple[int, int, int, int], length: int) -> Recording:
         request, place, _, steps = job
@@ -414,7 +428,14 @@ def _agree(one: Recording, other: Recording) -> bool:
 # From recordings to plans.
 
 
-def _lowered(recording: Recording, model: Model, length: int, steps: int, is_standing: bool) -> Lowered:
+def _lowered(
+    recording: Recording,
+    model: Model,
+    length: int,
+    steps: int,
+    is_standing: bool,
+    reads: Callable[[Recording], Reads | None],
+) -> Lowered:
     graphs = recording.steps
     if len(graphs) < steps and not recording.outcome.stopped:  # the request goes on without the code
         graphs = [*graphs, StepGraph(1)]
@@ -435,8 +456,9 @@ def _lowered(recording: Recording, model: Model, length: int, steps: int, is_sta
         (note for note in notes if made.tier is Tier.BEHIND or note.kind == "edit"), key=lambda note: note.line
     )
     if made.tier is Tier.BEHIND and not is_standing:
-        made.kept = Reads.found(recording, length, model.dtype)
-        made.tier = Tier.CLIENT if made.kept is not None and _is_better_here(made, model) else Tier.BEHIND
+        made.kept = reads(recording)
+        is_kept = made.kept is not None and made.kept.fit(length)
+        made.tier = Tier.CLIENT if is_kept and _is_better_here(made, model) else Tier.BEHIND
     return made
 
 
