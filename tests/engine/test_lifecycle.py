@@ -273,9 +273,7 @@ def test_only_steps_with_a_trace_are_traced(engine: VLLM) -> None:
     assert engine.gauges()[0]["traced_steps"] == before
     with engine.trace(FRANCE, max_tokens=6, **GREEDY) as tracer:
         for _ in tracer.iter[:3]:
-            engine.layers_output[3] += 0.0 * float(
-                engine.layers_output[3].sum()
-            )  # a number of the forward: a plan cannot do it
+            engine.layers_output[3] += 0.0 * float(engine.layers_output[3].sum())  # which a plan cannot do
     assert engine.gauges()[0]["traced_steps"] - before in (3, 4)  # a slice ends when its next step begins
     assert len(tracer.result.outputs[0].token_ids) == 6
 

@@ -107,7 +107,7 @@ class Blocks:
 
     def reshaped(self, block: Block, shape: Sequence[int], times: int = 1) -> Block:
         """The block with other axes behind the first, which has `times` entries for each row."""
-        result = self._shaped_before.get(block.result.ref, block.result)  # of a shape of a shape, the first is enough
+        result = self.unshaped(block.result)  # of a shape of a shape, the first is enough
         if (times, *shape) == (result.shaped.rows, *result.shape):
             return replace(block, result=result)
         made = self.made(block, "reshape.default", (replace(block, result=result), (Rows(times), *shape)))

@@ -1,4 +1,4 @@
-"""Traces that write nothing, and keep what can be computed from the rows of one value at a time: no code runs on the engine.
+"""Traces that only keep what can be computed from the rows of one value at a time, beside writes of a plan: no code runs on the engine.
 
     hidden = [model.layers_output[14][-1] for _ in tracer.iter[:]]
     scores = [model.layers_output[14] @ probe for _ in tracer.iter[:]]
@@ -116,7 +116,7 @@ class Reads:
         except (_NotKept, PlanError):
             return None
 
-    def fit(self, length: int) -> bool:
+    def fits(self, length: int) -> bool:
         """Whether a prompt of this length has the rows, and they lie together."""
         try:
             for read in self._reads if not self.last else ():
@@ -139,7 +139,7 @@ class Reads:
 
         def read(value: Value, chain: Chain, shape: tuple[int, ...], dtype: torch.dtype) -> _Read:
             key = id(value), str(chain)  # all that a chain without values has are names and numbers
-            if any(True for _ in values_in(chain)):
+            if next(values_in(chain), None) is not None:
                 return self._read(value, chain, shape, dtype, readers)
             if key not in known:
                 alike = earlier.get(id(value))

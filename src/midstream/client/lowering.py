@@ -457,8 +457,8 @@ def _lowered(
     )
     if made.tier is Tier.BEHIND and not is_standing:
         made.kept = reads(recording)
-        is_kept = made.kept is not None and made.kept.fit(length)
-        made.tier = Tier.CLIENT if is_kept and _is_better_here(made, model) else Tier.BEHIND
+        if made.kept is not None and made.kept.fits(length) and _needs_no_code(made, made.kept, model):
+            made.tier = Tier.CLIENT
     return made
 
 
@@ -604,17 +604,16 @@ def _is_too_large(program: RowProgram, holds_weights: bool) -> bool:
     return carried.nbytes > _MOST_CONSTANTS
 
 
-def _is_better_here(found: Lowered, model: Model) -> bool:
-    """Whether code that only keeps what can be computed from rows is better run nowhere.
+def _needs_no_code(found: Lowered, kept: Reads, model: Model) -> bool:
+    """Whether captures of what code keeps are better than running it behind the step.
 
-    Code that keeps whole values in the prompt's step alone runs once, and the engine sends what it saves faster.
+    They are not for whole values of the prompt's step alone: the code runs once, and the engine sends what it saves faster.
     """
-    assert found.kept is not None
-    programs = [program for program in found.kept.programs.values() if program is not None]
-    if any(_is_too_large(program, model.holds_weights) for program in programs) or not found.kept.programs:
+    programs = [program for program in kept.programs.values() if program is not None]
+    if any(_is_too_large(program, model.holds_weights) for program in programs) or not kept.programs:
         return False
-    only_prompt = all(found.reads[point] for point in found.kept.programs)
-    return bool(programs) or found.kept.last or not only_prompt
+    only_prompt = all(found.reads[point] for point in kept.programs)
+    return bool(programs) or kept.last or not only_prompt
 
 
 def _together(each: Sequence[Lowered]) -> Lowered:

@@ -386,10 +386,8 @@ class Planner:
             return self._prepare(resolve_spans(plan, *offsets_of(prompt, ids, self.tokenizer())), ids, max_tokens)
         sinks = tuple(tuple(map(identity, capture.sinks)) for capture in plan.captures)  # equal functions may differ
         has_functions = any(callable(to) for capture in plan.captures for to in capture.sinks)
-        programs = [item.its_program for item in plan.interventions]
-        carried = sum(
-            program.nbytes for program in programs if program is not None
-        )  # equal programs may lack their numbers
+        programs = filter(None, (item.its_program for item in plan.interventions))
+        carried = sum(program.nbytes for program in programs)  # of equal programs, one may lack its numbers
         known = (self._with_functions if has_functions else self._known).get(
             (without_destinations(plan), sinks, carried, len(ids), max_tokens),
             lambda: replace(self._prepare(plan, ids, max_tokens), prompt=[]),  # shared by prompts of this length

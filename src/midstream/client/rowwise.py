@@ -89,9 +89,7 @@ class Reader:
             raise NotRowwise(self.line, str(error)) from None
         except RecursionError:
             raise NotRowwise(self._first_line, "it computes too much") from None
-        except (
-            Exception
-        ) as error:  # the code may do anything to its tensors; what is not foreseen here runs in the forward
+        except Exception as error:  # the code may do anything to its tensors: what is not foreseen is no program
             raise NotRowwise(self.line, f"it is not known to be row-wise ({type(error).__name__}: {error})") from error
 
     def _programs(self, now: Value) -> list[tuple[Choice, Program]]:

@@ -255,6 +255,7 @@ class Worker(PlatformWorker):
         None with programs on an engine with pipeline stages: another stage does not know how much room the graphs of this one have.
         """
         tables = self.plans.tables
+        assert isinstance(tables, DeviceTables)  # there are graphs
         points = {i for i, (site, _) in enumerate(tables.points) if site in acting}
         programs: dict[int, dict[str, list[RecordedPrograms]]] = {}
         each = [at for at, _ in (one for one in acting if isinstance(one, InGraph))]

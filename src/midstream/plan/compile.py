@@ -23,7 +23,7 @@ import torch
 
 from midstream.plan import fields
 from midstream.plan.captures import EMPTY, Capture, Key, Layout, RowSelection
-from midstream.plan.ops.edit import Edit, Op, Shape, changed, point_of, position_of
+from midstream.plan.ops.edit import Edit, Intervention, Op, Shape, changed, point_of, position_of
 from midstream.plan.program import Program
 from midstream.plan.steps import SIZES
 from midstream.plan.values import SITE_ORDER, Plan, encoded
@@ -148,45 +148,28 @@ def compile_plan(
 
 def _reach(normal: Plan, prompt_length: int) -> Reach:
     """Where a plan in normal form acts."""
-    prompt, generated = np.zeros(prompt_length, bool), False
-    first, later = set[Point](), set[Point]()
+    prompt = np.zeros(prompt_length, bool)
+    acts: list[tuple[Intervention, bool, bool]] = []  # whether each does in the prompt, and at generated positions
     for edit in normal.edits:
         position = position_of(edit)
         if position is not None:
             prompt[position] = True
         elif edit.phase != "decode":
             prompt[:] = True
-        if position is not None or edit.phase != "decode":
-            first.add(point_of(edit))
-        if position is None and edit.phase != "prefill":
-            generated = True
-            later.add(point_of(edit))
-    captured: dict[Any, set[Point]] = {}
+        is_placed = position is not None
+        acts.append((edit, is_placed or edit.phase != "decode", not is_placed and edit.phase != "prefill"))
+    selected: dict[Any, RowSelection] = {}
     for capture in normal.captures:
-        captured.setdefault(capture.positions, set()).add(point_of(capture))
-    for selector, points in captured.items():
-        rows = RowSelection.of(selector, prompt_length)
-        prompt[rows.listed] = True
-        generated |= rows.tail is not None
-        first |= points if rows.listed.size else set()
-        later |= points if rows.tail is not None else set()
-    return Reach(prompt, generated, frozenset(first), frozenset(later), *_with_programs(normal, prompt_length))
-
-
-def _with_programs(normal: Plan, prompt_length: int) -> tuple[frozenset[Point], frozenset[Point]]:
-    """The points at which programs run in the prompt, and at generated positions."""
-    first, later = set[Point](), set[Point]()
-    for edit in normal.edits:
-        if edit.its_program is not None:
-            is_placed = position_of(edit) is not None
-            first |= {point_of(edit)} if is_placed or edit.phase != "decode" else set()
-            later |= {point_of(edit)} if not is_placed and edit.phase != "prefill" else set()
-    for capture in normal.captures:
-        if capture.program is not None:
-            rows = RowSelection.of(capture.positions, prompt_length)
-            first |= {point_of(capture)} if rows.listed.size else set()
-            later |= {point_of(capture)} if rows.tail is not None else set()
-    return frozenset(first), frozenset(later)
+        if capture.positions not in selected:
+            selected[capture.positions] = RowSelection.of(capture.positions, prompt_length)
+            prompt[selected[capture.positions].listed] = True
+        rows = selected[capture.positions]
+        acts.append((capture, bool(rows.listed.size), rows.tail is not None))
+    in_prompt = [item for item, here, _ in acts if here]
+    generated = [item for item, _, there in acts if there]
+    with_programs = ([item for item in items if item.its_program is not None] for items in (in_prompt, generated))
+    points = (frozenset(map(point_of, items)) for items in (in_prompt, generated, *with_programs))
+    return Reach(prompt, bool(generated), *points)
 
 
 def reads_of(captures: Sequence[Capture]) -> dict[Key, Program]:

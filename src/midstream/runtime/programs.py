@@ -67,13 +67,11 @@ class Slot:
     Attributes:
         place: int32 `[2, MOST_PROFILES + 1]` on the device: by a profile's number the place of its program in the bank, and where a
             capture's result lies in its captured row, in elements. -1 where it has none; the last entry is for all higher numbers.
-        on_host: the same on the host, int64.
-        stale: whether the device's is old.
+        on_host: the same on the host, int64; `HeldPrograms.flush` copies it.
     """
 
     place: torch.Tensor
     on_host: np.ndarray
-    stale: bool = True
 
 
 @dataclass(eq=False)
@@ -115,6 +113,11 @@ def programs_at(profile: Profile) -> Iterator[tuple[ProgramAt, Program, int]]:
                 yield ProgramAt(point, "after" if i else "before", 0, op.program.form.key), op.program, op.offset
 
 
+def value_of(first: torch.Tensor, second: torch.Tensor | None) -> torch.Tensor:
+    """The value of one stream, or of two, whose sum it is; in the dtype of the first."""
+    return first if second is None else (first + second).to(first.dtype)
+
+
 class HeldPrograms:
     """The programs of all plans in the tables.
 
@@ -126,6 +129,9 @@ class HeldPrograms:
         self._device, self._upload = device, upload
         self._forms: dict[str, _Form] = {}
         self._slots: dict[ProgramAt, Slot] = {}
+        self._stale = set[
+            Slot
+        ]()  # those whose entries on the device are old; a graph may still have one that no plan has
         self._profiles: dict[int, list[tuple[ProgramAt, Program, int]]] = {}
         self._capacities: OrderedDict[str, int] = OrderedDict()
         # What a graph still reads is used again.
@@ -143,16 +149,15 @@ class HeldPrograms:
         for at, program, offset in mine:
             slot = self._slots.get(at) or self._new_slot(at)
             slot.on_host[:, number] = self._place(program), offset
-            slot.stale = True
+            self._stale.add(slot)
 
     def release(self, number: int) -> None:
         """Forget those of a profile, if it has any."""
         for at, program, _ in self._profiles.pop(number, ()):
             slot, form = self._slots[at], self._forms[at.form]
             slot.on_host[:, number] = -1
-            slot.stale = True
+            self._stale.add(slot)
             if (slot.on_host[0] < 0).all():
-                self._flush(slot)  # a graph may still have it
                 del self._slots[at]
             form.places[program][1] -= 1
             if not form.places[program][1]:
@@ -203,13 +208,9 @@ class HeldPrograms:
 
     def flush(self) -> None:
         """Copy to the device what has changed. To be called before a step."""
-        for slot in self._slots.values():
-            if slot.stale:
-                self._flush(slot)
-
-    def _flush(self, slot: Slot) -> None:
-        slot.place.copy_(self._upload(slot.on_host.reshape(-1)).view(slot.place.shape))
-        slot.stale = False
+        for slot in self._stale:
+            slot.place.copy_(self._upload(slot.on_host.reshape(-1)).view(slot.place.shape))
+        self._stale.clear()
 
     # Outside of graphs.
 
@@ -295,7 +296,7 @@ class RecordedPrograms(NamedTuple):
         """As `run_groups`, for all rows. `number_T`: of their profiles, at most `MOST_PROFILES`."""
         place_T = self.slot.place[0].index_select(0, number_T)
         absent_T1 = (place_T < 0)[:, None]
-        old = first_TH if second_TH is None else (first_TH + second_TH).to(first_TH.dtype)
+        old = value_of(first_TH, second_TH)
         new = self.bank.run(old.masked_fill(absent_T1, 0), place_T.clamp(min=0))
         changed = (new != old) & ~absent_T1
         note(slice(0, len(old)), new.masked_fill(absent_T1, 0))
@@ -324,7 +325,7 @@ def run_groups(
     for rows, bank, which, _ in groups:
         one = first_TH[rows]
         two = second_TH[rows] if second_TH is not None else None
-        old = one if two is None else (one + two).to(one.dtype)
+        old = value_of(one, two)
         new = bank.run(old, which)
         changed = new != old
         first_TH[rows] = torch.where(changed, new, one)

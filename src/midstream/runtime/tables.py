@@ -33,6 +33,7 @@ from midstream.runtime.programs import (
     all_programs,
     around,
     run_groups,
+    value_of,
 )
 from midstream.sites import Point
 
@@ -189,20 +190,6 @@ class Tables:
         self.edit(point, hidden, residual)
         return hidden, residual
 
-    def edit_recorded(
-        self,
-        point: int,
-        hidden: torch.Tensor,
-        residual: torch.Tensor | None,
-        programs: Mapping[str, Sequence[RecordedPrograms]] = MappingProxyType({}),
-    ) -> None:
-        """As `edit`, for a CUDA graph that is being recorded, which will be replayed for other rows.
-
-        Args:
-            programs: those that may run there, in their order, by `ProgramAt.what`.
-        """
-        raise NotImplementedError
-
     def take_overflow(self, hidden_TH: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object]]:
         """Which rows of the step are not finite: the codes for `step.FiniteCheck`, and a function that waits for them.
 
@@ -228,8 +215,7 @@ def _captures_behind(profile: Profile) -> bool:
 
 def _value(hidden: torch.Tensor, residual: torch.Tensor | None, rows: torch.Tensor | slice) -> torch.Tensor:
     """The value of rows of one stream or two, in the dtype of the first one."""
-    first = flat(hidden)[rows]
-    return first if residual is None else (first + flat(residual)[rows]).to(first.dtype)
+    return value_of(flat(hidden)[rows], flat(residual)[rows] if residual is not None else None)
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -477,6 +463,11 @@ class DeviceTables(Tables):
         residual: torch.Tensor | None,
         programs: Mapping[str, Sequence[RecordedPrograms]] = MappingProxyType({}),
     ) -> None:
+        """As `edit`, for a CUDA graph that is being recorded, which will be replayed for other rows.
+
+        Args:
+            programs: those that may run there, in their order, by `ProgramAt.what`.
+        """
         rows = len(flat(hidden))
         number_T, second = self._number_T[:rows], flat(residual) if residual is not None else None
 
@@ -655,7 +646,7 @@ class CpuTables(Tables):
         second: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Both streams of rows that all have `number`, edited. Elements that come out as they were are bit-identical in both."""
-        old = first if second is None else (first + second).to(first.dtype)
+        old = value_of(first, second)
         new = edited(old, ops, self._banks[number])
         self._note_overflow(point, rows, new)
         differs = torch.ne(new, old, out=torch.empty_like(new))  # into bools it takes several times as long

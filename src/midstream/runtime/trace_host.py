@@ -589,9 +589,8 @@ class TraceHost:
     def _fail_not_finite(self) -> None:
         """Fail the traces of requests whose activations became infinite or NaN in this step."""
         wrote_here = any(journal for _, request in self._in_step for journal in request.journals)
-        if self.finite_check is None or not (
-            wrote_here or self._stages is not None
-        ):  # another stage's writes are in its journals
+        may_have_written = wrote_here or self._stages is not None  # an earlier stage has the journals of its own writes
+        if self.finite_check is None or not may_have_written:
             return  # traces that write nothing need not wait for the device
         for name, at in self.finite_check.not_finite().items():
             if (request := self._requests.get(name)) is not None:
