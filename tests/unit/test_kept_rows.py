@@ -180,6 +180,33 @@ def test_l4_what_can_be_computed_from_rows_is_captured():
             kept.append((h[-1].sum(), model.layers_output[1][-1], model.layers_output[2][-1].norm()))
         return kept
 
+    def of_an_alias_that_changes(model, tracer):
+        kept = save([])
+        for _ in tracer.iter[:]:
+            h = model.layers_output[1].clone()
+            row, alias = h[-1], h
+            alias[:, 3] = 7
+            kept.append((row, h.sum(-1)[-1]))
+        return kept
+
+    def with_a_vector_that_changes(model, tracer):
+        kept, w = [], V.clone()
+        for step in tracer.iter[:]:
+            kept.append(((model.layers_output[1] @ w)[-1], model.layers_output[1][-1] * step))
+            w *= 2
+        return kept
+
+    def decided_by_the_number_of_tokens(model, tracer):
+        kept = []
+        for _ in tracer.iter[:]:
+            h = model.layers_output[1]
+            kept.append((h @ V)[0] if len(h) > 1 else h[-1].norm())
+        return kept
+
+    def of_several_rows(model):
+        h = model.layers_output[1]
+        return h[0].norm(), h[::1].mean(-1), [row.sum() for row in (h[0], h[-1])]
+
     def norms(model, tracer):
         return [model.layers_output[1][-1].norm() for _ in tracer.iter[:]]
 
