@@ -60,8 +60,9 @@ LOADS = {
 }
 CPU_LOADS = {"equal": (32, (16, 16), (32, 32)), "short": (32, (16, 16), (4, 32)), "mixed": (32, (8, 128), (4, 32))}
 PARAMS = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
+FEATURES = 16_384  # of an SAE
 RATE = 1.25  # arrivals for each request that stock vLLM finishes
-ONE_IN = (20, 4, 1)  # which requests are traced: every 20th, every 4th, all
+ONE_IN = (20, 1)  # which requests are traced: every 20th, all
 
 
 class Load:
@@ -73,7 +74,8 @@ class Load:
     """
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        self.count, prompt, output = (CPU_LOADS if arguments.cpu else LOADS)[arguments.load]
+        count, prompt, output = (CPU_LOADS if arguments.cpu else LOADS)[arguments.load]
+        self.count = arguments.requests or count
         self._numbers = itertools.count(1)
         random = np.random.default_rng(0)
         self._prompts = random.integers(*prompt, self.count, endpoint=True)
@@ -127,6 +129,7 @@ def plan_rows(model: Any, load: Load) -> list[Row]:
         Row("no plan"),
         Row("every request steered, one layer", [Steer("resid_post", layers=[middle], vector=vector)]),
         Row("every request steered, all layers", [Steer("resid_post", vector=vector)]),
+        Row("every request steered at an MLP's output", [Steer("mlp_out", layers=[middle], vector=vector)]),
         Row(f"{load.count} different plans", different_plans(model.hidden_size, model.num_layers, load.count)),
         Row("last prompt token captured, all layers", [Capture("resid_post")]),
         Row("every token captured, one layer", [Capture("resid_post", layers=[middle], positions="all")]),
@@ -155,40 +158,68 @@ def different_plans(hidden_size: int, num_layers: int, requests: int) -> list[An
 
 
 def trace_rows(model: Any, load: Load) -> list[Row]:
+    rows = [Row("no trace")]
+    for one_in in ONE_IN if model.mode == "async" else (1,):
+        traced = f"{-(-load.count // one_in)} of {load.count} traced"
+        rows += [Row(f"{traced}: {name}", None, trace, one_in) for name, trace in traces(model).items()]
+    return rows
+
+
+def traces(model: Any) -> dict[str, Callable[..., Any]]:
+    """Functions of traces, by what they do. All but the first do it in every step."""
     import torch
 
-    vector = torch.full((model.hidden_size,), 0.01)
-    middle = model.num_layers // 2
+    width, middle = model.hidden_size, model.num_layers // 2
+    made = torch.Generator().manual_seed(0)
+    vector = torch.full((width,), 0.01)
+    probe = torch.randn(width, generator=made) / width**0.5
+    unit = probe / probe.norm()
+    encoder = (torch.randn(width, FEATURES, generator=made) / width**0.5).bfloat16()
+    decoder = (torch.randn(FEATURES, width, generator=made) / FEATURES**0.5).bfloat16()
 
     def read(m: Any) -> Any:
         return m.layers_output[middle]
 
-    def read_every_step(m: Any, tracer: Any) -> list[Any]:
-        return [m.layers_output[middle][-1] for _ in tracer.iter[:]]
+    def changing(change: Callable[[Any], Any]) -> Callable[..., None]:
+        def body(m: Any, tracer: Any) -> None:
+            for _ in tracer.iter[:]:
+                m.layers_output[middle] = change(m.layers_output[middle])
 
-    def norm_every_step(m: Any, tracer: Any) -> list[Any]:
-        return [m.layers_output[middle][-1].norm() for _ in tracer.iter[:]]
+        return body
 
-    def add(m: Any, tracer: Any) -> None:
+    def zero_column(m: Any, tracer: Any) -> None:
         for _ in tracer.iter[:]:
-            m.layers_output[middle] += vector
+            m.layers_output[middle][:, 17] = 0
+
+    def add_at_module(m: Any, tracer: Any) -> None:
+        for _ in tracer.iter[:]:
+            m.model.layers[middle].output[0][:] += vector
 
     def squash_mlp(m: Any, tracer: Any) -> None:
         for _ in tracer.iter[:]:
-            m.mlps_output[middle] = torch.tanh(m.mlps_output[middle])
+            m.model.layers[middle].mlp.output = torch.tanh(m.model.layers[middle].mlp.output)
 
-    traces: dict[str, Callable[..., Any]] = {
+    def keeping(compute: Callable[[Any], Any]) -> Callable[..., list[Any]]:
+        def body(m: Any, tracer: Any) -> list[Any]:
+            return [compute(m.layers_output[middle][-1]) for _ in tracer.iter[:]]
+
+        return body
+
+    return {
         "reads one layer of its prompt": read,
-        "reads one layer's last row in every step": read_every_step,
-        "takes the norm of one layer's last row in every step": norm_every_step,
-        "adds a vector in every step": add,
-        "replaces an MLP's output by its tanh in every step": squash_mlp,
+        "reads one layer's last row": keeping(lambda h: h),
+        "adds a converted vector": changing(lambda h: h + vector.to(h)),
+        "halves": changing(lambda h: h * 0.5),
+        "projects a direction out": changing(lambda h: h - (h @ unit.to(h))[:, None] * unit.to(h)),
+        "zeroes a column": zero_column,
+        "adds at the module's output": add_at_module,
+        f"an SAE's gate, {FEATURES:,} features": changing(
+            lambda h: h + torch.relu(h @ encoder.to(h)) @ decoder.to(h) * 0.01
+        ),
+        "replaces an MLP's output by its tanh": squash_mlp,
+        "keeps a probe's score": keeping(lambda h: h @ probe.to(h)),
+        "keeps the top 8 features": keeping(lambda h: torch.relu(h @ encoder.to(h)).topk(8).values),
     }
-    rows = [Row("no trace")]
-    for one_in in ONE_IN if model.mode == "async" else (1,):
-        traced = f"{-(-load.count // one_in)} of {load.count} traced"
-        rows += [Row(f"{traced}: {name}", None, trace, one_in) for name, trace in traces.items()]
-    return rows
 
 
 # One run of a load.
@@ -382,6 +413,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["plans", "traces", "captures", "stages", "starts"])
     parser.add_argument("--load", choices=LOADS, default="equal", help="for plans and traces")
+    parser.add_argument("--requests", type=int, help="how many, in place of the load's number")
     parser.add_argument(
         "--only",
         nargs="+",

@@ -123,7 +123,7 @@ def test_l2_a_body_that_changes_what_a_later_one_has_written_by_then(how):
         "steps": [[in_the_second_step], [writes_each]],
         "one request": [[late, writes]],
     }
-    several = lowered(pairs[how], [LENGTH] * 2, [3] * 2)
+    several = lowered(pairs[how], [LENGTH] * len(pairs[how]), [3] * len(pairs[how]))
     written = [said(each) for each in several if each.edits]
     assert Tier.FORWARD in {each.tier for each in several} or written == [[steer(V, 1)]]
 

@@ -203,7 +203,7 @@ class Reads:
             CaptureError: what it keeps was not known when the request began.
         """
         try:
-            found = self.of(recording)
+            found = self.of(recording) if recording.reason is None else {}
         except (_NotKept, PlanError):
             found = {}
 
@@ -329,19 +329,33 @@ class KeptTrace:
     """
 
     def __init__(self, recording: Recording, again: Callable[[int], Recording], reads: Reads, prompt: int) -> None:
-        self._recordings = {len(recording.steps): recording}
-        self._most = len(recording.steps)
+        self._recording, self._most = recording, len(recording.steps)
         self.prompt, self._again, self._reads = prompt, again, reads
-        self._kept: dict[int, tuple[Outcome, _Filling]] = {}
+        self._placed: dict[int, tuple[Outcome, Any]] = {}
+        self._kept: dict[int, _Filling] = {}
+
+    def knows(self, count: int) -> bool:
+        """Whether the captured rows are what the code keeps of a request with so many steps."""
+        try:
+            self._values(min(count, self._most))
+        except CaptureError:
+            return False
+        return True
+
+    def _values(self, count: int) -> tuple[Outcome, Any]:
+        """The outcome with so many steps, and its values with `KeptRows` in place of stand-ins."""
+        if count not in self._placed:
+            recording = self._recording if count == self._most else self._again(count)
+            self._placed[count] = recording.outcome, self._reads.placed(recording, self.prompt)
+        return self._placed[count]
 
     def outcome(self, captured: CapturedSteps) -> Outcome:
         """The outcome of a request that has ended. Raises CaptureError as `Reads.placed`."""
         count = min(captured.count, self._most)
         planes = self._reads.unpacked(captured.planes)
+        found, values = self._values(count)
         if count not in self._kept:
-            if count not in self._recordings:
-                self._recordings[count] = self._again(count)
-            recording = self._recordings[count]
-            self._kept[count] = recording.outcome, _Filling(self._reads.placed(recording, self.prompt), planes)
-        found, kept = self._kept[count]
-        return replace(found, values=kept.filled(planes), name="kept", order=captured.count, steps=captured.count)
+            self._kept[count] = _Filling(values, planes)
+        return replace(
+            found, values=self._kept[count].filled(planes), name="kept", order=captured.count, steps=captured.count
+        )

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
 from midstream.client.kept import KeptTrace, Reads
-from midstream.client.passes import Rows, changes, rows_of
-from midstream.client.rowwise import NotRowwise, programs_of
+from midstream.client.passes import Rows, rows_of
+from midstream.client.recordings import Recorded, Recorder
+from midstream.client.rowwise import NotRowwise
 from midstream.errors import PlanError
 from midstream.plan.ops.apply import Apply
 from midstream.plan.ops.edit import Edit, RowChange, changed, kinds
@@ -28,11 +28,9 @@ from midstream.plan.program import Program as RowProgram
 from midstream.plan.values import Capture, Plan, counted_from_0
 from midstream.runtime.request import Tier
 from midstream.sites import Point
-from midstream.trace.graph import StepGraph, Write, repeats, same_steps
-from midstream.trace.program import BlockProgram, Outcome, Program, ShippedCode, ship, unship
-from midstream.trace.record import Model, Recording, fingerprint, record
-from midstream.trace.stand_in import is_plain
-from midstream.trace.weights import Weight, on_device
+from midstream.trace.graph import StepGraph, Write, repeats
+from midstream.trace.program import Outcome, Program, ShippedCode, ship
+from midstream.trace.record import Model, Recording
 
 _IN_GRAPHS = ("resid_post",)  # as `runtime.points.trace_keys`
 _MOST_CONSTANTS = 1 << 20  # bytes of numbers in a program that each request carries
@@ -65,6 +63,7 @@ class Lowered:
         reason: why it has to run in the forward; None if it need not.
         recordings: of its programs, its own last.
         again: records its own program with another number of steps.
+        traces: of its own program, by how many of the prompt's rows are captured.
     """
 
     tier: Tier = Tier.FORWARD
@@ -75,7 +74,7 @@ class Lowered:
     reason: str | None = None
     recordings: Sequence[Recording] = field(default=(), repr=False)
     again: Callable[[int], Recording] | None = None
-    _traces: dict[int, KeptTrace] = field(default_factory=dict, repr=False)
+    traces: dict[int, KeptTrace] = field(default_factory=dict, repr=False)
 
     @property
     def keeps_to_graphs(self) -> bool:
@@ -92,9 +91,9 @@ class Lowered:
         """What puts the captured rows into what it keeps, for `Tier.CLIENT`. `length`: of the prompt."""
         assert self.again is not None and self.kept is not None
         prompt = 1 if self.kept.last else length
-        if prompt not in self._traces:
-            self._traces[prompt] = KeptTrace(self.recordings[-1], self.again, self.kept, prompt)
-        return self._traces[prompt]
+        if prompt not in self.traces:
+            self.traces[prompt] = KeptTrace(self.recordings[-1], self.again, self.kept, prompt)
+        return self.traces[prompt]
 
     def plan_for(self, tier: Tier) -> Plan:
         """The edits, and captures of the rows that the code needs. Its own writes go to its copies of them."""
@@ -223,221 +222,74 @@ def lowered_requests(
     Code that has been recorded with equal variables is not recorded again.
     """
     state = torch.get_default_dtype(), torch.is_grad_enabled(), hash(frozenset(os.environ.items()))
-    key = code.programs, tuple(code.weights), tuple(code.bodies), tuple(lengths), tuple(steps), state
-    known: OrderedDict[Hashable, list[Lowered]] = model.recorded
-    if key in known:
-        known.move_to_end(key)
-        return known[key]
-    found = _recorded(programs, code, model, lengths, steps)
+    key = code.programs, tuple(code.weights), tuple(code.bodies), state
+    known: OrderedDict[Hashable, _Code] = model.recorded
+    found = known.pop(key, None) or _Code(programs, code, model)
     if len(code.programs) <= _MOST_KEPT:
         known[key] = found
         while len(known) > _KEPT_CODES:
             known.popitem(last=False)
-    return found
+    return found.lowered(lengths, steps)
 
 
-def _recorded(
-    programs: Sequence[Sequence[Program]],
-    code: ShippedCode,
-    model: Model,
-    lengths: Sequence[int],
-    steps: Sequence[int],
-) -> list[Lowered]:
-    """The same, recorded."""
-    jobs: dict[Hashable, tuple[int, int, int, int]] = {}  # key -> request, its program, the prompt's length, steps
-    wanted: list[list[Hashable]] = []
-    for request, own in enumerate(programs):
-        wanted.append([(_identity(program), steps[request], lengths[request]) for program in own])
-        for place, key in enumerate(wanted[-1]):
-            jobs.setdefault(key, (request, place, lengths[request], steps[request]))
-    recorder = _Recorder(code, model, jobs, (lengths, steps))
-    known: dict[Hashable, Lowered] = {}
-    found = []
-    for request, keys in enumerate(wanted):
-        key = tuple(keys)
-        if key not in known:
+class _Code:
+    """The code of a call's requests, and what has been found of it."""
+
+    def __init__(self, programs: Sequence[Sequence[Program]], code: ShippedCode, model: Model) -> None:
+        self._model, self._recorder = model, Recorder(programs, code, model)
+        self._standing = [[program.is_standing for program in own] for own in programs]
+
+    def lowered(self, lengths: Sequence[int], steps: Sequence[int]) -> list[Lowered]:
+        """What each request does."""
+        recorded = self._recorder.recorded(lengths, steps)
+        found = [self._request(recorded, i, length, steps[i]) for i, length in enumerate(lengths)]
+        if self._recorder.changes_shared:
+            return _kept_apart(found, self._recorder.writes_in_turn(lengths, steps))
+        return found
+
+    def _request(self, recorded: Recorded, request: int, length: int, steps: int) -> Lowered:
+        places = self._recorder.places[request]
+        recordings = [recorded.of(place, length) for place in places]
+        ends = [(min(steps, each.varied), steps > len(each.steps)) for each in recordings]
+        key = tuple(places), length, tuple(ends)
+        if key not in recorded.lowered:
             each = [
-                _lowered(
-                    recorder.recordings[exact],
-                    model,
-                    lengths[request],
-                    steps[request],
-                    program.is_standing,
-                    recorder.reads,
-                )
-                for program, exact in zip(programs[request], keys, strict=True)
+                _lowered(recorded, recording, self._model, length, steps, is_standing)
+                for recording, is_standing in zip(recordings, self._standing[request], strict=True)
             ]
-            known[key] = each[0] if len(each) == 1 else _together(each)
-            known[key].again = partial(recorder.again, key[-1]) if key else None
-        found.append(known[key])
-    if recorder.changes_shared:
-        _keep_apart(found, recorder.writes_in_turn())
-    return found
+            made = each[0] if len(each) == 1 else _together(each)
+            if places:
+                made.again = partial(self._recorder.again, places[-1], recorded.length(length))
+                made.traces = recorded.traces.setdefault(id(recordings[-1]), {})
+            recorded.lowered[key] = made
+        made = recorded.lowered[key]
+        if made.tier is Tier.CLIENT and steps < len(recordings[-1].steps) and not made.kept_trace(length).knows(steps):
+            return replace(made, tier=Tier.BEHIND)
+        return made
 
 
-def _keep_apart(found: Sequence[Lowered], writes: bool) -> None:
-    """Have codes that share variables, and change them, run side by side: what they do is not known from recordings one by one."""
+def _kept_apart(found: Sequence[Lowered], writes: bool) -> list[Lowered]:
+    """The same for codes that share variables, and change them: what they do is not known from recordings one by one. They run side by
+    side."""
     reason = "it changes a variable that other requests of the call use, too"
+    apart = []
     for one in found:
         if writes:
-            one.tier, one.edits, one.reason = Tier.FORWARD, (), one.reason or reason
-            one.notes = [note for note in one.notes if note.kind != "edit"] + [Note(0, "forward", reason)]
-        elif one.tier is not Tier.FORWARD:
-            one.tier = Tier.BEHIND
-
-
-def _identity(program: Program) -> Hashable:
-    """Equal for programs that do the same with the same objects."""
-    if not isinstance(program, BlockProgram):
-        return id(program)
-    block = program.block
-    values = tuple((name, id(value)) for name, value in block.captured.items())
-    return id(block.compiled), values, tuple(program.injected), tuple(program.saved), tuple(block.borrows.items())
-
-
-class _Recorder:
-    """Records the programs of a call twice, on one copy of their variables, and the second time in the opposite order.
-
-    If that makes a difference, the code depends on something that a recording does not see: a variable that it changes, or the prompt's
-    length. Two different lengths show the latter. Then each length that occurs is recorded.
-
-    Attributes:
-        recordings: by the keys of the jobs.
-        changes_shared: whether the code of several requests, or several codes of one, may change a variable that they share.
-    """
-
-    def __init__(
-        self,
-        code: ShippedCode,
-        model: Model,
-        jobs: Mapping[Hashable, tuple[int, int, int, int]],
-        requests: tuple[Sequence[int], Sequence[int]],
-    ) -> None:
-        self._code, self._model, self._jobs, self._requests = code, model, jobs, requests
-        self._has_arrays = b"numpy" in code.programs
-        self.recordings: dict[Hashable, Recording] = {}
-        self._reads: dict[int, Reads | None] = {}
-        self.changes_shared = False
-        self._are_several = sum(code.bodies) > 1
-        if not code.is_whole:
-            reason = "it uses a value of one of your modules that cannot be sent"
-            self.recordings = dict.fromkeys(jobs, Recording([], reason))
-            return
-        lengths = [length for _, _, length, _ in jobs.values()]
-        try:
-            self._copy()
-        except Exception as error:  # a variable's own code does not run here
-            reason = f"its variables cannot be copied here: {type(error).__name__}: {error}"
-            self.recordings = dict.fromkeys(jobs, Recording([], reason))
-            return
-        if len(jobs) and min(lengths) > 1 and self._record_any_length(min(lengths), 2 * max(lengths) + 501):
-            return
-        if not self._record_twice(one_copy=True) and len(requests[0]) == 1:
-            self._record_twice(one_copy=False)
-
-    def _copy(self) -> list[list[Program]]:
-        held = {digest: _held(weight) for digest, weight in self._code.weights.items()}
-        return unship(self._code.programs, self._model.resolve, None, held)
-
-    def writes_in_turn(self) -> bool:
-        """Whether any code writes to the model, or may, if the codes of all requests run one after the other on the same variables."""
-        for own, length, steps in zip(self._copy(), *self._requests, strict=True):
-            for program in own:
-                made = record(program, self._model, length, steps, self._has_arrays)
-                if made.reason is not None or any(graph.writes for graph in made.steps):
-                    return True
-        return False
-
-    def _compare(self, copy: list[list[Program]]) -> None:
-        """Note whether the recordings have changed the variables of `copy`."""
-        if self._are_several:
-            fresh, used = fingerprint(self._copy()), fingerprint(copy)
-            self.changes_shared = self.changes_shared or fresh is None or fresh != used
-
-    def reads(self, recording: Recording) -> Reads | None:
-        """What a recording keeps. Prompts of many lengths have the same one."""
-        if id(recording) not in self._reads:
-            self._reads[id(recording)] = Reads.found(recording, self._model.dtype)
-        return self._reads[id(recording)]
-
-    def _run(self, copy: list[list[Program]], job: tuple[int, int, int, int], length: int) -> Recording:
-        request, place, _, steps = job
-        return record(copy[request][place], self._model, length, steps, self._has_arrays)
-
-    def again(self, key: Hashable, steps: int) -> Recording:
-        """Record a program with another number of steps."""
-        request, place, length, _ = self._jobs[key]
-        return record(self._copy()[request][place], self._model, length, steps, self._has_arrays)
-
-    def _record_any_length(self, short: int, long: int) -> bool:
-        """Record each program once for all lengths. Returns whether it makes no difference how long the prompts are."""
-        unique: dict[Hashable, tuple[int, int, int, int]] = {}
-        for key, job in self._jobs.items():
-            unique.setdefault(_without_length(key), job)
-        copy = self._copy()
-        once = {key: self._run(copy, job, short) for key, job in unique.items()}
-        again = {key: self._run(copy, job, long) for key, job in reversed([*unique.items()])}
-        self._compare(copy)
-        if not all(_agree(once[key], again[key]) and once[key].sizes == again[key].sizes for key in unique):
-            return False
-        self.recordings = {key: once[_without_length(key)] for key in self._jobs}
-        return True
-
-    def _record_twice(self, one_copy: bool) -> bool:
-        """Record each program for each length. Returns whether the two recordings of each agree."""
-        copy = self._copy()
-        once = {key: self._run(copy, job, job[2]) for key, job in self._jobs.items()}
-        self._compare(copy)
-        copy = copy if one_copy else self._copy()
-        again = {key: self._run(copy, job, job[2]) for key, job in reversed([*self._jobs.items()])}
-        agree = True
-        for key, recording in once.items():
-            if not _agree(recording, again[key]):
-                agree = False
-                recording.reason = recording.reason or again[key].reason or "it does something else each time it runs"
-        self.recordings = once
-        return agree
-
-
-_weights: WeakKeyDictionary[Weight, torch.Tensor] = WeakKeyDictionary()
-
-
-def _held(weight: Weight) -> torch.Tensor:
-    """A weight's bytes as a tensor, of which copies are made when somebody writes to them."""
-    if weight not in _weights:
-        _weights[weight] = on_device(weight.data, None)
-    return _weights[weight]
-
-
-def _without_length(key: Any) -> Hashable:
-    return key[:-1]
-
-
-def _agree(one: Recording, other: Recording) -> bool:
-    if one.reason is not None or other.reason is not None:
-        interrupted = [each.reason == "its code raises KeyboardInterrupt" for each in (one, other)]
-        if any(interrupted) and not all(interrupted):  # not by the code itself
-            raise KeyboardInterrupt
-        return one.reason == other.reason
-    values = [each.outcome.values for each in (one, other)]
-    if all(map(is_plain, values)) and values[0] != values[1]:
-        return False
-    return one.needs_body == other.needs_body and one.watched == other.watched and same_steps(one.steps, other.steps)
+            notes = [note for note in one.notes if note.kind != "edit"] + [Note(0, "forward", reason)]
+            apart.append(replace(one, tier=Tier.FORWARD, edits=(), reason=one.reason or reason, notes=notes))
+        else:
+            apart.append(one if one.tier is Tier.FORWARD else replace(one, tier=Tier.BEHIND))
+    return apart
 
 
 # From recordings to plans.
 
 
 def _lowered(
-    recording: Recording,
-    model: Model,
-    length: int,
-    steps: int,
-    is_standing: bool,
-    reads: Callable[[Recording], Reads | None],
+    recorded: Recorded, recording: Recording, model: Model, length: int, steps: int, is_standing: bool
 ) -> Lowered:
-    graphs = recording.steps
-    if len(graphs) < steps and not recording.outcome.stopped:  # the request goes on without the code
+    graphs = recording.steps[: min(steps, recording.varied)]  # the later ones repeat the last of these
+    if len(recording.steps) < steps and not recording.outcome.stopped:  # the request goes on without the code
         graphs = [*graphs, StepGraph(1)]
     notes = _reads_noted(recording)
     made = Lowered(notes=notes, recordings=[recording])
@@ -447,7 +299,7 @@ def _lowered(
     made.reads |= dict.fromkeys(recording.watched, False)
     try:
         _refuse(recording, made.reads, model)
-        made.edits = tuple(_edits(graphs, length, notes, model.holds_weights))
+        made.edits = tuple(_edits(graphs, length, notes, recorded, model.holds_weights))
     except _Stays as stays:
         notes.append(Note(stays.line, "forward", stays.reason))
         return replace(made, edits=(), reason=f"line {stays.line}: {stays.reason}")
@@ -456,7 +308,7 @@ def _lowered(
         (note for note in notes if made.tier is Tier.BEHIND or note.kind == "edit"), key=lambda note: note.line
     )
     if made.tier is Tier.BEHIND and not is_standing:
-        made.kept = reads(recording)
+        made.kept = recorded.reads(recording, model.dtype)
         if made.kept is not None and made.kept.fits(length) and _needs_no_code(made, made.kept, model):
             made.tier = Tier.CLIENT
     return made
@@ -504,14 +356,22 @@ def _reads_noted(recording: Recording) -> list[Note]:
     ]
 
 
-def _edits(steps: Sequence[StepGraph], length: int, notes: list[Note], holds_weights: bool) -> Iterator[Edit]:
+def _edits(
+    steps: Sequence[StepGraph], length: int, notes: list[Note], recorded: Recorded, holds_weights: bool
+) -> Iterator[Edit]:
     """The writes as edits. Raises _Stays for a write that no edit can make."""
-    first = [edit for write in steps[0].writes for edit in _edits_of(write, length, "prefill", notes, holds_weights)]
+
+    def edits(graph: StepGraph, tokens: int, phase: str) -> list[Edit]:
+        return [
+            edit for write in graph.writes for edit in _edits_of(write, tokens, phase, notes, recorded, holds_weights)
+        ]
+
+    first = edits(steps[0], length, "prefill")
     later: list[Edit] | None = None
     for number, graph in enumerate(steps[1:], start=1):
         if number > 1 and repeats(graph, steps[number - 1]):
             continue
-        found = [edit for write in graph.writes for edit in _edits_of(write, 1, "decode", notes, holds_weights)]
+        found = edits(graph, 1, "decode")
         if later is not None and found != later:
             line = next((write.line for each in (graph, steps[number - 1]) for write in each.writes), 0)
             raise _Stays(line, "a plan makes the same writes in all steps after the prompt's")
@@ -530,13 +390,15 @@ def _in_prompt(edit: Edit) -> Edit:
     return changed(edit, phase="prefill")
 
 
-def _edits_of(write: Write, length: int, phase: str, notes: list[Note], holds_weights: bool) -> list[Edit]:
+def _edits_of(
+    write: Write, length: int, phase: str, notes: list[Note], recorded: Recorded, holds_weights: bool
+) -> list[Edit]:
     """The edits that make a write: of kinds that say it, else programs. Raises _Stays if there are none."""
-    found = changes(write)
+    found = recorded.changes(write)
     edits = _placed(found, write, length, phase) if found is not None else None
     if edits is None:
         try:
-            programs = programs_of(write)
+            programs = recorded.programs(write)
         except NotRowwise as error:
             raise _Stays(error.line or write.line, error.reason) from None
         if any(_is_too_large(program, holds_weights) for _, program in programs):

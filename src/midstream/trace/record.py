@@ -38,7 +38,7 @@ from midstream.sites import Binding, Key, Point, point_name
 from midstream.trace.body import CURRENT, Body, StopTrace, current_body, never_reached, step_is_over
 from midstream.trace.envoy import Envoy, ModelEnvoy
 from midstream.trace.forward import LAST_POINTS
-from midstream.trace.graph import StepGraph, Value, Write
+from midstream.trace.graph import StepGraph, Value, Write, repeats
 from midstream.trace.program import BlockProgram, FunctionProgram, Outcome, Program, _Pickler, outcome
 from midstream.trace.remote import Peers
 from midstream.trace.saves import variables_of
@@ -131,8 +131,24 @@ class Recording:
     may_raise: int | None = None
     watched: dict[Point, int] = field(default_factory=dict)
 
+    @cached_property
+    def varied(self) -> int:
+        """How many of its first steps differ: each later one repeats the one before. At least the prompt's and the first token's."""
+        for number in range(len(self.steps) - 1, 1, -1):
+            if not repeats(self.steps[number], self.steps[number - 1]):
+                return number + 1
+        return 2
 
-def record(program: Program, model: Model, tokens: int, steps: int, has_arrays: bool = False) -> Recording:
+
+def record(
+    program: Program,
+    model: Model,
+    tokens: int,
+    steps: int,
+    has_arrays: bool = False,
+    converted: dict[Any, tuple[torch.Tensor, Any]] | None = None,
+    is_known: bool = False,
+) -> Recording:
     """Run a program's code on stand-ins.
 
     Args:
@@ -140,14 +156,18 @@ def record(program: Program, model: Model, tokens: int, steps: int, has_arrays: 
         tokens: how many the prompt has.
         steps: how many the request has.
         has_arrays: whether the program has numpy arrays.
+        converted: as of `Notes`.
+        is_known: whether a recording of more steps has shown that its code does not act on the world outside.
     """
-    notes = Notes(model.device, _file_of(program), has_arrays)
+    import torch._dynamo  # operations import it when they first need it, and it changes a function of torch
+
+    notes = Notes(model.device, _file_of(program), has_arrays, {} if converted is None else converted)
     body = RecordedBody(model, notes, tokens, steps)
     modules = {name: (module, dict(vars(module))) for name, module in _give_kinds(program).items()}
     held = _Held()
     token = CURRENT.set(body)
     try:
-        with torch.no_grad(), SeeingFunctions(notes), SeeingOperations(notes), _held_back(held), _guarded(notes):
+        with torch.no_grad(), SeeingFunctions(notes), SeeingOperations(notes), _held_back(held), _guarded(notes, is_known):
             try:
                 body.result = program.run(model.envoy, {})
             except StopTrace as stop:
@@ -489,7 +509,7 @@ class _Visit:
         current = self._now[what]
         if value is current:
             return
-        if not isinstance(value, torch.Tensor) or value.shape != current.shape or value.dtype != current.dtype:
+        if not isinstance(value, torch.Tensor) or _shape(value) != _shape(current) or value.dtype != current.dtype:
             self._notes.end(f"a value of another structure, shape or dtype is written to {point_name(self.key)}")
         self._put(what, value)
 
@@ -499,15 +519,14 @@ class _Visit:
             return
         if not isinstance(value, torch.Tensor):
             self._notes.end(f"a {type(value).__name__} is written to {name}")
-        if value.shape != current.shape or value.dtype != current.dtype:
+        mine, theirs = _shape(value), _shape(current)
+        if mine != theirs or value.dtype != current.dtype:
             self._converted.append((value, self._state(value)))
             if value.dtype != current.dtype:
                 value = value.to(current.dtype)
-            if value.ndim > current.ndim or any(
-                n not in (1, m) for n, m in zip(value.shape[::-1], current.shape[::-1], strict=False)
-            ):
+            if len(mine) > len(theirs) or any(n not in (1, m) for n, m in zip(mine[::-1], theirs[::-1], strict=False)):
                 self._notes.end(f"a value of another shape is written to {name}")
-            value = value.clone() if value.shape == current.shape else value.clone().expand(current.shape)
+            value = value.clone() if mine == theirs else value.clone().expand(theirs)
         self._put(binding, value)
 
     def _put(self, what: Any, value: torch.Tensor) -> None:
@@ -579,16 +598,21 @@ class _Applied(Peers):
         return partial(_apply, path)
 
 
+def _shape(tensor: torch.Tensor) -> torch.Size:
+    """Its sizes, which are not noted as seen by the code."""
+    return tensor.meta.shape if isinstance(tensor, StandIn) else tensor.shape
+
+
 def _apply(path: str, *args: Any, **kwargs: Any) -> Any:
     body: Any = current_body()
     if "Norm" not in body.forward.stage.modules.get(path, "") or len(args) != 1 or kwargs:
         _end(f"{path}(...) is computed where the engine runs")
-    return body.compute_by(path, args[0], args[0].shape)
+    return body.compute_by(path, args[0], _shape(args[0]))
 
 
 def _unembed(hidden: torch.Tensor) -> Any:
     body: Any = current_body()
-    return body.compute_by("project_on_vocab", hidden, (*hidden.shape[:-1], body.vocab_size))
+    return body.compute_by("project_on_vocab", hidden, (*_shape(hidden)[:-1], body.vocab_size))
 
 
 class _Forward:
@@ -661,9 +685,9 @@ def _held_back(held: _Held) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _guarded(notes: Notes) -> Iterator[None]:
+def _guarded(notes: Notes, is_known: bool) -> Iterator[None]:
     """End the recording in the block before a function is called that acts on the world outside, or depends on it: files, time, locks,
-    random numbers."""
+    random numbers. Of code that is known not to do so, Python's own events are watched alone: that takes half the time."""
 
     importing: list[Any] = []  # the outermost import statement that is under way
 
@@ -695,7 +719,8 @@ def _guarded(notes: Notes) -> Iterator[None]:
     token = _GUARDED.set((notes, importing))
     collects = gc.isenabled()
     gc.disable()  # a collection runs the code of others' objects that end
-    sys.setprofile(check)
+    if not is_known:
+        sys.setprofile(check)
     try:
         yield
     finally:
@@ -732,8 +757,8 @@ _EVENTS = (
 def _watch_events() -> None:
     """Python cannot remove an audit hook, so there is one for all recordings."""
 
-    def watch(event: str, _: Any) -> None:
-        guarded = _GUARDED.get()
+    def watch(event: str, _: Any, guard: Any = _GUARDED) -> None:  # which the end of the process takes from the module
+        guarded = guard.get()
         if guarded is None or not event.startswith(_EVENTS):
             return
         notes, importing = guarded

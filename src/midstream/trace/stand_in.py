@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from midstream.trace.graph import Chain, StepGraph, Value
-from midstream.trace.tree import leaves, memory_of
+from midstream.trace.tree import leaves
 
 aten = torch.ops.aten
 _MOST_VALUES = 20_000
@@ -195,6 +195,7 @@ class Notes:
         device: the engine's.
         file: of the code, whose lines are noted.
         has_arrays: whether the code has numpy arrays, which may share memory with tensors.
+        converted: large tensors of another dtype that the recordings of one code share.
 
     Attributes:
         steps: the graphs of the steps so far.
@@ -204,8 +205,10 @@ class Notes:
         may_raise: the line of an operation whose errors depend on numbers; None if there is none.
     """
 
-    def __init__(self, device: torch.device, file: str, has_arrays: bool) -> None:
-        self.device, self.file, self.has_arrays = device, file, has_arrays
+    def __init__(
+        self, device: torch.device, file: str, has_arrays: bool, converted: dict[Any, tuple[torch.Tensor, Any]]
+    ) -> None:
+        self.device, self.file, self.has_arrays, self.converted = device, file, has_arrays, converted
         self.steps: list[StepGraph] = []
         self.reason: str | None = None
         self.line = 0
@@ -251,15 +254,12 @@ class Notes:
     def const(self, tensor: torch.Tensor) -> Value:
         """The value of one of the code's own tensors, as it is now."""
         own = tensor.detach()
-        key = (memory_of(own), own.storage_offset(), tuple(own.shape), own.stride(), own.dtype)
+        key = (_storage_of(own), own.storage_offset(), tuple(own.shape), own.stride(), own.dtype)
         known = self._consts.get(key)
-        if (
-            known is not None
-            and known[0]._version == own._version
-            and (own.nbytes >= _LARGE or _equal(known[1].what, own))
-        ):
+        is_lazy = own.nbytes >= _LARGE and not self.has_arrays  # an array's writes are not seen
+        if known is not None and known[0]._version == own._version and (is_lazy or _equal(known[1].what, own)):
             return known[1]
-        copy: Any = torch._lazy_clone if own.nbytes >= _LARGE else torch.clone  # type: ignore[attr-defined]
+        copy: Any = torch._lazy_clone if is_lazy else torch.clone  # type: ignore[attr-defined]
         value = Value("const", copy(own), shape=tuple(own.shape), dtype=own.dtype)
         self._consts[key] = own, value
         return value
@@ -267,7 +267,7 @@ class Notes:
     def is_unknown(self, value: object) -> bool:
         """Whether it is a tensor that stands for one of the forward, or has been filled with such."""
         return isinstance(value, StandIn) or (
-            bool(self._filled) and isinstance(value, torch.Tensor) and memory_of(value) in self._filled
+            bool(self._filled) and isinstance(value, torch.Tensor) and _storage_of(value) in self._filled
         )
 
     def value_of(self, tensor: torch.Tensor) -> Value:
@@ -303,7 +303,7 @@ class Notes:
 
     def _as_stand_in(self, tensor: torch.Tensor) -> StandIn:
         """A stand-in for a tensor of the code's own that has been filled with values of the forward."""
-        memory, flat, own = self._filled[memory_of(tensor)]
+        memory, flat, own = self._filled[_storage_of(tensor)]
         if tensor.dtype != own.dtype:
             self.end("a tensor that it has filled is viewed as another dtype")
         place = (tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset())
@@ -314,11 +314,11 @@ class Notes:
         """Have one of the code's own tensors stand for values of the forward, since it is filled with such."""
         if self.has_arrays:
             self.end("a tensor is filled with values of the forward, and an array may share its memory")
-        if memory_of(tensor) not in self._filled:
+        if _storage_of(tensor) not in self._filled:
             whole = torch.empty(0, dtype=tensor.dtype)
             whole.set_(tensor.untyped_storage())  # type: ignore[call-overload]
             flat = whole.to("meta")
-            self._filled[memory_of(tensor)] = (
+            self._filled[_storage_of(tensor)] = (
                 Memory(Value("const", whole.clone(), shape=tuple(flat.shape), dtype=flat.dtype)),
                 flat,
                 tensor,
@@ -334,7 +334,7 @@ class Notes:
         if not any(map(self.is_unknown, tensors)):
             if facts.refused == "it draws random numbers":
                 self.end(facts.refused)
-            return func(*args, **kwargs)
+            return self._converted(func, args, kwargs) if func is aten._to_copy.default else func(*args, **kwargs)
         if facts.refused is not None:
             self.end(facts.refused)
         if len(facts.changes) > 1:
@@ -377,6 +377,19 @@ class Notes:
             for place, each in enumerate(results)
         ]
         return type(result)(made) if results is result else made[0]
+
+    def _converted(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A conversion of the code's own tensor. That of a large one which nobody has written to is made once for all recordings."""
+        (tensor,) = args
+        is_unwritten = torch._C._is_cow_tensor(tensor)  # type: ignore[attr-defined]
+        if tensor.nbytes < _LARGE or not is_unwritten:
+            return func(*args, **kwargs)
+        place = torch._C._data_address(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride()  # type: ignore[attr-defined]
+        key = place, tuple(sorted((name, str(value)) for name, value in kwargs.items()))
+        if key not in self.converted:
+            lazy: Any = torch._lazy_clone  # type: ignore[attr-defined]
+            self.converted[key] = lazy(tensor), func(*args, **kwargs)  # the former keeps the address taken
+        return torch._lazy_clone(self.converted[key][1])  # type: ignore[attr-defined]
 
     def _valued(self, tree: Any) -> Any:
         """Arguments with values in place of tensors."""
@@ -430,6 +443,14 @@ class Notes:
             self.sizes.append(len(result))
             return type(result)(view(meta, place) for place, meta in enumerate(result))
         return view(result, None)
+
+
+def _storage_of(tensor: torch.Tensor) -> int | None:
+    """The tensor's storage; None if it has none. Its address would make lazy copies real ones."""
+    try:
+        return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
+    except (RuntimeError, NotImplementedError):
+        return None
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:

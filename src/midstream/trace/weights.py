@@ -16,7 +16,9 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -29,6 +31,7 @@ from midstream.trace.tree import is_raw
 
 LEAST_BYTES = 1 << 18  # of memory that is sent apart from the code
 _ALIGNMENT = 16  # bytes of the largest element of a tensor
+_PIECE = 1 << 24  # bytes that one thread compares
 _MANY = 300  # tensors and arrays of one part of memory, above which nobody compares each with each
 _CPU = torch.device("cpu")
 _differ = ctypes.CDLL(None).memcmp
@@ -56,12 +59,23 @@ def _weight_of(address: int, size: int, lead: int) -> Weight:
     The content is always compared. A tensor's version does not tell: `weight.data *= 2` leaves it as it was.
     """
     weight = _by_place.get((address, size, lead))
-    if weight is None or _differ(address, _address_of(weight.data) + lead, size):
+    if weight is None or not _same_bytes(address, _address_of(weight.data) + lead, size):
         data = bytes(lead) + _bytes_at(address, size)
         digest = hashlib.blake2b(data, digest_size=32).hexdigest()  # as of `plan.steps.Constant.held`
         weight = _by_digest.setdefault(digest, Weight(data, digest))
         _by_place[address, size, lead] = weight
     return weight
+
+
+def _same_bytes(one: int, other: int, size: int) -> bool:
+    """Whether both places hold the same, compared by several threads if it is much."""
+    starts = range(0, size, _PIECE)
+    pieces = [(one + start, other + start, min(_PIECE, size - start)) for start in starts]
+    if len(pieces) < 2:
+        return not _differ(one, other, size)
+    # It is not kept: threads do not live on in a forked process.
+    with ThreadPoolExecutor(min(len(pieces), os.cpu_count() or 1)) as pool:
+        return not any(pool.map(_differ, *zip(*pieces, strict=True)))
 
 
 def _address_of(data: bytes) -> int:

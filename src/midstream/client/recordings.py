@@ -1,0 +1,255 @@
+"""The recordings of a call's code, kept for later calls of the same code with other prompts.
+
+A body is recorded twice (`trace.record`), on one copy of its variables, and the second time the codes of a call run in the opposite order.
+If that makes a difference, the code depends on something that a recording does not see: a variable that it changes, or the prompt's
+length. Recordings of two different lengths show the latter. They serve all lengths between.
+
+A recording of many steps serves requests of fewer steps, too: it begins with what these do, as if they had ended early.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from midstream.client.kept import KeptTrace, Reads
+from midstream.client.passes import Rows, changes
+from midstream.client.rowwise import programs_of
+from midstream.plan.ops.edit import RowChange
+from midstream.plan.program import Program as RowProgram
+from midstream.trace.graph import Write, same_steps
+from midstream.trace.program import BlockProgram, Program, ShippedCode, unship
+from midstream.trace.record import Model, Recording, fingerprint, record
+from midstream.trace.stand_in import is_plain
+from midstream.trace.weights import Weight, on_device
+
+Place = tuple[int, int]  # a request, and which of its programs
+_Jobs = dict[tuple[Place, int], int]  # a program and the prompt's length -> the most steps
+_SHORT = 5  # tokens of a prompt that a recording for all lengths is tried with
+_MOST_RECORDED = 16  # sets of recordings of one code
+_MOST_AGAIN = 64  # recordings of requests that ended early
+
+
+class Recorded:
+    """The recordings of all programs of a call.
+
+    Args:
+        recordings: of each program and prompt length.
+        steps: with how many steps each was recorded.
+        lengths: the shortest and the longest prompt that each recording is for, if it is for more than its own.
+
+    Attributes:
+        lowered, traces: what `client.lowering` has found of them.
+    """
+
+    def __init__(
+        self, recordings: dict[tuple[Place, int], Recording], steps: _Jobs, lengths: tuple[int, int] | None
+    ) -> None:
+        self._recordings, self._steps, self._lengths = recordings, steps, lengths
+        self._reads: dict[int, Reads | None] = {}
+        self._changes: dict[int, list[tuple[Rows, RowChange]] | None] = {}
+        self._programs: dict[int, list[tuple[Rows, RowProgram]]] = {}
+        self.lowered: dict[Hashable, Any] = {}
+        self.traces: dict[int, dict[int, KeptTrace]] = {}
+
+    def serves(self, jobs: _Jobs) -> bool:
+        """Whether it has what these programs do. What has ended one recording may not end a shorter one."""
+        for (place, length), steps in jobs.items():
+            key = self._key(place, length)
+            if self._lengths is not None and not self._lengths[0] <= length <= self._lengths[1]:
+                return False
+            if key not in self._recordings or steps > self._steps[key]:
+                return False
+            if steps < self._steps[key] and self._recordings[key].reason is not None:
+                return False
+        return True
+
+    def length(self, length: int) -> int:
+        """A length with which a program does the same as with the given one."""
+        return length if self._lengths is None else self._lengths[0]
+
+    def _key(self, place: Place, length: int) -> tuple[Place, int]:
+        return place, self.length(length)
+
+    def of(self, place: Place, length: int) -> Recording:
+        return self._recordings[self._key(place, length)]
+
+    def reads(self, recording: Recording, dtype: torch.dtype) -> Reads | None:
+        """What a recording keeps."""
+        if id(recording) not in self._reads:
+            self._reads[id(recording)] = Reads.found(recording, dtype)
+        return self._reads[id(recording)]
+
+    def changes(self, write: Write) -> list[tuple[Rows, RowChange]] | None:
+        """As `passes.changes`."""
+        if id(write) not in self._changes:
+            self._changes[id(write)] = changes(write)
+        return self._changes[id(write)]
+
+    def programs(self, write: Write) -> list[tuple[Rows, RowProgram]]:
+        """As `rowwise.programs_of`."""
+        if id(write) not in self._programs:
+            self._programs[id(write)] = programs_of(write)
+        return self._programs[id(write)]
+
+
+class Recorder:
+    """Records the programs of a call.
+
+    Args:
+        programs: of each request, which `code` has in the form to send.
+
+    Attributes:
+        places: of each request's programs, each where an equal one stands first.
+        changes_shared: whether the code of several requests, or several codes of one, may change a variable that they share.
+    """
+
+    def __init__(self, programs: Sequence[Sequence[Program]], code: ShippedCode, model: Model) -> None:
+        self._code, self._model = code, model
+        self._has_arrays = b"numpy" in code.programs
+        self._are_several = sum(code.bodies) > 1
+        first: dict[Hashable, Place] = {}
+        self.places = [
+            [first.setdefault(_identity(program), (i, j)) for j, program in enumerate(own)]
+            for i, own in enumerate(programs)
+        ]
+        self.changes_shared = False
+        self._depends_on_length = False
+        self._recorded: list[Recorded] = []  # the last one first
+        self._again: OrderedDict[Hashable, Recording] = OrderedDict()
+        self._converted: dict[Any, tuple[torch.Tensor, Any]] = {}
+
+    def recorded(self, lengths: Sequence[int], steps: Sequence[int]) -> Recorded:
+        """The recordings for requests with these prompts and at most so many steps."""
+        jobs: _Jobs = {}
+        for own, length, most in zip(self.places, lengths, steps, strict=True):
+            for place in own:
+                jobs[place, length] = max(most, jobs.get((place, length), 0))
+        for known in self._recorded:
+            if known.serves(jobs):
+                return known
+        found = self._refused(jobs) or self._for_lengths(jobs) or self._for_each(jobs)
+        self._recorded = [found, *self._recorded[: _MOST_RECORDED - 1]]
+        return found
+
+    def again(self, place: Place, length: int, steps: int) -> Recording:
+        """Record a program with another number of steps."""
+        key = place, length, steps
+        if key not in self._again:
+            self._again[key] = self._run(self._copy(), place, length, steps, is_known=True)
+            if len(self._again) > _MOST_AGAIN:
+                self._again.popitem(last=False)
+        return self._again[key]
+
+    def writes_in_turn(self, lengths: Sequence[int], steps: Sequence[int]) -> bool:
+        """Whether any code writes to the model, or may, if the codes of all requests run one after the other on the same variables."""
+        for own, length, most in zip(self._copy(), lengths, steps, strict=True):
+            for program in own:
+                made = record(program, self._model, length, most, self._has_arrays)
+                if made.reason is not None or any(graph.writes for graph in made.steps):
+                    return True
+        return False
+
+    def _refused(self, jobs: _Jobs) -> Recorded | None:
+        """Recordings that say why there are none; None if the code can run here."""
+        reason = None if self._code.is_whole else "it uses a value of one of your modules that cannot be sent"
+        try:
+            if reason is None:
+                self._copy()
+        except Exception as error:  # a variable's own code does not run here
+            reason = f"its variables cannot be copied here: {type(error).__name__}: {error}"
+        return Recorded({key: Recording([], reason) for key in jobs}, jobs, None) if reason is not None else None
+
+    def _for_lengths(self, jobs: _Jobs) -> Recorded | None:
+        """Record each program once for all lengths; None if it makes a difference how long the prompts are."""
+        lengths = [length for _, length in jobs]
+        if not jobs or min(lengths) == 1 or self._depends_on_length:
+            return None
+        steps: dict[Place, int] = {}
+        for (place, _), most in jobs.items():
+            steps[place] = max(most, steps.get(place, 0))
+        long = 2 * max(lengths) + 501
+        for short in sorted({min(_SHORT, min(lengths)), min(lengths)}):
+            copy = self._copy()
+            once = {place: self._run(copy, place, short, most) for place, most in steps.items()}
+            again = {place: self._run(copy, place, long, most) for place, most in reversed(steps.items())}
+            self._compare(copy)
+            if all(_agree(each, again[place]) and each.sizes == again[place].sizes for place, each in once.items()):
+                found = {(place, short): recording for place, recording in once.items()}
+                return Recorded(found, {(place, short): most for place, most in steps.items()}, (short, long))
+        self._depends_on_length = True
+        return None
+
+    def _for_each(self, jobs: _Jobs) -> Recorded:
+        """Record each program for each length."""
+        found, agree = self._twice(jobs, one_copy=True)
+        if not agree and len(self.places) == 1:
+            found, _ = self._twice(jobs, one_copy=False)
+        return Recorded(found, jobs, None)
+
+    def _twice(self, jobs: _Jobs, one_copy: bool) -> tuple[dict[tuple[Place, int], Recording], bool]:
+        """Record each program for each length. Also returns whether the two recordings of each agree."""
+        copy = self._copy()
+        once = {(place, length): self._run(copy, place, length, most) for (place, length), most in jobs.items()}
+        self._compare(copy)
+        copy = copy if one_copy else self._copy()
+        again = {
+            (place, length): self._run(copy, place, length, most) for (place, length), most in reversed(jobs.items())
+        }
+        agree = True
+        for key, recording in once.items():
+            if not _agree(recording, again[key]):
+                agree = False
+                recording.reason = recording.reason or again[key].reason or "it does something else each time it runs"
+        return once, agree
+
+    def _run(
+        self, copy: list[list[Program]], place: Place, length: int, steps: int, is_known: bool = False
+    ) -> Recording:
+        program = copy[place[0]][place[1]]
+        return record(program, self._model, length, steps, self._has_arrays, self._converted, is_known)
+
+    def _copy(self) -> list[list[Program]]:
+        held = {digest: _held(weight) for digest, weight in self._code.weights.items()}
+        return unship(self._code.programs, self._model.resolve, None, held)
+
+    def _compare(self, copy: list[list[Program]]) -> None:
+        """Note whether the recordings have changed the variables of `copy`."""
+        if self._are_several:
+            fresh, used = fingerprint(self._copy()), fingerprint(copy)
+            self.changes_shared = self.changes_shared or fresh is None or fresh != used
+
+
+def _identity(program: Program) -> Hashable:
+    """Equal for programs that do the same with the same objects."""
+    if not isinstance(program, BlockProgram):
+        return id(program)
+    block = program.block
+    values = tuple((name, id(value)) for name, value in block.captured.items())
+    return id(block.compiled), values, tuple(program.injected), tuple(program.saved), tuple(block.borrows.items())
+
+
+_weights: WeakKeyDictionary[Weight, torch.Tensor] = WeakKeyDictionary()
+
+
+def _held(weight: Weight) -> torch.Tensor:
+    """A weight's bytes as a tensor, of which copies are made when somebody writes to them."""
+    if weight not in _weights:
+        _weights[weight] = on_device(weight.data, None)
+    return _weights[weight]
+
+
+def _agree(one: Recording, other: Recording) -> bool:
+    if one.reason is not None or other.reason is not None:
+        interrupted = [each.reason == "its code raises KeyboardInterrupt" for each in (one, other)]
+        if any(interrupted) and not all(interrupted):  # not by the code itself
+            raise KeyboardInterrupt
+        return one.reason == other.reason
+    values = [each.outcome.values for each in (one, other)]
+    if all(map(is_plain, values)) and values[0] != values[1]:
+        return False
+    return one.needs_body == other.needs_body and one.watched == other.watched and same_steps(one.steps, other.steps)
