@@ -10,7 +10,7 @@ A recording of many steps serves requests of fewer steps, too: it begins with wh
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -30,6 +30,7 @@ from midstream.trace.weights import Weight, on_device
 Place = tuple[int, int]  # a request, and which of its programs
 _Jobs = dict[tuple[Place, int], int]  # a program and the prompt's length -> the most steps
 _SHORT = 5  # tokens of a prompt that a recording for all lengths is tried with
+_FEW = 4  # steps of a recording at least
 _MOST_RECORDED = 16  # sets of recordings of one code
 _MOST_AGAIN = 64  # recordings of requests that ended early
 
@@ -57,14 +58,18 @@ class Recorded:
         self.traces: dict[int, dict[int, KeptTrace]] = {}
 
     def serves(self, jobs: _Jobs) -> bool:
-        """Whether it has what these programs do. What has ended one recording may not end a shorter one."""
+        """Whether it has what these programs do. What has ended a recording in a later step does not end a shorter one."""
         for (place, length), steps in jobs.items():
             key = self._key(place, length)
             if self._lengths is not None and not self._lengths[0] <= length <= self._lengths[1]:
                 return False
-            if key not in self._recordings or steps > self._steps[key]:
+            if key not in self._recordings:
                 return False
-            if steps < self._steps[key] and self._recordings[key].reason is not None:
+            recording = self._recordings[key]
+            reached = len(
+                recording.steps
+            )  # code that never waits for a later step does the same, however many there are
+            if reached == self._steps[key] < steps or (recording.reason is not None and steps < reached):
                 return False
         return True
 
@@ -132,9 +137,15 @@ class Recorder:
         for known in self._recorded:
             if known.serves(jobs):
                 return known
-        found = self._refused(jobs) or self._for_lengths(jobs) or self._for_each(jobs)
+        more = {key: max(_FEW, 1 << (most - 1).bit_length()) for key, most in jobs.items()}  # others may have as many
+        found = self._record(more)
+        if not found.serves(jobs):
+            found = self._record(jobs)
         self._recorded = [found, *self._recorded[: _MOST_RECORDED - 1]]
         return found
+
+    def _record(self, jobs: _Jobs) -> Recorded:
+        return self._refused(jobs) or self._for_lengths(jobs) or self._for_each(jobs)
 
     def again(self, place: Place, length: int, steps: int) -> Recording:
         """Record a program with another number of steps."""

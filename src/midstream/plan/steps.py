@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -142,7 +143,24 @@ class Constant:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Constant:
-        """A tensor's content. Raises PlanError for a dtype that constants do not have, NaN and infinity."""
+        """A tensor's content. Raises PlanError for a dtype that constants do not have, NaN and infinity.
+
+        The content of lazy copies is read once, as long as its constant is in use.
+        """
+        import torch
+
+        if tensor.is_cpu and torch._C._is_cow_tensor(tensor):  # type: ignore[attr-defined]
+            place = torch._C._data_address(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride()  # type: ignore[attr-defined]
+            known = _of_lazy.get(place)
+            if known is None:
+                clone: Any = torch._lazy_clone  # type: ignore[attr-defined]
+                known = _of_lazy[place] = cls._read(clone(tensor))
+                object.__setattr__(known, "_copy", clone(tensor))  # so that the address stays this content's
+            return known
+        return cls._read(tensor)
+
+    @classmethod
+    def _read(cls, tensor: torch.Tensor) -> Constant:
         import torch
 
         own = tensor.detach().cpu().contiguous()
@@ -171,6 +189,9 @@ class Constant:
 
     def __repr__(self) -> str:
         return f"Constant({self.dtype}, {list(self.shape)}, {self.digest[:8]})"
+
+
+_of_lazy: WeakValueDictionary[Any, Constant] = WeakValueDictionary()  # by where the content lies, and its form
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -9,6 +9,7 @@ import functools
 import inspect
 import io
 import linecache
+import operator
 import pickle
 import sys
 import threading
@@ -650,16 +651,24 @@ def _by_value(modules: Callable[[], Iterable[ModuleType]]) -> Iterator[None]:
 
 
 _LOOKED_AT: dict[str, tuple[Any, bool]] = {}  # of each module that was imported, by name: whether it is the user's own
+_imported: tuple[list[Any], list[ModuleType]] = [], []  # all modules when it was last asked, and the user's own
 
 
 def _own_modules() -> list[ModuleType]:
     """The modules that are neither installed nor midstream's."""
+    global _imported
+    before, own = _imported
+    now = list(sys.modules.values())
+    if len(now) == len(before) and all(map(operator.is_, now, before)):
+        return own
     for name, module in list(sys.modules.items()):
         if _LOOKED_AT.get(name, (None,))[0] is not module:
             _LOOKED_AT[name] = module, _is_own(module) and name == module.__name__
-    return [
+    own = [
         sys.modules[name] for name, (module, is_own) in _LOOKED_AT.items() if is_own and sys.modules.get(name) is module
     ]
+    _imported = now, own
+    return own
 
 
 def _is_own(module: Any) -> bool:

@@ -167,7 +167,13 @@ def record(
     held = _Held()
     token = CURRENT.set(body)
     try:
-        with torch.no_grad(), SeeingFunctions(notes), SeeingOperations(notes), _held_back(held), _guarded(notes, is_known):
+        with (
+            torch.no_grad(),
+            SeeingFunctions(notes),
+            SeeingOperations(notes),
+            _held_back(held),
+            _guarded(notes, is_known),
+        ):
             try:
                 body.result = program.run(model.envoy, {})
             except StopTrace as stop:
@@ -719,8 +725,7 @@ def _guarded(notes: Notes, is_known: bool) -> Iterator[None]:
     token = _GUARDED.set((notes, importing))
     collects = gc.isenabled()
     gc.disable()  # a collection runs the code of others' objects that end
-    if not is_known:
-        sys.setprofile(check)
+    sys.setprofile(None if is_known else check)
     try:
         yield
     finally:

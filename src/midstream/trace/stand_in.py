@@ -21,7 +21,7 @@ from midstream.trace.tree import leaves
 
 aten = torch.ops.aten
 _MOST_VALUES = 20_000
-_LARGE = 1 << 25  # bytes from which a copy is made only when somebody writes
+_LARGE = 1 << 20  # bytes from which a copy is made only when somebody writes
 
 
 class Ended(BaseException):
