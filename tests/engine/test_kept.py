@@ -331,3 +331,28 @@ def test_i1_a_users_own_captures_leave_the_trace_in_the_engine(engine: VLLM) -> 
         h = engine.layers_output[2].save()
     assert h.shape == (len(tracer.outputs[0].prompt_token_ids), 256) and traced_steps(engine) > before
     assert tracer.outputs[0].captures["resid_post", 1].shape == (1, 256)
+
+
+@pytest.mark.parametrize("early", ["by its tokens", "by a stop token"])
+def test_l2_a_request_that_ends_before_its_trace_ends_as_in_the_forward(engine: VLLM, early: str) -> None:
+    """A plan makes all of its writes, and yet the code does not get to its last one."""
+    v = torch.linspace(-1, 1, engine.hidden_size)
+
+    def body(model: Any, tracer: Any) -> None:
+        for _ in tracer.iter[:STEPS]:
+            model.layers_output[2] += v
+        _ = model.layers_output[3]
+
+    params: dict[str, Any] = {**GREEDY, "max_tokens": 1}
+    if early == "by a stop token":
+        (first,) = engine.generate([PROMPTS[0]], **params)
+        params |= {"max_tokens": STEPS, "stop_token_ids": list(first.outputs[0].token_ids)}
+    said = []
+    for context in (nullcontext(), in_the_forward()):
+        before = traced_steps(engine)
+        with context, pytest.raises(MidstreamError) as raised:
+            engine.run(body, PROMPTS[0], **params)
+        said.append((type(raised.value).__name__, str(raised.value).splitlines()[0], traced_steps(engine) == before))
+    assert said[0][:2] == said[1][:2] and not said[1][2]
+    assert said[0][2] == (early == "by a stop token")  # with too few tokens it is known before, and the code runs
+    engine.run(body, PROMPTS[0], **GREEDY, max_tokens=STEPS)

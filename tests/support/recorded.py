@@ -287,7 +287,7 @@ def checked(fn: Callable, steps: int = 4, length: int = LENGTH, known: Model = M
         assert_equal(client_value(given, request), returned, 2e-5 if computes else 0)
     if given.tier is Tier.PLAN:
         assert error is None
-        assert_equal(given.outcome().values.get(RETURNED), returned)
+        assert_equal(given.outcome(steps).values.get(RETURNED), returned)
     return given
 
 

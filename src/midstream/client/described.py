@@ -242,7 +242,7 @@ class DescribedModel(TraceModel):
         """
         if fn is None:
             return ExplainContext(self)
-        text = explained(FunctionProgram(fn), self._known, may_run_here=not (self._is_elsewhere or self._is_async))
+        text = explained(FunctionProgram(fn), self._known, may_run_here=not self._is_elsewhere)
         print(text)
         return Explanation(text)
 

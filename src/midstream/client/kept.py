@@ -331,31 +331,14 @@ class KeptTrace:
     def __init__(self, recording: Recording, again: Callable[[int], Recording], reads: Reads, prompt: int) -> None:
         self._recording, self._most = recording, len(recording.steps)
         self.prompt, self._again, self._reads = prompt, again, reads
-        self._placed: dict[int, tuple[Outcome, Any]] = {}
-        self._kept: dict[int, _Filling] = {}
-
-    def knows(self, count: int) -> bool:
-        """Whether the captured rows are what the code keeps of a request with so many steps."""
-        try:
-            self._values(min(count, self._most))
-        except CaptureError:
-            return False
-        return True
-
-    def _values(self, count: int) -> tuple[Outcome, Any]:
-        """The outcome with so many steps, and its values with `KeptRows` in place of stand-ins."""
-        if count not in self._placed:
-            recording = self._recording if count == self._most else self._again(count)
-            self._placed[count] = recording.outcome, self._reads.placed(recording, self.prompt)
-        return self._placed[count]
+        self._kept: dict[int, tuple[Outcome, _Filling]] = {}
 
     def outcome(self, captured: CapturedSteps) -> Outcome:
         """The outcome of a request that has ended. Raises CaptureError as `Reads.placed`."""
         count = min(captured.count, self._most)
         planes = self._reads.unpacked(captured.planes)
-        found, values = self._values(count)
         if count not in self._kept:
-            self._kept[count] = _Filling(values, planes)
-        return replace(
-            found, values=self._kept[count].filled(planes), name="kept", order=captured.count, steps=captured.count
-        )
+            recording = self._recording if count == self._most else self._again(count)
+            self._kept[count] = recording.outcome, _Filling(self._reads.placed(recording, self.prompt), planes)
+        found, kept = self._kept[count]
+        return replace(found, values=kept.filled(planes), name="kept", order=captured.count, steps=captured.count)

@@ -7,6 +7,7 @@ runs when the step is over, on captured rows. In doubt it runs in the forward.
 from __future__ import annotations
 
 import copy
+import importlib
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -82,10 +83,12 @@ class Lowered:
         known = all(recording.reason is None and not recording.watched for recording in self.recordings)
         return known and all(site in _IN_GRAPHS for site, _ in self.reads)
 
-    def outcome(self) -> Outcome:
-        """The outcome of its own program, for `Tier.PLAN`."""
-        found = self.recordings[-1].outcome
-        return replace(found, values=copy.deepcopy(found.values))
+    def outcome(self, steps: int) -> Outcome:
+        """The outcome of its own program in a request that has had so many steps, for `Tier.PLAN`."""
+        recording = self.recordings[-1]
+        if self.again is not None and steps < len(recording.steps):
+            recording = self.again(steps)
+        return replace(recording.outcome, values=copy.deepcopy(recording.outcome.values))
 
     def kept_trace(self, length: int) -> KeptTrace:
         """What puts the captured rows into what it keeps, for `Tier.CLIENT`. `length`: of the prompt."""
@@ -221,6 +224,7 @@ def lowered_requests(
 
     Code that has been recorded with equal variables is not recorded again.
     """
+    importlib.import_module("torch._dynamo")  # which recording imports: it sets variables of the environment
     state = torch.get_default_dtype(), torch.is_grad_enabled(), hash(frozenset(os.environ.items()))
     key = code.programs, tuple(code.weights), tuple(code.bodies), state
     known: OrderedDict[Hashable, _Code] = model.recorded
@@ -249,8 +253,8 @@ class _Code:
 
     def _request(self, recorded: Recorded, request: int, length: int, steps: int) -> Lowered:
         places = self._recorder.places[request]
-        recordings = [recorded.of(place, length) for place in places]
-        ends = [(min(steps, each.varied), steps > len(each.steps)) for each in recordings]
+        recordings = [recorded.of(place, length, steps, self._recorder.again) for place in places]
+        ends = [(id(each), min(steps, each.varied), steps > len(each.steps)) for each in recordings]
         key = tuple(places), length, tuple(ends)
         if key not in recorded.lowered:
             each = [
@@ -262,10 +266,7 @@ class _Code:
                 made.again = partial(self._recorder.again, places[-1], recorded.length(length))
                 made.traces = recorded.traces.setdefault(id(recordings[-1]), {})
             recorded.lowered[key] = made
-        made = recorded.lowered[key]
-        if made.tier is Tier.CLIENT and steps < len(recordings[-1].steps) and not made.kept_trace(length).knows(steps):
-            return replace(made, tier=Tier.BEHIND)
-        return made
+        return recorded.lowered[key]
 
 
 def _kept_apart(found: Sequence[Lowered], writes: bool) -> list[Lowered]:

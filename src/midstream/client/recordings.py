@@ -4,13 +4,13 @@ A body is recorded twice (`trace.record`), on one copy of its variables, and the
 If that makes a difference, the code depends on something that a recording does not see: a variable that it changes, or the prompt's
 length. Recordings of two different lengths show the latter. They serve all lengths between.
 
-A recording of many steps serves requests of fewer steps, too: it begins with what these do, as if they had ended early.
+A recording of many steps serves requests of fewer steps, too: their code is known, and is run once more, for how it ends.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -32,7 +32,7 @@ _Jobs = dict[tuple[Place, int], int]  # a program and the prompt's length -> the
 _SHORT = 5  # tokens of a prompt that a recording for all lengths is tried with
 _FEW = 4  # steps of a recording at least
 _MOST_RECORDED = 16  # sets of recordings of one code
-_MOST_AGAIN = 64  # recordings of requests that ended early
+_MOST_AGAIN = 256  # recordings of requests with fewer steps
 
 
 class Recorded:
@@ -80,8 +80,11 @@ class Recorded:
     def _key(self, place: Place, length: int) -> tuple[Place, int]:
         return place, self.length(length)
 
-    def of(self, place: Place, length: int) -> Recording:
-        return self._recordings[self._key(place, length)]
+    def of(self, place: Place, length: int, steps: int, again: Callable[[Place, int, int], Recording]) -> Recording:
+        """What a program does in a request. One with fewer steps may end in another way, which `again` records."""
+        recording = self._recordings[self._key(place, length)]
+        is_shorter = recording.reason is None and steps < len(recording.steps)
+        return again(place, self.length(length), steps) if is_shorter else recording
 
     def reads(self, recording: Recording, dtype: torch.dtype) -> Reads | None:
         """What a recording keeps."""
@@ -150,7 +153,9 @@ class Recorder:
     def again(self, place: Place, length: int, steps: int) -> Recording:
         """Record a program with another number of steps."""
         key = place, length, steps
-        if key not in self._again:
+        if key in self._again:
+            self._again.move_to_end(key)
+        else:
             self._again[key] = self._run(self._copy(), place, length, steps, is_known=True)
             if len(self._again) > _MOST_AGAIN:
                 self._again.popitem(last=False)

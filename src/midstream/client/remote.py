@@ -249,7 +249,7 @@ class RemoteStream(OutputStream):
     def __init__(
         self,
         server: ServerConnection,
-        calls: Sequence[tuple[Call, Sequence[Outcome | None]]],
+        calls: Sequence[tuple[Call, Sequence[Callable[[int], Outcome] | None]]],
         deliveries: Sequence[dict[int, Delivery]],
         ended: Callable[[int], object],
     ) -> None:
@@ -508,16 +508,16 @@ class Remote(DescribedModel):
             results += [progress.results[i] for i in range(len(call.asked))]
         return results
 
-    def _call(self, invokes: Sequence[Invoke], together: bool) -> tuple[Call, list[Outcome | None]]:
+    def _call(self, invokes: Sequence[Invoke], together: bool) -> tuple[Call, list[Callable[[int], Outcome] | None]]:
         """The call, and the outcomes of traces that plans do: the server gets no code of these."""
         call = Call(metadata.version(NAME), [], [], self._is_async, together)
-        outcomes: list[Outcome | None] = [None] * len(invokes)
+        outcomes: list[Callable[[int], Outcome] | None] = [None] * len(invokes)
         plans: dict[Plan, int] = {}
         if (code := self._code(invokes)) is not None:
             lowering, prompts = self._lowered(invokes, code)
             if lowering.tier is Tier.PLAN:
                 each = zip(invokes, lowering.each, strict=True)
-                outcomes = [one.outcome() if invoke.program is not None else None for invoke, one in each]
+                outcomes = [one.outcome if invoke.program is not None else None for invoke, one in each]
                 invokes = [
                     replace(invoke, prompt=ids, plan=invoke.plan + plan)
                     for invoke, ids, plan in zip(invokes, prompts, lowering.plans, strict=True)

@@ -5,7 +5,7 @@ The call is msgpack. Code in it is pickled; the server loads it only if it was s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple
 
@@ -260,13 +260,13 @@ class Progress:
     """What has come of a call.
 
     Args:
-        unrun: for each prompt, the outcome of its trace if the server need not run it.
+        unrun: for each prompt, what makes its trace's outcome from the number of its tokens, if the server need not run it.
 
     Attributes:
         results: of the requests that are over, by their numbers.
     """
 
-    def __init__(self, unrun: Sequence[Outcome | None]) -> None:
+    def __init__(self, unrun: Sequence[Callable[[int], Outcome] | None]) -> None:
         self._unrun = unrun
         self._readers = [OutputReader() for _ in unrun]
         self.results: dict[int, InvokeResult] = {}
@@ -281,7 +281,7 @@ class Progress:
         output, result = self._readers[index].read(message)
         if result is not None:
             if not result.outcomes and (outcome := self._unrun[index]) is not None:
-                result.outcomes = [outcome for _ in output.outputs]
+                result.outcomes = [outcome(len(each.token_ids)) for each in output.outputs]
             self.results[index] = result
         return index, output, result
 

@@ -54,7 +54,7 @@ class EngineRequest:
         plan: its plan.
         rows: receives captured rows.
         answers: the answers to grade.
-        unrun: makes the outcome of its trace, if a plan does all of its work and its code never runs.
+        unrun: makes the outcome of its trace from the number of its tokens, if a plan does all of its work and its code never runs.
         weights: what its trace needs the workers to hold, by digest.
     """
 
@@ -64,7 +64,7 @@ class EngineRequest:
     plan: PreparedPlan | None
     rows: RowReceiver | None
     answers: Answers
-    unrun: Callable[[], Outcome] | None = None
+    unrun: Callable[[int], Outcome] | None = None
     weights: Mapping[str, Weight] = field(default_factory=dict)
 
 
@@ -437,7 +437,7 @@ def put_captures(result: InvokeResult, request: EngineRequest, counts: Sequence[
         elif rows is not None:
             captures = rows.result(counts)
         elif request.unrun is not None:
-            outcomes = [request.unrun() for _ in counts]
+            outcomes = list(map(request.unrun, counts))
     except MidstreamError as error:
         result.error = error
         return

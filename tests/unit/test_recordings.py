@@ -1,0 +1,189 @@
+"""Recordings that are used again: for other prompts, for fewer steps, and with large constants (issue 36: 1; L1, L2)."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import replace
+
+import pytest
+import torch
+from recorded import LENGTH, MODEL, WIDTH, V, checked, found
+
+from midstream.client import recordings
+from midstream.runtime.request import Tier
+
+
+def model():
+    """One that nothing has been recorded of, on an engine that holds large numbers."""
+    return replace(MODEL, holds_weights=True, recorded=OrderedDict())
+
+
+LARGE = torch.arange(float(WIDTH * (1 << 17))).reshape(WIDTH, -1) / 1e6  # 4 MB
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """The number of steps of each recording that is made."""
+    made = []
+    record = recordings.record
+
+    def counted(program, known, tokens, steps, *rest):
+        made.append(steps)
+        return record(program, known, tokens, steps, *rest)
+
+    monkeypatch.setattr(recordings, "record", counted)
+    return made
+
+
+def adds(m, tracer):
+    for _ in tracer.iter[:]:
+        m.layers_output[2] = m.layers_output[2] + V.to(m.layers_output[2])
+
+
+def keeps(m, tracer):
+    return [m.layers_output[2][-1].norm() for _ in tracer.iter[:]]
+
+
+def test_l1_a_code_is_recorded_twice_for_all_prompts_and_once_more_for_fewer_steps(runs):
+    known = model()
+    first = found(adds, steps=40, length=60, known=known)
+    assert runs == [64, 64, 40] and first.tier is Tier.PLAN
+    for length, steps in ((60, 40), (61, 40), (5, 40), (600, 64)):
+        assert found(adds, steps=steps, length=length, known=known).edits == first.edits
+    assert runs == [64, 64, 40]
+    found(adds, steps=65, length=60, known=known)
+    assert runs == [64, 64, 40, 128, 128, 65]
+
+
+def test_l1_what_ends_a_recording_ends_longer_ones_at_the_same_step(runs):
+    """And code that never waits for a later step is recorded once, however many there are."""
+
+    def needs_a_number(m):
+        if m.layers_output[2].norm() > 3:
+            m.layers_output[2] *= 2
+
+    def once(m):
+        return m.layers_output[2][-1].norm()
+
+    for body in (needs_a_number, once):
+        known = model()
+        before = len(runs)
+        tiers = {found(body, steps=steps, length=9, known=known).tier for steps in (3, 300, 1)}
+        assert len(tiers) == 1 and len(runs) == before + 2
+
+
+def stops_after(count):
+    def body(m, tracer):
+        for _ in tracer.iter[:count]:
+            m.layers_output[1] += V
+
+    return body
+
+
+def counts(m, tracer):
+    total = [0]
+    for _ in tracer.iter[:]:
+        total.append(0)
+        m.layers_output[1] *= 2 if len(total) > 3 else 0.5
+
+
+def keeps_some(m, tracer):
+    kept = []
+    for step in tracer.iter[:]:
+        h = m.layers_output[1][-1]
+        kept.append(h * 2 if step % 2 else h.norm())
+    return kept if len(kept) < 4 else kept[:3]
+
+
+def keeps_another_at_the_end(m, tracer):
+    for _ in tracer.iter[:]:
+        h, g = m.layers_output[1][-1], m.layers_output[2][-1]
+        last = h.norm()
+        first = g.sum()
+    return last if m is None else (first, last)
+
+
+def keeps_by_count(m, tracer):
+    kept = [m.layers_output[1][-1].norm() for _ in tracer.iter[:]]
+    return {len(kept): kept[-1], "all": kept}
+
+
+def writes_after_the_loop(m, tracer):
+    for _ in tracer.iter[:2]:
+        m.layers_output[1] += V
+    m.layers_output[2] *= 3
+
+
+def next_steps(m, tracer):
+    m.layers_output[1] += V
+    tracer.next()
+    m.layers_output[1] -= V
+
+
+BODIES = [
+    adds, keeps, counts, keeps_some, keeps_another_at_the_end, keeps_by_count, writes_after_the_loop, next_steps,
+    *map(stops_after, (1, 3, 5)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_l2_fewer_steps_than_were_recorded(body):
+    """What a longer recording says of a shorter request is what a plain run of that does."""
+    known = model()
+    found(body, steps=16, length=LENGTH, known=known)
+    for steps in (1, 2, 3, 4, 5, 9, 16):
+        checked(body, steps=steps, known=known)
+
+
+def test_l3_large_tensors_are_converted_and_read_once():
+    converted, seen = [], []
+
+    class Kept(dict):
+        def __setitem__(self, key, value):
+            converted.append(key)
+            super().__setitem__(key, value)
+
+    def body(m, tracer):
+        for _ in tracer.iter[:]:
+            h = m.layers_output[2]
+            large = LARGE.to(torch.float64)
+            m.layers_output[2] = h + torch.relu(h.double() @ large)[:, :8].float()
+
+    known = model()
+    recorder = recordings.Recorder.__init__
+
+    def counted(self, *args):
+        recorder(self, *args)
+        self._converted = Kept()
+        seen.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recordings.Recorder, "__init__", counted)
+        given = checked(body, steps=6, known=known)
+    assert given.tier is Tier.PLAN and len(seen) == 1 and len(converted) == 1
+    first, later = given.edits[0].its_program.constants, found(body, steps=6, length=9, known=known).edits[0]
+    assert any(constant.nbytes == 8 * LARGE.numel() for constant in first)
+    assert all(a is b for a, b in zip(first, later.its_program.constants, strict=True))
+
+
+def test_l2_a_large_tensor_that_the_body_changes_is_not_taken_for_what_it_was():
+    large = LARGE.clone()
+
+    def copy_changed(m, tracer):
+        for _ in tracer.iter[:]:
+            h = m.layers_output[2]
+            there = large.to(torch.float64)
+            there *= 2
+            again = large.to(torch.float64)
+            m.layers_output[2] = h + (h.double() @ (there + again))[:, :8].float()
+
+    def itself_changed(m, tracer):
+        h = m.layers_output[2]
+        first = (h.double() @ large.to(torch.float64))[:, :8]
+        large[:, 1] = 5
+        m.layers_output[2] = h + first.float() + (h.double() @ large.to(torch.float64))[:, :8].float()
+
+    before = large.clone()
+    for body in (copy_changed, itself_changed):
+        assert checked(body, steps=4, known=model()).tier is Tier.PLAN
+        large.copy_(before)
