@@ -363,6 +363,15 @@ def test_l5_ranks_count_with_the_same_size(host: Host) -> None:
     assert host.graphs.bytes_each == 1 << 20
 
 
+def test_l5_an_engine_whose_graphs_count_for_too_much_says_so(host: Host, caplog: pytest.LogCaptureFixture) -> None:
+    """As where another process takes memory of the device while vLLM records."""
+    host.graphs.measure(12 << 20, 4)
+    assert not caplog.records
+    host.graphs.measure(1 << 50, 4)
+    assert "Raise graph_bytes" in caplog.text
+    assert [host.step("a", "FULL") for _ in range(4)] and host.held == 0
+
+
 def test_l5_a_set_that_is_new_while_another_is_in_use_leaves_vllms_graphs_theirs(host: Host) -> None:
     """Seen failing: it took the full graphs of the other set for vLLM's, and plain steps had those from then on."""
     own = host.full.graphs

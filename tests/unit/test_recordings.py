@@ -187,3 +187,16 @@ def test_l2_a_large_tensor_that_the_body_changes_is_not_taken_for_what_it_was():
     for body in (copy_changed, itself_changed):
         assert checked(body, steps=4, known=model()).tier is Tier.PLAN
         large.copy_(before)
+
+
+@pytest.mark.parametrize(
+    "body", [keeps, keeps_by_count, keeps_some, adds, stops_after(3)], ids=lambda body: body.__name__
+)
+def test_l2_recordings_that_are_forgotten_are_not_taken_for_others(body, monkeypatch):
+    monkeypatch.setattr(recordings, "_MOST_LOWERED", 2)
+    monkeypatch.setattr(recordings, "_MOST_AGAIN", 1)
+    known = model()
+    found(body, steps=16, length=LENGTH, known=known)
+    for turn in range(3):
+        for steps in (1, 5, 2, 9, 3, 16):
+            checked(body, steps=steps, length=LENGTH + turn, known=known)

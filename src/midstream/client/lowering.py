@@ -263,9 +263,9 @@ class _Code:
             ]
             made = each[0] if len(each) == 1 else _together(each)
             if places:
-                made.again = partial(self._recorder.again, places[-1], recorded.length(length))
+                made.again = partial(self._recorder.again, places[-1], recorded.length(length), recordings[-1])
                 made.traces = recorded.traces.setdefault(id(recordings[-1]), {})
-            recorded.lowered[key] = made
+            recorded.keep(key, made)
         return recorded.lowered[key]
 
 

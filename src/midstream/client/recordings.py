@@ -32,6 +32,7 @@ _Jobs = dict[tuple[Place, int], int]  # a program and the prompt's length -> the
 _SHORT = 5  # tokens of a prompt that a recording for all lengths is tried with
 _FEW = 4  # steps of a recording at least
 _MOST_RECORDED = 16  # sets of recordings of one code
+_MOST_LOWERED = 512  # kinds of requests, by length and steps, whose plans are remembered
 _MOST_AGAIN = 256  # recordings of requests with fewer steps
 
 
@@ -44,18 +45,27 @@ class Recorded:
         lengths: the shortest and the longest prompt that each recording is for, if it is for more than its own.
 
     Attributes:
-        lowered, traces: what `client.lowering` has found of them.
+        lowered, traces: what `client.lowering` has found of them. Keys are ids of recordings, which the values of `lowered` hold.
     """
 
     def __init__(
         self, recordings: dict[tuple[Place, int], Recording], steps: _Jobs, lengths: tuple[int, int] | None
     ) -> None:
         self._recordings, self._steps, self._lengths = recordings, steps, lengths
-        self._reads: dict[int, Reads | None] = {}
-        self._changes: dict[int, list[tuple[Rows, RowChange]] | None] = {}
-        self._programs: dict[int, list[tuple[Rows, RowProgram]]] = {}
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget what has been found of the recordings."""
+        self._reads: dict[int, tuple[Recording, Reads | None]] = {}
+        self._changes: dict[int, tuple[Write, list[tuple[Rows, RowChange]] | None]] = {}
+        self._programs: dict[int, tuple[Write, list[tuple[Rows, RowProgram]]]] = {}
         self.lowered: dict[Hashable, Any] = {}
         self.traces: dict[int, dict[int, KeptTrace]] = {}
+
+    def keep(self, key: Hashable, lowered: Any) -> None:
+        if len(self.lowered) >= _MOST_LOWERED:
+            self.forget()
+        self.lowered[key] = lowered
 
     def serves(self, jobs: _Jobs) -> bool:
         """Whether it has what these programs do. What has ended a recording in a later step does not end a shorter one."""
@@ -80,29 +90,29 @@ class Recorded:
     def _key(self, place: Place, length: int) -> tuple[Place, int]:
         return place, self.length(length)
 
-    def of(self, place: Place, length: int, steps: int, again: Callable[[Place, int, int], Recording]) -> Recording:
+    def of(self, place: Place, length: int, steps: int, again: Callable[..., Recording]) -> Recording:
         """What a program does in a request. One with fewer steps may end in another way, which `again` records."""
         recording = self._recordings[self._key(place, length)]
         is_shorter = recording.reason is None and steps < len(recording.steps)
-        return again(place, self.length(length), steps) if is_shorter else recording
+        return again(place, self.length(length), recording, steps) if is_shorter else recording
 
     def reads(self, recording: Recording, dtype: torch.dtype) -> Reads | None:
         """What a recording keeps."""
         if id(recording) not in self._reads:
-            self._reads[id(recording)] = Reads.found(recording, dtype)
-        return self._reads[id(recording)]
+            self._reads[id(recording)] = recording, Reads.found(recording, dtype)
+        return self._reads[id(recording)][1]
 
     def changes(self, write: Write) -> list[tuple[Rows, RowChange]] | None:
         """As `passes.changes`."""
         if id(write) not in self._changes:
-            self._changes[id(write)] = changes(write)
-        return self._changes[id(write)]
+            self._changes[id(write)] = write, changes(write)
+        return self._changes[id(write)][1]
 
     def programs(self, write: Write) -> list[tuple[Rows, RowProgram]]:
         """As `rowwise.programs_of`."""
         if id(write) not in self._programs:
-            self._programs[id(write)] = programs_of(write)
-        return self._programs[id(write)]
+            self._programs[id(write)] = write, programs_of(write)
+        return self._programs[id(write)][1]
 
 
 class Recorder:
@@ -150,13 +160,13 @@ class Recorder:
     def _record(self, jobs: _Jobs) -> Recorded:
         return self._refused(jobs) or self._for_lengths(jobs) or self._for_each(jobs)
 
-    def again(self, place: Place, length: int, steps: int) -> Recording:
-        """Record a program with another number of steps."""
+    def again(self, place: Place, length: int, known: Recording, steps: int) -> Recording:
+        """Record a program with fewer steps than it has been recorded with."""
         key = place, length, steps
         if key in self._again:
             self._again.move_to_end(key)
         else:
-            self._again[key] = self._run(self._copy(), place, length, steps, is_known=True)
+            self._again[key] = self._run(self._copy(), place, length, steps, is_known=not known.makes_numbers)
             if len(self._again) > _MOST_AGAIN:
                 self._again.popitem(last=False)
         return self._again[key]

@@ -296,6 +296,12 @@ class ActingGraphs:
     def measure(self, taken: int, count: int) -> None:
         """vLLM has recorded `count` graphs, which took so many bytes."""
         self.bytes_each = max(_SMALLEST, taken // max(count, 1))
+        if 0 < self._limit < self.bytes_each and self.fixed is None:
+            _log.warning(
+                "While vLLM recorded %d CUDA graphs, the device's free memory became less by %d MiB, which is more for each than "
+                "graph_bytes allows. So steps with plans and traces run without full graphs. Raise graph_bytes, or start the engine while "
+                "no other process takes memory of the device.", count, taken >> 20,
+            )  # fmt: skip
 
     def agree(self, exchange: Callable[[Any], list[Any]]) -> None:
         """Have all ranks of a group count with the same size. `exchange` returns what each of them passed."""
