@@ -200,3 +200,18 @@ def test_l2_recordings_that_are_forgotten_are_not_taken_for_others(body, monkeyp
     for turn in range(3):
         for steps in (1, 5, 2, 9, 3, 16):
             checked(body, steps=steps, length=LENGTH + turn, known=known)
+
+
+def test_l1_a_large_tensor_that_an_array_changes_is_not_taken_for_what_it_was():
+    large = LARGE.clone()
+    array = large.numpy()
+
+    def body(m):
+        h = m.layers_output[2]
+        first = (h @ large)[:, :8]
+        array[:] = 0
+        m.layers_output[2] = h + first + (h @ large)[:, :8]
+
+    before = large.clone()
+    given = checked(body, known=model())
+    assert given.tier is Tier.PLAN and torch.equal(large, before * 0)  # by the plain run
