@@ -39,6 +39,7 @@ LEAVES = {
     "settings",
     "bundled",
     "hooks",
+    "lazy",
     "plots",
     "progress",
     "queues",

@@ -10,7 +10,9 @@ import torch
 from recorded import LENGTH, MODEL, WIDTH, V, checked, found
 
 from midstream.client import recordings
+from midstream.lazy import lazy_copy, unwritten
 from midstream.runtime.request import Tier
+from midstream.trace.graph import same_tensor
 
 
 def model():
@@ -215,3 +217,16 @@ def test_l1_a_large_tensor_that_an_array_changes_is_not_taken_for_what_it_was():
     before = large.clone()
     given = checked(body, known=model())
     assert given.tier is Tier.PLAN and torch.equal(large, before * 0)  # by the plain run
+
+
+def test_l1_lazy_copies_that_are_read_with_another_sign_are_not_taken_for_each_other():
+    whole = torch.complex(LARGE, LARGE + 1)
+
+    def body(m):
+        h = m.layers_output[2]
+        plus, minus = whole.imag, whole.conj().imag
+        m.layers_output[2] = h + (h @ plus)[:, :8] + 2 * (h @ minus)[:, :8]
+
+    assert checked(body, known=model()).tier is Tier.PLAN
+    plus, minus = lazy_copy(whole).imag, lazy_copy(whole).conj().imag
+    assert unwritten(plus) != unwritten(minus) and not same_tensor(plus, minus)

@@ -7,7 +7,6 @@ runs when the step is over, on captured rows. In doubt it runs in the forward.
 from __future__ import annotations
 
 import copy
-import importlib
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -19,9 +18,9 @@ from typing import Any
 import torch
 
 from midstream.client.kept import KeptTrace, Reads
-from midstream.client.passes import Rows, rows_of
+from midstream.client.passes import Rows, changes, rows_of
 from midstream.client.recordings import Recorded, Recorder
-from midstream.client.rowwise import NotRowwise
+from midstream.client.rowwise import NotRowwise, programs_of
 from midstream.errors import PlanError
 from midstream.plan.ops.apply import Apply
 from midstream.plan.ops.edit import Edit, RowChange, changed, kinds
@@ -224,7 +223,6 @@ def lowered_requests(
 
     Code that has been recorded with equal variables is not recorded again.
     """
-    importlib.import_module("torch._dynamo")  # which recording imports: it sets variables of the environment
     state = torch.get_default_dtype(), torch.is_grad_enabled(), hash(frozenset(os.environ.items()))
     key = code.programs, tuple(code.weights), tuple(code.bodies), state
     known: OrderedDict[Hashable, _Code] = model.recorded
@@ -253,7 +251,7 @@ class _Code:
 
     def _request(self, recorded: Recorded, request: int, length: int, steps: int) -> Lowered:
         places = self._recorder.places[request]
-        recordings = [recorded.of(place, length, steps, self._recorder.again) for place in places]
+        recordings = [self._recorder.of(recorded, place, length, steps) for place in places]
         ends = [(id(each), min(steps, each.varied), steps > len(each.steps)) for each in recordings]
         key = tuple(places), length, tuple(ends)
         if key not in recorded.lowered:
@@ -264,9 +262,14 @@ class _Code:
             made = each[0] if len(each) == 1 else _together(each)
             if places:
                 made.again = partial(self._recorder.again, places[-1], recorded.length(length), recordings[-1])
-                made.traces = recorded.traces.setdefault(id(recordings[-1]), {})
+                made.traces = recorded.once(_no_traces, recordings[-1])
             recorded.keep(key, made)
         return recorded.lowered[key]
+
+
+def _no_traces(_: Recording) -> dict[int, KeptTrace]:
+    """What `Lowered.traces` is at first. All requests of a recording have the same one."""
+    return {}
 
 
 def _kept_apart(found: Sequence[Lowered], writes: bool) -> list[Lowered]:
@@ -309,7 +312,7 @@ def _lowered(
         (note for note in notes if made.tier is Tier.BEHIND or note.kind == "edit"), key=lambda note: note.line
     )
     if made.tier is Tier.BEHIND and not is_standing:
-        made.kept = recorded.reads(recording, model.dtype)
+        made.kept = recorded.once(Reads.found, recording, model.dtype)
         if made.kept is not None and made.kept.fits(length) and _needs_no_code(made, made.kept, model):
             made.tier = Tier.CLIENT
     return made
@@ -395,11 +398,11 @@ def _edits_of(
     write: Write, length: int, phase: str, notes: list[Note], recorded: Recorded, holds_weights: bool
 ) -> list[Edit]:
     """The edits that make a write: of kinds that say it, else programs. Raises _Stays if there are none."""
-    found = recorded.changes(write)
+    found = recorded.once(changes, write)
     edits = _placed(found, write, length, phase) if found is not None else None
     if edits is None:
         try:
-            programs = recorded.programs(write)
+            programs = recorded.once(programs_of, write)
         except NotRowwise as error:
             raise _Stays(error.line or write.line, error.reason) from None
         if any(_is_too_large(program, holds_weights) for _, program in programs):

@@ -11,22 +11,18 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 
-from midstream.client.kept import KeptTrace, Reads
-from midstream.client.passes import Rows, changes
-from midstream.client.rowwise import programs_of
-from midstream.plan.ops.edit import RowChange
-from midstream.plan.program import Program as RowProgram
-from midstream.trace.graph import Write, same_steps
+from midstream.trace.graph import same_steps
 from midstream.trace.program import BlockProgram, Program, ShippedCode, unship
 from midstream.trace.record import Model, Recording, fingerprint, record
 from midstream.trace.stand_in import is_plain
 from midstream.trace.weights import Weight, on_device
 
+T = TypeVar("T")
 Place = tuple[int, int]  # a request, and which of its programs
 _Jobs = dict[tuple[Place, int], int]  # a program and the prompt's length -> the most steps
 _SHORT = 5  # tokens of a prompt that a recording for all lengths is tried with
@@ -45,7 +41,7 @@ class Recorded:
         lengths: the shortest and the longest prompt that each recording is for, if it is for more than its own.
 
     Attributes:
-        lowered, traces: what `client.lowering` has found of them. Keys are ids of recordings, which the values of `lowered` hold.
+        lowered: what `client.lowering` has found of requests. Keys have ids of recordings, which the values hold.
     """
 
     def __init__(
@@ -56,11 +52,8 @@ class Recorded:
 
     def forget(self) -> None:
         """Forget what has been found of the recordings."""
-        self._reads: dict[int, tuple[Recording, Reads | None]] = {}
-        self._changes: dict[int, tuple[Write, list[tuple[Rows, RowChange]] | None]] = {}
-        self._programs: dict[int, tuple[Write, list[tuple[Rows, RowProgram]]]] = {}
+        self._found: dict[Hashable, tuple[Any, Any]] = {}
         self.lowered: dict[Hashable, Any] = {}
-        self.traces: dict[int, dict[int, KeptTrace]] = {}
 
     def keep(self, key: Hashable, lowered: Any) -> None:
         if len(self.lowered) >= _MOST_LOWERED:
@@ -76,9 +69,8 @@ class Recorded:
             if key not in self._recordings:
                 return False
             recording = self._recordings[key]
-            reached = len(
-                recording.steps
-            )  # code that never waits for a later step does the same, however many there are
+            reached = len(recording.steps)
+            # Code that never waits for a later step does the same, however many there are.
             if reached == self._steps[key] < steps or (recording.reason is not None and steps < reached):
                 return False
         return True
@@ -90,29 +82,15 @@ class Recorded:
     def _key(self, place: Place, length: int) -> tuple[Place, int]:
         return place, self.length(length)
 
-    def of(self, place: Place, length: int, steps: int, again: Callable[..., Recording]) -> Recording:
-        """What a program does in a request. One with fewer steps may end in another way, which `again` records."""
-        recording = self._recordings[self._key(place, length)]
-        is_shorter = recording.reason is None and steps < len(recording.steps)
-        return again(place, self.length(length), recording, steps) if is_shorter else recording
+    def of(self, place: Place, length: int) -> Recording:
+        return self._recordings[self._key(place, length)]
 
-    def reads(self, recording: Recording, dtype: torch.dtype) -> Reads | None:
-        """What a recording keeps."""
-        if id(recording) not in self._reads:
-            self._reads[id(recording)] = recording, Reads.found(recording, dtype)
-        return self._reads[id(recording)][1]
-
-    def changes(self, write: Write) -> list[tuple[Rows, RowChange]] | None:
-        """As `passes.changes`."""
-        if id(write) not in self._changes:
-            self._changes[id(write)] = write, changes(write)
-        return self._changes[id(write)][1]
-
-    def programs(self, write: Write) -> list[tuple[Rows, RowProgram]]:
-        """As `rowwise.programs_of`."""
-        if id(write) not in self._programs:
-            self._programs[id(write)] = write, programs_of(write)
-        return self._programs[id(write)][1]
+    def once(self, find: Callable[..., T], of: Any, *rest: Any) -> T:
+        """`find(of, *rest)`, found once for each object `of`."""
+        key = find, id(of)
+        if key not in self._found:
+            self._found[key] = of, find(of, *rest)  # with the object, so that its id stays its own
+        return self._found[key][1]  # type: ignore[no-any-return]
 
 
 class Recorder:
@@ -160,6 +138,13 @@ class Recorder:
     def _record(self, jobs: _Jobs) -> Recorded:
         return self._refused(jobs) or self._for_lengths(jobs) or self._for_each(jobs)
 
+    def of(self, recorded: Recorded, place: Place, length: int, steps: int) -> Recording:
+        """What a program does in a request. With fewer steps than were recorded it may end in another way."""
+        recording = recorded.of(place, length)
+        if recording.reason is None and steps < len(recording.steps):
+            return self.again(place, recorded.length(length), recording, steps)
+        return recording
+
     def again(self, place: Place, length: int, known: Recording, steps: int) -> Recording:
         """Record a program with fewer steps than it has been recorded with."""
         key = place, length, steps
@@ -173,9 +158,10 @@ class Recorder:
 
     def writes_in_turn(self, lengths: Sequence[int], steps: Sequence[int]) -> bool:
         """Whether any code writes to the model, or may, if the codes of all requests run one after the other on the same variables."""
-        for own, length, most in zip(self._copy(), lengths, steps, strict=True):
-            for program in own:
-                made = record(program, self._model, length, most, self._has_arrays)
+        copy = self._copy()
+        for request, (own, length, most) in enumerate(zip(copy, lengths, steps, strict=True)):
+            for number in range(len(own)):
+                made = self._run(copy, (request, number), length, most)
                 if made.reason is not None or any(graph.writes for graph in made.steps):
                     return True
         return False

@@ -147,17 +147,16 @@ class Constant:
 
         The content of lazy copies is read once, as long as its constant is in use.
         """
-        import torch
+        from midstream.lazy import lazy_copy, unwritten
 
-        if tensor.is_cpu and torch._C._is_cow_tensor(tensor):  # type: ignore[attr-defined]
-            place = torch._C._data_address(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride()  # type: ignore[attr-defined]
-            known = _of_lazy.get(place)
-            if known is None:
-                clone: Any = torch._lazy_clone  # type: ignore[attr-defined]
-                known = _of_lazy[place] = cls._read(clone(tensor))
-                object.__setattr__(known, "_copy", clone(tensor))  # so that the address stays this content's
-            return known
-        return cls._read(tensor)
+        place = unwritten(tensor)
+        if place is None:
+            return cls._read(tensor)
+        known = _of_lazy.get(place)
+        if known is None:
+            known = _of_lazy[place] = cls._read(lazy_copy(tensor))
+            object.__setattr__(known, "_copy", lazy_copy(tensor))  # so that the place stays this content's
+        return known
 
     @classmethod
     def _read(cls, tensor: torch.Tensor) -> Constant:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import importlib
 import io
 import random
 import re
@@ -75,6 +76,10 @@ class Model:
     holds_weights: bool = False
     recorded: OrderedDict[Hashable, Any] = field(default_factory=OrderedDict)
 
+    def __post_init__(self) -> None:
+        """Import what operations import when they first need it: it changes a function of torch and the environment."""
+        importlib.import_module("torch._dynamo")
+
     @cached_property
     def at(self) -> dict[Key, dict[Binding, Point]]:
         """The sites at each point of the forward."""
@@ -133,7 +138,7 @@ class Recording:
 
     @cached_property
     def varied(self) -> int:
-        """How many of its first steps differ: each later one repeats the one before. At least the prompt's and the first token's."""
+        """How many steps there are before all that repeat the one before them; 2 at least."""
         for number in range(len(self.steps) - 1, 1, -1):
             if not repeats(self.steps[number], self.steps[number - 1]):
                 return number + 1
@@ -159,8 +164,6 @@ def record(
         converted: as of `Notes`.
         is_known: whether a recording of more steps has shown that its code does not act on the world outside.
     """
-    import torch._dynamo  # operations import it when they first need it, and it changes a function of torch
-
     notes = Notes(model.device, _file_of(program), has_arrays, {} if converted is None else converted)
     body = RecordedBody(model, notes, tokens, steps)
     modules = {name: (module, dict(vars(module))) for name, module in _give_kinds(program).items()}

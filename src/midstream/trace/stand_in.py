@@ -16,6 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from midstream.lazy import lazy_copy, unwritten
 from midstream.trace.graph import Chain, StepGraph, Value
 from midstream.trace.tree import leaves
 
@@ -259,8 +260,7 @@ class Notes:
         is_lazy = own.nbytes >= _LARGE and not self.has_arrays  # an array's writes are not seen
         if known is not None and known[0]._version == own._version and (is_lazy or _equal(known[1].what, own)):
             return known[1]
-        copy: Any = torch._lazy_clone if is_lazy else torch.clone  # type: ignore[attr-defined]
-        value = Value("const", copy(own), shape=tuple(own.shape), dtype=own.dtype)
+        value = Value("const", lazy_copy(own) if is_lazy else own.clone(), shape=tuple(own.shape), dtype=own.dtype)
         self._consts[key] = own, value
         return value
 
@@ -381,15 +381,13 @@ class Notes:
     def _converted(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A conversion of the code's own tensor. That of a large one which nobody has written to is made once for all recordings."""
         (tensor,) = args
-        is_unwritten = torch._C._is_cow_tensor(tensor)  # type: ignore[attr-defined]
-        if tensor.nbytes < _LARGE or not is_unwritten:
+        place = unwritten(tensor)
+        if place is None or tensor.nbytes < _LARGE:
             return func(*args, **kwargs)
-        place = torch._C._data_address(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride()  # type: ignore[attr-defined]
         key = place, tuple(sorted((name, str(value)) for name, value in kwargs.items()))
         if key not in self.converted:
-            lazy: Any = torch._lazy_clone  # type: ignore[attr-defined]
-            self.converted[key] = lazy(tensor), func(*args, **kwargs)  # the former keeps the address taken
-        return torch._lazy_clone(self.converted[key][1])  # type: ignore[attr-defined]
+            self.converted[key] = lazy_copy(tensor), func(*args, **kwargs)  # the copy keeps the place this content's
+        return lazy_copy(self.converted[key][1])
 
     def _valued(self, tree: Any) -> Any:
         """Arguments with values in place of tensors."""

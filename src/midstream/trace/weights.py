@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from midstream.errors import TraceError
+from midstream.lazy import lazy_copy
 from midstream.trace.tree import is_raw
 
 LEAST_BYTES = 1 << 18  # of memory that is sent apart from the code
@@ -450,5 +451,5 @@ def _private(held: Mapping[str, torch.Tensor], digest: str, device: torch.device
     if device is not None and weight.device != device:
         return weight.to(device)
     if weight.is_cpu:
-        return torch._lazy_clone(weight)  # type: ignore[attr-defined,no-any-return]  # copies at the first write
+        return lazy_copy(weight)  # type: ignore[no-any-return]
     return weight.clone()  # CUDA's lazy copies run on another stream than the forward
