@@ -7,27 +7,17 @@ body. `MIDSTREAM_RANDOM_BODIES=10000` sets the number of random bodies, and `MID
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from body_checks import Body, Oracle, check, check_together, hard_bodies
-from random_bodies import HEAD, source
-
-PARIS, EIFFEL, THREE = "The capital of France is", "The Eiffel Tower is in the city of", "One two three"
-LONG = " ".join([EIFFEL, "Paris.", PARIS, "Paris.", THREE, "four five six."] * 6)  # several blocks of the KV cache
-ONE = [815]  # a prompt of one token
-PROMPTS = [PARIS, EIFFEL, THREE, LONG, ONE]
+from body_checks import EIFFEL, LONG, ONE, PARIS, REBINDS, THREE, Body, Oracle, check, check_random, hard_bodies
 
 HARD = hard_bodies()
 COUNT = int(os.environ.get("MIDSTREAM_RANDOM_BODIES", "500"))
 FIRST = int(os.environ.get("MIDSTREAM_RANDOM_FIRST", "0"))
 CHUNK = 50
-# A block has copies of the names that it uses from outside, so it does not see that a helper binds one anew; a function does.
-REBINDS = "changed_in_place__replaced_global"
 
 
 @pytest.fixture(scope="module")
@@ -142,35 +132,6 @@ def chunks(count: int) -> Any:
     starts = range(FIRST, FIRST + count, CHUNK)
     seeds = [range(start, min(start + CHUNK, FIRST + count)) for start in starts]
     return pytest.mark.parametrize("seeds", seeds, ids=lambda seeds: f"{seeds.start}-{seeds.stop - 1}")
-
-
-def random_body(directory: Path, seed: int) -> Body:
-    path = directory / f"body_{seed}.py"
-    path.write_text(source(seed))
-    return Body(path)
-
-
-def check_random(oracle: Oracle, model: Any, seeds: range, directory: Path) -> None:
-    """Most bodies run alone, as a function or a with-block. Some run for several prompts, and the last ones in one batch."""
-    wrong: dict[int, str] = {}
-    *alone, last = [seeds[:-8], seeds[-8:]]
-    for seed in alone[0]:
-        prompts = [PROMPTS[(seed + i) % len(PROMPTS)] for i in range(3 if seed % 6 == 5 else 1)]
-        body = random_body(directory, seed)
-        form = "several" if len(prompts) > 1 else ("run", "trace", "run", "inline")[seed % 4]
-        if form == "inline" and re.search(r"renew|counted", source(seed).removeprefix(HEAD)):  # as REBINDS
-            form = "trace"
-        try:
-            check(oracle, model, body, prompts, 1 + seed % 3, form)
-        except Exception as error:
-            wrong[seed] = str(error)
-    try:
-        bodies = [random_body(directory, seed) for seed in last]
-        check_together(oracle, model, bodies, [PROMPTS[seed % len(PROMPTS)] for seed in last], 2)
-    except Exception as error:
-        wrong[last[0]] = f"together with those up to {last[-1]}: {error}"
-    shown = [f"seed {seed}: {why}\n{source(seed).removeprefix(HEAD)}" for seed, why in list(wrong.items())[:4]]
-    assert not wrong, "\n".join([f"{len(wrong)} of {len(seeds)} bodies are wrong: {[*wrong]}", *shown])
 
 
 @pytest.mark.slow

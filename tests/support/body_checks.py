@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from plain_forward import PlainForward
 from plain_run import Ran
+from random_bodies import HEAD, source
 
 import midstream
 
@@ -32,6 +33,12 @@ TOLERANCE = 2e-4  # of a tensor's largest value, in float32
 NOISE = 1e-5  # of the weights, which shows how much a body's results depend on rounding
 TIE = 1e-4  # of the largest logit: a smaller distance between two tokens may come out either way
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
+PARIS, EIFFEL, THREE = "The capital of France is", "The Eiffel Tower is in the city of", "One two three"
+LONG = " ".join([EIFFEL, "Paris.", PARIS, "Paris.", THREE, "four five six."] * 6)  # several blocks of the KV cache
+ONE = [815]  # a prompt of one token
+PROMPTS = [PARIS, EIFFEL, THREE, LONG, ONE]
+# A block has copies of the names that it uses from outside, so it does not see that a helper binds one anew; a function does.
+REBINDS = "changed_in_place__replaced_global"
 _numbers = itertools.count()
 
 
@@ -317,6 +324,35 @@ def check_together(oracle: Oracle, model: Any, bodies: Sequence[Body], prompts: 
     assert neighbour.tokens == plain.tokens, (
         f"the request without a body, {prompts[-1]!r}: {neighbour.tokens}, not {plain.tokens}"
     )
+
+
+def random_body(directory: Path, seed: int) -> Body:
+    path = directory / f"body_{seed}.py"
+    path.write_text(source(seed))
+    return Body(path)
+
+
+def check_random(oracle: Oracle, model: Any, seeds: range, directory: Path) -> None:
+    """Most bodies run alone, as a function or a with-block. Some run for several prompts, and the last ones in one batch."""
+    wrong: dict[int, str] = {}
+    *alone, last = [seeds[:-8], seeds[-8:]]
+    for seed in alone[0]:
+        prompts = [PROMPTS[(seed + i) % len(PROMPTS)] for i in range(3 if seed % 6 == 5 else 1)]
+        body = random_body(directory, seed)
+        form = "several" if len(prompts) > 1 else ("run", "trace", "run", "inline")[seed % 4]
+        if form == "inline" and re.search(r"renew|counted", source(seed).removeprefix(HEAD)):  # as REBINDS
+            form = "trace"
+        try:
+            check(oracle, model, body, prompts, 1 + seed % 3, form)
+        except Exception as error:
+            wrong[seed] = str(error)
+    try:
+        bodies = [random_body(directory, seed) for seed in last]
+        check_together(oracle, model, bodies, [PROMPTS[seed % len(PROMPTS)] for seed in last], 2)
+    except Exception as error:
+        wrong[last[0]] = f"together with those up to {last[-1]}: {error}"
+    shown = [f"seed {seed}: {why}\n{source(seed).removeprefix(HEAD)}" for seed, why in list(wrong.items())[:4]]
+    assert not wrong, "\n".join([f"{len(wrong)} of {len(seeds)} bodies are wrong: {[*wrong]}", *shown])
 
 
 HARD = Path(__file__).parent / "hard_bodies"
