@@ -295,6 +295,8 @@ def compare(arguments: argparse.Namespace, rows_of: Callable[[Any, Load], list[R
         for row in rows[1:]:
             runs[row.name] = [functools.partial(run_midstream, model, row, load, loop) for model in models]
         print_table(in_turns(runs, arguments), rows, load, arguments)
+        for model in models:
+            print_graphs(loop.run(model.gauges()) if model.mode == "async" else model.gauges())
 
 
 def print_table(measured: Measured[Run], rows: list[Row], load: Load, arguments: argparse.Namespace) -> None:
@@ -322,6 +324,13 @@ def print_table(measured: Measured[Run], rows: list[Row], load: Load, arguments:
             steps = mean(rounds, lambda run: run.step or 0)
             cells += [f"{statistics.median(steps) * 1e3:.3f} ms", ratio(mean(stock, lambda run: run.step or 0), steps)]
         print(f"| {' | '.join(cells)} |")
+
+
+def print_graphs(workers: list[dict[str, int]]) -> None:
+    """The CUDA graphs in which plans act, of each worker: rows that need more than there is room for make each other slow."""
+    for gauges in workers:
+        held, size, recorded = (gauges[name] for name in ("graphs", "graph_bytes", "graph_recordings"))
+        print(f"\n{held} graphs of {size >> 20} MiB are held; {recorded} were recorded")
 
 
 def long_prompts(count: int, length: int, seed: int) -> list[list[int]]:

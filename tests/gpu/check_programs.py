@@ -1,6 +1,7 @@
 """Traces whose writes and saves are programs, on a GPU and on one model runner: prints one line a check and exits 1 on a failure.
 
 python tests/gpu/check_programs.py --runner v2 --float32
+python tests/gpu/check_programs.py --pp 2   # two GPUs; also --tp 2
 
 The same functions run on transformers (`LanguageModel`), which gives the expected values and tokens.
 """
@@ -114,11 +115,12 @@ def tensors(found: Any) -> Iterator[Any]:
 
 
 def main() -> int:
-    arguments = parsed(parser_of(__doc__))
+    arguments = parsed(parser_of(__doc__, ranks=True))
 
     from midstream import VLLM, LanguageModel, demo_model
 
-    engine = VLLM(demo_model(), **engine_arguments(arguments))
+    ranks = {"pipeline_parallel_size": arguments.pp, "tensor_parallel_size": arguments.tp}
+    engine = VLLM(demo_model(), **ranks, **engine_arguments(arguments))
     plain = LanguageModel(demo_model(), dtype=engine._known.dtype, device="cpu" if arguments.cpu else "cuda")
     tolerance = 1e-3 if arguments.float32 or arguments.cpu else 0.1
     greedy = {"max_tokens": STEPS, "temperature": 0.0, "ignore_eos": True}
@@ -130,7 +132,7 @@ def main() -> int:
         """Three calls: in the later ones the steps of generated tokens come from graphs that the first one had recorded."""
 
         def run() -> None:
-            before = engine.gauges()[0]
+            before = engine.gauges()
             for _ in range(3):
                 for prompt, mine in zip(PROMPTS * 4, engine.run(fn, PROMPTS * 4, **greedy), strict=True):
                     if (fn, prompt) not in expected:
@@ -138,10 +140,10 @@ def main() -> int:
                     for a, b in zip(tensors(mine), tensors(expected[fn, prompt]), strict=True):
                         far = (a.cpu().float() - b.cpu().float()).norm() / b.cpu().float().norm()
                         assert a.shape == b.shape and far < tolerance, f"{float(far):.2e} away for {prompt!r}"
-            after = engine.gauges()[0]
-            assert after[gauge] == before[gauge], f"{gauge} grew: code ran in the engine"
-            assert not has_graphs or after["graphs"], "no graph was recorded"
-            assert not after["recording_failures"], "a graph could not be recorded"
+            for older, newer in zip(before, engine.gauges(), strict=True):
+                assert newer[gauge] == older[gauge], f"{gauge} grew: code ran in the engine"
+                assert not has_graphs or newer["graphs"], "no graph was recorded"
+                assert not newer["recording_failures"], "a graph could not be recorded"
 
         return run
 

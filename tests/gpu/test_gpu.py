@@ -26,9 +26,14 @@ def run(checks: str, *arguments: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES, ids=["graphs", "float32", "eager"])
 @pytest.mark.parametrize("runner", ["v1", "v2"])
-@pytest.mark.parametrize("checks", ["traces", "plans", "graphs", "not_finite", "apart"])
+@pytest.mark.parametrize("checks", ["traces", "plans", "programs", "graphs", "not_finite", "apart"])
 def test_on_gpu(checks: str, runner: str, mode: list[str]) -> None:
     run(checks, "--runner", runner, *mode)
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_random_bodies_on_gpu(runner: str) -> None:
+    run("bodies", "--runner", runner, "--float32")
 
 
 @pytest.mark.parametrize("mode", MODES, ids=["graphs", "float32", "eager"])
@@ -37,7 +42,8 @@ def test_on_gpu(checks: str, runner: str, mode: list[str]) -> None:
 def test_ranks_on_gpus(stages: int, ranks: int, runner: str, mode: list[str]) -> None:
     if torch.cuda.device_count() < stages * ranks:
         pytest.skip(f"needs {stages * ranks} GPUs")
-    run("ranks", "--runner", runner, "--pp", str(stages), "--tp", str(ranks), *mode)
+    for checks in ("ranks", "programs"):
+        run(checks, "--runner", runner, "--pp", str(stages), "--tp", str(ranks), *mode)
 
 
 @pytest.mark.parametrize("runner", ["v1", "v2"])

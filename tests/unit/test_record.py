@@ -277,6 +277,59 @@ def test_l2_a_value_that_is_rounded_is_not_the_same(dtype):
     checked(body)
 
 
+def test_l2_a_tensor_that_is_changed_by_what_overlaps_with_it_ends_the_recording():
+    """PyTorch raises an error, or does not say what comes out."""
+
+    def neighbours(model):
+        h = model.layers_output[1]
+        h[1:] += h[:-1]
+
+    def moved(model):
+        model.layers_output[1][:-1] = model.layers_output[1][1:]
+
+    def columns(model):
+        h = model.layers_output[1]
+        h[:, :2] *= h[:, 1:3]
+
+    def only_row(model, tracer):
+        for _ in tracer.iter[:]:
+            h = model.layers_output[1]
+            h[:1] += h[-1]
+
+    why = "an operation reads a part of the tensor that it changes"
+    in_forward(neighbours, moved, columns, only_row, why=why)
+
+
+def test_l1_a_tensor_that_is_changed_by_another_part_of_it_or_all_of_it():
+    def rows(model):
+        h = model.layers_output[1]
+        h[0] += h[-1]
+
+    def columns(model):
+        h = model.layers_output[1]
+        h[:, 3] = h[:, 5]
+        h[:, :2] += h[:, 4:6]
+
+    def whole(model):
+        h = model.layers_output[1]
+        h += h
+        h[:-1].mul_(h[:-1])
+
+    assert checked(columns).tier is checked(whole).tier is Tier.PLAN
+    in_forward(rows, why="tokens")
+
+
+def test_l2_whether_two_parts_overlap_may_depend_on_the_length():
+    """Recorded for 5 and for many tokens, the two parts are the same, or have nothing in common; with 7 they overlap."""
+
+    def ends(model):
+        h = model.layers_output[1]
+        h[:5] += h[-5:]
+
+    assert "reads a part" not in found(ends, length=100).reason
+    assert "reads a part" in found(ends, length=7).reason
+
+
 def test_l2_an_index_that_the_forward_has_may_raise_so_writes_stay_in_the_forward():
     table = torch.eye(WIDTH)
 

@@ -250,18 +250,20 @@ class Worker(PlatformWorker):
         return not (several or shares or any(others) or self._runner.has_recurrent_layers())
 
     def _kernel_at(self, acting: Acting) -> Kernel | None:
-        """What the site op does in a graph of steps in which these act.
+        """What the site op does in a graph of steps in which these act; None if there can be no such graph.
 
-        None with programs on an engine with pipeline stages: another stage does not know how much room the graphs of this one have.
+        Each pipeline stage knows its own programs alone, so one may have a graph for a step and another not. All need equally many rows,
+        padded ones included. The graphs of the pieces between attention calls, which a step falls back to, have as many as a full one.
         """
         tables = self.plans.tables
         assert isinstance(tables, DeviceTables)  # there are graphs
         points = {i for i, (site, _) in enumerate(tables.points) if site in acting}
         programs: dict[int, dict[str, list[RecordedPrograms]]] = {}
-        each = [at for at, _ in (one for one in acting if isinstance(one, InGraph))]
-        if each and self._stages is not None:
+        each = [one.at for one in acting if isinstance(one, InGraph)]
+        mode = self.vllm_config.compilation_config.cudagraph_mode
+        if each and self._stages is not None and not mode.has_piecewise_cudagraphs():
             return None
-        for at in sorted(each, key=lambda at: at.turn):
+        for at in sorted((at for at in each if at.point in tables.index), key=lambda at: at.turn):
             here = programs.setdefault(tables.index[at.point], {})
             here.setdefault(at.what, []).append(tables.programs.recorded(at))
 

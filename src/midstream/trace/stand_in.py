@@ -10,8 +10,10 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -158,6 +160,8 @@ class _Facts:
     may_raise: bool
 
 
+_NOWHERE = 1 << 20  # an address
+_MOST_WORK = 10_000  # of numpy, to tell whether two views overlap
 _INDEXING = frozenset(
     "index index_put index_put_ index_select gather scatter scatter_ take embedding index_copy_ index_add_".split()
 )
@@ -423,11 +427,27 @@ class Notes:
         """The tensor that an operation changes in place."""
         target = kwargs[which] if isinstance(which, str) else args[which]
         own = target if isinstance(target, StandIn) else self._fill(target)
+        for _, other in leaves((args, kwargs)):
+            if other is not target and self.is_unknown(other):
+                source = other if isinstance(other, StandIn) else self._as_stand_in(other)
+                if source.memory is own.memory:
+                    self._check_overlap(own.meta, source.meta)
         given = tuple(map(self._valued, args)), {name: self._valued(each) for name, each in kwargs.items()}
         if func is aten.copy_.default and given[0][0] is given[0][1]:  # `h[-1] += v` ends in writing a view to itself
             return target
         self.assign(own, self.add(Value("call", func, *given, which, 0, tuple(own.shape), own.dtype, self.at())))
         return target
+
+    def _check_overlap(self, changed: torch.Tensor, read: torch.Tensor) -> None:
+        """End the recording if an operation reads a part of what it changes: PyTorch refuses most of them, and leaves others undefined.
+
+        What is read may be all that is changed, or nothing of it. Which of these may depend on the prompt's length.
+        """
+        places = [(tuple(each.shape), each.stride(), each.storage_offset()) for each in (changed, read)]
+        is_whole = places[0] == places[1]
+        if not is_whole and _may_overlap(changed, read):
+            self.end("an operation reads a part of the tensor that it changes")
+        self.sizes.append("whole" if is_whole else "apart")
 
     def _viewed(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
         """The views that an operation gives of its first argument."""
@@ -449,6 +469,27 @@ def _storage_of(tensor: torch.Tensor) -> int | None:
         return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
     except (RuntimeError, NotImplementedError):
         return None
+
+
+def _may_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two views of one storage, whose numbers are not looked at, have an element in common; also if that is hard to tell."""
+
+    def laid_out(view: torch.Tensor) -> np.ndarray:
+        """The view's bytes at an address that nobody reads from."""
+        size = view.itemsize
+        described = {
+            "shape": (*view.shape, size),
+            "strides": (*(stride * size for stride in view.stride()), 1),
+            "data": (_NOWHERE + view.storage_offset() * size, True),
+            "typestr": "|i1",
+            "version": 3,
+        }
+        return np.asarray(SimpleNamespace(__array_interface__=described))
+
+    try:
+        return np.shares_memory(laid_out(a), laid_out(b), max_work=_MOST_WORK)
+    except np.exceptions.TooHardError:
+        return True
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
