@@ -242,7 +242,7 @@ class DescribedModel(TraceModel):
         """
         if fn is None:
             return ExplainContext(self)
-        text = explained(FunctionProgram(fn), self._known, may_run_here=not self._is_elsewhere)
+        text = explained(FunctionProgram(fn), self._known)
         print(text)
         return Explanation(text)
 
@@ -328,9 +328,7 @@ class ExplainContext(BlockContext):
 
     def _captured(self, block: Block, frame: FrameType) -> None:
         injected = {block.target: BodyTracer()} if isinstance(block.target, str) else {}
-        model = self._model
-        may_run_here = not (model._is_elsewhere or model._is_async)
-        print(explained(BlockProgram(block, injected), model._known, may_run_here))
+        print(explained(BlockProgram(block, injected), self._model._known, is_streamed=self._model._is_async))
 
 
 def _point(text: str) -> tuple[str, int | None]:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from midstream.capture.rows import Captured
 from midstream.client.passes import Rows as Choice
 from midstream.client.passes import rows_of
 from midstream.client.rowwise import NotRowwise, Reader
@@ -34,6 +35,10 @@ from midstream.trace.tree import as_bits, map_objects
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _LENGTHS = (1, 2, 997)  # a choice of rows that is the last one in these is the last one in all
+
+
+# What a request has captured, and how many steps it had -> the outcome of its trace.
+Ending = Callable[[Captured, int], Outcome]
 
 
 @dataclass(frozen=True)
@@ -332,6 +337,10 @@ class KeptTrace:
         self._recording, self._most = recording, len(recording.steps)
         self.prompt, self._again, self._reads = prompt, again, reads
         self._kept: dict[int, tuple[Outcome, _Filling]] = {}
+
+    def ending(self, captured: Captured, steps: int) -> Outcome:
+        """As `Ending`."""
+        return self.outcome(CapturedSteps(captured.take(), self.prompt, steps))
 
     def outcome(self, captured: CapturedSteps) -> Outcome:
         """The outcome of a request that has ended. Raises CaptureError as `Reads.placed`."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from midstream.client.kept import KeptTrace, Reads
+from midstream.client.kept import Ending, KeptTrace, Reads
 from midstream.client.passes import Rows, changes, rows_of
 from midstream.client.recordings import Recorded, Recorder
 from midstream.client.rowwise import NotRowwise, programs_of
@@ -89,8 +89,14 @@ class Lowered:
             recording = self.again(steps)
         return replace(recording.outcome, values=copy.deepcopy(recording.outcome.values))
 
-    def kept_trace(self, length: int) -> KeptTrace:
-        """What puts the captured rows into what it keeps, for `Tier.CLIENT`. `length`: of the prompt."""
+    def ending(self, tier: Tier, length: int) -> Ending | None:
+        """What makes the outcome of a request whose trace needs no code in the engine; None if it does. `length`: of the prompt."""
+        if tier is Tier.PLAN:
+            return lambda _, steps: self.outcome(steps)
+        return self._kept_trace(length).ending if tier is Tier.CLIENT else None
+
+    def _kept_trace(self, length: int) -> KeptTrace:
+        """What puts the captured rows into what it keeps, for `Tier.CLIENT`."""
         assert self.again is not None and self.kept is not None
         prompt = 1 if self.kept.last else length
         if prompt not in self.traces:
@@ -149,7 +155,7 @@ class Lowering:
         return cls(tier, [one.plan_for(tier) for one in each], keeps, each)
 
     def in_the_engine(self) -> Lowering:
-        """The same for requests whose code cannot run in the caller's process."""
+        """The same for requests whose values are needed before they end, or in the same steps."""
         return Lowering.of(Tier.BEHIND, self.each) if self.tier is Tier.CLIENT else self
 
     def stands_beside(self, plans: Sequence[Plan], num_layers: int) -> bool:
@@ -169,16 +175,16 @@ def _points(plan: Plan, num_layers: int) -> set[Point]:
     return {(item.site, layer) for item in items for layer in item.layers_in(num_layers)}
 
 
-def explained(program: Program, model: Model, may_run_here: bool) -> str:
+def explained(program: Program, model: Model, is_streamed: bool = False) -> str:
     """What becomes of a program, line by line, as text. The prompt is taken to have 512 tokens, and the request eight steps.
 
-    `may_run_here`: whether its code may run in this process.
+    `is_streamed`: whether its values are followed while the request runs.
     """
     length, steps = _EXPLAINED
     programs = [[program]]
     (found,) = lowered_requests(programs, ship(programs), model, [length], [steps])
     lines = [f"{f'line {note.line}':>10}  {note.kind:<8} {note.text}" for note in found.notes]
-    tier = found.tier if may_run_here or found.tier is not Tier.CLIENT else Tier.BEHIND
+    tier = Tier.BEHIND if is_streamed and found.tier is Tier.CLIENT else found.tier
     ends = {
         Tier.PLAN: "A plan does all of it: no code runs in the engine.",
         Tier.CLIENT: "A plan does all of it, and captures what the trace keeps: no code runs in the engine.",

@@ -21,6 +21,7 @@ from midstream import errors
 from midstream.capture.consumers import CaptureInfo, Collected
 from midstream.capture.sinks import RequestCapture, Sinks
 from midstream.client.described import DescribedModel
+from midstream.client.kept import Ending
 from midstream.client.lowering import Lowering, lower_trace
 from midstream.client.prompts import Prompt, encode, prompts_of
 from midstream.client.remote_calls import MAX_PROMPTS, MAX_TOKENS, Asked, Call, Progress, raw
@@ -46,7 +47,7 @@ from midstream.settings import NAME
 from midstream.sweeps.events import Event, Outline, decoded
 from midstream.sweeps.request import Metric, SweepRequest
 from midstream.sweeps.results import SweepResult
-from midstream.trace.program import Outcome, ShippedCode
+from midstream.trace.program import ShippedCode
 from midstream.transport.data import Reader
 
 API_KEY, ADMIN_KEY = "MIDSTREAM_API_KEY", "MIDSTREAM_ADMIN_KEY"  # environment variables
@@ -249,7 +250,7 @@ class RemoteStream(OutputStream):
     def __init__(
         self,
         server: ServerConnection,
-        calls: Sequence[tuple[Call, Sequence[Callable[[int], Outcome] | None]]],
+        calls: Sequence[tuple[Call, Sequence[Ending | None]]],
         deliveries: Sequence[dict[int, Delivery]],
         ended: Callable[[int], object],
     ) -> None:
@@ -258,8 +259,8 @@ class RemoteStream(OutputStream):
 
     async def items(self) -> AsyncGenerator[Item]:
         before = 0
-        for (call, outcomes), deliveries in zip(self._calls, self._deliveries, strict=True):
-            messages: Any = self._server.async_messages(call, Progress(outcomes))
+        for (call, endings), deliveries in zip(self._calls, self._deliveries, strict=True):
+            messages: Any = self._server.async_messages(call, Progress(endings))
             async with contextlib.aclosing(messages):
                 async for index, output, result in messages:
                     if result is not None and (delivery := deliveries.get(index)) is not None:
@@ -496,8 +497,8 @@ class Remote(DescribedModel):
         if self._is_async:
             return RemoteStream(self._connection, calls, deliveries, ended)
         results = []
-        for (call, outcomes), delivered in zip(calls, deliveries, strict=True):
-            progress = Progress(outcomes)
+        for (call, endings), delivered in zip(calls, deliveries, strict=True):
+            progress = Progress(endings)
             for index, _, result in self._connection.messages(call, progress):
                 if result is not None:
                     ended(1)
@@ -508,16 +509,18 @@ class Remote(DescribedModel):
             results += [progress.results[i] for i in range(len(call.asked))]
         return results
 
-    def _call(self, invokes: Sequence[Invoke], together: bool) -> tuple[Call, list[Callable[[int], Outcome] | None]]:
-        """The call, and the outcomes of traces that plans do: the server gets no code of these."""
+    def _call(self, invokes: Sequence[Invoke], together: bool) -> tuple[Call, list[Ending | None]]:
+        """The call, and what makes the outcomes of traces that plans do: the server gets no code of these."""
         call = Call(metadata.version(NAME), [], [], self._is_async, together)
-        outcomes: list[Callable[[int], Outcome] | None] = [None] * len(invokes)
+        endings: list[Ending | None] = [None] * len(invokes)
         plans: dict[Plan, int] = {}
         if (code := self._code(invokes)) is not None:
-            lowering, prompts = self._lowered(invokes, code)
-            if lowering.tier is Tier.PLAN:
-                each = zip(invokes, lowering.each, strict=True)
-                outcomes = [one.outcome if invoke.program is not None else None for invoke, one in each]
+            lowering, prompts = self._lowered(invokes, code, together)
+            if lowering.tier in (Tier.PLAN, Tier.CLIENT):
+                endings = [
+                    one.ending(lowering.tier, len(ids)) if invoke.program is not None else None
+                    for invoke, ids, one in zip(invokes, prompts, lowering.each, strict=True)
+                ]
                 invokes = [
                     replace(invoke, prompt=ids, plan=invoke.plan + plan)
                     for invoke, ids, plan in zip(invokes, prompts, lowering.plans, strict=True)
@@ -534,14 +537,19 @@ class Remote(DescribedModel):
             prompt, params, answers = map(raw, parts)
             call.asked.append(Asked(prompt, params, number, answers))
         call.plans = [raw(plan.to_wire()) for plan in plans]
-        return call, outcomes
+        return call, endings
 
-    def _lowered(self, invokes: Sequence[Invoke], code: ShippedCode) -> tuple[Lowering, list[list[int]]]:
+    def _lowered(
+        self, invokes: Sequence[Invoke], code: ShippedCode, together: bool
+    ) -> tuple[Lowering, list[list[int]]]:
         """How the traces run, and the prompts' token ids."""
         prompts = [token_ids(invoke, lambda: self.tokenizer) for invoke in invokes]
         steps = [max(1, min(invoke.params.get("max_tokens") or MAX_TOKENS, MAX_TOKENS)) for invoke in invokes]
         programs, given = self._programs(invokes), [invoke.plan for invoke in invokes]
-        lowering = lower_trace(programs, code, self._known, list(map(len, prompts)), steps).in_the_engine()
+        lowering = lower_trace(programs, code, self._known, list(map(len, prompts)), steps)
+        streams = self._is_async and any(invoke.is_streamed for invoke in invokes)
+        if together or streams or any(invoke.params.get("n", 1) > 1 for invoke in invokes):
+            lowering = lowering.in_the_engine()
         own = dict.fromkeys(lowering.plans)
         try:
             for plan in own:

@@ -5,13 +5,14 @@ The call is msgpack. Code in it is pickled; the server loads it only if it was s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
 from midstream.capture.rows import Captured
+from midstream.client.kept import Ending
 from midstream.client.requests import InvokeResult
 from midstream.errors import MidstreamError, RemoteError
 from midstream.runtime.request import Tier
@@ -256,19 +257,30 @@ def _with(output: RemoteOutput, values: Any) -> Any:
     return map_objects(values, Result, lambda result: result.of(output))
 
 
+def _end_trace(ending: Ending, output: RemoteOutput, result: InvokeResult) -> None:
+    """Make the outcomes of a trace's samples. What its plan captured is not the caller's."""
+    samples = output.captures if isinstance(output.captures, list) else [output.captures]
+    nothing = output.captures = Captured.nothing(output.request_id)
+    try:
+        each = zip(output.outputs, samples, strict=True)
+        result.outcomes = [ending(captured or nothing, len(sample.token_ids)) for sample, captured in each]
+    except MidstreamError as error:
+        result.error = error
+
+
 class Progress:
     """What has come of a call.
 
     Args:
-        unrun: for each prompt, what makes its trace's outcome from the number of its tokens, if the server need not run it.
+        endings: for each prompt, what makes its trace's outcome, if the server got no code of it.
 
     Attributes:
         results: of the requests that are over, by their numbers.
     """
 
-    def __init__(self, unrun: Sequence[Callable[[int], Outcome] | None]) -> None:
-        self._unrun = unrun
-        self._readers = [OutputReader() for _ in unrun]
+    def __init__(self, endings: Sequence[Ending | None]) -> None:
+        self._endings = endings
+        self._readers = [OutputReader() for _ in endings]
         self.results: dict[int, InvokeResult] = {}
 
     def read(self, message: Any) -> tuple[int, RemoteOutput, InvokeResult | None] | None:
@@ -280,8 +292,8 @@ class Progress:
         index = message["index"]
         output, result = self._readers[index].read(message)
         if result is not None:
-            if not result.outcomes and (outcome := self._unrun[index]) is not None:
-                result.outcomes = [outcome(len(each.token_ids)) for each in output.outputs]
+            if (ending := self._endings[index]) is not None and result.error is None:
+                _end_trace(ending, output, result)
             self.results[index] = result
         return index, output, result
 

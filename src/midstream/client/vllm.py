@@ -7,26 +7,26 @@ import itertools
 import secrets
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Literal, Self
 
 from midstream.arch.aliases import Rename, names_alone
-from midstream.capture.rows import Captured, Routes
+from midstream.capture.rows import Routes
 from midstream.capture.sinks import Sinks
 from midstream.client.described import DescribedModel
-from midstream.client.kept import CapturedSteps, KeptTrace
+from midstream.client.kept import Ending
 from midstream.client.lowering import Lowered, Lowering, lower_trace
 from midstream.client.model import loading_arguments
 from midstream.client.requests import Invoke, InvokeResult, PreparedPlan, engine_params, token_ids, without_destinations
 from midstream.client.vllm_async import EngineStream
-from midstream.client.vllm_captures import Here, RowReceiver
+from midstream.client.vllm_captures import RowReceiver
 from midstream.client.vllm_engine import EngineConnection, EngineRequest, run_continuously, run_requests
 from midstream.engine import launch
 from midstream.errors import MidstreamError, ParameterError, PlanError, TraceError
 from midstream.plan.values import Plan
 from midstream.runtime.request import Envelope, PlanRequest, Tier, TraceRequest, packed, requests_of
 from midstream.settings import GRAPH_BYTES, NAME, RECORD_BYTES, TRACE_SHARE, WEIGHT_BYTES, Settings, chosen_graph_sites
-from midstream.trace.program import Outcome, ShippedCode
+from midstream.trace.program import ShippedCode
 from midstream.trace.weights import Weight
 
 _GROUP = 32  # invokes that become requests at a time
@@ -307,19 +307,17 @@ class VLLM(DescribedModel):
         for invoke, ids, trace, plan, found, weights in zip(
             invokes, prompts, traces, plans, lowered, constants, strict=True
         ):
-            rows, here, unrun = None, None, None
-            if tier is Tier.CLIENT and found is not None:
-                here = partial(_run_kept, found.kept_trace(len(ids)))
-            elif tier is Tier.PLAN and found is not None and invoke.program is not None:
-                unrun = found.outcome
+            rows, ending = None, None
+            if found is not None and invoke.program is not None:
+                ending = found.ending(tier, len(ids))
             if plan is not None and plan.plan.captures and tier is not Tier.BEHIND:
-                rows = self._receiver(plan, invoke.params.get("n", 1), invoke, here)
+                rows = self._receiver(plan, invoke.params.get("n", 1), invoke, ending if tier is Tier.CLIENT else None)
             params = _params(invoke, trace, plan, rows, shared)
             salt = secrets.token_hex(8) if trace is not None else None
             weights = {**weights, **code.weights} if code is not None and trace is not None else weights
             requests.append(
                 EngineRequest(
-                    launch.engine_prompt(ids, salt), params, trace, plan, rows, invoke.answers, unrun, weights
+                    launch.engine_prompt(ids, salt), params, trace, plan, rows, invoke.answers, ending, weights
                 )
             )
         return requests
@@ -338,7 +336,7 @@ class VLLM(DescribedModel):
         )
         return requests_of(code, samples, together, streamed)
 
-    def _receiver(self, plan: PreparedPlan, samples: int, invoke: Invoke, here: Here | None = None) -> RowReceiver:
+    def _receiver(self, plan: PreparedPlan, samples: int, invoke: Invoke, here: Ending | None = None) -> RowReceiver:
         """Receives the request's captured rows. Rows of a recorded run stay in the workers."""
         plan = plan if invoke.record is None else replace(plan, routes=Routes({}, ()))
         return RowReceiver(plan, samples, self.sinks, self._connection.stages, invoke.collected, here)
@@ -418,8 +416,3 @@ def _with_plan(
         extra = params.extra_args or {}
         params.extra_args = {**extra, NAME: Envelope({**extra.get(NAME, {}), **request.to_extra_args()[NAME]})}
     return params
-
-
-def _run_kept(trace: KeptTrace, captures: Captured, tokens: int) -> Outcome:
-    """The outcome of a trace that only keeps what a plan captures. `tokens`: how many new tokens its request had."""
-    return trace.outcome(CapturedSteps(captures.take(), trace.prompt, tokens))

@@ -7,7 +7,7 @@ import contextlib
 import secrets
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -16,6 +16,7 @@ from typing import Any
 from midstream.capture.consumers import CaptureInfo, Collected
 from midstream.capture.rows import Captured, Piece
 from midstream.capture.sinks import RequestCapture, Sinks
+from midstream.client.kept import Ending
 from midstream.client.requests import PreparedPlan
 from midstream.errors import (
     CaptureError,
@@ -30,7 +31,6 @@ from midstream.trace.program import Outcome
 from midstream.transport.receiver import Mailbox
 
 RESULT_SECONDS = 120.0  # how long to wait for the next result of requests that have ended
-Here = Callable[[Captured, int], Outcome]  # captures and number of new tokens of a request -> the outcome of its trace
 
 
 def sample_index(request_id: str, samples: int) -> int:
@@ -75,7 +75,7 @@ class RowReceiver:
         sinks: Sinks,
         senders: int = 1,
         collected: Collected | None = None,
-        here: Here | None = None,
+        here: Ending | None = None,
     ) -> None:
         self.key = (secrets.token_hex(8), 0)
         self.stop: int | None = None

@@ -16,6 +16,7 @@ from typing import Any
 
 from midstream.capture.rows import Captured
 from midstream.capture.sinks import Sinks
+from midstream.client.kept import Ending
 from midstream.client.requests import Answers, InvokeResult, PreparedPlan, runs_of, saves_of
 from midstream.client.vectors_and_runs import HeldWeights, Runs, Vectors, run_now
 from midstream.client.vllm_captures import RESULT_SECONDS, RowReceiver, RowThread, sample_index
@@ -54,7 +55,7 @@ class EngineRequest:
         plan: its plan.
         rows: receives captured rows.
         answers: the answers to grade.
-        unrun: makes the outcome of its trace from the number of its tokens, if a plan does all of its work and its code never runs.
+        ending: makes the outcome of its trace, if its code never runs.
         weights: what its trace needs the workers to hold, by digest.
     """
 
@@ -64,7 +65,7 @@ class EngineRequest:
     plan: PreparedPlan | None
     rows: RowReceiver | None
     answers: Answers
-    unrun: Callable[[int], Outcome] | None = None
+    ending: Ending | None = None
     weights: Mapping[str, Weight] = field(default_factory=dict)
 
 
@@ -436,8 +437,8 @@ def put_captures(result: InvokeResult, request: EngineRequest, counts: Sequence[
             outcomes = [rows.outcome(*counts)]
         elif rows is not None:
             captures = rows.result(counts)
-        elif request.unrun is not None:
-            outcomes = list(map(request.unrun, counts))
+        elif request.ending is not None:
+            outcomes = [request.ending(captures, count) for count in counts]
     except MidstreamError as error:
         result.error = error
         return
