@@ -23,13 +23,17 @@ import numpy as np
 import openai
 import pytest
 import torch
+from body_checks import distances
 from load_clients import request
+from plain_forward import PlainForward
+from plain_run import Ran
 from safetensors.torch import load, save
 from servers import SCALE_OUT, Server, serving_as_printed
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from midstream import Remote, demo_model
-from midstream.errors import TracesNotAllowedError
+from midstream import save as save_value
+from midstream.errors import NeverReachedError, TracesNotAllowedError
 
 pytestmark = pytest.mark.engine
 
@@ -649,6 +653,91 @@ def test_g8_a_server_without_the_switch_takes_no_code(server: Server, tmp_path: 
             model.run(lambda m: m.logits, FRANCE)
         assert model.generate([FRANCE], max_tokens=1)[0].outputs[0].token_ids
     assert not (tmp_path / "run").exists()
+
+
+def programs() -> dict[str, Callable[..., Any]]:
+    """By what they do, functions of (model, tracer)."""
+    made = torch.Generator().manual_seed(0)
+    v = torch.randn(HIDDEN, generator=made)
+    unit, gate = v / v.norm(), torch.randn(HIDDEN, 64, generator=made) / 8
+
+    def writing(change: Callable[[Any], Any]) -> Callable[..., Any]:
+        def body(model: Any, tracer: Any) -> None:
+            for _ in tracer.iter[:]:
+                model.layers_output[3] = change(model.layers_output[3])
+
+        return body
+
+    def column(model: Any, tracer: Any) -> None:
+        for _ in tracer.iter[:]:
+            model.layers_output[3][:, 17] = 0
+
+    def squashed(model: Any, tracer: Any) -> None:
+        for _ in tracer.iter[:]:
+            mlp = model.model.layers[3].mlp
+            mlp.output = torch.tanh(mlp.output)
+
+    def scores(model: Any, tracer: Any) -> Any:
+        return [torch.sigmoid(model.layers_output[3] @ v) for _ in tracer.iter[:]]
+
+    def written_and_kept(model: Any, tracer: Any) -> Any:
+        found = []
+        for _ in tracer.iter[:]:
+            model.layers_output[3] *= 0.5
+            h = model.layers_output[5]
+            found.append({"norm": h[-1].norm(), "top": (h @ gate).relu().topk(4).values, "row": h[-1]})
+        return found, "kept"
+
+    return {
+        "adds": writing(lambda h: h + v.to(h)),
+        "halves": writing(lambda h: h * 0.5),
+        "projects": writing(lambda h: h - (h @ unit)[:, None] * unit),
+        "gates": writing(lambda h: (h @ gate).relu() @ gate.T),
+        "chooses": writing(lambda h: torch.where((h @ unit)[:, None] > 0, h + v, h)),
+        "column": column,
+        "squashed": squashed,
+        "scores": scores,
+        "written_and_kept": written_and_kept,
+    }
+
+
+@pytest.mark.parametrize("name", list(programs()))
+def test_l7_anybody_may_send_a_trace_that_is_a_program(server: Server, name: str) -> None:
+    """The server takes no code. The oracle is the same function in the forward of transformers."""
+    body, prompts = programs()[name], [FRANCE, "The"]
+    with Remote(server.url) as model:
+        assert "no code runs in the engine" in model.explain(body)
+        values = model.run(body, prompts, max_tokens=4, temperature=0.0, ignore_eos=True)
+        with model.trace(max_tokens=4, temperature=0.0, ignore_eos=True) as tracer:
+            for prompt in prompts:
+                with tracer.invoke(prompt):
+                    value = save_value([body(model, tracer)])  # noqa: F841
+        for prompt, found, output in zip(prompts, values, tracer.outputs, strict=True):
+            expected = PlainForward(demo_model()).run(body, prompt, 4)
+            assert list(output.outputs[0].token_ids) == expected.tokens
+            for mine in (found, output.saves["value"][0]):
+                assert not [far for far in distances(expected, Ran(mine)).values() if far > 1e-4], name
+
+
+def test_l7_a_request_that_ends_early_has_its_own_steps(server: Server) -> None:
+    """With a stop token, of eight steps. Code that asks for a later one raises as it would in the forward."""
+
+    def scores(model: Any, tracer: Any) -> Any:
+        return [model.layers_output[3][-1].norm() for _ in tracer.iter[:]]
+
+    def late(model: Any, tracer: Any) -> None:
+        for _ in tracer.iter[:8]:
+            model.layers_output[3] *= 0.5
+        _ = model.layers_output[4]
+
+    with Remote(server.url) as model:
+        tokens = model.generate([FRANCE], max_tokens=8, temperature=0.0)[0].outputs[0].token_ids
+        count = next(i for i in range(1, 5) if tokens[i] not in tokens[:i]) + 1
+        stopped = {"max_tokens": 8, "temperature": 0.0, "stop_token_ids": [tokens[count - 1]]}
+        assert len(model.run(scores, FRANCE, **stopped)) == count
+        assert len(model.run(scores, FRANCE, max_tokens=8, temperature=0.0)) == len(tokens)
+        with pytest.raises(NeverReachedError):
+            model.run(late, FRANCE, **stopped)
 
 
 def test_g10_metrics_have_the_gauges_in_prometheus_form(server: Server, client: openai.OpenAI) -> None:

@@ -1,4 +1,4 @@
-"""Stock `vllm serve` with midstream in it, and strangers at its door (F5, F6, G3, G8).
+"""Stock `vllm serve` with midstream in it, and strangers at its door (F5, F6, G3, G8, L7).
 
 `MIDSTREAM_FUZZ=5000` has more plans mutated than a run of all tests does.
 """
@@ -21,12 +21,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from limits import least
 from servers import SCALE_OUT, Server, serving
+from written_programs import program, redigested
 
 from midstream import Capture, Consumer, Patch, Plan, RecordedRun, Steer
+from midstream.plan.program import MAX_STEPS, Program
+from midstream.plan.steps import INPUT, Const, Ref
+from midstream.plan.values import Apply
 from midstream.plan.vectors import Named, digest
-from midstream.plan.wire import MAX_STRANGERS_EDITS
+from midstream.plan.wire import MAX_STRANGERS_EDITS, MAX_STRANGERS_WORK
 
 pytestmark = pytest.mark.engine
 
@@ -226,6 +231,92 @@ class watching:
             time.sleep(0.02)
 
 
+# ---------------------------------------------------------------------------------------------------------- programs
+
+
+def gate(width: int = HIDDEN, is_read: bool = False) -> Program:
+    """An SAE's gate of 64 features, or these for a capture to keep."""
+    made = torch.Generator().manual_seed(0)
+    encoder, decoder = (torch.randn(*shape, generator=made) / 8 for shape in ((width, 64), (64, width)))
+    steps = [("mm.default", (INPUT, Const(0))), ("relu.default", (Ref(0),)), ("mm.default", (Ref(1), Const(1)))]
+    return program(*steps, constants=[encoder, decoder], width=width, result=(Ref(1),) if is_read else None)
+
+
+def test_l7_what_is_no_program_is_refused(server: Server) -> None:
+    """With the operation, and the line of code if the program says it."""
+
+    def sent(steps: Any = None, **changes: Any) -> Any:
+        plan = json.loads(Plan.of(Apply("resid_post", layers=[3], program=gate())).to_json())
+        ((_, given),) = plan["programs"].items()
+        changed = {**given, **changes}
+        if steps is not None:
+            changed |= {"steps": steps, "result": {"step": len(steps) - 1}}
+        made = redigested({"x": changed}, plan["constants"])
+        plan["programs"], plan["interventions"][0]["program"] = made, {"program": next(iter(made))}
+        return plan
+
+    given = {"input": True}
+    huge = {
+        "dtype": "float32",
+        "shape": [64, HIDDEN],
+        "data": base64.b64encode(np.full(64 * HIDDEN, np.inf, "f4")).decode(),
+    }
+    not_finite = sent()
+    not_finite["constants"] = dict.fromkeys(not_finite["constants"], huge)
+    wide = json.loads(Plan.of(Apply("resid_post", layers=[3], program=gate(64))).to_json())
+    for plan, said in (
+        (
+            sent([["system.default", ["rm"], {}, 7]]),
+            "system.default (line 7) is not an operation that programs may have",
+        ),
+        (sent([["sum.default", [given], {}, 7]]), "sum.default (line 7) is not"),
+        (sent([["sum.dim_IntList", [given, [0]], {}, 7]]), "line 7"),
+        (sent([["neg.default", [{"step": 0}], {}, 0]]), "neg.default"),
+        (sent([["neg.default", [given], {}, 0]] * 257), "256"),
+        (
+            sent(
+                [["cat.default", [[given] * 200, 1], {}, 0]] * 24
+                + [["slice.Tensor", [{"step": 23}, 1, 0, HIDDEN], {}, 0]]
+            ),
+            "numbers",
+        ),
+        (sent(width=0), "width"),
+        (wide, "of width 64; allowed: 256"),
+        (not_finite, "finite"),
+    ):
+        status, body = server.complete(FRANCE, vllm_xargs={"midstream": json.dumps(plan)})
+        assert status == 400 and said in body["error"]["message"], (said, status, body)
+
+
+def test_l7_a_program_at_the_bound_hardly_delays_a_neighbour(server: Server) -> None:
+    """As many numbers for each token as a stranger's program may compute, for a prompt of 300 tokens."""
+    ids = [1 + i % 300 for i in range(300)]
+    steps = MAX_STRANGERS_WORK // HIDDEN // 8
+    dear = program(
+        *[("neg.default", (Ref(i - 1) if i else INPUT,)) for i in range(min(steps, MAX_STEPS))], width=HIDDEN
+    )
+    layers = range(min(8, MAX_STRANGERS_WORK // dear.work))
+    plans = {
+        True: Plan.of(Apply("resid_post", layers=list(layers), program=dear)),
+        False: Plan.of(Steer("resid_post", layers=3, vector=np.ones(HIDDEN))),
+    }
+    seeds = itertools.count()
+
+    def longest_wait(at_bound: bool) -> float:
+        more = {"vllm_xargs": {"midstream": plans[at_bound].to_json()}, "max_tokens": 1}
+        attack = threading.Thread(target=lambda: server.complete([20 + next(seeds), *ids[1:]], **more))
+        waits = []
+        attack.start()
+        while attack.is_alive():
+            waits.append(timed(server))
+        return max(waits)
+
+    def extra_wait() -> float:
+        return statistics.median(longest_wait(True) - longest_wait(False) for _ in range(4))
+
+    assert least(extra_wait, 0.1) < 0.1
+
+
 # -------------------------------------------------------------------------------------------------------------- fuzz
 
 
@@ -240,6 +331,15 @@ def good_plans() -> list[dict[str, Any]]:
         Plan.of(Patch("resid_post", layer=1, position=1, source=run)),
         Plan.of([Steer("resid_post", layers=3, vector="calm"), Capture("mlp_in", layers=[0], positions=[0, 1])]),
         Plan.of(Steer("resid_post", layers=2, vector=np.full(HIDDEN, 1e38), scale=1e38)),
+    ]
+    plans += [
+        Plan.of(Apply("mlp_out", layers=[1, 2], program=gate())),
+        Plan.of(
+            [
+                Capture("resid_post", layers=3, positions="all", program=gate(is_read=True)),
+                Steer("mlp_out", vector=vector),
+            ]
+        ),
     ]
     written = [json.loads(plan.to_json()) for plan in plans]
     clamp = {
@@ -281,6 +381,12 @@ def mutated(rng: random.Random, plan: Any) -> Any:
                 holder[:] = holder * rng.randint(0, 3)
             case _ if isinstance(holder[key], (int, float)):
                 holder[key] = holder[key] * rng.choice([-1, 0, 1e6, 1e30])
+    if isinstance(plan, dict) and isinstance(plan.get("programs"), dict) and rng.random() < 0.9:
+        renamed = redigested(plan["programs"], plan.get("constants", {}))
+        text = json.dumps(plan)
+        for old, new in zip(plan["programs"], renamed, strict=True):
+            text = text.replace(old, new)
+        plan = json.loads(text)
     return plan
 
 

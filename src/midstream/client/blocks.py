@@ -16,7 +16,7 @@ import torch
 from midstream.client.passes import Rows as Choice
 from midstream.client.passes import rows_of
 from midstream.plan.building import Builder, Result
-from midstream.plan.rowwise import ELEMENTWISE, overload
+from midstream.plan.rowwise import ELEMENTWISE, RULES, overload
 from midstream.plan.steps import DType, Ref, Rows, arguments_in
 
 SAME = frozenset("clone alias detach contiguous lift_fresh lift_fresh_copy".split())
@@ -467,6 +467,8 @@ def _moved(
     """An operation along axes, for a block whose rows are not on the recorded tensor's first axis."""
     if op in _ALL_AXES and like.lead < 0:
         op = _ALL_AXES[op]
+    if op not in RULES:
+        raise No(f"{op} is not an operation that programs may have")
     schema = overload(op)._schema.arguments
     names = [each.name for each in schema]
     axis = next((name for name in ("dim", "dims") if name in names), None)

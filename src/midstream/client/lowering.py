@@ -482,7 +482,9 @@ def _needs_no_code(found: Lowered, kept: Reads, model: Model) -> bool:
     They are not for whole values of the prompt's step alone: the code runs once, and the engine sends what it saves faster.
     """
     programs = [program for program in kept.programs.values() if program is not None]
-    if any(_is_too_large(program, model.holds_weights) for program in programs) or not kept.programs:
+    if not kept.programs:
+        return True
+    if any(_is_too_large(program, model.holds_weights) for program in programs):
         return False
     only_prompt = all(found.reads[point] for point in kept.programs)
     return bool(programs) or kept.last or not only_prompt

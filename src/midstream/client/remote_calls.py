@@ -13,7 +13,7 @@ import msgspec
 
 from midstream.capture.rows import Captured
 from midstream.client.kept import Ending
-from midstream.client.requests import InvokeResult
+from midstream.client.requests import InvokeResult, sample_saves
 from midstream.errors import MidstreamError, RemoteError
 from midstream.runtime.request import Tier
 from midstream.trace.program import Failure, Outcome
@@ -266,6 +266,8 @@ def _end_trace(ending: Ending, output: RemoteOutput, result: InvokeResult) -> No
         result.outcomes = [ending(captured or nothing, len(sample.token_ids)) for sample, captured in each]
     except MidstreamError as error:
         result.error = error
+    else:
+        output.saves = sample_saves([[outcome] for outcome in result.outcomes])
 
 
 class Progress:

@@ -114,6 +114,12 @@ def saves_of(own: Outcome | None, edits: Sequence[Outcome]) -> dict[str, Any]:
     return {name: value for outcome in every for name, value in outcome.values.items()}
 
 
+def sample_saves(samples: Sequence[list[Outcome]]) -> Any:
+    """The values that the request saved: a dict, or a list of dicts for n > 1."""
+    each = [saves_of(own, edits) for own, *edits in samples]
+    return each[0] if len(each) == 1 else each or {}
+
+
 def raise_failures(results: list[InvokeResult]) -> None:
     """Raise the results' error, or a group of their errors; its `outputs` are the outputs of all invokes."""
     errors = [error for result in results for error in result.errors()]

@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack
 from functools import cache, partial
 from typing import Any
 
-from midstream.client.requests import InvokeResult, runs_of
+from midstream.client.requests import InvokeResult, runs_of, sample_saves
 from midstream.client.streams import Item, OutputStream
 from midstream.client.vectors_and_runs import Runs
 from midstream.client.vllm_captures import RESULT_SECONDS, rows_missing, sample_index
@@ -23,7 +23,6 @@ from midstream.client.vllm_engine import (
     merge_stages,
     put_captures,
     results_lost,
-    sample_saves,
     trace_ids,
     traced_result,
     weights_of,

@@ -17,7 +17,7 @@ from typing import Any
 from midstream.capture.rows import Captured
 from midstream.capture.sinks import Sinks
 from midstream.client.kept import Ending
-from midstream.client.requests import Answers, InvokeResult, PreparedPlan, runs_of, saves_of
+from midstream.client.requests import Answers, InvokeResult, PreparedPlan, runs_of, sample_saves
 from midstream.client.vectors_and_runs import HeldWeights, Runs, Vectors, run_now
 from midstream.client.vllm_captures import RESULT_SECONDS, RowReceiver, RowThread, sample_index
 from midstream.engine import launch
@@ -476,9 +476,3 @@ def traced_result(samples: Sequence[list[Outcome]], output: Any) -> InvokeResult
     # Of the edits' outcomes only errors are needed from here on.
     outcomes = [o for own, *edits in samples for o in (own, *(edit for edit in edits if edit.failure is not None))]
     return InvokeResult(outcomes, output, error=error)
-
-
-def sample_saves(samples: Sequence[list[Outcome]]) -> Any:
-    """The values that the request saved: a dict, or a list of dicts for n > 1."""
-    each = [saves_of(own, edits) for own, *edits in samples]
-    return each[0] if len(each) == 1 else each or {}

@@ -52,7 +52,10 @@ class Checker:
         Raises:
             PlanError: it is not in the table, mixes rows, or does not take these arguments.
         """
-        func = overload(step.op)
+        try:
+            func = overload(step.op)
+        except LookupError:
+            raise PlanError(f"{step.place} is not an operation that programs may have.") from None
         try:
             call = _bound(func, args, kwargs, step.op in ELEMENTWISE)
             _check_rows_marks(step.op, call)

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from midstream.errors import PlanError
 from midstream.plan.steps import Rows
 
 _aten = torch.ops.aten
@@ -395,11 +394,11 @@ SIZED = {"reshape.default": "shape", "expand.default": "size", "full.default": "
 
 @functools.cache
 def overload(name: str) -> Any:
-    """PyTorch's operation of this name. Raises PlanError if the table does not have it."""
+    """PyTorch's operation of this name. Raises LookupError if the table does not have it."""
     packet, _, which = name.partition(".")
     found = getattr(getattr(_aten, packet, None), which, None) if name in RULES else None
     if found is None:
-        raise PlanError(f"{name[:80]} is not an operation that programs may have.")
+        raise LookupError(name)
     return found
 
 
