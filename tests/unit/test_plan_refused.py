@@ -236,7 +236,7 @@ def test_e3_what_ends_before_its_plan_is_judged_leaves_nothing(scheduler: Any) -
     scheduler.finish_requests("bad", RequestStatus.FINISHED_ABORTED)
     assert finish(scheduler, step, StepEnds(errors={"bad": REASON})) == []
     assert cached(scheduler, "good", edit) == 0
-    assert cached(scheduler, "again", edit) == BLOCK and not scheduler._held
+    assert cached(scheduler, "again", edit) == BLOCK and not scheduler._counts["is_held"]
 
 
 def test_e3_a_plan_that_was_taken_and_names_nothing_shares_at_once(scheduler: Any) -> None:

@@ -55,7 +55,7 @@ def add(session, tokens, plan):
 
 def preempt(request):
     scheduler = object.__new__(MidstreamScheduler)
-    scheduler._in_forward = set()
+    scheduler._states = {}
     scheduler._preempt_request(request, 0.0)
 
 

@@ -673,7 +673,7 @@ def test_c13_what_ends_a_session_leaves_the_scheduler_as_it_was(monkeypatch: pyt
     bare = set(vars(scheduler))
     monkeypatch.setattr(Vllms, "add_request", lambda self, request: None)
     scheduler.add_request(request("session", {"plan": b""}))
-    assert vars(scheduler).keys() == bare and not scheduler._ours
+    assert vars(scheduler).keys() == bare and not scheduler._states and not any(scheduler._counts.values())
 
 
 @pytest.mark.parametrize("method", ["midstream_gauges", "midstream_drop"])

@@ -191,9 +191,9 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "_update_request_as_session has the new parameter log.",
         ),
         (
-            "v1/core/sched/scheduler.py", "self.kv_cache_manager = KVCacheManager(", "self._held = self.kv_cache_manager = KVCacheManager(",
+            "v1/core/sched/scheduler.py", "self.kv_cache_manager = KVCache", "self._states = self.kv_cache_manager = KVCache",
             "CHANGED", "vllm.v1.core.sched.scheduler.Scheduler",
-            "_held is an attribute of vLLM's class now, and midstream's class has one of that name.",
+            "_states is an attribute of vLLM's class now, and midstream's class has one of that name.",
         ),
         (
             "v1/worker/gpu/model_runner.py", ") -> tuple[SamplerOutput, torch.Tensor, torch.Tensor]:", ") -> SamplerOutput:",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import secrets
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from midstream.engine.plugin import Replacement
@@ -198,11 +198,11 @@ class _Coordinator:
 
     Args:
         longest: how many tokens a cache hit may have.
-        held: request id -> the position up to which its blocks are cached.
+        held_from: as of `holding_back`.
     """
 
-    def __init__(self, coordinator: Any, longest: int, held: Mapping[str, int]) -> None:
-        self._coordinator, self._longest, self._held = coordinator, longest, held
+    def __init__(self, coordinator: Any, longest: int, held_from: Callable[[str], int | None]) -> None:
+        self._coordinator, self._longest, self._held_from = coordinator, longest, held_from
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._coordinator, name)
@@ -212,13 +212,18 @@ class _Coordinator:
         return self._coordinator.find_longest_cache_hit(block_hashes, longest, *args, **kwargs)
 
     def cache_blocks(self, request: Any, num_computed_tokens: int, *args: Any, **kwargs: Any) -> None:
-        tokens = min(num_computed_tokens, self._held.get(request.request_id, num_computed_tokens))
+        held_from = self._held_from(request.request_id)
+        tokens = num_computed_tokens if held_from is None else min(num_computed_tokens, held_from)
         self._coordinator.cache_blocks(request, tokens, *args, **kwargs)
 
 
-def holding_back(manager: Any, held: Mapping[str, int]) -> Replacement:
-    """Hold blocks of vLLM's KVCacheManager back in a with-block: `held` is request id -> `Taken.held_from`."""
-    return Replacement(_COORDINATOR, manager, _Coordinator(manager.coordinator, sys.maxsize, held))
+def holding_back(manager: Any, held_from: Callable[[str], int | None]) -> Replacement:
+    """Hold blocks of vLLM's KVCacheManager back in a with-block.
+
+    Args:
+        held_from: request id -> the position up to which its blocks are cached; None for all of them.
+    """
+    return Replacement(_COORDINATOR, manager, _Coordinator(manager.coordinator, sys.maxsize, held_from))
 
 
 def adding_plan_keys(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -241,7 +246,7 @@ def limiting_hits(original: Callable[..., Any]) -> Callable[..., Any]:
         longest = longest_hit(request)
         if longest is None:
             return original(self, request, *args, **kwargs)
-        with Replacement(_COORDINATOR, self, _Coordinator(self.coordinator, longest, {})):
+        with Replacement(_COORDINATOR, self, _Coordinator(self.coordinator, longest, lambda _: None)):
             return original(self, request, *args, **kwargs)
 
     return get_computed_blocks

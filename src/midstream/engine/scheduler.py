@@ -9,7 +9,9 @@ Everything else is vLLM's: chunked prefill, prefix caching and async scheduling 
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from itertools import chain, takewhile
 from typing import Any
 
@@ -25,6 +27,37 @@ from midstream.engine.turns import Turns
 from midstream.runtime.request import TraceRequest, changes_kv
 from midstream.runtime.step import RequestEnd, StepEnds
 from midstream.settings import Settings, is_ours
+
+
+@dataclass(frozen=True)
+class RequestState:
+    """What the rules know of a request with a trace or a plan, until it ends.
+
+    Attributes:
+        changes_kv: whether it may write KV that differs from the model's own.
+        held_from: as of `Taken.held_from`, while the workers may refuse its plan; then None.
+        in_forward: whether it has a trace in the forward.
+        is_apart: whether it gets steps apart from requests without such a trace, until its own is over.
+        is_unstarted: whether it has a trace and was not seen to have begun.
+    """
+
+    changes_kv: bool
+    held_from: int | None
+    in_forward: bool
+    is_apart: bool
+    is_unstarted: bool
+
+    @property
+    def is_held(self) -> bool:
+        return self.held_from is not None
+
+
+_COUNTED = (
+    "in_forward",
+    "is_apart",
+    "is_unstarted",
+    "is_held",
+)  # a queue may be long: no step looks through all states
 
 
 class _Rules:
@@ -52,16 +85,10 @@ class _Rules:
         # With a launcher of the user's, each rank has a scheduler, and all have to decide the same, whatever their clocks say.
         is_one = self.vllm_config.parallel_config.distributed_executor_backend != "external_launcher"
         self._turns = Turns(settings.trace_share) if settings.trace_share < 1 and is_one else None
-        self._in_forward: set[str] = set()  # requests with a trace in the forward, until they end
-        self._apart: set[str] = (
-            set()
-        )  # those of them that get steps apart from requests without one, until their trace is over
-        self._apart_is_stuck = False  # none of those that wait could begin in the last step that they had
-        self._ours: set[str] = set()  # requests with a trace or a plan, until they end
-        self._unstarted: set[str] = set()  # requests with a trace, until they have begun
+        self._states: dict[str, RequestState] = {}
+        self._counts = Counter[str]()  # how many of them are so, for each of `_COUNTED`
+        self._apart_is_stuck = False  # of the requests apart that wait, none could begin in the last step that they had
         self._taken = Taken()
-        self._held: dict[str, int] = {}  # request whose plan the workers may refuse -> `Taken.held_from`
-        self._changing: set[str] = set()  # requests that may write KV that differs from the model's own
         self._edited = self.kv_cache_manager.block_pool.midstream = EditedBlocks()
 
     def add_request(self, request: Any) -> None:
@@ -70,24 +97,28 @@ class _Rules:
             not is_ours(request) or request.request_id not in self.requests
         ):  # vLLM drops a request that only ends a session
             return
-        self._ours.add(request.request_id)
-        if changes_kv(request.sampling_params):
-            self._changing.add(request.request_id)
-        if (position := self._taken.held_from(request)) is not None:
-            self._held[request.request_id] = position
-        self.schedule, self.update_from_output = self._schedule, self._update
         trace = TraceRequest.of(request.sampling_params) if self._takes_traces else None
-        if trace is not None:
-            self._unstarted.add(request.request_id)
-            if not trace.is_behind:
-                self._in_forward.add(request.request_id)
-                self._apart.add(request.request_id)
+        in_forward = trace is not None and not trace.is_behind
+        self._states[request.request_id] = state = RequestState(
+            changes_kv(request.sampling_params),
+            self._taken.held_from(request),
+            in_forward,
+            in_forward,
+            trace is not None,
+        )
+        self._count(state, 1)
+        self.schedule, self.update_from_output = self._schedule, self._update
 
     def _schedule(self, *args: Any, **kwargs: Any) -> Any:
-        with holding_back(self.kv_cache_manager, self._held) if self._held else contextlib.nullcontext():
-            if not self._apart or self._turns is None:
+        states, counts = self._states, self._counts
+
+        def held_from(name: str) -> int | None:
+            return states[name].held_from if name in states else None
+
+        with holding_back(self.kv_cache_manager, held_from) if counts["is_held"] else contextlib.nullcontext():
+            if not counts["is_apart"] or self._turns is None:
                 output = self._schedule_together(*args, **kwargs)
-            elif len(self._in_forward) == len(self.requests):  # nobody to keep apart from
+            elif counts["in_forward"] == len(self.requests):  # nobody to keep apart from
                 output = self._schedule_together(*args, **kwargs)
                 self._turns.begin(output, True)
             else:
@@ -95,24 +126,35 @@ class _Rules:
                 output = self._schedule_apart(traced, *args, **kwargs)
                 if traced is not None:
                     self._turns.begin(output, traced)
-        if self._changing:
-            self._note_written(output)
+        self._note_written(output)
         if self._ends:
             output.midstream_finished = {n: self._ends.pop(n) for n in output.finished_req_ids if n in self._ends}
-        if not (self._ours or self._ends):
+        if not (states or self._ends):
             del self.schedule, self.update_from_output
             if self._turns is not None:
                 self._turns.forget()  # it will not hear of the steps under way
         return output
 
+    def _count(self, state: RequestState, by: int) -> None:
+        for name in _COUNTED:
+            self._counts[name] += by * getattr(state, name)
+
+    def _change(self, name: str, **to: Any) -> None:
+        """Change the state of a request, if it is alive."""
+        if (state := self._states.get(name)) is not None:
+            self._count(state, -1)
+            self._states[name] = state = replace(state, **to)
+            self._count(state, 1)
+
     def _schedule_together(self, *args: Any, **kwargs: Any) -> Any:
-        if self._unstarted and self._may_begin_traces():
+        if self._counts["is_unstarted"] and self._may_begin_traces():
             return self._schedule_in_one_step(*args, **kwargs)
         return super().schedule(*args, **kwargs)  # type: ignore[misc]
 
     def _schedule_apart(self, traced: bool | None, *args: Any, **kwargs: Any) -> Any:
         """Schedule a step of the requests with a trace in the forward, of all others, or of nobody. vLLM sees only these meanwhile."""
-        apart, running, waiting = self._apart, self.running, self.waiting
+        apart = {name for name, state in self._states.items() if state.is_apart}
+        running, waiting = self.running, self.waiting
         able = [request for request in waiting if not _is_paused(request)]
         waits = [request for request in able if (request.request_id in apart) is traced]
         if self._apart_is_stuck and traced is False:  # what gets free is for the request that waits longest
@@ -147,11 +189,15 @@ class _Rules:
         """Note the blocks that the step writes for requests with edits or traces."""
         cached = output.scheduled_cached_reqs
         for begun in output.scheduled_new_reqs:
-            if begun.req_id in self._changing:
+            if self._changes_kv(begun.req_id):
                 self._edited.write(begun.block_ids)
         for name, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            if block_ids is not None and name in self._changing:
+            if block_ids is not None and self._changes_kv(name):
                 self._edited.write(block_ids)
+
+    def _changes_kv(self, name: str) -> bool:
+        state = self._states.get(name)
+        return state is not None and state.changes_kv
 
     def _get_new_block_ids_to_zero(self) -> list[int] | None:
         """vLLM's list of blocks to clear before the step, with those that held edits. vLLM calls this for every step."""
@@ -163,9 +209,9 @@ class _Rules:
         """Whether a traced request may begin in the coming step. The time it takes does not grow with the queue."""
         if len(self.running) >= self.max_num_running_reqs:
             return False
-        known = self.requests
-        self._unstarted = {name for name in self._unstarted if name in known and _is_unstarted(known[name])}
-        return bool(self._unstarted)
+        for name in [name for name, state in self._states.items() if state.is_unstarted]:
+            self._change(name, is_unstarted=_is_unstarted(self.requests[name]))
+        return self._counts["is_unstarted"] > 0
 
     @property
     def has_ends_to_tell(self) -> bool:
@@ -175,18 +221,15 @@ class _Rules:
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         if is_ours(request):
             self._ends[request.request_id] = RequestEnd(request.num_tokens)
-        self._ours.discard(request.request_id)
-        self._apart.discard(request.request_id)
-        self._in_forward.discard(request.request_id)
-        self._changing.discard(request.request_id)
-        self._held.pop(request.request_id, None)
+        if (state := self._states.pop(request.request_id, None)) is not None:
+            self._count(state, -1)
         return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
         rekey(request)
-        if request.request_id in self._in_forward:
-            self._apart.add(request.request_id)  # its edits are made again in the forward, also if its trace is over
+        if (state := self._states.get(request.request_id)) is not None and state.in_forward:
+            self._change(request.request_id, is_apart=True)  # its edits are made again, also if its trace is over
 
     def _update_request_as_session(self, session: Any, update: Any) -> None:
         remember(session)
@@ -232,7 +275,8 @@ class _Rules:
         """
         groups: dict[str, list[Any]] = {}
         for request in waiting:
-            trace = _unstarted_trace(request) if request.request_id in self._unstarted else None
+            state = self._states.get(request.request_id)
+            trace = _unstarted_trace(request) if state is not None and state.is_unstarted else None
             name = f"trace {trace.trace}" if trace is not None and trace.together else request.request_id
             groups.setdefault(name, []).append(request)
         return list(groups.values())
@@ -242,11 +286,12 @@ class _Rules:
         if self._turns is not None:
             self._turns.end(scheduler_output)
         for begun in scheduler_output.scheduled_new_reqs:
-            if begun.req_id in self._ours and (step_ends is None or begun.req_id not in step_ends.errors):
+            if begun.req_id in self._states and (step_ends is None or begun.req_id not in step_ends.errors):
                 self._take_plan(begun.req_id, begun.sampling_params)
         if step_ends is None:
             return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
-        self._apart.difference_update(step_ends.done)
+        for name in step_ends.done:
+            self._change(name, is_apart=False)
         for name in step_ends.stops:
             if (request := self.requests.get(name)) is not None:
                 request.max_tokens = request.num_output_tokens + 1  # the token of this step is its last
@@ -264,7 +309,8 @@ class _Rules:
     def _take_plan(self, name: str, sampling_params: Any) -> None:
         """Note that the workers have taken a request's plan, and cache its blocks: they hold what their keys say."""
         self._taken.add(sampling_params)
-        if self._held.pop(name, None) is not None:
+        if self._states[name].is_held:
+            self._change(name, held_from=None)
             request = self.requests[name]
             self.kv_cache_manager.cache_blocks(request, min(request.num_computed_tokens, request.num_tokens))
 
@@ -272,7 +318,10 @@ class _Rules:
         """End requests, also in the middle of their prompt."""
         manager = self.kv_cache_manager
         for name in names:
-            if name not in self._held:  # its blocks are in the cache with the plan's key, but without its edits
+            state = self._states.get(name)
+            if (
+                state is None or not state.is_held
+            ):  # its blocks are in the cache with the plan's key, and lack its edits
                 manager.evict_blocks({i for ids in manager.get_block_ids(name) for i in ids})
         return self.finish_requests(names, RequestStatus.FINISHED_ERROR)
 
