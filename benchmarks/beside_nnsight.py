@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from overhead import FEATURES, LOADS, PARAMS, long_prompts
+from overhead import FEATURES, LOADS, PARAMS, long_prompts, sae
 from side_by_side import SHAPES, add_arguments, describe_machine, engine_arguments, in_turns, mean, median, settle
 
 COUNT, (PROMPT, _), (TOKENS, _) = LOADS["equal"]
@@ -52,13 +52,14 @@ def squashes_mlp(model: Any, prompts: list[list[int]], layer: int) -> None:
                     model.model.layers[layer].mlp.output[:] = model.model.layers[layer].mlp.output.tanh()
 
 
-def gates(model: Any, prompts: list[list[int]], layer: int, encoder: Any, decoder: Any) -> None:
+def gates(model: Any, prompts: list[list[int]], layer: int, width: int) -> None:
     with model.trace(**SAMPLING) as tracer:
         for prompt in prompts:
             with tracer.invoke(prompt):
+                encoder, decoder = sae(width, "cuda")  # made once in the engine's process
                 for _ in tracer.iter[:TOKENS]:
                     hidden = model.model.layers[layer].output[0] + model.model.layers[layer].output[1]
-                    model.model.layers[layer].output[0][:] += (hidden @ encoder.cuda()).relu() @ decoder.cuda() * 0.01
+                    model.model.layers[layer].output[0][:] += (hidden @ encoder).relu() @ decoder * 0.01
 
 
 def saves_layers(model: Any, prompts: list[list[int]], layers: int) -> None:
@@ -75,6 +76,7 @@ def main() -> None:
     parser.add_argument(
         "--taps", action="store_true", help="CUDA graphs, with the outputs of all layers and of the middle MLP declared"
     )
+    parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="as of overhead.py")
     add_arguments(parser)
     arguments = parser.parse_args()
     settle(arguments)
@@ -92,10 +94,6 @@ def main() -> None:
     model = VLLM(path, dispatch=True, taps=taps, **given)
     print(f"nnsight's engine started in {time.perf_counter() - began:.0f} s", flush=True)
     vector = torch.full((hidden,), 0.01, dtype=torch.bfloat16)
-    made = torch.Generator().manual_seed(0)
-    encoder = (torch.randn(hidden, FEATURES, generator=made) / hidden**0.5).bfloat16()
-    decoder = (torch.randn(FEATURES, hidden, generator=made) / FEATURES**0.5).bfloat16()
-    sae = {"layer": middle, "encoder": encoder, "decoder": decoder}
     seeds = itertools.count()
 
     def seconds_of(run: Callable[[Any, list[list[int]]], None], length: int) -> float:
@@ -109,9 +107,13 @@ def main() -> None:
         "reads one layer of its prompt": (functools.partial(reads, layer=middle), PROMPT),
         "adds a vector in every step": (functools.partial(adds, layer=middle, vector=vector), PROMPT),
         "replaces an MLP's output by its tanh in every step": (functools.partial(squashes_mlp, layer=middle), PROMPT),
-        f"an SAE's gate, {FEATURES:,} features, in every step": (functools.partial(gates, **sae), PROMPT),
+        f"an SAE's gate, {FEATURES:,} features, in every step": (
+            functools.partial(gates, layer=middle, width=hidden),
+            PROMPT,
+        ),
         f"saves every layer of {LONG} tokens": (functools.partial(saves_layers, layers=layers), LONG),
     }
+    rows = {name: row for name, row in rows.items() if any(text in name for text in arguments.only)}
     measured = in_turns({name: [functools.partial(seconds_of, *row)] for name, row in rows.items()}, arguments)
     print(f"\n{describe_machine()}\n{arguments.shape} shape; {COUNT} requests, traced except in the first run\n")
     print("| run | s | tok/s |\n|---|---|---|")

@@ -174,8 +174,7 @@ def traces(model: Any) -> dict[str, Callable[..., Any]]:
     vector = torch.full((width,), 0.01)
     probe = torch.randn(width, generator=made) / width**0.5
     unit = probe / probe.norm()
-    encoder = (torch.randn(width, FEATURES, generator=made) / width**0.5).bfloat16()
-    decoder = (torch.randn(FEATURES, width, generator=made) / FEATURES**0.5).bfloat16()
+    encoder, decoder = sae(width)
 
     def read(m: Any) -> Any:
         return m.layers_output[middle]
@@ -220,6 +219,17 @@ def traces(model: Any) -> dict[str, Callable[..., Any]]:
         "keeps a probe's score": keeping(lambda h: h @ probe.to(h)),
         "keeps the top 8 features": keeping(lambda h: torch.relu(h @ encoder.to(h)).topk(8).values),
     }
+
+
+@functools.cache
+def sae(width: int, device: str = "cpu") -> tuple[Any, Any]:
+    """The encoder `[width, FEATURES]` and decoder of a random SAE, in bfloat16."""
+    import torch
+
+    made = torch.Generator().manual_seed(1)
+    encoder = torch.randn(width, FEATURES, generator=made) / width**0.5
+    decoder = torch.randn(FEATURES, width, generator=made) / FEATURES**0.5
+    return encoder.bfloat16().to(device), decoder.bfloat16().to(device)
 
 
 # One run of a load.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -204,7 +205,7 @@ def test_d7_requests_that_end_together_end_in_one_order_on_all_ranks() -> None:
 
     names = [f"request-{number}" for number in range(12)]
     host = TraceHost.__new__(TraceHost)
-    host._requests, host._done, host._graph_keys = dict.fromkeys(names), {}, {}  # type: ignore[arg-type]
+    host._requests, host._graph_keys = {name: SimpleNamespace(is_done=True, seen=0) for name in names}, {}
     host.traced_steps = host.forward_traced_steps = host.uncompiled_steps = 0
     ended: list[str] = []
     host._end = lambda name: ended.append(name)  # type: ignore[method-assign,assignment]

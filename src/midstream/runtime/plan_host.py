@@ -75,7 +75,7 @@ class PlanHost:
         self._prepared: RepeatedBatch | None = None  # the batch that the tables hold
         self._capturing = 0  # requests with rows still to be captured
         self._has_due = True  # whether rows may be due to be sent after the step
-        self._editing: set[str] = set()  # requests whose plan has edits
+        self._editing = 0  # requests whose plan has edits
         self.step_is_planned = False  # whether a plan acts in the step that is being prepared or run
         # The sites in the graphs at which it does, and the programs there.
         self.acting: frozenset[str | InGraph] = frozenset()
@@ -90,12 +90,12 @@ class PlanHost:
     @property
     def edits(self) -> bool:
         """Whether a request is alive whose activations a plan changes, in this step or an earlier one."""
-        return bool(self._editing)
+        return self._editing > 0
 
     def refusal(self, name: str, broken: NotFinite) -> str | None:
         """Why a request whose activations are not finite has to end; None if it is over, or has no edits. Any thread may call."""
-        request = self._requests.get(name) if name in self._editing else None
-        if request is None:
+        request = self._requests.get(name)
+        if request is None or not request.loaded.plan.edits:
             return None
         return not_finite(broken, request.loaded.plan, self.facts.dtype)
 
@@ -342,8 +342,7 @@ class PlanHost:
         self._requests[name] = PlannedRequest(
             payload, loaded, sources, len(prompt), complete=done, stops_at_text=stops_at_text
         )
-        if plan.edits:
-            self._editing.add(name)
+        self._editing += bool(plan.edits)
         if plan.captures:
             self._capturing += 1
             self.captures.begin(name, payload, plan, prompt)
@@ -406,7 +405,7 @@ class PlanHost:
 
     def _end(self, name: str, tokens: int | None = None, error: str | None = None) -> None:
         request = self._requests.pop(name)
-        self._editing.discard(name)
+        self._editing -= bool(request.loaded.plan.edits)
         try:
             unsent = not request.complete
             self._capturing -= unsent

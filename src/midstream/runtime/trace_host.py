@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -83,6 +82,7 @@ class TracedRequest:
         journals: those of its bodies, in their order.
         goes_on: fetches from the last pipeline stage whether the bodies have another step.
         forward: what runs its bodies.
+        is_done: whether its bodies have ended before the request. A preemption repeats their edits.
     """
 
     trace: TraceRequest
@@ -96,6 +96,7 @@ class TracedRequest:
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     journals: list[Journal] = field(default_factory=list)
     goes_on: Fetch | None = None
+    is_done: bool = False
 
     @property
     def bodies(self) -> list[str]:
@@ -193,7 +194,6 @@ class TraceHost:
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._requests: dict[str, TracedRequest] = {}
-        self._done: dict[str, TracedRequest] = {}  # their bodies have ended; a preemption repeats their edits
         self._groups: dict[str, TracedGroup] = {}
         self._weights: dict[str, torch.Tensor] = {}  # of the client's, by digest, for traces that are to come
         self.step_is_traced = self.acts_in_forward = self.step_is_uncompiled = False
@@ -229,19 +229,19 @@ class TraceHost:
         """
         for name in [name for name in self._requests if name in finished]:  # in the same order on all ranks
             self._end(name)
-        for name in finished:
-            self._done.pop(name, None)
         self.reports.flush()  # what follows may wait for other stages, and import packages
         self._end_what_is_over(scheduled)
         self.reports.flush()
         for name, (sampling, length) in new.items():
             trace = TraceRequest.of(sampling)
-            if trace is not None and name not in self._requests and name not in self._done:
+            if trace is not None and name not in self._requests:
                 self._begin(name, trace, sampling, length)
-        traced = [request for name, request in self._requests.items() if name in scheduled]
-        for name, tokens in (computed or {}).items():
-            if name in self._done and tokens < self._done[name].seen:
-                traced.append(self._done[name])
+        known = computed or {}
+        traced = [
+            request
+            for name, request in self._requests.items()
+            if (known.get(name, request.seen) < request.seen if request.is_done else name in scheduled)
+        ]
         in_forward = [request for request in traced if not request.trace.is_behind]
         in_graphs = bool(self._graph_keys) and all(request.trace.keeps_to_graphs for request in in_forward)
         self.step_is_traced, self.acts_in_forward = bool(traced), bool(in_forward)
@@ -263,17 +263,17 @@ class TraceHost:
     @property
     def is_idle(self) -> bool:
         """Whether no living request is or was traced, so that a step is vLLM's own."""
-        return not (self._requests or self._done)
+        return not self._requests
 
     @property
     def may_have_written(self) -> bool:
         """Whether the trace of a living request runs or ran in the forward, and so may have written to it."""
-        return not all(request.trace.is_behind for request in chain(self._requests.values(), self._done.values()))
+        return not all(request.trace.is_behind for request in self._requests.values())
 
     @property
     def requests(self) -> list[str]:
         """The traced requests that are alive."""
-        return [*self._requests, *self._done]
+        return list(self._requests)
 
     def take_ends(self) -> StepEnds:
         """The requests that end with this step, and those whose trace does."""
@@ -393,7 +393,7 @@ class TraceHost:
         """End the requests that the last stage has ended: async scheduling may run a step too many."""
         for name in scheduled:
             request = self._requests.get(name)
-            if request is None or request.goes_on is None:
+            if request is None or request.is_done or request.goes_on is None:
                 continue
             try:
                 request.goes_on.wait()
@@ -415,8 +415,13 @@ class TraceHost:
         self.stops.append(name)
 
     def _end(self, name: str, goes_on: bool = False) -> None:
-        """End the request's bodies, and send their outcomes. `goes_on`: the engine goes on with the request."""
-        request = self._requests.pop(name)
+        """End the request's bodies, if they have not ended, and send their outcomes. `goes_on`: the engine goes on with the request."""
+        request = self._requests[name]
+        was_done, request.is_done = request.is_done, True
+        if not goes_on:
+            del self._requests[name]
+        if was_done:
+            return
         stages = self._stages
         if stages is not None:
             stages.link.end(request.steps, "the trace has no further step")
@@ -424,8 +429,6 @@ class TraceHost:
             self._gather(request, body_name)
         own, edits = request.outcomes[request.main], [request.outcomes[each] for each in request.bodies[:-1]]
         self.reports.send(name, request.trace, [own, *(o for o in edits if o.failure is not None or o.values)])
-        if goes_on:
-            self._done[name] = request
         self._leave(name, request.trace)
 
     def drop(self, traces: Collection[str]) -> None:
@@ -433,12 +436,13 @@ class TraceHost:
         for name, request in list(self._requests.items()):
             if request.trace.trace in traces:
                 del self._requests[name]
+                if request.is_done:
+                    continue
                 for body_name in request.programs:
                     request.forward.discard(body_name)
                 if (stages := self._stages) is not None:
                     stages.link.drop([*request.programs, request.steps])
                 self.reports.end(name)
-        self._done = {name: request for name, request in self._done.items() if request.trace.trace not in traces}
         for trace in traces:
             self._groups.pop(trace, None)
 
@@ -477,7 +481,7 @@ class TraceHost:
         )
         for scheduled in view.requests:
             name = scheduled.request_id
-            request = self._requests.get(name) or self._done.get(name)
+            request = self._requests.get(name)
             if request is None:
                 continue
             end = scheduled.computed + scheduled.stop - scheduled.start
@@ -486,7 +490,7 @@ class TraceHost:
                 again = FlatRows(scheduled.start, min(fresh, scheduled.stop), view.total, scheduled.computed)
                 replays += [(journal, again) for journal in request.journals]
             pieces = sorted(take_rows(name), key=lambda piece: piece.position) if request.trace.is_behind else []
-            if end <= request.seen or name in self._done:
+            if end <= request.seen or request.is_done:
                 continue
             first = max(request.seen, scheduled.computed)
             last_row = FlatRows(scheduled.place, scheduled.place + 1, len(view.requests))
@@ -612,8 +616,10 @@ class TraceHost:
 
     def refusal(self, name: str, at: NotFinite) -> str | None:
         """Why a request that is not finite ends after its trace is done; None for other requests. Any thread may call."""
-        request = self._done.get(name)
-        if request is None or request.trace.is_behind:  # a plan makes the trace's writes, and refuses by itself
+        request = self._requests.get(name)
+        if (
+            request is None or not request.is_done or request.trace.is_behind
+        ):  # a plan makes the trace's writes, and refuses by itself
             return None
         return f"{NOT_FINITE}{at}: a trace, or an edit left on the model, has written to it. Write smaller values."
 
@@ -656,7 +662,7 @@ class TraceHost:
     def gauges(self) -> dict[str, int]:
         """Objects that are alive. All but `weight_bytes` are zero when there is no traced request."""
         return {
-            "requests": len(self._requests) + len(self._done),
+            "requests": len(self._requests),
             "groups": len(self._groups),
             "bodies": len(self._bodies),
             "hooks": self.interleaver.hook_count,
