@@ -319,7 +319,7 @@ def test_f3_prompts_that_are_none(model, plain, prompt):
 
 @pytest.mark.engine
 def test_f3_a_prompt_longer_than_the_model_takes(engine, plain):
-    with pytest.raises(PromptError, match=r"600 tokens; with max_model_len=512 there is room for 511"):
+    with pytest.raises(PromptError, match=r"600 (input )?tokens"):
         with engine.trace([5] * 600, temperature=0.0):
             engine.logits.save()
     check_clean_trace(engine, plain)
