@@ -332,8 +332,11 @@ def random_body(directory: Path, seed: int) -> Body:
     return Body(path)
 
 
-def check_random(oracle: Oracle, model: Any, seeds: range, directory: Path) -> None:
-    """Most bodies run alone, as a function or a with-block. Some run for several prompts, and the last ones in one batch."""
+def check_random(oracle: Oracle, model: Any, seeds: range, directory: Path, allowed: str = "$^") -> None:
+    """Most bodies run alone, as a function or a with-block. Some run for several prompts, and the last ones in one batch.
+
+    `allowed`: a regular expression for errors that do not count.
+    """
     wrong: dict[int, str] = {}
     *alone, last = [seeds[:-8], seeds[-8:]]
     for seed in alone[0]:
@@ -351,6 +354,7 @@ def check_random(oracle: Oracle, model: Any, seeds: range, directory: Path) -> N
         check_together(oracle, model, bodies, [PROMPTS[seed % len(PROMPTS)] for seed in last], 2)
     except Exception as error:
         wrong[last[0]] = f"together with those up to {last[-1]}: {error}"
+    wrong = {seed: why for seed, why in wrong.items() if not re.search(allowed, why)}
     shown = [f"seed {seed}: {why}\n{source(seed).removeprefix(HEAD)}" for seed, why in list(wrong.items())[:4]]
     assert not wrong, "\n".join([f"{len(wrong)} of {len(seeds)} bodies are wrong: {[*wrong]}", *shown])
 
