@@ -188,12 +188,7 @@ USES = {
 }
 
 
-_CAUGHT = pytest.mark.xfail(strict=True, reason="code that catches the error of a library sees that the number is none")
-
-
-@pytest.mark.parametrize(
-    "use", [pytest.param(use, marks=[_CAUGHT] if use in ("json", "decimal") else []) for use in USES]
-)
+@pytest.mark.parametrize("use", USES)
 def test_l2_a_use_of_a_kept_number_that_the_body_would_not_see_fail(use):
     use_it = USES[use]
 

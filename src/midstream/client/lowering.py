@@ -93,9 +93,9 @@ class Lowered:
         """What makes the outcome of a request whose trace needs no code in the engine; None if it does. `length`: of the prompt."""
         if tier is Tier.PLAN:
             return lambda _, steps: self.outcome(steps)
-        return self._kept_trace(length).ending if tier is Tier.CLIENT else None
+        return self.kept_trace(length).ending if tier is Tier.CLIENT else None
 
-    def _kept_trace(self, length: int) -> KeptTrace:
+    def kept_trace(self, length: int) -> KeptTrace:
         """What puts the captured rows into what it keeps, for `Tier.CLIENT`."""
         assert self.again is not None and self.kept is not None
         prompt = 1 if self.kept.last else length

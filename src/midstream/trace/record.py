@@ -703,10 +703,6 @@ def _guarded(notes: Notes, is_known: bool) -> Iterator[None]:
     def check(frame: Any, event: str, function: Any) -> None:
         code = frame.f_code
         is_ours = code.co_filename.startswith(_TRUSTED)
-        # The end of an iterator is no error.
-        if event == "c_exception" and notes.makes_numbers and function is not next and not (importing or is_ours):
-            sys.setprofile(None)
-            notes.end(f"{_name_of(function)} raises an error, and a number of the forward is known by its kind alone")
         if code.co_name == "_find_and_load" and code.co_filename.startswith("<frozen importlib"):
             if event == "call" and not importing:
                 importing.append(frame)
@@ -716,6 +712,28 @@ def _guarded(notes: Notes, is_known: bool) -> Iterator[None]:
             sys.setprofile(None)
             notes.end(f"it calls {_name_of(function)}, which may act on the world outside or depend on it")
 
+    def catch(frame: Any, event: str, error: Any) -> Any:
+        """End the recording with an error, though the code may catch it: with the number itself there might be none."""
+        if event == "exception" and not importing and not issubclass(error[0], (StopIteration, GeneratorExit, Ended)):
+            sys.settrace(None)
+            notes.end(f"it raises {error[0].__name__}, and a number of the forward is known by its kind alone")
+        return catch
+
+    def enter(frame: Any, event: str, _: Any) -> Any:
+        if frame.f_code.co_filename.startswith(_TRUSTED):
+            return None
+        frame.f_trace_lines = False
+        return catch
+
+    def watch_errors() -> None:
+        frame: Any = sys._getframe(1)
+        while frame.f_code is not record.__code__:
+            frame.f_trace = enter(frame, "call", None)
+            frame = frame.f_back
+        sys.settrace(enter)
+
+    traced = sys.gettrace()
+    notes.on_first_number = watch_errors
     before: Any = sys.getprofile()
     state: Any = np.random.get_state()
     numbers = random.getstate()
@@ -732,6 +750,7 @@ def _guarded(notes: Notes, is_known: bool) -> Iterator[None]:
     try:
         yield
     finally:
+        sys.settrace(traced)
         sys.setprofile(before) if not hasattr(before, "enable") else before.enable()
         _GUARDED.reset(token)
         if collects:

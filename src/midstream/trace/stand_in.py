@@ -207,6 +207,7 @@ class Notes:
         reason: why it ended, with `line`; None if it has not.
         sizes: every size that the code has looked at.
         makes_numbers: whether the code has taken a number of the forward.
+        on_first_number: called with the first of them.
         may_raise: the line of an operation whose errors depend on numbers; None if there is none.
     """
 
@@ -219,6 +220,7 @@ class Notes:
         self.line = 0
         self.sizes: list[Any] = []
         self.makes_numbers = False
+        self.on_first_number: Callable[[], None] = lambda: None
         self.may_raise: int | None = None
         self._count = 0
         self._consts: dict[Any, tuple[torch.Tensor, Value]] = {}
@@ -584,7 +586,9 @@ def _unsupported(notes: Notes, func: Any, *args: Any, **kwargs: Any) -> NoReturn
 def _number(notes: Notes, func: Any, tensor: torch.Tensor) -> Any:
     if tensor.numel() != 1:
         notes.end("item() of several numbers")
-    notes.makes_numbers = True
+    if not notes.makes_numbers:
+        notes.makes_numbers = True
+        notes.on_first_number()
     kind = float if tensor.dtype.is_floating_point else int
     if tensor.dtype in (torch.bool, torch.complex64, torch.complex128):
         notes.end("it needs a number that only the forward has")
