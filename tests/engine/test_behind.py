@@ -339,7 +339,6 @@ def test_i2_explain_says_what_becomes_of_a_trace(engine: VLLM, capsys: pytest.Ca
     assert f"line {line + 1}  read     resid_post[1] is captured" in text
     assert f"line {line + 2}  forward  mean.dim" in text and "axis of the rows" in text
     capsys.readouterr()
-    with engine.explain() as tracer:
-        for _ in tracer.iter[:]:
-            engine.layers_output[3].norm().save()
+    with engine.explain():
+        mean = engine.layers_output[3].mean(0).save()  # noqa: F841
     assert "The trace runs behind the step" in capsys.readouterr().out

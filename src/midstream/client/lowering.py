@@ -313,14 +313,15 @@ def _lowered(
     except _Stays as stays:
         notes.append(Note(stays.line, "forward", stays.reason))
         return replace(made, edits=(), reason=f"line {stays.line}: {stays.reason}")
-    made.tier = Tier.BEHIND if recording.needs_body else Tier.PLAN
-    made.notes = sorted(
-        (note for note in notes if made.tier is Tier.BEHIND or note.kind == "edit"), key=lambda note: note.line
-    )
-    if made.tier is Tier.BEHIND and not is_standing:
+    if recording.needs_body and not is_standing:
         made.kept = recorded.once(Reads.found, recording, model.dtype)
-        if made.kept is not None and made.kept.fits(length) and _needs_no_code(made, made.kept, model):
-            made.tier = Tier.CLIENT
+    if not recording.needs_body or (made.kept is not None and not made.kept.programs):
+        made.tier, notes = Tier.PLAN, [note for note in notes if note.kind == "edit"]
+    elif made.kept is not None and made.kept.fits(length) and _needs_no_code(made, made.kept, model):
+        made.tier = Tier.CLIENT
+    else:
+        made.tier = Tier.BEHIND
+    made.notes = sorted(notes, key=lambda note: note.line)
     return made
 
 
@@ -482,8 +483,6 @@ def _needs_no_code(found: Lowered, kept: Reads, model: Model) -> bool:
     They are not for whole values of the prompt's step alone: the code runs once, and the engine sends what it saves faster.
     """
     programs = [program for program in kept.programs.values() if program is not None]
-    if not kept.programs:
-        return True
     if any(_is_too_large(program, model.holds_weights) for program in programs):
         return False
     only_prompt = all(found.reads[point] for point in kept.programs)
