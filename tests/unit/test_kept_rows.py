@@ -394,7 +394,7 @@ def test_l2_a_value_that_counts_steps_is_that_of_the_steps_which_the_request_had
         return count
 
     given = found(body, steps=6)
-    assert given.tier is Tier.PLAN and [given.outcome(steps).values for steps in (6, 3, 1)] == [6, 3, 1]
+    assert given.tier is Tier.PLAN and [given.outcome(steps).values["return"] for steps in (6, 3, 1)] == [6, 3, 1]
 
 
 def test_l1_what_is_saved_twice_is_two_tensors():
