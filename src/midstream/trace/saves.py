@@ -11,10 +11,12 @@ The engine works on copies of `self` and `keep`, and so of their lists. These co
 
 from __future__ import annotations
 
+import functools
 import sys
 import sysconfig
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from types import FunctionType, SimpleNamespace
 from typing import Any, NoReturn
 
@@ -34,7 +36,13 @@ _INSTALLED = tuple(f"{sysconfig.get_paths()[name]}/" for name in ("stdlib", "pur
 
 def is_installed(file: str) -> bool:
     """Whether a module's file is of an installed package, or of Python's own library."""
-    return file.startswith(_INSTALLED) or "/dist-packages/" in file
+    return file.startswith((*_INSTALLED, *_package_folders(tuple(sys.path)))) or "/dist-packages/" in file
+
+
+@functools.cache
+def _package_folders(path: Sequence[str]) -> Sequence[str]:
+    """The folders of Python's path into which packages were installed, as by `pip install --target`: they have the packages' metadata."""
+    return [f"{folder}/" for folder in path if any(Path(folder or ".").glob("*.dist-info"))]
 
 
 class Saves:
