@@ -702,15 +702,15 @@ def _guarded(notes: Notes, is_known: bool) -> Iterator[None]:
 
     def check(frame: Any, event: str, function: Any) -> None:
         code = frame.f_code
-        is_ours = code.co_filename.startswith(_TRUSTED)
-        if code.co_name == "_find_and_load" and code.co_filename.startswith("<frozen importlib"):
+        if event == "c_call":
+            if not (importing or code.co_filename.startswith(_TRUSTED) or _is_pure(function)):
+                sys.setprofile(None)
+                notes.end(f"it calls {_name_of(function)}, which may act on the world outside or depend on it")
+        elif code.co_name == "_find_and_load" and code.co_filename.startswith("<frozen importlib"):
             if event == "call" and not importing:
                 importing.append(frame)
             elif event == "return" and frame in importing:
                 importing.clear()
-        if event == "c_call" and not (importing or is_ours or _is_pure(function)):
-            sys.setprofile(None)
-            notes.end(f"it calls {_name_of(function)}, which may act on the world outside or depend on it")
 
     def catch(frame: Any, event: str, error: Any) -> Any:
         """End the recording with an error, though the code may catch it: with the number itself there might be none."""

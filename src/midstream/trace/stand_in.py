@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -404,26 +404,35 @@ class Notes:
     def _shaped(self, func: Any, facts: _Facts, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> Any:
         """The results on the meta device, with their shapes. Indices that the code knows are checked against sizes by zeros."""
         has_indices = any(not isinstance(t, StandIn) and not t.dtype.is_floating_point and t.ndim for t in tensors)
-
-        def shaped(tree: Any) -> Any:
-            if isinstance(tree, torch.Tensor):
-                if self.is_unknown(tree):
-                    meta = tree.meta if type(tree) is StandIn else self._as_stand_in(tree).meta
-                    return torch.zeros(meta.shape, dtype=meta.dtype) if has_indices else meta
-                return (
-                    tree.clone()
-                    if has_indices
-                    else torch.empty_strided(tree.shape, tree.stride(), dtype=tree.dtype, device="meta")
-                )
-            return type(tree)(map(shaped, tree)) if isinstance(tree, (tuple, list)) else tree
-
         try:
-            result = func(*shaped(args), **{name: shaped(each) for name, each in kwargs.items()})
+            if func is aten.as_strided.default:  # which counts from the beginning of the memory
+                return func(self._meta(args[0]), *args[1:], **kwargs)
+            if has_indices:
+                return _on_meta(func(*self._zeros(args), **{name: self._zeros(each) for name, each in kwargs.items()}))
+            given = self._described(args), tuple((name, self._described(kwargs[name])) for name in sorted(kwargs))
+            found = _computed(func, *given, torch.get_default_dtype())
         except Exception as error:
             self.end(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
-        if not has_indices:
-            return result
-        return _on_meta(result)
+        return _made(found, self._meta(args[0]) if facts.is_view else None)
+
+    def _meta(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.meta if type(tensor) is StandIn else self._as_stand_in(tensor).meta
+
+    def _zeros(self, tree: Any) -> Any:
+        """Arguments with numbers: zeros for those of the forward."""
+        if isinstance(tree, torch.Tensor):
+            return torch.zeros_like(self._meta(tree), device="cpu") if self.is_unknown(tree) else tree.clone()
+        return type(tree)(map(self._zeros, tree)) if isinstance(tree, (tuple, list)) else tree
+
+    def _described(self, tree: Any) -> Any:
+        """Arguments as `_computed` takes them."""
+        if isinstance(tree, torch.Tensor):
+            if not self.is_unknown(tree):
+                return _Laid(tuple(tree.shape), tree.stride(), 0, tree.dtype)
+            return _laid(self._meta(tree))
+        if isinstance(tree, (tuple, list)):
+            return tuple(map(self._described, tree))
+        return _Plain(type(tree), tree)
 
     def _changed(self, func: Any, which: int | str, args: Any, kwargs: Any) -> Any:
         """The tensor that an operation changes in place."""
@@ -463,6 +472,54 @@ class Notes:
             self.sizes.append(len(result))
             return type(result)(view(meta, place) for place, meta in enumerate(result))
         return view(result, None)
+
+
+class _Laid(NamedTuple):
+    """A tensor without its numbers."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+
+class _Plain(NamedTuple):
+    """An argument that is no tensor. 1, 1.0 and True are equal, and PyTorch tells them apart."""
+
+    kind: type
+    value: Any
+
+
+def _laid(tensor: torch.Tensor) -> _Laid:
+    return _Laid(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
+
+
+@functools.lru_cache(1 << 13)
+def _computed(func: Any, args: Any, kwargs: Any, default_dtype: torch.dtype) -> Any:
+    """The results of an operation, with `_Laid` in place of tensors. Steps repeat, so most of these are known."""
+
+    def given(tree: Any) -> Any:
+        if isinstance(tree, _Laid):
+            end = tree.offset + sum((size - 1) * step for size, step in zip(tree.shape, tree.strides, strict=True)) + 1
+            whole = torch.empty(max(end, tree.offset), dtype=tree.dtype, device="meta")
+            return whole.as_strided(tree.shape, tree.strides, tree.offset)
+        return tree.value if isinstance(tree, _Plain) else list(map(given, tree))
+
+    def found(tree: Any) -> Any:
+        if isinstance(tree, torch.Tensor):
+            return _laid(tree)
+        return type(tree)(map(found, tree)) if isinstance(tree, (tuple, list)) else tree
+
+    return found(func(*map(given, args), **{name: given(each) for name, each in kwargs}))
+
+
+def _made(tree: Any, viewed: torch.Tensor | None) -> Any:
+    """What `_computed` has found as tensors on the meta device; views of `viewed`, if there is one."""
+    if isinstance(tree, _Laid):
+        if viewed is not None:
+            return viewed.as_strided(tree.shape, tree.strides, tree.offset)
+        return torch.empty_strided(tree.shape, tree.strides, dtype=tree.dtype, device="meta")
+    return type(tree)(_made(each, viewed) for each in tree) if isinstance(tree, (tuple, list)) else tree
 
 
 def _storage_of(tensor: torch.Tensor) -> int | None:
@@ -528,6 +585,10 @@ class SeeingOperations(TorchDispatchMode):
     def __init__(self, notes: Notes) -> None:
         super().__init__()
         self._notes = notes
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:  # the code is not compiled, and PyTorch's wrapper takes longer than most operations here
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         policy = sys.getprofile()
