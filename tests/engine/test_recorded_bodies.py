@@ -101,15 +101,11 @@ def test_l1_hard_bodies_mean_what_python_means(engine, oracle, body):
     check(oracle, engine, body, [PARIS], 2, "trace")
 
 
-# Known defects of `LanguageModel`: a saved input is no copy, and a change of a value reaches the model after the forward has gone on.
-WRONG_ON_TRANSFORMERS = ("saved_inputs_are_copies", "a_change_after_the_forward_went_on_stays_outside")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("file", sorted({body.path for body in HARD}), ids=lambda path: path.stem)
 def test_l1_hard_bodies_on_transformers(hf, oracle, file):
     for body in HARD:
-        if body.path == file and body.name not in WRONG_ON_TRANSFORMERS:
+        if body.path == file:
             check(oracle, hf, body, [PARIS], 3, "run")
             check(oracle, hf, body, [ONE], 2, "trace")
 
@@ -141,7 +137,6 @@ def test_l8_random_bodies_mean_what_pytorch_means(engine, oracle, tmp_path, seed
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=False, reason="the known defects above, in one body of a thousand")
 @chunks(100)
 def test_l8_random_bodies_on_transformers(hf, oracle, tmp_path, seeds):
     check_random(oracle, hf, seeds, tmp_path)

@@ -52,7 +52,7 @@ class Forward:
         at_barrier: the names of the bodies that wait at each barrier.
         freed: the names of those that a barrier has let go on.
         attached: path -> names of the caller's modules there.
-        live_storages: the memory of this step's activations, where traces get views of them.
+        live_storages: the memory of the tensors that traces on transformers have got in this step.
     """
 
     def __init__(

@@ -15,7 +15,6 @@ from midstream.sites import Key, point_name
 from midstream.trace.body import BARRIER, FETCH, Body, is_in_body
 from midstream.trace.forward import LAST_POINTS, STEP_START, Forward
 from midstream.trace.rows import Event, FlatRows, Rows, Span
-from midstream.trace.tree import leaves, memory_of
 from midstream.trace.visit import Journal, Visit, move_to_host
 
 
@@ -285,9 +284,7 @@ class Interleaver(Forward):
             rows, journal, span = self.last_rows[body.name], None, None
         else:
             rows, journal, span = self.rows[body.name], body.journal, self._span
-        if rows.aliases:
-            self.live_storages.update(memory_of(t) for _, t in leaves(event.tree))
-        return Visit(event, rows, body.now, journal, span, body.name)
+        return Visit(event, rows, body.now, journal, span, body.name, self.live_storages)
 
     @staticmethod
     @contextlib.contextmanager

@@ -33,7 +33,7 @@ class FlatRows:
     stop: int
     total: int
     first_position: int = 0
-    aliases = False  # whether `take` returns views, so that edits in place reach the batch by themselves
+    aliases = False  # whether `take` returns views
 
     @property
     def count(self) -> int:

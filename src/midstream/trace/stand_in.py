@@ -587,7 +587,9 @@ class SeeingOperations(TorchDispatchMode):
         self._notes = notes
 
     @classmethod
-    def _should_skip_dynamo(cls) -> bool:  # the code is not compiled, and PyTorch's wrapper takes longer than most operations here
+    def _should_skip_dynamo(
+        cls,
+    ) -> bool:  # the code is not compiled, and PyTorch's wrapper takes longer than most operations here
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

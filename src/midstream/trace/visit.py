@@ -133,6 +133,7 @@ class Visit:
         journal: takes its edits.
         span: the rows of all traced requests, if they are worth reading together.
         body: the trace's name.
+        live: takes the memory of what the trace gets, if that is not copied for it otherwise.
     """
 
     def __init__(
@@ -143,8 +144,10 @@ class Visit:
         journal: Journal | None = None,
         span: Span | None = None,
         body: str = "",
+        live: set[int | None] | None = None,
     ) -> None:
         self._body = body
+        self._live = live if live is not None else set()
         self.event = event
         self.key = event.key
         self.rows = rows
@@ -171,11 +174,8 @@ class Visit:
         self,
         value: torch.Tensor,
         write: Callable[[torch.Tensor], None],
-        lands_itself: bool,
         view: Binding | None = None,
     ) -> torch.Tensor:
-        if lands_itself:
-            return value
         if value.requires_grad:  # the trace reads gradients at this tensor, so the model has to go on with it
             write(value)
         handed = _Handed(value, write, view)
@@ -200,8 +200,12 @@ class Visit:
         self._followed.append((copy, copy._version, written))
 
     def _isolate(self, value: torch.Tensor) -> torch.Tensor:
-        """A module's input is often another module's too. A copy lets an edit reach this module only."""
-        return value.clone() if self.rows.aliases and "input" in self.key else value
+        """The trace's own tensor. Its edits are written where it is, while the trace is there: the memory may be other modules', too."""
+        if not self.rows.aliases:
+            return value
+        own = value.clone()
+        self._live.add(memory_of(own))
+        return own
 
     def raw(self) -> Any:
         """This request's rows of the value as the module has it."""
@@ -211,7 +215,7 @@ class Visit:
 
             def take(ref: Ref, full: torch.Tensor) -> torch.Tensor:
                 part = self._isolate(self.event.take(ref, self.rows, self._span, self._body))
-                return self._hand_out(part, lambda v: self._write(ref, v, False), part is full)
+                return self._hand_out(part, lambda v: self._write(ref, v, False))
 
             self._raw, self._has_raw = map_tensors(self.event.tree, take), True
         return self._raw
@@ -236,7 +240,7 @@ class Visit:
                 self._write(ref, v, False)
 
             if part is expected[ref]:
-                return self._hand_out(part, write, False)
+                return self._hand_out(part, write)
             self._handed.append(_Handed(part, write, None))
             return part
 
@@ -260,7 +264,7 @@ class Visit:
         self._settle()
         if binding not in self._sites:
             value = self._read_site(binding)
-            self._sites[binding] = self._hand_out(value, lambda v: self._write_site(binding, v), False, binding)
+            self._sites[binding] = self._hand_out(value, lambda v: self._write_site(binding, v), binding)
         return self._sites[binding]
 
     def _read_site(self, binding: Binding) -> torch.Tensor:
