@@ -55,6 +55,40 @@ def test_d1_a_steer_acts_in_its_phase(model: Any, plain: Plain, phase: str) -> N
     assert output.captures.positions["resid_post", 0] == list(range(P + 5))  # the last token is never fed back
 
 
+def test_l3_edits_at_some_of_the_generated_tokens(model: Any, plain: Plain) -> None:
+    """Several requests at once, one with a capture of these tokens, and beside plain ones."""
+    v, w = vector(), vector(1)
+    first = Steer("resid_post", layers=2, vector=v, phase="decode", positions=[0, 2])
+    other = Steer("resid_post", layers=2, vector=w, phase="decode", positions=[1])
+    everywhere = Steer("mlp_out", layers=4, vector=w, phase="decode")
+    plans: list[Any] = [[first, everything()], [first, other, everywhere, everything()], [first], []]
+    outputs = model.generate([FRANCE] * 4, plan=plans, max_tokens=6, **GREEDY)
+
+    def at(*steps: tuple[int, torch.Tensor]) -> Any:
+        def change(h: torch.Tensor) -> torch.Tensor:
+            h = h.clone()
+            for step, added in steps:
+                h[P + step : P + step + 1] += added  # an empty slice if there is no such row yet
+            return h
+
+        return change
+
+    some, more = at((0, v), (2, v)), at((0, v), (1, w), (2, v))
+    all_decoded = after_rows(slice(P, None), lambda h: h + w)
+    edits: list[Any] = [
+        {("resid_post", 2): some},
+        {("resid_post", 2): more, ("mlp_out", 4): all_decoded},
+        {("resid_post", 2): some},
+        {},
+    ]
+    for output, edit, has_rows in zip(outputs, edits, (True, True, False, False), strict=True):
+        ids, ran = generated_with(plain, edit, 6)
+        assert tokens(output) == ids
+        if has_rows:
+            assert output.captures.positions["resid_post", 7] == list(range(P + 5))
+            close(output.captures["resid_post", 7], ran.sites["resid_post", 7])
+
+
 @pytest.mark.parametrize("site", EDITABLE)
 def test_d1_every_site_is_steered(model: Any, plain: Plain, site: str) -> None:
     width = plain.run(FRANCE).sites[site, 3].flatten(1).shape[1]

@@ -53,9 +53,13 @@ def positions(length: int) -> st.SearchStrategy[Any]:
 
 @st.composite
 def places(draw: Any, length: int) -> dict[str, Any]:
-    """Where a steer or a clamp acts: by phase, or at positions."""
-    if draw(st.booleans()):
-        return {"positions": draw(positions(length))}
+    """Where a steer or a clamp acts: by phase, at positions of the prompt, or at generated tokens."""
+    match draw(st.sampled_from(["phase", "positions", "generated"])):
+        case "positions":
+            return {"positions": draw(positions(length))}
+        case "generated":
+            numbers = st.lists(st.integers(0, 3), min_size=1, max_size=3, unique=True)
+            return {"phase": "decode", "positions": draw(numbers)}
     return {"phase": draw(st.sampled_from(["both", "prefill", "decode"]))}
 
 
@@ -180,6 +184,8 @@ def _add_patch(found: Any, patch: Patch, position: int, length: int) -> None:
 
 
 def _acts(edit: Steer | Clamp, position: int, length: int) -> bool:
+    if edit.positions is not None and edit.phase == "decode":
+        return position - length in edit.positions
     if edit.positions is not None:
         return position < length and any(written in (position, position - length) for written in edit.positions)
     return edit.phase == "both" or (edit.phase == "prefill") == (position < length)

@@ -99,13 +99,13 @@ def found(*bodies: Callable | Program, steps: int = 4, length: int = LENGTH, kno
 
 
 def said(given: Lowered) -> list[tuple[str, str, int, Any, list[float]]]:
-    """(kind, site, layer, positions or phase, numbers) of each edit."""
+    """(kind, site, layer, positions or phase or both, numbers) of each edit."""
     return [
         (
             type(edit).__name__,
             edit.site,
             layer,
-            edit.phase if edit.place is None else edit.place,
+            edit.phase if edit.place is None else ("decode", edit.place) if edit.phase == "decode" else edit.place,
             numbers(edit).tolist(),
         )
         for edit in given.edits
@@ -249,7 +249,12 @@ def edited(edits: Sequence[Any], point: tuple[str, int], step: int, h_TH: torch.
     for edit in sorted(here, key=lambda each: _ORDER[type(each)]):
         phases = ("both", "prefill" if step == 0 else "decode")
         every = range(len(h_TH)) if edit.place is None and edit.phase in phases else ()
-        rows = [*every] if edit.place is None else [*edit.place] if step == 0 else []
+        if edit.place is None:
+            rows = [*every]
+        elif edit.phase == "decode":  # numbers of generated tokens; the first one is what the second step computes
+            rows = [0] if step - 1 in edit.place else []
+        else:
+            rows = [*edit.place] if step == 0 else []
         for row in rows:
             h_TH[row] = _edited_row(edit, h_TH[row])
     return h_TH

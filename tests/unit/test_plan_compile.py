@@ -96,15 +96,20 @@ def wanted(plan: Plan, position: int):
 @settings(max_examples=250, deadline=None)
 def test_each_position_gets_what_the_plan_says(plan):
     found = compiled(plan)
-    assert found.prompt.dtype == np.int32 and found.prompt.shape == (LENGTH,)
-    for position in range(LENGTH):
+    named = [edit.positions for edit in plan.edits if edit.phase == "decode" and edit.positions is not None]
+    end = LENGTH + max([place + 1 for places in named for place in places], default=0)
+    assert found.prompt.dtype == np.int32 and len(found.prompt) <= end  # an edit that changes nothing names none
+    for position in range(len(found.prompt)):
         assert done(found, found.prompt[position]) == wanted(plan, position), position
-    for position in (LENGTH, LENGTH + 9):
+    for position in (len(found.prompt), end, LENGTH + 9):
         assert done(found, found.generated) == wanted(plan, position)
-    assert found.reach.prompt.tolist() == [bool(wanted(plan, position)) for position in range(LENGTH)]
-    assert found.reach.generated == bool(wanted(plan, LENGTH))
-    assert found.reach.prompt_points == {point for position in range(LENGTH) for point in wanted(plan, position)}
-    assert found.reach.generated_points == wanted(plan, LENGTH).keys()
+    listed = range(len(found.prompt))
+    assert found.reach.prompt.tolist() == [bool(wanted(plan, position)) for position in listed]
+    assert found.reach.generated == bool(wanted(plan, LENGTH + 9))
+    assert found.reach.generated_points == wanted(plan, LENGTH + 9).keys()
+    points = {point for position in listed for point in wanted(plan, position)}
+    assert points <= found.reach.prompt_points <= points | found.reach.generated_points
+    assert found.reach.prompt_points == points or len(found.prompt) > LENGTH
 
 
 @given(plans(LAYERS, LENGTH, named=True))
@@ -129,7 +134,7 @@ def test_captured_rows_are_laid_out_without_gaps(plan):
     """D4: what a profile captures lies side by side in its row, each plane where its op says."""
     found = compiled(plan, width=lambda site, layer: WIDTH if layer != 99 else 0)
     for position in range(LENGTH + 1):
-        profile = found.profiles[found.prompt[position] if position < LENGTH else found.generated]
+        profile = found.profiles[found.prompt[position] if position < len(found.prompt) else found.generated]
         ends = [0]
         for plane in profile.layout:
             assert plane.offset == ends[-1] and plane.width == WIDTH

@@ -130,7 +130,7 @@ def test_indices_that_come_from_elsewhere_are_refused() -> None:
         (lambda: Constant("float32", (-1,), b""), "a constant's shape"),
         (lambda: Constant("bool", (1,), b"\x02"), "0 and 1"),
         (lambda: Apply("resid_post", program="calm"), r"Apply\.program is 'calm'; allowed: a Program"),
-        (lambda: Apply("resid_post", program=SCALED, phase="decode", positions=0), r"Apply\.positions"),
+        (lambda: Apply("resid_post", program=SCALED, phase="prefill", positions=0), r"Apply\.positions"),
     ],
 )
 def test_bounds(make: Any, message: str) -> None:

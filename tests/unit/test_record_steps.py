@@ -11,6 +11,7 @@ import torch
 from recorded import LAYERS, LENGTH, ROWS, WIDTH, V, captured, checked, found, in_forward, patch, said, steer
 
 import midstream
+from midstream.client import lowering
 from midstream.client.lowering import Tier
 
 # Steps.
@@ -73,7 +74,7 @@ def test_l1_steps_say_the_phase():
     checked(by_next)
 
 
-def test_l2_writes_that_differ_between_generated_steps_stay_in_the_forward():
+def test_l3_writes_that_differ_between_generated_steps_name_their_tokens():
     def first_steps(model, tracer):
         for step in tracer.iter[:]:
             if step < 2:
@@ -93,7 +94,46 @@ def test_l2_writes_that_differ_between_generated_steps_stay_in_the_forward():
         for _ in tracer.iter[::2]:
             model.layers_output[2] += V
 
-    in_forward(first_steps, growing, counted, every_other, why="the same writes in all steps")
+    def alternating(model, tracer):
+        for step in tracer.iter[:]:
+            if step % 2:
+                model.layers_output[2] *= 0.5
+            else:
+                model.layers_output[1] += V
+
+    every_step = [steer(step * V, where=("decode", (step - 1,))) for step in (1, 2, 3)]
+    doubled = [steer(2 ** (step + 1) * V, where=("decode", (step - 1,))) for step in (1, 2, 3)]
+    for body, edits in {
+        first_steps: [steer(V, where=("decode", (0,))), steer(V)],
+        growing: every_step,
+        counted: [*doubled, steer(2 * V)],
+        every_other: [steer(V, where=("decode", (1,))), steer(V)],
+    }.items():
+        given = checked(body)
+        assert given.tier is Tier.PLAN and said(given) == edits, body.__name__
+    assert checked(alternating, steps=9).tier is Tier.PLAN
+
+
+def test_l3_a_request_with_more_or_fewer_steps_has_writes_at_its_own():
+    """The recording is the same, and its later steps repeat the third."""
+
+    def late(model, tracer):
+        for _ in tracer.iter[2:]:
+            model.layers_output[2] += V
+
+    for steps in (3, 4, 9, 5, 8):
+        assert checked(late, steps=steps).tier is Tier.PLAN
+
+
+def test_l3_a_write_at_too_many_tokens_stays_in_the_forward(monkeypatch):
+    monkeypatch.setattr(lowering, "_MOST_NAMED", 3)
+
+    def late(model, tracer):
+        for _ in tracer.iter[2:]:
+            model.layers_output[2] += V
+
+    assert checked(late, steps=4).tier is Tier.PLAN
+    assert "in over 3 steps" in checked(late, steps=20).reason
 
 
 @pytest.mark.parametrize("how", ["two", "slice", "break", "number", "next"])

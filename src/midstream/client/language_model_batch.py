@@ -503,7 +503,7 @@ class RunningPlan:
 
     def begin_step(self, first: int, count: int) -> None:
         """The next forward computes `count` positions from `first` on."""
-        length = len(self._plan.prompt)
+        length = len(self._compiled.prompt)
         positions = np.arange(first, first + count)
         profiles = np.where(
             positions < length, self._compiled.prompt[np.minimum(positions, length - 1)], self._compiled.generated

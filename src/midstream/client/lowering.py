@@ -23,7 +23,7 @@ from midstream.client.recordings import Recorded, Recorder
 from midstream.client.rowwise import NotRowwise, programs_of
 from midstream.errors import PlanError
 from midstream.plan.ops.apply import Apply
-from midstream.plan.ops.edit import Edit, RowChange, changed, kinds
+from midstream.plan.ops.edit import Edit, RowChange, changed, kinds, point_of
 from midstream.plan.program import Program as RowProgram
 from midstream.plan.values import Capture, Plan, counted_from_0
 from midstream.runtime.request import Tier
@@ -33,6 +33,7 @@ from midstream.trace.program import Outcome, Program, ShippedCode, ship
 from midstream.trace.record import Model, Recording
 
 _IN_GRAPHS = ("resid_post",)  # as `runtime.points.trace_keys`
+_MOST_NAMED = 1 << 10  # generated tokens that a write names, if it is not made at all of them
 _MOST_CONSTANTS = 1 << 20  # bytes of numbers in a program that each request carries
 _KEPT_CODES, _MOST_KEPT = 32, 1 << 22  # how many codes are remembered, and the bytes of one at most
 _EXPLAINED = (512, 8)  # the prompt's length and the number of steps for `explain`
@@ -299,8 +300,7 @@ def _lowered(
     recorded: Recorded, recording: Recording, model: Model, length: int, steps: int, is_standing: bool
 ) -> Lowered:
     graphs = recording.steps[: min(steps, recording.varied)]  # the later ones repeat the last of these
-    if len(recording.steps) < steps and not recording.outcome.stopped:  # the request goes on without the code
-        graphs = [*graphs, StepGraph(1)]
+    goes_on = len(recording.steps) < steps and not recording.outcome.stopped  # the request, without the code
     notes = _reads_noted(recording)
     made = Lowered(notes=notes, recordings=[recording])
     for step, graph in enumerate(recording.steps):
@@ -309,7 +309,7 @@ def _lowered(
     made.reads |= dict.fromkeys(recording.watched, False)
     try:
         _refuse(recording, made.reads, model)
-        made.edits = tuple(_edits(graphs, length, notes, recorded, model.holds_weights))
+        made.edits = tuple(_edits(graphs, len(recording.steps), goes_on, length, notes, recorded, model.holds_weights))
     except _Stays as stays:
         notes.append(Note(stays.line, "forward", stays.reason))
         return replace(made, edits=(), reason=f"line {stays.line}: {stays.reason}")
@@ -368,9 +368,20 @@ def _reads_noted(recording: Recording) -> list[Note]:
 
 
 def _edits(
-    steps: Sequence[StepGraph], length: int, notes: list[Note], recorded: Recorded, holds_weights: bool
+    steps: Sequence[StepGraph],
+    count: int,
+    goes_on: bool,
+    length: int,
+    notes: list[Note],
+    recorded: Recorded,
+    holds_weights: bool,
 ) -> Iterator[Edit]:
-    """The writes as edits. Raises _Stays for a write that no edit can make."""
+    """The writes as edits. Raises _Stays for a write that no edit can make.
+
+    Args:
+        count: how many steps there may be; the last of `steps` stands for those that are not there.
+        goes_on: whether there are further steps, which write nothing.
+    """
 
     def edits(graph: StepGraph, tokens: int, phase: str) -> list[Edit]:
         return [
@@ -378,16 +389,16 @@ def _edits(
         ]
 
     first = edits(steps[0], length, "prefill")
-    later: list[Edit] | None = None
+    later: list[list[Edit]] = []  # in each step after the prompt's
     for number, graph in enumerate(steps[1:], start=1):
-        if number > 1 and repeats(graph, steps[number - 1]):
+        is_same = number > 1 and repeats(graph, steps[number - 1])
+        later.append(later[-1] if is_same else edits(graph, 1, "decode"))
+    later += later[-1:] * (count - 1 - len(later)) + [[]] * goes_on
+    line = next((write.line for graph in steps[1:] for write in graph.writes), 0)
+    for edit in _in_steps(later, line):
+        if edit.is_of_generated:
+            yield edit
             continue
-        found = edits(graph, 1, "decode")
-        if later is not None and found != later:
-            line = next((write.line for each in (graph, steps[number - 1]) for write in each.writes), 0)
-            raise _Stays(line, "a plan makes the same writes in all steps after the prompt's")
-        later = found
-    for edit in later or ():
         alike = next((other for other in first if other == _in_prompt(edit)), None)
         if alike is not None:
             first.remove(alike)
@@ -395,6 +406,25 @@ def _edits(
         else:
             yield edit
     yield from first
+
+
+def _in_steps(later: Sequence[Sequence[Edit]], line: int) -> Iterator[Edit]:
+    """Edits of generated tokens, given those of each: without positions where a point has the same in all. `line`: of the first write."""
+    of_point: dict[Point, dict[tuple[Edit, ...], list[int]]] = {}
+    for step, edits in enumerate(later):
+        here: dict[Point, list[Edit]] = {}
+        for edit in edits:
+            here.setdefault(point_of(edit), []).append(edit)
+        for point, own in here.items():
+            of_point.setdefault(point, {}).setdefault(tuple(own), []).append(step)
+    for alike in of_point.values():
+        for edits_there, places in alike.items():
+            if len(places) == len(later):
+                yield from edits_there
+            elif len(places) > _MOST_NAMED:
+                raise _Stays(line, f"it makes one write in over {_MOST_NAMED} steps, and not in all")
+            else:
+                yield from (changed(edit, positions=tuple(places)) for edit in edits_there)
 
 
 def _in_prompt(edit: Edit) -> Edit:

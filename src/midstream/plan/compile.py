@@ -57,7 +57,7 @@ class Reach(NamedTuple):
     """Where a plan acts in the whole model, for whichever stage it was compiled, so that all pipeline stages decide alike.
 
     Attributes:
-        prompt: bool `[prompt_length]`, the positions of the prompt at which it acts.
+        prompt: bool, the listed positions at which it acts, as of `CompiledPlan.listed`.
         generated: whether it acts at later positions.
         prompt_points, generated_points: the (site, layer) at which it acts there.
         prompt_programs, generated_programs: those of them at which a program runs.
@@ -81,7 +81,7 @@ class CompiledPlan:
     Attributes:
         bank: float32 `[width]` each, on the CPU or on the device where the engine holds them.
         profiles: the first does nothing.
-        prompt: int32 `[prompt_length]`, the profile of each position of the prompt.
+        prompt: int32, the profile of each position of the prompt, and of generated ones up to the last that an edit names.
         generated: the profile of every later position.
     """
 
@@ -121,13 +121,14 @@ def compile_plan(
     edits: dict[str, _Ranked] = {"prefill": {}, "decode": {}}
     placed: dict[int, _Ranked] = {}
     normal = plan.normal(num_layers, prompt_length)
+    listed = _listed(normal, prompt_length)
     for rank, edit in enumerate(normal.edits):
         point = point_of(edit)
         if points is not None and point not in points:
             others.check_names(edit)
             continue
         op = rank, bank.op(edit)
-        if (position := position_of(edit)) is not None:
+        if (position := position_of(edit, prompt_length)) is not None:
             placed.setdefault(position, {}).setdefault(point, []).append(op)
             continue
         for phase in edits if edit.phase == "both" else (edit.phase,):
@@ -136,26 +137,30 @@ def compile_plan(
     profiles = _Profiles(edits, width, reads_of(normal.captures))
     codes_P, planes, generated_planes = _captured(captures, prompt_length)
     generated = profiles.number(generated_planes, "decode")
-    prompt_P = np.zeros(prompt_length, np.int32)
+    prompt_P = np.full(listed, generated, np.int32)
     rest_P = np.ones(prompt_length, bool)
     for position, here in placed.items():
-        rest_P[position] = False
-        prompt_P[position] = profiles.number(planes[codes_P[position]], "prefill", here)
+        if position < prompt_length:
+            rest_P[position] = False
+            prompt_P[position] = profiles.number(planes[codes_P[position]], "prefill", here)
+        else:
+            prompt_P[position] = profiles.number(generated_planes, "decode", here)
     for code in np.unique(codes_P[rest_P]).tolist():
-        prompt_P[rest_P & (codes_P == code)] = profiles.number(planes[code], "prefill")
+        prompt_P[:prompt_length][rest_P & (codes_P == code)] = profiles.number(planes[code], "prefill")
     return CompiledPlan(bank.tensors, profiles.list, prompt_P, generated, _reach(normal, prompt_length))
 
 
 def _reach(normal: Plan, prompt_length: int) -> Reach:
     """Where a plan in normal form acts."""
-    prompt = np.zeros(prompt_length, bool)
+    prompt = np.zeros(_listed(normal, prompt_length), bool)
     acts: list[tuple[Intervention, bool, bool]] = []  # whether each does in the prompt, and at generated positions
     for edit in normal.edits:
-        position = position_of(edit)
+        position = position_of(edit, prompt_length)
         if position is not None:
             prompt[position] = True
-        elif edit.phase != "decode":
-            prompt[:] = True
+        else:
+            prompt[:prompt_length] |= edit.phase != "decode"
+            prompt[prompt_length:] |= edit.phase != "prefill"
         is_placed = position is not None
         acts.append((edit, is_placed or edit.phase != "decode", not is_placed and edit.phase != "prefill"))
     selected: dict[Any, RowSelection] = {}
@@ -163,13 +168,22 @@ def _reach(normal: Plan, prompt_length: int) -> Reach:
         if capture.positions not in selected:
             selected[capture.positions] = RowSelection.of(capture.positions, prompt_length)
             prompt[selected[capture.positions].listed] = True
+            prompt[prompt_length:] |= selected[capture.positions].tail is not None
         rows = selected[capture.positions]
         acts.append((capture, bool(rows.listed.size), rows.tail is not None))
+    if len(prompt) > prompt_length:  # generated positions among the listed ones
+        acts = [(item, here or there, there) for item, here, there in acts]
     in_prompt = [item for item, here, _ in acts if here]
     generated = [item for item, _, there in acts if there]
     with_programs = ([item for item in items if item.its_program is not None] for items in (in_prompt, generated))
     points = (frozenset(map(point_of, items)) for items in (in_prompt, generated, *with_programs))
     return Reach(prompt, bool(generated), *points)
+
+
+def _listed(normal: Plan, prompt_length: int) -> int:
+    """The number of positions with a profile of their own: up to the last one that an edit names."""
+    places = (position_of(edit, prompt_length) for edit in normal.edits)
+    return max([prompt_length, *(place + 1 for place in places if place is not None)])
 
 
 def reads_of(captures: Sequence[Capture]) -> dict[Key, Program]:
@@ -416,7 +430,7 @@ def lowest_captured(plan: Plan, prompt_length: int) -> int | None:
 
 def _range(edit: Edit, prompt_length: int) -> tuple[int, int]:
     """The positions `[start, stop)` that an edit in normal form acts at."""
-    if (position := position_of(edit)) is not None:
+    if (position := position_of(edit, prompt_length)) is not None:
         return position, position + 1
     return {"both": (0, _FOREVER), "prefill": (0, prompt_length), "decode": (prompt_length, _FOREVER)}[edit.phase]
 

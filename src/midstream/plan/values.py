@@ -218,7 +218,7 @@ def _order_of(edits: Sequence[Edit]) -> Callable[[Edit], Any]:
         return lambda edit: SITE_ORDER[edit.site]
     places = [edit.place for edit in edits]
     if all(isinstance(place, tuple) for place in places) and len({place[0] < 0 for place in places}) == 1:
-        return lambda edit: (_point(edit), edit.place)  # different places are different positions
+        return lambda edit: (_point(edit), edit.is_of_generated, edit.place)  # different places are different positions
     return _point
 
 
@@ -432,7 +432,7 @@ def _check_positions(item: Intervention, prompt_length: int | None, multimodal: 
     field, place = item.label(item.position_field), item.place
     if place is None or isinstance(place, str):
         return
-    if multimodal:
+    if multimodal and not item.is_of_generated:
         given = f"{fields.shown(place)} in a multimodal prompt, whose positions are not those of its text"
         raise fields.refuse(field, given, "such positions in prompts of text only")
     if prompt_length is not None and len(set(item.place_in(prompt_length))) < len(place):

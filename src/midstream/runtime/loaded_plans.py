@@ -33,14 +33,16 @@ class LoadedPlan:
     """A plan in the tables, for prompts of one length or of any length.
 
     Attributes:
-        prompt: int32, the numbers of the profiles of the prompt's last positions. Earlier positions have the first of these profiles.
-        generated: the number of the profile of all generated positions.
+        prompt: int32, the numbers of the profiles of the prompt's last positions, and of generated positions that edits name. Earlier
+            positions have the first of these profiles.
+        generated: the number of the profile of all other generated positions.
         hooked: the points of this rank, outside of the graphs, at which hooks act.
         off_graph: sites outside of the graphs with ops at its prompt's and at its generated positions.
         programs: those in the graphs of any rank that run in its prompt and at generated positions.
         acting: the other sites with ops there; on all ranks the same, as `off_graph` is.
         runs: the recorded runs that it reads.
         reach: where it acts in the whole model, the same on all ranks.
+        named: how many generated positions have profiles among `prompt`.
         users: requests that have it.
     """
 
@@ -54,11 +56,13 @@ class LoadedPlan:
     acting: tuple[frozenset[str], frozenset[str]]
     runs: list[str]
     reach: Reach
+    named: int
     users: int = 0
     key: Any = None
 
     def profiles(self, start: int, stop: int, length: int) -> np.ndarray | int:
         """int32, of the positions `start` to `stop` of a request whose prompt has `length`; one number if all have the same."""
+        length += self.named
         if start >= length:
             return self.generated
         before = length - len(self.prompt)
@@ -71,7 +75,7 @@ class LoadedPlan:
         """(profile, first position, number) of the stretches of positions from `start` to `stop` that are captured."""
         if not self._capturing:
             return []
-        if start >= length:
+        if start >= length + self.named:
             return [(self.generated, start, stop - start)] if self.captures_generated is not None else []
         profiles = self.profiles(start, stop, length)
         assert not isinstance(profiles, int)
@@ -94,11 +98,11 @@ class LoadedPlan:
         """The position behind the last one that is captured: 0 if none is, None if generated ones are."""
         if self.captures_generated is not None:
             return None
-        return length - self._uncaptured if self._uncaptured is not None else 0
+        return length + self.named - self._uncaptured if self._uncaptured is not None else 0
 
     @cached_property
     def _uncaptured(self) -> int | None:
-        """How many positions of a prompt come after its last captured one; None if it has no captured one."""
+        """How many of the positions with profiles of their own come after the last captured one; None if none is captured."""
         captured = np.flatnonzero(np.isin(self.prompt, list(self._capturing)))
         return len(self.prompt) - 1 - int(captured[-1]) if len(captured) else None
 
@@ -108,7 +112,8 @@ class LoadedPlan:
         return np.concatenate([[0], np.cumsum(self.reach.prompt)])
 
     def acts(self, start: int, stop: int, length: int) -> tuple[bool, bool]:
-        """Whether it does anything at the prompt's positions among `start` to `stop`, and whether at the others."""
+        """Whether it does anything at those among `start` to `stop` that have profiles of their own, and whether at the others."""
+        length += self.named
         in_prompt = start < length
         if in_prompt:
             before = length - len(self.prompt)
@@ -208,6 +213,7 @@ class LoadedPlans:
             (_sites(points[0]) - off_graph[0], _sites(points[1]) - off_graph[1]),
             [run.id for run in plan.runs],
             reach,
+            len(compiled.prompt) - length,
         )
 
     def _programs(

@@ -136,7 +136,7 @@ class PlanHost:
     def _all_generated(self, cached: Any) -> bool:
         known = (self._requests.get(name) for name in cached.req_ids)
         return all(
-            request is None or before >= request.length
+            request is None or before >= request.end
             for request, before in zip(known, cached.num_computed_tokens, strict=True)
         )
 
@@ -171,7 +171,7 @@ class PlanHost:
             loaded, start = request.loaded, computed[name]
             stop = start + count
             in_prompt, in_generated = False, loaded.reach.generated  # the usual case: a generated token
-            if start < request.length:
+            if start < request.end:
                 in_prompt, in_generated = loaded.acts(start, stop, request.length)
             request.computed = max(request.computed, stop)
             self.step_is_planned = self.step_is_planned or in_prompt or in_generated
@@ -238,7 +238,7 @@ class PlanHost:
             if request is None or request.has_all:
                 continue
             start, stop = scheduled.computed, scheduled.computed + scheduled.stop - scheduled.start
-            if stop == start + 1 and start >= request.length:
+            if stop == start + 1 and start >= request.end:
                 places[scheduled.start] = self._next_place(request, start)
                 continue
             fresh = max(start, request.captured)

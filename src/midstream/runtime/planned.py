@@ -77,6 +77,11 @@ class PlannedRequest:
     size: int = 0
 
     @property
+    def end(self) -> int:
+        """The first position from which on all have the same profile."""
+        return self.length + self.loaded.named
+
+    @property
     def has_all(self) -> bool:
         """Whether no further row is to be captured."""
         last = self.loaded.last(self.length)

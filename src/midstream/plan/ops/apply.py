@@ -24,7 +24,7 @@ class Apply(Edit):
         phase, positions: as for `Steer`.
 
     Raises:
-        PlanError: a field is not as above; both phase and positions. The program itself is checked when it is made.
+        PlanError: a field is not as above; positions with `phase="prefill"`. The program itself is checked when it is made.
     """
 
     kind, order, function = "apply", 40, "program"

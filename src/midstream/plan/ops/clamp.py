@@ -34,7 +34,7 @@ class Clamp(Edit):
         phase, positions: as for `Steer`.
 
     Raises:
-        PlanError: a field is not as above; the direction is zero; low is above high; both phase and positions.
+        PlanError: a field is not as above; the direction is zero; low is above high; positions with `phase="prefill"`.
     """
 
     kind, order, operands = "clamp", 30, ("direction",)

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
 
 PHASES = ("both", "prefill", "decode")
 GROUP = "midstream.ops"
+MAX_GENERATED = 1 << 16  # generated tokens that an edit may name
 Shape = Callable[[np.ndarray, str], np.ndarray]  # (numbers, name for messages) -> the numbers that the arithmetic takes
 E = TypeVar("E", bound="type[Edit]")
 Item = TypeVar("Item", bound="Intervention")
@@ -166,9 +167,14 @@ class Intervention:
             raise fields.refuse(self.label(self.layer_field), given, "each once")
         return changed(self, layers=tuple(layers))
 
+    @property
+    def is_of_generated(self) -> bool:
+        """Whether its positions are those of generated tokens, counted from the first."""
+        return False
+
     def place_in(self, prompt_length: int | None) -> Any:
         """Its place, with listed positions counted from the start. Raises PlanError for a position outside, or a `Span`."""
-        if prompt_length is None or self.place is None or isinstance(self.place, str):
+        if prompt_length is None or self.is_of_generated or self.place is None or isinstance(self.place, str):
             return self.place
         return fields.resolved(self.label(self.position_field), self.place, prompt_length)
 
@@ -258,12 +264,24 @@ class Edit(Intervention):
         if self.position_field != "positions":
             return
         fields.one_of(self.label("phase"), self.phase, PHASES)
-        if self.positions is not None:
-            field = self.label("positions")
-            if self.phase != "both":
-                given = f"{fields.shown(self.positions)} beside phase={self.phase!r}"
-                raise fields.refuse(field, given, "one of them: positions are of the prompt")
-            fields.settle(self, positions=fields.positions(field, self.positions))
+        if self.positions is None:
+            return
+        field, positions = self.label("positions"), fields.positions(self.label("positions"), self.positions)
+        if self.phase == "prefill":
+            given = f"{fields.shown(self.positions)} beside phase='prefill'"
+            raise fields.refuse(
+                field, given, 'positions of the prompt alone, or of generated tokens with phase="decode"'
+            )
+        if self.phase == "decode" and not (
+            isinstance(positions, tuple) and all(0 <= p < MAX_GENERATED for p in positions)
+        ):
+            allowed = f'with phase="decode" numbers of generated tokens, from 0 to {MAX_GENERATED - 1}'
+            raise fields.refuse(field, fields.shown(self.positions), allowed)
+        fields.settle(self, positions=positions)
+
+    @property
+    def is_of_generated(self) -> bool:
+        return self.phase == "decode" and isinstance(self.place, tuple)
 
     @property
     def reads_run(self) -> bool:
@@ -318,10 +336,12 @@ def point_of(item: Intervention) -> tuple[str, int]:
     return item.site, item.at_layers[0]
 
 
-def position_of(edit: Edit) -> int | None:
+def position_of(edit: Edit, prompt_length: int) -> int | None:
     """The position of an edit in normal form, which has at most one; None if it acts wherever its phase says."""
     place = edit.place
-    return None if place is None else place[0]
+    if place is None:
+        return None
+    return place[0] + (prompt_length if edit.is_of_generated else 0)  # type: ignore[no-any-return]
 
 
 # ------------------------------------------------------------------------------------------------------------ the registry

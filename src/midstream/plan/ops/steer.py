@@ -29,12 +29,14 @@ class Steer(Edit):
         vector: `[hidden]`, or the name of a vector that the engine holds.
         scale: the factor; 0 changes nothing.
         phase: at which tokens: `"prefill"` is the prompt's, `"decode"` every generated one, by position, however the engine batches.
-        positions: at these of the prompt alone, one or several (negatives count from its end) or a `Span`; None for all of `phase`.
+        positions: at these of the prompt alone, one or several (negatives count from its end) or a `Span`; with `phase="decode"`, at these
+            of the generated tokens alone, where 0 is the first; None for all of `phase`.
         norm_match: make the added vector `scale` times as long as h is at that token, after the patches of the site:
             `h += scale * ||h|| * vector / ||vector||`.
 
     Raises:
-        PlanError: a field is not as above; the vector has NaN or infinity; it is zero and norm_match is set; both phase and positions.
+        PlanError: a field is not as above; the vector has NaN or infinity; it is zero and norm_match is set; positions with
+            `phase="prefill"`.
     """
 
     kind, order, adds, operands = "steer", 20, True, ("vector",)
