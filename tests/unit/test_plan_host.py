@@ -176,6 +176,19 @@ def test_e11_a_decode_step_like_the_last_one_is_not_laid_out_again(steps):
     assert steps.laid_out == steps.begun == 2
 
 
+def test_l3_some_generated_tokens_have_edits_of_their_own(steps):
+    """Beside another request, in steps that repeat behind them, and when they are computed again after a preemption."""
+    some = Steer("resid_post", layers=0, vector=[1.0] * WIDTH, phase="decode", positions=[1, 2])
+    steps.step({"a": some, "b": steer(2)})
+    for number in range(6):
+        assert steps.step()["resid_post", 0][:, 0].tolist() == [number in (1, 2), 2], number
+    assert steps.laid_out < 6, "the last steps repeat"
+    steps.computed["a"] = 0
+    rows = steps.step(resumed=["a"], only=["a"], counts={"a": len(PROMPT) + 6})["resid_post", 0][:, 0].tolist()
+    assert rows == [0.0] * len(PROMPT) + [0, 1, 1, 0, 0, 0]
+    assert steps.step()["resid_post", 0][:, 0].tolist() == [0, 2]
+
+
 def test_d5_rows_that_are_captured_have_each_step_begun(steps):
     """Each step's go elsewhere, and the step behind the last of them has to take the address back."""
     steps.step({"a": [steer(1), Capture("resid_post", layers=0, positions="all_generated")], "b": steer(2)})
@@ -723,12 +736,13 @@ SELECTED = [
 
 
 @pytest.mark.parametrize("positions", SELECTED, ids=str)
-@pytest.mark.parametrize("phase", ["prefill", "decode", "both"])
+@pytest.mark.parametrize("phase", ["prefill", "decode", "both", "some generated tokens"])
 def test_d5_prompts_of_any_length_share_a_plan_that_lists_no_positions(steps, positions, phase):
     """Each position is treated as by the plan compiled for that length alone."""
+    named = {"phase": "decode", "positions": [0, 2]} if phase == "some generated tokens" else {"phase": phase}
     several = positions if isinstance(positions, tuple) else (positions,)
     plan = Plan.of(
-        [Steer("resid_post", layers=0, vector=[1.0] * WIDTH, phase=phase)]
+        [Steer("resid_post", layers=0, vector=[1.0] * WIDTH, **named)]
         + [Capture("resid_post", layers=layer, positions=each) for layer, each in enumerate(several)]
     )
     payload = PlanRequest(packed(plan), LAYERS)
@@ -747,8 +761,8 @@ def test_d5_prompts_of_any_length_share_a_plan_that_lists_no_positions(steps, po
                 assert [profile_of[number] for number in numbers] == expected[start:stop]
                 captured = [at + i for _, at, count in shared.kept(start, stop, length) for i in range(count)]
                 assert captured == [i for i in kept if start <= i < stop]
-                in_prompt = any(alone.reach.prompt[start:stop])
-                assert shared.acts(start, stop, length) == (in_prompt, stop > length and alone.reach.generated)
+                in_prompt, end = any(alone.reach.prompt[start:stop]), len(alone.prompt)
+                assert shared.acts(start, stop, length) == (in_prompt, stop > end and alone.reach.generated)
 
 
 def test_a_plan_that_lists_positions_has_its_own_last_one(steps):
