@@ -37,7 +37,7 @@ def test_f3_an_engine_without_traces_allowed_refuses_them_and_serves_on(closed_t
     model = closed_to_traces
     with pytest.raises(TracesNotAllowedError, match="traces allowed"):
         with model.trace(PARIS, temperature=0.0):
-            model.logits.save()
+            logits = model.logits.save()  # noqa: F841
     with pytest.raises(InterventionErrorGroup):
         model.run(lambda m: m.logits, [PARIS, EIFFEL], max_tokens=3)
     outputs = model.generate([PARIS, EIFFEL], max_tokens=3, temperature=0.0)

@@ -83,6 +83,11 @@ class Lowered:
         known = all(recording.reason is None and not recording.watched for recording in self.recordings)
         return known and all(site in _IN_GRAPHS for site, _ in self.reads)
 
+    @property
+    def reads_nothing(self) -> bool:
+        """Whether it needs no values of the forward. It may keep others, which its code gives while it runs."""
+        return self.tier is Tier.PLAN or (self.tier is Tier.CLIENT and self.kept is not None and not self.kept.programs)
+
     def outcome(self, steps: int) -> Outcome:
         """The outcome of its own program in a request that has had so many steps, for `Tier.PLAN`."""
         recording = self.recordings[-1]
@@ -185,7 +190,9 @@ def explained(program: Program, model: Model, is_streamed: bool = False) -> str:
     programs = [[program]]
     (found,) = lowered_requests(programs, ship(programs), model, [length], [steps])
     lines = [f"{f'line {note.line}':>10}  {note.kind:<8} {note.text}" for note in found.notes]
-    tier = Tier.BEHIND if is_streamed and found.tier is Tier.CLIENT else found.tier
+    tier = Tier.PLAN if found.reads_nothing else found.tier
+    if is_streamed and found.tier is Tier.CLIENT:
+        tier = Tier.BEHIND
     ends = {
         Tier.PLAN: "A plan does all of it: no code runs in the engine.",
         Tier.CLIENT: "A plan does all of it, and captures what the trace keeps: no code runs in the engine.",
@@ -315,12 +322,14 @@ def _lowered(
         return replace(made, edits=(), reason=f"line {stays.line}: {stays.reason}")
     if recording.needs_body and not is_standing:
         made.kept = recorded.once(Reads.found, recording, model.dtype)
-    if not recording.needs_body or (made.kept is not None and not made.kept.programs):
-        made.tier, notes = Tier.PLAN, [note for note in notes if note.kind == "edit"]
+    if not recording.needs_body:
+        made.tier = Tier.PLAN
     elif made.kept is not None and made.kept.fits(length) and _needs_no_code(made, made.kept, model):
         made.tier = Tier.CLIENT
     else:
         made.tier = Tier.BEHIND
+    if made.reads_nothing:
+        notes = [note for note in notes if note.kind == "edit"]
     made.notes = sorted(notes, key=lambda note: note.line)
     return made
 
@@ -513,6 +522,8 @@ def _needs_no_code(found: Lowered, kept: Reads, model: Model) -> bool:
     They are not for whole values of the prompt's step alone: the code runs once, and the engine sends what it saves faster.
     """
     programs = [program for program in kept.programs.values() if program is not None]
+    if not kept.programs:
+        return True
     if any(_is_too_large(program, model.holds_weights) for program in programs):
         return False
     only_prompt = all(found.reads[point] for point in kept.programs)

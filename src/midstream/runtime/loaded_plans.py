@@ -228,10 +228,13 @@ class LoadedPlans:
 def _compiled_length(plan: Plan, length: int) -> int:
     """The prompt length to compile a plan for.
 
-    A plan that lists no positions of the prompt treats all of them alike, except perhaps the last: one or two stand for prompts of any length.
+    A plan that lists no positions of the prompt treats all of them alike, except perhaps the last. So one or two stand for prompts of any
+    length.
     """
     selected = {capture.positions for capture in plan.captures}
-    if any(edit.place is not None and not edit.is_of_generated for edit in plan.edits) or not selected <= set(POSITIONS):
+    if any(edit.place is not None and not edit.is_of_generated for edit in plan.edits) or not selected <= set(
+        POSITIONS
+    ):
         return length
     return 2 if "last_prompt" in selected else 1
 
