@@ -177,6 +177,29 @@ def test_l2_a_kept_number_that_is_looked_at_ends_the_recording():
         assert given.tier is Tier.FORWARD and not given.edits, body.__code__.co_firstlineno
 
 
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda n, h: np.asarray(n).dtype.kind == "f",
+        lambda n, h: np.array([n, 1.0]).dtype == object,
+        lambda n, h: np.array(h[-1].tolist()).dtype == np.float64,
+        lambda n, h: hasattr(n, "__dict__"),
+        lambda n, h: n + 10**400,
+    ],
+    ids=["array", "array of a list", "array of numbers", "attributes", "too large"],
+)
+def test_l2_code_cannot_tell_a_number_from_one_that_it_has(ask):
+    def body(model):
+        h = model.layers_output[1]
+        try:
+            yes = ask(h[-1].norm().item(), h)
+        except OverflowError:
+            yes = False
+        model.layers_output[2] += V if yes else 2 * V
+
+    checked(body)
+
+
 USES = {
     "tensor": lambda n: torch.tensor([n] * WIDTH),
     "full": lambda n: torch.full((WIDTH,), n),
@@ -312,6 +335,71 @@ def test_l1_a_tensor_that_is_changed_by_another_part_of_it_or_all_of_it():
 
     assert checked(columns).tier is checked(whole).tier is Tier.PLAN
     in_forward(rows, why="tokens")
+
+
+def test_l2_a_tensor_that_is_indexed_by_what_it_changes_ends_the_recording():
+    """Elementwise operations may read all that they change, and others not."""
+    places = torch.arange(WIDTH).flip(0)
+
+    def permuted(model):
+        h = model.layers_output[1]
+        h[:, places] = h
+
+    def scattered(model):
+        h = model.layers_output[1]
+        h.scatter_(1, places.expand(h.shape[0], WIDTH), h)
+
+    in_forward(permuted, scattered)
+
+
+def test_l1_shapes_and_dtypes_of_views_and_of_tensors_that_change_their_shape():
+    """Seen failing where shapes were remembered for views, and for operations in place."""
+    narrow = torch.ones(WIDTH, 2)
+
+    def viewed(model):
+        h = model.layers_output[2]
+        model.layers_output[2] = h + V * (2 if h.view(torch.int32).is_floating_point() else 1)
+
+    def row_by_matrix(model):
+        y = model.layers_output[2][-1] @ narrow
+        model.layers_output[2] += y.ndim * V
+
+    def squeezed(model):
+        y = model.layers_output[2][-1:].clone().squeeze_(0)
+        model.layers_output[2] += y.ndim * V
+
+    for body in (viewed, row_by_matrix, squeezed):
+        assert said(checked(body)) == [steer(V)], body.__name__
+
+
+def test_l2_an_error_that_depends_on_the_dtype_ends_the_recording():
+    def softmax(model):
+        model.layers_output[2].long().softmax(-1)
+        model.layers_output[2] += V
+
+    def subtracted(model):
+        with contextlib.suppress(RuntimeError):
+            1 - (model.layers_output[2] > 0)
+            model.layers_output[2] += V
+
+    in_forward(softmax, subtracted)
+
+
+def test_l2_numbers_that_differ_in_the_sign_of_zero_are_two():
+    def divided(model, tracer):
+        z = 0.0
+        for _ in tracer.iter[:]:
+            model.layers_output[2] = model.layers_output[2].abs() / z
+            z = -z
+
+    def signed(model, tracer):
+        z = torch.zeros(())
+        for _ in tracer.iter[:]:
+            model.layers_output[2] = torch.copysign(model.layers_output[2], z)
+            z = -z
+
+    for body in (divided, signed):
+        checked(body)
 
 
 def test_l2_whether_two_parts_overlap_may_depend_on_the_length():

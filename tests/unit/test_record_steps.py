@@ -52,7 +52,7 @@ def test_l1_steps_say_the_phase():
             model.layers_output[2] += V
             try:
                 tracer.next()
-            except midstream.NeverReachedError:
+            except Exception:
                 break
 
     def last_row(model, tracer):

@@ -8,6 +8,7 @@ Legend: T tokens of a step, H the site's width.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -155,7 +156,16 @@ def same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
         return False
     if (place := unwritten(a)) is not None and place == unwritten(b):  # lazy copies of one tensor
         return True
-    return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
+    return same_numbers(a, b)
+
+
+def same_numbers(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether tensors of one shape and dtype have the same numbers: NaN is NaN, and 0 is not -0."""
+    if a.is_complex():
+        a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    return bool((((a == b) & (torch.signbit(a) == torch.signbit(b))) | ((a != a) & (b != b))).all())
 
 
 def _same(a: Any, b: Any, pairs: dict[int, Value], lengths: tuple[int, int]) -> bool:
@@ -174,4 +184,6 @@ def _same(a: Any, b: Any, pairs: dict[int, Value], lengths: tuple[int, int]) -> 
         return a.keys() == b.keys() and all(_same(a[name], b[name], pairs, lengths) for name in a)
     if type(a) is int and type(b) is int and a != b:
         return a > 0 and a % lengths[0] == 0 and a * lengths[1] == b * lengths[0]
+    if type(a) is float and type(b) is float and a == b:
+        return math.copysign(1.0, a) == math.copysign(1.0, b)
     return type(a) is type(b) and (a == b or (a != a and b != b))

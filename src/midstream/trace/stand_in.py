@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn
@@ -16,10 +16,11 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from midstream.lazy import lazy_copy, unwritten
-from midstream.trace.graph import Chain, StepGraph, Value
+from midstream.trace.graph import Chain, StepGraph, Value, same_numbers
 from midstream.trace.tree import leaves
 
 aten = torch.ops.aten
@@ -102,6 +103,8 @@ class kind_of(type, metaclass=_Kinds):
 class Number:
     """Stands for a number of the forward, as `h.norm().item()` gives it. It can be kept and computed with, and not looked at."""
 
+    __slots__ = ("_end", "_kind")
+
     def __init__(self, kind: type, end: Callable[[str], NoReturn]) -> None:
         self._kind, self._end = kind, end
 
@@ -110,7 +113,8 @@ class Number:
         return self._kind
 
     def _computed(self, *others: Any) -> Any:
-        if not all(type(each) in (int, float, bool, Number) for each in others):
+        is_large = any(type(each) is int and each.bit_length() > 64 for each in others)
+        if is_large or not all(type(each) in (int, float, bool, Number) for each in others):
             self._end("a number of the forward is used in something else than a number")
         return Number(float if self._kind is float or any(type(each) is float for each in others) else int, self._end)
 
@@ -123,8 +127,8 @@ class Number:
     )
     __str__ = __repr__ = __format__ = __reduce_ex__ = __round__ = __truediv__ = __rtruediv__ = __floordiv__ = _looked_at  # type: ignore[assignment]
     __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __divmod__ = __rdivmod__ = __complex__ = __trunc__ = (
-        _looked_at
-    )
+        __array__
+    ) = _looked_at
 
     def __getattr__(self, name: str) -> NoReturn:
         if not hasattr(self._kind, name):
@@ -264,7 +268,7 @@ class Notes:
         key = (_storage_of(own), own.storage_offset(), tuple(own.shape), own.stride(), own.dtype)
         known = self._consts.get(key)
         is_lazy = own.nbytes >= _LARGE and not self.has_arrays  # an array's writes are not seen
-        if known is not None and known[0]._version == own._version and (is_lazy or _equal(known[1].what, own)):
+        if known is not None and known[0]._version == own._version and (is_lazy or same_numbers(known[1].what, own)):
             return known[1]
         value = Value("const", lazy_copy(own) if is_lazy else own.clone(), shape=tuple(own.shape), dtype=own.dtype)
         self._consts[key] = own, value
@@ -405,15 +409,24 @@ class Notes:
         """The results on the meta device, with their shapes. Indices that the code knows are checked against sizes by zeros."""
         has_indices = any(not isinstance(t, StandIn) and not t.dtype.is_floating_point and t.ndim for t in tensors)
         try:
-            if func is aten.as_strided.default:  # which counts from the beginning of the memory
-                return func(self._meta(args[0]), *args[1:], **kwargs)
             if has_indices:
                 return _on_meta(func(*self._zeros(args), **{name: self._zeros(each) for name, each in kwargs.items()}))
+            if (
+                facts.is_view or facts.changes
+            ):  # the results share memory with these very tensors, or change their shapes
+                return func(*self._metas(args), **{name: self._metas(each) for name, each in kwargs.items()})
             given = self._described(args), tuple((name, self._described(kwargs[name])) for name in sorted(kwargs))
-            found = _computed(func, *given, torch.get_default_dtype())
+            return _made(_computed(func, *given, torch.get_default_dtype()))
         except Exception as error:
             self.end(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
-        return _made(found, self._meta(args[0]) if facts.is_view else None)
+
+    def _metas(self, tree: Any) -> Any:
+        """Arguments on the meta device."""
+        if isinstance(tree, torch.Tensor):
+            if self.is_unknown(tree):
+                return self._meta(tree)
+            return torch.empty_strided(tree.shape, tree.stride(), dtype=tree.dtype, device="meta")
+        return type(tree)(map(self._metas, tree)) if isinstance(tree, (tuple, list)) else tree
 
     def _meta(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.meta if type(tensor) is StandIn else self._as_stand_in(tensor).meta
@@ -428,7 +441,7 @@ class Notes:
         """Arguments as `_computed` takes them."""
         if isinstance(tree, torch.Tensor):
             if not self.is_unknown(tree):
-                return _Laid(tuple(tree.shape), tree.stride(), 0, tree.dtype)
+                return _laid(tree)
             return _laid(self._meta(tree))
         if isinstance(tree, (tuple, list)):
             return tuple(map(self._described, tree))
@@ -438,25 +451,32 @@ class Notes:
         """The tensor that an operation changes in place."""
         target = kwargs[which] if isinstance(which, str) else args[which]
         own = target if isinstance(target, StandIn) else self._fill(target)
-        for _, other in leaves((args, kwargs)):
-            if other is not target and self.is_unknown(other):
+        others = (
+            [each for place, each in enumerate(args) if place != which],
+            {n: v for n, v in kwargs.items() if n != which},
+        )
+        for _, other in leaves(others):
+            if self.is_unknown(other):
                 source = other if isinstance(other, StandIn) else self._as_stand_in(other)
                 if source.memory is own.memory:
-                    self._check_overlap(own.meta, source.meta)
+                    self._check_overlap(own.meta, source.meta, is_elementwise=not _facts(func).may_raise)
         given = tuple(map(self._valued, args)), {name: self._valued(each) for name, each in kwargs.items()}
         if func is aten.copy_.default and given[0][0] is given[0][1]:  # `h[-1] += v` ends in writing a view to itself
             return target
+        if torch.Tag.inplace_view in func.tags and type(target) is StandIn:
+            with no_dispatch():  # of the stand-in itself: `row @ matrix` ends in such an operation
+                func(*args, **kwargs)
         self.assign(own, self.add(Value("call", func, *given, which, 0, tuple(own.shape), own.dtype, self.at())))
         return target
 
-    def _check_overlap(self, changed: torch.Tensor, read: torch.Tensor) -> None:
+    def _check_overlap(self, changed: torch.Tensor, read: torch.Tensor, is_elementwise: bool) -> None:
         """End the recording if an operation reads a part of what it changes: PyTorch refuses most of them, and leaves others undefined.
 
         What is read may be all that is changed, or nothing of it. Which of these may depend on the prompt's length.
         """
         places = [(tuple(each.shape), each.stride(), each.storage_offset()) for each in (changed, read)]
         is_whole = places[0] == places[1]
-        if not is_whole and _may_overlap(changed, read):
+        if not (is_whole and is_elementwise) and _may_overlap(changed, read):
             self.end("an operation reads a part of the tensor that it changes")
         self.sizes.append("whole" if is_whole else "apart")
 
@@ -479,7 +499,6 @@ class _Laid(NamedTuple):
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    offset: int
     dtype: torch.dtype
 
 
@@ -491,35 +510,45 @@ class _Plain(NamedTuple):
 
 
 def _laid(tensor: torch.Tensor) -> _Laid:
-    return _Laid(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
+    return _Laid(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
 @functools.lru_cache(1 << 13)
 def _computed(func: Any, args: Any, kwargs: Any, default_dtype: torch.dtype) -> Any:
-    """The results of an operation, with `_Laid` in place of tensors. Steps repeat, so most of these are known."""
+    """The results of an operation, with `_Laid` in place of tensors. Steps repeat, so most of these are known.
 
-    def given(tree: Any) -> Any:
+    The meta device takes dtypes, and mixtures of them, that others refuse. These are tried on zeros, too.
+    """
+
+    def given(tree: Any, device: str = "meta") -> Any:
         if isinstance(tree, _Laid):
-            end = tree.offset + sum((size - 1) * step for size, step in zip(tree.shape, tree.strides, strict=True)) + 1
-            whole = torch.empty(max(end, tree.offset), dtype=tree.dtype, device="meta")
-            return whole.as_strided(tree.shape, tree.strides, tree.offset)
-        return tree.value if isinstance(tree, _Plain) else list(map(given, tree))
+            return torch.empty_strided(tree.shape, tree.strides, dtype=tree.dtype, device=device).zero_()
+        return tree.value if isinstance(tree, _Plain) else [given(each, device) for each in tree]
 
     def found(tree: Any) -> Any:
         if isinstance(tree, torch.Tensor):
             return _laid(tree)
         return type(tree)(map(found, tree)) if isinstance(tree, (tuple, list)) else tree
 
+    dtypes = set(_dtypes((args, [each for _, each in kwargs])))
+    if len(dtypes) > 1 or not all(dtype.is_floating_point for dtype in dtypes):
+        func(*[given(each, "cpu") for each in args], **{name: given(each, "cpu") for name, each in kwargs})
     return found(func(*map(given, args), **{name: given(each) for name, each in kwargs}))
 
 
-def _made(tree: Any, viewed: torch.Tensor | None) -> Any:
-    """What `_computed` has found as tensors on the meta device; views of `viewed`, if there is one."""
+def _dtypes(tree: Any) -> Iterator[torch.dtype]:
     if isinstance(tree, _Laid):
-        if viewed is not None:
-            return viewed.as_strided(tree.shape, tree.strides, tree.offset)
+        yield tree.dtype
+    elif isinstance(tree, (tuple, list)) and not isinstance(tree, _Plain):
+        for each in tree:
+            yield from _dtypes(each)
+
+
+def _made(tree: Any) -> Any:
+    """What `_computed` has found as tensors on the meta device."""
+    if isinstance(tree, _Laid):
         return torch.empty_strided(tree.shape, tree.strides, dtype=tree.dtype, device="meta")
-    return type(tree)(_made(each, viewed) for each in tree) if isinstance(tree, (tuple, list)) else tree
+    return type(tree)(map(_made, tree)) if isinstance(tree, (tuple, list)) else tree
 
 
 def _storage_of(tensor: torch.Tensor) -> int | None:
@@ -549,10 +578,6 @@ def _may_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
         return np.shares_memory(laid_out(a), laid_out(b), max_work=_MOST_WORK)
     except np.exceptions.TooHardError:
         return True
-
-
-def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def _on_meta(tree: Any) -> Any:
