@@ -478,4 +478,5 @@ def test_f2_nothing_is_left_on_the_model_after_a_trace(hf):
             1 / 0
     assert call.shape == (1, 5, 256)
     assert not hf._interleaver.bodies and not hf._interleaver.hook_count
-    assert not any(m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__ for m in hf.module.modules())
+    left = {n: (m._forward_hooks, m._forward_pre_hooks, "forward" in m.__dict__) for n, m in hf.module.named_modules()}
+    assert not {name: each for name, each in left.items() if any(each)}
