@@ -102,7 +102,7 @@ class Lowered:
         return self.kept_trace(length).ending if tier is Tier.CLIENT else None
 
     def kept_trace(self, length: int) -> KeptTrace:
-        """What puts the captured rows into what it keeps, for `Tier.CLIENT`."""
+        """What puts the captured rows into what it keeps, for `Tier.CLIENT`. `length`: of the prompt."""
         assert self.again is not None and self.kept is not None
         prompt = 1 if self.kept.last else length
         if prompt not in self.traces:

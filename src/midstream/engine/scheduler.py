@@ -52,12 +52,8 @@ class RequestState:
         return self.held_from is not None
 
 
-_COUNTED = (
-    "in_forward",
-    "is_apart",
-    "is_unstarted",
-    "is_held",
-)  # a queue may be long: no step looks through all states
+# A queue may be long, so a step asks how many states are so before it looks through them.
+_COUNTED = ("changes_kv", "in_forward", "is_apart", "is_unstarted", "is_held")
 
 
 class _Rules:
@@ -126,7 +122,8 @@ class _Rules:
                 output = self._schedule_apart(traced, *args, **kwargs)
                 if traced is not None:
                     self._turns.begin(output, traced)
-        self._note_written(output)
+        if counts["changes_kv"]:
+            self._note_written(output)
         if self._ends:
             output.midstream_finished = {n: self._ends.pop(n) for n in output.finished_req_ids if n in self._ends}
         if not (states or self._ends):
@@ -206,7 +203,7 @@ class _Rules:
         return sorted({*edited, *(before or ())}) if edited else before
 
     def _may_begin_traces(self) -> bool:
-        """Whether a traced request may begin in the coming step. The time it takes does not grow with the queue."""
+        """Whether a traced request may begin in the coming step. It looks through the states if there is room for a request."""
         if len(self.running) >= self.max_num_running_reqs:
             return False
         for name in [name for name, state in self._states.items() if state.is_unstarted]:
@@ -319,9 +316,8 @@ class _Rules:
         manager = self.kv_cache_manager
         for name in names:
             state = self._states.get(name)
-            if (
-                state is None or not state.is_held
-            ):  # its blocks are in the cache with the plan's key, and lack its edits
+            # Blocks that are not held are in the cache with the plan's key, and lack its edits.
+            if state is None or not state.is_held:
                 manager.evict_blocks({i for ids in manager.get_block_ids(name) for i in ids})
         return self.finish_requests(names, RequestStatus.FINISHED_ERROR)
 

@@ -57,7 +57,7 @@ class Reach(NamedTuple):
     """Where a plan acts in the whole model, for whichever stage it was compiled, so that all pipeline stages decide alike.
 
     Attributes:
-        prompt: bool, the listed positions at which it acts, as of `CompiledPlan.listed`.
+        prompt: bool, whether it acts at each of the positions of `CompiledPlan.prompt`.
         generated: whether it acts at later positions.
         prompt_points, generated_points: the (site, layer) at which it acts there.
         prompt_programs, generated_programs: those of them at which a program runs.
@@ -147,12 +147,12 @@ def compile_plan(
             prompt_P[position] = profiles.number(generated_planes, "decode", here)
     for code in np.unique(codes_P[rest_P]).tolist():
         prompt_P[:prompt_length][rest_P & (codes_P == code)] = profiles.number(planes[code], "prefill")
-    return CompiledPlan(bank.tensors, profiles.list, prompt_P, generated, _reach(normal, prompt_length))
+    return CompiledPlan(bank.tensors, profiles.list, prompt_P, generated, _reach(normal, prompt_length, listed))
 
 
-def _reach(normal: Plan, prompt_length: int) -> Reach:
-    """Where a plan in normal form acts."""
-    prompt = np.zeros(_listed(normal, prompt_length), bool)
+def _reach(normal: Plan, prompt_length: int, listed: int) -> Reach:
+    """Where a plan in normal form acts. `listed`: how many positions have profiles of their own."""
+    prompt = np.zeros(listed, bool)
     acts: list[tuple[Intervention, bool, bool]] = []  # whether each does in the prompt, and at generated positions
     for edit in normal.edits:
         position = position_of(edit, prompt_length)
@@ -171,7 +171,7 @@ def _reach(normal: Plan, prompt_length: int) -> Reach:
             prompt[prompt_length:] |= selected[capture.positions].tail is not None
         rows = selected[capture.positions]
         acts.append((capture, bool(rows.listed.size), rows.tail is not None))
-    if len(prompt) > prompt_length:  # generated positions among the listed ones
+    if listed > prompt_length:  # generated positions among the listed ones
         acts = [(item, here or there, there) for item, here, there in acts]
     in_prompt = [item for item, here, _ in acts if here]
     generated = [item for item, _, there in acts if there]

@@ -232,9 +232,8 @@ def _compiled_length(plan: Plan, length: int) -> int:
     length.
     """
     selected = {capture.positions for capture in plan.captures}
-    if any(edit.place is not None and not edit.is_of_generated for edit in plan.edits) or not selected <= set(
-        POSITIONS
-    ):
+    names_positions = any(edit.place is not None and not edit.is_of_generated for edit in plan.edits)
+    if names_positions or not selected <= set(POSITIONS):
         return length
     return 2 if "last_prompt" in selected else 1
 

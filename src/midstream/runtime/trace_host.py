@@ -617,9 +617,8 @@ class TraceHost:
     def refusal(self, name: str, at: NotFinite) -> str | None:
         """Why a request that is not finite ends after its trace is done; None for other requests. Any thread may call."""
         request = self._requests.get(name)
-        if (
-            request is None or not request.is_done or request.trace.is_behind
-        ):  # a plan makes the trace's writes, and refuses by itself
+        # The writes of a trace behind the step are a plan's, which refuses by itself.
+        if request is None or not request.is_done or request.trace.is_behind:
             return None
         return f"{NOT_FINITE}{at}: a trace, or an edit left on the model, has written to it. Write smaller values."
 

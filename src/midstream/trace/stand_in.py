@@ -413,7 +413,7 @@ class Notes:
                 return _on_meta(func(*self._zeros(args), **{name: self._zeros(each) for name, each in kwargs.items()}))
             if (
                 facts.is_view or facts.changes
-            ):  # the results share memory with these very tensors, or change their shapes
+            ):  # views share the memory of these very tensors, and the others change them
                 return func(*self._metas(args), **{name: self._metas(each) for name, each in kwargs.items()})
             given = self._described(args), tuple((name, self._described(kwargs[name])) for name in sorted(kwargs))
             return _made(_computed(func, *given, torch.get_default_dtype()))
@@ -612,9 +612,8 @@ class SeeingOperations(TorchDispatchMode):
         self._notes = notes
 
     @classmethod
-    def _should_skip_dynamo(
-        cls,
-    ) -> bool:  # the code is not compiled, and PyTorch's wrapper takes longer than most operations here
+    def _should_skip_dynamo(cls) -> bool:
+        """Without PyTorch's wrapper against compilation, which takes longer than most operations here. The code is not compiled."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -266,7 +266,8 @@ class Edit(Intervention):
         fields.one_of(self.label("phase"), self.phase, PHASES)
         if self.positions is None:
             return
-        field, positions = self.label("positions"), fields.positions(self.label("positions"), self.positions)
+        field = self.label("positions")
+        positions = fields.positions(field, self.positions)
         if self.phase == "prefill":
             given = f"{fields.shown(self.positions)} beside phase='prefill'"
             raise fields.refuse(
