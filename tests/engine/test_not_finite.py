@@ -118,7 +118,7 @@ def test_f5_a_trace_that_overflows_ends_its_request_and_harms_nobody(
 
 def test_f5_a_trace_in_later_steps_keeps_what_it_saved(engine: VLLM) -> None:
     before = answers(engine)
-    with pytest.raises(NotFiniteError, match=r"resid_post of layer 2 .*position 6"):
+    with pytest.raises(NotFiniteError, match=r"resid_post of layer 2.* position 6"):
         with engine.trace(FRANCE, max_tokens=6, **GREEDY) as tracer:
             seen = [].save()
             for step in tracer.iter[:]:

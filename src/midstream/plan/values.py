@@ -397,7 +397,7 @@ def check_strangers(plan: Plan, num_layers: int) -> None:
 def not_finite(broken: NotFinite, plan: Plan, dtype: str) -> str:
     """The message of a `NotFiniteError` for a request whose plan made its activations infinite or NaN."""
     if broken.point is not None:
-        cause = "its plan's edit there makes them so"
+        cause = "what the request writes there makes them so"
     else:
         places = dict.fromkeys(map(_shown_place, plan.edits))
         cause = f"its plan edits {', '.join(islice(places, 8))}{', ...' if len(places) > 8 else ''}"
