@@ -25,6 +25,7 @@ LAYER_SITES = (
     "mlp_out",
     "resid_post",
 )
+_PARTS = (LAYER_SITES[1:4], LAYER_SITES[5:8])  # attention and MLP, which some models run side by side
 MODEL_SITES = ("embed", "final_norm", "logits", "samples")
 
 # The standard accessors, with the names that nnterp gave them.
@@ -139,6 +140,15 @@ class Binding:
             return [(self.hidden, value - second)]
         # v + 0 is v in every dtype; (v - residual) + residual is not.
         return [(self.hidden, value), (self.residual, value.new_zeros(()).expand_as(value))]
+
+
+def comes_before(one: Point, other: Point) -> bool:
+    """Whether every model has computed the value at `one` when it gets to `other`."""
+    (site, layer), (later, its_layer) = one, other
+    if layer != its_layer or site == later:
+        return layer < its_layer
+    both = next((part for part in _PARTS if site in part and later in part), None)
+    return site == "resid_pre" or later == "resid_post" if both is None else both.index(site) < both.index(later)
 
 
 class NotFinite(NamedTuple):

@@ -224,9 +224,8 @@ class DescribedModel(TraceModel):
         """The facts about the model that plans are checked against."""
         described = self.description
         points = ((*point.split("/"), width) for point, width in described["widths"].items())
-        return ModelFacts(
-            described["num_layers"], {(site, int(layer)): width for site, layer, width in points}, described["dtype"]
-        )
+        widths = {(site, int(layer)): width for site, layer, width in points}
+        return ModelFacts(described["num_layers"], widths, described["dtype"], described["stages"])
 
     def explain(self, fn: Callable[..., Any] | None = None) -> Any:
         """Print what becomes of a trace's code line by line: what a plan does, what is captured, what stays in the forward.
@@ -269,6 +268,7 @@ class DescribedModel(TraceModel):
             lambda: self.tokenizer,
             self._text_config,
             not self._is_elsewhere,
+            self.facts.are_together,
         )
 
     @property

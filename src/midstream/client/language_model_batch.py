@@ -496,7 +496,9 @@ class RunningPlan:
         )
         info = CaptureInfo(request.name, tuple(plan.prompt), collected=request.invoke.collected)
         self._capture = RequestCapture(info, plan.routes, sinks, plan.empty_chunk)
-        self.points = {point for profile in self._compiled.profiles for point in profile.ops}
+        self.points = {point for profile in self._compiled.profiles for point in profile.points}
+        self._further = frozenset[Point]().union(*(profile.further for profile in self._compiled.profiles))
+        self._values: dict[Point, torch.Tensor] = {}  # that programs need later in the step
         self._first = 0
         self._groups: list[tuple[int, torch.Tensor]] = []  # profile, rows of this step that have it
         self._not_finite: NotFinite | None = None
@@ -509,17 +511,21 @@ class RunningPlan:
             positions < length, self._compiled.prompt[np.minimum(positions, length - 1)], self._compiled.generated
         )
         self._first = first
+        self._values.clear()
         self._groups = [(int(n), torch.from_numpy(np.flatnonzero(profiles == n))) for n in np.unique(profiles) if n]
 
     def edit(self, point: Point, x_tH: torch.Tensor) -> torch.Tensor:
         """The value of a site after the plan: the same tensor if nothing is edited."""
         new_tH = x_tH
+        if point in self._further:
+            self._values[point] = x_tH.clone()
         for number, rows in self._groups:
             ops = self._compiled.profiles[number].ops.get(point)
             if ops is None:
                 continue
             old = x_tH[rows.to(x_tH.device)]
-            edited = apply(old, ops, self._compiled.bank)
+            values = {at: self._values[at][rows.to(x_tH.device)] for op in ops for at in op.inputs}
+            edited = apply(old, ops, self._compiled.bank, values)
             if edited is not old:
                 self._check_finite(point, rows, edited)
                 new_tH = new_tH.index_put((rows.to(x_tH.device),), edited)

@@ -178,7 +178,8 @@ class Lowering:
 
 def _points(plan: Plan, num_layers: int) -> set[Point]:
     items = counted_from_0(plan, num_layers).interventions
-    return {(item.site, layer) for item in items for layer in item.layers_in(num_layers)}
+    own = {(item.site, layer) for item in items for layer in item.layers_in(num_layers)}
+    return own.union(*(item.further for item in items))
 
 
 def explained(program: Program, model: Model, is_streamed: bool = False) -> str:
@@ -316,7 +317,7 @@ def _lowered(
     made.reads |= dict.fromkeys(recording.watched, False)
     try:
         _refuse(recording, made.reads, model)
-        made.edits = tuple(_edits(graphs, len(recording.steps), goes_on, length, notes, recorded, model.holds_weights))
+        made.edits = tuple(_edits(graphs, len(recording.steps), goes_on, length, notes, recorded, model))
     except _Stays as stays:
         notes.append(Note(stays.line, "forward", stays.reason))
         return replace(made, edits=(), reason=f"line {stays.line}: {stays.reason}")
@@ -383,7 +384,7 @@ def _edits(
     length: int,
     notes: list[Note],
     recorded: Recorded,
-    holds_weights: bool,
+    model: Model,
 ) -> Iterator[Edit]:
     """The writes as edits. Raises _Stays for a write that no edit can make.
 
@@ -393,9 +394,7 @@ def _edits(
     """
 
     def edits(graph: StepGraph, tokens: int, phase: str) -> list[Edit]:
-        return [
-            edit for write in graph.writes for edit in _edits_of(write, tokens, phase, notes, recorded, holds_weights)
-        ]
+        return [edit for write in graph.writes for edit in _edits_of(write, tokens, phase, notes, recorded, model)]
 
     first = edits(steps[0], length, "prefill")
     later: list[list[Edit]] = []  # in each step after the prompt's
@@ -440,18 +439,16 @@ def _in_prompt(edit: Edit) -> Edit:
     return changed(edit, phase="prefill")
 
 
-def _edits_of(
-    write: Write, length: int, phase: str, notes: list[Note], recorded: Recorded, holds_weights: bool
-) -> list[Edit]:
+def _edits_of(write: Write, length: int, phase: str, notes: list[Note], recorded: Recorded, model: Model) -> list[Edit]:
     """The edits that make a write: of kinds that say it, else programs. Raises _Stays if there are none."""
     found = recorded.once(changes, write)
-    edits = _placed(found, write, length, phase) if found is not None else None
+    edits = _placed([(*each, ()) for each in found], write, length, phase) if found is not None else None
     if edits is None:
         try:
-            programs = recorded.once(programs_of, write)
+            programs = recorded.once(programs_of, write, model.are_together)
         except NotRowwise as error:
             raise _Stays(error.line or write.line, error.reason) from None
-        if any(_is_too_large(program, holds_weights) for _, program in programs):
+        if any(_is_too_large(made.program, model.holds_weights) for made in programs):
             raise _Stays(write.line, "its numbers are too many for a plan: each request would carry them")
         edits = _placed(programs, write, length, phase)
     assert edits is not None
@@ -462,17 +459,17 @@ def _edits_of(
 
 
 def _placed(
-    found: Sequence[tuple[Rows, RowChange | RowProgram]], write: Write, length: int, phase: str
+    found: Sequence[tuple[Rows, RowChange | RowProgram, tuple[Point, ...]]], write: Write, length: int, phase: str
 ) -> list[Edit] | None:
     """Edits for the rows that each entry is for; None if no kind of edit says one. A later entry stands in place of an earlier one."""
     rows: dict[int, int] = {}  # row -> the entry that counts there
     try:
-        for place, (chosen, _) in enumerate(found):
+        for place, (chosen, *_) in enumerate(found):
             rows |= dict.fromkeys(rows_of(chosen, length), place)
     except IndexError:
         raise _Stays(write.line, "it is about a row that the prompt does not have") from None
     edits: list[Edit] = []
-    for place, (chosen, what) in enumerate(found):
+    for place, (chosen, what, inputs) in enumerate(found):
         mine = [row for row in rows_of(chosen, length) if rows[row] == place]
         if not mine or (isinstance(what, RowChange) and what.is_nothing):
             continue
@@ -481,7 +478,7 @@ def _placed(
         if isinstance(what, RowChange):
             made = _said(_for_rows(what, rows_of(chosen, length), mine, phase), places, write)
         else:
-            made = [Apply(write.point[0], layers=write.point[1], program=what, **places[0])]
+            made = [Apply(write.point[0], layers=write.point[1], program=what, inputs=inputs, **places[0])]
         if not made:
             return None
         edits += made
@@ -541,6 +538,8 @@ def _together(each: Sequence[Lowered]) -> Lowered:
     ]
     if len(set(written)) < len(written):
         return Lowered(notes=notes, reason="two of its bodies write to one site", recordings=recordings)
+    if any(point in written for one in each for edit in one.edits for point in edit.further):
+        return Lowered(notes=notes, reason="one of its bodies may use what another writes", recordings=recordings)
     reads: dict[Point, bool] = {}
     for one in each:
         for point, in_prompt in one.reads.items():

@@ -1,6 +1,6 @@
 """Makes programs (`plan.program`) of recorded tensors that are row-wise functions of the value that was read.
 
-    for rows, program in programs_of(write): ...     # raises NotRowwise, with the line and the reason
+    for rows, program, inputs in programs_of(write): ...     # raises NotRowwise, with the line and the reason
     block = Reader(read, line).block(value)          # the same
 
 Each tensor of the recording is followed through the graph: which rows of the value it is about, and where its axis of rows lies
@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,6 +25,7 @@ from midstream.errors import PlanError
 from midstream.plan.building import Builder
 from midstream.plan.program import Program
 from midstream.plan.steps import DType, arguments_in
+from midstream.sites import LAYER_SITES, Point, comes_before
 from midstream.trace.graph import Chain, Value, Write
 
 _IGNORED = frozenset("memory_format layout device pin_memory non_blocking implicit".split())
@@ -38,15 +39,33 @@ class NotRowwise(Exception):
         self.line, self.reason = line, reason
 
 
-def programs_of(write: Write) -> list[tuple[Choice, Program]]:
-    """The programs that make a write, each with the rows that it is for; a later entry stands in place of an earlier one.
+class Made(NamedTuple):
+    """A program that makes a write.
+
+    Attributes:
+        rows: that it is for.
+        inputs: where its further inputs are.
+    """
+
+    rows: Choice
+    program: Program
+    inputs: tuple[Point, ...] = ()
+
+
+def programs_of(write: Write, are_together: Callable[[Point, Point], bool] = lambda one, other: True) -> list[Made]:
+    """The programs that make a write; a later one stands in place of an earlier one at its rows.
+
+    Args:
+        are_together: as of `trace.record.Model`.
 
     Raises:
         NotRowwise: it is not row-wise, or uses an operation that programs do not have.
     """
     if write.was.part is not None:
         raise NotRowwise(write.line, "it is about one of a layer's two streams")
-    return Reader(write.was, write.line).programs(write.now)
+    reader = Reader(write.was, write.line)
+    reader.may_use = lambda point: comes_before(point, write.point) and are_together(point, write.point)
+    return reader.programs(write.now)
 
 
 class Reader:
@@ -58,17 +77,22 @@ class Reader:
 
     Attributes:
         line: of the value that was looked at last.
+        may_use: which other points of the same step its programs may read; none at first.
     """
 
     def __init__(self, was: Value, line: int, builder: Builder | None = None) -> None:
         self.builder = builder or Builder(math.prod(was.shape[1:]), str(was.dtype).removeprefix("torch."))
-        self._blocks = Blocks(self.builder, was.shape[0])
+        self._rows = was.shape[0]
+        self._blocks = Blocks(self.builder, self._rows)
         self.unshaped = self._blocks.unshaped
         self.line = self._first_line = line
+        self.may_use: Callable[[Point], bool] = lambda point: False
+        self._step = was.step
         self._was = self._blocks.reshaped(Block(self.builder.input), was.shape[1:])
         self._known: dict[int, Any] = {id(was): self._was}
+        self._further: dict[Point, Any] = {}  # the further inputs, in the order in which the builder has made them
 
-    def programs(self, now: Value) -> list[tuple[Choice, Program]]:
+    def programs(self, now: Value) -> list[Made]:
         """Those that make a value of the site, as `programs_of` returns them. Raises NotRowwise."""
         with self._saying_why():
             return self._programs(now)
@@ -92,19 +116,20 @@ class Reader:
         except Exception as error:  # the code may do anything to its tensors: what is not foreseen is no program
             raise NotRowwise(self.line, f"it is not known to be row-wise ({type(error).__name__}: {error})") from error
 
-    def _programs(self, now: Value) -> list[tuple[Choice, Program]]:
+    def _programs(self, now: Value) -> list[Made]:
         whole = self.of(now)
         if isinstance(whole, torch.Tensor):
             whole = self._blocks.as_block(whole, self._was)
         is_row = self._blocks.count(whole) == 1  # then axes of size 1 in front may be counted in several ways
         if whole.rows or (whole.lead and not is_row):
             raise No("it is not a value for each token")
-        return [(rows, self._program(block)) for rows, block in (((), whole), *whole.parts)]
+        return [self._made(rows, block) for rows, block in (((), whole), *whole.parts)]
 
-    def _program(self, block: Block) -> Program:
+    def _made(self, rows: Choice, block: Block) -> Made:
         flat = self._blocks.reshaped(block, (self.builder.width,))
-        dtype = getattr(torch, self.builder.dtype)
-        return self.builder.program(self._blocks.cast(flat, dtype).result)
+        result = self._blocks.cast(flat, getattr(torch, self.builder.dtype)).result
+        points = list(self._further)
+        return Made(rows, self.builder.program(result), tuple(points[i] for i in self.builder.inputs_of(result)))
 
     # Values.
 
@@ -123,6 +148,8 @@ class Reader:
     def _read(self, value: Value) -> Any:
         if value.kind == "const":
             return value.what
+        if value.kind == "read" and self._may_use(value):
+            return self._input(value)
         if value.kind in ("read", "module"):
             self.line = value.line or self.line
             used = f"calls {value.what}" if value.kind == "module" else f"uses {_name_of(value.what)}, too"
@@ -133,6 +160,21 @@ class Reader:
         if value.kind == "put":
             return self._put(args[0], args[1], value.what)
         return self._call(value, args, kwargs)
+
+    def _may_use(self, read: Value) -> bool:
+        """Whether another site's value can be an input: it is the value of each token, of the same step."""
+        is_site = isinstance(read.what, tuple) and read.what[0] in LAYER_SITES and read.part is None
+        fits = (
+            read.step == self._step
+            and read.shape[:1] == (self._rows,)
+            and str(read.dtype) == f"torch.{self.builder.dtype}"
+        )
+        return is_site and fits and self.may_use(read.what)
+
+    def _input(self, read: Value) -> Block:
+        if read.what not in self._further:
+            self._further[read.what] = self.builder.further(math.prod(read.shape[1:]))
+        return self._blocks.reshaped(Block(self._further[read.what]), read.shape[1:])
 
     def _call(self, value: Value, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         packet, _, which = str(value.what).removeprefix("aten.").partition(".")

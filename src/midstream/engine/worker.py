@@ -201,7 +201,8 @@ class Worker(PlatformWorker):
         points = points_of(arch)
         widths = {point: arch.widths[point] for point in points}
         pipeline = Pipeline.gathered(stage, widths, built_in, exchange_in(get_pp_group()))
-        facts = ModelFacts(arch.num_layers, pipeline.widths, str(config.model_config.dtype).removeprefix("torch."))
+        dtype = str(config.model_config.dtype).removeprefix("torch.")
+        facts = ModelFacts(arch.num_layers, pipeline.widths, dtype, pipeline.first_layers)
         tables: Tables
         if self.device.type == "cuda":
             scheduler, largest = config.scheduler_config, config.compilation_config.max_cudagraph_capture_size or 0
@@ -263,15 +264,18 @@ class Worker(PlatformWorker):
         mode = self.vllm_config.compilation_config.cudagraph_mode
         if each and self._stages is not None and not mode.has_piecewise_cudagraphs():
             return None
+        kept = tables.programs.graph_values(point for at in each for point in at.inputs)
         for at in sorted((at for at in each if at.point in tables.index), key=lambda at: at.turn):
             here = programs.setdefault(tables.index[at.point], {})
-            here.setdefault(at.what, []).append(tables.programs.recorded(at))
+            here.setdefault(at.what, []).append(tables.programs.recorded(at, kept))
 
         def edit(point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
             if point in points:
-                tables.edit_recorded(point, hidden, residual, programs.get(point, {}))
+                tables.edit_recorded(point, hidden, residual, programs.get(point, {}), kept)
 
         def warm_up(point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+            if tables.points[point] in kept.points:
+                kept.make_room(tables.points[point], flat(hidden))
             for one in chain.from_iterable(programs.get(point, {}).values()):
                 one.warm_up(flat(hidden))
 

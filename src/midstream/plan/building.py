@@ -52,7 +52,18 @@ class Builder:
         self._results: list[Any] = []
         self._known: dict[str, int] = {}
         self._constants: dict[Constant, int] = {}
-        self.input = Result(INPUT, self._checker.input(width, dtype))
+        self._inputs = [Result(INPUT, self._checker.input(width, dtype))]
+
+    @property
+    def input(self) -> Result:
+        """The value that the program is about."""
+        return self._inputs[0]
+
+    def further(self, width: int) -> Result:
+        """One more input, of another site."""
+        ref = Ref(-1 - len(self._inputs))
+        self._inputs.append(Result(ref, self._checker.input(width, self.dtype)))
+        return self._inputs[-1]
 
     def add(self, op: str, args: Sequence[Any], kwargs: Mapping[str, Any], line: int, out: int | None = None) -> Result:
         """The result of an operation; of several, number `out`.
@@ -89,31 +100,29 @@ class Builder:
 
     def _shaped(self, arg: Any) -> Any:
         if isinstance(arg, Ref):
-            found: Any = self.input.shaped if arg.step < 0 else self._results[arg.step]
+            found: Any = self._inputs[-1 - arg.step].shaped if arg.step < 0 else self._results[arg.step]
             return found if arg.out is None else found[arg.out]
         if isinstance(arg, Const):
             return self._checker.constant(list(self._constants)[arg.place])
         return tuple(map(self._shaped, arg)) if isinstance(arg, tuple) else arg
 
     def program(self, *results: Result, keeps: bool = False) -> Program:
-        """The program with this result, and the steps that it needs. Raises PlanError for one that is too large, or of another shape.
+        """The program with this result, and the steps and further inputs that it needs.
 
         Args:
             keeps: whether it is for a capture, and may have several results.
+
+        Raises:
+            PlanError: it is too large, or of another shape.
         """
-        needed: set[int] = set()
-        rest = [result.ref for result in results]
-        while rest:
-            ref = rest.pop()
-            if ref.step >= 0 and ref.step not in needed:
-                needed.add(ref.step)
-                rest += arguments_in((self._steps[ref.step].args, self._steps[ref.step].kwargs), Ref)
+        needed, inputs = self._needed(results)
         numbers = {old: new for new, old in enumerate(sorted(needed))}
+        numbers |= {old: -2 - new for new, old in enumerate(inputs)} | {-1: -1}
         constants: dict[int, int] = {}
 
         def moved(arg: Any) -> Any:
             if isinstance(arg, Ref):
-                return Ref(numbers[arg.step], arg.out) if arg.step >= 0 else arg
+                return Ref(numbers[arg.step], arg.out)
             if isinstance(arg, Const):
                 return Const(constants.setdefault(arg.place, len(constants)))
             return tuple(map(moved, arg)) if isinstance(arg, tuple) else arg
@@ -125,4 +134,21 @@ class Builder:
         own = list(self._constants)
         moved_results = tuple(moved(result.ref) for result in results)
         result = moved_results if keeps else moved_results[0]
-        return Program(self.width, self.dtype, tuple(steps), result, tuple(own[place] for place in constants))
+        held, widths = tuple(own[place] for place in constants), tuple(self._inputs[-1 - at].shape[0] for at in inputs)
+        return Program(self.width, self.dtype, tuple(steps), result, held, widths)
+
+    def inputs_of(self, result: Result) -> list[int]:
+        """Which further inputs `program(result)` has, by the order in which they were made."""
+        return [-2 - at for at in self._needed([result])[1]]
+
+    def _needed(self, results: Sequence[Result]) -> tuple[set[int], list[int]]:
+        """The steps that results are computed with; and the further inputs, as in `Ref.step`."""
+        needed: set[int] = set()
+        rest = [result.ref for result in results]
+        while rest:
+            ref = rest.pop()
+            if ref.step not in needed:
+                needed.add(ref.step)
+                if ref.step >= 0:
+                    rest += arguments_in((self._steps[ref.step].args, self._steps[ref.step].kwargs), Ref)
+        return {at for at in needed if at >= 0}, sorted((at for at in needed if at < -1), reverse=True)

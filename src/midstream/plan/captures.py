@@ -83,8 +83,10 @@ class Capture(Intervention):
         if not sinks:
             raise fields.refuse("Capture.to", "empty", _SINKS)
         if self.program is not None:
-            if not (isinstance(self.program, Program) and self.program.is_read):
-                raise fields.refuse("Capture.program", fields.shown(self.program), "a Program with a tuple of results")
+            if not (isinstance(self.program, Program) and self.program.is_read) or self.program.inputs:
+                raise fields.refuse(
+                    "Capture.program", fields.shown(self.program), "a Program of one input, with a tuple of results"
+                )
             if sinks != (None,):
                 raise fields.refuse("Capture.to", fields.shown(self.to), "None beside a program")
         self.settle(

@@ -202,8 +202,9 @@ def checked(program: Parts) -> Checked:
 
 
 def _checked(program: Parts, rows: int) -> Checked:
-    checker, width = Checker(rows), program.width
-    given, shaped = checker.input(width, program.dtype), [checker.constant(each) for each in program.constants]
+    checker, widths = Checker(rows), (program.width, *program.inputs)
+    given = [checker.input(width, program.dtype) for width in widths]
+    shaped = [checker.constant(each) for each in program.constants]
     results: list[Shaped | tuple[Shaped, ...]] = []
     for step in program.steps:
         args = tuple(_filled(step, arg, given, results, shaped) for arg in step.args)
@@ -212,7 +213,7 @@ def _checked(program: Parts, rows: int) -> Checked:
     refs = program.result if isinstance(program.result, tuple) else (program.result,)
     last = [_filled(Step("the result"), ref, given, results, shaped) for ref in refs]
     for each in last:
-        _check_result(each, rows, None if isinstance(program.result, tuple) else width)
+        _check_result(each, rows, None if isinstance(program.result, tuple) else program.width)
     sizes_of_all = sum(each.meta.numel() // rows for each in last)
     if sizes_of_all > MAX_ROW:
         raise PlanError(f"The program gives {sizes_of_all} numbers a row; allowed: up to {MAX_ROW}.")
@@ -220,7 +221,7 @@ def _checked(program: Parts, rows: int) -> Checked:
     sizes = [sum(part.meta.numel() // rows for part in parts if part.rows) for parts in each]
     last_use = _last_use(program.steps, refs)
     results_of_rows = tuple(Part(tuple(one.meta.shape[1:]), one.meta.dtype) for one in last)
-    peak = _peak([*sizes, sizes_of_all], last_use, width)
+    peak = _peak([*sizes, sizes_of_all], last_use, sum(widths))
     return Checked(int(checker.work), peak, last_use, tuple(parts[0] for parts in each), results_of_rows)
 
 
@@ -244,7 +245,7 @@ def _last_use(steps: Sequence[Step], results: Sequence[Ref]) -> dict[int, int]:
 
 
 def _peak(sizes: Sequence[int], last_use: Mapping[int, int], width: int) -> int:
-    """The most numbers of a row that are in memory at once, with the input."""
+    """The most numbers of a row that are in memory at once, with the inputs. `width`: of all of these."""
     alive = most = 2 * width
     ends: dict[int, int] = {}
     for number, size in enumerate(sizes):
@@ -256,14 +257,14 @@ def _peak(sizes: Sequence[int], last_use: Mapping[int, int], width: int) -> int:
     return most
 
 
-def _filled(step: Step, arg: Any, given: Shaped, results: Sequence[Any], constants: Sequence[Shaped]) -> Any:
+def _filled(step: Step, arg: Any, given: Sequence[Shaped], results: Sequence[Any], constants: Sequence[Shaped]) -> Any:
     if isinstance(arg, tuple):
         return tuple(_filled(step, each, given, results, constants) for each in arg)
     if isinstance(arg, Const):
         return constants[arg.place]
     if not isinstance(arg, Ref):
         return arg
-    found: Any = given if arg.step < 0 else results[arg.step]
+    found: Any = given[-1 - arg.step] if arg.step < 0 else results[arg.step]
     if isinstance(found, tuple) != (arg.out is not None) or (arg.out is not None and arg.out >= len(found)):
         raise PlanError(f"{step.place} refers to a result that step {arg.step} does not have.")
     return found[arg.out] if arg.out is not None else found

@@ -14,6 +14,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
@@ -51,6 +52,16 @@ class Profile:
     def row_width(self) -> int:
         """Elements of a captured row; 0 if nothing is captured."""
         return self.layout.width
+
+    @cached_property
+    def further(self) -> frozenset[Point]:
+        """The (site, layer) whose values programs elsewhere read."""
+        return frozenset(point for ops in self.ops.values() for op in ops for point in op.inputs)
+
+    @property
+    def points(self) -> frozenset[Point]:
+        """Those at which something is to be done."""
+        return self.further.union(self.ops)
 
 
 class Reach(NamedTuple):
@@ -176,8 +187,12 @@ def _reach(normal: Plan, prompt_length: int, listed: int) -> Reach:
     in_prompt = [item for item, here, _ in acts if here]
     generated = [item for item, _, there in acts if there]
     with_programs = ([item for item in items if item.its_program is not None] for items in (in_prompt, generated))
-    points = (frozenset(map(point_of, items)) for items in (in_prompt, generated, *with_programs))
-    return Reach(prompt, bool(generated), *points)
+    points = (
+        frozenset(point for item in items for point in (point_of(item), *item.further))
+        for items in (in_prompt, generated)
+    )
+    programs = (frozenset(map(point_of, items)) for items in with_programs)
+    return Reach(prompt, bool(generated), *points, *programs)
 
 
 def _listed(normal: Plan, prompt_length: int) -> int:
@@ -248,7 +263,8 @@ class _Bank:
         if key not in self._ops:
             given = {field: self._operand(edit, field, value) for field, value in edit.values()}
             first, second = (given.get(field, -1) for field in (*edit.operands, "", "")[:2])
-            self._ops[key] = Op(edit.kind, first, second, *edit.numbers(), program=edit.its_program)
+            numbers = edit.numbers()
+            self._ops[key] = Op(edit.kind, first, second, *numbers, program=edit.its_program, inputs=edit.further)
         return self._ops[key]
 
     def _operand(self, edit: Edit, field: str, value: Vector | Named | RecordedRun | Zeros) -> int:

@@ -92,4 +92,6 @@ def _key(program: Parts, slots: dict[tuple[int, int], Any]) -> str:
         ]
         for number, step in enumerate(program.steps)
     ]
-    return digest(json.dumps([program.width, program.dtype, steps, written(program.result)]).encode())
+    return digest(
+        json.dumps([[program.width, *program.inputs], program.dtype, steps, written(program.result)]).encode()
+    )

@@ -1,7 +1,7 @@
 """Programs: row-wise functions of a site's value as data, for the edit `Apply` and for `Capture`.
 
 A program is a list of PyTorch operations from a fixed table (`plan.rowwise`), with constants. Row r of its result depends on row r of its
-input alone, whatever their number is. It holds no code, so anybody whose plan is taken may send one:
+inputs alone, whatever their number is. It holds no code, so anybody whose plan is taken may send one:
 
     h = Ref(-1)  # the input, [rows, width]
     Program(256, "float32", (Step("mul.Tensor", (h, 0.5)), Step("add.Tensor", (Ref(0), Const(0)))), Ref(1), (Constant.of(vector),))
@@ -15,6 +15,7 @@ On the wire each program and each constant is there once, by its digest. Constan
 from __future__ import annotations
 
 import base64
+import dataclasses
 import json
 import math
 from collections.abc import Mapping
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 MAX_STEPS = 256
 MAX_CONSTANTS = 256
 MAX_RESULTS = 64
+MAX_INPUTS = 4  # beside the value that it is about
 HELD_BYTES = 1 << 18  # of a constant that is sent apart from plans
 MAX_ARGUMENTS = 4096  # of one step, with the numbers in its lists
 MAX_WIDTH = 1 << 20
@@ -58,7 +60,11 @@ class Program(Parts):
     def __post_init__(self) -> None:
         fields.integer("Program.width", self.width, 1, MAX_WIDTH)
         fields.one_of("Program.dtype", self.dtype, FLOATS)
-        fields.settle(self, steps=tuple(self.steps), constants=tuple(self.constants))
+        fields.settle(self, steps=tuple(self.steps), constants=tuple(self.constants), inputs=tuple(self.inputs))
+        if len(self.inputs) > MAX_INPUTS:
+            raise fields.refuse("Program.inputs", f"{len(self.inputs)} of them", f"up to {MAX_INPUTS}")
+        for width in self.inputs:
+            fields.integer("Program.inputs", width, 1, MAX_WIDTH)
         for name, found, most in (("steps", self.steps, MAX_STEPS), ("constants", self.constants, MAX_CONSTANTS)):
             if len(found) > most:
                 raise fields.refuse(f"Program.{name}", f"{len(found)} of them", f"up to {most}")
@@ -110,8 +116,10 @@ class Program(Parts):
         """Raise PlanError for an argument that is not of the kinds that `Step` lists."""
         count[0] += 1
         what = ""
-        if isinstance(arg, Ref) and not -1 <= arg.step < number:
-            what = f"step {arg.step}, which is not an earlier one"
+        if isinstance(arg, Ref) and not -1 - len(self.inputs) <= arg.step < number:
+            is_input = arg.step < 0
+            what = f"input {-1 - arg.step}" if is_input else f"step {arg.step}"
+            what += f" of {len(self.inputs)} further ones" if is_input else ", which is not an earlier one"
         elif isinstance(arg, Const) and not 0 <= arg.place < len(self.constants):
             what = f"constant {arg.place} of {len(self.constants)}"
         elif isinstance(arg, Rows):
@@ -135,7 +143,7 @@ class Program(Parts):
 
     @cached_property
     def digest(self) -> str:
-        known = [self.width, self.dtype, written(self.result), [constant.digest for constant in self.constants]]
+        known = [[self.width, *self.inputs], self.dtype, written(self.result), [each.digest for each in self.constants]]
         return digest(json.dumps([known, [written_step(step)[:3] for step in self.steps]], sort_keys=True).encode())
 
     @property
@@ -158,9 +166,7 @@ class Program(Parts):
                 data[constants[-1].held] = constant.data
             else:
                 constants.append(constant)
-        return (
-            (Program(self.width, self.dtype, self.steps, self.result, tuple(constants)), data) if data else (self, {})
-        )
+        return (dataclasses.replace(self, constants=tuple(constants)), data) if data else (self, {})
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Program) and self.digest == other.digest
@@ -172,7 +178,7 @@ class Program(Parts):
         return f"Program([{self.width}], {', '.join(step.op for step in self.steps[:8])}, {self.digest[:8]})"
 
     def __reduce__(self) -> Any:
-        return Program, (self.width, self.dtype, self.steps, self.result, self.constants)
+        return Program, (self.width, self.dtype, self.steps, self.result, self.constants, self.inputs)
 
 
 # ------------------------------------------------------------------------------------------------------------ on the wire
@@ -191,6 +197,7 @@ def written_program(program: Program) -> dict[str, Any]:
         "steps": [written_step(step) for step in program.steps],
         "result": written(program.result),
         "constants": [constant.digest for constant in program.constants],
+        **({"inputs": list(program.inputs)} if program.inputs else {}),
     }
 
 
@@ -243,7 +250,7 @@ def read_programs(place: str, table: Mapping[str, Any], constants: Mapping[str, 
 
 
 def _read_program(given: Any, constants: Mapping[str, Constant]) -> Program:
-    fields.mapping("it", given, ("width", "dtype", "steps", "result", "constants"))
+    fields.mapping("it", given, ("width", "dtype", "steps", "result", "constants"), ("inputs",))
     steps = tuple(_read_step(f"steps[{i}]", step) for i, step in enumerate(_sequence("steps", given["steps"])))
     named = _sequence("constants", given["constants"])
     for name in named:
@@ -255,6 +262,7 @@ def _read_program(given: Any, constants: Mapping[str, Constant]) -> Program:
         steps,
         _read("result", given["result"]),
         tuple(map(constants.__getitem__, named)),
+        tuple(_sequence("inputs", given.get("inputs", ()))),
     )
 
 
@@ -275,6 +283,8 @@ def _read(place: str, given: Any, depth: int = 0) -> Any:
             return tuple(_read(place, each, depth + 1) for each in _sequence(place, given))
         case {"input": True, **rest} if not rest:
             return INPUT
+        case {"input": int(number), **rest} if not rest:
+            return Ref(-1 - fields.integer(place, number, 1, MAX_INPUTS))
         case {"step": int(step), **rest} if rest.keys() <= {"out"}:
             out = rest.get("out")
             return Ref(fields.integer(place, step, 0), None if out is None else fields.integer(place, out, 0))
@@ -289,7 +299,9 @@ def _read(place: str, given: Any, depth: int = 0) -> Any:
     if given is None or type(given) in (bool, int, float, str):
         return given
     raise fields.refuse(
-        place, fields.shown(given), "a number, {'input': True}, {'step': n}, {'constant': n}, {'rows': n} or a list"
+        place,
+        fields.shown(given),
+        "a number, {'input': True}, {'input': n}, {'step': n}, {'constant': n}, {'rows': n} or a list",
     )
 
 

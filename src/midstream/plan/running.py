@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from itertools import repeat
 from typing import Any
 
@@ -58,7 +59,8 @@ def try_out(program: Program, device: torch.device) -> None:
     if len(_tried) > _MOST_TRIED:
         _tried.clear()
     try:
-        run(program, torch.zeros(2, program.width, dtype=getattr(torch, program.dtype), device=device))
+        zeros = partial(torch.zeros, dtype=getattr(torch, program.dtype), device=device)
+        run(program, *(zeros(2, width) for width in (program.width, *program.inputs)))
     except PlanError:
         raise
     except Exception as error:
@@ -67,22 +69,25 @@ def try_out(program: Program, device: torch.device) -> None:
     _tried.add(key)
 
 
-def run(program: Program, x_RH: torch.Tensor) -> torch.Tensor:
-    """The program's result for rows, in their dtype; they are left as they are."""
-    return run_together([program], None, x_RH)
+def run(program: Program, x_RH: torch.Tensor, *further: torch.Tensor) -> torch.Tensor:
+    """The program's result for rows, in their dtype; they are left as they are. `further`: as for `Bank.run`."""
+    return run_together([program], None, x_RH, *further)
 
 
-def run_together(programs: Sequence[Program], which_R: torch.Tensor | None, x_RH: torch.Tensor) -> torch.Tensor:
+def run_together(
+    programs: Sequence[Program], which_R: torch.Tensor | None, x_RH: torch.Tensor, *further: torch.Tensor
+) -> torch.Tensor:
     """The result of each row's program.
 
     Args:
         programs: of one form.
         which_R: int64 `[R]` on the rows' device, the number of each row's program; None if there is only one.
+        further: as for `Bank.run`.
     """
     bank = Bank(programs[0], len(programs), x_RH.device)
     for place, program in enumerate(programs):
         bank.put(place, program)
-    return bank.run(x_RH, which_R)
+    return bank.run(x_RH, which_R, *further)
 
 
 def _packed(results: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
@@ -143,22 +148,27 @@ class Bank:
             else:
                 self._banks[slot][place] = value
 
-    def run(self, x_RH: torch.Tensor, which_R: torch.Tensor | None) -> torch.Tensor:
+    def run(self, x_RH: torch.Tensor, which_R: torch.Tensor | None, *further: torch.Tensor) -> torch.Tensor:
         """The rows' results in their dtype, `[R, width]`; of a program that a capture keeps, packed, in the program's dtype.
 
         Args:
             which_R: `[R]`, the place of each row's program; not looked at if there is one place.
+            further: `[R, width]`, the rows of each further input.
         """
         which_R = which_R if self._banks else None
         most = max(_MEMORY // self._checked.peak, 1)
         if len(x_RH) <= most:
-            return self._run(x_RH, which_R)
-        parts = x_RH.split(most), (which_R.split(most) if which_R is not None else repeat(None))
+            return self._run(which_R, x_RH, *further)
+        parts = (
+            (which_R.split(most) if which_R is not None else repeat(None)),
+            *(x.split(most) for x in (x_RH, *further)),
+        )
         return torch.cat([self._run(*part) for part in zip(*parts, strict=False)])
 
-    def _run(self, x_RH: torch.Tensor, which_R: torch.Tensor | None) -> torch.Tensor:
+    def _run(self, which_R: torch.Tensor | None, x_RH: torch.Tensor, *further: torch.Tensor) -> torch.Tensor:
         rows, last_use = len(x_RH), self._checked.last_use
-        results: dict[int, Any] = {-1: x_RH.to(getattr(torch, self._program.dtype))}
+        dtype = getattr(torch, self._program.dtype)
+        results: dict[int, Any] = {-1 - i: x.to(dtype) for i, x in enumerate((x_RH, *further))}
 
         def tensor(arg: Any) -> Any:
             if isinstance(arg, Const):

@@ -32,7 +32,7 @@ _MOST_AXES = 6
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """The result of a step, or of one of its results; the input if `step` is -1."""
+    """The result of a step, or of one of its results; the input if `step` is -1, and further inputs from -2 down."""
 
     step: int
     out: int | None = None
@@ -203,6 +203,7 @@ class Parts:
         steps: in their order.
         result: of which step, `[rows, width]`; `INPUT` for a program that changes nothing. Or a tuple of several, for captures.
         constants: that its steps use.
+        inputs: the widths of further inputs: values of other sites, row by row.
     """
 
     width: int
@@ -210,6 +211,7 @@ class Parts:
     steps: tuple[Step, ...]
     result: Ref | tuple[Ref, ...]
     constants: tuple[Constant, ...] = ()
+    inputs: tuple[int, ...] = ()
 
 
 def written(arg: Any) -> Any:
@@ -217,6 +219,8 @@ def written(arg: Any) -> Any:
     match arg:
         case Ref(step=-1, out=None):
             return {"input": True}
+        case Ref(step=step, out=None) if step < 0:
+            return {"input": -1 - step}
         case Ref():
             return {"step": arg.step} | ({} if arg.out is None else {"out": arg.out})
         case Const():

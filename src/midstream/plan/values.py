@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -37,7 +38,7 @@ from midstream.plan.ops import Apply, Clamp, Edit, Patch, Steer
 from midstream.plan.ops.edit import Intervention, changed, field_names
 from midstream.plan.program import Program
 from midstream.plan.vectors import Named, RecordedRun, Vector, Zeros, digest
-from midstream.sites import LAYER_SITES, NotFinite
+from midstream.sites import LAYER_SITES, NotFinite, Point, comes_before
 
 __all__ = [
     "Apply",
@@ -323,11 +324,17 @@ class ModelFacts:
         num_layers: of all pipeline stages together; 0 if not known.
         widths: (site, layer) -> the site's width, for every site that the model has.
         dtype: of the activations, as in "bfloat16".
+        stages: the first layer of each pipeline stage.
     """
 
     num_layers: int = 0
     widths: Mapping[tuple[str, int], int] = dataclasses.field(default_factory=dict)
     dtype: str = ""
+    stages: Sequence[int] = ()
+
+    def are_together(self, one: Point, other: Point) -> bool:
+        """Whether one pipeline stage has both."""
+        return bisect_right(self.stages, one[1]) == bisect_right(self.stages, other[1])
 
 
 def check(
@@ -377,6 +384,7 @@ def check(
                 raise fields.refuse(
                     "Capture.program", f"for {program.dtype}", f"one for {facts.dtype}, the model's dtype"
                 )
+            _check_further(item, program, layers, facts)
 
 
 def check_strangers(plan: Plan, num_layers: int) -> None:
@@ -392,6 +400,9 @@ def check_strangers(plan: Plan, num_layers: int) -> None:
     if work > wire.MAX_STRANGERS_WORK:
         allowed = f"up to {wire.MAX_STRANGERS_WORK} over HTTP, all layers together"
         raise fields.refuse("the plan", f"programs that compute about {work} numbers a token", allowed)
+    if len(kept := {point for item in items for point in item.further}) > wire.MAX_STRANGERS_INPUTS:
+        allowed = f"up to {wire.MAX_STRANGERS_INPUTS} over HTTP"
+        raise fields.refuse("the plan", f"programs with {len(kept)} different further inputs", allowed)
 
 
 def not_finite(broken: NotFinite, plan: Plan, dtype: str) -> str:
@@ -459,6 +470,26 @@ def _check_width(
         expected = widths.get((item.site, layer), width)
         if width != expected:
             raise fields.refuse(item.label(field), given, f"{expected}, the width of {item.site} at layer {layer}")
+
+
+def _check_further(item: Intervention, program: Program, layers: Iterable[int], facts: ModelFacts) -> None:
+    """Raise PlanError for further inputs that the model does not have, or not when they are needed."""
+    for i, (point, width) in enumerate(zip(item.further, program.inputs, strict=True)):
+        place, given = f"{item.label('inputs')}[{i}]", fields.shown(point)
+        if facts.widths and facts.widths.get(point) != width:
+            have = facts.widths.get(point)
+            allowed = (
+                f"one of width {width}, as the program has it; it has {'no such site' if have is None else have} there"
+            )
+            raise fields.refuse(place, given, allowed)
+        for layer in layers:
+            own = item.site, layer
+            if not comes_before(point, own):
+                raise fields.refuse(
+                    place, given, f"a value that every model computes before {own[0]} of layer {own[1]}"
+                )
+            if not facts.are_together(point, own):
+                raise fields.refuse(place, given, f"a value on the pipeline stage of layer {layer}")
 
 
 def _check_name_exists(edit: Edit, field: str, name: str, vectors: Mapping[str, int], runs: Mapping[str, str]) -> None:

@@ -38,6 +38,7 @@ MAX_PROGRAMS = 1 << 10
 MAX_STRANGERS_EDITS = 1 << 10  # a plan with so many delays the engine's other requests by less than 100 ms
 MAX_STRANGERS_BYTES = 4 << 20  # of a plan that came over HTTP
 MAX_STRANGERS_WORK = 1 << 20  # numbers that its programs compute for each token, at all layers together
+MAX_STRANGERS_INPUTS = 8  # different values that its programs read beside their own
 _ITEM_BYTES = 8  # for a number, a list or a dict in it
 _MAX_DEPTH = 16
 _DTYPES = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}  # numpy has no bfloat16

@@ -276,6 +276,7 @@ def merged_description(each: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "order": [each for described in told for each in described.get("order", ())],
         "sites": [site for site in (*LAYER_SITES, *MODEL_SITES) if site in sites],
         "layers": layers,
+        "stages": [min(described["layers"]) for described in told if described.get("layers")],
         "num_layers": max(described["num_layers"] for described in told),
     }
 

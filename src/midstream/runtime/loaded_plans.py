@@ -243,4 +243,4 @@ def _sites(points: Collection[Point]) -> frozenset[str]:
 
 
 def _points(profiles: Collection[Profile]) -> list[Point]:
-    return sorted({point for profile in profiles for point in profile.ops})
+    return sorted({point for profile in profiles for point in profile.points})

@@ -220,6 +220,11 @@ class Pipeline:
         """(site, layer) -> width, of the whole model."""
         return {point: width for widths in self.each for point, width in widths.items()}
 
+    @property
+    def first_layers(self) -> list[int]:
+        """Of each stage that has layers."""
+        return sorted(min(layer for _, layer in widths) for widths in self.each if widths)
+
     @cached_property
     def owners(self) -> dict[Point, int]:
         """Point -> its stage."""

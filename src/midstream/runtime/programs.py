@@ -1,6 +1,7 @@
 """Runs the programs of a step's plans at a site: the rows of all requests whose programs have one form at once.
 
 Programs of edits run after the other edits. Those of captures compute what is kept of a value before the edits, or after all of them.
+A program with further inputs finds them where the step came past them before: see `HeldPrograms.keep`.
 
 Outside of CUDA graphs a group's rows are gathered first. A graph is replayed for other rows than those that it was recorded for. So in a
 graph a form's programs run on all rows, each row finds its own by the number of its profile, and rows without one stay as they are.
@@ -10,8 +11,9 @@ Legend: T rows of the batch, R those of them with a program, H the site's width.
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -20,7 +22,7 @@ import numpy as np
 import torch
 
 from midstream.plan.compile import CompiledPlan, Profile
-from midstream.plan.ops.edit import Op, programs_of
+from midstream.plan.ops.edit import Op, with_programs
 from midstream.plan.program import Program
 from midstream.plan.running import Bank
 from midstream.sites import Point
@@ -37,12 +39,14 @@ class ProgramAt(NamedTuple):
         what: "edit"; or "before" or "after" for what a capture keeps.
         turn: how many programs of edits of the row run there before.
         form: `Form.key`.
+        inputs: where the values of its further inputs are kept.
     """
 
     point: Point
     what: str
     turn: int
     form: str
+    inputs: tuple[Point, ...] = ()
 
 
 class Group(NamedTuple):
@@ -52,12 +56,49 @@ class Group(NamedTuple):
         rows: int64 `[R]`, on the device.
         which: int64 `[R]`, there, the place of each row's program in `bank`; None if all have the same.
         offsets: int64 `[R]`, there, as of `Slot`; None for edits.
+        inputs: the further inputs, each with the places of the rows among those that are kept; None if these are the same rows.
     """
 
     rows: torch.Tensor
     bank: Bank
     which: torch.Tensor | None
     offsets: torch.Tensor | None
+    inputs: Sequence[tuple[Kept, torch.Tensor | None]] = ()
+
+    def run(self, x_RH: torch.Tensor) -> torch.Tensor:
+        """The results of its programs for the rows' values."""
+        return self.bank.run(x_RH, self.which, *(kept.of(places) for kept, places in self.inputs))
+
+
+@dataclass(eq=False)
+class Kept:
+    """A value of the step that programs need later in it.
+
+    Attributes:
+        rows: int64 `[R]`, on the device, of which it is needed.
+        value: `[R, width]`; None as long as the step has not come to it.
+    """
+
+    point: Point
+    rows: torch.Tensor
+    value: torch.Tensor | None = None
+
+    def of(self, places: torch.Tensor | None) -> torch.Tensor:
+        """The value of some of its rows, by their places among these."""
+        assert self.value is not None, "a program runs before its inputs are known"
+        return self.value if places is None else self.value[places]
+
+
+class StepPrograms(NamedTuple):
+    """The programs of a step.
+
+    Attributes:
+        groups: (index of a point, `ProgramAt.what`) -> in the order in which they run.
+        kept: index of a point -> what is kept there.
+    """
+
+    groups: dict[tuple[int, str], list[Group]]
+    kept: dict[int, Kept]
 
 
 @dataclass(eq=False)
@@ -106,8 +147,9 @@ def around(ops: Sequence[Op]) -> tuple[Sequence[Op], Sequence[Op]]:
 def programs_at(profile: Profile) -> Iterator[tuple[ProgramAt, Program, int]]:
     """The programs of a profile, with where they run, and where a capture's results lie in the captured row; -1 for an edit."""
     for point, ops in profile.ops.items():
-        for turn, program in enumerate(programs_of(ops)):
-            yield ProgramAt(point, "edit", turn, program.form.key), program, -1
+        for turn, op in enumerate(with_programs(ops)):
+            assert op.program is not None
+            yield ProgramAt(point, "edit", turn, op.program.form.key, op.inputs), op.program, -1
         for i, op in enumerate(ops):
             if op.kind == "capture" and op.program is not None:
                 yield ProgramAt(point, "after" if i else "before", 0, op.program.form.key), op.program, op.offset
@@ -137,6 +179,7 @@ class HeldPrograms:
         # What a graph still reads is used again.
         self._known_banks: WeakValueDictionary[tuple[str, int], Bank] = WeakValueDictionary()
         self._known_slots: WeakValueDictionary[ProgramAt, Slot] = WeakValueDictionary()
+        self._in_graphs: WeakValueDictionary[tuple[Point, int], torch.Tensor] = WeakValueDictionary()
 
     def __bool__(self) -> bool:
         return bool(self._profiles)
@@ -214,8 +257,8 @@ class HeldPrograms:
 
     # Outside of graphs.
 
-    def groups(self, profile_T: np.ndarray, index: Mapping[Any, int]) -> dict[tuple[int, str], list[Group]]:
-        """(index of a point, `ProgramAt.what`) -> the groups of a step, in the order in which they run.
+    def of_step(self, profile_T: np.ndarray, index: Mapping[Any, int]) -> StepPrograms:
+        """The programs of a step.
 
         Args:
             profile_T: the number of each row's profile.
@@ -235,11 +278,21 @@ class HeldPrograms:
                 uploaded[key] = self._upload(rows)
             return uploaded[key]
 
+        of_slot = {at: self._slots[at].on_host[:, np.minimum(profile_T, MOST_PROFILES)] for at in members}
+        needed: dict[Point, list[np.ndarray]] = {}
+        for at, (place_T, _) in of_slot.items():
+            for point in at.inputs:
+                needed.setdefault(point, []).append(np.flatnonzero(place_T >= 0))
+        unions = {point: functools.reduce(np.union1d, each) for point, each in needed.items()}
+        kept = {point: Kept(point, upload(rows)) for point, rows in unions.items()}
         found: dict[tuple[int, str], list[Group]] = {}
         for at in sorted(members, key=lambda at: at.turn):
-            form = self._forms[at.form]
-            place_T, offset_T = self._slots[at].on_host[:, np.minimum(profile_T, MOST_PROFILES)]
+            form, (place_T, offset_T) = self._forms[at.form], of_slot[at]
             rows = np.flatnonzero(place_T >= 0)
+            inputs = []
+            for point in at.inputs:
+                among = None if len(unions[point]) == len(rows) else upload(np.searchsorted(unions[point], rows))
+                inputs.append((kept[point], among))
             bank, which = form.bank, None
             if len(members[at]) == 1:
                 (program,) = members[at]
@@ -249,8 +302,18 @@ class HeldPrograms:
             else:
                 which = upload(place_T[rows])
             offsets = upload(offset_T[rows]) if at.what != "edit" else None
-            found.setdefault((index[at.point], at.what), []).append(Group(upload(rows), bank, which, offsets))
-        return found
+            found.setdefault((index[at.point], at.what), []).append(Group(upload(rows), bank, which, offsets, inputs))
+        return StepPrograms(found, {index[point]: each for point, each in kept.items()})
+
+    def from_graph(self, kept: Kept, rows: int) -> torch.Tensor:
+        """What a graph of so many rows has kept of a value in this step, in place of code that runs outside of graphs."""
+        return self._in_graphs[kept.point, rows][kept.rows]
+
+    def keep_for_graphs(self, point: Point, first_TH: torch.Tensor, second_TH: torch.Tensor | None) -> None:
+        """Have graphs with as many rows find a value, of one stream or two, that was computed outside of graphs."""
+        there = self._in_graphs.get((point, len(first_TH)))
+        if there is not None:
+            there.copy_(value_of(first_TH, second_TH))
 
     # In graphs.
 
@@ -259,9 +322,13 @@ class HeldPrograms:
         form = self._forms.get(at.form)
         return InGraph(at, form.bank.capacity if form is not None else 0)
 
-    def recorded(self, at: ProgramAt) -> RecordedPrograms:
-        """What such a graph has there."""
-        return RecordedPrograms(self._forms[at.form].bank, self._slots[at])
+    def recorded(self, at: ProgramAt, kept: GraphValues) -> RecordedPrograms:
+        """What such a graph has there. `kept`: of the same graph."""
+        return RecordedPrograms(self._forms[at.form].bank, self._slots[at], at.inputs, kept)
+
+    def graph_values(self, points: Iterable[Point]) -> GraphValues:
+        """For a graph that keeps these values."""
+        return GraphValues(frozenset(points), self._in_graphs)
 
 
 class InGraph(NamedTuple):
@@ -275,16 +342,52 @@ class InGraph(NamedTuple):
     capacity: int
 
 
+class GraphValues:
+    """The values that a graph keeps for its programs, of all rows, at addresses that stay as long as it is held.
+
+    Args:
+        points: where they are kept.
+        shared: finds those of other graphs with as many rows, which have the same.
+    """
+
+    def __init__(self, points: frozenset[Point], shared: MutableMapping[tuple[Point, int], torch.Tensor]) -> None:
+        self.points, self._shared = points, shared
+        self._mine: dict[tuple[Point, int], torch.Tensor] = {}
+
+    def put(self, point: Point, first_TH: torch.Tensor, second_TH: torch.Tensor | None) -> None:
+        """Keep the value at a point, of one stream or two, if it is among these."""
+        if point in self.points:
+            self.make_room(point, first_TH).copy_(value_of(first_TH, second_TH))
+
+    def make_room(self, point: Point, like_TH: torch.Tensor) -> torch.Tensor:
+        """Where such a value at a point is kept."""
+        key = point, len(like_TH)
+        if key not in self._mine:
+            there = self._shared.get(key)
+            if there is None:
+                there = self._shared[key] = torch.empty_like(like_TH, memory_format=torch.contiguous_format)
+            self._mine[key] = there
+        return self._mine[key]
+
+    def of(self, point: Point, rows: int) -> torch.Tensor:
+        """A value of all of so many rows, which has been kept."""
+        return self._mine[point, rows]
+
+
 class RecordedPrograms(NamedTuple):
     """Programs of a form as a graph has them: for any rows. A graph reads their memory as long as it is held."""
 
     bank: Bank
     slot: Slot
+    inputs: Sequence[Point]
+    kept: GraphValues
 
     def warm_up(self, hidden_TH: torch.Tensor) -> None:
         """Run them once on as many rows, which is not recorded: what CUDA loads at its first use is there then."""
-        rows = len(hidden_TH)
-        self.bank.run(torch.zeros_like(hidden_TH), torch.zeros(rows, dtype=torch.int32, device=hidden_TH.device))
+        self._run(torch.zeros_like(hidden_TH), torch.zeros(len(hidden_TH), dtype=torch.int32, device=hidden_TH.device))
+
+    def _run(self, x_TH: torch.Tensor, which_T: torch.Tensor) -> torch.Tensor:
+        return self.bank.run(x_TH, which_T, *(self.kept.of(point, len(x_TH)) for point in self.inputs))
 
     def run(
         self,
@@ -297,7 +400,7 @@ class RecordedPrograms(NamedTuple):
         place_T = self.slot.place[0].index_select(0, number_T)
         absent_T1 = (place_T < 0)[:, None]
         old = value_of(first_TH, second_TH)
-        new = self.bank.run(old.masked_fill(absent_T1, 0), place_T.clamp(min=0))
+        new = self._run(old.masked_fill(absent_T1, 0), place_T.clamp(min=0))
         changed = (new != old) & ~absent_T1
         note(slice(0, len(old)), new.masked_fill(absent_T1, 0))
         first_TH.copy_(torch.where(changed, new, first_TH))
@@ -322,11 +425,12 @@ def run_groups(
         second_TH: the second stream, if the value is a sum of two.
         note: called with the rows and their new values.
     """
-    for rows, bank, which, _ in groups:
+    for group in groups:
+        rows = group.rows
         one = first_TH[rows]
         two = second_TH[rows] if second_TH is not None else None
         old = value_of(one, two)
-        new = bank.run(old, which)
+        new = group.run(old)
         changed = new != old
         first_TH[rows] = torch.where(changed, new, one)
         if second_TH is not None and two is not None:

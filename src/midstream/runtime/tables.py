@@ -15,6 +15,7 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -27,9 +28,11 @@ from midstream.plan.ops.edit import GROUP, Op, edited, kernel_codes
 from midstream.plan.running import tensor_of, try_out
 from midstream.runtime.programs import (
     MOST_PROFILES,
+    GraphValues,
     Group,
     HeldPrograms,
     RecordedPrograms,
+    StepPrograms,
     all_programs,
     around,
     run_groups,
@@ -67,13 +70,13 @@ class Rows:
         profile_T: int32 `[T]`, the profile of each, padding included; nobody writes to it afterwards.
         again: whether the batch may come again.
         prepared: what the tables keep for the next time.
-        programs: as `HeldPrograms.groups` returns them; None if not known yet.
+        programs: as `HeldPrograms.of_step` returns them; None if not known yet.
     """
 
     profile_T: np.ndarray
     again: bool = False
     prepared: Any = None
-    programs: dict[tuple[int, str], list[Group]] | None = None
+    programs: StepPrograms | None = None
 
 
 class Tables:
@@ -148,11 +151,42 @@ class Tables:
 
     def _programs_at(self, point: int, what: str) -> Sequence[Group]:
         """Those that run there in the step. `what`: as of `ProgramAt`."""
+        step = self._step_programs()
+        return step.groups.get((point, what), ()) if step is not None else ()
+
+    def _step_programs(self) -> StepPrograms | None:
         if not self.programs or self._rows is None:
-            return ()
+            return None
         if self._rows.programs is None:
-            self._rows.programs = self.programs.groups(self._rows.profile_T, self.index)
-        return self._rows.programs.get((point, what), ())
+            self._rows.programs = self.programs.of_step(self._rows.profile_T, self.index)
+        return self._rows.programs
+
+    def _keeps(self, point: int) -> bool:
+        """Whether programs that run later in the step need the value there."""
+        step = self._step_programs()
+        return step is not None and point in step.kept
+
+    def _keep(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        """Keep the value before the edits, if programs that run later in the step need it."""
+        step = self._step_programs()
+        if step is not None and (kept := step.kept.get(point)) is not None:
+            kept.value = _value(hidden, residual, kept.rows)
+            second = flat(residual) if residual is not None else None
+            self.programs.keep_for_graphs(self.points[point], flat(hidden), second)
+
+    def _run_edits(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> bool:
+        """Run the step's programs of edits there. Whether there are any."""
+        first, second = flat(hidden), flat(residual) if residual is not None else None
+        groups = self._programs_at(point, "edit")
+        for kept, _ in chain.from_iterable(group.inputs for group in groups):
+            if kept.value is None:  # the part of the forward that computes it was replayed
+                kept.value = self.programs.from_graph(kept, len(first))
+        run_groups(groups, first, second, partial(self._note_overflow, point))
+        return bool(groups)
+
+    def _note_overflow(self, point: int, rows: torch.Tensor | slice, new_RH: torch.Tensor) -> None:
+        """Note which of the rows are not finite."""
+        raise NotImplementedError
 
     def begin_step(self, rows: Rows, places: np.ndarray | None) -> None:
         """The coming forward's rows.
@@ -161,6 +195,8 @@ class Tables:
             places: int64 `[T]`, the address to write each row's captured row to; 0 for a row that is not kept. None if no row is.
         """
         before, self._rows = self._rows, rows
+        for kept in rows.programs.kept.values() if rows.programs is not None else ():
+            kept.value = None  # of the last step with these rows
         if rows is not before and (before is None or not np.array_equal(rows.profile_T, before.profile_T)):
             self._set_rows(rows)
         self._set_places(places, len(rows.profile_T))
@@ -410,11 +446,10 @@ class DeviceTables(Tables):
     def edit(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         if not self.acts_at(point):
             return
+        self._keep(point, hidden, residual)
         self._read(self._programs_at(point, "before"), hidden, residual)
         self._launch(point, hidden, residual, self._profile_T)
-        if groups := self._programs_at(point, "edit"):
-            second = flat(residual) if residual is not None else None
-            run_groups(groups, flat(hidden), second, partial(self._note_overflow, point))
+        if self._run_edits(point, hidden, residual):
             assert self._rows is not None
             if self._behind_host[np.minimum(self._rows.profile_T, MOST_PROFILES)].any():
                 self._capture_behind(point, hidden, residual)
@@ -422,10 +457,10 @@ class DeviceTables(Tables):
 
     def _read(self, groups: Sequence[Group], hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         """Keep what programs compute from rows."""
-        for rows, bank, which, offsets in groups:
-            value = bank.run(_value(hidden, residual, rows), which)
-            assert offsets is not None
-            self._kernel.store_rows(value, self._capture_T[rows], offsets)
+        for group in groups:
+            assert group.offsets is not None
+            value = group.run(_value(hidden, residual, group.rows))
+            self._kernel.store_rows(value, self._capture_T[group.rows], group.offsets)
 
     def _note_overflow(self, point: int, rows: torch.Tensor | slice, new_RH: torch.Tensor) -> None:
         """As the kernel does: see `overflow_T` of `kernel.edit_rows`."""
@@ -453,7 +488,7 @@ class DeviceTables(Tables):
         if self._acting is None:
             numbers = np.unique(self._rows.profile_T).tolist() if self._rows is not None else []
             here = [self.profiles[number] for number in numbers if number]
-            self._acting = {self.index[point] for profile in here for point in profile.ops if point in self.index}
+            self._acting = {self.index[point] for profile in here for point in profile.points if point in self.index}
         return point in self._acting
 
     def edit_recorded(
@@ -462,11 +497,13 @@ class DeviceTables(Tables):
         hidden: torch.Tensor,
         residual: torch.Tensor | None,
         programs: Mapping[str, Sequence[RecordedPrograms]] = MappingProxyType({}),
+        kept: GraphValues | None = None,
     ) -> None:
         """As `edit`, for a CUDA graph that is being recorded, which will be replayed for other rows.
 
         Args:
             programs: those that may run there, in their order, by `ProgramAt.what`.
+            kept: keeps the value, if programs need it later.
         """
         rows = len(flat(hidden))
         number_T, second = self._number_T[:rows], flat(residual) if residual is not None else None
@@ -476,6 +513,8 @@ class DeviceTables(Tables):
                 value, offset_T = each.read(number_T, _value(hidden, residual, slice(None)))
                 self._kernel.store_rows(value, self._capture_T[:rows], offset_T)
 
+        if kept is not None:
+            kept.put(self.points[point], flat(hidden), second)
         read("before")
         self._launch(point, hidden, residual, self._profile_T)
         for each in programs.get("edit", ()):
@@ -577,6 +616,7 @@ class CpuTables(Tables):
 
     def edit(self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         first, second = flat(hidden), flat(residual) if residual is not None else None
+        self._keep(point, hidden, residual)
         self._read(self._programs_at(point, "before"), hidden, residual)
         for number, rows, ops in self._groups_at(point):
             before, _ = around(ops)
@@ -587,20 +627,19 @@ class CpuTables(Tables):
                 if second is not None and new_second is not None:
                     second[rows] = new_second
             self._capture([op for op in before if op.kind == "capture" and op is not ops[0]], rows, first, second)
-        if groups := self._programs_at(point, "edit"):
-            run_groups(groups, first, second, partial(self._note_overflow, point))
+        if self._run_edits(point, hidden, residual):
             for _, rows, ops in self._groups_at(point):
                 self._capture(around(ops)[1], rows, first, second)
         self._read(self._programs_at(point, "after"), hidden, residual)
 
     def _read(self, groups: Sequence[Group], hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         """Keep what programs compute from rows."""
-        for rows, bank, which, offsets in groups if self._places is not None else ():
-            assert offsets is not None and self._places is not None
-            value = bank.run(_value(hidden, residual, rows), which).contiguous()
+        for group in groups if self._places is not None else ():
+            assert group.offsets is not None and self._places is not None
+            value = group.run(_value(hidden, residual, group.rows)).contiguous()
             start, size = value.data_ptr(), value.shape[-1] * value.element_size()
             for i, (place, offset) in enumerate(
-                zip(self._places[rows.numpy()].tolist(), offsets.tolist(), strict=True)
+                zip(self._places[group.rows.numpy()].tolist(), group.offsets.tolist(), strict=True)
             ):
                 if place:
                     ctypes.memmove(place + offset * value.element_size(), start + i * size, size)
@@ -614,6 +653,8 @@ class CpuTables(Tables):
     def edited(
         self, point: int, hidden: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self._keeps(point):
+            return super().edited(point, hidden, residual)
         here = self._groups_at(point)
         if not here:
             return hidden, residual

@@ -61,6 +61,7 @@ class Model:
         tokenizer: returns the model's.
         text_config: the model's transformers configuration.
         holds_weights: whether its engine can be told to hold large numbers, so that requests need not carry them.
+        are_together: whether one pipeline stage has two points.
         recorded: what was recorded last, the oldest first.
     """
 
@@ -74,6 +75,7 @@ class Model:
     tokenizer: Callable[[], Any] = lambda: None
     text_config: Any = None
     holds_weights: bool = False
+    are_together: Callable[[Point, Point], bool] = lambda one, other: True
     recorded: OrderedDict[Hashable, Any] = field(default_factory=OrderedDict)
 
     def __post_init__(self) -> None:

@@ -6,8 +6,9 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from midstream.plan import fields
-from midstream.plan.ops.edit import Edit, register
+from midstream.plan.ops.edit import Edit, changed, register
 from midstream.plan.program import Program
+from midstream.sites import Point
 
 
 @register
@@ -15,16 +16,19 @@ from midstream.plan.program import Program
 class Apply(Edit):
     """Replace each row by a function of it: `h = program(h)`, computed in the program's dtype.
 
-    It acts after all other kinds of edits at its site. Several at one site are applied in their order.
+    It acts after all other kinds of edits at its site. Several at one site are applied in their order. With `inputs` it is a function of
+    other values of the same token, too, which the model computes earlier in the same step: `h = program(h, early)`.
 
     Args:
         site: one of `midstream.sites.LAYER_SITES`; at `attn_z` the program takes and returns all heads side by side.
         layers: `"all"`, a layer or a sequence of layers, counted from 0, or from the end: -1.
         program: a `midstream.plan.program.Program` of the site's width.
+        inputs: (site, layer) of each further input of the program, `[("resid_post", 2)]`: the values there before the plan's own edits.
         phase, positions: as for `Steer`.
 
     Raises:
-        PlanError: a field is not as above; positions with `phase="prefill"`. The program itself is checked when it is made.
+        PlanError: a field is not as above; positions with `phase="prefill"`. The program itself is checked when it is made. With the
+            model known: an input that the model may compute later than the value, or on another pipeline stage.
     """
 
     kind, order, function = "apply", 40, "program"
@@ -33,13 +37,40 @@ class Apply(Edit):
     _: KW_ONLY
     layers: Any = "all"
     program: Program
+    inputs: Any = ()
     phase: str = "both"
     positions: Any = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.program, Program) or self.program.is_read:
             raise fields.refuse("Apply.program", fields.shown(self.program), "a Program with one result")
-        self.settle()
+        self.settle(inputs=self._points())
+
+    def _points(self) -> tuple[Point, ...]:
+        """`inputs`, checked."""
+        given, count = self.inputs, len(self.program.inputs)
+        if not isinstance(given, (tuple, list)) or len(given) != count:
+            raise fields.refuse(
+                "Apply.inputs", fields.shown(given), f"a list of {count}, as the program has further inputs"
+            )
+        found: list[Point] = []
+        for i, each in enumerate(given):
+            place = f"Apply.inputs[{i}]"
+            if not isinstance(each, (tuple, list)) or len(each) != 2:
+                raise fields.refuse(place, fields.shown(each), "(site, layer)")
+            found.append((fields.site(place, each[0]), fields.integer(place, each[1])))
+        return tuple(found)
+
+    @property
+    def further(self) -> tuple[Point, ...]:
+        return self.inputs  # type: ignore[no-any-return]
+
+    def counted_from_0(self, num_layers: int) -> Apply:
+        found = super().counted_from_0(num_layers)
+        if all(layer >= 0 for _, layer in self.inputs):
+            return found
+        inputs = tuple((site, layer + num_layers if layer < 0 else layer) for site, layer in self.inputs)
+        return changed(found, inputs=inputs)
 
     def changes_nothing(self) -> bool:
         return self.program.changes_nothing

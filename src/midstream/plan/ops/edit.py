@@ -43,6 +43,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar
 
 import numpy as np
@@ -51,6 +52,7 @@ from midstream.errors import PlanError
 from midstream.plan import fields
 from midstream.plan.program import Program
 from midstream.plan.vectors import RecordedRun
+from midstream.sites import Point
 
 if TYPE_CHECKING:
     import torch
@@ -72,6 +74,7 @@ class Op(NamedTuple):
         a, b, c: `Edit.numbers`.
         offset: for a capture, where the value starts in the captured row, in elements.
         program: the function of an edit that has one in place of arithmetic; of a capture, what it keeps in place of the value.
+        inputs: the (site, layer) of the program's further inputs.
     """
 
     kind: str
@@ -82,6 +85,7 @@ class Op(NamedTuple):
     c: float = 0.0
     offset: int = 0
     program: Program | None = None
+    inputs: tuple[Point, ...] = ()
 
 
 class RowChange(NamedTuple):
@@ -125,6 +129,11 @@ class Intervention:
     def its_program(self) -> Program | None:
         """What its `function` field holds."""
         return getattr(self, self.function) if self.function is not None else None
+
+    @property
+    def further(self) -> tuple[Point, ...]:
+        """The (site, layer) of other values that it reads."""
+        return ()
 
     @property
     def at_layers(self) -> Any:
@@ -394,7 +403,12 @@ def kernel_codes() -> dict[str, int]:
 # ------------------------------------------------------------------------------------------------------------ in PyTorch
 
 
-def apply(x_TH: torch.Tensor, ops: Sequence[Op], bank: Sequence[torch.Tensor]) -> torch.Tensor:
+def apply(
+    x_TH: torch.Tensor,
+    ops: Sequence[Op],
+    bank: Sequence[torch.Tensor],
+    values: Mapping[Point, torch.Tensor] = MappingProxyType({}),
+) -> torch.Tensor:
     """The value of a site after the edits `ops`, each at all rows. Leaves `x_TH` as it is.
 
     Computes in float32, in the order of the ops, and rounds to the dtype of `x_TH` at the end. Then programs run, in the order of the ops
@@ -404,29 +418,36 @@ def apply(x_TH: torch.Tensor, ops: Sequence[Op], bank: Sequence[torch.Tensor]) -
         x_TH: `[T, H]`, float32, float16 or bfloat16.
         ops: in the order of `compile.Profile.ops`; captures are skipped.
         bank: float32 `[H]` each, which `Op.vector` and `Op.mask` index.
+        values: (site, layer) -> `[T, width]`, for `Op.inputs`.
 
     Returns:
         `[T, H]` in the dtype of `x_TH`, equal to it bit for bit wherever nothing changed.
     """
     if all(op.kind == "capture" for op in ops):
         return x_TH
-    new_TH = edited(x_TH, ops, bank)
+    new_TH = edited(x_TH, ops, bank, values)
     return x_TH.where(new_TH == x_TH, new_TH)  # 0 and -0 are equal: the old one stays
 
 
-def edited(x_TH: torch.Tensor, ops: Sequence[Op], bank: Sequence[torch.Tensor]) -> torch.Tensor:
+def edited(
+    x_TH: torch.Tensor,
+    ops: Sequence[Op],
+    bank: Sequence[torch.Tensor],
+    values: Mapping[Point, torch.Tensor] = MappingProxyType({}),
+) -> torch.Tensor:
     """`apply` for callers that write only the values that differ from the old ones, and so keep a 0's sign themselves."""
     h_TH = _by_arithmetic(x_TH, ops, bank)
-    for program in programs_of(ops):
+    for op in with_programs(ops):
         from midstream.plan.running import run
 
-        h_TH = run(program, h_TH)
+        assert op.program is not None
+        h_TH = run(op.program, h_TH, *map(values.__getitem__, op.inputs))
     return h_TH
 
 
-def programs_of(ops: Sequence[Op]) -> tuple[Program, ...]:
-    """The programs of the edits among the ops, which run after the others."""
-    return tuple(op.program for op in ops if op.program is not None and op.kind != "capture")
+def with_programs(ops: Sequence[Op]) -> tuple[Op, ...]:
+    """The edits by programs among the ops, which run after the others."""
+    return tuple(op for op in ops if op.program is not None and op.kind != "capture")
 
 
 def _by_arithmetic(x_TH: torch.Tensor, ops: Sequence[Op], bank: Sequence[torch.Tensor]) -> torch.Tensor:
