@@ -677,6 +677,11 @@ def programs() -> dict[str, Callable[..., Any]]:
             mlp = model.model.layers[3].mlp
             mlp.output = torch.tanh(mlp.output)
 
+    def adds_an_earlier_value(model: Any, tracer: Any) -> None:
+        for _ in tracer.iter[:]:
+            early = model.layers_output[1]
+            model.layers_output[3] += early * 0.5
+
     def scores(model: Any, tracer: Any) -> Any:
         return [torch.sigmoid(model.layers_output[3] @ v) for _ in tracer.iter[:]]
 
@@ -696,6 +701,7 @@ def programs() -> dict[str, Callable[..., Any]]:
         "chooses": writing(lambda h: torch.where((h @ unit)[:, None] > 0, h + v, h)),
         "column": column,
         "squashed": squashed,
+        "adds_an_earlier_value": adds_an_earlier_value,
         "scores": scores,
         "written_and_kept": written_and_kept,
     }

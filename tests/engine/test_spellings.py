@@ -113,7 +113,8 @@ def body(write: Write, steps: str) -> Any:
 
     def run(model: Any, tracer: Any) -> Any:
         last = []
-        for step in {"the prompt": tracer.iter[:1], "all steps": tracer.iter[:], "some": tracer.iter[1:3]}[steps]:
+        chosen = {"the prompt": tracer.iter[:1], "all steps": tracer.iter[:], "some": tracer.iter[1:3]}[steps]
+        for _ in chosen:
             write(model)
             last.append(model.layers_output[LAYER + 2][-1])
         return last
@@ -137,6 +138,34 @@ def check(plain: PlainForward, engine: VLLM, write: Write, steps: str) -> None:
         assert ran.error is None and len(values) == len(ran.value)
         for mine, theirs in zip(values, ran.value, strict=True):
             torch.testing.assert_close(mine.cpu(), theirs, rtol=1e-3, atol=1e-3)
+
+
+def test_l3_a_layers_value_is_kept_beside_a_write_to_one_of_its_streams(engine: VLLM, plain: PlainForward) -> None:
+    """Before and after it, and the stream itself."""
+
+    def kept(m: Any) -> Any:
+        before = m.layers_output[LAYER].norm(dim=-1)
+        m.model.layers[LAYER].output[0][:] += V
+        return before, m.layers_output[LAYER].norm(dim=-1), m.layers_output[LAYER + 1][-1]
+
+    def of_one_stream(m: Any) -> Any:
+        m.model.layers[LAYER].output[0][:] += V
+        return m.model.layers[LAYER].output[0].norm(dim=-1), m.layers_output[LAYER + 1][-1]
+
+    def expected(m: Any) -> Any:
+        before = m.layers_output[LAYER].norm(dim=-1)
+        m.layers_output[LAYER] += V
+        return before, m.layers_output[LAYER].norm(dim=-1), m.layers_output[LAYER + 1][-1]
+
+    assert "The trace runs in the forward" in engine.explain(kept)
+    assert "it reads one of a layer's two streams" in engine.explain(of_one_stream)
+    for prompt in PROMPTS:
+        wanted = plain.run(expected, prompt, 1).value
+        for mine, theirs in zip(engine.run(kept, prompt, max_tokens=1), wanted, strict=True):
+            torch.testing.assert_close(mine.cpu(), theirs, rtol=1e-3, atol=1e-3)
+        stream, later = engine.run(of_one_stream, prompt, max_tokens=1)
+        torch.testing.assert_close(later.cpu(), wanted[2], rtol=1e-3, atol=1e-3)
+        assert len(stream) == len(wanted[0]) and not torch.allclose(stream.cpu(), wanted[1])
 
 
 @pytest.mark.parametrize("steps", ["the prompt", "all steps", "some"])

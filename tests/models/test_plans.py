@@ -30,7 +30,10 @@ from plan_cases import (
 )
 
 from midstream import Capture, Clamp, Patch, Plan, Span, Steer, open_captures
-from midstream.errors import CaptureError
+from midstream.errors import CaptureError, PlanError
+from midstream.plan.program import Program
+from midstream.plan.steps import INPUT, Ref, Step
+from midstream.plan.values import Apply
 
 # ---------------------------------------------------------------------------------------------------------------- Steer
 
@@ -87,6 +90,76 @@ def test_l3_edits_at_some_of_the_generated_tokens(model: Any, plain: Plain) -> N
         if has_rows:
             assert output.captures.positions["resid_post", 7] == list(range(P + 5))
             close(output.captures["resid_post", 7], ran.sites["resid_post", 7])
+
+
+def with_earlier(scale: float, count: int = 1) -> Program:
+    """`h + scale * early` for each of so many further inputs."""
+    steps: list[Step] = []
+    for i in range(count):
+        so_far = Ref(len(steps) - 1) if steps else INPUT
+        steps += [Step("mul.Tensor", (Ref(-2 - i), scale)), Step("add.Tensor", (so_far, Ref(len(steps))))]
+    return Program(HIDDEN, "float32", tuple(steps), Ref(len(steps) - 1), (), (HIDDEN,) * count)
+
+
+@pytest.mark.parametrize("where", ["everywhere", "decode", "positions"])
+def test_l3_programs_with_earlier_values(model: Any, plain: Plain, where: str) -> None:
+    """The values before the plan's own edits there; of one site or two, beside plain requests and others of the kind."""
+    place: dict[str, Any] = {"everywhere": {}, "decode": {"phase": "decode"}, "positions": {"positions": [1, -1]}}[
+        where
+    ]
+    rows: Any = {"everywhere": slice(None), "decode": slice(P, None), "positions": [1, P - 1]}[where]
+    v = vector()
+    one = Apply("resid_post", layers=[3, 5], program=with_earlier(0.5), inputs=[("resid_post", 1)], **place)
+    inputs = [("resid_post", -6), ("mlp_out", 4)]
+    two = Apply("resid_post", layers=5, program=with_earlier(-1.0, 2), inputs=inputs, **place)
+    plans: list[Any] = [[Steer("resid_post", layers=1, vector=v), one, everything()], [two, everything()], [], [one]]
+    outputs = model.generate([FRANCE] * 4, plan=plans, max_tokens=5, **GREEDY)
+    seen: dict[Any, torch.Tensor] = {}
+
+    def keep(at: Any, change: Any = lambda h: h) -> Any:
+        def edit(h: torch.Tensor) -> torch.Tensor:
+            seen[at] = h.clone()
+            return change(h)
+
+        return edit
+
+    def adds(scale: float, *at: Any) -> Any:
+        def edit(h: torch.Tensor) -> torch.Tensor:
+            h = h.clone()
+            h[rows] += scale * sum(seen[each] for each in at)[rows]
+            return h
+
+        return edit
+
+    late = {("resid_post", layer): adds(0.5, 1) for layer in (3, 5)}
+    edits: list[Any] = [
+        {("resid_post", 1): keep(1, lambda h: h + v), **late},
+        {("resid_post", 2): keep(2), ("mlp_out", 4): keep(4), ("resid_post", 5): adds(-1.0, 2, 4)},
+        {},
+        {("resid_post", 1): keep(1), **late},
+    ]
+    for output, edit, has_rows in zip(outputs, edits, (True, True, False, False), strict=True):
+        ids, ran = generated_with(plain, edit, 5)
+        assert tokens(output) == ids
+        if has_rows:
+            close(output.captures["resid_post", 7], ran.sites["resid_post", 7])
+
+
+WRONG_INPUTS = [
+    ([("resid_post", 3)], "every model computes before resid_post of layer 3"),
+    ([("resid_post", 4)], "every model computes before resid_post of layer 3"),
+    ([("mlp_act", 1)], "one of width"),
+    ([("resid_post", 80)], "no such site"),
+    ([], "a list of 1"),
+    ([("logits", 1)], "resid_post"),
+]
+
+
+@pytest.mark.parametrize(("inputs", "said"), WRONG_INPUTS)
+def test_l3_inputs_that_are_not_there_in_time_are_refused(model: Any, inputs: Any, said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        plan = [Apply("resid_post", layers=3, program=with_earlier(0.5), inputs=inputs)]
+        model.generate(FRANCE, plan=plan, **SHORT)
 
 
 @pytest.mark.parametrize("site", EDITABLE)

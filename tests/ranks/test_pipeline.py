@@ -120,6 +120,27 @@ def test_c1_c3_an_early_value_moves_a_late_layer(pp2: VLLM, plain: Plain) -> Non
     differs(logits, plain.run(EIFFEL).logits[-1:])
 
 
+@pytest.mark.parametrize(("early", "late"), [(1, 3), (4, 6), (EARLY, LATE)], ids=["first", "second", "both stages"])
+def test_l3_an_earlier_value_of_the_same_stage_is_a_plan(pp2: VLLM, plain: Plain, early: int, late: int) -> None:
+    """Of another stage it stays in the forward."""
+    seen: dict[str, torch.Tensor] = {}
+
+    def body(model: Any, tracer: Any) -> None:
+        for _ in tracer.iter[:]:
+            model.layers_output[late] += 3 * model.layers_output[early]
+
+    def keep(hidden: torch.Tensor) -> torch.Tensor:
+        seen["early"] = hidden
+        return hidden
+
+    text = pp2.explain(body)
+    assert ("no code runs in the engine" in text) == (late - early == 2), text
+    with pp2.trace(EIFFEL, max_tokens=4, **GREEDY) as tracer:
+        body(pp2, tracer)
+    edits: dict[Any, Any] = {("resid_post", early): keep, ("resid_post", late): lambda h: h + 3 * seen["early"]}
+    assert list(tracer.output.outputs[0].token_ids) == plain.generate(EIFFEL, 4, edits)
+
+
 def test_c3_a_late_value_moves_an_early_layer_a_step_later(pp2: VLLM, plain: Plain) -> None:
     """Every step of a generation, with the sampled tokens read as numbers on both stages."""
     with pp2.trace(EIFFEL, max_tokens=5, **GREEDY) as tracer:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
@@ -28,7 +28,7 @@ from midstream.plan.program import Program as RowProgram
 from midstream.plan.values import Capture, Plan, counted_from_0
 from midstream.runtime.request import Tier
 from midstream.sites import Point
-from midstream.trace.graph import StepGraph, Write, repeats
+from midstream.trace.graph import StepGraph, Value, Write, repeats
 from midstream.trace.program import Outcome, Program, ShippedCode, ship
 from midstream.trace.record import Model, Recording
 
@@ -327,10 +327,14 @@ def _lowered(
         made.tier = Tier.PLAN
     elif made.kept is not None and made.kept.fits(length) and _needs_no_code(made, made.kept, model):
         made.tier = Tier.CLIENT
+    elif (stream := _stream_in(recording)) is not None:
+        notes.append(Note(stream.line, "forward", reason := "it reads one of a layer's two streams"))
+        return replace(made, edits=(), reason=f"line {stream.line}: {reason}")
     else:
         made.tier = Tier.BEHIND
-    if made.reads_nothing:
-        notes = [note for note in notes if note.kind == "edit"]
+    if made.tier is not Tier.BEHIND:
+        kept = made.kept.programs if made.tier is Tier.CLIENT and made.kept is not None else {}
+        notes = [*_reads_noted(recording, kept), *(note for note in notes if note.kind == "edit")]
     made.notes = sorted(notes, key=lambda note: note.line)
     return made
 
@@ -354,16 +358,21 @@ def _refuse(recording: Recording, reads: Mapping[Point, bool], model: Model) -> 
                 raise _Stays(line, f"{point[0]} is not among the engine's graph_sites: {free}")
     if recording.may_raise is not None:
         raise _Stays(recording.may_raise, "whether this raises an error depends on the values")
+
+
+def _stream_in(recording: Recording) -> Value | None:
+    """A read of one of a layer's two streams, which no capture has."""
     values = (value for graph in recording.steps for value in graph.values)
-    stream = next((value for value in values if value.kind == "read" and value.part is not None), None)
-    if stream is not None and recording.needs_body:
-        raise _Stays(stream.line, "it reads one of a layer's two streams")
+    return next((value for value in values if value.kind == "read" and value.part is not None), None)
 
 
-def _reads_noted(recording: Recording) -> list[Note]:
+def _reads_noted(recording: Recording, points: Container[Point] | None = None) -> list[Note]:
+    """Notes about what it reads; if `points` are given, about those alone."""
     lines: dict[tuple[int, str], list[int]] = {}
     for graph in recording.steps:
         for (site, layer), line in (*graph.reads.items(), *recording.watched.items()):
+            if points is not None and (site, layer) not in points:
+                continue
             layers = lines.setdefault((line, site), [])
             if layer not in layers:
                 layers.append(layer)
