@@ -242,6 +242,11 @@ def gate(width: int = HIDDEN, is_read: bool = False) -> Program:
     return program(*steps, constants=[encoder, decoder], width=width, result=(Ref(1),) if is_read else None)
 
 
+def sum_with(width: int) -> Program:
+    """`h + early`"""
+    return program(("add.Tensor", (INPUT, Ref(-2))), width=width, inputs=(width,))
+
+
 def test_l7_what_is_no_program_is_refused(server: Server) -> None:
     """With the operation, and the line of code if the program says it."""
 
@@ -334,6 +339,7 @@ def good_plans() -> list[dict[str, Any]]:
     ]
     plans += [
         Plan.of(Apply("mlp_out", layers=[1, 2], program=gate())),
+        Plan.of(Apply("mlp_out", layers=[1, 2], program=sum_with(HIDDEN), inputs=[("resid_post", 0)])),
         Plan.of(
             [
                 Capture("resid_post", layers=3, positions="all", program=gate(is_read=True)),
@@ -382,10 +388,10 @@ def mutated(rng: random.Random, plan: Any) -> Any:
             case _ if isinstance(holder[key], (int, float)):
                 holder[key] = holder[key] * rng.choice([-1, 0, 1e6, 1e30])
     if isinstance(plan, dict) and isinstance(plan.get("programs"), dict) and rng.random() < 0.9:
-        renamed = redigested(plan["programs"], plan.get("constants", {}))
         text = json.dumps(plan)
-        for old, new in zip(plan["programs"], renamed, strict=True):
-            text = text.replace(old, new)
+        for old, given in plan["programs"].items():
+            (new,) = redigested({old: given}, plan.get("constants", {}))
+            text = text.replace(json.dumps(old), json.dumps(new))
         plan = json.loads(text)
     return plan
 

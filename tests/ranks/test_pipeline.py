@@ -127,7 +127,8 @@ def test_l3_an_earlier_value_of_the_same_stage_is_a_plan(pp2: VLLM, plain: Plain
 
     def body(model: Any, tracer: Any) -> None:
         for _ in tracer.iter[:]:
-            model.layers_output[late] += 3 * model.layers_output[early]
+            value = model.layers_output[early]
+            model.layers_output[late] += 3 * value
 
     def keep(hidden: torch.Tensor) -> torch.Tensor:
         seen["early"] = hidden
@@ -138,7 +139,8 @@ def test_l3_an_earlier_value_of_the_same_stage_is_a_plan(pp2: VLLM, plain: Plain
     with pp2.trace(EIFFEL, max_tokens=4, **GREEDY) as tracer:
         body(pp2, tracer)
     edits: dict[Any, Any] = {("resid_post", early): keep, ("resid_post", late): lambda h: h + 3 * seen["early"]}
-    assert list(tracer.output.outputs[0].token_ids) == plain.generate(EIFFEL, 4, edits)
+    (output,) = tracer.outputs
+    assert list(output.outputs[0].token_ids) == plain.generate(EIFFEL, 4, edits)
 
 
 def test_c3_a_late_value_moves_an_early_layer_a_step_later(pp2: VLLM, plain: Plain) -> None:

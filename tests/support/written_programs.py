@@ -13,12 +13,17 @@ W = 6
 
 
 def program(
-    *steps: tuple[Any, ...], constants: Any = (), result: Any = None, width: int = W, dtype: str = "float32"
+    *steps: tuple[Any, ...],
+    constants: Any = (),
+    result: Any = None,
+    width: int = W,
+    dtype: str = "float32",
+    inputs: tuple[int, ...] = (),
 ) -> Program:
     """Each step: operation, arguments, and named ones."""
     made = tuple(Step(name, args, tuple(sorted(kwargs[0].items())) if kwargs else ()) for name, args, *kwargs in steps)
     last = Ref(len(steps) - 1) if result is None else result
-    return Program(width, dtype, made, last, tuple(Constant.of(each) for each in constants))
+    return Program(width, dtype, made, last, tuple(Constant.of(each) for each in constants), inputs)
 
 
 def redigested(programs: dict[str, Any], constants: Any) -> dict[str, Any]:

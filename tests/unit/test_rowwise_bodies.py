@@ -306,7 +306,7 @@ def written(function: Any, dtype: torch.dtype, tokens: int, site: str = "layers_
 
 def applied(programs: Any, x: torch.Tensor) -> torch.Tensor:
     result = x.clone()
-    for rows, program in programs:
+    for rows, program, _ in programs:
         places = rows_of(rows, len(x))
         result[places] = run(program, x[places])
     return result
@@ -328,7 +328,7 @@ def test_a_body_as_a_program_gives_what_the_body_gives(name: str, dtype: torch.d
                 rtol=1e-4 if exact else 2e-2,
                 atol=1e-5 if exact else 2e-2,
             )
-    last = [programs[-1][1] for programs in made.values()]
+    last = [programs[-1].program for programs in made.values()]
     if name not in ("einsum",):  # equal, so that one edit is for the prompt and for generated tokens
         assert last[0] == last[1] == last[2]
 
@@ -343,20 +343,90 @@ def test_what_mixes_tokens_is_refused_with_the_line(name: str) -> None:
 
 
 def test_heads_are_an_axis_of_their_own() -> None:
-    (((), program),) = programs_of(
-        written(lambda z: z * z.norm(dim=-1, keepdim=True), torch.float32, 5, "attentions_output")
-    )[:1]
-    assert program.width == H
+    made = programs_of(written(lambda z: z * z.norm(dim=-1, keepdim=True), torch.float32, 5, "attentions_output"))
+    assert made[0].program.width == H
 
 
-def test_what_uses_another_site_is_refused() -> None:
-    def later(m: Any) -> None:
-        early = m.layers_output[1]
-        m.layers_output[2] = m.layers_output[2].tanh() + early
+def of_two_layers(change: Callable[..., Any], tokens: int = 5, **places: Any) -> Any:
+    """The write of a body that reads `early` at one point, then `late` at another, and makes of them a new value for the latter."""
+    early, late = places.get("early", ("layers_output", 1)), places.get("late", ("layers_output", 2))
 
-    (write,) = record(FunctionProgram(later), MODELS[torch.float32], 5, 1).steps[0].writes
-    with pytest.raises(NotRowwise, match="it uses resid_post of layer 1, too"):
+    def body(m: Any) -> None:
+        first = getattr(m, early[0])[early[1]]
+        second = getattr(m, late[0])[late[1]]
+        getattr(m, late[0])[late[1]] = change(first, second)
+
+    (write,) = record(FunctionProgram(body), MODELS[torch.float32], tokens, 1).steps[0].writes
+    return write
+
+
+def added_in_place(early, late):
+    late += 0.5 * early
+    return late
+
+
+def scaled_by_a_norm(early, late):
+    return late * early.norm(dim=-1, keepdim=True)
+
+
+def chosen_by_another(early, late):
+    return torch.where((early @ V > 0)[:, None], late, early)
+
+
+def at_the_last_row(early, late):
+    late[-1] = early[-1] * 2
+    return late
+
+
+def another_in_place(early, late):
+    early *= 3
+    return early
+
+
+@pytest.mark.parametrize(
+    "function", [added_in_place, scaled_by_a_norm, chosen_by_another, at_the_last_row, another_in_place]
+)
+def test_l3_a_value_of_an_earlier_layer_is_a_further_input(function: Any) -> None:
+    torch.manual_seed(4)
+    for tokens in (5, 1, H):
+        found = programs_of(of_two_layers(function, tokens))
+        for length in (tokens, 7):
+            early, late = torch.randn(length, H), torch.randn(length, H)
+            new = late.clone()
+            for rows, program, inputs in found:
+                assert inputs in ((), (("resid_post", 1),)) and program.inputs == (H,) * len(inputs)
+                places = rows_of(rows, length)
+                new[places] = run(program, late, *[early] * len(inputs))[places]
+            torch.testing.assert_close(new, function(early.clone(), late.clone()), rtol=1e-4, atol=1e-5)
+    assert found[-1].inputs
+
+
+def test_what_uses_a_site_that_comes_too_late_is_refused() -> None:
+    """Attention and MLP run side by side in some models. The other way round a body is not even recorded."""
+    write = of_two_layers(added_in_place, early=("attentions_output", 2), late=("mlps_input", 2))
+    with pytest.raises(NotRowwise, match="it uses attn_out of layer 2, too"):
         programs_of(write)
+    (made,) = programs_of(of_two_layers(added_in_place, early=("layers_input", 2), late=("mlps_input", 2)))
+    assert made.inputs == (("resid_pre", 2),)
+
+
+def test_what_uses_a_value_of_another_stage_or_step_or_other_tokens_is_refused() -> None:
+    with pytest.raises(NotRowwise, match="it uses resid_post of layer 1, too"):
+        programs_of(of_two_layers(added_in_place), lambda one, other: False)
+    with pytest.raises(NotRowwise, match="different tokens together"):
+        programs_of(of_two_layers(lambda early, late: late + early[-1]))
+
+    def from_the_prompt(m: Any, tracer: Any) -> None:
+        for step in tracer.iter[:]:
+            early = m.layers_output[1]
+            if step == 0:
+                first = early[-1:]
+            else:
+                m.layers_output[2] += first.tanh()
+
+    made = record(FunctionProgram(from_the_prompt), MODELS[torch.float32], 5, 3)
+    with pytest.raises(NotRowwise, match="it uses resid_post of layer 1, too"):
+        programs_of(made.steps[1].writes[0])
 
 
 def test_a_module_of_the_model_is_refused() -> None:

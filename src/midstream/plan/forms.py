@@ -19,6 +19,7 @@ from midstream.plan.vectors import digest
 _WITH_NUMBER = frozenset(
     f"{name}.{kind}" for name in "add sub mul div eq ne lt le gt ge".split() for kind in ("Tensor", "Scalar")
 )
+_LARGEST = float.fromhex("0x1.fffffep127")  # in float32
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def form_of(program: Parts, results: Sequence[Shaped]) -> Form:
                     step.op in ELEMENTWISE or (step.op in ("mv.default", "mm.default") and place == 1)
                 )
                 uses.setdefault(arg.place, []).append((number, place) if may_differ else None)
-            elif is_direct and place == 1 and type(arg) in (int, float) and _takes_number(step, results):
+            elif is_direct and place == 1 and _is_number(arg) and _takes_number(step, results):
                 slots[number, place] = float(arg)
             for other in arguments_in(arg, Const) if isinstance(arg, tuple) else ():
                 uses.setdefault(other.place, []).append(None)
@@ -61,6 +62,11 @@ def form_of(program: Parts, results: Sequence[Shaped]) -> Form:
         if is_small and None not in where:
             slots |= {each: Const(place) for each in where if each is not None}
     return Form(_key(program, slots), slots)
+
+
+def _is_number(arg: Any) -> bool:
+    """Whether a bank, of float32, can hold it."""
+    return type(arg) in (int, float) and (math.isinf(arg) or abs(arg) <= _LARGEST)
 
 
 def _takes_number(step: Step, results: Sequence[Shaped]) -> bool:
