@@ -21,7 +21,7 @@ LAYER, LATER = 3, 6
 
 
 def bodies(width: int) -> dict[str, Any]:
-    """Twelve spellings of a write in every step, by name: each changes one site and returns a later one."""
+    """Spellings of a write in every step, by name: each changes one site and returns a later one."""
     import torch
 
     made = torch.Generator().manual_seed(0)
@@ -55,6 +55,14 @@ def bodies(width: int) -> dict[str, Any]:
             found.append(model.layers_output[LATER][-1])
         return found
 
+    def earlier(model: Any, tracer: Any) -> Any:
+        found = []
+        for _ in tracer.iter[:]:
+            first, second = model.layers_output[1], model.mlps_output[2]
+            model.layers_output[LAYER] += first - torch.tanh(second)
+            found.append(model.layers_output[LATER][-1])
+        return found
+
     def last_row(model: Any, tracer: Any) -> Any:
         model.layers_output[LAYER][-1] = torch.sigmoid(model.layers_output[LAYER][-1])
         return model.layers_output[LATER][-1]
@@ -71,7 +79,7 @@ def bodies(width: int) -> dict[str, Any]:
         "top_k": lambda h: h * (h >= h.topk(32, dim=-1).values[:, -1:]),
     }
     found = {name: replaced(change) for name, change in changes.items()}
-    return {**found, "column": column, "mlp": mlp, "last_row": last_row}
+    return {**found, "column": column, "mlp": mlp, "earlier": earlier, "last_row": last_row}
 
 
 def reads(width: int) -> dict[str, Any]:
