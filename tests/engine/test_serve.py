@@ -12,6 +12,7 @@ import re
 import socket
 import sys
 import time
+import urllib.parse
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
@@ -308,6 +309,55 @@ def test_g7_what_is_no_file_of_vectors_is_refused(server: Server, body: bytes, m
     assert server.ask("GET", "/v1/midstream/vectors")[1] == {"vectors": {}}
 
 
+NO_NAMES = ["a\nb", "a\x00b", "a\u2028b", "\u202eb", "../b", "a/./b", "x" * 257]
+
+
+@pytest.mark.parametrize("name", NO_NAMES, ids=ascii)
+def test_p1_names_have_one_printable_line(server: Server, name: str) -> None:
+    """Others could not be listed in a line, or deleted: clients and proxies resolve `..` in a URL."""
+    status, found = server.ask("POST", "/v1/midstream/vectors", save({name: torch.ones(HIDDEN)}), key=MINE)
+    assert status == 400 and ("printable" in found["error"]["message"] or "characters" in found["error"]["message"])
+    record = {"prompt": FRANCE, "sites": ["resid_post"], "name": name}
+    status, found = server.post("/v1/midstream/runs", record, key=MINE)
+    assert status == 400 and found["error"]["param"] == "name", found
+    assert server.ask("GET", "/v1/midstream/vectors")[1] == {"vectors": {}}
+    assert server.ask("GET", "/v1/midstream/runs")[1] == {"runs": {}}
+
+
+@pytest.mark.parametrize("name", ["a b", "é/ü", "%2e%2e", "?x=1#y", "'\"<&>", "a//b", "...", "日本"])
+def test_p1_whatever_is_stored_can_be_read_and_deleted(server: Server, name: str) -> None:
+    assert server.ask("POST", "/v1/midstream/vectors", save({name: torch.ones(HIDDEN)}), key=MINE)[0] == 200
+    at = f"/v1/midstream/vectors/{urllib.parse.quote(name, safe='')}"
+    assert list(load(server.ask("GET", at)[1])) == [name]
+    assert server.ask("DELETE", at, key=MINE)[0] == 200
+    record = {"prompt": FRANCE, "sites": ["resid_post"], "layers": [1], "name": name}
+    assert server.post("/v1/midstream/runs", record, key=MINE)[0] == 200
+    at = f"/v1/midstream/runs/{urllib.parse.quote(name, safe='')}"
+    assert server.ask("DELETE", at, key=MINE)[0] == 200
+
+
+def test_p2_no_key_fills_all_places_for_vectors(server: Server) -> None:
+    """Each finds at least as much room as any other holds."""
+
+    def uploaded(key: str, count: int) -> int:
+        file = save({f"{key}/{i}": torch.ones(HIDDEN) for i in range(count)})
+        return int(server.ask("POST", "/v1/midstream/vectors", file, key=key)[0])
+
+    most = server.ask("GET", "/v1/midstream/capabilities")[1]["limits"]["vectors"]
+    held: dict[str, int] = {}
+    try:
+        for key, count in ((MINE, most // 2), (THEIRS, most // 4), ("third", most // 8)):
+            held[key] = count
+            assert uploaded(key, count) == 200
+            status, found = server.ask("POST", "/v1/midstream/vectors", save({"more": torch.ones(HIDDEN)}), key=key)
+            assert status == 413 and "no more than it leaves" in found["error"]["message"], found
+    finally:
+        with ThreadPoolExecutor(8) as pool:
+            for key, count in held.items():
+                paths = [f"/v1/midstream/vectors/{key}%2F{i}" for i in range(count)]
+                assert set(pool.map(lambda path: server.ask("DELETE", path, admin=ADMIN)[0], paths)) == {200}
+
+
 # ------------------------------------------------------------------------------------------- runs, the engine-wide plan
 
 
@@ -354,7 +404,7 @@ def test_g6_a_recorded_run_is_the_source_of_patches_by_its_name(
         ({"prompt": [20] * 600}, "prompt", "512"),
         ({"prompt": "a b " * 100_000}, "prompt", "has at most"),
         ({"path": "/tmp/x"}, "body.path", "path"),
-        ({"name": "a" * 300}, "body.name", "256"),
+        ({"name": "a" * 300}, "name", "256"),
     ],
 )
 def test_g7_a_run_that_cannot_be_recorded_is_refused(server: Server, change: Any, param: str, message: str) -> None:

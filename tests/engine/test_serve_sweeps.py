@@ -27,9 +27,9 @@ def server(traces_server: Server) -> Server:
     return traces_server
 
 
-def events_of(server: Server, asked: dict[str, Any], most: int = 1 << 30) -> list[tuple[str, Any]]:
+def events_of(server: Server, asked: dict[str, Any], most: int = 1 << 30, key: str = KEY) -> list[tuple[str, Any]]:
     """The events of a sweep; the connection is closed after `most`."""
-    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
     request = urllib.request.Request(f"{server.url}/v1/midstream/sweeps", json.dumps(asked).encode(), headers)
     found: list[tuple[str, Any]] = []
     with urllib.request.urlopen(request, timeout=120) as response:
@@ -121,8 +121,9 @@ def test_h10_only_so_many_sweeps_run_at_a_time_and_a_closed_connection_ends_one(
         opened.append(urllib.request.urlopen(request, timeout=60))
         opened[-1].readline()
     status, body = server.ask("POST", "/v1/midstream/sweeps", json.dumps(ASKED).encode(), key=KEY)
-    assert status == 503 and "4 sweeps already" in body["error"]["message"]
+    assert status == 503 and "This API key runs 4 sweeps already" in body["error"]["message"]
     assert gauges(server)["sweeps"] == 4
+    assert events_of(server, ASKED, key=KEYS[1])[-1][0] == "summary"
     for response in opened:
         response.close()
     assert let_go(server)

@@ -213,7 +213,7 @@ def test_e3_what_is_sure_to_be_taken_is_so_for_this_engine_and_this_use(schedule
     assert scheduler._taken.held_from(again) is None and Taken().held_from(again) == 0
     carried = PlanRequest.of(again.sampling_params)
     assert carried is not None
-    for other in (structs.replace(carried, record=("id", "run")), structs.replace(carried, capture=("id", 0))):
+    for other in (structs.replace(carried, record=("id", "run", "")), structs.replace(carried, capture=("id", 0))):
         request = planned("other", edit)
         request.sampling_params.extra_args = other.to_extra_args()
         assert scheduler._taken.held_from(request) == 0

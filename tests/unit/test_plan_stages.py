@@ -218,8 +218,21 @@ def test_d8_a_named_vector_that_will_not_do_is_refused_on_every_stage_alike(
             )
 
 
-def make(name: str, sizes: tuple[int, ...]) -> Run:
-    return Run(name, name, {}, {0: 0}, frozenset({("resid_post", 0)}), sizes)
+def make(name: str, sizes: tuple[int, ...], owner: str = "") -> Run:
+    return Run(name, name, {}, {0: 0}, frozenset({("resid_post", 0)}), sizes, owner=owner)
+
+
+def test_p2_who_holds_the_most_loses_the_run_that_it_has_not_used_for_the_longest() -> None:
+    """So no key drives out the runs of keys that hold less; leased runs stay, also those of whoever holds the most."""
+    store = RunStore(100)
+    for name, owner in (("a0", "a"), ("b0", "b"), ("a1", "a"), ("a2", "a")):
+        store.add(make(name, (20,), owner))
+    store.lease(["a0"], 1)
+    for i in range(3):
+        store.add(make(f"b{i + 1}", (20,), "b"))
+    assert [run["id"] for run in store.list()] == ["a2", "a0", "b1", "b2", "b3"]
+    store.add(make("c", (10,), "c"))
+    assert [run["id"] for run in store.list()] == ["a2", "a0", "b2", "b3", "c"]
 
 
 def test_runs_are_dropped_alike_on_all_stages() -> None:

@@ -330,7 +330,7 @@ class LanguageModel(TraceModel):
 
     # Recorded runs.
 
-    def _keep(self, result: InvokeResult, run_id: str, name: str) -> None:
+    def _keep(self, result: InvokeResult, run_id: str, name: str, _: str) -> None:
         """Keep the captured rows of a result as a recorded run."""
         assert result.plan is not None
         device = self.module.device

@@ -31,6 +31,7 @@ from midstream.client.sweeping import Sweeping, SweepStream
 from midstream.client.tracing import BlockContext, Session, Tracer, in_with_header, warn_of_functions
 from midstream.client.vectors_and_runs import Runs, Vectors, run_now
 from midstream.errors import ParameterError, PlanError, PromptError, TraceError, UnsendableError
+from midstream.plan import fields
 from midstream.plan.values import Capture, ModelFacts, Plan, RecordedRun
 from midstream.progress import Bar
 from midstream.sweeps.request import Metric, SweepRequest
@@ -503,6 +504,12 @@ class TraceModel(Sizes):
         Raises:
             PlanError: there is no such site, layer or position, or no room for the run.
         """
+        return self.recording_for("", prompt, sites, layers, positions, name)  # type: ignore[no-any-return]
+
+    def recording_for(
+        self, owner: str, prompt: Prompt, sites: str | Sequence[str], layers: Any, positions: Any, name: str | None
+    ) -> Any:
+        """As `record`, for somebody else, who pays for the run's bytes: see `runtime.store.RunStore`."""
         if isinstance(positions, str) and positions not in ("all_prompt", "last_prompt"):
             raise PlanError(
                 f"record: positions is {positions!r}. Allowed: 'all_prompt', 'last_prompt', positions of the prompt, or a Span."
@@ -510,21 +517,22 @@ class TraceModel(Sizes):
         each = [sites] if isinstance(sites, str) else list(sites)
         if not each:
             raise PlanError("record: sites is empty. Allowed: one site or several.")
-        return self._finish(self._recording(prompt, each, layers, positions, name))  # type: ignore[no-any-return]
+        return self._finish(self._recording(prompt, each, layers, positions, name, owner))
 
     def _recording(
-        self, prompt: Prompt, sites: list[str], layers: Any, positions: Any, name: str | None
+        self, prompt: Prompt, sites: list[str], layers: Any, positions: Any, name: str | None, owner: str = ""
     ) -> Coroutine[Any, Any, RecordedRun]:
-        """Arguments and errors as of `record`."""
+        """Arguments and errors as of `recording_for`."""
         plan = Plan(tuple(Capture(site, layers=layers, positions=positions, when="after") for site in sites))
-        record = (uuid.uuid4().hex, self.runs.new_name() if name is None else name)
+        name = self.runs.new_name() if name is None else fields.name("name", name)
+        record = uuid.uuid4().hex, name, owner
         invoke = Invoke(prompt, None, {"max_tokens": 1, "temperature": 0.0}, plan, record=record)
         return self._recorded(self._run([invoke]), record)
 
     async def _recorded(self, running: Any, record: RecordAs) -> RecordedRun:
         (result,) = await self._results(running)
         assert result.plan is not None
-        return await self.runs.add(result.plan.recorded_run(*record))
+        return await self.runs.add(result.plan.recorded_run(*record[:2]))
 
     def sweep(
         self,

@@ -441,9 +441,9 @@ class Remote(DescribedModel):
         return self
 
     async def _recording(
-        self, prompt: Prompt, sites: list[str], layers: Any, positions: Any, name: str | None
+        self, prompt: Prompt, sites: list[str], layers: Any, positions: Any, name: str | None, owner: str = ""
     ) -> RecordedRun:
-        """Has the server record, with its engine-wide plan and without this object's."""
+        """Has the server record, with its engine-wide plan and without this object's. The server knows the owner by the API key."""
         asked = {
             "prompt": self._sent(prompt),
             "sites": sites,

@@ -45,7 +45,7 @@ from midstream.trace.block import Block
 from midstream.trace.program import BlockProgram, Outcome, Program
 
 Answers = Mapping[str | int, int]  # an answer, as a text or a token id -> its token id
-RecordAs = tuple[str, str]  # id and name of a recorded run
+RecordAs = tuple[str, str, str]  # id, name and owner of a recorded run
 _log = logging.getLogger(__name__)
 _PLANE_BYTES = 256
 _INTERVENTIONS = (Edit, Capture)

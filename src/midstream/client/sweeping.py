@@ -14,6 +14,7 @@ import itertools
 import math
 import secrets
 import time
+from collections import deque
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
@@ -28,6 +29,7 @@ from collections.abc import (
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import msgspec
 import numpy as np
@@ -54,10 +56,8 @@ from midstream.sweeps.events import (
 from midstream.sweeps.request import SweepRequest, Tokens, align, columns, heads_of, in_order, rows_of, windows
 from midstream.sweeps.results import SweepResult
 
-ASYNC_GROUP, ASYNC_GROUPS = (
-    32,
-    16,
-)  # requests in a group, and groups at a time; small, because the event loop serves others too
+# Requests in a group, and groups at a time of all sweeps on an engine; small, because the event loop serves others, too.
+ASYNC_GROUP, ASYNC_GROUPS = 32, 16
 _BASELINES, _IDENTITIES = 2, 6  # noise runs among the cells of each pair
 OUTLINE, CELLS, RESULT = "outline.json", "cells.jsonl", "result.npz"  # in the directory of `to`
 
@@ -428,15 +428,16 @@ class Sweeping:
 
         try:
             invokes = [invoke for job in group for invoke in self._invokes(ids, answers, job)]
-            items: Any = self._model._run(invokes).items()
-            async with contextlib.aclosing(items):
-                async for index, _, result in items:
-                    if result is None:
-                        continue
-                    results[index], job = result, index // self._parts
-                    if all(part in results for part in parts(job)):
-                        waiting.discard(job)
-                        queue.put_nowait(self._ended(group[job], [results[part] for part in parts(job)], answers))
+            async with _turns.setdefault(self._model, Turns()).taken(self):
+                items: Any = self._model._run(invokes).items()
+                async with contextlib.aclosing(items):
+                    async for index, _, result in items:
+                        if result is None:
+                            continue
+                        results[index], job = result, index // self._parts
+                        if all(part in results for part in parts(job)):
+                            waiting.discard(job)
+                            queue.put_nowait(self._ended(group[job], [results[part] for part in parts(job)], answers))
         except PlanError as error:  # a recorded run is gone
             for job in waiting:
                 queue.put_nowait(self._ended(group[job], [InvokeResult([], None, error=error)], answers))
@@ -556,6 +557,44 @@ class _Log:
 
 
 # What the caller gets.
+
+
+class Turns:
+    """Has sweeps on one engine start their groups of requests in turns, with so many groups at a time."""
+
+    def __init__(self, most: int = ASYNC_GROUPS) -> None:
+        self._free = most
+        self._waiting: dict[object, deque[asyncio.Future[None]]] = {}  # by sweep, whose turn is next first
+
+    @contextlib.asynccontextmanager
+    async def taken(self, sweep: object) -> AsyncIterator[None]:
+        """One of the groups, for a group of `sweep`."""
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(sweep, deque()).append(turn)
+        self._give()
+        try:
+            await turn
+            yield
+        finally:
+            if turn.done() and not turn.cancelled():
+                self._free += 1
+            else:
+                turn.cancel()
+            self._give()
+
+    def _give(self) -> None:
+        while self._free and self._waiting:
+            sweep, turns = next(iter(self._waiting.items()))
+            turn = turns.popleft()
+            del self._waiting[sweep]
+            if turns:
+                self._waiting[sweep] = turns  # behind the others
+            if not turn.cancelled():
+                self._free -= 1
+                turn.set_result(None)
+
+
+_turns: WeakKeyDictionary[Any, Turns] = WeakKeyDictionary()  # by model
 
 
 class SweepStream:

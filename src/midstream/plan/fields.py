@@ -24,6 +24,7 @@ from midstream.sites import LAYER_SITES, MODEL_SITES, hook_hint, site_of
 MAX_INDEX = 2**31 - 1
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 T = TypeVar("T")
+LONGEST_NAME = 256  # of a vector or a run
 _MOST_NAMES, _LONGEST_NAME = 2000, 100  # the limits of a search for similar names
 
 
@@ -159,6 +160,15 @@ def text(field: str, value: Any) -> str:
     except UnicodeEncodeError as error:
         raise refuse(field, shown(value), "a string that UTF-8 can hold") from error
     return value
+
+
+def name(field: str, value: Any) -> str:
+    """A name, which can stand in a list, a message and a URL."""
+    found = text(field, value)
+    if not found.isprintable() or len(found) > LONGEST_NAME or {".", ".."} & set(found.split("/")):
+        allowed = f"up to {LONGEST_NAME} printable characters in one line, and no '.' or '..' between slashes"
+        raise refuse(field, shown(value), allowed)
+    return found
 
 
 def integer(field: str, value: Any, low: int = -MAX_INDEX, high: int = MAX_INDEX) -> int:

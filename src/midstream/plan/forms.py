@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from midstream.plan.fields import FLOAT32_MAX
 from midstream.plan.rowwise import ELEMENTWISE, Shaped
 from midstream.plan.steps import Const, Parts, Ref, Step, arguments_in, written
 from midstream.plan.vectors import digest
@@ -19,7 +20,6 @@ from midstream.plan.vectors import digest
 _WITH_NUMBER = frozenset(
     f"{name}.{kind}" for name in "add sub mul div eq ne lt le gt ge".split() for kind in ("Tensor", "Scalar")
 )
-_LARGEST = float.fromhex("0x1.fffffep127")  # in float32
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def form_of(program: Parts, results: Sequence[Shaped]) -> Form:
 
 def _is_number(arg: Any) -> bool:
     """Whether a bank, of float32, can hold it."""
-    return type(arg) in (int, float) and (math.isinf(arg) or abs(arg) <= _LARGEST)
+    return type(arg) in (int, float) and (math.isinf(arg) or abs(arg) <= FLOAT32_MAX)
 
 
 def _takes_number(step: Step, results: Sequence[Shaped]) -> bool:

@@ -82,7 +82,7 @@ class Named:
     digest: str | None = None
 
     def __post_init__(self) -> None:
-        fields.text("a named vector's name", self.name)
+        fields.name("a named vector's name", self.name)
         if self.name == "zeros":
             raise PlanError(
                 "A vector cannot be named 'zeros': Patch.source='zeros' means the value 0. Give it another name."
@@ -213,7 +213,7 @@ class RecordedRun:
     positions: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        fields.text("RecordedRun.name", self.name)
+        fields.name("RecordedRun.name", self.name)
         fields.text("RecordedRun.id", self.id)
         if any(not isinstance(site, str) or site not in LAYER_SITES for site in self.sites):
             raise fields.refuse("RecordedRun.sites", fields.shown(self.sites), ", ".join(LAYER_SITES))

@@ -158,7 +158,7 @@ class PlanRequest(msgspec.Struct, frozen=True, omit_defaults=True, rename={"wire
         num_layers: of the model; set at admission.
         capture: `(id, index)` of the mailbox where the client waits for captured rows. None if the rows stay in the engine, or if
             nothing is captured.
-        record: `(id, name)` of the run that the workers keep its captured rows as.
+        record: `(id, name, owner)` of the run that the workers keep its captured rows as.
         checked: the client knows the model and has checked the plan.
         behind: its captured rows are for the request's trace, which runs when the step is over.
     """
@@ -166,7 +166,7 @@ class PlanRequest(msgspec.Struct, frozen=True, omit_defaults=True, rename={"wire
     wire: bytes
     num_layers: int = 0
     capture: tuple[str, int] | None = None
-    record: tuple[str, str] | None = None
+    record: tuple[str, str, str] | None = None
     checked: bool = False
     behind: bool = False
 

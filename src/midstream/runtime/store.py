@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -72,6 +72,7 @@ class Run:
         points: the sites that were recorded, on all stages.
         sizes: bytes on each stage.
         leases: how many requests use it, queued ones included; a leased run is not evicted.
+        owner: who has recorded it, on a server.
     """
 
     id: str
@@ -81,6 +82,7 @@ class Run:
     points: frozenset[Point]
     sizes: tuple[int, ...]
     leases: int = 0
+    owner: str = ""
     _float32: dict[Point, torch.Tensor] = field(
         default_factory=dict
     )  # of planes that were read, while the run is leased
@@ -98,7 +100,8 @@ class Run:
 
 
 class RunStore:
-    """Recorded runs within a byte budget for each stage. The least recently used run is evicted first; a leased one never is.
+    """Recorded runs within a byte budget for each stage. Whoever holds the most loses the least recently used run first. A leased one is
+    never evicted.
 
     All ranks get the same calls in the same order and decide by all stages' sizes, so all of them hold the same runs.
     """
@@ -121,9 +124,15 @@ class RunStore:
                 f"The run {run.name!r} has {size:,} bytes; the budget for recorded runs is {self.budget:,}, of which {beside:,} are "
                 "in use. Record fewer sites, layers or positions, or start the engine with a larger record_bytes."
             )
-        free = [other for other in self._runs.values() if not other.leases]
+        held, free = Counter({run.owner: sum(run.sizes)}), dict[str, list[Run]]()
+        for other in self._runs.values():
+            held[other.owner] += sum(other.sizes)
+            if not other.leases:
+                free.setdefault(other.owner, []).append(other)
         while any(map(self._is_over, run.sizes, _together(self._runs.values(), run))):
-            del self._runs[free.pop(0).id]
+            owner = max(filter(free.get, free), key=held.__getitem__)
+            gone = self._runs.pop(free[owner].pop(0).id)
+            held[owner] -= sum(gone.sizes)
         self._runs[run.id] = run
 
     def _is_over(self, size: int, held: int) -> bool:
@@ -202,7 +211,7 @@ def check_recorded(plan: Plan) -> None:
 
 
 def recorded_run(
-    identity: tuple[str, str],
+    identity: tuple[str, str, str],
     plan: Plan,
     length: int,
     num_layers: int,
@@ -213,7 +222,7 @@ def recorded_run(
     """The run that a plan's captures recorded, of a prompt that was computed to its end.
 
     Args:
-        identity: its id and name.
+        identity: its id, name and owner.
         length: of the prompt.
         rows: (site, layer) -> `[positions, width]`, all that was captured on this stage.
         stage_widths: for each stage, (site, layer) -> width.
@@ -223,7 +232,9 @@ def recorded_run(
     positions = RowSelection.of(captures[0].positions, length).listed.tolist()
     points = frozenset((capture.site, capture.layers[0]) for capture in captures)
     sizes = [len(positions) * element_size * sum(widths.get(point, 0) for point in points) for widths in stage_widths]
-    return Run(*identity, rows, {position: row for row, position in enumerate(positions)}, points, tuple(sizes))
+    run_id, name, owner = identity
+    at = {position: row for row, position in enumerate(positions)}
+    return Run(run_id, name, rows, at, points, tuple(sizes), owner=owner)
 
 
 class _Plane(NamedTuple):

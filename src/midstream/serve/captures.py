@@ -22,6 +22,8 @@ from midstream.trace.tree import as_bytes
 
 MAX_INLINE_BYTES = 1 << 20  # of all captures in one response
 PART_BYTES = 1 << 16  # of a download
+MOST_HELD = 1 << 16  # tensors
+_ENTRY_BYTES, _POSITION_BYTES = 2048, 40
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,11 @@ class Held:
     tensor: torch.Tensor
     about: dict[str, Any]
     expires: float
+
+    @property
+    def nbytes(self) -> int:
+        """Of the tensor, and about what is said of it, with its positions."""
+        return self.tensor.nbytes + _ENTRY_BYTES + _POSITION_BYTES * len(self.about["positions"])
 
     def file(self) -> tuple[int, Iterator[bytes]]:
         """The size and the parts of a safetensors file with the tensor `rows`, and as metadata what the response says of it.
@@ -50,11 +57,11 @@ class Held:
 class CaptureStore:
     """Captured tensors by handle. A handle has 256 random bits, and works for its owner alone until it expires.
 
-    If the store is full, the owner who holds the most loses what is oldest. Owners are API keys, so on a server that asks for none
-    anybody may come under many names.
+    If the store is full, an owner who holds the most, up to a factor of two, loses what is oldest. Owners are API keys, so on a server that
+    asks for none anybody may come under many names. Storing takes the same time however much is held.
 
     Args:
-        budget: bytes that all tensors may take.
+        budget: bytes that all may take. Each tensor counts with what is said of it, and as at least `1 / MOST_HELD` of the budget.
         seconds: how long a handle works.
         clock: in seconds.
     """
@@ -63,14 +70,19 @@ class CaptureStore:
         self.budget, self.seconds = budget, seconds
         self._clock = clock
         self._held: dict[str, Held] = {}  # the oldest first
-        self._bytes: Counter[bytes] = Counter()  # by owner
+        self._of_owner: dict[bytes, dict[str, int]] = {}  # what each handle counts, the oldest first
+        self._counted: Counter[bytes] = Counter()  # by owner
+        self._by_size: list[dict[bytes, None]] = [
+            {} for _ in range(64)
+        ]  # the owners by the binary digits of what they hold
+        self._total = self._bytes = 0
         self._lock = threading.Lock()
 
     @property
     def gauges(self) -> dict[str, int]:
         with self._lock:
             self._drop_expired()
-            return {"captures": len(self._held), "capture_bytes": self._bytes.total()}
+            return {"captures": len(self._held), "capture_bytes": self._bytes}
 
     def put(self, owner: bytes, choice: int, captured: Captured, inline: int) -> list[dict[str, Any]]:
         """Keep the captures of one choice. Returns what the response says of each tensor, with up to `inline` bytes of data in all."""
@@ -116,23 +128,38 @@ class CaptureStore:
         return True
 
     def _keep(self, held: Held) -> str:
-        handle = secrets.token_urlsafe(32)
+        handle, counted = secrets.token_urlsafe(32), max(held.nbytes, self.budget // MOST_HELD)
         with self._lock:
             self._drop_expired()
             self._held[handle] = held
-            self._bytes[held.owner] += held.tensor.nbytes
-            while self._bytes.total() > self.budget:
-                largest = max(self._bytes, key=lambda owner: self._bytes[owner])
-                self._remove(next(name for name, each in self._held.items() if each.owner == largest))
+            self._of_owner.setdefault(held.owner, {})[handle] = counted
+            self._count(held, counted)
+            while self._total > self.budget:
+                largest = next(owners for owners in reversed(self._by_size) if owners)
+                self._remove(next(iter(self._of_owner[next(iter(largest))])))
         return handle
 
     def _drop_expired(self) -> None:
+        """All handles work equally long, so the oldest expire first."""
         now = self._clock()
-        for handle in [name for name, held in self._held.items() if held.expires <= now]:
-            self._remove(handle)
+        while self._held and (first := next(iter(self._held.items())))[1].expires <= now:
+            self._remove(first[0])
 
     def _remove(self, handle: str) -> None:
         if (held := self._held.pop(handle, None)) is not None:
-            self._bytes[held.owner] -= held.tensor.nbytes
-            if not self._bytes[held.owner]:
-                del self._bytes[held.owner]
+            mine = self._of_owner[held.owner]
+            self._count(held, -mine.pop(handle))
+            if not mine:
+                del self._of_owner[held.owner]
+
+    def _count(self, held: Held, counted: int) -> None:
+        """Count a tensor, or no longer, if `counted` is below zero."""
+        owner, before = held.owner, self._counted[held.owner]
+        self._by_size[before.bit_length()].pop(owner, None)
+        self._total += counted
+        self._bytes += held.nbytes if counted > 0 else -held.nbytes
+        if now := before + counted:
+            self._counted[owner] = now
+            self._by_size[now.bit_length()][owner] = None
+        else:
+            del self._counted[owner]

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import AsyncIterator, Collection, Iterator
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator
 from importlib import metadata
 from typing import Any, Literal
 
@@ -20,19 +20,20 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import REGISTRY, Metric
 from prometheus_client.core import GaugeMetricFamily
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from midstream.client.vllm import VLLM
 from midstream.engine.admission import on_a_thread
 from midstream.engine.plugin import apply
 from midstream.engine.seams import Role
 from midstream.errors import EngineClosedError, MidstreamError, PromptError
+from midstream.plan import fields
 from midstream.plan.fields import nearest
 from midstream.plan.ops.edit import kinds
 from midstream.plan.vectors import Named, RecordedRun, Vector, read_vectors, written_vectors
 from midstream.plan.wire import MAX_STRANGERS_BYTES, MAX_STRANGERS_EDITS
 from midstream.serve import remote, studio, sweeps
-from midstream.serve.captures import MAX_INLINE_BYTES, CaptureStore
+from midstream.serve.captures import MAX_INLINE_BYTES, MOST_HELD, CaptureStore
 from midstream.serve.command import check_arguments
 from midstream.serve.requests import (
     Gate,
@@ -42,6 +43,7 @@ from midstream.serve.requests import (
     SpanOfText,
     answering_errors,
     at_fault,
+    check_share,
     openapi_body,
     owner_of,
     problem,
@@ -54,11 +56,11 @@ from midstream.settings import NAME, WORKER, Settings
 MAX_UPLOAD_BYTES = 64 << 20
 MAX_RUN_BYTES = 8 << 20  # of the body that asks for a recorded run: a prompt of a million token ids
 MAX_VECTORS = 4096
+MAX_RUNS = 1024
 MAX_VECTOR_BYTES = 256 << 20  # of all named vectors together
 CAPTURE_BYTES = "MIDSTREAM_CAPTURE_BYTES"  # environment variables of the server
 CAPTURE_SECONDS = "MIDSTREAM_CAPTURE_SECONDS"
 ADMIN_KEY = "MIDSTREAM_ADMIN_KEY"
-LONGEST_NAME = 256
 _NO_ADMIN = (
     f"Administration needs the key of {ADMIN_KEY}, the server's environment variable, in the header X-Midstream-Admin."
 )
@@ -78,7 +80,7 @@ class RunToRecord(BaseModel):
     layers: Listed[int] | Literal["all"] = "all"
     positions: Listed[int] | Literal["all_prompt", "last_prompt"] | SpanOfText = "all_prompt"
     replace: bool = False
-    name: str | None = Field(None, min_length=1, max_length=LONGEST_NAME)
+    name: str | None = None
 
 
 class Plugin:
@@ -164,10 +166,13 @@ async def capabilities(request: Request) -> dict[str, Any]:
             "upload_bytes": MAX_UPLOAD_BYTES,
             "vectors": MAX_VECTORS,
             "vector_bytes": MAX_VECTOR_BYTES,
+            "runs": MAX_RUNS,
             "inline_bytes": MAX_INLINE_BYTES,
+            "captures": MOST_HELD,
             "capture_bytes": server.captures.budget,
             "capture_seconds": server.captures.seconds,
             "sweeps": sweeps.MAX_SWEEPS,
+            "sweeps_of_a_key": sweeps.MAX_SWEEPS_OF_A_KEY,
             "sweep_pairs": sweeps.MAX_PAIRS,
             "sweep_cells": sweeps.MAX_CELLS,
         },
@@ -178,6 +183,10 @@ async def capabilities(request: Request) -> dict[str, Any]:
 async def list_vectors(request: Request) -> dict[str, Any]:
     """The named vectors: the width of each, and a digest of its numbers."""
     return {"vectors": {name: _about(vector) for name, vector in server_of(request).model.vectors.items()}}
+
+
+def _bytes(vectors: Iterable[Vector]) -> int:
+    return sum(vector.data.nbytes for vector in vectors)
 
 
 def _about(vector: Vector) -> dict[str, Any]:
@@ -195,19 +204,20 @@ async def upload_vectors(request: Request, replace: bool = False) -> Any:
     data = await received(request, MAX_UPLOAD_BYTES, "The file has {}; send its vectors in several files.")
     vectors = server.model.vectors
     found = await asyncio.get_running_loop().run_in_executor(None, read_vectors, data, "the body")
-    if any(len(name) > LONGEST_NAME for name in found):
-        raise Refused(400, f"A name in the body has over {LONGEST_NAME} characters.", "body")
+    with at_fault("body"):
+        for name in found:
+            Named(name)  # raises for what is no name
     for name in found.keys() & vectors.keys() if replace else ():
         if (refused := _not_theirs(request, "vectors", name, vectors)) is not None:
             return refused
     if (taken := sorted(found.keys() & vectors.keys())) and not replace:
         raise Refused(409, f"The vector {taken[0]!r} is there already: delete it first, or use another name.", "body")
-    together = {**vectors, **found}
-    if sum(vector.data.nbytes for vector in together.values()) > MAX_VECTOR_BYTES or len(together) > MAX_VECTORS:
-        allowed = f"{MAX_VECTORS} vectors of {MAX_VECTOR_BYTES >> 20} MiB"
-        return problem(413, f"There may be {allowed} together. Delete some first.")
+    together, owner = {**vectors, **found}, owner_of(request.headers)
+    mine = [each for name, each in together.items() if name in found or server.owners.get(("vectors", name)) == owner]
+    check_share("vectors", len(mine), len(together), MAX_VECTORS)
+    check_share("bytes of vectors", _bytes(mine), _bytes(together.values()), MAX_VECTOR_BYTES)
     vectors.update(found)
-    server.owners |= dict.fromkeys((("vectors", name) for name in found), owner_of(request.headers))
+    server.owners |= dict.fromkeys((("vectors", name) for name in found), owner)
     async with server.model.connection.sending:
         await server.model.connection.send_vectors()
     return {"vectors": {name: _about(vector) for name, vector in found.items()}}
@@ -249,25 +259,34 @@ async def record_run(request: Request) -> Any:
     server, model = server_of(request), server_of(request).model
     data = await received(request, MAX_RUN_BYTES, "The body has {}; no model takes such a prompt.")
     run = await on_a_thread(len(data), _run_to_record, server, data)
-    name = run.name or secrets.token_hex(4)
+    with at_fault("name"):
+        name = secrets.token_hex(4) if run.name is None else fields.name("name", run.name)
     await model.runs.listing()  # forgets what the workers have dropped
-    there = {each.name for each in model.runs.handles} | server.recording
-    if run.replace and name in there - server.recording:
+    there, owner = {each.name for each in model.runs.handles} | server.recording.keys(), owner_of(request.headers)
+    if run.replace and name in there - server.recording.keys():
         if (refused := _not_theirs(request, "runs", name, there)) is not None:
             return refused
     elif name in there:
         raise Refused(409, f"The run {name!r} is there already: delete it first, or use another name.", "name")
     for gone in [each for what, each in server.owners if what == "runs" and each not in there]:
         del server.owners["runs", gone]
-    server.recording.add(name)
+    owners = {
+        **{each: who for (what, each), who in server.owners.items() if what == "runs"},
+        **server.recording,
+        name: owner,
+    }
+    check_share("runs", sum(who == owner for who in owners.values()), len(there | {name}), MAX_RUNS)
+    server.recording[name] = owner
     try:
-        given = (run.prompt, run.sites, run.layers, read_place(run.positions), name)
+        given = (owner.hex(), run.prompt, run.sites, run.layers, read_place(run.positions), name)
         with _naming_the_field():
-            recording: Any = await on_a_thread(len(data), model.record, *given)  # a long text takes seconds to tokenize
+            recording: Any = await on_a_thread(
+                len(data), model.recording_for, *given
+            )  # a long text takes seconds to tokenize
             await recording
-        server.owners["runs", name] = owner_of(request.headers)
+        server.owners["runs", name] = owner
     finally:
-        server.recording.discard(name)
+        del server.recording[name]
     if name not in (runs := await _runs(model)):
         raise Refused(503, f"The run {name!r} was dropped at once, to make room for others. Delete some first.", "name")
     return {"runs": {name: runs[name]}}

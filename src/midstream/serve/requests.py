@@ -18,6 +18,7 @@ import json
 import math
 import re
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from functools import cached_property, wraps
 from typing import Annotated, Any, TypeVar
@@ -67,11 +68,11 @@ class Server:
         model: the server's engine. `model.plan` is the engine-wide plan.
         captures: the rows that wait for download.
         owners: who has made each named vector and each run, by `("vectors" | "runs", name)`.
-        recording: the names of runs that are being recorded.
+        recording: who records each run that is being recorded, by its name.
         planned: how many prompts have run with a plan, the engine-wide one included.
         running: how many of them run now.
         receiving: bytes of bodies that are being received.
-        sweeps: how many sweeps run now.
+        sweeps: how many sweeps of each API key run now.
         is_draining: whether the server ends, and takes no more requests.
     """
 
@@ -79,8 +80,9 @@ class Server:
         self.model = VLLM.attached(engine)
         self.captures = captures
         self.owners: dict[tuple[str, str], bytes] = {}
-        self.recording: set[str] = set()
-        self.planned = self.running = self.receiving = self.sweeps = 0
+        self.recording: dict[str, bytes] = {}
+        self.planned = self.running = self.receiving = 0
+        self.sweeps: Counter[bytes] = Counter()
         self.is_draining = False
 
     @staticmethod
@@ -97,7 +99,7 @@ class Server:
             **held,
             "planned_prompts": self.planned,
             "running_prompts": self.running,
-            "sweeps": self.sweeps,
+            "sweeps": self.sweeps.total(),
         }
 
     @cached_property
@@ -307,6 +309,22 @@ def problem(status: int, message: str, parameter: str | None = None, kind: str |
 def owner_of(headers: Mapping[str, str]) -> bytes:
     """Who sent a request with these headers: a hash of the API key."""
     return hashlib.sha256(headers.get("authorization", "").partition(" ")[2].encode()).digest()
+
+
+def check_share(what: str, own: int, together: int, most: int) -> None:
+    """Raise Refused for a key that would hold more than it leaves for others. So any number of keys find some room.
+
+    Args:
+        own: how many the key would hold.
+        together: how many all would hold.
+        most: how many there may be.
+    """
+    if own > (left := most - together):
+        raise Refused(
+            413,
+            f"With these, this API key would hold {own} of {most} {what}, and leave {max(left, 0)}. A key may hold no more than it leaves "
+            "for others. Delete some first.",
+        )
 
 
 T = TypeVar("T")

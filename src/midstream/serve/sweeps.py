@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+from collections import Counter
 from collections.abc import AsyncGenerator, Iterator
 from typing import Annotated, Any, Literal
 
@@ -23,6 +24,7 @@ from midstream.serve.requests import (
     SpanOfText,
     answering_errors,
     openapi_body,
+    owner_of,
     problem,
     read_place,
     received,
@@ -37,7 +39,7 @@ MAX_CELLS = 65_536
 MAX_LISTED = 1024  # sites, layers, heads and positions that a sweep may list
 MAX_TOP = 20
 MESSAGE_BYTES = 16  # of a chat's message, at least, beside its texts
-MAX_SWEEPS = 4  # at a time
+MAX_SWEEPS, MAX_SWEEPS_OF_A_KEY = 32, 4  # at a time
 _log = logging.getLogger(__name__)
 router = APIRouter(prefix=f"/v1/{NAME}", tags=[NAME])
 Token = str | int
@@ -95,15 +97,20 @@ async def sweep(request: Request) -> Any:
         first = next((each for each in errors if each["type"] == "too_long"), errors[0])
         field = str(first["loc"][0]) if first["loc"] else "body"
         raise Refused(400, f"{'.'.join(map(str, first['loc'])) or 'The body'}: {first['msg']}.", field) from error
-    if server.sweeps >= MAX_SWEEPS:
+    owner = owner_of(request.headers)
+    if server.sweeps[owner] >= MAX_SWEEPS_OF_A_KEY:
+        raise Refused(
+            503, f"This API key runs {MAX_SWEEPS_OF_A_KEY} sweeps already. Try again when one of them has ended."
+        )
+    if server.sweeps.total() >= MAX_SWEEPS:
         raise Refused(503, f"The server runs {MAX_SWEEPS} sweeps already. Try again later.")
     _check_size(server, asked)
     with _naming_fields():
         stream: SweepStream = server.model.sweep(**_arguments(asked), stream=True)
-    server.sweeps += 1
+    server.sweeps[owner] += 1
 
     async def ended() -> None:
-        server.sweeps -= 1
+        server.sweeps -= Counter([owner])  # without entries at zero
         await stream.events.aclose()
 
     try:
