@@ -6,6 +6,8 @@ import pytest
 import torch
 from oracle import close, differs
 
+from midstream import LanguageModel, save
+
 PARIS = "The capital of France is"
 ROME = "The capital of Italy is"
 EIFFEL = "The Eiffel Tower is in the city of"
@@ -226,3 +228,55 @@ def test_f1_edits_stay_on_the_model_until_they_are_cleared(model, plain):
     differs(both, damped)
     assert [token_ids(o) for o in cleared] == [plain.generate(p, 4) for p in (EIFFEL, PARIS)]
     assert plain.generate(EIFFEL, 4, push) != plain.generate(EIFFEL, 4)
+
+
+def in_the_forward(model, tracer):
+    seen = []
+    for step in tracer.iter[:]:
+        model.layers_output[2] += 0 * model.layers_output[2].mean(0)
+        seen.append((step, model.samples.item()))
+    return seen
+
+
+def behind_the_step(model, tracer):
+    seen = []
+    for step in tracer.iter[:]:
+        seen.append((step, model.layers_output[3].cumsum(0), model.samples.item()))
+    return seen
+
+
+def by_a_plan(model, tracer):
+    return [(step, model.layers_output[3][-1]) for step in tracer.iter[:]]
+
+
+@pytest.mark.parametrize("body", [in_the_forward, behind_the_step, by_a_plan])
+@pytest.mark.parametrize("stopped_at", [1, 3])
+def test_p3_a_stop_string_ends_a_trace_with_the_text(model, plain, body, stopped_at):
+    """Also where it ends inside of a token's text, and beside a request that goes on. Seen failing with one step more on vLLM."""
+    expected, other = plain.generate(PARIS, 8), plain.generate(EIFFEL, 8)
+    text = [plain.tokenizer.decode(expected[:n]) for n in range(9)]
+    added = text[stopped_at + 1][len(text[stopped_at]) :]
+    stop = next(added[:n] for n in range(1, len(added) + 1) if added[:n] not in text[stopped_at])
+    count = next((n for n in range(9) if stop in plain.tokenizer.decode(other[:n])), 8)
+    for given in ([stop], ["@@never", stop, stop + "more"]):
+        with model.trace(max_tokens=8, temperature=0.0, stop=given) as tracer:
+            with tracer.invoke(PARIS):
+                ended = save(body(model, tracer))
+            with tracer.invoke(EIFFEL):
+                goes_on = save(body(model, tracer))
+        first, second = tracer.outputs
+        assert token_ids(first) == expected[: stopped_at + 1] and token_ids(second) == other[:count]
+        assert [each[0] for each in ended] == list(range(stopped_at + 1))
+        assert [each[0] for each in goes_on] == list(range(count))
+
+
+def test_p3_a_stop_string_counts_after_min_tokens_alone(model, plain):
+    if isinstance(model, LanguageModel):
+        pytest.skip("it has no min_tokens")
+    letter = plain.tokenizer.decode(plain.generate(PARIS, 1)).strip()[0]
+    with model.trace(PARIS, max_tokens=8, temperature=0.0, stop=[letter], min_tokens=3) as tracer:
+        seen = [].save()
+        for _ in tracer.iter[:]:
+            seen.append(model.samples.item())
+    (output,) = tracer.outputs
+    assert seen == token_ids(output) and len(seen) > 3

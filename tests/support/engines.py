@@ -56,13 +56,13 @@ def alive(model: VLLM, seconds: float = 30.0) -> list[dict[str, int]]:
     """What is left on the workers.
 
     The client has its results a moment before the sender counts them as gone, and outputs a step before the workers hear of the end of
-    requests that nobody waits for rows of. Of several ranks, the last to hear of an end may be behind the client. Weights that traces
-    have used stay, but none is in use.
+    requests that nobody waits for rows of; a step that is run after a trace's end may have left rows of these. Of several ranks, the last
+    to hear of an end may be behind the client. Weights that traces have used stay, but none is in use.
     """
     connection = model.__dict__.get("_connection")
     in_use = getattr(getattr(connection, "weights", None), "in_use", 0)
     assert not in_use, in_use
-    passing = {"queued_bytes", "plans", "profiles", "plan_hooks", "leases", "consumer_bytes"}
+    passing = {"queued_bytes", "plans", "profiles", "plan_hooks", "leases", "consumer_bytes", "capture_bytes"}
     deadline = time.monotonic() + seconds
     while True:
         gauges = [left(worker) for worker in model.gauges()]

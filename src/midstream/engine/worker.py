@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, replace
-from functools import partial
+from functools import cache, cached_property, partial
 from itertools import chain
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from vllm.distributed import get_pp_group, get_tp_group
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.utils.network_utils import get_ip
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from midstream.arch import Architecture, detect
@@ -189,10 +191,22 @@ class Worker(PlatformWorker):
             normed = norm(hidden.to(config.model_config.dtype))
             return compute_logits(normed[0] if isinstance(normed, tuple) else normed)  # Command-R's norm returns a pair
 
-        envoy = ModelEnvoy(model, model_arch, interleaver, unembed, self._tokenizer)
+        envoy = ModelEnvoy(model, model_arch, interleaver, unembed, lambda: self._tokenizer)
         reports = Reports(get_pp_group().rank_in_group, sends=get_tp_group().rank_in_group == 0)
         limits = config.model_config.max_model_len, config.model_config.get_vocab_size()
-        return TraceHost(envoy, interleaver, arch, settings.allow_traces, *limits, reports, stages)
+        return TraceHost(envoy, interleaver, arch, settings.allow_traces, *limits, reports, stages, self._ends_text)
+
+    def _ends_text(self, sampling: Any, prompt: Sequence[int]) -> Callable[[int], bool]:
+        """For each generated token, whether vLLM's front end will find that a stop string ends the text there."""
+
+        @cache
+        def detokenizer() -> Any:
+            request: Any = SimpleNamespace(
+                request_id="", sampling_params=sampling, prompt_token_ids=list(prompt), prompt_embeds=None
+            )
+            return IncrementalDetokenizer.from_new_request(self._tokenizer, request)
+
+        return lambda token: detokenizer().update([token], stop_terminated=False) is not None
 
     def _make_plan_host(self, arch: Architecture, settings: Settings, built_in: Sequence[Point]) -> PlanHost:
         """All ranks of a pipeline have to call this together. `built_in` has the points that the compiled forward has sites for."""
@@ -281,6 +295,7 @@ class Worker(PlatformWorker):
 
         return Kernel(edit, warm_up)
 
+    @cached_property
     def _tokenizer(self) -> Any:
         from transformers import AutoTokenizer
 
@@ -363,8 +378,7 @@ class Worker(PlatformWorker):
         computed |= {r.req_id: r.num_computed_tokens for r in new}
         scheduled = scheduler_output.num_scheduled_tokens
         finished = set(scheduler_output.finished_req_ids)
-        traced_begun = {name: (params, len(prompt)) for name, (params, prompt) in begun.items()}
-        self.midstream.schedule(traced_begun, scheduled.keys(), finished, computed)
+        self.midstream.schedule(begun, scheduled.keys(), finished, computed)
         ends = getattr(scheduler_output, "midstream_finished", {})
         off_graph = self.plans.schedule(begun, scheduled, {name: ends.get(name) for name in finished}, computed)
         self.plans.remember_step(scheduler_output, may_repeat=not (self.midstream.step_is_traced or off_graph))

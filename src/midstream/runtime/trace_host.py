@@ -83,6 +83,7 @@ class TracedRequest:
         goes_on: fetches from the last pipeline stage whether the bodies have another step.
         forward: what runs its bodies.
         is_done: whether its bodies have ended before the request. A preemption repeats their edits.
+        ends_text: for each generated token, whether one of the request's stop strings ends the text there; None if it has none.
     """
 
     trace: TraceRequest
@@ -97,6 +98,7 @@ class TracedRequest:
     journals: list[Journal] = field(default_factory=list)
     goes_on: Fetch | None = None
     is_done: bool = False
+    ends_text: EndsText | None = None
 
     @property
     def bodies(self) -> list[str]:
@@ -120,17 +122,26 @@ class TracedRequest:
     @property
     def may_stop(self) -> bool:
         """Whether a token can end the request."""
-        return self.sampling.eos_token_id is not None or bool(self.sampling.stop_token_ids)
+        sampling = self.sampling
+        return sampling.eos_token_id is not None or bool(sampling.stop_token_ids) or self.ends_text is not None
 
     def is_over(self, token: int | None, max_model_len: int) -> bool:
-        """Whether the engine ends the request with this token. The async scheduler may run one more step, which the trace must not see."""
+        """Whether the request ends with this token.
+
+        There may be one more step, which the trace must not see: the async scheduler runs ahead, and the front end finds stop strings.
+        """
         sampling = self.sampling
+        if token is not None and self.ends_text is not None and self.ends_text(token):
+            return True
         if sampling.max_tokens is not None and self.generated >= sampling.max_tokens:
             return True
         if self.prompt_length + self.generated >= max_model_len:
             return True
         stops = token is not None and (token == sampling.eos_token_id or token in (sampling.stop_token_ids or ()))
         return stops and self.generated >= sampling.min_tokens
+
+
+EndsText = Callable[[int], bool]
 
 
 class CapturedRows(NamedTuple):
@@ -160,6 +171,7 @@ class TraceHost:
         vocab_size: all token ids are smaller.
         reports: sends the results.
         stages: the pipeline stages, if there are several.
+        ends_text: makes `TracedRequest.ends_text`, of sampling parameters with stop strings and the prompt's token ids.
 
     Attributes:
         step_is_traced: whether a trace shares the step that is being prepared or run.
@@ -177,7 +189,9 @@ class TraceHost:
         vocab_size: int,
         reports: Reports,
         stages: Stages | None = None,
+        ends_text: Callable[[Any, Sequence[int]], EndsText] = lambda sampling, prompt: lambda token: False,
     ) -> None:
+        self._ends_text = ends_text
         self.envoy = envoy
         self.arch = arch
         self.interleaver = interleaver
@@ -214,7 +228,7 @@ class TraceHost:
 
     def schedule(
         self,
-        new: Mapping[str, tuple[Any, int]],
+        new: Mapping[str, tuple[Any, Sequence[int]]],
         scheduled: Collection[str],
         finished: set[str],
         computed: Mapping[str, int] | None = None,
@@ -222,7 +236,7 @@ class TraceHost:
         """Prepare for the coming step, as the scheduler has sent it.
 
         Args:
-            new: request id -> (sampling parameters, prompt length) of requests that begin.
+            new: request id -> (sampling parameters, the prompt's token ids) of requests that begin.
             scheduled: the requests in this step.
             finished: requests that have ended, also by an abort.
             computed: request id -> tokens computed before, where that is known; fewer than last time after a preemption.
@@ -232,10 +246,10 @@ class TraceHost:
         self.reports.flush()  # what follows may wait for other stages, and import packages
         self._end_what_is_over(scheduled)
         self.reports.flush()
-        for name, (sampling, length) in new.items():
+        for name, (sampling, prompt) in new.items():
             trace = TraceRequest.of(sampling)
             if trace is not None and name not in self._requests:
-                self._begin(name, trace, sampling, length)
+                self._begin(name, trace, sampling, prompt)
         known = computed or {}
         traced = [
             request
@@ -283,9 +297,12 @@ class TraceHost:
 
     # Requests.
 
-    def _begin(self, name: str, trace: TraceRequest, sampling: Any, length: int) -> None:
+    def _begin(self, name: str, trace: TraceRequest, sampling: Any, prompt: Sequence[int]) -> None:
         forward, envoy = (self._behind, self._behind_envoy) if trace.is_behind else (self.interleaver, self.envoy)
+        length = len(prompt)
         request = TracedRequest(trace, {}, f"{name}/{trace.index}", length, sampling, forward)
+        if sampling.stop:
+            request.ends_text = self._ends_text(sampling, prompt)
         try:
             programs = self._programs(name, trace)
         except MidstreamError as error:
