@@ -100,6 +100,34 @@ def test_f1_stop_ends_the_request_and_keeps_the_saves(model, plain):
     expected = plain.generate(PARIS, 3)
     assert ids == expected == token_ids(tracer.result)
     assert torch.equal(h, torch.ones(3))
+    ended = tracer.result.outputs[0] if hasattr(tracer.result, "outputs") else tracer.result
+    assert (ended.finish_reason, ended.stop_reason) == ("stop", "trace:stop")
+
+
+@pytest.mark.parametrize("max_tokens", [1, 3])
+def test_p5_a_requests_reason_says_who_has_ended_it(model, plain, max_tokens):
+    """The trace, also with what would have been the last token in any case; a string; a token; or the length."""
+    expected = plain.generate(PARIS, 3)
+    word = plain.tokenizer.decode(expected[:1]).strip()
+
+    def stops(m, tracer):
+        m.layers_output[2] += 0 * m.layers_output[2].mean(0)  # in the forward
+        tracer.stop()
+
+    def reads(m):
+        m.layers_output[2].norm().save()
+
+    def reasons(body, **params):
+        with model.trace(PARIS, max_tokens=max_tokens, temperature=0.0, **params) as tracer:
+            body(model, tracer) if body is stops else body(model)
+        (output,) = tracer.outputs
+        ended = output.outputs[0] if hasattr(output, "outputs") else output
+        return ended.finish_reason, ended.stop_reason
+
+    assert reasons(stops) == ("stop", "trace:stop")
+    assert reasons(reads) == ("length", None)
+    assert reasons(reads, stop=[word]) == ("stop", word)
+    assert reasons(reads, stop_token_ids=[expected[0]]) == ("stop", expected[0])
 
 
 def test_f1_logits_are_written(model, plain):

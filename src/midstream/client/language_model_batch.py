@@ -34,9 +34,9 @@ from midstream.plan.running import run
 from midstream.plan.values import not_finite
 from midstream.runtime.store import RunStore
 from midstream.sites import LAYER_SITES, Binding, NotFinite, Point
-from midstream.trace.body import Body
+from midstream.trace.body import Body, StopTrace
 from midstream.trace.interleaver import Interleaver
-from midstream.trace.program import Outcome, Program, outcome, put_results
+from midstream.trace.program import STOPPED, Outcome, Program, outcome, put_results
 from midstream.trace.rows import BatchRows, Event
 
 _SAMPLING = set(
@@ -89,7 +89,8 @@ class Generated(_Output):
         request_id: the request's id in a directory of captures.
         prompt_token_ids, token_ids: the prompt's tokens and the generated ones.
         text: the generated tokens as text, without special tokens, up to the first of the strings in `stop`.
-        finish_reason: "stop" at such a string or an end-of-text token, else "length", also if the trace ended the request.
+        finish_reason: "stop" at such a string or an end-of-text token, and if the trace ended the request; else "length".
+        stop_reason: the string, the token if it is one of `stop_token_ids`, or "trace:stop" for a trace; None otherwise.
         saves: the trace's saved values, by name.
         captures: the rows that the plan captured.
         answers: the log-probability of each answer, in nats.
@@ -100,6 +101,7 @@ class Generated(_Output):
     token_ids: list[int]
     text: str
     finish_reason: str
+    stop_reason: int | str | None
     captures: Captured | None
     answers: dict[str | int, float] | None
 
@@ -159,7 +161,7 @@ class BatchRequest:
         plan: its plan.
         running: the same, while it runs.
         generated: the tokens generated so far.
-        finish_reason: None while it runs.
+        finish_reason, stop_reason: None while it runs.
         graded: the log-probabilities of its answers.
         rows: its rows of the current step.
         output: set when the batch has ended.
@@ -172,6 +174,7 @@ class BatchRequest:
     running: RunningPlan | None = None
     generated: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+    stop_reason: int | str | None = None
     graded: dict[str | int, float] | None = None
     rows: BatchRows = field(init=False)
     output: Generated = field(init=False)
@@ -276,6 +279,7 @@ class PaddedBatch:
             token_ids=request.generated,
             text=self._text(request)[0],
             finish_reason=request.finish_reason or "length",
+            stop_reason=request.stop_reason,
             saves={},
             captures=Captured.nothing(request.name),
             answers=request.graded if request.invoke.answers else {},
@@ -331,29 +335,38 @@ class PaddedBatch:
         for request, token in zip(self.requests, samples.tolist(), strict=True):
             if request.finish_reason is None:
                 request.generated.append(token)
-                request.finish_reason = self._reason(request, token)
+                request.finish_reason, request.stop_reason = self._reason(request, token)
         for name, body in list(self.interleaver.bodies.items()):
             each = self.requests_of[name]
             if body.done and body.failure is not None and each.invoke.prompt is not None:
+                stopped = isinstance(body.failure, StopTrace)
                 for request in each.requests:
-                    request.finish_reason = request.finish_reason or "length"
+                    if request.finish_reason in (None, "length"):
+                        request.finish_reason = "stop" if stopped else "length"
+                        request.stop_reason = STOPPED if stopped else None
             if all(request.finish_reason is not None for request in each.requests):
                 self._finish(name)
 
-    def _reason(self, request: BatchRequest, token: int) -> str | None:
-        """Why the request ends with this token; None if it continues."""
-        if token in self._stop_tokens() or (self.params.get("stop") and self._text(request)[1]):
-            return "stop"
-        return "length" if len(request.generated) >= self.params["max_tokens"] else None
+    def _reason(self, request: BatchRequest, token: int) -> tuple[str | None, int | str | None]:
+        """The finish reason and the stop reason if the request ends with this token; None if it continues."""
+        stop = self._text(request)[1] if self.params.get("stop") else None
+        if token in self._stop_tokens():
+            return "stop", token if token in (self.params.get("stop_token_ids") or ()) else None
+        if stop is not None:
+            return "stop", stop
+        return ("length" if len(request.generated) >= self.params["max_tokens"] else None), None
 
-    def _text(self, request: BatchRequest) -> tuple[str, bool]:
-        """The generated text up to the first complete string of `stop`, and whether there is one."""
+    def _text(self, request: BatchRequest) -> tuple[str, str | None]:
+        """The generated text up to the first complete string of `stop`, and that string, if there is one."""
         decode = partial(self.tokenizer.decode, skip_special_tokens=True)
         tokens, before = request.generated, request.prompt[-_CONTEXT:]
         shown = tokens[:-1] if tokens and tokens[-1] in self._stop_tokens() else tokens
         text = decode(before + shown)[len(decode(before)) :]
-        ends = [(at + len(stop), at) for stop in _strings(self.params.get("stop")) if (at := text.find(stop)) >= 0]
-        return (text[: min(ends, key=itemgetter(0))[1]], True) if ends else (text, False)
+        ends = [(at + len(stop), stop) for stop in _strings(self.params.get("stop")) if (at := text.find(stop)) >= 0]
+        if not ends:
+            return text, None
+        end, stop = min(ends, key=itemgetter(0))
+        return text[: end - len(stop)], stop
 
     def _stop_tokens(self) -> set[int]:
         eos = self.module.generation_config.eos_token_id

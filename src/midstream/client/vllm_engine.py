@@ -34,7 +34,7 @@ from midstream.errors import (
 from midstream.ranks.merge import merged_description, merged_outcomes
 from midstream.runtime.request import TraceRequest
 from midstream.settings import Settings
-from midstream.trace.program import Outcome, put_results
+from midstream.trace.program import STOPPED, Outcome, put_results
 from midstream.trace.weights import Weight
 from midstream.transport.receiver import Mailbox, Receiver
 
@@ -473,6 +473,9 @@ def traced_result(samples: Sequence[list[Outcome]], output: Any) -> InvokeResult
     """The result of a traced request, with the saved values on its output."""
     error = put_results((outcome for sample in samples for outcome in sample), output)
     output.saves = sample_saves(samples)
+    for outcomes_of_sample, sample in zip(samples, output.outputs, strict=False):
+        if sample.finish_reason == "length" and any(outcome.stopped for outcome in outcomes_of_sample):
+            sample.finish_reason, sample.stop_reason = "stop", STOPPED  # the engine has ended it by max_tokens
     # Of the edits' outcomes only errors are needed from here on.
     outcomes = [o for own, *edits in samples for o in (own, *(edit for edit in edits if edit.failure is not None))]
     return InvokeResult(outcomes, output, error=error)

@@ -45,6 +45,7 @@ from midstream.trace.tree import map_objects, map_tensors, movable
 from midstream.trace.weights import Weight, Weights, values_of
 
 RETURNED = "return"
+STOPPED = "trace:stop"  # the stop reason of a request that `tracer.stop()` has ended
 _CHANGING_CLOUDPICKLE = threading.Lock()
 _HASHED_BYTES = 1 << 20  # of the largest array that is looked at for changes
 
