@@ -151,8 +151,9 @@ class InterventionError(MidstreamError):
 
 
 class InterventionErrorGroup(InterventionError, ExceptionGroup):
-    """Several invokes of one trace raised; `exceptions` holds each one's error."""
+    """Several invokes of one trace raised. `exceptions` holds each error once, and `failures` every invoke's, by its number."""
 
 
 class RequestErrorGroup(MidstreamError, ExceptionGroup):
-    """Several requests of one call failed; `exceptions` holds each one's error, `outputs` the outputs of all requests so far."""
+    """Several requests of one call failed. `exceptions` holds each error once, `failures` every request's, by its number, and `outputs` the
+    outputs of all requests so far."""

@@ -167,8 +167,9 @@ def test_d8_what_only_the_workers_find_is_raised_and_the_others_are_kept(engine:
             engine.generate([FRANCE] * 4, plan=plans, max_tokens=4, **GREEDY)
     finally:
         del engine.vectors["gone"]
-    assert [type(error) for error in caught.value.exceptions] == [PlanError, PlanError]
-    assert all("'gone'" in str(error) for error in caught.value.exceptions)
+    failures = caught.value.failures  # type: ignore[attr-defined]
+    assert [(number, type(error)) for number, error in failures.items()] == [(1, PlanError), (3, PlanError)]
+    assert all("'gone'" in str(error) for error in failures.values()) and len(caught.value.exceptions) == 1
     outputs = caught.value.outputs  # type: ignore[attr-defined]
     assert [ids_of(outputs[index]) for index in (0, 2)] == [plain.generate(FRANCE, 4)] * 2
     ran = plain.run(plain.ids(FRANCE) + plain.generate(FRANCE, 3))

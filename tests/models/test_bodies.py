@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import functools
+import traceback
 import warnings
 
 import pytest
@@ -398,9 +399,33 @@ def test_f3_a_function_that_returns_a_module_is_told(engine):
 
 
 def test_a3_the_error_that_several_have_is_caught_as_one(model):
-    with pytest.raises(ValueError, match="2 requests failed, the first: ValueError: 5") as caught:
+    with pytest.raises(ValueError, match="2 requests failed alike, the first: ValueError: 5") as caught:
         model.run(lambda m: (_ for _ in ()).throw(ValueError(5)), [PARIS, ROME], temperature=0.0)
-    assert isinstance(caught.value, InterventionErrorGroup) and len(caught.value.exceptions) == 2
+    assert isinstance(caught.value, InterventionErrorGroup) and len(caught.value.failures) == 2
+
+
+def test_p5_requests_that_fail_alike_print_one_traceback_with_a_count(model):
+    """What differs is printed each, with how many failed so."""
+
+    def fails(m):
+        m.layers_output[1].norm()
+        raise LookupError("own")
+
+    def fails_by_length(m):
+        raise LookupError("short" if len(m.layers_output[1]) < 6 else "long")
+
+    with pytest.raises(LookupError) as caught:
+        model.run(fails, [PARIS, EIFFEL] * 10, temperature=0.0)
+    text = "".join(traceback.format_exception(caught.value))
+    assert text.count("in the trace:") == text.count('raise LookupError("own")') == 1
+    assert "20 requests failed alike, the first: LookupError: own" in text and "more exceptions" not in text
+    assert set(caught.value.failures) == set(range(20)) and len(caught.value.outputs) == 20
+    with pytest.raises(LookupError) as caught:
+        model.run(fails_by_length, [PARIS, EIFFEL, PARIS, PARIS], temperature=0.0)
+    text = "".join(traceback.format_exception(caught.value))
+    assert text.count("in the trace:") == 2 and "4 requests failed, the first: LookupError: short" in text
+    assert text.count("3 requests failed so.") == 1
+    assert [str(caught.value.failures[i]).split()[1] for i in range(4)] == ["short", "long", "short", "short"]
 
 
 def test_f1_threads_take_turns(model, plain):

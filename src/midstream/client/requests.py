@@ -122,18 +122,30 @@ def sample_saves(samples: Sequence[list[Outcome]]) -> Any:
 
 def raise_failures(results: list[InvokeResult]) -> None:
     """Raise the results' error, or a group of their errors; its `outputs` are the outputs of all invokes."""
-    errors = [error for result in results for error in result.errors()]
-    if not errors:
+    failures = {number: errors for number, result in enumerate(results) if (errors := list(result.errors()))}
+    if not failures:
         return
+    errors = [error for each in failures.values() for error in each]
     group = RequestErrorGroup if any(result.error is not None for result in results) else InterventionErrorGroup
     error = errors[0] if len(errors) == 1 else _grouped(group, errors)
+    error.failures = {number: each[0] for number, each in failures.items()}  # type: ignore[attr-defined]
     error.outputs = [result.output for result in results]  # type: ignore[attr-defined]
     raise error from error.__cause__
 
 
 def _grouped(group: Any, errors: list[MidstreamError]) -> MidstreamError:
-    """A group that is also an instance of the errors' common class, so that one `except` catches one error or several."""
-    text = f"{len(errors)} requests failed, the first: {errors[0]}"
+    """A group that is also an instance of the errors' common class, so that one `except` catches one error or several.
+
+    Of errors that are alike it has the first, so that each traceback is printed once.
+    """
+    alike: dict[tuple[str, str], list[MidstreamError]] = {}
+    for error in errors:
+        alike.setdefault((type(error).__name__, str(error)), []).append(error)
+    for first, *others in alike.values() if len(alike) > 1 else ():
+        if others:
+            first.add_note(f"{1 + len(others)} requests failed so.")
+    text = f"{len(errors)} requests failed{' alike' if len(alike) == 1 else ''}, the first: {str(errors[0]).splitlines()[0]}"
+    errors = [first for first, *_ in alike.values()]
     nothing_new = (*group.__mro__, Exception)
     for shared in type(errors[0]).__mro__:
         if shared not in nothing_new and all(isinstance(error, shared) for error in errors):
