@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from oracle import close, differs
@@ -308,3 +310,36 @@ def test_p3_a_stop_string_counts_after_min_tokens_alone(model, plain):
             seen.append(model.samples.item())
     (output,) = tracer.outputs
     assert seen == token_ids(output) and len(seen) > 3
+
+
+def test_p5_an_edit_in_the_place_of_another_says_so(model, plain):
+    """In place and in views; the first one does not."""
+    v = direction()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with model.edit("a", inplace=True):
+                model.layers_output[2] += 1e3
+            with model.edit("b") as edited:
+                edited.layers_output[2] += v
+        with pytest.warns(UserWarning, match="takes the place of the one called 'a'"):
+            with model.edit("a", inplace=True):
+                model.layers_output[2] += v
+        with pytest.warns(UserWarning, match="takes the place of the one called 'b'"):
+            with edited.edit("b") as other:
+                other.layers_output[2] += 2 * v
+        with model.trace(PARIS, temperature=0.0, max_tokens=1):
+            logits = model.logits.save()
+    finally:
+        model.clear_edits()
+    close(logits, plain.run(PARIS, {("resid_post", 2): lambda h: h + v}).logits[-1:])
+
+
+def test_p5_an_edits_values_have_the_same_form_on_both(model, plain):
+    with model.edit("kept") as edited:
+        kept = edited.layers_output[3][-1].save()  # noqa: F841
+    for count in (1, 3):
+        saves = edited.generate(PARIS, max_tokens=count, temperature=0.0)[0].saves["kept"]
+        assert isinstance(saves, torch.Tensor if count == 1 else list)
+        ran = plain.run([*plain.ids(PARIS), *plain.generate(PARIS, count)[:-1]])
+        close(torch.stack(saves) if count > 1 else saves[None], ran.sites["resid_post", 3][-count:])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 import uuid
+import warnings
 from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -95,6 +96,9 @@ class EditContext(BlockContext):
         bound = self._bound(block)
         injected = dict(zip(names, bound if isinstance(bound, tuple) else (bound,), strict=False))
         edit = StandingEdit(BlockProgram(block, injected), self._has_name)
+        if self._name in self._model.edits:
+            text = f"This edit takes the place of the one called {self._name!r}. Give it another name to have both."
+            warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno)
         for model in (self._view, self._model) if self._inplace else (self._view,):
             model.edits[self._name] = edit
 
@@ -621,7 +625,7 @@ class TraceModel(Sizes):
         this form edits the model itself on `VLLM` and `Remote`, as with `inplace=True`.
 
         Args:
-            name: for `clear_edits`, and for requests that choose edits; it replaces an edit of that name.
+            name: for `clear_edits`, and for requests that choose edits. It replaces an edit of that name, with a warning.
             inplace: edit the model itself, `with model.edit(inplace=True):`. The target, if there is one, is a tracer.
         """
         return EditContext(self, name, inplace)

@@ -110,6 +110,7 @@ class RemoteOutput:
     request_id: str
     prompt_token_ids: list[int]
     outputs: list[RemoteSample]
+    prompt: str | None = None
     finished: bool = False
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     saves: Any = field(default_factory=dict)
@@ -133,6 +134,7 @@ class OutputWriter:
             "index": self._index,
             "id": output.request_id,
             "prompt": list(output.prompt_token_ids or ()),
+            "text": output.prompt,
             "samples": [self._sample(sample) for sample in output.outputs],
             "answers": output.answers,
         }
@@ -213,7 +215,12 @@ class OutputReader:
             self._add(sample)
         samples = [self._samples[index] for index in sorted(self._samples)]
         self.output = output = RemoteOutput(
-            message["id"], message["prompt"], samples, saves=message["saves"], answers=message["answers"]
+            message["id"],
+            message["prompt"],
+            samples,
+            message["text"],
+            saves=message["saves"],
+            answers=message["answers"],
         )
         if "outcomes" not in message:
             return output, None

@@ -315,9 +315,10 @@ class VLLM(DescribedModel):
             params = _params(invoke, trace, plan, rows, shared)
             salt = secrets.token_hex(8) if trace is not None else None
             weights = {**weights, **code.weights} if code is not None and trace is not None else weights
+            text = invoke.prompt if isinstance(invoke.prompt, str) else None
             requests.append(
                 EngineRequest(
-                    launch.engine_prompt(ids, salt), params, trace, plan, rows, invoke.answers, ending, weights
+                    launch.engine_prompt(ids, text, salt), params, trace, plan, rows, invoke.answers, ending, weights
                 )
             )
         return requests

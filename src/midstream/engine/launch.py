@@ -261,9 +261,10 @@ def checked_parameters(given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: getattr(made, name) for name in given}
 
 
-def engine_prompt(token_ids: Sequence[int], salt: str | None) -> dict[str, Any]:
-    """A prompt for vLLM. The KV of a prompt with a salt is shared only with prompts that have the same salt."""
-    return {"prompt_token_ids": list(token_ids), **({"cache_salt": salt} if salt is not None else {})}
+def engine_prompt(token_ids: Sequence[int], text: str | None, salt: str | None) -> dict[str, Any]:
+    """A prompt for vLLM, with its text, if it has one. The KV of a prompt with a salt is shared only with prompts of the same salt."""
+    known = {"prompt": text, "cache_salt": salt}
+    return {"prompt_token_ids": list(token_ids), **{name: each for name, each in known.items() if each is not None}}
 
 
 def check_prompts(config: Any, prompts: Sequence[Sequence[int]], together: bool) -> None:
