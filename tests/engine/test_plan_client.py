@@ -661,9 +661,9 @@ def test_async_a_closed_engine_fails_what_waits(model: VLLM, drive: Drive) -> No
     assert not model.is_open
 
 
-def test_p5_an_output_has_its_prompts_text(engine: VLLM | Remote) -> None:
+def test_p5_an_output_has_its_prompts_text(engine: VLLM) -> None:
     """As vLLM's own; of token ids there is none."""
-    steer = [Steer("resid_post", layers=2, vector=np.ones(256), scale=0.1)]
+    steer = [Steer("resid_post", layers=2, vector=torch.ones(256), scale=0.1)]
     ids = engine.tokenizer(FRANCE)["input_ids"]
     for plan in (None, steer):
         text, tokens = engine.generate([FRANCE, ids], plan=plan, max_tokens=1, **GREEDY)
