@@ -272,6 +272,10 @@ class DescribedModel(TraceModel):
         )
 
     @property
+    def _architectures(self) -> list[str] | None:
+        return getattr(self._text_config, "architectures", None)
+
+    @property
     def num_layers(self) -> int:
         """Of all pipeline stages together."""
         return self.description["num_layers"]

@@ -286,7 +286,7 @@ class LanguageModel(TraceModel):
             yield from (group[first : first + size] for first in range(0, len(group), size))
 
     def _token_ids(self, invoke: Invoke) -> list[int]:
-        ids = token_ids(invoke, lambda: self.tokenizer)
+        ids = token_ids(invoke, lambda: self.tokenizer, [type(self.module).__name__])
         rows = len(self.module.get_input_embeddings().weight)
         if wrong := [token for token in ids if not 0 <= token < rows]:
             raise PromptError(f"The prompt has the token id {wrong[0]}; this model's are 0 to {rows - 1}.")

@@ -15,7 +15,21 @@ from midstream.errors import PlanError, PromptError
 
 Prompt = str | Sequence[int] | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 _NOT_TEXT = ("multi_modal", "pixel_values", "image", "video", "audio", "input_features")
-_ENCODING = ("input_ids", "attention_mask", "token_type_ids", "position_ids")  # what a tokenizer returns
+_ENCODING = (
+    "input_ids",
+    "attention_mask",
+    "token_type_ids",
+    "position_ids",
+)  # what a tokenizer returns, a row for each prompt
+# Other keys of a dict. The first are vLLM's; the rest, a tokenizer's about the text, change no value.
+_OTHERS = (
+    "prompt",
+    "prompt_token_ids",
+    "special_tokens_mask",
+    "offset_mapping",
+    "length",
+    "overflow_to_sample_mapping",
+)
 
 
 def prompts_of(given: Any) -> tuple[list[Any], bool]:
@@ -37,8 +51,25 @@ def prompts_of(given: Any) -> tuple[list[Any], bool]:
         return [given], True
     if not isinstance(given, Mapping):
         return [*given], False
-    names = [name for name in ("input_ids", "attention_mask") if name in given]
-    return [{name: given[name][row] for name in names} for row in range(rows)], False
+    _check_keys(given)
+    parts = {name: given[name] for name in _ENCODING if given.get(name) is not None}
+    if "attention_mask" in parts and not all(bool(mask[-1]) for mask in parts["attention_mask"]):
+        raise PromptError(
+            "The attention_mask pads on the right. midstream pads prompts of different lengths on the left, and a trace would find other "
+            "tokens where it looks for these: set tokenizer.padding_side = 'left' before you tokenize, or give the texts as a list."
+        )
+    wide = {name: part if len(part) == rows else [part[0]] * rows for name, part in parts.items()}
+    return [{name: part[row] for name, part in wide.items()} for row in range(rows)], False
+
+
+def _check_keys(prompt: Mapping[str, Any]) -> None:
+    """Raise PromptError for keys that would have no effect."""
+    known = (*_ENCODING, *_OTHERS)
+    if unknown := [key for key, value in prompt.items() if value is not None and key not in known]:
+        raise PromptError(
+            f"The prompt has {', '.join(map(repr, unknown))}, which midstream does not use; allowed: {', '.join(known)}. On transformers "
+            "call the module itself in a trace for what needs them: `model.module(**inputs)`."
+        )
 
 
 def _is_array(given: Any) -> bool:
@@ -85,7 +116,7 @@ def prompt_in(prompt: Any, params: dict[str, Any]) -> tuple[Any, dict[str, Any]]
 def encode(prompt: Prompt, tokenizer: Callable[[], Any]) -> list[int]:
     """The prompt's token ids, without those that its `attention_mask` masks; `tokenizer` returns the tokenizer for text.
 
-    Raises PromptError if there are none, or images.
+    Raises PromptError if there are none, or images; for a mask with holes, and for positions and token types that are not the usual ones.
     """
     if type(prompt) is list and prompt and all(type(token) is int for token in prompt):
         if (least := min(prompt)) < 0:  # older vLLMs fail at it
@@ -102,6 +133,7 @@ def encode(prompt: Prompt, tokenizer: Callable[[], Any]) -> list[int]:
     elif (text := _text_of(prompt)) is not None:
         ids = tokenizer()(text)["input_ids"]
     elif isinstance(prompt, Mapping):
+        _check_keys(prompt)
         ids = next((prompt[key] for key in ("input_ids", "prompt_token_ids") if prompt.get(key) is not None), ())
     try:
         ids = torch.as_tensor(ids)
@@ -110,15 +142,32 @@ def encode(prompt: Prompt, tokenizer: Callable[[], Any]) -> list[int]:
     ids = ids[0] if ids.ndim == 2 and ids.shape[0] == 1 else ids
     if ids.ndim != 1:
         raise _no_prompt(prompt)
-    mask = prompt.get("attention_mask") if isinstance(prompt, Mapping) else None
-    if mask is not None:
-        mask = torch.as_tensor(mask).flatten().bool()
-        if mask.shape != ids.shape:
-            raise PromptError(f"The attention_mask has {len(mask)} entries; the prompt has {len(ids)} tokens.")
-        ids = ids[mask.to(ids.device)]
+    if isinstance(prompt, Mapping):
+        ids = _unmasked(prompt, ids)
     if not ids.numel():
         raise _no_prompt(prompt)
     return ids.long().tolist()
+
+
+def _unmasked(prompt: Mapping[str, Any], ids: torch.Tensor) -> torch.Tensor:
+    """The tokens that count. Raises PromptError for parts of an encoding that say more than which these are."""
+    parts = {name: torch.as_tensor(part).flatten() for name in _ENCODING[1:] if (part := prompt.get(name)) is not None}
+    for name, part in parts.items():
+        if len(part) != len(ids):
+            raise PromptError(f"The {name} has {len(part)} entries; the prompt has {len(ids)} tokens.")
+    mask = parts.get("attention_mask", torch.ones(len(ids))).bool()
+    places = mask.nonzero().flatten()
+    if len(places) and int(places[-1] - places[0]) >= len(places):
+        raise PromptError(
+            "The attention_mask has holes. midstream computes the tokens between the first and the last without gaps."
+        )
+    if "position_ids" in parts and parts["position_ids"][mask].tolist() != list(range(len(places))):
+        raise PromptError(
+            "The position_ids are not 0, 1, 2, ... for the tokens that attention_mask leaves; others are not supported."
+        )
+    if "token_type_ids" in parts and parts["token_type_ids"].any():
+        raise PromptError("The token_type_ids are not all 0; other token types are not supported.")
+    return ids[mask.to(ids.device)]
 
 
 def _chat_ids(messages: Any, tokenizer: Any) -> list[int]:

@@ -543,7 +543,7 @@ class Remote(DescribedModel):
         self, invokes: Sequence[Invoke], code: ShippedCode, together: bool
     ) -> tuple[Lowering, list[list[int]]]:
         """How the traces run, and the prompts' token ids."""
-        prompts = [token_ids(invoke, lambda: self.tokenizer) for invoke in invokes]
+        prompts = [token_ids(invoke, lambda: self.tokenizer, self._architectures) for invoke in invokes]
         steps = [max(1, min(invoke.params.get("max_tokens") or MAX_TOKENS, MAX_TOKENS)) for invoke in invokes]
         programs, given = self._programs(invokes), [invoke.plan for invoke in invokes]
         lowering = lower_trace(programs, code, self._known, list(map(len, prompts)), steps)
@@ -568,7 +568,7 @@ class Remote(DescribedModel):
         found = {}
         for i, invoke in enumerate(invokes):
             if any(to is not None for capture in invoke.plan.captures for to in capture.sinks):
-                ids = token_ids(invoke, lambda: self.tokenizer)
+                ids = token_ids(invoke, lambda: self.tokenizer, self._architectures)
                 plan = self.planner.prepare(invoke.plan, invoke.prompt, ids, invoke.params)
                 found[i] = Delivery(plan, invoke.collected, self.sinks)
         return found

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -215,8 +216,24 @@ def sampling(params: Mapping[str, Any], max_tokens: int) -> dict[str, Any]:
     return {"max_tokens": max_tokens, **given}
 
 
-def token_ids(invoke: Invoke, tokenizer: Callable[[], Any]) -> list[int]:
-    """The token ids of its prompt. Raises PromptError, or PlanError for a plan with positions in a prompt that has images."""
+def _adds_token_types(architectures: Sequence[str]) -> bool:
+    """Whether the forward of one of these has token types in transformers."""
+    import transformers
+
+    models = [getattr(transformers, name, None) for name in architectures]
+    return any("token_type_ids" in inspect.signature(model.forward).parameters for model in models if model is not None)
+
+
+def token_ids(invoke: Invoke, tokenizer: Callable[[], Any], architectures: Sequence[str] | None) -> list[int]:
+    """The token ids of its prompt. `architectures`: the names of the model's classes in transformers.
+
+    Raises PromptError, or PlanError for a plan with positions in a prompt that has images.
+    """
+    has_types = isinstance(invoke.prompt, Mapping) and invoke.prompt.get("token_type_ids") is not None
+    if has_types and _adds_token_types(architectures or ()):
+        raise PromptError(
+            "The prompt has token_type_ids, which this model adds to its embeddings; midstream does not pass them on."
+        )
     if invoke.plan and is_multimodal(invoke.prompt):
         check(invoke.plan, ModelFacts(), None, None, vectors=None, runs=None, multimodal=True)
     return encode(invoke.prompt, tokenizer)

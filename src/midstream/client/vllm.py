@@ -198,7 +198,9 @@ class VLLM(DescribedModel):
             while group := self._with_plan(list(itertools.islice(invokes, _GROUP))):
                 try:
                     yield from self._requests(
-                        group, [token_ids(invoke, lambda: self.tokenizer) for invoke in group], None
+                        group,
+                        [token_ids(invoke, lambda: self.tokenizer, self._architectures) for invoke in group],
+                        None,
                     )
                 except PlanError as error:  # a recorded run is gone
                     yield from [error] * len(group)
@@ -209,7 +211,7 @@ class VLLM(DescribedModel):
         self, invokes: list[Invoke], together: bool = False, ended: Callable[[int], object] = lambda _: None
     ) -> list[InvokeResult] | EngineStream:
         invokes = self._with_plan([_with_carried_plan(invoke) for invoke in invokes])
-        prompts = [token_ids(invoke, lambda: self.tokenizer) for invoke in invokes]
+        prompts = [token_ids(invoke, lambda: self.tokenizer, self._architectures) for invoke in invokes]
         code = self._code(invokes)
         lowering = None
         if code is not None and self._connection.is_described:

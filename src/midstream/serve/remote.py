@@ -148,12 +148,13 @@ def _stream(server: Server, call: Call) -> OutputStream:
             plans.append(server.checked_plan(_loaded(plan, _MAX_PART_BYTES, "A plan", PlanError)))
     invokes = [_invoke(server, asked, plans, f"asked[{number}]") for number, asked in enumerate(call.asked)]
     with at_fault("asked"):
-        prompts = [token_ids(invoke, lambda: server.model.tokenizer) for invoke in invokes]
+        model = server.model
+        prompts = [token_ids(invoke, lambda: model.tokenizer, model._architectures) for invoke in invokes]
     code = ShippedCode(call.programs, call.bodies) if call.programs else None
     with at_fault("own"):
         lowering = _lowering(call, plans, prompts) if code is not None else None
     try:
-        return server.model.stream(invokes, prompts, code, call.together, lowering)
+        return model.stream(invokes, prompts, code, call.together, lowering)
     except PlanError:  # of a plan and a prompt together
         with at_fault("plans"):
             raise
