@@ -189,6 +189,10 @@ class LanguageModel(TraceModel):
     # Running.
 
     @property
+    def _generation(self) -> Mapping[str, Any]:
+        return self.module.generation_config.to_diff_dict()  # type: ignore[no-any-return]
+
+    @property
     def _text_config(self) -> Any:
         return self.module.config.get_text_config()
 

@@ -42,7 +42,7 @@ from midstream.trace.rows import BatchRows, Event
 _SAMPLING = set(
     "max_tokens temperature top_p top_k min_p repetition_penalty seed ignore_eos stop stop_token_ids".split()
 )
-_FOR_GENERATE = ("min_p", "repetition_penalty", "output_hidden_states", "output_attentions")
+_FOR_GENERATE = ("min_p", "output_hidden_states", "output_attentions")
 _CONTEXT = 6  # tokens of the prompt to decode generated tokens with: a token's text may depend on those before it
 
 
@@ -412,6 +412,7 @@ class PaddedBatch:
         from transformers import LogitsProcessorList
 
         settings = self._generation_settings()
+        logits_BV = self._penalized(self._inputs()[0], logits_BV)
         if not settings["do_sample"]:
             return logits_BV.argmax(-1)
         config = self.module.generation_config
@@ -423,12 +424,20 @@ class PaddedBatch:
         scores = processors(self._inputs()[0], logits_BV.float())
         return torch.multinomial(scores.softmax(-1), 1)[:, 0]
 
+    def _penalized(self, so_far_BS: torch.Tensor, logits_BV: torch.Tensor) -> torch.Tensor:
+        """Lower the logits of tokens that are there already. Traces see them as they are before, as on vLLM."""
+        from transformers import RepetitionPenaltyLogitsProcessor
+
+        penalty = float(self.params.get("repetition_penalty") or 1.0)
+        return logits_BV if penalty == 1.0 else RepetitionPenaltyLogitsProcessor(penalty)(so_far_BS, logits_BV)
+
     def _generation_settings(self) -> dict[str, Any]:
         params = self.params
         temperature = params.get("temperature", 1.0)
         if params.get("seed") is not None:
             torch.manual_seed(params["seed"])
         settings: dict[str, Any] = {"do_sample": temperature > 0, "max_new_tokens": params["max_tokens"]}
+        settings["repetition_penalty"] = 1.0  # see `_penalized`
         if temperature > 0:
             top_p, top_k = params.get("top_p", 1.0), max(params.get("top_k", 0), 0)
             settings |= {"temperature": temperature, "top_p": top_p, "top_k": top_k}
@@ -441,10 +450,10 @@ class PaddedBatch:
 
         ids_BS, mask_BS = self._inputs()
 
-        def on_logits(_: torch.Tensor, scores_BV: torch.Tensor) -> torch.Tensor:
+        def on_logits(so_far_BS: torch.Tensor, scores_BV: torch.Tensor) -> torch.Tensor:
             scores_BV = self.interleaver.fire(("", "logits"), scores_BV)
             self._grade(scores_BV)
-            return scores_BV
+            return self._penalized(so_far_BS, scores_BV)
 
         def on_samples(so_far_BS: torch.Tensor, _: Any, **__: Any) -> torch.Tensor:
             sampled_B = so_far_BS[:, -1]

@@ -191,6 +191,11 @@ class TraceModel(Sizes):
         raise NotImplementedError
 
     @property
+    def _generation(self) -> Mapping[str, Any]:
+        """The values of the model's generation configuration that are not the usual ones."""
+        raise NotImplementedError
+
+    @property
     def facts(self) -> ModelFacts:
         """The facts about the model that plans are checked against."""
         raise NotImplementedError
@@ -348,7 +353,7 @@ class TraceModel(Sizes):
             )
         chosen = self.chosen_edits(edits)
         invokes = [
-            Invoke(p, program, sampling(params, 1), q, edits=chosen, is_streamed=False)
+            Invoke(p, program, sampling(params, 1, self._generation), q, edits=chosen, is_streamed=False)
             for p, q in zip(prompts, plans, strict=True)
         ]
         return self._finish(self._returned(invokes, self._run_with_bar(invokes, progress=progress), single))
@@ -406,7 +411,7 @@ class TraceModel(Sizes):
                 raise TraceError("A trace has no answers=; read model.logits or model.next_token_probs in it.")
             return Tracer(self, prompts, params, 16, plan, self.chosen_edits(edits), progress)  # type: ignore[arg-type]
         each, single = prompts_of(prompts)
-        plans, params = plans_of(plan, len(each), single), sampling(params, 16)
+        plans, params = plans_of(plan, len(each), single), sampling(params, 16, self._generation)
         asked = self._answers(answers, len(each), params)
         chosen = self.chosen_edits(edits)
         invokes = [Invoke(p, None, params, q, a, edits=chosen) for p, q, a in zip(each, plans, asked, strict=True)]
@@ -451,7 +456,7 @@ class TraceModel(Sizes):
             PlanError, PromptError, ParameterError: the plan, a prompt, the ids or a parameter is invalid. Nothing has been run.
         """
         _refuse_in_trace("collect")
-        collection = Collection(prompts_of(prompts)[0], plan, to, ids, sampling(params, 1))
+        collection = Collection(prompts_of(prompts)[0], plan, to, ids, sampling(params, 1, self._generation))
         return self._finish(self._collect(collection, progress))
 
     async def _collect(self, collection: Collection, progress: bool | None) -> Store:

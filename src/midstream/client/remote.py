@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from importlib import metadata
@@ -386,6 +386,10 @@ class Remote(DescribedModel):
     def description(self) -> dict[str, Any]:
         """The module tree, its shapes and sites, from the server's workers."""
         return self._description
+
+    @property
+    def _generation(self) -> Mapping[str, Any]:
+        return self._description["generation"]  # type: ignore[no-any-return]
 
     @property
     def _text_config(self) -> Any:

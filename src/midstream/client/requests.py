@@ -9,6 +9,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -168,6 +169,17 @@ _HARMLESS = (
     "pad_token_id",
 )  # others' parameters, which change no value here
 
+_TRANSFORMERS_NAMES = {"max_new_tokens": "max_tokens", "stop_strings": "stop", "num_return_sequences": "n"}
+# Parameters of transformers' generate -> how to write them.
+_SPELLED = {
+    "generation_config": "give its values by name, as in temperature=0.6, top_k=20. The model's own are in use already.",
+    "max_length": "give the number of generated tokens, max_tokens=.",
+    "min_new_tokens": "on vLLM write min_tokens=.",
+    "min_length": "on vLLM write min_tokens=, which counts generated tokens.",
+    "eos_token_id": "write stop_token_ids=[...], and ignore_eos=True to go on behind the model's own end.",
+    "num_beams": "midstream has no beam search.",
+}
+
 # Arguments of a transformers model's forward -> what to do on vLLM, which has no such argument.
 FORWARD_ARGUMENTS = {
     "output_hidden_states": "Read model.layers_output[i] in a trace, or capture resid_post with a plan.",
@@ -186,14 +198,20 @@ def engine_params(params: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in params.items() if name not in FORWARD_ARGUMENTS}
 
 
-def sampling(params: Mapping[str, Any], max_tokens: int) -> dict[str, Any]:
+def sampling(
+    params: Mapping[str, Any], max_tokens: int, defaults: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Any]:
     """Sampling parameters under vLLM's names, greedy unless one of them asks for sampling.
 
     `temperature`, `top_p`, `top_k`, `min_p`, `n > 1` and `do_sample=True` ask for it; `do_sample=False` means greedy, whatever the others
-    say. `max_new_tokens` is another name of `max_tokens`.
+    say. `max_new_tokens`, `stop_strings` and `num_return_sequences` are transformers' names of `max_tokens`, `stop` and `n`.
 
     Args:
         max_tokens: how many there are if `params` do not say it.
+        defaults: of the model's generation configuration. A repetition penalty counts in any case, the others if tokens are sampled.
+
+    Raises:
+        ParameterError: a parameter of transformers' that is written in another way here.
     """
     unset = {name for name in _ASK_FOR_SAMPLING if name in params and params[name] is None}  # as transformers has it
     unset |= {name for name in FORWARD_ARGUMENTS if not params.get(name)}
@@ -204,8 +222,13 @@ def sampling(params: Mapping[str, Any], max_tokens: int) -> dict[str, Any]:
         raise ParameterError(
             "sampling_params= is not a parameter here: give each one by name, as in max_tokens=3, temperature=0.5."
         )
-    if "max_new_tokens" in given:
-        given["max_tokens"] = given.pop("max_new_tokens")
+    for name, instead in _SPELLED.items():
+        if given.get(name) is not None:
+            raise ParameterError(f"{name}= is not a parameter here: {instead}")
+        given.pop(name, None)
+    for name, ours in _TRANSFORMERS_NAMES.items():
+        if name in given:
+            given.setdefault(ours, given.pop(name))
     asked = given.pop("do_sample", None)
     if asked is not None and not isinstance(asked, bool):
         raise ParameterError(f"do_sample is {asked!r}; allowed: True or False.")
@@ -213,7 +236,8 @@ def sampling(params: Mapping[str, Any], max_tokens: int) -> dict[str, Any]:
         asked = any(name in given for name in _ASK_FOR_SAMPLING) or (given.get("n") or 1) > 1
     if not asked:
         given["temperature"] = 0.0
-    return {"max_tokens": max_tokens, **given}
+    used = (*_ASK_FOR_SAMPLING, "repetition_penalty") if asked else ("repetition_penalty",)
+    return {"max_tokens": max_tokens, **{name: defaults[name] for name in used if name in defaults}, **given}
 
 
 def _adds_token_types(architectures: Sequence[str]) -> bool:

@@ -55,10 +55,14 @@ class Backend(Protocol):
     Attributes:
         _is_async: whether `_run_with_bar` returns a stream of outputs, and not the results.
         _ships: whether traces run in another process, on copies of what they use.
+        _generation: as of `TraceModel`.
     """
 
     _is_async: Any
     _ships: bool
+
+    @property
+    def _generation(self) -> Mapping[str, Any]: ...
 
     def _run_with_bar(self, invokes: list[Invoke], together: bool, *, progress: bool | None) -> Any: ...
 
@@ -215,7 +219,7 @@ class Tracer(BlockContext):
             )
         own = self._plan if plan is None else Plan.of(plan)
         chosen = self._edits if edits is None else self._model.chosen_edits(edits)
-        params = sampling({**self._params, **params}, self._max_tokens)
+        params = sampling({**self._params, **params}, self._max_tokens, self._model._generation)
         return InvokeContext(self, Invoke(prompt, None, params, own, edits=chosen))
 
     def add(self, invoke: Invoke, block: Block) -> None:
@@ -252,7 +256,7 @@ class Tracer(BlockContext):
     def _captured(self, block: Block, frame: FrameType) -> None:
         outer: dict[str, Any] = {}
         if self._prompt is not None:
-            params = sampling(self._params, self._max_tokens)
+            params = sampling(self._params, self._max_tokens, self._model._generation)
             self.add(Invoke(self._prompt, None, params, self._plan, edits=self._edits), block)
         else:
             outer = self._collect(block)

@@ -180,6 +180,10 @@ class VLLM(DescribedModel):
     def longest_prompt(self) -> int:
         return self.vllm_config.model_config.max_model_len - 1
 
+    @cached_property
+    def _generation(self) -> Mapping[str, Any]:
+        return self.vllm_config.model_config.get_diff_sampling_param()  # type: ignore[no-any-return]
+
     @property
     def _text_config(self) -> Any:
         return self.vllm_config.model_config.hf_text_config

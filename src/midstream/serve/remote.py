@@ -52,13 +52,14 @@ router = APIRouter(prefix=f"/v1/{NAME}", tags=[NAME])
 async def description(request: Request) -> dict[str, Any]:
     """The model's modules, shapes and sites, for `midstream.Remote`."""
     model = server_of(request).model
-    names = ("vocab_size", "num_attention_heads", "num_key_value_heads", "hidden_size", "head_dim")
+    names = ("architectures", "vocab_size", "num_attention_heads", "num_key_value_heads", "hidden_size", "head_dim")
     config = model.vllm_config.model_config.hf_text_config
     return {
         **model.description,
         "model": model.model_name,
         "config": {name: getattr(config, name, None) for name in names},
         "hf_config": json.loads(model.config.to_json_string(use_diff=False)),
+        "generation": dict(model._generation),
         "max_model_len": model.vllm_config.model_config.max_model_len,
     }
 
