@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,7 +23,7 @@ class Aliases:
             such a path fits has the other name where the last `*` is: `"layers.*.self_attn"` at each layer. Where the path fits one
             module alone, that has the name also where the path begins. A key may be a class of modules, which then have the other name
             at the module that they are in. A value is the other name, or a list of them. A key that names nothing is skipped, so that
-            one `rename` serves several architectures.
+            one `rename` serves several architectures; `warn` tells if that holds for all of them.
         modules: path -> module, to find the modules of a class.
     """
 
@@ -73,6 +75,15 @@ class Aliases:
 
     def _of_class(self, kind: type) -> list[str]:
         return [path for path, module in self._modules.items() if path and isinstance(module, kind)]
+
+    def warn(self, known: Collection[str]) -> None:
+        """Warn if none of the keys names a module."""
+        if (self.rename or self.classes) and not any(places for _, _, places in self._places(known)):
+            keys = ", ".join([*map(repr, self.rename), *(kind.__name__ for kind in self.classes)])
+            there = ", ".join(dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", path) for path in known if path))
+            warnings.warn(
+                f"rename: no module of this model is called {keys}. Its modules are {there[:1000]}.", stacklevel=4
+            )
 
     def by_path(self) -> dict[str, list[str]]:
         """As `rename`, with the paths of modules in place of their classes."""

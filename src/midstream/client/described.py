@@ -20,7 +20,7 @@ from midstream.errors import TraceError, UnknownModuleError
 from midstream.plan.values import ModelFacts, Plan
 from midstream.sites import ACCESSORS, LAYER_SITES, Binding
 from midstream.trace.block import Block
-from midstream.trace.envoy import nearest, where_layers_are
+from midstream.trace.envoy import by_path, nearest, where_layers_are
 from midstream.trace.program import BlockProgram, FunctionProgram, Program, ShippedCode, ship
 from midstream.trace.record import Model
 from midstream.trace.tracer import BodyTracer
@@ -68,9 +68,19 @@ class ModuleHandle:
             )
         if name in _CONTENTS and self._path:
             return self._contents(name)
+        if name in _TREE:
+            return _TREE[name](self)
         known = [*children, *((*_CONTENTS, "source") if self._path else (*ACCESSORS, *LAYER_SITES, *_IN_TRACES))]
         hint = where_layers_are(self._model.description["modules"]) if self._path.count(".") < 2 else ""
         raise UnknownModuleError(f"{self._path or 'the model'} has no module {name}{nearest(name, known)}{hint}")
+
+    def _below(self) -> Iterator[tuple[str, ModuleHandle]]:
+        """This module and all in it, with their paths from here."""
+        start = f"{self._path}." if self._path else ""
+        yield "", self
+        for path in self._model.description["modules"]:
+            if path.startswith(start) and path != self._path:
+                yield path[len(start) :], ModuleHandle(path, self._model)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_"):
@@ -297,7 +307,9 @@ class DescribedModel(TraceModel):
     @cached_property
     def aliases(self) -> Aliases:
         """The user's other names of modules."""
-        return Aliases(self.description.get("rename"))
+        found = Aliases(self.description.get("rename"))
+        found.warn(self.description["modules"])
+        return found
 
     def without_edits(self) -> Self:
         """A view of the model without edits and without a plan."""
@@ -333,6 +345,18 @@ class ExplainContext(BlockContext):
     def _captured(self, block: Block, frame: FrameType) -> None:
         injected = {block.target: BodyTracer()} if isinstance(block.target, str) else {}
         print(explained(BlockProgram(block, injected), self._model._known, is_streamed=self._model._is_async))
+
+
+# What a module of PyTorch's, and one of nnsight's, tell of the tree.
+_TREE: dict[str, Callable[[ModuleHandle], Any]] = {
+    "named_modules": lambda handle: handle._below,
+    "modules": lambda handle: lambda: (module for _, module in handle._below()),
+    "named_children": lambda handle: lambda: ((name, handle._child(name)) for name in handle._children),
+    "children": lambda handle: lambda: iter(handle),
+    "path": lambda handle: handle._path,
+    "get": lambda handle: partial(by_path, handle),
+    "dispatched": lambda handle: True,
+}
 
 
 def _point(text: str) -> tuple[str, int | None]:

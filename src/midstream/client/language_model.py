@@ -147,7 +147,10 @@ class LanguageModel(TraceModel):
             head_dim=getattr(config, "head_dim", None),
             rename=rename,
         )
-        self._interleaver = Interleaver(module, self.arch.order, aliases=Aliases(rename, dict(module.named_modules())))
+        modules = dict(module.named_modules())
+        aliases = Aliases(rename, modules)
+        aliases.warn(modules)
+        self._interleaver = Interleaver(module, self.arch.order, aliases=aliases)
         self._envoy = ModelEnvoy(module, self.arch, self._interleaver, self._unembed, lambda: self.tokenizer)
         self._envoy._generator = Generation()
 

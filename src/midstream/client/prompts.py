@@ -105,6 +105,11 @@ def prompt_in(prompt: Any, params: dict[str, Any]) -> tuple[Any, dict[str, Any]]
 
     Raises PromptError if there is a prompt beside them.
     """
+    if params.get("inputs_embeds") is not None:
+        raise PromptError(
+            "inputs_embeds= is not a prompt here. Give as many token ids, and write the embeddings in a trace: "
+            "`model.token_embeddings[:] = embeds`."
+        )
     encoding = {name: params[name] for name in _ENCODING if name in params}
     if "input_ids" not in encoding:
         return prompt, params

@@ -8,6 +8,7 @@ model.layers_output[3] += v                   # edits land in the running forwar
 from __future__ import annotations
 
 import difflib
+import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -145,7 +146,10 @@ class Source:
 
     def __getattr__(self, name: str) -> SourceCall:
         if name not in self._source.names:
-            raise UnknownModuleError(f"{self._path}.source has no call {name}{nearest(name, list(self._source.names))}")
+            there = list(self._source.names)
+            raise UnknownModuleError(
+                f"{self._path}.source has no call {name}{nearest(name, there)} It has {', '.join(there) or 'none'}."
+            )
         return SourceCall(self._forward, self._path, name)
 
     def __dir__(self) -> list[str]:
@@ -153,6 +157,21 @@ class Source:
 
     def __repr__(self) -> str:
         return str(self._source)
+
+
+def by_path(module: Any, path: str) -> Any:
+    """The module at a path from `module`, as in `"layers.3.mlp"`."""
+    for name in path.split("."):
+        module = module[int(name)] if name.isdecimal() else getattr(module, name)
+    return module
+
+
+# nnsight's names of what a module can tell.
+_OF_NNSIGHT: dict[str, Callable[[Any], Any]] = {
+    "path": lambda envoy: envoy._path,
+    "get": lambda envoy: functools.partial(by_path, envoy),
+    "dispatched": lambda envoy: True,
+}
 
 
 class Envoy(CallPoints):
@@ -209,6 +228,8 @@ class Envoy(CallPoints):
         try:
             return self._computed(self._path, lambda: self._held(name))
         except AttributeError:
+            if name in _OF_NNSIGHT:
+                return _OF_NNSIGHT[name](self)
             where, known = self._path or "the model", children + self._public()
             hint = where_layers_are(self._forward.stage.modules) if self._path.count(".") < 2 else ""
             near = nearest(name, known)

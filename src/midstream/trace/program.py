@@ -302,10 +302,20 @@ def _mixed_with(bases: list[str], text: str) -> InterventionError:
     return InterventionError(text)
 
 
+# Parts of an error's text -> what to write.
+_HINTS = {
+    "'tuple' object has no attribute": " A module's output may be a tuple, a layer's on vLLM that of its hidden states and the residual "
+    "stream: `model.layers_output[3]` is one tensor on every model.",
+    "LMHead's weights should be used in the sampler": " Write `model.project_on_vocab(h)`, which has the final norm, or "
+    "`h @ model.lm_head.weight.T`.",
+}
+
+
 def _hint(error: BaseException) -> str:
     if isinstance(error, AttributeError) and error.name == "save":
         return ". `.save()` works only in a with-block: write `midstream.save(value)` in a function."
-    return ""
+    text = text_of(error)
+    return next((hint for said, hint in _HINTS.items() if said in text), "")
 
 
 def _internal(filename: str) -> bool:
