@@ -338,7 +338,8 @@ def test_i2_explain_says_what_becomes_of_a_trace(engine: VLLM, capsys: pytest.Ca
     text = engine.explain(scales)
     assert f"line {line + 1}  read     resid_post[1] is captured" in text
     assert f"line {line + 2}  forward  mean.dim" in text and "axis of the rows" in text
-    capsys.readouterr()
+    assert not capsys.readouterr().out, "print(engine.explain(fn)) shows it once"
+    assert repr(engine.explain(scales)) == f"{text}" == str(engine.explain(scales))
     with engine.explain():
         mean = engine.layers_output[3].mean(0).save()  # noqa: F841
     assert "The trace runs behind the step" in capsys.readouterr().out

@@ -238,22 +238,20 @@ class DescribedModel(TraceModel):
         return ModelFacts(described["num_layers"], widths, described["dtype"], described["stages"])
 
     def explain(self, fn: Callable[..., Any] | None = None) -> Any:
-        """Print what becomes of a trace's code line by line: what a plan does, what is captured, what stays in the forward.
+        """What becomes of a trace's code line by line: what a plan does, what is captured, what stays in the forward.
 
-            model.explain(fn)               # fn(model) or fn(model, tracer), as for `run`
-            with model.explain():           # the block is not run
+            print(model.explain(fn))        # fn(model) or fn(model, tracer), as for `run`
+            with model.explain():           # prints it; the block is not run
                 model.layers_output[10] += v
 
         Nothing is computed. The text does not take into account `n`, a plan beside the trace, or edits of the model.
 
         Returns:
-            The text, for a function. A notebook does not print it again.
+            The text, for a function. A notebook shows it without `print`.
         """
         if fn is None:
             return ExplainContext(self)
-        text = explained(FunctionProgram(fn), self._known)
-        print(text)
-        return Explanation(text)
+        return Explanation(explained(FunctionProgram(fn), self._known))
 
     @cached_property
     def _known(self) -> Model:
@@ -329,10 +327,10 @@ class DescribedModel(TraceModel):
 
 
 class Explanation(str):
-    """A text that has been printed."""
+    """A text that a notebook shows as it is."""
 
     def __repr__(self) -> str:
-        return ""
+        return str(self)
 
 
 class ExplainContext(BlockContext):
