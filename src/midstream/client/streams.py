@@ -32,6 +32,7 @@ class OutputStream(Awaitable[Any]):
         results: the results of all requests, once all have finished.
         when_done: called with the results.
         gives_one: whether awaiting gives the only output, and not a list.
+        wants_last: whether nobody looks at outputs before a request's last one.
         bar: a context in which the requests run if they are awaited.
     """
 
@@ -41,7 +42,7 @@ class OutputStream(Awaitable[Any]):
         self.results: list[InvokeResult] = []
         self.when_done: Callable[[list[InvokeResult]], None] = lambda _: None
         self.bar: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        self._is_used = self.gives_one = False
+        self._is_used = self.gives_one = self.wants_last = False
 
     def items(self) -> AsyncIterator[Item]:
         """The outputs of all requests, those of failed ones included. To be called once."""
@@ -57,6 +58,7 @@ class OutputStream(Awaitable[Any]):
         return self._iterate()
 
     async def _to_the_end(self) -> Any:
+        self.wants_last = True
         with self.bar:
             async for _ in self:
                 pass

@@ -75,6 +75,9 @@ class EngineStream(OutputStream):
             connection.streams.add(self)
             stack.callback(connection.streams.discard, self)
             unfinished.update(range(len(each)))
+            if self.wants_last:
+                for request in each:
+                    request.skip_to_the_last()
             tasks = [asyncio.create_task(self._follow(index, request)) for index, request in enumerate(each)]
             stack.push_async_callback(self._leave, requests, tasks, unfinished)
             while unfinished:
@@ -158,6 +161,12 @@ class AsyncRequest:
         """Submits the request to an `AsyncLLM` under an id of its own."""
         return launch.stream(engine, self._request.prompt, self._request.params, secrets.token_hex(8))
 
+    def skip_to_the_last(self) -> None:
+        """Have vLLM give the last output alone. How far a request is has to be known as it runs if it captures rows."""
+        params = self._request.params
+        if self._request.rows is None and params.output_kind.name == "CUMULATIVE":
+            params.output_kind = type(params.output_kind).FINAL_ONLY
+
     async def outputs(self, stream: AsyncGenerator[Any]) -> AsyncGenerator[tuple[Any, InvokeResult | None]]:
         """The outputs of a stream of vLLM's, with saves, captures and answers on them, and with the last one the result."""
         request, samples = self._request, dict[int, Any]()
@@ -172,7 +181,7 @@ class AsyncRequest:
                     answers = graded(output, request.answers)
                 output.answers = answers
                 if not output.finished:
-                    output.saves, output.captures = await self._saves.latest(), None
+                    output.saves, output.captures = await self._saves.latest() if self._saves else {}, None
                     yield output, None
                     continue
                 result = traced_result(await self._saves.final(), output)
@@ -182,7 +191,7 @@ class AsyncRequest:
     def _count(self, output: Any) -> None:
         """Count the tokens of each sample: their rows are the user's."""
         is_delta = self._request.params.output_kind.name == "DELTA"
-        for sample in output.outputs:
+        for sample in output.outputs if is_delta or output.finished or self._request.rows is not None else ():
             before = self._generated[sample.index] if is_delta else 0
             self._generated[sample.index] = before + len(sample.token_ids)
         if self._request.rows is not None and self._samples == 1:
@@ -231,6 +240,9 @@ class _Saves:
         self._took = 0.0  # the last reading, in seconds
         # By sample and stage, in the order of the steps. Messages about steps before the last complete one are dropped.
         self._received: dict[int, dict[int, list[_StageMessage]]] = {}
+
+    def __bool__(self) -> bool:
+        return self._box is not None
 
     async def latest(self) -> Any:
         """The saved values after the last step for which all stages' snapshots have arrived."""
