@@ -57,11 +57,18 @@ _HOMES = {
     "save": "midstream.trace.tracer",
 }
 
+# Names of nnsight's that midstream does not have.
+_OTHERS = {
+    "NNsight": ": use LanguageModel(module, tokenizer=tokenizer), for a causal language model of transformers'.",
+    "CONFIG": ": each call and each model has arguments of its own in its place.",
+}
+
 
 def __getattr__(name: str) -> Any:
     """Public names are loaded when they are first used, so that `import midstream` takes no time."""
     if name not in _HOMES:
-        raise AttributeError(f"module 'midstream' has no attribute {name!r}")
+        instead = _OTHERS.get(name, "")
+        raise AttributeError(f"module 'midstream' has no attribute {name!r}{instead}")
     value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
     return value
 

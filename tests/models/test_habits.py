@@ -8,6 +8,7 @@ import pytest
 import torch
 from oracle import close
 
+import midstream
 from midstream import LanguageModel, demo_model
 from midstream.errors import PromptError, UnknownModuleError
 
@@ -105,3 +106,8 @@ def test_p5_a_loop_over_more_steps_than_there_are_ends_with_the_request(model: A
     assert [int(token) for _, token in seen] == plain.generate(PARIS, count)
     with pytest.raises(Exception, match="was never reached: the request ended before it"):
         model.run(reads_on, PARIS, max_tokens=count, temperature=0.0)
+
+
+def test_nnsights_class_for_any_module_is_refused_by_name() -> None:
+    with pytest.raises(AttributeError, match=r"no attribute 'NNsight': .*LanguageModel\(module, tokenizer=tokenizer\)"):
+        midstream.NNsight
