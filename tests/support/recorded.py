@@ -242,8 +242,9 @@ def plain(fn: Callable, steps: int = 4, length: int = LENGTH, known: Model = MOD
     return request, returned, error
 
 
-def edited(edits: Sequence[Any], point: tuple[str, int], step: int, h_TH: torch.Tensor) -> torch.Tensor:
+def edited(edits: Sequence[Any], point: tuple[str, int], step: int, request: Numbers) -> torch.Tensor:
     """What edits make of a site's value: first replaced rows, then what is added, what is projected out, and programs."""
+    h_TH = request.was[*point, step]
     here = [edit for edit in edits if edit.site == point[0] and point[1] in edit.at_layers]
     h_TH = h_TH.clone()
     for edit in sorted(here, key=lambda each: _ORDER[type(each)]):
@@ -256,16 +257,17 @@ def edited(edits: Sequence[Any], point: tuple[str, int], step: int, h_TH: torch.
         else:
             rows = [*edit.place] if step == 0 else []
         for row in rows:
-            h_TH[row] = _edited_row(edit, h_TH[row])
+            further = [request.was[*at, step][row : row + 1] for at in edit.further]
+            h_TH[row] = _edited_row(edit, h_TH[row], further)
     return h_TH
 
 
 _ORDER = {Patch: 0, Steer: 1, Clamp: 2, Apply: 3}
 
 
-def _edited_row(edit: Any, h_H: torch.Tensor) -> torch.Tensor:
+def _edited_row(edit: Any, h_H: torch.Tensor, further: Sequence[torch.Tensor]) -> torch.Tensor:
     if isinstance(edit, Apply):
-        return run(edit.program, h_H[None])[0]
+        return run(edit.program, h_H[None], *further)[0]
     if isinstance(edit, Clamp):
         assert edit.low == edit.high
         direction_H = torch.tensor(edit.direction.data)
@@ -327,7 +329,7 @@ def check_numbers(given: Lowered, request: Numbers) -> None:
     """Assert that the edits change the numbers of all points as the plain run did."""
     for (site, layer, step), was_TH in request.was.items():
         now_TH = request.now.get((site, layer, step), was_TH)
-        mine_TH = edited(given.edits, (site, layer), step, was_TH)
+        mine_TH = edited(given.edits, (site, layer), step, request)
         torch.testing.assert_close(
             mine_TH, now_TH, atol=2e-5, rtol=1e-4, msg=lambda text, at=(site, layer, step): f"{at}: {text}"
         )

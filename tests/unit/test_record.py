@@ -667,7 +667,7 @@ def test_l2_notes_say_what_becomes_of_each_line():
     assert [(note.line - first, note.kind) for note in given.notes] == [(1, "read"), (1, "forward")]
     assert given.reason.startswith(f"line {first + 1}: ")
     given, first = found(adds), adds.__code__.co_firstlineno
-    assert [(note.line - first, note.kind) for note in given.notes] == [(1, "read"), (2, "read"), (2, "edit")]
+    assert [(note.line - first, note.kind) for note in given.notes] == [(1, "read"), (2, "edit")]
     assert "resid_post[2]" in given.notes[-1].text
     assert found(looks_later).reason.startswith(f"line {looks_later.__code__.co_firstlineno + 2}: ")
 
@@ -760,9 +760,6 @@ def test_l2_a_cache_that_is_looked_at_and_what_is_not_a_sites_value_stay_in_the_
 
     def skipped(model):
         model.model.layers[2].mlp.skip(V)
-
-    def layers_skipped(model):
-        model.skip_layers(1)
 
     def source(model):
         return model.model.layers[1].mlp.source

@@ -138,8 +138,10 @@ def encode(prompt: Prompt, tokenizer: Callable[[], Any]) -> list[int]:
     elif (text := _text_of(prompt)) is not None:
         ids = tokenizer()(text)["input_ids"]
     elif isinstance(prompt, Mapping):
+        ids = next((prompt[key] for key in ("input_ids", "prompt_token_ids") if prompt.get(key) is not None), None)
+        if ids is None:
+            raise _no_prompt(prompt)
         _check_keys(prompt)
-        ids = next((prompt[key] for key in ("input_ids", "prompt_token_ids") if prompt.get(key) is not None), ())
     try:
         ids = torch.as_tensor(ids)
     except (TypeError, ValueError, RuntimeError) as error:

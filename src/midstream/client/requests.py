@@ -228,7 +228,7 @@ def sampling(
         given.pop(name, None)
     for name, ours in _TRANSFORMERS_NAMES.items():
         if name in given:
-            given.setdefault(ours, given.pop(name))
+            given[ours] = given.pop(name)
     asked = given.pop("do_sample", None)
     if asked is not None and not isinstance(asked, bool):
         raise ParameterError(f"do_sample is {asked!r}; allowed: True or False.")

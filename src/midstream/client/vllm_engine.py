@@ -474,7 +474,7 @@ def traced_result(samples: Sequence[list[Outcome]], output: Any) -> InvokeResult
     error = put_results((outcome for sample in samples for outcome in sample), output)
     output.saves = sample_saves(samples)
     for outcomes_of_sample, sample in zip(samples, output.outputs, strict=False):
-        if sample.finish_reason == "length" and any(outcome.stopped for outcome in outcomes_of_sample):
+        if any(outcome.stopped for outcome in outcomes_of_sample) and sample.finish_reason == "length":
             sample.finish_reason, sample.stop_reason = "stop", STOPPED  # the engine has ended it by max_tokens
     # Of the edits' outcomes only errors are needed from here on.
     outcomes = [o for own, *edits in samples for o in (own, *(edit for edit in edits if edit.failure is not None))]
