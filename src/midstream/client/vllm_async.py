@@ -102,9 +102,7 @@ class EngineStream(OutputStream):
     async def _follow(self, index: int, request: AsyncRequest) -> None:
         """Run one request, and queue its outputs or its error."""
         try:
-            async with contextlib.aclosing(request.outputs(request.stream(self._connection.engine))) as outputs:
-                async for output, result in outputs:
-                    self._queue.put_nowait((index, output, result))
+            await request.follow(self._connection.engine, lambda *given: self._queue.put_nowait((index, *given)))
         except Exception as error:
             self._connection.failed(error)
             self._queue.put_nowait(error)
@@ -156,10 +154,12 @@ class AsyncRequest:
         self._samples: int = request.params.n
         self._saves = _Saves(saves, self._samples, stages)
         self._generated = [0] * self._samples
-
-    def stream(self, engine: Any) -> AsyncGenerator[Any]:
-        """Submits the request to an `AsyncLLM` under an id of its own."""
-        return launch.stream(engine, self._request.prompt, self._request.params, secrets.token_hex(8))
+        self._seen: dict[int, Any] = {}  # the last output of each sample
+        self._answers: dict[str | int, float] | None = None
+        is_cumulative = request.params.output_kind.name != "DELTA"
+        self._is_plain = (
+            is_cumulative and saves is None and request.rows is None and not request.answers and self._samples == 1
+        )
 
     def skip_to_the_last(self) -> None:
         """Have vLLM give the last output alone. How far a request is has to be known as it runs if it captures rows."""
@@ -167,31 +167,48 @@ class AsyncRequest:
         if self._request.rows is None and params.output_kind.name == "CUMULATIVE":
             params.output_kind = type(params.output_kind).FINAL_ONLY
 
+    async def follow(self, engine: Any, put: Callable[[Any, InvokeResult | None], None]) -> None:
+        """Run on an `AsyncLLM`, and pass on each output, with the last one the result. If cancelled, it aborts the request."""
+        with launch.own_errors(engine):
+            # Each generator between vLLM's and the user's costs every token as much as vLLM's own.
+            outputs = engine.generate(self._request.prompt, self._request.params, secrets.token_hex(8))
+            async with self._rows_followed() as following, contextlib.aclosing(outputs):
+                async for output in outputs:
+                    put(output, None if self._passes(output) else await self._taken(output, following))
+
     async def outputs(self, stream: AsyncGenerator[Any]) -> AsyncGenerator[tuple[Any, InvokeResult | None]]:
         """The outputs of a stream of vLLM's, with saves, captures and answers on them, and with the last one the result."""
-        request, samples = self._request, dict[int, Any]()
-        answers: dict[str | int, float] | None = None
         async with self._rows_followed() as following, contextlib.aclosing(stream):
             async for output in stream:
-                samples.update((sample.index, sample) for sample in output.outputs)
-                self._count(output)
-                if output.finished and len(samples) == self._samples > 1:  # vLLM streams samples one by one
-                    output.outputs = [samples[i] for i in range(self._samples)]
-                if answers is None:  # from the first output with a token: vLLM may stream each token once
-                    answers = graded(output, request.answers)
-                output.answers = answers
-                if not output.finished:
-                    output.saves, output.captures = await self._saves.latest() if self._saves else {}, None
-                    yield output, None
-                    continue
-                result = traced_result(await self._saves.final(), output)
-                await self._put_captures(result, following)
-                yield output, result
+                yield output, None if self._passes(output) else await self._taken(output, following)
+
+    def _passes(self, output: Any) -> bool:
+        """Whether an output before the last has nothing of midstream's. It gets the attributes all the same."""
+        if output.finished or not self._is_plain:
+            return False
+        output.saves, output.captures, output.answers = {}, None, {}
+        return True
+
+    async def _taken(self, output: Any, following: asyncio.Task[None] | None) -> InvokeResult | None:
+        """Put what belongs to an output on it. Returns the result with the last one."""
+        self._seen.update((sample.index, sample) for sample in output.outputs)
+        self._count(output)
+        if output.finished and len(self._seen) == self._samples > 1:  # vLLM streams samples one by one
+            output.outputs = [self._seen[i] for i in range(self._samples)]
+        if self._answers is None:  # from the first output with a token: vLLM may stream each token once
+            self._answers = graded(output, self._request.answers)
+        output.answers = self._answers
+        if not output.finished:
+            output.saves, output.captures = await self._saves.latest(), None
+            return None
+        result = traced_result(await self._saves.final(), output)
+        await self._put_captures(result, following)
+        return result
 
     def _count(self, output: Any) -> None:
         """Count the tokens of each sample: their rows are the user's."""
         is_delta = self._request.params.output_kind.name == "DELTA"
-        for sample in output.outputs if is_delta or output.finished or self._request.rows is not None else ():
+        for sample in output.outputs:
             before = self._generated[sample.index] if is_delta else 0
             self._generated[sample.index] = before + len(sample.token_ids)
         if self._request.rows is not None and self._samples == 1:
@@ -240,9 +257,6 @@ class _Saves:
         self._took = 0.0  # the last reading, in seconds
         # By sample and stage, in the order of the steps. Messages about steps before the last complete one are dropped.
         self._received: dict[int, dict[int, list[_StageMessage]]] = {}
-
-    def __bool__(self) -> bool:
-        return self._box is not None
 
     async def latest(self) -> Any:
         """The saved values after the last step for which all stages' snapshots have arrived."""

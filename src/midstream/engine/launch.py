@@ -10,7 +10,7 @@ import shutil
 import tempfile
 import time
 import traceback
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import InvalidStateError, ThreadPoolExecutor
 from typing import Any
 
@@ -237,7 +237,7 @@ def sampling_params(params: Mapping[str, Any], request: TraceRequest | None) -> 
     if request is not None:
         given |= {"extra_args": {**extra, **request.to_extra_args()}, "skip_reading_prefix_cache": True}
     try:
-        with _own_errors():
+        with own_errors():
             made = SamplingParams(**given)
     except TypeError as error:
         raise ParameterError(f"Not a sampling parameter of vLLM: {error}") from error
@@ -254,7 +254,7 @@ def checked_parameters(given: Mapping[str, Any]) -> dict[str, Any]:
         if name not in _SERVED_PARAMETERS:
             raise ParameterError(f"A server takes no sampling parameter {name!r}: {nearest(name, _SERVED_PARAMETERS)}")
     try:
-        with _own_errors():
+        with own_errors():
             made = msgspec.convert(dict(given), SamplingParams)
     except (msgspec.MsgspecError, TypeError, ValueError) as error:
         raise ParameterError(f"Sampling parameters: {error}") from error
@@ -297,10 +297,10 @@ def ask(engine: Any, method: str, *args: Any) -> Any:
     """
 
     async def awaited(answers: Awaitable[Any]) -> Any:
-        with _own_errors(engine):
+        with own_errors(engine):
             return await answers
 
-    with _own_errors(engine):
+    with own_errors(engine):
         answers = engine.collective_rpc(method, args=args)
     return awaited(answers) if inspect.isawaitable(answers) else answers
 
@@ -330,7 +330,7 @@ def generate(llm: Any, prompts: list[dict[str, Any]], params: list[Any], finishe
     Args:
         finished: called with each request's output as soon as the request has ended, between two steps.
     """
-    with _own_errors(llm), _reporting_finished(llm.llm_engine, finished):
+    with own_errors(llm), _reporting_finished(llm.llm_engine, finished):
         try:
             return llm.generate(prompts, params, use_tqdm=False)
         except BaseException:
@@ -343,13 +343,13 @@ def generate(llm: Any, prompts: list[dict[str, Any]], params: list[Any], finishe
 
 def submit(llm: Any, prompts: Sequence[dict[str, Any]], params: Sequence[Any]) -> list[str]:
     """Submit requests to a `vllm.LLM`, and return their ids, as outputs have them. `step` runs them."""
-    with _own_errors(llm):
+    with own_errors(llm):
         return [users_id(name) for name in llm.enqueue(prompts, params, use_tqdm=False)] if prompts else []
 
 
 def step(llm: Any) -> list[Any]:
     """Wait for a step of a `vllm.LLM`, and return the outputs of the requests that ended in it."""
-    with _own_errors(llm):
+    with own_errors(llm):
         return [output for output in llm.llm_engine.step() if output.finished]
 
 
@@ -376,16 +376,8 @@ def _reporting_finished(engine: Any, finished: Callable[[Any], None]) -> Iterato
         yield
 
 
-async def stream(engine: Any, prompt: dict[str, Any], params: Any, request_id: str) -> AsyncGenerator[Any]:
-    """The outputs of one request on an `AsyncLLM`. If cancelled or closed, it aborts the request."""
-    with _own_errors(engine):
-        async with contextlib.aclosing(engine.generate(prompt, params, request_id)) as outputs:
-            async for output in outputs:
-                yield output
-
-
 @contextlib.contextmanager
-def _own_errors(engine: Any = None) -> Iterator[None]:
+def own_errors(engine: Any = None) -> Iterator[None]:
     """Turn vLLM's errors into midstream's: those that say that the engine is dead, and those that refuse a request."""
     try:
         yield

@@ -153,7 +153,7 @@ _FRONT_END = (
          "Each request has its own parameters, so vLLM need not copy them deeply.", optional="vLLM copies them."),
     Seam("vllm.exceptions.VLLMValidationError", SUBCLASSES, "midstream.engine.admission._refusal",
          "Servers answer this error with status 400."),
-    Seam("vllm.exceptions.VLLMClientError", READS, "midstream.engine.launch._own_errors",
+    Seam("vllm.exceptions.VLLMClientError", READS, "midstream.engine.launch.own_errors",
          "Recognised by name: the error that a request is at fault for.",
          optional="Errors of a request are recognised by VLLMValidationError and by the module that raised them."),
     *(
