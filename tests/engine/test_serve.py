@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from midstream import Remote, demo_model
 from midstream import save as save_value
-from midstream.errors import NeverReachedError, TracesNotAllowedError
+from midstream.errors import NeverReachedError, PlanError, TracesNotAllowedError
 
 pytestmark = pytest.mark.engine
 
@@ -773,6 +773,37 @@ def test_l7_anybody_may_send_a_trace_that_is_a_program(server: Server, name: str
             assert list(output.outputs[0].token_ids) == expected.tokens
             for mine in (found, output.saves["value"][0]):
                 assert not [far for far in distances(expected, Ran(mine)).values() if far > 1e-4], name
+
+
+@pytest.mark.parametrize(("layer", "stands"), [(1, False), (3, False), (5, True)])
+def test_l7_a_trace_that_is_a_program_stands_beside_the_engine_wide_plan_or_is_refused(
+    server: Server, layer: int, stands: bool
+) -> None:
+    """It acts after that plan's edits, and one plan would read a value before them. Seen with wrong values, without an error."""
+    body = programs()["adds_an_earlier_value"]  # of layer 1 to layer 3
+    by = {"kind": "steer", "site": "resid_post", "layers": [layer], "vector": [3.0] * HIDDEN}
+
+    def both(model: Any, tracer: Any) -> None:
+        for _ in tracer.iter[:]:
+            early = model.layers_output[1]
+            model.layers_output[3] += early * 0.5
+            model.layers_output[5] += 3.0
+
+    assert server.ask("PUT", "/v1/midstream/plan", json.dumps({"plan": [by]}).encode(), admin=ADMIN)[0] == 200
+    try:
+        with Remote(server.url) as model:
+            if not stands:
+                with pytest.raises(
+                    PlanError, match="engine-wide plan edits a site and layer that this trace reads or writes"
+                ):
+                    model.run(body, FRANCE, max_tokens=4)
+                return
+            with model.trace(FRANCE, max_tokens=4, temperature=0.0, ignore_eos=True) as tracer:
+                body(model, tracer)
+            (output,) = tracer.outputs
+    finally:
+        assert server.ask("DELETE", "/v1/midstream/plan", admin=ADMIN)[0] == 200
+    assert list(output.outputs[0].token_ids) == PlainForward(demo_model()).run(both, FRANCE, 4).tokens
 
 
 def test_l7_a_request_that_ends_early_has_its_own_steps(server: Server) -> None:

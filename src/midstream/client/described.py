@@ -235,7 +235,7 @@ class DescribedModel(TraceModel):
         described = self.description
         points = ((*point.split("/"), width) for point, width in described["widths"].items())
         widths = {(site, int(layer)): width for site, layer, width in points}
-        return ModelFacts(described["num_layers"], widths, described["dtype"], described["stages"])
+        return ModelFacts(described["num_layers"], widths, described["dtype"], described.get("stages", ()))
 
     def explain(self, fn: Callable[..., Any] | None = None) -> Any:
         """What becomes of a trace's code line by line: what a plan does, what is captured, what stays in the forward.

@@ -245,6 +245,9 @@ class PaddedBatch:
             raise ParameterError(
                 f"LanguageModel has no sampling parameter {', '.join(sorted(unknown))}; it has {', '.join(sorted(_SAMPLING))}."
             )
+        penalty = params.get("repetition_penalty", 1.0)
+        if not isinstance(penalty, (int, float)) or not penalty > 0:
+            raise ParameterError(f"repetition_penalty is {penalty!r}; allowed: a number above 0.")
         stop = params.get("stop")
         if not isinstance(stop, (str, list, tuple, type(None))) or not all(
             s and isinstance(s, str) for s in _strings(stop)
@@ -412,7 +415,7 @@ class PaddedBatch:
         from transformers import LogitsProcessorList
 
         settings = self._generation_settings()
-        logits_BV = self._penalized(self._inputs()[0], logits_BV)
+        logits_BV = self._penalized(logits_BV)
         if not settings["do_sample"]:
             return logits_BV.argmax(-1)
         config = self.module.generation_config
@@ -424,12 +427,17 @@ class PaddedBatch:
         scores = processors(self._inputs()[0], logits_BV.float())
         return torch.multinomial(scores.softmax(-1), 1)[:, 0]
 
-    def _penalized(self, so_far_BS: torch.Tensor, logits_BV: torch.Tensor) -> torch.Tensor:
-        """Lower the logits of tokens that are there already. Traces see them as they are before, as on vLLM."""
-        from transformers import RepetitionPenaltyLogitsProcessor
-
-        penalty = float(self.params.get("repetition_penalty") or 1.0)
-        return logits_BV if penalty == 1.0 else RepetitionPenaltyLogitsProcessor(penalty)(so_far_BS, logits_BV)
+    def _penalized(self, logits_BV: torch.Tensor) -> torch.Tensor:
+        """Lower the logits of each request's own tokens, as `repetition_penalty` says. Traces see them as they are before, as on vLLM."""
+        penalty = self.params.get("repetition_penalty")
+        if penalty is None or penalty == 1.0:
+            return logits_BV
+        scores_BV = logits_BV.float().clone()
+        for request, scores_V in zip(self.requests, scores_BV, strict=True):
+            tokens = torch.tensor([*{*request.prompt, *request.generated}], device=scores_BV.device)
+            there = scores_V[tokens]
+            scores_V[tokens] = torch.where(there < 0, there * penalty, there / penalty)
+        return scores_BV
 
     def _generation_settings(self) -> dict[str, Any]:
         params = self.params
@@ -450,10 +458,10 @@ class PaddedBatch:
 
         ids_BS, mask_BS = self._inputs()
 
-        def on_logits(so_far_BS: torch.Tensor, scores_BV: torch.Tensor) -> torch.Tensor:
+        def on_logits(_: torch.Tensor, scores_BV: torch.Tensor) -> torch.Tensor:
             scores_BV = self.interleaver.fire(("", "logits"), scores_BV)
             self._grade(scores_BV)
-            return self._penalized(so_far_BS, scores_BV)
+            return self._penalized(scores_BV)
 
         def on_samples(so_far_BS: torch.Tensor, _: Any, **__: Any) -> torch.Tensor:
             sampled_B = so_far_BS[:, -1]

@@ -53,6 +53,10 @@ def prompts_of(given: Any) -> tuple[list[Any], bool]:
         return [*given], False
     _check_keys(given)
     parts = {name: given[name] for name in _ENCODING if given.get(name) is not None}
+    for name, part in parts.items():
+        shape = torch.as_tensor(part).shape
+        if len(shape) != 2 or shape[0] not in (1, rows):
+            raise PromptError(f"The {name} has the shape {list(shape)}; it needs a row for each of the {rows} prompts.")
     if "attention_mask" in parts and not all(bool(mask[-1]) for mask in parts["attention_mask"]):
         raise PromptError(
             "The attention_mask pads on the right. midstream pads prompts of different lengths on the left, and a trace would find other "

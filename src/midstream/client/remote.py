@@ -389,7 +389,7 @@ class Remote(DescribedModel):
 
     @property
     def _generation(self) -> Mapping[str, Any]:
-        return self._description["generation"]  # type: ignore[no-any-return]
+        return self._description.get("generation", {})  # type: ignore[no-any-return]
 
     @property
     def _text_config(self) -> Any:
@@ -525,6 +525,7 @@ class Remote(DescribedModel):
                     one.ending(lowering.tier, len(ids)) if invoke.program is not None else None
                     for invoke, ids, one in zip(invokes, prompts, lowering.each, strict=True)
                 ]
+                call.own = [plans.setdefault(plan, len(plans)) for plan in lowering.plans]
                 invokes = [
                     replace(invoke, prompt=ids, plan=invoke.plan + plan)
                     for invoke, ids, plan in zip(invokes, prompts, lowering.plans, strict=True)

@@ -218,7 +218,7 @@ class OutputReader:
             message["id"],
             message["prompt"],
             samples,
-            message["text"],
+            message.get("text"),
             saves=message["saves"],
             answers=message["answers"],
         )

@@ -180,6 +180,8 @@ _SPELLED = {
     "num_beams": "midstream has no beam search.",
 }
 
+_USUAL = {"num_beams": 1, "min_length": 0, "min_new_tokens": 0}  # values that ask for nothing
+
 # Arguments of a transformers model's forward -> what to do on vLLM, which has no such argument.
 FORWARD_ARGUMENTS = {
     "output_hidden_states": "Read model.layers_output[i] in a trace, or capture resid_post with a plan.",
@@ -223,12 +225,12 @@ def sampling(
             "sampling_params= is not a parameter here: give each one by name, as in max_tokens=3, temperature=0.5."
         )
     for name, instead in _SPELLED.items():
-        if given.get(name) is not None:
+        if given.get(name, _USUAL.get(name)) not in (None, _USUAL.get(name)):
             raise ParameterError(f"{name}= is not a parameter here: {instead}")
         given.pop(name, None)
     for name, ours in _TRANSFORMERS_NAMES.items():
-        if name in given:
-            given[ours] = given.pop(name)
+        if name in given and ((value := given.pop(name)) != 1 or ours != "n"):
+            given[ours] = value
     asked = given.pop("do_sample", None)
     if asked is not None and not isinstance(asked, bool):
         raise ParameterError(f"do_sample is {asked!r}; allowed: True or False.")
@@ -237,7 +239,11 @@ def sampling(
     if not asked:
         given["temperature"] = 0.0
     used = (*_ASK_FOR_SAMPLING, "repetition_penalty") if asked else ("repetition_penalty",)
-    return {"max_tokens": max_tokens, **{name: defaults[name] for name in used if name in defaults}, **given}
+    return {
+        "max_tokens": max_tokens,
+        **{name: defaults[name] for name in used if defaults.get(name) is not None},
+        **given,
+    }
 
 
 def _adds_token_types(architectures: Sequence[str]) -> bool:

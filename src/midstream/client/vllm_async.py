@@ -152,7 +152,7 @@ class AsyncRequest:
     def __init__(self, request: EngineRequest, saves: Mailbox | None, rows: Mailbox | None, stages: int) -> None:
         self._request, self._row_box = request, rows
         self._samples: int = request.params.n
-        self._saves = _Saves(saves, self._samples, stages)
+        self._has_saves, self._saves = saves is not None, _Saves(saves, self._samples, stages)
         self._generated = [0] * self._samples
         self._seen: dict[int, Any] = {}  # the last output of each sample
         self._answers: dict[str | int, float] | None = None
@@ -162,9 +162,9 @@ class AsyncRequest:
         )
 
     def skip_to_the_last(self) -> None:
-        """Have vLLM give the last output alone. How far a request is has to be known as it runs if it captures rows."""
+        """Have vLLM give the last output alone, if nothing else comes with those before: rows, or values that are saved so far."""
         params = self._request.params
-        if self._request.rows is None and params.output_kind.name == "CUMULATIVE":
+        if self._request.rows is None and not self._has_saves and params.output_kind.name == "CUMULATIVE":
             params.output_kind = type(params.output_kind).FINAL_ONLY
 
     async def follow(self, engine: Any, put: Callable[[Any, InvokeResult | None], None]) -> None:

@@ -118,6 +118,8 @@ _FRONT_END = (
     Seam("vllm.v1.engine.llm_engine.LLMEngine", CALLS, "midstream.engine.launch.generate",
          "Steps and aborts requests, and reaches the configuration and the engine core's client.",
          members="step(); abort_request(request_ids, *, internal); output_processor; engine_core; vllm_config"),
+    Seam("vllm.tokenizers.cached_tokenizer_from_config", CALLS, "midstream.engine.worker.Worker._front_ends_tokenizer",
+         "The tokenizer that looks for stop strings.", optional="Traces may see a step beyond a stop string."),
     Seam("vllm.v1.engine.detokenizer.IncrementalDetokenizer", CALLS, "midstream.engine.worker.Worker._ends_text",
          "Finds where stop strings end the text, so that a trace sees no step beyond it.",
          members="from_new_request(tokenizer, request); update(new_token_ids, stop_terminated)"),

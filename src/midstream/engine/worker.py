@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, replace
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from itertools import chain
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -117,6 +118,9 @@ def compiles(config: Any) -> bool:
     return has_graphs(config) or config.compilation_config.mode != CompilationMode.NONE
 
 
+_log = logging.getLogger(__name__)
+
+
 class Worker(PlatformWorker):
     """A worker that runs traces and plans."""
 
@@ -199,14 +203,23 @@ class Worker(PlatformWorker):
     def _ends_text(self, sampling: Any, prompt: Sequence[int]) -> Callable[[int], bool]:
         """For each generated token, whether vLLM's front end will find that a stop string ends the text there."""
 
-        @cache
-        def detokenizer() -> Any:
-            request: Any = SimpleNamespace(
-                request_id="", sampling_params=sampling, prompt_token_ids=list(prompt), prompt_embeds=None
-            )
-            return IncrementalDetokenizer.from_new_request(self._tokenizer, request)
+        request: Any = SimpleNamespace(
+            request_id="", sampling_params=sampling, prompt_token_ids=list(prompt), prompt_embeds=None
+        )
+        try:
+            detokenizer = IncrementalDetokenizer.from_new_request(self._front_ends_tokenizer, request)
+        except Exception:  # others' requests are in this step, too
+            _log.warning("Traces may see a step beyond a stop string: the worker has no tokenizer.", exc_info=True)
+            return lambda token: False
+        return lambda token: detokenizer.update([token], stop_terminated=False) is not None
 
-        return lambda token: detokenizer().update([token], stop_terminated=False) is not None
+    @cached_property
+    def _front_ends_tokenizer(self) -> Any:
+        """The one that looks for stop strings; None if the engine has none."""
+        from vllm.tokenizers import cached_tokenizer_from_config
+
+        config = self.vllm_config.model_config
+        return None if config.skip_tokenizer_init else cached_tokenizer_from_config(config)
 
     def _make_plan_host(self, arch: Architecture, settings: Settings, built_in: Sequence[Point]) -> PlanHost:
         """All ranks of a pipeline have to call this together. `built_in` has the points that the compiled forward has sites for."""

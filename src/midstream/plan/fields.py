@@ -166,7 +166,9 @@ def name(field: str, value: Any) -> str:
     """A name, which can stand in a list, a message and a URL."""
     found = text(field, value)
     if not found.isprintable() or len(found) > LONGEST_NAME or {".", ".."} & set(found.split("/")):
-        allowed = f"up to {LONGEST_NAME} printable characters in one line, and no '.' or '..' between slashes"
+        allowed = (
+            f"up to {LONGEST_NAME} printable characters in one line, none of its parts between slashes '.' or '..'"
+        )
         raise refuse(field, shown(value), allowed)
     return found
 

@@ -139,7 +139,9 @@ class Program(Parts):
         elif not (arg is None or type(arg) in (bool, int, float, str) or isinstance(arg, (Ref, Const))):
             what = fields.shown(arg)
         if what:
-            raise PlanError(f"{step.place} has {what} as an argument; allowed: numbers, earlier results and constants.")
+            raise PlanError(
+                f"{step.place} has {what} as an argument; allowed: numbers, inputs, earlier results and constants."
+            )
 
     @cached_property
     def digest(self) -> str:

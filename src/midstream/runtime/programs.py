@@ -1,7 +1,7 @@
 """Runs the programs of a step's plans at a site: the rows of all requests whose programs have one form at once.
 
 Programs of edits run after the other edits. Those of captures compute what is kept of a value before the edits, or after all of them.
-A program with further inputs finds them where the step came past them before: see `HeldPrograms.keep`.
+A program with further inputs finds them where the step came past them before: see `Kept` and `GraphValues`.
 
 Outside of CUDA graphs a group's rows are gathered first. A graph is replayed for other rows than those that it was recorded for. So in a
 graph a form's programs run on all rows, each row finds its own by the number of its profile, and rows without one stay as they are.
@@ -75,7 +75,7 @@ class Kept:
     """A value of the step that programs need later in it.
 
     Attributes:
-        rows: int64 `[R]`, on the device, of which it is needed.
+        rows: int64 `[R]`, on the device: the rows of which it is needed.
         value: `[R, width]`; None as long as the step has not come to it.
     """
 

@@ -130,7 +130,9 @@ class RunStore:
             if not other.leases:
                 free.setdefault(other.owner, []).append(other)
         while any(map(self._is_over, run.sizes, _together(self._runs.values(), run))):
-            owner = max(filter(free.get, free), key=held.__getitem__)
+            owner = max(
+                filter(free.get, free), key=lambda each: (bool(each), held[each])
+            )  # those of sweeps are nobody's
             gone = self._runs.pop(free[owner].pop(0).id)
             held[owner] -= sum(gone.sizes)
         self._runs[run.id] = run

@@ -57,8 +57,8 @@ class Held:
 class CaptureStore:
     """Captured tensors by handle. A handle has 256 random bits, and works for its owner alone until it expires.
 
-    If the store is full, an owner who holds the most, up to a factor of two, loses what is oldest. Owners are API keys, so on a server that
-    asks for none anybody may come under many names. Storing takes the same time however much is held.
+    If the store is full, an owner who holds at least half as much as the largest loses what is oldest. Owners are API keys, so on a server
+    that asks for none anybody may come under many names. Storing takes the same time however much is held.
 
     Args:
         budget: bytes that all may take. Each tensor counts with what is said of it, and as at least `1 / MOST_HELD` of the budget.

@@ -214,8 +214,9 @@ async def upload_vectors(request: Request, replace: bool = False) -> Any:
         raise Refused(409, f"The vector {taken[0]!r} is there already: delete it first, or use another name.", "body")
     together, owner = {**vectors, **found}, owner_of(request.headers)
     mine = [each for name, each in together.items() if name in found or server.owners.get(("vectors", name)) == owner]
-    check_share("vectors", len(mine), len(together), MAX_VECTORS)
-    check_share("bytes of vectors", _bytes(mine), _bytes(together.values()), MAX_VECTOR_BYTES)
+    before = [each for name, each in vectors.items() if server.owners.get(("vectors", name)) == owner]
+    check_share("vectors", len(mine), len(together), MAX_VECTORS, len(before))
+    check_share("bytes of vectors", _bytes(mine), _bytes(together.values()), MAX_VECTOR_BYTES, _bytes(before))
     vectors.update(found)
     server.owners |= dict.fromkeys((("vectors", name) for name in found), owner)
     async with server.model.connection.sending:
@@ -270,12 +271,9 @@ async def record_run(request: Request) -> Any:
         raise Refused(409, f"The run {name!r} is there already: delete it first, or use another name.", "name")
     for gone in [each for what, each in server.owners if what == "runs" and each not in there]:
         del server.owners["runs", gone]
-    owners = {
-        **{each: who for (what, each), who in server.owners.items() if what == "runs"},
-        **server.recording,
-        name: owner,
-    }
-    check_share("runs", sum(who == owner for who in owners.values()), len(there | {name}), MAX_RUNS)
+    owners = {each: who for (what, each), who in server.owners.items() if what == "runs"} | server.recording
+    mine = {each for each, who in owners.items() if who == owner}
+    check_share("runs", len(mine | {name}), len(there | {name}), MAX_RUNS, len(mine))
     server.recording[name] = owner
     try:
         given = (owner.hex(), run.prompt, run.sites, run.layers, read_place(run.positions), name)

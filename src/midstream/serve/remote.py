@@ -154,6 +154,8 @@ def _stream(server: Server, call: Call) -> OutputStream:
     code = ShippedCode(call.programs, call.bodies) if call.programs else None
     with at_fault("own"):
         lowering = _lowering(call, plans, prompts) if code is not None else None
+        if code is None and call.own:
+            _check_beside(server, call, plans)
     try:
         return model.stream(invokes, prompts, code, call.together, lowering)
     except PlanError:  # of a plan and a prompt together
@@ -164,15 +166,34 @@ def _stream(server: Server, call: Call) -> OutputStream:
             raise
 
 
+def _check_beside(server: Server, call: Call, plans: Sequence[Plan]) -> None:
+    """Raise PlanError for traces that were sent as plans, if the engine-wide plan edits where they read or write.
+
+    A trace acts after the edits of a plan beside it, and one plan would make them in an order of its own.
+    """
+    model = server.model
+    lowering = Lowering(Tier.PLAN, _own(call, plans, len(call.asked)), [])
+    if not lowering.stands_beside([Plan(model.plan.edits)] * len(call.asked), model.num_layers):
+        raise PlanError(
+            "The server's engine-wide plan edits a site and layer that this trace reads or writes. Use others, or have an administrator "
+            "delete that plan."
+        )
+
+
+def _own(call: Call, plans: Sequence[Plan], prompts: int) -> list[Plan]:
+    """The plan of each prompt's trace."""
+    if len(call.own) != prompts or not all(0 <= number < len(plans) for number in call.own):
+        raise ParameterError("The call is not what midstream.Remote sends: own has a plan's number for each prompt.")
+    return [plans[number] for number in call.own]
+
+
 def _lowering(call: Call, plans: Sequence[Plan], prompts: Sequence[list[int]]) -> Lowering:
     """What the client says of its traces. A trace that reads what its plan does not capture fails, and harms no other."""
     if call.tier is Tier.FORWARD or call.lengths != list(map(len, prompts)):
         return Lowering(Tier.FORWARD, [Plan()] * len(prompts), call.keeps_to_graphs)
     if call.tier is not Tier.BEHIND:
         raise ParameterError("The call is not what midstream.Remote sends: its code runs in the forward or behind it.")
-    if len(call.own) != len(prompts) or not all(0 <= number < len(plans) for number in call.own):
-        raise ParameterError("The call is not what midstream.Remote sends: own has a plan's number for each prompt.")
-    return Lowering(Tier.BEHIND, [plans[number] for number in call.own], call.keeps_to_graphs)
+    return Lowering(Tier.BEHIND, _own(call, plans, len(prompts)), call.keeps_to_graphs)
 
 
 def _invoke(server: Server, asked: Asked, plans: Sequence[Plan], place: str) -> Invoke:

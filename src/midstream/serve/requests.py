@@ -311,15 +311,16 @@ def owner_of(headers: Mapping[str, str]) -> bytes:
     return hashlib.sha256(headers.get("authorization", "").partition(" ")[2].encode()).digest()
 
 
-def check_share(what: str, own: int, together: int, most: int) -> None:
-    """Raise Refused for a key that would hold more than it leaves for others. So any number of keys find some room.
+def check_share(what: str, own: int, together: int, most: int, before: int = 0) -> None:
+    """Raise Refused for a key that would hold more than it leaves for others: each finds as much room as any other that comes later.
 
     Args:
         own: how many the key would hold.
         together: how many all would hold.
         most: how many there may be.
+        before: how many the key holds. It may always replace these.
     """
-    if own > (left := most - together):
+    if own > before and own > (left := most - together):
         raise Refused(
             413,
             f"With these, this API key would hold {own} of {most} {what}, and leave {max(left, 0)}. A key may hold no more than it leaves "
