@@ -74,7 +74,9 @@ def test_f9_record_and_collect(model: Any, plain: Plain, chats: dict[str, list[i
     assert list(run.prompt_token_ids) == chats["asked"]
     model.runs.delete("chat")
     store = model.collect([ASKED, BEGUN], plan=Capture("resid_post", layers=2), to=tmp_path)
-    assert [list(prompt) for _, prompt in store.entries()] == [chats["asked"], chats["begun"]]
+    assert sorted(list(prompt) for _, prompt in store.entries()) == sorted(
+        [chats["asked"], chats["begun"]]
+    )  # as they end
 
 
 def test_f9_a_span_in_a_chat(model: Any, plain: Plain, chats: dict[str, list[int]]) -> None:
