@@ -779,7 +779,7 @@ def test_l7_anybody_may_send_a_trace_that_is_a_program(server: Server, name: str
 def test_l7_a_trace_that_is_a_program_stands_beside_the_engine_wide_plan_or_is_refused(
     server: Server, layer: int, stands: bool
 ) -> None:
-    """It acts after that plan's edits, and one plan would read a value before them. Seen with wrong values, without an error."""
+    """It acts after that plan's edits, and one plan would read a value before them."""
     body = programs()["adds_an_earlier_value"]  # of layer 1 to layer 3
     by = {"kind": "steer", "site": "resid_post", "layers": [layer], "vector": [3.0] * HIDDEN}
 
