@@ -20,7 +20,7 @@ from midstream.errors import TraceError, UnknownModuleError
 from midstream.plan.values import ModelFacts, Plan
 from midstream.sites import ACCESSORS, LAYER_SITES, Binding
 from midstream.trace.block import Block
-from midstream.trace.envoy import by_path, nearest, where_layers_are
+from midstream.trace.envoy import OF_NNSIGHT, nearest, where_layers_are
 from midstream.trace.program import BlockProgram, FunctionProgram, Program, ShippedCode, ship
 from midstream.trace.record import Model
 from midstream.trace.tracer import BodyTracer
@@ -44,10 +44,15 @@ class ModuleHandle:
         return ("module", self._path)
 
     @property
-    def _children(self) -> list[str]:
+    def _below(self) -> list[str]:
+        """The paths, from here, of all modules in this one."""
         start = f"{self._path}." if self._path else ""
         names = [path[len(start) :] for path in self._model.description["modules"] if path.startswith(start)]
-        return [name for name in names if name and "." not in name]
+        return [name for name in names if name]
+
+    @property
+    def _children(self) -> list[str]:
+        return [name for name in self._below if "." not in name]
 
     def _child(self, name: str) -> ModuleHandle:
         return ModuleHandle(f"{self._path}.{name}" if self._path else name, self._model)
@@ -74,13 +79,10 @@ class ModuleHandle:
         hint = where_layers_are(self._model.description["modules"]) if self._path.count(".") < 2 else ""
         raise UnknownModuleError(f"{self._path or 'the model'} has no module {name}{nearest(name, known)}{hint}")
 
-    def _below(self) -> Iterator[tuple[str, ModuleHandle]]:
+    def _named_modules(self) -> Iterator[tuple[str, ModuleHandle]]:
         """This module and all in it, with their paths from here."""
-        start = f"{self._path}." if self._path else ""
         yield "", self
-        for path in self._model.description["modules"]:
-            if path.startswith(start) and path != self._path:
-                yield path[len(start) :], ModuleHandle(path, self._model)
+        yield from ((name, self._child(name)) for name in self._below)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_"):
@@ -347,13 +349,11 @@ class ExplainContext(BlockContext):
 
 # What a module of PyTorch's, and one of nnsight's, tell of the tree.
 _TREE: dict[str, Callable[[ModuleHandle], Any]] = {
-    "named_modules": lambda handle: handle._below,
-    "modules": lambda handle: lambda: (module for _, module in handle._below()),
+    "named_modules": lambda handle: handle._named_modules,
+    "modules": lambda handle: lambda: (module for _, module in handle._named_modules()),
     "named_children": lambda handle: lambda: ((name, handle._child(name)) for name in handle._children),
     "children": lambda handle: lambda: iter(handle),
-    "path": lambda handle: handle._path,
-    "get": lambda handle: partial(by_path, handle),
-    "dispatched": lambda handle: True,
+    **OF_NNSIGHT,
 }
 
 

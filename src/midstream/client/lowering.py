@@ -28,7 +28,7 @@ from midstream.plan.program import Program as RowProgram
 from midstream.plan.values import Capture, Plan, counted_from_0
 from midstream.runtime.request import Tier
 from midstream.sites import Point
-from midstream.trace.graph import StepGraph, Value, Write, repeats
+from midstream.trace.graph import StepGraph, Write, repeats
 from midstream.trace.program import Outcome, Program, ShippedCode, ship
 from midstream.trace.record import Model, Recording
 
@@ -318,25 +318,30 @@ def _lowered(
     try:
         _refuse(recording, made.reads, model)
         made.edits = tuple(_edits(graphs, len(recording.steps), goes_on, length, notes, recorded, model))
+        if recording.needs_body and not is_standing:
+            made.kept = recorded.once(Reads.found, recording, model.dtype)
+        made.tier = _tier_of(made, recording, model, length)
     except _Stays as stays:
         notes.append(Note(stays.line, "forward", stays.reason))
         return replace(made, edits=(), reason=f"line {stays.line}: {stays.reason}")
-    if recording.needs_body and not is_standing:
-        made.kept = recorded.once(Reads.found, recording, model.dtype)
-    if not recording.needs_body:
-        made.tier = Tier.PLAN
-    elif made.kept is not None and made.kept.fits(length) and _needs_no_code(made, made.kept, model):
-        made.tier = Tier.CLIENT
-    elif (stream := _stream_in(recording)) is not None:
-        notes.append(Note(stream.line, "forward", reason := "it reads one of a layer's two streams"))
-        return replace(made, edits=(), reason=f"line {stream.line}: {reason}")
-    else:
-        made.tier = Tier.BEHIND
     if made.tier is not Tier.BEHIND:
         kept = made.kept.programs if made.tier is Tier.CLIENT and made.kept is not None else {}
         notes = [*_reads_noted(recording, kept), *(note for note in notes if note.kind == "edit")]
     made.notes = sorted(notes, key=lambda note: note.line)
     return made
+
+
+def _tier_of(made: Lowered, recording: Recording, model: Model, length: int) -> Tier:
+    """Where code whose writes are edits runs. Raises _Stays if it needs what no capture has."""
+    if not recording.needs_body:
+        return Tier.PLAN
+    if made.kept is not None and made.kept.fits(length) and _needs_no_code(made, made.kept, model):
+        return Tier.CLIENT
+    values = (value for graph in recording.steps for value in graph.values)
+    for value in values:
+        if value.kind == "read" and value.part is not None:
+            raise _Stays(value.line, "it reads one of a layer's two streams")
+    return Tier.BEHIND
 
 
 class _Stays(Exception):
@@ -358,12 +363,6 @@ def _refuse(recording: Recording, reads: Mapping[Point, bool], model: Model) -> 
                 raise _Stays(line, f"{point[0]} is not among the engine's graph_sites: {free}")
     if recording.may_raise is not None:
         raise _Stays(recording.may_raise, "whether this raises an error depends on the values")
-
-
-def _stream_in(recording: Recording) -> Value | None:
-    """A read of one of a layer's two streams, which no capture has."""
-    values = (value for graph in recording.steps for value in graph.values)
-    return next((value for value in values if value.kind == "read" and value.part is not None), None)
 
 
 def _reads_noted(recording: Recording, points: Container[Point] | None = None) -> list[Note]:

@@ -202,7 +202,6 @@ class Worker(PlatformWorker):
 
     def _ends_text(self, sampling: Any, prompt: Sequence[int]) -> Callable[[int], bool]:
         """For each generated token, whether vLLM's front end will find that a stop string ends the text there."""
-
         request: Any = SimpleNamespace(
             request_id="", sampling_params=sampling, prompt_token_ids=list(prompt), prompt_embeds=None
         )

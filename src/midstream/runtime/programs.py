@@ -279,16 +279,16 @@ class HeldPrograms:
             return uploaded[key]
 
         of_slot = {at: self._slots[at].on_host[:, np.minimum(profile_T, MOST_PROFILES)] for at in members}
+        rows_of = {at: np.flatnonzero(place_T >= 0) for at, (place_T, _) in of_slot.items()}
         needed: dict[Point, list[np.ndarray]] = {}
-        for at, (place_T, _) in of_slot.items():
+        for at, rows in rows_of.items():
             for point in at.inputs:
-                needed.setdefault(point, []).append(np.flatnonzero(place_T >= 0))
+                needed.setdefault(point, []).append(rows)
         unions = {point: functools.reduce(np.union1d, each) for point, each in needed.items()}
         kept = {point: Kept(point, upload(rows)) for point, rows in unions.items()}
         found: dict[tuple[int, str], list[Group]] = {}
         for at in sorted(members, key=lambda at: at.turn):
-            form, (place_T, offset_T) = self._forms[at.form], of_slot[at]
-            rows = np.flatnonzero(place_T >= 0)
+            form, rows, (place_T, offset_T) = self._forms[at.form], rows_of[at], of_slot[at]
             inputs = []
             for point in at.inputs:
                 among = None if len(unions[point]) == len(rows) else upload(np.searchsorted(unions[point], rows))

@@ -72,9 +72,8 @@ class CaptureStore:
         self._held: dict[str, Held] = {}  # the oldest first
         self._of_owner: dict[bytes, dict[str, int]] = {}  # what each handle counts, the oldest first
         self._counted: Counter[bytes] = Counter()  # by owner
-        self._by_size: list[dict[bytes, None]] = [
-            {} for _ in range(64)
-        ]  # the owners by the binary digits of what they hold
+        # The owners, by how many binary digits what they hold has.
+        self._by_size: list[dict[bytes, None]] = [{} for _ in range(64)]
         self._total = self._bytes = 0
         self._lock = threading.Lock()
 

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import AsyncIterator, Collection, Iterable, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from importlib import metadata
 from typing import Any, Literal
 
@@ -185,8 +185,8 @@ async def list_vectors(request: Request) -> dict[str, Any]:
     return {"vectors": {name: _about(vector) for name, vector in server_of(request).model.vectors.items()}}
 
 
-def _bytes(vectors: Iterable[Vector]) -> int:
-    return sum(vector.data.nbytes for vector in vectors)
+def _bytes(vectors: Mapping[str, Vector]) -> int:
+    return sum(vector.data.nbytes for vector in vectors.values())
 
 
 def _about(vector: Vector) -> dict[str, Any]:
@@ -213,10 +213,10 @@ async def upload_vectors(request: Request, replace: bool = False) -> Any:
     if (taken := sorted(found.keys() & vectors.keys())) and not replace:
         raise Refused(409, f"The vector {taken[0]!r} is there already: delete it first, or use another name.", "body")
     together, owner = {**vectors, **found}, owner_of(request.headers)
-    mine = [each for name, each in together.items() if name in found or server.owners.get(("vectors", name)) == owner]
-    before = [each for name, each in vectors.items() if server.owners.get(("vectors", name)) == owner]
+    before = {name: each for name, each in vectors.items() if server.owners.get(("vectors", name)) == owner}
+    mine = {**before, **found}
     check_share("vectors", len(mine), len(together), MAX_VECTORS, len(before))
-    check_share("bytes of vectors", _bytes(mine), _bytes(together.values()), MAX_VECTOR_BYTES, _bytes(before))
+    check_share("bytes of vectors", _bytes(mine), _bytes(together), MAX_VECTOR_BYTES, _bytes(before))
     vectors.update(found)
     server.owners |= dict.fromkeys((("vectors", name) for name in found), owner)
     async with server.model.connection.sending:
@@ -278,9 +278,8 @@ async def record_run(request: Request) -> Any:
     try:
         given = (owner.hex(), run.prompt, run.sites, run.layers, read_place(run.positions), name)
         with _naming_the_field():
-            recording: Any = await on_a_thread(
-                len(data), model.recording_for, *given
-            )  # a long text takes seconds to tokenize
+            # A long text takes seconds to tokenize.
+            recording: Any = await on_a_thread(len(data), model.recording_for, *given)
             await recording
         server.owners["runs", name] = owner
     finally:

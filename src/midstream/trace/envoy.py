@@ -166,8 +166,8 @@ def by_path(module: Any, path: str) -> Any:
     return module
 
 
-# nnsight's names of what a module can tell.
-_OF_NNSIGHT: dict[str, Callable[[Any], Any]] = {
+# nnsight's names of what a module can tell, in a trace and outside.
+OF_NNSIGHT: dict[str, Callable[[Any], Any]] = {
     "path": lambda envoy: envoy._path,
     "get": lambda envoy: functools.partial(by_path, envoy),
     "dispatched": lambda envoy: True,
@@ -228,8 +228,8 @@ class Envoy(CallPoints):
         try:
             return self._computed(self._path, lambda: self._held(name))
         except AttributeError:
-            if name in _OF_NNSIGHT:
-                return _OF_NNSIGHT[name](self)
+            if name in OF_NNSIGHT:
+                return OF_NNSIGHT[name](self)
             where, known = self._path or "the model", children + self._public()
             hint = where_layers_are(self._forward.stage.modules) if self._path.count(".") < 2 else ""
             near = nearest(name, known)
