@@ -186,6 +186,11 @@ def traces(model: Any) -> dict[str, Callable[..., Any]]:
 
         return body
 
+    def add_earlier(m: Any, tracer: Any) -> None:
+        for _ in tracer.iter[:]:
+            early = m.layers_output[middle // 2]
+            m.layers_output[middle] += 0.01 * early
+
     def zero_column(m: Any, tracer: Any) -> None:
         for _ in tracer.iter[:]:
             m.layers_output[middle][:, 17] = 0
@@ -212,6 +217,7 @@ def traces(model: Any) -> dict[str, Callable[..., Any]]:
         "projects a direction out": changing(lambda h: h - (h @ unit.to(h))[:, None] * unit.to(h)),
         "zeroes a column": zero_column,
         "adds at the module's output": add_at_module,
+        "adds an earlier layer's stream": add_earlier,
         f"an SAE's gate, {FEATURES:,} features": changing(
             lambda h: h + torch.relu(h @ encoder.to(h)) @ decoder.to(h) * 0.01
         ),
