@@ -35,7 +35,7 @@ class Bar:
     """
 
     def __init__(self, progress: bool | None, total: int, unit: str = "request") -> None:
-        self._is_shown = (is_watched() if progress is None else progress) and total > 1
+        self._is_shown = total > 1 and (is_watched() if progress is None else progress)
         self._delay = _LONG_SECONDS if progress is None else 0.0
         self._total, self._unit = total, unit
         self._bar: Any = None

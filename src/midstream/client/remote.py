@@ -257,7 +257,10 @@ class RemoteStream(OutputStream):
         super().__init__(ended)
         self._server, self._calls, self._deliveries = server, calls, deliveries
 
-    async def items(self) -> AsyncGenerator[Item]:
+    def running(self) -> contextlib.AbstractAsyncContextManager[AsyncIterator[Item]]:
+        return contextlib.aclosing(self._items())
+
+    async def _items(self) -> AsyncGenerator[Item]:
         before = 0
         for (call, endings), deliveries in zip(self._calls, self._deliveries, strict=True):
             messages: Any = self._server.async_messages(call, Progress(endings))

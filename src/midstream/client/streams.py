@@ -8,7 +8,7 @@ outputs = await tracer.backend           # or only the final outputs, in the ord
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator
 from typing import Any
 
 from midstream.client.requests import InvokeResult, raise_failures
@@ -44,9 +44,18 @@ class OutputStream(Awaitable[Any]):
         self.bar: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self._is_used = self.gives_one = self.wants_last = False
 
-    def items(self) -> AsyncIterator[Item]:
-        """The outputs of all requests, those of failed ones included. To be called once."""
+    def running(self) -> contextlib.AbstractAsyncContextManager[AsyncIterator[Item]]:
+        """Run the requests in the block. Gives the outputs of all of them, those of failed ones included. To be called once.
+
+        Each generator between vLLM's and the user's costs every token something, so there should be few.
+        """
         raise NotImplementedError
+
+    async def items(self) -> AsyncGenerator[Item]:
+        """What `running` gives."""
+        async with self.running() as items:
+            async for item in items:
+                yield item
 
     def __await__(self) -> Generator[Any, None, Any]:
         return self._to_the_end().__await__()
@@ -66,8 +75,7 @@ class OutputStream(Awaitable[Any]):
 
     async def _iterate(self) -> AsyncIterator[Any]:
         done: dict[int, InvokeResult] = {}
-        items: Any = self.items()
-        async with contextlib.aclosing(items):
+        async with self.running() as items:
             async for index, output, result in items:
                 if result is not None:
                     done[index] = result

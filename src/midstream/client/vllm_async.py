@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import secrets
 import time
+import typing
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
@@ -59,50 +60,92 @@ class EngineStream(OutputStream):
         self._prepare = prepare
         self._queue: asyncio.Queue[_Queued] = asyncio.Queue()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._error: BaseException | None = None
+        self._waiting: asyncio.Task[Any] | None = None  # the task that waits for the output of a single request
 
     def fail(self, error: BaseException) -> None:
         """Raise `error` in the task that iterates over the outputs. May be called from any thread."""
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, error)
+            self._loop.call_soon_threadsafe(self._fail, error)
 
-    async def items(self) -> AsyncIterator[Item]:
+    def _fail(self, error: BaseException) -> None:
+        self._error = error
+        self._queue.put_nowait(error)
+        if self._waiting is not None:
+            self._waiting.cancel()
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[AsyncIterator[Item]]:
         connection = self._connection
         await connection.start()
         self._loop = asyncio.get_running_loop()
-        requests, unfinished = self._prepare(), set[int]()
+        requests = self._prepare()
         async with AsyncExitStack() as stack:
             each = await stack.enter_async_context(submitted(connection, requests))
             connection.streams.add(self)
             stack.callback(connection.streams.discard, self)
-            unfinished.update(range(len(each)))
             if self.wants_last:
                 for request in each:
                     request.skip_to_the_last()
-            tasks = [asyncio.create_task(self._follow(index, request)) for index, request in enumerate(each)]
-            stack.push_async_callback(self._leave, requests, tasks, unfinished)
-            while unfinished:
-                item = await self._queue.get()
-                if isinstance(item, BaseException):
-                    raise item
-                if item[2] is not None:
-                    unfinished.discard(item[0])
-                yield item
+            stack.push_async_callback(self._drop, requests, each)
+            items = self._single(each[0]) if len(each) == 1 else self._merged(each)
+            yield await stack.enter_async_context(contextlib.aclosing(items))
 
-    async def _leave(
-        self, requests: Sequence[EngineRequest], tasks: list[asyncio.Task[None]], unfinished: set[int]
-    ) -> None:
-        for task in tasks:
-            task.cancel()  # vLLM aborts a request whose consumer is cancelled
-        await asyncio.gather(*tasks, return_exceptions=True)
+    async def _drop(self, requests: Sequence[EngineRequest], each: Sequence[AsyncRequest]) -> None:
+        """Have the workers forget the traces of requests that did not come to their end."""
+        unfinished = not all(request.is_finished for request in each)
         if unfinished and (traces := trace_ids(requests)) and self._connection.is_open:
             drop = self._connection.ask("midstream_drop", traces)
             with contextlib.suppress(Exception):  # a dead engine has dropped them
                 await asyncio.wait_for(drop, _DROP_SECONDS)
 
+    async def _single(self, request: AsyncRequest) -> AsyncGenerator[Item]:
+        """The outputs of one request, without a task and a queue, which cost each token something too."""
+        try:
+            with launch.own_errors(self._connection.engine):
+                stream = request.start(self._connection.engine)
+                async with request.followed(stream):
+                    while self._error is None:
+                        self._waiting = asyncio.current_task()
+                        output = await anext(stream, None)
+                        self._waiting = None
+                        if output is None:
+                            return
+                        yield 0, output, None if request.passes(output) else await request.take(output)
+        except asyncio.CancelledError:
+            if self._error is None:
+                raise
+            typing.cast("asyncio.Task[Any]", asyncio.current_task()).uncancel()
+        except Exception as error:
+            self._connection.failed(error)
+            raise
+        raise self._error
+
+    async def _merged(self, each: Sequence[AsyncRequest]) -> AsyncGenerator[Item]:
+        """The outputs of several requests as they come."""
+        tasks = [asyncio.create_task(self._follow(index, request)) for index, request in enumerate(each)]
+        left = len(tasks)
+        try:
+            while left:
+                item = await self._queue.get()
+                if isinstance(item, BaseException):
+                    raise item
+                left -= item[2] is not None
+                yield item
+        finally:
+            for task in tasks:
+                task.cancel()  # vLLM aborts a request whose consumer is cancelled
+            await asyncio.gather(*tasks, return_exceptions=True)
+
     async def _follow(self, index: int, request: AsyncRequest) -> None:
         """Run one request, and queue its outputs or its error."""
         try:
-            await request.follow(self._connection.engine, lambda *given: self._queue.put_nowait((index, *given)))
+            with launch.own_errors(self._connection.engine):
+                stream = request.start(self._connection.engine)
+                async with request.followed(stream):
+                    async for output in stream:
+                        result = None if request.passes(output) else await request.take(output)
+                        self._queue.put_nowait((index, output, result))
         except Exception as error:
             self._connection.failed(error)
             self._queue.put_nowait(error)
@@ -147,7 +190,11 @@ async def _release(runs: Runs, ids: list[str], lease: Awaitable[Any]) -> None:
 
 
 class AsyncRequest:
-    """One running request."""
+    """One running request.
+
+    Attributes:
+        is_finished: whether its last output has been taken.
+    """
 
     def __init__(self, request: EngineRequest, saves: Mailbox | None, rows: Mailbox | None, stages: int) -> None:
         self._request, self._row_box = request, rows
@@ -156,6 +203,8 @@ class AsyncRequest:
         self._generated = [0] * self._samples
         self._seen: dict[int, Any] = {}  # the last output of each sample
         self._answers: dict[str | int, float] | None = None
+        self._following: asyncio.Task[None] | None = None  # takes captured rows as they arrive
+        self.is_finished = False
         is_cumulative = request.params.output_kind.name != "DELTA"
         self._is_plain = (
             is_cumulative and saves is None and request.rows is None and not request.answers and self._samples == 1
@@ -167,29 +216,39 @@ class AsyncRequest:
         if self._request.rows is None and not self._has_saves and params.output_kind.name == "CUMULATIVE":
             params.output_kind = type(params.output_kind).FINAL_ONLY
 
-    async def follow(self, engine: Any, put: Callable[[Any, InvokeResult | None], None]) -> None:
-        """Run on an `AsyncLLM`, and pass on each output, with the last one the result. If cancelled, it aborts the request."""
-        with launch.own_errors(engine):
-            # Each generator between vLLM's and the user's costs every token as much as vLLM's own.
-            outputs = engine.generate(self._request.prompt, self._request.params, secrets.token_hex(8))
-            async with self._rows_followed() as following, contextlib.aclosing(outputs):
-                async for output in outputs:
-                    put(output, None if self._passes(output) else await self._taken(output, following))
+    def start(self, engine: Any) -> AsyncGenerator[Any]:
+        """The outputs of an `AsyncLLM`. Closing them aborts the request."""
+        stream: AsyncGenerator[Any] = engine.generate(self._request.prompt, self._request.params, secrets.token_hex(8))
+        return stream
 
     async def outputs(self, stream: AsyncGenerator[Any]) -> AsyncGenerator[tuple[Any, InvokeResult | None]]:
         """The outputs of a stream of vLLM's, with saves, captures and answers on them, and with the last one the result."""
-        async with self._rows_followed() as following, contextlib.aclosing(stream):
+        async with self.followed(stream):
             async for output in stream:
-                yield output, None if self._passes(output) else await self._taken(output, following)
+                yield output, None if self.passes(output) else await self.take(output)
 
-    def _passes(self, output: Any) -> bool:
+    @contextlib.asynccontextmanager
+    async def followed(self, stream: AsyncGenerator[Any]) -> AsyncIterator[None]:
+        """A block that iterates over a stream of vLLM's, whose captured rows are taken meanwhile. Closes the stream."""
+        async with contextlib.aclosing(stream):
+            if self._request.rows is None or self._row_box is None:
+                yield
+                return
+            self._following = asyncio.create_task(self._request.rows.follow(self._row_box, _pool()))
+            try:
+                yield
+            finally:
+                self._following.cancel()
+                await asyncio.gather(self._following, return_exceptions=True)
+
+    def passes(self, output: Any) -> bool:
         """Whether an output before the last has nothing of midstream's. It gets the attributes all the same."""
         if output.finished or not self._is_plain:
             return False
         output.saves, output.captures, output.answers = {}, None, {}
         return True
 
-    async def _taken(self, output: Any, following: asyncio.Task[None] | None) -> InvokeResult | None:
+    async def take(self, output: Any) -> InvokeResult | None:
         """Put what belongs to an output on it. Returns the result with the last one."""
         self._seen.update((sample.index, sample) for sample in output.outputs)
         self._count(output)
@@ -202,7 +261,8 @@ class AsyncRequest:
             output.saves, output.captures = await self._saves.latest(), None
             return None
         result = traced_result(await self._saves.final(), output)
-        await self._put_captures(result, following)
+        await self._put_captures(result)
+        self.is_finished = True
         return result
 
     def _count(self, output: Any) -> None:
@@ -214,21 +274,8 @@ class AsyncRequest:
         if self._request.rows is not None and self._samples == 1:
             self._request.rows.stop = len(self._request.prompt["prompt_token_ids"]) + self._generated[0] - 1
 
-    @contextlib.asynccontextmanager
-    async def _rows_followed(self) -> AsyncIterator[asyncio.Task[None] | None]:
-        """Take captured rows as they arrive, in a task that ends with the last one."""
-        if self._request.rows is None or self._row_box is None:
-            yield None
-            return
-        following = asyncio.create_task(self._request.rows.follow(self._row_box, _pool()))
-        try:
-            yield following
-        finally:
-            following.cancel()
-            await asyncio.gather(following, return_exceptions=True)
-
-    async def _put_captures(self, result: InvokeResult, following: asyncio.Task[None] | None) -> None:
-        rows = self._request.rows
+    async def _put_captures(self, result: InvokeResult) -> None:
+        rows, following = self._request.rows, self._following
         if rows is None or following is None:
             return put_captures(result, self._request, self._generated)
         while not (await asyncio.wait([following], timeout=RESULT_SECONDS))[0]:
