@@ -180,14 +180,14 @@ def test_p2_a_key_holds_no_more_than_it_leaves_to_others() -> None:
 
 
 def test_p2_sweeps_start_their_groups_in_turns() -> None:
-    """Of a sweep that comes second, too; a group that is given up while it waits takes no turn."""
+    """Of a sweep that comes second, too. A group that is given up while it waits takes no turn."""
     order: list[str] = []
 
     async def main() -> None:
-        turns = Turns(2)
+        turns = Turns(100)  # four of these batches at a time
 
         async def group(sweep: str) -> None:
-            async with turns.taken(sweep):
+            async with turns.taken(sweep, 200):
                 order.append(sweep)
                 await asyncio.sleep(0)
 
@@ -198,12 +198,35 @@ def test_p2_sweeps_start_their_groups_in_turns() -> None:
         await asyncio.sleep(0)
         given_up.cancel()
         await asyncio.gather(*tasks)
-        assert turns._free == 2 and not turns._waiting
+        assert not turns._used and not turns._waiting
 
     asyncio.run(main())
     assert order[:2] == ["first"] * 2 and sorted(order) == ["first"] * 8 + ["second"] * 4
     seconds = [i for i, each in enumerate(order) if each == "second"]
     assert seconds[0] < 6 and seconds == list(range(seconds[0], seconds[0] + 8, 2))
+
+
+def test_p2_groups_of_sweeps_fill_a_few_batches_at_most() -> None:
+    running = [0]
+    most = []
+
+    async def main(each: int, count: int) -> None:
+        turns = Turns(100)
+
+        async def group(sweep: int) -> None:
+            async with turns.taken(sweep, each):
+                running[0] += 1
+                most.append(running[0])
+                await asyncio.sleep(0)
+                running[0] -= 1
+
+        await asyncio.gather(*(group(i % 3) for i in range(count)))
+
+    for each, expected in ((100, 4), (150, 2), (30, 13), (400, 1), (1000, 1)):
+        most.clear()
+        asyncio.run(main(each, 40))
+        assert len(most) == 40 and max(most) == expected, each
+    assert [Turns(2048).jobs(tokens) for tokens in (8, 75, 500, 2048, 9000)] == [32, 27, 4, 1, 1]
 
 
 def test_g4_rows_do_not_keep_the_step_that_they_came_from_in_memory() -> None:

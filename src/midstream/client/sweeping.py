@@ -29,7 +29,6 @@ from collections.abc import (
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
 
 import msgspec
 import numpy as np
@@ -56,8 +55,13 @@ from midstream.sweeps.events import (
 from midstream.sweeps.request import SweepRequest, Tokens, align, columns, heads_of, in_order, rows_of, windows
 from midstream.sweeps.results import SweepResult
 
-# Requests in a group, and groups at a time of all sweeps on an engine; small, because the event loop serves others, too.
-ASYNC_GROUP, ASYNC_GROUPS = 32, 16
+ASYNC_GROUP, ASYNC_GROUPS = (
+    32,
+    16,
+)  # requests in a group, and groups of a sweep at a time; the event loop serves others, too
+_BATCHES = (
+    4  # of the engine: what the groups of all sweeps may fill at a time. A request that comes later waits behind them
+)
 _BASELINES, _IDENTITIES = 2, 6  # noise runs among the cells of each pair
 OUTLINE, CELLS, RESULT = "outline.json", "cells.jsonl", "result.npz"  # in the directory of `to`
 
@@ -393,7 +397,8 @@ class Sweeping:
         self, ids: list[int], answers: Answers, jobs: Iterator[Job], count: int
     ) -> AsyncGenerator[Event]:
         queue: asyncio.Queue[Event | BaseException | None] = asyncio.Queue()
-        groups, tasks = _groups(jobs, ASYNC_GROUP), set[asyncio.Task[None]]()
+        turns: Turns = self._model.connection.sweep_turns
+        groups, tasks = _groups(jobs, turns.jobs(len(ids) * self._parts)), set[asyncio.Task[None]]()
 
         def start(_: Any = None) -> None:
             if (group := next(groups, None)) is not None:
@@ -428,7 +433,7 @@ class Sweeping:
 
         try:
             invokes = [invoke for job in group for invoke in self._invokes(ids, answers, job)]
-            async with _turns.setdefault(self._model, Turns()).taken(self):
+            async with self._model.connection.sweep_turns.taken(self, len(invokes) * len(ids)):
                 items: Any = self._model._run(invokes).items()
                 async with contextlib.aclosing(items):
                     async for index, _, result in items:
@@ -560,41 +565,51 @@ class _Log:
 
 
 class Turns:
-    """Has sweeps on one engine start their groups of requests in turns, with so many groups at a time."""
+    """Has sweeps on one engine start their groups of requests in turns, within so many tokens of prompts at a time.
 
-    def __init__(self, most: int = ASYNC_GROUPS) -> None:
-        self._free = most
-        self._waiting: dict[object, deque[asyncio.Future[None]]] = {}  # by sweep, whose turn is next first
+    Args:
+        batch: the most tokens that the engine computes in a step.
+    """
+
+    def __init__(self, batch: int) -> None:
+        self._batch = batch
+        self._used = 0  # tokens
+        # By sweep, whose turn is next first: the groups that wait, each with its tokens.
+        self._waiting: dict[object, deque[tuple[asyncio.Future[None], int]]] = {}
+
+    def jobs(self, tokens: int) -> int:
+        """How many jobs of so many tokens a group has: no more than the engine computes in a step, so that turns stay short."""
+        return max(1, min(ASYNC_GROUP, self._batch // tokens))
 
     @contextlib.asynccontextmanager
-    async def taken(self, sweep: object) -> AsyncIterator[None]:
-        """One of the groups, for a group of `sweep`."""
+    async def taken(self, sweep: object, tokens: int) -> AsyncIterator[None]:
+        """The turn of a group of `sweep`. A group that is larger than all turns together runs alone."""
         turn = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(sweep, deque()).append(turn)
+        self._waiting.setdefault(sweep, deque()).append((turn, tokens))
         self._give()
         try:
             await turn
             yield
         finally:
             if turn.done() and not turn.cancelled():
-                self._free += 1
+                self._used -= tokens
             else:
                 turn.cancel()
             self._give()
 
     def _give(self) -> None:
-        while self._free and self._waiting:
-            sweep, turns = next(iter(self._waiting.items()))
-            turn = turns.popleft()
+        while self._waiting:
+            sweep, groups = next(iter(self._waiting.items()))
+            turn, tokens = groups[0]
+            if not turn.cancelled() and self._used and self._used + tokens > _BATCHES * self._batch:
+                return
+            groups.popleft()
             del self._waiting[sweep]
-            if turns:
-                self._waiting[sweep] = turns  # behind the others
+            if groups:
+                self._waiting[sweep] = groups  # behind the others
             if not turn.cancelled():
-                self._free -= 1
+                self._used += tokens
                 turn.set_result(None)
-
-
-_turns: WeakKeyDictionary[Any, Turns] = WeakKeyDictionary()  # by model
 
 
 class SweepStream:

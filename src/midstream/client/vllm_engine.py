@@ -18,6 +18,7 @@ from midstream.capture.rows import Captured
 from midstream.capture.sinks import Sinks
 from midstream.client.kept import Ending
 from midstream.client.requests import Answers, InvokeResult, PreparedPlan, runs_of, sample_saves
+from midstream.client.sweeping import Turns
 from midstream.client.vectors_and_runs import HeldWeights, Runs, Vectors, run_now
 from midstream.client.vllm_captures import RESULT_SECONDS, RowReceiver, RowThread, sample_index
 from midstream.engine import launch
@@ -95,6 +96,7 @@ class EngineConnection:
         interrupted: ids of traces whose requests were aborted.
         lock: a `vllm.LLM` may be used by one thread at a time.
         sending: held on an async engine while changed vectors are sent.
+        sweep_turns: of the sweeps on an async engine.
         streams: the async streams that are being iterated over.
         followed: the requests of `run_continuously` that run, by their ids, with what to call with the final output.
     """
@@ -121,6 +123,7 @@ class EngineConnection:
             Settings.of(self.config).weight_bytes, partial(self.answers, "midstream_set_weights")
         )
         self.sending = asyncio.Lock()
+        self.sweep_turns = Turns(self.config.scheduler_config.max_num_batched_tokens)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._starting: asyncio.Task[None] | None = None
         if is_async:
