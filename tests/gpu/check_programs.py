@@ -126,8 +126,11 @@ def main() -> int:
     arguments = parsed(parser_of(__doc__, ranks=True))
 
     from midstream import VLLM, LanguageModel, demo_model
+    from midstream.settings import BUILDABLE
 
-    ranks = {"pipeline_parallel_size": arguments.pp, "tensor_parallel_size": arguments.tp}
+    ranks: dict[str, Any] = {"pipeline_parallel_size": arguments.pp, "tensor_parallel_size": arguments.tp}
+    if arguments.tp > 1:
+        ranks["graph_sites"] = BUILDABLE  # as without tensor parallelism
     engine = VLLM(demo_model(), **ranks, **engine_arguments(arguments))
     plain = LanguageModel(demo_model(), dtype=engine._known.dtype, device="cpu" if arguments.cpu else "cuda")
     tolerance = 1e-3 if arguments.float32 or arguments.cpu else 0.1
