@@ -329,6 +329,7 @@ def captured_tokens(arguments: argparse.Namespace) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--load", choices=LOADS, default="mixed")
+    parser.add_argument("--requests", type=int, help="in place of those of the load")
     parser.add_argument("--request-rate", type=float, help="requests a second where TTFT and TPOT are measured")
     parser.add_argument("--burstiness", type=float, default=1.0, help="as of `vllm bench serve`")
     add_arguments(parser)
