@@ -395,6 +395,20 @@ def check_the_rest(model: Any, directory: Path, there: int, plain: Plain, caplog
     check_values(list(store.values())[there::50], plain)
 
 
+def test_an_interrupted_collection_says_in_one_line_how_to_go_on(
+    hf: LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(hf, "_run", interrupted)
+    with pytest.raises(KeyboardInterrupt, match=f"in '{tmp_path}'; the same call again") as caught:
+        hf.collect(IDS[:2], plan=LAST, to=tmp_path)
+    assert caught.value.__suppress_context__ and len(caught.traceback) == 2
+    monkeypatch.undo()
+    assert len(hf.collect(IDS[:2], plan=LAST, to=tmp_path)) == 2
+
+
 @pytest.mark.slow
 def test_a_killed_collection_on_transformers_goes_on(
     hf: LanguageModel, plain: Plain, tmp_path: Path, caplog: Any

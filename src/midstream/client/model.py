@@ -457,7 +457,12 @@ class TraceModel(Sizes):
         """
         _refuse_in_trace("collect")
         collection = Collection(prompts_of(prompts)[0], plan, to, ids, sampling(params, 1, self._generation))
-        return self._finish(self._collect(collection, progress))
+        try:
+            return self._finish(self._collect(collection, progress))
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(
+                f"The prompts that are complete are in {str(collection.directory)!r}; the same call again collects the others."
+            ) from None
 
     async def _collect(self, collection: Collection, progress: bool | None) -> Store:
         if self._is_async:

@@ -153,7 +153,9 @@ class EngineConnection:
         return self._engine is not None and not self.has_died
 
     def failed(self, error: BaseException) -> None:
-        """Note that the engine is dead, if `error` says so, which then names the engine's log."""
+        """Note that the engine is dead, if `error` says so, which then names the engine's log; or that the user has interrupted it."""
+        if isinstance(error, KeyboardInterrupt):
+            launch.hurry(self._engine)
         if isinstance(error, EngineClosedError):
             self.has_died = True
             launch.keep_log(self._engine, error)

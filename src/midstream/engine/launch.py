@@ -25,7 +25,7 @@ from midstream.plan.values import Plan
 from midstream.runtime.request import TraceRequest, users_id
 from midstream.settings import GRAPH_BYTES, RECORD_BYTES, SCHEDULER, WORKER, Settings, chosen_graph_sites
 
-_SHUTDOWN_SECONDS = 15.0
+_SHUTDOWN_SECONDS, _HURRY_SECONDS = 15.0, 0.3
 _NOTICE_SECONDS = 10.0
 _BASE = "VLLM_RPC_BASE_PATH"
 _LONGEST_DIRECTORY = 107 - 37  # the longest path of a socket, less a UUID
@@ -196,11 +196,17 @@ def shut_down(engine: Any) -> None:
         log.keep()
     try:
         with log.during_end() if log is not None else contextlib.nullcontext():
-            core.shutdown(timeout=_SHUTDOWN_SECONDS)
+            hurries = getattr(engine, "midstream_hurries", False)
+            core.shutdown(timeout=_HURRY_SECONDS if hurries else _SHUTDOWN_SECONDS)
     finally:
         if log is not None:
             log.close()
         shutil.rmtree(engine.midstream_sockets, ignore_errors=True)
+
+
+def hurry(engine: Any) -> None:
+    """The user has interrupted the engine's work: kill it if it does not end at once, for its processes take seconds to."""
+    engine.midstream_hurries = True
 
 
 def _has_died(engine: Any) -> bool:

@@ -226,7 +226,8 @@ class Sender:
             wire.write(self._sock, wire.Goodbye())
         except BaseException as error:
             if not self._queue.closed:
-                _log.error("results channel of %s failed: %r", self.name, error)
+                level = logging.INFO if isinstance(error, ConnectionError) else logging.ERROR  # the client has gone
+                _log.log(level, "results channel of %s failed: %r", self.name, error)
             raise
         finally:
             for frame in frames:
