@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -393,6 +394,23 @@ def check_the_rest(model: Any, directory: Path, there: int, plain: Plain, caplog
     assert names(store) == sorted(prompts())
     assert not list((directory / "rows").glob("*.tmp"))
     check_values(list(store.values())[there::50], plain)
+
+
+def test_a_collection_has_files_of_the_size_and_rows_of_the_dtype_asked_for(
+    hf: LanguageModel, plain: Plain, tmp_path: Path
+) -> None:
+    half = replace(LAST, dtype="float16", positions="all_prompt")
+    store = hf.collect(IDS, plan=half, to=tmp_path, shard_bytes=2000)  # 14 rows of 512 bytes
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    for capture in store.values():
+        rows, expected = capture["resid_post", 3], plain.run(capture.prompt_token_ids).sites["resid_post", 3]
+        assert rows.dtype == torch.float16
+        torch.testing.assert_close(rows.float(), expected, atol=2e-2, rtol=1e-2)
+    assert len(hf.collect(IDS, plan=half, to=tmp_path)) == 4  # goes on, with files of any size
+    with pytest.raises(CaptureError, match="another plan"):
+        hf.collect(IDS, plan=LAST, to=tmp_path)
+    with pytest.raises(ParameterError, match="shard_bytes is 0"):
+        hf.collect(IDS, plan=LAST, to=tmp_path / "other", shard_bytes=0)
 
 
 def test_an_interrupted_collection_says_in_one_line_how_to_go_on(

@@ -6,6 +6,8 @@ weights, and from the formulas written out here.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -428,6 +430,43 @@ def test_d4_captures_of_different_rows_share_a_request(model: Any, plain: Plain)
     close(output.captures["resid_post", 3], sites["resid_post", 3][[0, 1, 7]])
     close(output.captures["resid_post", 1], sites["resid_post", 1][[7]])
     close(output.captures["attn_out", 2], sites["attn_out", 2][[8, 9]])
+
+
+@pytest.mark.parametrize("dtype", ["float16", torch.bfloat16, "float64"])
+def test_d4_rows_come_in_the_dtype_that_a_capture_asks_for(
+    model: Any, plain: Plain, dtype: Any, tmp_path: Path
+) -> None:
+    """On the output, in a directory and in a function; other captures of the request keep the model's."""
+    wanted = getattr(torch, str(dtype).removeprefix("torch."))
+    seen: list[torch.Tensor] = []
+    chosen = Capture(
+        "resid_post",
+        layers=3,
+        positions="all",
+        dtype=dtype,
+        to=(None, tmp_path, lambda *given: seen.append(next(each for each in given if torch.is_tensor(each)))),
+    )
+    output = model.generate(FRANCE, plan=[chosen, Capture("resid_post", layers=4)], max_tokens=3, **GREEDY)[0]
+    (stored,) = open_captures(tmp_path).values()
+    rows = output.captures["resid_post", 3]
+    assert rows.dtype == stored["resid_post", 3].dtype == wanted and {each.dtype for each in seen} == {wanted}
+    assert output.captures["resid_post", 4].dtype == torch.float32
+    ids = list(output.prompt_token_ids) + list(output.outputs[0].token_ids)[:-1]
+    expected = plain.run(ids).sites["resid_post", 3]
+    torch.testing.assert_close(rows.double(), expected.double(), atol=2e-2, rtol=1e-2)
+    torch.testing.assert_close(rows, stored["resid_post", 3], atol=0, rtol=0)
+
+
+def test_d4_a_number_that_the_captures_dtype_cannot_hold_is_an_error(model: Any, tmp_path: Path) -> None:
+    huge = Steer("resid_post", layers=3, vector=torch.full((model.hidden_size,), 1e6))
+    capture = Capture("resid_post", layers=3, when="after", dtype="float16")
+    for to in (None, tmp_path):
+        with pytest.raises(CaptureError, match="too large for float16"):
+            model.generate(FRANCE, plan=[huge, replace(capture, to=to)], max_tokens=1, **GREEDY)
+    with pytest.raises(PlanError, match="the dtypes float16 and None"):
+        model.generate(FRANCE, plan=[capture, Capture("resid_post", layers=3, when="after")], max_tokens=1, **GREEDY)
+    with pytest.raises(PlanError, match=r"Capture\.dtype"):
+        Capture("resid_post", dtype="int8")
 
 
 def test_d4_nothing_generated_to_capture_is_an_empty_tensor(model: Any) -> None:

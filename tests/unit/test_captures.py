@@ -756,7 +756,7 @@ def test_several_consumers_at_once_by_entry_point(installed, caplog):
     ("consumer", "reason"),
     [
         (Consumer("total"), "no installed package offers the consumer 'total'.*did you mean 'totals'?"),
-        (Consumer("zzzzz"), "there are 'broken', 'log', 'totals', 'twice'"),
+        (Consumer("zzzzz"), "there are 'broken', 'directory', 'log', 'totals', 'twice'"),
         (Consumer("broken"), "'broken'.*cannot be loaded.*Missing"),
         (Consumer("twice"), r"offered by several packages: \['other_probes:Totals', 'their_probes:Totals'\]"),
     ],

@@ -102,7 +102,13 @@ class _BufferedRequest:
 
 
 class DirectorySink:
-    """Writes to a directory, as the module's docstring describes. Makes the directory if it is missing."""
+    """Writes to a directory, as the module's docstring describes. Makes the directory if it is missing.
+
+    The consumer `directory`: `Capture(to="acts")` is `Capture(to=Consumer("directory", directory="acts"))`.
+
+    Args:
+        shard_bytes: about so many bytes of rows go to a file.
+    """
 
     def __init__(self, directory: str | Path, shard_bytes: int = SHARD_BYTES) -> None:
         self._directory, self._shard_bytes = Path(directory), shard_bytes

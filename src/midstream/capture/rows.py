@@ -134,7 +134,7 @@ def routes(captures: Iterable[Capture], prompt_length: int, layers: Iterable[int
     there = list(layers)
     output, sinks = Route(None), dict[tuple[Any, ...], Route]()
     for capture in captures:
-        rows = RowSelection.of(capture.positions, prompt_length)
+        rows = RowSelection.of(capture.positions, prompt_length, capture.dtype)
         given: Any = capture.layers
         chosen = there if given == "all" else [layer for layer in there if layer in given]
         for to in capture.sinks:
@@ -185,6 +185,7 @@ class _FoundRows(NamedTuple):
     pieces: list[tuple[int, slice | np.ndarray]]  # number of a chunk, rows of it
     positions: np.ndarray
     order: np.ndarray | None
+    dtype: str | None = None  # as of a RowSelection
 
 
 ChunkRows = tuple[np.ndarray, Layout]  # positions and layout of a chunk
@@ -218,7 +219,7 @@ def _find(
     wanted = rows.below(stop)
     there = np.concatenate([chunks[i][0] for i in numbers]) if numbers else NO_POSITIONS
     if np.array_equal(there, wanted):  # the usual case: all rows came, in order
-        return _FoundRows([(i, slice(None)) for i in numbers if chunks[i][0].size], wanted, None)
+        return _FoundRows([(i, slice(None)) for i in numbers if chunks[i][0].size], wanted, None, rows.dtype)
     pieces = []
     for i in numbers:
         keep = rows.mask(chunks[i][0])
@@ -228,7 +229,7 @@ def _find(
     if missing.size:
         rows_are = "1 row" if missing.size == 1 else f"{missing.size} rows"
         raise CaptureError(f"{what}: {rows_are} did not come ({_listed(missing)})")
-    return _FoundRows([pieces[i] for i in arranged.pieces], arranged.positions, arranged.order)
+    return _FoundRows([pieces[i] for i in arranged.pieces], arranged.positions, arranged.order, rows.dtype)
 
 
 # What users see.
@@ -293,7 +294,8 @@ class CapturedPositions(ByPlane[list[int]]):
 
 
 class Captured(ByPlane[torch.Tensor]):
-    """What a request captured: `captures["resid_post", 14]` is a CPU tensor `[positions, hidden]` in the model's dtype.
+    """What a request captured: `captures["resid_post", 14]` is a CPU tensor `[positions, hidden]` in the model's dtype, or in
+    that of the `Capture`.
 
     Rows are in the order of their positions, which `positions` gives under the same keys. A tensor may be a view of
     all rows of one step: `.clone()` a tensor that you keep longer than the others.
@@ -336,7 +338,8 @@ class Captured(ByPlane[torch.Tensor]):
     def _value(self, key: Key) -> torch.Tensor:
         """Joined at the first access; once all planes are joined, the chunks are released."""
         if key not in self._tensors:
-            self._tensors[key] = _join(self._what, key, self._chunks, self._found[key])
+            joined = _join(self._what, key, self._chunks, self._found[key])
+            self._tensors[key] = converted(joined, self._found[key].dtype, f"{self._what}, {describe(key)}")
             if len(self._tensors) == len(self._found):
                 self._chunks = ()
         return self._tensors[key]
@@ -368,6 +371,18 @@ def _join(what: str, key: Key, chunks: Sequence[RowChunk], found: _FoundRows) ->
     return joined if found.order is None else joined[torch.from_numpy(found.order)]
 
 
+def converted(rows: torch.Tensor, dtype: str | None, what: str) -> torch.Tensor:
+    """The rows in a dtype; as they are for None. Raises CaptureError, which names `what`, if a number is too large for it."""
+    if dtype is None or rows.dtype == getattr(torch, dtype):
+        return rows
+    new = rows.to(getattr(torch, dtype))
+    if new.isinf().any() and not rows.isinf().any():
+        raise CaptureError(
+            f"{what}: {float(rows.abs().max()):.3g} is too large for {dtype}. Capture in a dtype with a wider range."
+        )
+    return new
+
+
 def concatenated(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
     """CPU tensors, joined along their rows.
 
@@ -383,8 +398,10 @@ def gather(request: str, chunks: Sequence[RowChunk], stop: int, selected: Mappin
     `stop` is prompt length plus generated tokens minus one: the last token is never fed back, and rows that asynchronous
     scheduling computed past the end are not the user's.
 
-    Raises CaptureError if a position came twice, or is selected and did not come.
+    Raises CaptureError if a position came twice, or is selected and did not come, or if a number is too large for the dtype asked for.
     """
-    return Captured(
-        request, chunks, find_rows(request, [(each.positions, each.layout) for each in chunks], stop, selected)
-    )
+    found = find_rows(request, [(each.positions, each.layout) for each in chunks], stop, selected)
+    captured = Captured(request, chunks, found)
+    for key in (key for key, rows in found.items() if rows.dtype is not None):
+        captured._value(key)  # a number that is too large is an error now
+    return captured

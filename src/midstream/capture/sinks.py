@@ -44,6 +44,8 @@ from midstream.capture.rows import (
     Routes,
     RowChunk,
     concatenated,
+    converted,
+    describe,
     find_rows,
     gather,
     identity,
@@ -65,7 +67,9 @@ def destination(to: Any) -> Destination:
         return Destination(key, f"directory {path}", lambda: DirectorySink(path), DIRECTORY_IDLE, may_write=False)
     if isinstance(to, Consumer):
         factory, options = find_consumer(to.name), dict(to.options)
-        return Destination(key, f"consumer {to.name!r}", lambda: factory(**options))
+        is_own = factory is DirectorySink
+        idle = DIRECTORY_IDLE if is_own else None
+        return Destination(key, f"consumer {to.name!r}", lambda: factory(**options), idle, may_write=not is_own)
     name = getattr(to, "__qualname__", None) or type(to).__qualname__
     return Destination(key, f"callable {name}", lambda: CallableSink(to), CALLABLE_IDLE)
 
@@ -276,7 +280,13 @@ class RequestCapture:
             self._held.append(chunk.take(rows_where(~confirmed)))
             chunk = chunk.take(rows_where(confirmed))
         for way in sorted(self._ways, key=lambda way: way.thread.full):  # full queues last
-            if way.delivery.error is None and (rows := _plane_rows(chunk, way)):
+            if way.delivery.error is not None:
+                continue
+            try:
+                rows = _plane_rows(chunk, way)
+            except CaptureError as error:  # a number that the capture's dtype cannot hold
+                return self.end(error=error)
+            if rows:
                 way.thread.give(way.delivery, rows, sum(tensor.nbytes for _, _, tensor in rows))
 
     def _row_error(self, stop: int | None) -> CaptureError | None:
@@ -322,10 +332,11 @@ def _plane_rows(chunk: RowChunk, way: _Way) -> list[PlaneRows]:
             chosen[id(rows)] = chunk.take(rows_where(rows.mask(chunk.positions)))
         part = chosen[id(rows)]
         if part.positions.size:
-            found.append((key, part.positions.tolist(), part.plane(key)))
+            plane = converted(part.plane(key), rows.dtype, describe(key))
+            found.append((key, part.positions.tolist(), plane))
             way.seen.add(key)
         elif key not in way.seen:
-            way.empty[key] = chunk.plane(key)[:0].clone()
+            way.empty[key] = converted(chunk.plane(key)[:0].clone(), rows.dtype, describe(key))
     if sum(tensor.nbytes for _, _, tensor in found) * 2 < chunk.rows.nbytes:
         return [(key, positions, tensor.clone()) for key, positions, tensor in found]
     return found

@@ -21,7 +21,7 @@ from midstream.capture.directory import open_captures, remove_orphans
 from midstream.client.prompts import Prompt, encode
 from midstream.client.requests import Invoke
 from midstream.errors import CaptureError, ParameterError, PlanError, PromptError
-from midstream.plan.values import Capture, Plan, has_spans, with_digests
+from midstream.plan.values import Capture, Consumer, Plan, has_spans, with_digests
 from midstream.plan.vectors import digest
 
 _log = logging.getLogger(__name__)
@@ -49,9 +49,15 @@ class Collection:
         to: str | Path,
         ids: Iterable[Any] | None,
         params: Mapping[str, Any],
+        shard_bytes: int | None,
     ) -> None:
         self._prompts, self._params = prompts, dict(params)
         self.directory = Path(to).expanduser()
+        self._sink: str | Consumer = str(self.directory)
+        if shard_bytes is not None:
+            if not isinstance(shard_bytes, int) or shard_bytes < 1:
+                raise ParameterError(f"shard_bytes is {shard_bytes!r}; allowed is a number of bytes, from 1.")
+            self._sink = Consumer("directory", directory=str(self.directory.absolute()), shard_bytes=shard_bytes)
         self._plan = _own_plan(plan)
         self._ids = None if ids is None else _checked_ids(list(ids), len(prompts))
         self.names: list[str] = []
@@ -118,8 +124,7 @@ class Collection:
         planner, longest_prompt = model.planner, model.longest_prompt
         own = Plan(
             tuple(
-                replace(item, to=str(self.directory)) if isinstance(item, Capture) else item
-                for item in self._plan.interventions
+                replace(item, to=self._sink) if isinstance(item, Capture) else item for item in self._plan.interventions
             )
         )
         plan = model.plan + own

@@ -428,6 +428,7 @@ class TraceModel(Sizes):
         plan: Any,
         to: str | Path,
         ids: Iterable[Any] | None = None,
+        shard_bytes: int | None = None,
         progress: bool | None = None,
         **params: Any,
     ) -> Any:
@@ -442,6 +443,7 @@ class TraceModel(Sizes):
             to: a directory, for this model, this plan and nothing else. With captures of generated rows, also for these parameters.
             ids: an id for each prompt, text or a number: `store[id]` has the prompt's captures, and later calls recognize the prompt
                 by it. None makes ids from the tokens; each of several equal prompts has an id of its own.
+            shard_bytes: a file of the directory has about so many bytes at most. 256 MiB if None.
             progress: as in `generate`. The bar counts the prompts that the directory lacks.
             params: sampling parameters; `max_tokens` is 1 if not given.
 
@@ -456,7 +458,8 @@ class TraceModel(Sizes):
             PlanError, PromptError, ParameterError: the plan, a prompt, the ids or a parameter is invalid. Nothing has been run.
         """
         _refuse_in_trace("collect")
-        collection = Collection(prompts_of(prompts)[0], plan, to, ids, sampling(params, 1, self._generation))
+        sampled = sampling(params, 1, self._generation)
+        collection = Collection(prompts_of(prompts)[0], plan, to, ids, sampled, shard_bytes)
         try:
             return self._finish(self._collect(collection, progress))
         except KeyboardInterrupt:

@@ -12,9 +12,11 @@ from typing import Any, ClassVar, NamedTuple, Self, TypeAlias
 
 import numpy as np
 
+from midstream.errors import PlanError
 from midstream.plan import fields
 from midstream.plan.ops.edit import Intervention, changed
 from midstream.plan.program import Program
+from midstream.plan.steps import FLOATS
 
 POSITIONS = ("last_prompt", "all_prompt", "all_generated", "all")
 _SINKS = "None for the output, a directory, a callable, a Consumer, or a tuple of these"
@@ -59,6 +61,8 @@ class Capture(Intervention):
         when: `"before"` or `"after"` the edits of the same site.
         to: None puts the rows on the request's output; a directory (str or Path) writes safetensors files there; a callable is called
             with them; `Consumer(name, ...)` is an installed consumer; or a tuple of these.
+        dtype: None gives rows in the model's dtype. `"float32"`, `"float16"`, `"bfloat16"` or `"float64"`, also as a `torch.dtype`, gives
+            them in that one, wherever they go. Captures of the same rows that go to the same place have the same dtype.
         program: computes on the engine what is kept of each row in place of the row: a `midstream.plan.program.Program` of the site's
             width whose result is a tuple. `plan.running.unpacked` takes the results apart. Only for `to=None`.
 
@@ -75,6 +79,7 @@ class Capture(Intervention):
     positions: Any = "last_prompt"
     when: str = "before"
     to: Any = None
+    dtype: Any = None
     program: Program | None = None
 
     def __post_init__(self) -> None:
@@ -89,7 +94,11 @@ class Capture(Intervention):
                 )
             if sinks != (None,):
                 raise fields.refuse("Capture.to", fields.shown(self.to), "None beside a program")
+            if self.dtype is not None:
+                raise fields.refuse("Capture.dtype", fields.shown(self.dtype), "None beside a program")
+        dtype = str(self.dtype).removeprefix("torch.") if self.dtype is not None else None
         self.settle(
+            dtype=fields.one_of("Capture.dtype", dtype, FLOATS) if dtype is not None else None,
             positions=fields.positions("Capture.positions", self.positions, POSITIONS),
             when=fields.one_of("Capture.when", self.when, ("before", "after")),
             to=sinks if many else sinks[0],
@@ -115,22 +124,29 @@ def _sink(to: Any) -> Sink:
 
 
 class RowSelection(NamedTuple):
-    """Which rows of a request are captured: those at the `listed` positions (int64, ascending), and all from position `tail` on."""
+    """Which rows of a request are captured: those at the `listed` positions (int64, ascending), and all from position `tail` on.
+
+    They are given in `dtype`, or in the model's if it is None.
+    """
 
     listed: np.ndarray
     tail: int | None = None
+    dtype: str | None = None
 
     @classmethod
-    def of(cls, positions: str | fields.Span | tuple[int, ...], prompt_length: int) -> RowSelection:
-        """What `Capture.positions` selects for a prompt of that length.
+    def of(
+        cls, positions: str | fields.Span | tuple[int, ...], prompt_length: int, dtype: str | None = None
+    ) -> RowSelection:
+        """What a `Capture` with these positions selects for a prompt of that length.
 
         Raises PlanError for a position outside of the prompt, and for a span that has not been resolved to positions.
         """
         if not isinstance(positions, str):
-            return cls(np.unique(np.array(fields.resolved("Capture.positions", positions, prompt_length), np.int64)))
+            listed = np.array(fields.resolved("Capture.positions", positions, prompt_length), np.int64)
+            return cls(np.unique(listed), dtype=dtype)
         prompt = np.arange(prompt_length, dtype=np.int64)
         first = {"last_prompt": max(prompt_length - 1, 0), "all_generated": prompt_length}.get(positions, 0)
-        return cls(prompt[first:], prompt_length if positions in ("all_generated", "all") else None)
+        return cls(prompt[first:], prompt_length if positions in ("all_generated", "all") else None, dtype)
 
     def mask(self, positions: np.ndarray) -> np.ndarray:
         """Which of the positions are selected."""
@@ -148,8 +164,14 @@ class RowSelection(NamedTuple):
         return np.concatenate([self.listed[self.listed < stop], generated])  # the tail comes after the listed positions
 
     def __or__(self, other: RowSelection) -> RowSelection:
+        """The rows of both. Raises PlanError if their dtypes differ."""
+        if self.dtype != other.dtype:
+            raise PlanError(
+                f"Two captures of one site and layer that go to the same place have the dtypes {self.dtype} and {other.dtype}. Give them "
+                "one dtype, or two places."
+            )
         tail = other.tail if self.tail is None else self.tail  # of one request, so both are its prompt's length
-        return RowSelection(np.union1d(self.listed, other.listed), tail)
+        return RowSelection(np.union1d(self.listed, other.listed), tail, self.dtype)
 
 
 Key = tuple[str, int, str]  # site, layer, when
