@@ -11,7 +11,7 @@ import tiny_models
 import torch
 
 from midstream import LanguageModel, Span
-from midstream.errors import ParameterError, PlanError, PromptError
+from midstream.errors import MidstreamError, ParameterError, PlanError, PromptError
 from midstream.sweeps.request import align
 from midstream.sweeps.results import SweepResult
 
@@ -262,6 +262,70 @@ def test_h9_results_are_saved_and_loaded_and_shown(model, tmp_path):
     lines = result.show().splitlines()
     assert len(lines) == 9 and "' Italy'" in lines[0] and lines[-1].split()[0] == "0"
     assert "\x1b[" in result.show(colour=True)
+
+
+def test_h9_several_pairs_and_sites_are_shown(hf):
+    prompts = ["The capital of France is", "The capital of Spain is"], ["The capital of Italy is"] * 2
+    result = hf.sweep(*prompts, " Paris", " Rome", sites=["resid_post", "mlp_out"], layers=[2, 5])
+    frame = result.to_dataframe()
+    last = frame[(frame.site == "mlp_out") & (frame.layer == 5) & (frame.position == 3)]
+    assert list(last.token) == [" Italy", " Italy"] and list(last.pair) == [0, 1]
+    noising = hf.sweep(*prompts, " Paris", " Rome", layers=[2], positions=[3], direction="noising").to_dataframe()
+    assert list(noising.token) == [" France", " Spain"] and len(set(noising["column"])) == 1
+    text = result.show()
+    assert text == f"resid_post\n{result.show('resid_post')}\n\nmlp_out\n{result.show('mlp_out')}"
+    with pytest.raises(ParameterError, match="Give one of"):
+        result.plot()
+
+
+def test_h9_two_sweeps_are_subtracted_cell_by_cell(hf):
+    prompts = ["The capital of France is", "The capital of Spain is"], ["The capital of Italy is"] * 2
+    one = hf.sweep(*prompts, " Paris", " Rome")
+    two = hf.sweep(*prompts, " Paris", " Rome", source="zeros", direction="denoising")
+    less = one - two
+    np.testing.assert_allclose(
+        less.values["resid_post"], one.values["resid_post"] - two.values["resid_post"], atol=1e-9
+    )
+    np.testing.assert_allclose(
+        less.recovered["resid_post"], one.recovered["resid_post"] - two.recovered["resid_post"], atol=1e-9
+    )
+    assert less.baseline == 0 and less.noise_floor == one.noise_floor + two.noise_floor
+    assert (less.is_noise["resid_post"] == (np.abs(less.values["resid_post"]) <= less.noise_floor)).all()
+    low, high = less.interval()["resid_post"]
+    pairs = less.by_pair["resid_post"]
+    np.testing.assert_allclose(
+        low, pairs.min(0), atol=1e-12
+    )  # of two pairs, a quarter of the draws has one of them alone
+    np.testing.assert_allclose(high, pairs.max(0), atol=1e-12)
+    assert "~" in (one - one).show() and not np.any((one - one).values["resid_post"])
+    assert max(abs(cell.effect) for cell in less.best(1)) == np.nanmax(np.abs(less.effects["resid_post"]))
+    with pytest.raises(ParameterError, match="same direction"):
+        one - hf.sweep(*prompts, " Paris", " Rome", source="zeros")
+    with pytest.raises(ParameterError, match="same grid"):
+        one - hf.sweep(*prompts, " Paris", " Rome", layers=[1])
+    with pytest.raises(MidstreamError, match="Save the two"):
+        less.save("less.npz")
+
+
+def test_h9_the_interval_of_recovery_needs_no_second_sweep(hf):
+    prompts = ["The capital of France is", "The capital of Spain is"], ["The capital of Italy is"] * 2
+    result = hf.sweep(*prompts, " Paris", " Rome", layers=[3])
+    again = SweepResult(result.outline, "recovered")
+    again.logprobs, again.clean, again.corrupt = result.logprobs, result.clean, result.corrupt
+    found = result.interval(recovered=True)["resid_post"]
+    np.testing.assert_array_equal(found, again.interval()["resid_post"])
+    assert (found != result.interval()["resid_post"]).any()
+
+
+def test_h9_the_figure_is_white_at_the_baseline_and_its_bar_ends_at_cells(hf):
+    for metric, direction in (("logit_diff", "denoising"), ("recovered", "noising")):
+        result = hf.sweep(*PAIR, metric=metric, direction=direction)
+        ax, values = result.plot(), result.values["resid_post"]
+        low, high = ax.images[0].get_clim()
+        assert (low + high) / 2 == pytest.approx(result.baseline, abs=1e-5) and ax.images[0].get_cmap().name == "RdBu"
+        (bar,) = [other for other in ax.figure.axes if other is not ax]
+        assert bar.get_ylim() == pytest.approx((values.min(), values.max()), abs=1e-4)
+        assert [label.get_text() for label in ax.get_yticklabels()][-1] == "0"  # layers upwards
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt2", "gemma2", "mixtral"])

@@ -24,7 +24,7 @@ import numpy as np
 
 from midstream.errors import MidstreamError, ParameterError
 from midstream.plots import plot_heatmap, write_figure
-from midstream.sweeps.events import Baselines, Cell, Event, Noise, Outline, Summary
+from midstream.sweeps.events import Baselines, Cell, Event, Grid, Noise, Outline, Pair, Summary
 from midstream.sweeps.request import METRICS, Metric, in_order
 
 RESAMPLES = 2000
@@ -174,10 +174,13 @@ class SweepResult:
                 found[site] = np.where(count > 1, spread / np.sqrt(count), np.nan)
         return found
 
-    def interval(self, level: float = 0.95) -> dict[str, np.ndarray]:
-        """The bootstrap interval of `values` over the pairs, by site: `[2, layers, (heads,) positions]`, low and high."""
+    def interval(self, level: float = 0.95, *, recovered: bool = False) -> dict[str, np.ndarray]:
+        """The bootstrap interval over the pairs, by site: `[2, layers, (heads,) positions]`, low and high.
+
+        `recovered`: of `recovered`, whatever the metric; else of `values`.
+        """
         found = {}
-        for site, values in self.by_pair.items():
+        for site, values in (self._each(True) if recovered else self.by_pair).items():
             draws = np.random.default_rng(0).integers(len(values), size=(RESAMPLES, len(values)))
             means = np.stack([_mean(values[draw]) for draw in draws])
             with np.errstate(invalid="ignore"):
@@ -187,7 +190,19 @@ class SweepResult:
     @property
     def baseline(self) -> float:
         """The metric of the patched prompt without a patch, as the mean over the pairs."""
-        return float(_mean(self._metric_of(self._base)))
+        return self._baseline(self.metric == "recovered")
+
+    def _baseline(self, recovered: bool) -> float:
+        raw = self._graded(self._base)
+        return float(_mean(self._recovered(raw, slice(None)) if recovered else raw))
+
+    @property
+    def _metric_name(self) -> str:
+        return self.metric if isinstance(self.metric, str) else self.outline.metric
+
+    def _patched(self, pair: Pair) -> list[str]:
+        """The tokens of a pair's patched prompt."""
+        return pair.corrupt if self.outline.direction == "denoising" and pair.corrupt is not None else pair.clean
 
     @property
     def _base(self) -> np.ndarray:
@@ -230,6 +245,10 @@ class SweepResult:
             recovered if self.outline.direction == "denoising" else {site: 1 - each for site, each in recovered.items()}
         )
 
+    def __sub__(self, other: SweepResult) -> SweepDifference:
+        """The differences of two sweeps with the same pairs, grid and metric, cell by cell."""
+        return SweepDifference(self, other)
+
     # The best cells.
 
     def best(self, count: int = 10) -> list[BestCell]:
@@ -268,7 +287,10 @@ class SweepResult:
     # Tables and figures.
 
     def to_dataframe(self) -> Any:
-        """A table with one row for each pair and each cell that has run or is void. Needs pandas."""
+        """A table with one row for each pair and each cell that has run or is void. Needs pandas.
+
+        `token` is the text that is patched in this pair's prompt, and `column` the label in figures.
+        """
         try:
             import pandas
         except ImportError as error:
@@ -276,11 +298,13 @@ class SweepResult:
         grid, values, recovered = self.outline.grid, self.by_pair, self._each(True)
         reasons = {cell.key: cell.void for cell in self.void}
         rows = []
-        for pair in range(len(self.outline.pairs)):
+        for pair, prompts in enumerate(self.outline.pairs):
+            tokens = self._patched(prompts)
             for site, index in itertools.product(grid.sites, np.ndindex(*grid.shape)):
                 logprobs, column = self.logprobs[site][(pair, *index)], grid.columns[index[-1]]
+                positions = column.positions[pair]
                 void = reasons.get(("fine", pair, site, *index))
-                if column.positions[pair] is None:
+                if positions is None:
                     void = void or NOT_ALIGNED
                 if np.isnan(logprobs[0]) and void is None:
                     continue
@@ -291,8 +315,9 @@ class SweepResult:
                         "site": site,
                         "layer": layers[0] if len(layers) == 1 else tuple(layers),
                         **({} if grid.heads is None else {"head": grid.heads[index[1]]}),
-                        "position": _one_or_several(column.positions[pair]),
-                        "token": column.label,
+                        "position": _one_or_several(positions),
+                        "token": "".join(tokens[at] for at in positions or ()),
+                        "column": column.label,
                         "logprob": logprobs[0],
                         **({"foil_logprob": logprobs[1]} if len(logprobs) > 1 else {}),
                         "value": values[site][(pair, *index)],
@@ -311,7 +336,9 @@ class SweepResult:
         path: str | PathLike[str] | None = None,
         ax: Any = None,
     ) -> Any:
-        """Draw a heatmap with layers upwards and tokens or heads to the right. Dots mark cells within the noise floor. Needs matplotlib.
+        """Draw a heatmap with layers upwards and tokens or heads to the right. Needs matplotlib.
+
+        Cells are white where the patch changes nothing, blue above that, red below. Dots mark cells within the noise floor.
 
         Args:
             site: needed only if the sweep has several.
@@ -332,7 +359,9 @@ class SweepResult:
                 )
             values_LC, noise_LC = values_LC[..., 0], noise_LC[..., 0]
             labels, xlabel = [str(head) for head in grid.heads], f"head, patched at {labels[0]}"
-        name = "recovered" if recovered else self.metric if isinstance(self.metric, str) else self.outline.metric
+        name = "recovered" if recovered else self._metric_name
+        centre = self._baseline(name == "recovered")
+        reach = np.nanmax(np.abs(values_LC - centre), initial=1.0 if name == "recovered" else 1e-6)
         layers = [str(row[0]) if len(row) == 1 else f"{row[0]}-{row[-1]}" for row in grid.layers]
         ax = plot_heatmap(
             values_LC[::-1].copy(),
@@ -341,7 +370,8 @@ class SweepResult:
             title=site if title is None else title,
             xlabel=xlabel,
             label=name.replace("_", " "),
-            limits=_symmetric(values_LC) if name == "recovered" else None,
+            cmap="RdBu",
+            limits=(centre - reach, centre + reach),
             ax=ax,
         )
         rows, columns = np.nonzero(noise_LC[::-1])
@@ -350,8 +380,14 @@ class SweepResult:
         return ax
 
     def show(self, site: str | None = None, *, colour: bool | None = None) -> str:
-        """The heatmap as text, with layers upwards. `~` marks cells within the noise floor. `colour=True` uses a terminal's colours."""
-        grid, site = self.outline.grid, self._site(site)
+        """The heatmap as text, with layers upwards. `~` marks cells within the noise floor. `colour=True` uses a terminal's colours.
+
+        `site`: all of the sweep's, one below the other, if None.
+        """
+        grid = self.outline.grid
+        if site is None and len(grid.sites) > 1:
+            return "\n\n".join(f"{each}\n{self.show(each, colour=colour)}" for each in grid.sites)
+        site = self._site(site)
         values_LC, noise_LC = self.values[site], self.is_noise[site]
         labels = [column.label for column in grid.columns]
         if grid.heads is not None:
@@ -422,6 +458,57 @@ class SweepResult:
         return result
 
 
+class SweepDifference(SweepResult):
+    """What one sweep has more than another: `values`, `by_pair`, `recovered`, `effects` and `interval` are differences of the two.
+
+    Intervals are of paired differences. The baseline is 0, and the noise floors add up. `logprobs` are the first sweep's.
+
+    Raises:
+        ParameterError: the sweeps have other pairs of prompts, grids or metrics.
+    """
+
+    def __init__(self, result: SweepResult, other: SweepResult) -> None:
+        for what in ("pairs", "direction", "grid"):
+            one, two = (getattr(each.outline, what) for each in (result, other))
+            if one != two and not (what == "grid" and _are_alike(one, two)):
+                raise ParameterError(f"These two sweeps have not the same {what}, so their cells cannot be compared.")
+        if result.metric != other.metric:
+            raise ParameterError(f"These two sweeps have the metrics {result._metric_name} and {other._metric_name}.")
+        super().__init__(msgspec.structs.replace(result.outline, coarse=None), result.metric)
+        self._both = result, other
+        self.logprobs, self.clean, self.corrupt = result.logprobs, result.clean, result.corrupt
+        self.void, self.summary = [*result.void, *other.void], result.summary and other.summary
+
+    def _each(self, recovered: bool) -> dict[str, np.ndarray]:
+        one, two = (each._each(recovered) for each in self._both)
+        return {site: one[site] - two[site] for site in one}
+
+    def _baseline(self, recovered: bool) -> float:
+        return 0.0
+
+    @property
+    def noise_floor(self) -> float:
+        return sum(each.noise_floor for each in self._both)
+
+    @property
+    def effects(self) -> dict[str, np.ndarray]:
+        one, two = (each.effects for each in self._both)
+        return {site: one[site] - two[site] for site in one}
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """A difference has no file of its own: raises MidstreamError."""
+        raise MidstreamError("Save the two sweeps; a difference has no file of its own.")
+
+
+def _are_alike(one: Grid, two: Grid) -> bool:
+    """Whether cells of the two are about the same places. Positions without a counterpart are void in a sweep that needs one."""
+    places: Any = [
+        (grid.sites, grid.layers, grid.heads, [column.label for column in grid.columns]) for grid in (one, two)
+    ]
+    each = [list(itertools.chain.from_iterable(column.positions for column in grid.columns)) for grid in (one, two)]
+    return places[0] == places[1] and all(a == b or None in (a, b) for a, b in zip(*each, strict=True))
+
+
 class _Rest(msgspec.Struct):
     outline: Outline
     noise: list[Noise]
@@ -446,12 +533,6 @@ def _finite(value: float) -> float | None:
 
 def _one_or_several(positions: list[int] | None) -> Any:
     return None if positions is None else positions[0] if len(positions) == 1 else tuple(positions)
-
-
-def _symmetric(values: np.ndarray) -> tuple[float, float]:
-    """From -1 to 1, or farther if a value lies outside."""
-    most = float(np.nanmax(np.abs(values), initial=1.0))
-    return -most, most
 
 
 def _shaded(text: str, share: float) -> str:
