@@ -5,7 +5,9 @@ After each test the browser's console holds no error, and so no violation of the
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import csv
 import json
 import re
 import shutil
@@ -18,6 +20,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from servers import Server, serving
+
+from midstream.sites import LAYER_SITES
 
 pytestmark = pytest.mark.engine
 
@@ -130,16 +134,16 @@ class Page:
         return dict(self.run(script))
 
     def labels(self) -> dict[tuple[str, int, int], str]:
-        """The label of every cell, by site, row and column."""
+        """The label of every cell, by site, layer and column."""
         script = """return [...document.querySelectorAll("[role=gridcell]")].map((it) => [
             it.closest("figure").querySelector("figcaption").textContent,
-            Number(it.parentNode.getAttribute("aria-rowindex")) - 1, Number(it.getAttribute("aria-colindex")) - 2,
+            arguments[0] - Number(it.parentNode.getAttribute("aria-rowindex")), Number(it.getAttribute("aria-colindex")) - 2,
             it.getAttribute("aria-label")])"""
-        return {(site, row, column): label for site, row, column, label in self.run(script)}
+        return {(site, row, column): label for site, row, column, label in self.run(script, LAYERS)}
 
     def cell(self, row: int, column: int) -> Any:
         return self.all("[role=grid]")[0].find_element(
-            "css selector", f"[aria-rowindex='{row + 1}'] [aria-colindex='{column + 2}']"
+            "css selector", f"[aria-rowindex='{LAYERS - row}'] [aria-colindex='{column + 2}']"
         )
 
     def console(self) -> list[str]:
@@ -208,6 +212,70 @@ def test_h11_a_sweep_from_the_empty_form_fills_the_heatmap(
         if "within the noise floor" in label:
             assert value_of(label) == pytest.approx(centre, abs=2e-3)
     assert 10 <= sum("within the noise floor" in label for label in labels.values()) < len(labels)
+
+
+def test_h11_layers_and_sites_are_in_the_models_order(page: Page) -> None:
+    """As in the figures of Python: the first layer at the bottom, blue for more."""
+    sites = [each.get_attribute("value") for each in page.all("#site-list input")]
+    assert sites == [site for site in LAYER_SITES if site in sites] and len(sites) == 9
+    page.sweep()
+    values = [value_of(label) for label in page.labels().values()]
+    found = re.findall(r"−?[\d.]+", page["gradient"].get_attribute("aria-label"))
+    assert [float(each.replace("−", "-")) for each in found] == pytest.approx([min(values), max(values)], abs=0.01)
+    heights = [page.cell(layer, 0).location["y"] for layer in range(LAYERS)]
+    assert heights == sorted(heights, reverse=True)
+    (red, _, blue), (white, *_) = (
+        [int(each) for each in re.findall(r"\d+", colour)]
+        for colour in page.run(
+            """const middle = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+            const rgb = (it) => { middle.fillStyle = getComputedStyle(it).backgroundColor; middle.fillRect(0, 0, 1, 1);
+              return [...middle.getImageData(0, 0, 1, 1).data].slice(0, 3).join(" "); };
+            return [rgb(arguments[0]), rgb(arguments[1])];""",
+            page.cell(2, 3),
+            page.cell(2, 0),
+        )
+    )
+    assert blue > red + 50 and white > 230  # Italy becomes France; the first token changes nothing
+
+
+def test_h11_a_sweep_is_taken_away_as_python_and_as_a_table(page: Page, tmp_path: Path) -> None:
+    page.browser.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(tmp_path)})
+    page.browser.execute_cdp_cmd(
+        "Browser.grantPermissions", {"permissions": ["clipboardReadWrite", "clipboardSanitizedWrite"]}
+    )
+    assert not page["taking"].is_displayed()
+    page.sweep()
+    page["copy"].click()
+    page.wait(lambda: page.text("taking-note"))
+    if page.text("taking-note") == "Copied.":
+        text = page.browser.execute_async_script("navigator.clipboard.readText().then(arguments[0])")
+    else:
+        page.wait((tmp_path / "sweep.py").exists)
+        text = (tmp_path / "sweep.py").read_text()
+    (call,) = (
+        each
+        for each in ast.walk(ast.parse(text))
+        if isinstance(each, ast.Call) and getattr(each.func, "attr", "") == "sweep"
+    )
+    given = (
+        [ast.literal_eval(each) for each in call.args],
+        {each.arg: ast.literal_eval(each.value) for each in call.keywords},
+    )
+    assert given == (
+        [CLEAN, CORRUPT, ANSWER, FOIL],
+        {"sites": ["resid_post"], "metric": "logit_diff", "direction": "denoising"},
+    )
+    assert f'Remote("{page.server.url}")' in text
+    page["export"].click()
+    page.wait((tmp_path / "sweep.csv").exists)
+    rows = list(csv.DictReader((tmp_path / "sweep.csv").open(newline="")))
+    cells = {(each["layers"][0], each["positions"][0]): each for each in events(page.server) if each["event"] == "cell"}
+    assert len(rows) == len(cells) == LAYERS * 5
+    for row in rows:
+        cell = cells[int(row["layer"]), int(row["position"])]
+        assert (row["site"], row["token"]) == ("resid_post", cell["token"])
+        assert float(row["value"]) == pytest.approx(cell["value"], abs=2e-3)
+        assert float(row["logprob"]) == pytest.approx(cell["logprobs"][0], abs=2e-3)
 
 
 def test_h11_a_cell_with_the_pointer_or_the_focus_on_it_shows_its_value(page: Page) -> None:
@@ -355,11 +423,11 @@ def test_h11_the_keyboard_alone_runs_a_sweep_and_reads_a_cell(page: Page) -> Non
     assert len(page.all("[role=grid]")) == 2
     tab_to("gridcell")
     assert page.focused()["label"].startswith("layer 0, The")
-    press(Keys.ARROW_DOWN, Keys.ARROW_DOWN, Keys.ARROW_RIGHT)
+    press(Keys.ARROW_UP, Keys.ARROW_UP, Keys.ARROW_RIGHT)
     assert page.focused()["label"].startswith("layer 2, ·capital")
     press(Keys.END, Keys.ARROW_LEFT, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)  # the last one stays
     assert page.focused()["label"].startswith("layer 2, ·is")
-    press(Keys.PAGE_DOWN, Keys.HOME, Keys.ARROW_UP)
+    press(Keys.PAGE_UP, Keys.HOME, Keys.ARROW_DOWN)
     assert page.focused()["label"].startswith("layer 6, The")
     assert page.texts("#readout dd")[1:3] == ["6", "The"]
     press(Keys.ENTER)

@@ -52,6 +52,7 @@ from midstream.serve.requests import (
     server_of,
 )
 from midstream.settings import NAME, WORKER, Settings
+from midstream.sites import LAYER_SITES
 
 MAX_UPLOAD_BYTES = 64 << 20
 MAX_RUN_BYTES = 8 << 20  # of the body that asks for a recorded run: a prompt of a million token ids
@@ -148,7 +149,8 @@ async def capabilities(request: Request) -> dict[str, Any]:
     server = server_of(request)
     model = server.model
     sites: dict[str, dict[str, Any]] = {}
-    for (site, layer), width in sorted(model.facts.widths.items()):
+    in_order = sorted(model.facts.widths.items(), key=lambda point: (LAYER_SITES.index(point[0][0]), point[0][1]))
+    for (site, layer), width in in_order:
         sites.setdefault(site, {"width": width, "layers": []})["layers"].append(layer)
     return {
         "midstream": metadata.version("midstream"),

@@ -1,27 +1,30 @@
-// The figure of one site: layers as rows, tokens as columns, and a cell for each pair of them. It is an ARIA grid: one cell takes part
+// The figure of one site: layers as rows, the first at the bottom, tokens as columns, and a cell for each pair of them. It is an ARIA grid: one cell takes part
 // in the tab order, and the arrow keys move between cells.
 
 import { make, number } from "./dom.js";
 import { visible } from "./tokens.js";
 
-/** Colours of values: white where the patch changes nothing, red towards the answer, blue away from it. */
+/** Colours of values: white where the patch changes nothing, blue above that, red below. */
 export class Scale {
   /** `centre`: the metric of the patched prompt without a patch. `reach`: the other prompt's. */
   constructor(centre, reach) {
     this.centre = centre;
     this.reach = reach;
     this.half = Math.abs(reach - centre) || 1e-6;
+    [this.low, this.high] = [Math.min(centre, reach), Math.max(centre, reach)]; // of all that has come
   }
 
   /** Widen the scale to hold a value. Returns whether it changed. */
   hold(value) {
     const distance = Math.abs(value - this.centre);
-    if (!(distance > this.half) || distance > 1e3) return false; // beyond a thousand nats the value is minus infinity
+    if (distance > 1e3) return false; // beyond a thousand nats the value is minus infinity
+    [this.low, this.high] = [Math.min(this.low, value), Math.max(this.high, value)];
+    if (!(distance > this.half)) return false;
     this.half = distance;
     return true;
   }
 
-  /** From -1, the deepest blue, to 1, the deepest red. */
+  /** From -1, the deepest red, to 1, the deepest blue. */
   amount(value) {
     return Math.max(-1, Math.min(1, (value - this.centre) / this.half));
   }
@@ -48,27 +51,28 @@ export class Heatmap {
     const isLow = layers.length > 12 || sites.length > 1;
     const isBare = isFlat || columns.length > 16; // no room for numbers
     this.grid.className = `grid${isBare ? " bare" : ""}${isFlat ? " flat" : isLow ? " low" : ""}`;
-    for (const [row, group] of layers.entries()) this.addRow(row, group, columns);
+    for (const [row, group] of layers.entries()) this.addRow(row, group, columns, layers.length - row);
     this.addLabels(columns, changed, isBare);
     this.places[0][0].element.tabIndex = 0;
     this.listen(point, choose);
     this.element = make("figure", {}, make("figcaption", {}, site), make("div", { class: "scroll" }, this.grid));
   }
 
-  addRow(row, group, columns) {
+  /** `place`: the row's place from the top, from 1. */
+  addRow(row, group, columns, place) {
     const name = group.length > 1 ? `${group[0]}–${group.at(-1)}` : String(group[0]);
-    const line = make("div", { role: "row", "aria-rowindex": row + 1 });
+    const line = make("div", { role: "row", "aria-rowindex": place });
     line.append(make("span", { role: "rowheader", class: "layer", "aria-label": `layer ${name}` }, name));
     this.places.push([]);
     for (const [column, { label, positions }] of columns.entries()) {
       const element = make("span", { role: "gridcell", tabindex: -1, "aria-colindex": column + 2, class: "cell pending" });
-      const place = { site: this.site, row, column, layers: group, label, positions: positions[0], element, cell: null };
-      element.place = place;
-      this.places[row].push(place);
-      this.describe(place);
+      const cell = { site: this.site, row, column, layers: group, label, positions: positions[0], element, cell: null };
+      element.place = cell;
+      this.places[row].push(cell);
+      this.describe(cell);
       line.append(element);
     }
-    this.grid.append(line);
+    this.grid.prepend(line);
   }
 
   addLabels(columns, changed, isBare) {
@@ -150,14 +154,14 @@ export class Heatmap {
     const lastRow = this.places.length - 1;
     const lastColumn = this.places[0].length - 1;
     const target = {
-      ArrowUp: [row - 1, column],
-      ArrowDown: [row + 1, column],
+      ArrowUp: [row + 1, column],
+      ArrowDown: [row - 1, column],
       ArrowLeft: [row, column - 1],
       ArrowRight: [row, column + 1],
       Home: [ctrlKey ? 0 : row, 0],
       End: [ctrlKey ? lastRow : row, lastColumn],
-      PageUp: [0, column],
-      PageDown: [lastRow, column],
+      PageUp: [lastRow, column],
+      PageDown: [0, column],
     }[key];
     if (!target) return false;
     const place = this.places[target[0]]?.[target[1]];

@@ -42,6 +42,8 @@ export function listen() {
   });
   find("cancel").addEventListener("click", () => sweep?.controller.abort());
   find("example").addEventListener("click", fillExample);
+  find("copy").addEventListener("click", copy);
+  find("export").addEventListener("click", () => save("sweep.csv", sweep.table()));
 }
 
 /** The server is there: list its sites, and check what the form already holds. */
@@ -224,7 +226,7 @@ class Sweep {
   clear() {
     find("figures").replaceChildren();
     find("empty").hidden = true;
-    find("legend").hidden = true;
+    find("legend").hidden = find("taking").hidden = true;
     find("readout").replaceChildren();
     clearTop("Point at a cell to read it. Click it, or press Enter, for its top tokens.");
   }
@@ -285,12 +287,17 @@ class Sweep {
     const wider = cells.filter(({ value }) => value !== null && this.scale?.hold(value));
     for (const cell of cells) this.heatmaps.get(cell.site).show(cell, this.scale);
     if (wider.length) this.recolour();
+    else if (this.scale) this.legend();
     if (cells.includes(this.pointed?.cell)) this.read(this.pointed);
     if (!this.isOver) this.showProgress();
   }
 
   recolour() {
     for (const heatmap of this.heatmaps.values()) heatmap.recolour(this.scale);
+    this.legend();
+  }
+
+  legend() {
     showLegend(this.scale, METRICS[this.body.metric], this.patched);
   }
 
@@ -307,7 +314,38 @@ class Sweep {
     const parts = [`${cells} cells in ${seconds.toFixed(1)} s`, `noise floor ${small(noise_floor)}`];
     if (voids) parts.push(`${voids} void`);
     find("progress").textContent = parts.join(" · ");
+    find("taking").hidden = false;
+    find("taking-note").textContent = "";
     if (this.pointed) this.read(this.pointed);
+  }
+
+  /** The same sweep in Python. A JSON string is one of Python's, too. */
+  python() {
+    const { clean, corrupt, answer, foil, sites, metric, direction } = this.body;
+    const texts = [clean, corrupt, answer, ...(foil === null ? [] : [foil])].map((text) => JSON.stringify(text));
+    const rest = { sites, metric, direction };
+    const given = Object.entries(rest).map(([name, value]) => `${name}=${JSON.stringify(value)}`);
+    const server = new URL("../", location).href.replace(/\/$/, "");
+    return `from midstream import Remote
+
+model = Remote(${JSON.stringify(server)})  # api_key=, if the server needs one
+result = model.sweep(
+    ${[...texts, ...given].join(",\n    ")},
+)
+for site in result.outline.grid.sites:
+    result.plot(site)
+`;
+  }
+
+  /** All cells as comma-separated values. */
+  table() {
+    const places = [...this.heatmaps.values()].flatMap(({ places }) => places.flat());
+    const head = ["site", "layer", "position", "token", "logprob", "foil_logprob", "value", "recovered", "void"];
+    const rows = places.map(({ site, layers, positions, label, cell }) => {
+      const of = [cell?.logprobs?.[0], cell?.logprobs?.[1], cell?.value, cell?.recovered, cell?.void];
+      return [site, layers.join(" "), positions?.join(" "), label, ...of];
+    });
+    return [head, ...rows].map((row) => row.map(quoted).join(",") + "\r\n").join("");
   }
 
   /** Show a cell's numbers. */
@@ -362,6 +400,30 @@ class Sweep {
   }
 }
 
+// What can be taken from the page.
+
+async function copy() {
+  try {
+    await navigator.clipboard.writeText(sweep.python());
+    find("taking-note").textContent = "Copied.";
+  } catch {
+    save("sweep.py", sweep.python()); // a browser keeps the clipboard from pages of plain http
+  }
+}
+
+function save(name, text) {
+  const link = make("a", { href: URL.createObjectURL(new Blob([text])), download: name });
+  link.click();
+  URL.revokeObjectURL(link.href);
+  find("taking-note").textContent = `Saved as ${name}.`;
+}
+
+/** A field of a table, with quotes if it needs them. */
+function quoted(value) {
+  const text = String(value ?? "");
+  return /[",\r\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
+}
+
 /** A number that is not rounded to zero. */
 function small(value) {
   if (value === 0 || value >= 0.001) return number(value, value === 0 ? 0 : 3);
@@ -370,17 +432,20 @@ function small(value) {
 
 // The colour bar.
 
+/** The bar goes from the lowest value on the page to the highest. */
 function showLegend(scale, metric, patched) {
   const other = patched === "clean" ? "corrupt" : "clean";
-  const [low, high] = [scale.centre - scale.half, scale.centre + scale.half];
-  const at = 50 * (1 + (scale.reach - scale.centre) / scale.half);
-  find("gradient").setAttribute("aria-label", `Colours: ${metric} from ${number(low, 2)}, blue, to ${number(high, 2)}, red`);
-  const ticks = [
-    [0, number(low, 2)],
-    [50, `${patched} ${number(scale.centre, 2)}`],
-    [100, number(high, 2)],
-  ].filter(([place]) => Math.abs(place - at) > 20);
-  ticks.push([at, `${other} ${number(scale.reach, 2)}`]);
+  const { low, high, centre, reach } = scale;
+  const place = (value) => (100 * (value - low)) / (high - low || 1);
+  const share = (value) => `${100 * Math.abs(scale.amount(value))}%`;
+  const gradient = find("gradient");
+  for (const [name, value] of [["--below", share(low)], ["--above", share(high)], ["--white", `${place(centre)}%`]]) {
+    gradient.style.setProperty(name, value);
+  }
+  gradient.setAttribute("aria-label", `Colours: ${metric} from ${number(low, 2)}, red, to ${number(high, 2)}, blue`);
+  const named = [[place(centre), `${patched} ${number(centre, 2)}`], [place(reach), `${other} ${number(reach, 2)}`]];
+  const ends = [[0, number(low, 2)], [100, number(high, 2)]];
+  const ticks = [...named, ...ends.filter(([at]) => named.every(([taken]) => Math.abs(taken - at) > 20))];
   find("ticks").replaceChildren(
     ...ticks.map(([place, text]) => {
       const tick = make("span", { class: place < 12 ? "first" : place > 88 ? "last" : "" }, text);
