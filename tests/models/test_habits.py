@@ -59,6 +59,9 @@ def test_the_tree_is_walked_as_modules_are(model: Any) -> None:
     assert names[0] == "" and {"mlp", "self_attn", "mlp.down_proj"} <= set(names)
     assert {"mlp", "self_attn"} <= {name for name, _ in layer.named_children()}
     assert len(list(layer.modules())) == len(names) and len(list(layer.children())) < len(names)
+    with pytest.raises(UnknownModuleError, match=r"is the tracer's here"):
+        model.iter
+    assert not hasattr(model, "iter")
     with model.trace(PARIS):
         path = [model.model.layers[3].path].save()
         hidden = model.get("model.layers.3.mlp").output.save()

@@ -166,11 +166,18 @@ def by_path(module: Any, path: str) -> Any:
     return module
 
 
+def _steps(envoy: Any) -> Any:
+    raise UnknownModuleError(
+        "nnsight's model.iter is the tracer's here: `with model.generate(prompt, max_tokens=8) as tracer:` and `for _ in tracer.iter[:]:`."
+    )
+
+
 # nnsight's names of what a module can tell, in a trace and outside.
 OF_NNSIGHT: dict[str, Callable[[Any], Any]] = {
     "path": lambda envoy: envoy._path,
     "get": lambda envoy: functools.partial(by_path, envoy),
     "dispatched": lambda envoy: True,
+    "iter": _steps,
 }
 
 
