@@ -8,6 +8,8 @@ import random
 import shlex
 import sys
 import time
+from collections import Counter
+from collections.abc import AsyncIterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +33,7 @@ from midstream.engine.admission import json_size
 from midstream.errors import MidstreamError
 from midstream.plan.captures import Layout, RowSelection
 from midstream.plan.values import RecordedRun
-from midstream.serve import captures, command
+from midstream.serve import captures, command, requests
 from midstream.serve.captures import CaptureStore, Held
 from midstream.serve.command import allowed_plugins, server_flags, tensor_ranks
 from midstream.serve.plugin import Plugin, RunToRecord
@@ -177,6 +179,42 @@ def test_p2_a_key_holds_no_more_than_it_leaves_to_others() -> None:
             own += 1
         held.append(own)
     assert held == [32, 16, 8, 4, 2, 1]
+
+
+def test_p2_uploads_that_stop_leave_others_their_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key may have no more on its way than it leaves; a body that does not go on is given up, and its room is there again."""
+    monkeypatch.setattr(requests, "_STALLED_SECONDS", 0.3)
+    server = SimpleNamespace(receiving=Counter())
+    mebibyte = b"x" * (1 << 20)
+
+    def upload(key: str, parts: int, stalls: bool) -> Any:
+        async def stream() -> AsyncIterator[bytes]:
+            for _ in range(parts):
+                yield mebibyte
+                await asyncio.sleep(0)
+            if stalls:
+                await asyncio.sleep(60)
+
+        state = SimpleNamespace(midstream=server)
+        return requests.received(
+            SimpleNamespace(
+                stream=stream, headers={"authorization": f"Bearer {key}"}, app=SimpleNamespace(state=state)
+            ),  # type: ignore[arg-type]
+            64 << 20,
+            "{}",
+        )
+
+    async def main() -> None:
+        stalled = [asyncio.create_task(upload("one", 60, True)) for _ in range(4)]
+        await asyncio.sleep(0.1)
+        assert server.receiving.total() <= 128 << 20
+        assert len(await upload("two", 60, False)) == 60 << 20  # beside them
+        errors = [error.args[0] for error in await asyncio.gather(*stalled, return_exceptions=True)]  # type: ignore[union-attr]
+        assert sorted(errors) == [408, 408, 503, 503]
+        assert not server.receiving
+        assert len(await upload("one", 60, False)) == 60 << 20
+
+    asyncio.run(main())
 
 
 def test_p2_sweeps_start_their_groups_in_turns() -> None:

@@ -41,6 +41,7 @@ from midstream.serve.captures import MAX_INLINE_BYTES, CaptureStore
 from midstream.settings import NAME
 
 MAX_RECEIVING_BYTES = 256 << 20  # of all bodies that are being received
+_STALLED_SECONDS = 30.0  # a body of which nothing comes for so long is given up
 TAKING = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 _FIELDS = ("plan", "answers", "inline")
 _ANSWERS = f"{NAME}.answers"
@@ -52,6 +53,7 @@ _RETRY_AFTER = b"5"  # seconds
 _KINDS = {
     403: "PermissionDeniedError",
     404: "NotFoundError",
+    408: "RequestTimeoutError",
     409: "ConflictError",
     413: "RequestTooLargeError",
     503: "ServiceUnavailableError",
@@ -71,7 +73,7 @@ class Server:
         recording: who records each run that is being recorded, by its name.
         planned: how many prompts have run with a plan, the engine-wide one included.
         running: how many of them run now.
-        receiving: bytes of bodies that are being received.
+        receiving: bytes of each API key's bodies that are being received.
         sweeps: how many sweeps of each API key run now.
         is_draining: whether the server ends, and takes no more requests.
     """
@@ -81,7 +83,8 @@ class Server:
         self.captures = captures
         self.owners: dict[tuple[str, str], bytes] = {}
         self.recording: dict[str, bytes] = {}
-        self.planned = self.running = self.receiving = 0
+        self.planned = self.running = 0
+        self.receiving: Counter[bytes] = Counter()
         self.sweeps: Counter[bytes] = Counter()
         self.is_draining = False
 
@@ -180,19 +183,28 @@ def server_of(request: Request) -> Server:
 
 
 async def received(request: Request, limit: int, too_large: str) -> bytes:
-    """A request's body. Raises Refused if it is over `limit`, or if too much is being received at once."""
-    server, data = server_of(request), bytearray()
+    """A request's body.
+
+    Raises Refused if it is over `limit`, if nothing of it comes for a while, or if the API key would have more on its way than it leaves
+    for others.
+    """
+    receiving, owner, data = server_of(request).receiving, owner_of(request.headers), bytearray()
+    parts = request.stream()
     try:
-        async for part in request.stream():
+        while (part := await asyncio.wait_for(anext(parts, None), _STALLED_SECONDS)) is not None:
             data += part
-            server.receiving += len(part)
+            receiving[owner] += len(part)
             if len(data) > limit:
                 raise Refused(413, too_large.format(f"over {limit >> 20} MiB"))
-            if server.receiving > MAX_RECEIVING_BYTES:
+            if receiving[owner] > MAX_RECEIVING_BYTES - receiving.total():
                 raise Refused(503, "The server is receiving too much at once. Try again later.")
         return bytes(data)
+    except TimeoutError:
+        raise Refused(408, f"Nothing of the body came for {_STALLED_SECONDS:.0f} seconds.") from None
     finally:
-        server.receiving -= len(data)
+        receiving[owner] -= len(data)
+        if not receiving[owner]:
+            del receiving[owner]
 
 
 def answering_errors(route: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
