@@ -106,3 +106,16 @@ def test_p4_a_repetition_penalty_of_the_models_own_counts(own: Any, penalizing: 
     assert int(one) == expected[0]
     sampled = own.generate(PARIS, max_tokens=8, do_sample=True, ignore_eos=True)[0].outputs[0].token_ids
     assert list(sampled) == expected, "top_k is 1"
+
+
+def test_p4_the_padding_of_a_batch_is_not_penalized(penalizing: Path) -> None:
+    """The short prompt is padded with the token that it makes likeliest."""
+    model = LanguageModel(str(penalizing), dtype=torch.float32)
+    long = "The Eiffel Tower is in the city of Paris, and the capital of France is"
+
+    def generated(prompts: list[str]) -> list[list[int]]:
+        return [list(output.outputs[0].token_ids) for output in model.generate(prompts, max_tokens=4, ignore_eos=True)]
+
+    (alone,) = generated([PARIS])
+    model.tokenizer.pad_token_id = alone[0]
+    assert generated([long, PARIS]) == [*generated([long]), alone]
