@@ -10,7 +10,7 @@ from oracle import close
 
 import midstream
 from midstream import LanguageModel, demo_model
-from midstream.errors import PromptError, UnknownModuleError
+from midstream.errors import PromptError, TraceError, UnknownModuleError
 
 PARIS = "The capital of France is"
 
@@ -67,6 +67,16 @@ def test_the_tree_is_walked_as_modules_are(model: Any) -> None:
         hidden = model.get("model.layers.3.mlp").output.save()
         same = model.mlps_output[3].save()
     assert path == ["model.layers.3"] and torch.equal(hidden.reshape(same.shape), same)
+
+
+def test_a_source_within_a_source_is_printed_outside_of_a_trace(model: Any) -> None:
+    source = model.model.layers[3].self_attn.source
+    inner = [name for name in dir(source) if name.startswith("apply_rotary_pos_emb")]
+    if inner:  # transformers' own forward
+        assert "rotate_half_0" in str(getattr(source, inner[0]).source)
+        assert "once the forward has called it" in str(source.attention_interface_0.source)  # a variable of the forward
+    with pytest.raises(TraceError, match=r"read model|only in a trace"):
+        str(next(getattr(source, name) for name in dir(source) if "o_proj" in name).source)
 
 
 def test_an_unknown_call_in_a_source_lists_those_that_are_there(model: Any) -> None:

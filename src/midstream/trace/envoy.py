@@ -131,6 +131,15 @@ class InnerSource:
             raise AttributeError(name)
         return SourceCall(self._forward, self._path, f"{self._name}.{name}")
 
+    def __repr__(self) -> str:
+        found = Source(self._forward, self._path)._source.within(self._name)
+        if found is not None:
+            return str(found)
+        return (
+            f"<The calls in {self._path}.source.{self._name} are known once the forward has called it. Use one in a trace; an unknown "
+            "name lists them.>"
+        )
+
 
 class Source:
     """`module.source`: the calls in the module's forward by name. `print(module.source)` shows them beside the code."""

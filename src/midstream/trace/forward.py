@@ -228,14 +228,31 @@ class ForwardSource:
     Attributes:
         names: of the calls.
         lines: of the calls, counted from the first line of `text`.
-        attributes: name of a call -> the attribute of the module that it calls: `mlp.down_proj` for `self.mlp.down_proj(x)`.
+        called: name of a call -> what it calls, as the code says it.
+        scope: the globals that the code uses.
     """
 
     text: str
     names: tuple[str, ...]
     lines: tuple[int, ...]
     code: CodeType
-    attributes: Mapping[str, str]
+    called: Mapping[str, str]
+    scope: Mapping[str, Any]
+
+    def attribute(self, name: str) -> str:
+        """The attribute of the module that a call calls: `mlp.down_proj` for `self.mlp.down_proj(x)`; "" if it calls none."""
+        owner, _, attribute = self.called.get(name, "").partition(".")
+        return attribute if owner == "self" and attribute.replace(".", "").isidentifier() else ""
+
+    def within(self, name: str) -> ForwardSource | None:
+        """The source of the function that a call calls, if that can be told without a forward: it is a global."""
+        called: Any = self.scope.get((parts := self.called.get(name, "").split("."))[0])
+        for attribute in parts[1:]:
+            called = getattr(called, attribute, None)
+        try:
+            return forward_source(called)
+        except (SourceUnavailableError, AttributeError, TypeError):
+            return None
 
     def __str__(self) -> str:
         marks: dict[int, list[str]] = {}
@@ -252,7 +269,7 @@ class _Dispatch(ast.NodeTransformer):
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.calls: list[tuple[str, int]] = []
-        self.attributes: dict[str, str] = {}
+        self.called: dict[str, str] = {}
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         if isinstance(node.func, ast.Name) and node.func.id in ("super", "locals", "isinstance", "getattr", "hasattr"):
@@ -263,9 +280,7 @@ class _Dispatch(ast.NodeTransformer):
         name = f"{stem}_{self.counts[stem]}"
         self.counts[stem] += 1
         self.calls.append((name, node.lineno))
-        owner, _, attribute = called.partition(".")
-        if owner == "self" and attribute.replace(".", "").isidentifier():
-            self.attributes[name] = attribute
+        self.called[name] = called
         dispatched = ast.Call(
             ast.Name(_DISPATCH, ast.Load()), [ast.Constant(name), node.func, *node.args], node.keywords
         )
@@ -310,7 +325,7 @@ def forward_source(forward: FunctionType) -> ForwardSource:
     tree.body = [ast.fix_missing_locations(_in_factory(function, forward.__code__.co_freevars))]
     module = compile(ast.fix_missing_locations(tree), forward.__code__.co_filename, "exec")
     names, lines = zip(*dispatch.calls, strict=True) if dispatch.calls else ((), ())
-    return ForwardSource(text, names, lines, module, dispatch.attributes)
+    return ForwardSource(text, names, lines, module, dispatch.called, forward.__globals__)
 
 
 def _in_factory(function: ast.FunctionDef, free: tuple[str, ...]) -> ast.FunctionDef:
@@ -348,7 +363,7 @@ class SourceHooks:
             return key
         path, _, name, kind = key
         called: Any = self._modules[path]
-        for attribute in self.of(path).attributes.get(name, "").split("."):
+        for attribute in self.of(path).attribute(name).split("."):
             called = getattr(called, attribute, None)
         return (self._paths[called], kind) if isinstance(called, nn.Module) and called in self._paths else key
 
