@@ -6,6 +6,7 @@ After each test the browser's console holds no error, and so no violation of the
 from __future__ import annotations
 
 import ast
+import base64
 import contextlib
 import csv
 import json
@@ -15,10 +16,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load, save_file
 from servers import Server, serving
 
 from midstream.sites import LAYER_SITES
@@ -238,6 +240,25 @@ def test_h11_layers_and_sites_are_in_the_models_order(page: Page) -> None:
     assert blue > red + 50 and white > 230  # Italy becomes France; the first token changes nothing
 
 
+def test_h11_heads_are_patched_one_by_one(page: Page) -> None:
+    page["heads"].click()
+    page.sweep()
+    start, *rest = events(page.server, sites=["attn_z"], heads="all", positions="together")
+    cells, labels = [each for each in rest if each["event"] == "cell"], page.labels()
+    assert len(labels) == len(cells) == start["cells"] == LAYERS * len(start["grid"]["heads"]) > LAYERS
+    for cell in cells:
+        row, head, _ = cell["index"]
+        label = labels["attn_z", row, head]
+        assert label.startswith(f"layer {row}, head {head}: ")
+        assert value_of(label) == pytest.approx(cell["value"], abs=2e-3)
+    page.cell(4, 1).click()
+    page.wait(lambda: len(page.all("#top li")) == 20)
+    found = events(page.server, sites=["attn_z"], layers=[4], heads=[1], positions="together", top=10)
+    (patched,) = (each["top"] for each in found if each["event"] == "cell")
+    assert page.texts("#top section:nth-child(1) code")[0] == patched[0][0].replace(" ", "·")
+    assert dict(zip(page.texts("#readout dt"), page.texts("#readout dd"), strict=True))["Head"] == "1"
+
+
 def test_h11_a_sweep_is_taken_away_as_python_and_as_a_table(page: Page, tmp_path: Path) -> None:
     page.browser.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(tmp_path)})
     page.browser.execute_cdp_cmd(
@@ -273,7 +294,7 @@ def test_h11_a_sweep_is_taken_away_as_python_and_as_a_table(page: Page, tmp_path
     assert len(rows) == len(cells) == LAYERS * 5
     for row in rows:
         cell = cells[int(row["layer"]), int(row["position"])]
-        assert (row["site"], row["token"]) == ("resid_post", cell["token"])
+        assert (row["site"], row["column"]) == ("resid_post", cell["token"])
         assert float(row["value"]) == pytest.approx(cell["value"], abs=2e-3)
         assert float(row["logprob"]) == pytest.approx(cell["logprobs"][0], abs=2e-3)
 
@@ -599,6 +620,41 @@ def test_h11_steered_and_unsteered_texts_stream_side_by_side(
     wait()
     assert page["scale"].get_attribute("value") == "-12.5"
     assert page.text("steered") == text_of(server, -12.5, mode)
+
+
+@pytest.mark.parametrize("mode", ["completion", "chat"])
+def test_h11_a_vector_is_made_from_two_prompts(page: Page, mode: str) -> None:
+    """It is the difference of the rows that plain HTTP captures."""
+    texts = {"more": "I love this. It is", "less": "I hate this. It is"}
+    page["tab-steering"].click()
+    page["making"].find_element("css selector", "summary").click()
+    page["mode"].find_element("css selector", f"[value={mode}]").click()
+    page["make"].click()
+    page.wait(lambda: page.text("making-note") == "Enter two prompts and a name.")
+    for name, text in {**texts, "name": f"love {mode}", "layers": "3, 5"}.items():
+        page.write(name, text)
+    page["make"].click()
+    page.wait(lambda: page.text("making-note") == f"Made love {mode} from resid_post of layer 3.")
+    assert page["vector"].get_attribute("value") == f"love {mode}"
+
+    def row(text: str) -> np.ndarray:
+        given = {"messages": [{"role": "user", "content": text}]} if mode == "chat" else {"prompt": text}
+        plan = [{"kind": "capture", "site": "resid_post", "layers": [3], "positions": "last_prompt"}]
+        path = "/v1/chat/completions" if mode == "chat" else "/v1/completions"
+        body = {"model": "demo", "max_tokens": 1, **given, "midstream": {"plan": plan, "inline": True}}
+        status, found = page.server.post(path, body, key=KEY)
+        assert status == 200, found
+        (entry,) = found["midstream"]["captures"]
+        return np.frombuffer(base64.b64decode(entry["data"]), np.float32)
+
+    request = Request(
+        f"{page.server.url}/v1/midstream/vectors/love%20{mode}", headers={"Authorization": f"Bearer {KEY}"}
+    )
+    with urlopen(request, timeout=30) as response:
+        made = load(response.read())[f"love {mode}"]
+    np.testing.assert_allclose(made, row(texts["more"]) - row(texts["less"]), atol=1e-5)
+    assert np.abs(made).max() > 0.1
+    page.server.ask("DELETE", f"/v1/midstream/vectors/love%20{mode}", key=KEY)
 
 
 def test_h11_stop_ends_both_streams(page: Page, server: Server, vectors: Path) -> None:

@@ -30,18 +30,28 @@ export class Scale {
   }
 }
 
+/** What the columns of a figure stand for: groups of tokens, or heads. */
+export function columnsOf({ heads, columns }) {
+  if (!heads) return columns;
+  return heads.map((head) => ({ ...columns[0], label: `H${head}`, head }));
+}
+
+/** The column of a cell, for people. */
+export const nameOf = ({ label, head }) => (head === undefined ? visible(label) : `head ${head}`);
+
 export class Heatmap {
   /**
    * `outline`: the sweep's "start". `changed`: for each column, whether the two prompts differ there.
    * `point(place)` is called when a cell is pointed at or focused, and `choose(place)` when it is clicked or Enter is pressed.
    */
   constructor(site, outline, changed, { point, choose }) {
-    const { sites, layers, columns } = outline.grid;
+    const { sites, layers, heads } = outline.grid;
+    const columns = columnsOf(outline.grid);
     this.site = site;
     this.places = []; // by row, then by column
     this.grid = make("div", {
       role: "grid",
-      "aria-label": `${site}: layers by tokens`,
+      "aria-label": `${site}: layers by ${heads ? "heads" : "tokens"}`,
       "aria-rowcount": layers.length + 1,
       "aria-colcount": columns.length + 1,
       "aria-readonly": "true",
@@ -64,9 +74,9 @@ export class Heatmap {
     const line = make("div", { role: "row", "aria-rowindex": place });
     line.append(make("span", { role: "rowheader", class: "layer", "aria-label": `layer ${name}` }, name));
     this.places.push([]);
-    for (const [column, { label, positions }] of columns.entries()) {
+    for (const [column, { label, positions, head }] of columns.entries()) {
       const element = make("span", { role: "gridcell", tabindex: -1, "aria-colindex": column + 2, class: "cell pending" });
-      const cell = { site: this.site, row, column, layers: group, label, positions: positions[0], element, cell: null };
+      const cell = { site: this.site, row, column, layers: group, label, head, positions: positions[0], element, cell: null };
       element.place = cell;
       this.places[row].push(cell);
       this.describe(cell);
@@ -89,7 +99,7 @@ export class Heatmap {
 
   /** Show a cell that has been run. */
   show(cell, scale) {
-    const place = this.places[cell.index[0]][cell.index.at(-1)];
+    const place = this.places[cell.index[0]][cell.index[1]];
     place.cell = cell;
     place.element.classList.remove("pending");
     place.element.classList.toggle("void", cell.void !== null);
@@ -121,8 +131,9 @@ export class Heatmap {
     }
   }
 
-  describe({ element, layers, label, cell, isQuiet, positions }) {
-    const where = `layer ${layers.join(", ")}, ${visible(label)}`;
+  describe(place) {
+    const { element, layers, cell, isQuiet, positions } = place;
+    const where = `layer ${layers.join(", ")}, ${nameOf(place)}`;
     let value = positions === null ? "void: no token of the other prompt corresponds" : "not run";
     if (cell) value = cell.void !== null ? `void: ${cell.void}` : number(cell.value);
     element.setAttribute("aria-label", `${where}: ${value}${isQuiet ? ", within the noise floor" : ""}`);

@@ -23,6 +23,7 @@ export function listen() {
   for (const name of ["vector", "site", "layers", "prompt"]) find(name).addEventListener("input", () => note(name, ""));
   for (const name of ["vector", "site"]) find(name).addEventListener("change", showWidths);
   find("upload").addEventListener("change", upload);
+  find("make").addEventListener("click", makeVector);
   find("steer").addEventListener("submit", (event) => {
     event.preventDefault();
     generate(["plain", "steered"]);
@@ -52,7 +53,7 @@ async function listVectors(chosen = find("vector").value) {
   find("vector").replaceChildren(...options);
   find("vector").disabled = !options.length;
   if (options.some((each) => each.value === chosen)) find("vector").value = chosen;
-  note("vector", options.length ? "" : "The server has no vectors yet. Upload a file.");
+  note("vector", options.length ? "" : "The server has no vectors yet. Upload a file, or make one.");
   showWidths();
 }
 
@@ -88,6 +89,44 @@ async function upload() {
   find("upload").value = ""; // else the same file could not be chosen again
 }
 
+/** The difference of two prompts' activations after their last token, at the site and the first layer of the form. */
+async function makeVector() {
+  const [more, less, name] = ["more", "less", "name"].map((field) => find(field).value);
+  const layers = layersOf(find("layers").value);
+  if (!more || !less || !name) return note("making", "Enter two prompts and a name.", "error");
+  if (layers === null || layers === "all") return note("making", "Write below which layer to read, such as 5.", "error");
+  const capture = { kind: "capture", site: find("site").value, layers: [layers[0]], positions: "last_prompt", dtype: "float32" };
+  note("making", "Reading both prompts…");
+  try {
+    const [high, low] = await Promise.all([more, less].map((text) => rowOf(text, capture)));
+    const file = safetensors(name, high.map((value, i) => value - low[i]));
+    await respond("v1/midstream/vectors", { body: file });
+    await listVectors(name);
+    note("making", `Made ${name} from ${capture.site} of layer ${layers[0]}.`, "good");
+  } catch (error) {
+    note("making", error.message, "error");
+  }
+}
+
+/** The row that a capture has of one prompt, as float32. */
+async function rowOf(text, capture) {
+  const body = { ...inputOf(text), model, max_tokens: 1, midstream: { plan: [capture], inline: true } };
+  const [entry] = (await ask(routeOf(), { body })).midstream.captures;
+  const bytes = Uint8Array.from(atob(entry.data), (each) => each.charCodeAt(0));
+  return new Float32Array(bytes.buffer);
+}
+
+/** A safetensors file with one vector. */
+function safetensors(name, values) {
+  const about = { [name]: { dtype: "F32", shape: [values.length], data_offsets: [0, values.byteLength] } };
+  const header = new TextEncoder().encode(JSON.stringify(about));
+  return new Blob([new BigUint64Array([BigInt(header.length)]), header, values]);
+}
+
+const isChat = () => find("mode").value === "chat";
+const routeOf = () => (isChat() ? "v1/chat/completions" : "v1/completions");
+const inputOf = (text) => (isChat() ? { messages: [{ role: "user", content: text }] } : { prompt: text });
+
 function widenSlider(value) {
   const reach = Math.max(Number(find("scale").max), Math.abs(value));
   find("scale").min = -reach;
@@ -120,11 +159,9 @@ function isComplete() {
 }
 
 function bodyOf(column) {
-  const text = find("prompt").value;
-  const isChat = find("mode").value === "chat";
   const body = {
     model,
-    ...(isChat ? { messages: [{ role: "user", content: text }] } : { prompt: text }),
+    ...inputOf(find("prompt").value),
     max_tokens: Number(find("tokens").value) || 64,
     temperature: Number(find("temperature").value) || 0,
     stream: true,
@@ -139,7 +176,7 @@ function bodyOf(column) {
     };
     body.midstream = { plan: [steer] };
   }
-  return [isChat ? "v1/chat/completions" : "v1/completions", body];
+  return [routeOf(), body];
 }
 
 async function generate(columns) {

@@ -2,7 +2,7 @@
 
 import { find, isWrong, make, note, number, percent } from "./dom.js";
 import { eventsOf } from "./events.js";
-import { Heatmap, Scale } from "./heatmap.js";
+import { columnsOf, Heatmap, nameOf, Scale } from "./heatmap.js";
 import { failure, respond, settled, tokenize } from "./server.js";
 import { comparison, textsOf, visible } from "./tokens.js";
 
@@ -32,6 +32,10 @@ export function listen() {
     });
   }
   find("site-list").addEventListener("change", () => note("sites", ""));
+  find("heads").addEventListener("change", () => {
+    find("site-list").inert = find("heads").checked; // only attn_z has heads
+    note("sites", "");
+  });
   find("metric").addEventListener("change", () => {
     note("metric", "");
     if (!find("foil").value) note("foil", "");
@@ -149,18 +153,19 @@ function focusWrong() {
 // The sweep.
 
 function bodyOfForm() {
+  const byHead = find("heads").checked;
   return {
     clean: find("clean").value,
     corrupt: find("corrupt").value,
     answer: find("answer").value,
     foil: find("foil").value || null,
-    sites: chosenSites(),
+    sites: byHead ? ["attn_z"] : chosenSites(),
     layers: "all",
-    positions: "all",
+    positions: byHead ? "together" : "all",
     metric: find("metric").value,
     direction: find("direction").value,
     source: "run",
-    heads: null,
+    heads: byHead ? "all" : null,
     coarse: null,
     best: 3,
     top: 0,
@@ -242,7 +247,8 @@ class Sweep {
     this.cells = outline.cells;
     const [pair] = outline.pairs;
     const [own, other] = this.isNoising ? [pair.clean, pair.corrupt] : [pair.corrupt, pair.clean];
-    const changed = outline.grid.columns.map(({ positions, sources }) => {
+    const changed = columnsOf(outline.grid).map(({ positions, sources, head }) => {
+      if (head !== undefined) return false;
       const [at] = positions[0] ?? [];
       const [source] = sources?.[0] ?? [];
       return at !== undefined && source !== undefined && own[at] !== other?.[source];
@@ -323,7 +329,8 @@ class Sweep {
   python() {
     const { clean, corrupt, answer, foil, sites, metric, direction } = this.body;
     const texts = [clean, corrupt, answer, ...(foil === null ? [] : [foil])].map((text) => JSON.stringify(text));
-    const rest = { sites, metric, direction };
+    const { heads, positions } = this.body;
+    const rest = { sites, metric, direction, ...(heads ? { heads, positions } : {}) };
     const given = Object.entries(rest).map(([name, value]) => `${name}=${JSON.stringify(value)}`);
     const server = new URL("../", location).href.replace(/\/$/, "");
     return `from midstream import Remote
@@ -340,10 +347,10 @@ for site in result.outline.grid.sites:
   /** All cells as comma-separated values. */
   table() {
     const places = [...this.heatmaps.values()].flatMap(({ places }) => places.flat());
-    const head = ["site", "layer", "position", "token", "logprob", "foil_logprob", "value", "recovered", "void"];
-    const rows = places.map(({ site, layers, positions, label, cell }) => {
+    const head = ["site", "layer", "position", "column", "logprob", "foil_logprob", "value", "recovered", "void"];
+    const rows = places.map(({ site, layers, positions, label, head, cell }) => {
       const of = [cell?.logprobs?.[0], cell?.logprobs?.[1], cell?.value, cell?.recovered, cell?.void];
-      return [site, layers.join(" "), positions?.join(" "), label, ...of];
+      return [site, layers.join(" "), positions?.join(" "), head === undefined ? label : `head ${head}`, ...of];
     });
     return [head, ...rows].map((row) => row.map(quoted).join(",") + "\r\n").join("");
   }
@@ -355,7 +362,7 @@ for site in result.outline.grid.sites:
     const rows = [
       ["Site", place.site],
       ["Layer", place.layers.join(", ")],
-      ["Token", visible(place.label)],
+      place.head === undefined ? ["Token", visible(place.label)] : ["Head", String(place.head)],
       ["Position", place.positions?.join(", ") ?? "–"],
     ];
     if (cell?.void || place.positions === null) rows.push(["Void", cell?.void ?? "No token of the other prompt corresponds."]);
@@ -382,8 +389,10 @@ for site in result.outline.grid.sites:
     place.element.classList.add("chosen");
     this.read(place);
     if (!place.cell || place.cell.void !== null) return clearTop("This cell has no run of its own.");
-    clearTop(`Running layer ${place.layers.join(", ")} at ${visible(place.label)} again…`);
-    const one = { ...this.body, sites: [place.site], layers: place.layers, positions: place.positions, top: TOP };
+    clearTop(`Running layer ${place.layers.join(", ")} at ${nameOf(place)} again…`);
+    const { head, positions } = place;
+    const places = head === undefined ? { positions } : { heads: [head] };
+    const one = { ...this.body, sites: [place.site], layers: place.layers, ...places, top: TOP };
     try {
       const response = await respond(SWEEPS, { body: one, signal: controller.signal });
       const found = {};
@@ -466,7 +475,7 @@ function clearTop(text, kind = "") {
 }
 
 function showTop(place, { patched, plain }, sweep) {
-  clearTop(`${place.site}, layer ${place.layers.join(", ")}, ${visible(place.label)}`);
+  clearTop(`${place.site}, layer ${place.layers.join(", ")}, ${nameOf(place)}`);
   find("top-title").hidden = false;
   const { answer, foil } = sweep.body;
   const list = (title, top) => {
