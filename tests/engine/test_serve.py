@@ -6,13 +6,17 @@ It is stock `vllm serve` with the flags that `midstream serve --flags` prints. T
 from __future__ import annotations
 
 import base64
+import contextlib
+import http.client
 import json
 import pickle
 import re
 import socket
 import sys
+import threading
 import time
 import urllib.parse
+import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
@@ -356,6 +360,81 @@ def test_p2_no_key_fills_all_places_for_vectors(server: Server) -> None:
             for key, count in held.items():
                 paths = [f"/v1/midstream/vectors/{key}%2F{i}" for i in range(count)]
                 assert set(pool.map(lambda path: server.ask("DELETE", path, admin=ADMIN)[0], paths)) == {200}
+
+
+def test_p2_two_keys_that_fill_all_they_can_leave_a_third_served(server: Server) -> None:
+    """With captures, sweeps, and uploads that stop on their way: what the third asks for is answered, and soon."""
+    capture = {"plan": [{**CAPTURE, "positions": "all"}]}
+    long = {
+        "clean": [TOWER + " and" * 60] * 8,
+        "corrupt": [FRANCE + " and" * 60] * 8,
+        "answer": " Paris",
+        "foil": " Rome",
+    }
+    sweep = {**long, "positions": "together", "sites": ["resid_post", "mlp_out", "attn_out"], "layers": "all"}
+    over, opened, sweeps = threading.Event(), [], []
+
+    def fill(key: str) -> None:
+        while not over.is_set():
+            body = {"model": "demo", "prompt": TOWER, "max_tokens": 64, "midstream": capture}
+            server.post("/v1/completions", body, key=key)
+
+    def drain(response: Any) -> None:
+        with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
+            while not over.is_set() and response.readline():
+                pass
+
+    threads = [threading.Thread(target=fill, args=(key,)) for key in (MINE, THEIRS) for _ in range(2)]
+    try:
+        for key in (MINE, THEIRS):
+            head = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+            for _ in range(4):
+                given = urllib.request.Request(f"{server.url}/v1/midstream/sweeps", json.dumps(sweep).encode(), head)
+                sweeps.append(urllib.request.urlopen(given, timeout=60))
+            assert server.post("/v1/midstream/sweeps", sweep, key=key)[0] == 503
+            for _ in range(3):
+                stalled = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
+                stalled.putrequest("POST", "/v1/midstream/vectors")
+                for name, value in {**head, "Content-Length": str(60 << 20)}.items():
+                    stalled.putheader(name, value)
+                stalled.endheaders()
+                with contextlib.suppress(OSError):  # refused on the way
+                    stalled.send(b"x" * (50 << 20))
+                opened.append(stalled)
+        threads += [threading.Thread(target=drain, args=(each,)) for each in sweeps]
+        for thread in threads:
+            thread.start()
+        time.sleep(2)
+        assert server.ask("GET", "/v1/midstream/gauges", key=MINE)[1]["server"]["sweeps"] == 8
+        third, began = "the-third", time.monotonic()
+        assert (
+            server.ask("POST", "/v1/midstream/vectors", save({"of the third": torch.ones(HIDDEN)}), key=third)[0] == 200
+        )
+        record = {"prompt": FRANCE, "sites": ["resid_post"], "layers": [1], "name": "of the third"}
+        assert server.post("/v1/midstream/runs", record, key=third)[0] == 200
+        body = {"model": "demo", "prompt": FRANCE, "max_tokens": 1, "midstream": capture}
+        status, found = server.post("/v1/completions", body, key=third)
+        assert status == 200
+        for entry in found["midstream"]["captures"]:
+            assert server.ask("GET", f"/v1/midstream/captures/{entry['handle']}", key=third)[0] == 200
+        small = {
+            "clean": FRANCE,
+            "corrupt": "The capital of Italy is",
+            "answer": " Paris",
+            "foil": " Rome",
+            "layers": [3],
+        }
+        status, text = server.post("/v1/midstream/sweeps", small, key=third)
+        assert status == 200 and "summary" in text
+        assert time.monotonic() - began < 60
+    finally:
+        over.set()
+        for each in (*sweeps, *opened):
+            each.close()
+        for thread in threads:
+            thread.join(60)
+        for what in ("vectors", "runs"):
+            server.ask("DELETE", f"/v1/midstream/{what}/of%20the%20third", admin=ADMIN)
 
 
 # ------------------------------------------------------------------------------------------- runs, the engine-wide plan
