@@ -152,7 +152,8 @@ def _grouped(group: Any, errors: list[MidstreamError]) -> MidstreamError:
     for shared in type(errors[0]).__mro__:
         if shared not in nothing_new and all(isinstance(error, shared) for error in errors):
             try:
-                mixed: Any = type(f"{shared.__name__}Group", (group, shared), {"__module__": group.__module__})
+                own = {"__module__": group.__module__, "__str__": ExceptionGroup.__str__}
+                mixed: Any = type(f"{shared.__name__}Group", (group, shared), own)
                 return mixed(text, errors)  # type: ignore[no-any-return]
             except TypeError:  # a builtin whose memory layout excludes other bases
                 continue
