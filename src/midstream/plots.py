@@ -120,10 +120,9 @@ def plot_heatmap(
     image = _draw(ax, grid, columns, rows, cmap or ("RdBu" if low < 0 < high else "viridis"), (low, high))
     ax.set(xlabel=xlabel, ylabel=ylabel, title=title or "")
     bar = ax.figure.colorbar(image, ax=ax, label=label, pad=0.02, aspect=25)
-    if (finite := grid[grid.isfinite()]).numel() and finite.min() < finite.max():
-        bar.ax.set_ylim(
-            max(low, finite.min().item()), min(high, finite.max().item())
-        )  # it ends at values that cells have
+    finite = grid[grid.isfinite()]
+    if finite.numel() and finite.min() < finite.max():  # the bar ends at values that cells have
+        bar.ax.set_ylim(max(low, finite.min().item()), min(high, finite.max().item()))
     write_figure(ax.figure, path)
     return ax
 

@@ -55,13 +55,10 @@ from midstream.sweeps.events import (
 from midstream.sweeps.request import SweepRequest, Tokens, align, columns, heads_of, in_order, rows_of, windows
 from midstream.sweeps.results import SweepResult
 
-ASYNC_GROUP, ASYNC_GROUPS = (
-    32,
-    16,
-)  # requests in a group, and groups of a sweep at a time; the event loop serves others, too
-_BATCHES = (
-    4  # of the engine: what the groups of all sweeps may fill at a time. A request that comes later waits behind them
-)
+# Requests in a group, and groups of a sweep at a time: few, because the event loop serves others, too.
+ASYNC_GROUP, ASYNC_GROUPS = 32, 16
+# The groups of all sweeps together fill this many of the engine's batches at most: a request that comes later waits behind them.
+_BATCHES = 4
 _BASELINES, _IDENTITIES = 2, 6  # noise runs among the cells of each pair
 OUTLINE, CELLS, RESULT = "outline.json", "cells.jsonl", "result.npz"  # in the directory of `to`
 
@@ -397,8 +394,7 @@ class Sweeping:
         self, ids: list[int], answers: Answers, jobs: Iterator[Job], count: int
     ) -> AsyncGenerator[Event]:
         queue: asyncio.Queue[Event | BaseException | None] = asyncio.Queue()
-        turns: Turns = self._model.connection.sweep_turns
-        groups, tasks = _groups(jobs, turns.jobs(len(ids) * self._parts)), set[asyncio.Task[None]]()
+        groups, tasks = _groups(jobs, self._turns.jobs(len(ids) * self._parts)), set[asyncio.Task[None]]()
 
         def start(_: Any = None) -> None:
             if (group := next(groups, None)) is not None:
@@ -433,7 +429,7 @@ class Sweeping:
 
         try:
             invokes = [invoke for job in group for invoke in self._invokes(ids, answers, job)]
-            async with self._model.connection.sweep_turns.taken(self, len(invokes) * len(ids)):
+            async with self._turns.taken(self, len(invokes) * len(ids)):
                 items: Any = self._model._run(invokes).items()
                 async with contextlib.aclosing(items):
                     async for index, _, result in items:
@@ -448,6 +444,11 @@ class Sweeping:
                 queue.put_nowait(self._ended(group[job], [InvokeResult([], None, error=error)], answers))
         except Exception as error:
             queue.put_nowait(error)
+
+    @property
+    def _turns(self) -> Turns:
+        """Of all sweeps on the async engine."""
+        return self._model.connection.sweep_turns  # type: ignore[no-any-return]
 
     @property
     def _parts(self) -> int:

@@ -102,16 +102,14 @@ class EngineStream(OutputStream):
     async def _single(self, request: AsyncRequest) -> AsyncGenerator[Item]:
         """The outputs of one request, without a task and a queue, which cost each token something too."""
         try:
-            with launch.own_errors(self._connection.engine):
-                stream = request.start(self._connection.engine)
-                async with request.followed(stream):
-                    while self._error is None:
-                        self._waiting = asyncio.current_task()
-                        output = await anext(stream, None)
-                        self._waiting = None
-                        if output is None:
-                            return
-                        yield 0, output, None if request.passes(output) else await request.take(output)
+            async with request.on(self._connection.engine) as stream:
+                while self._error is None:
+                    self._waiting = asyncio.current_task()
+                    output = await anext(stream, None)
+                    self._waiting = None
+                    if output is None:
+                        return
+                    yield 0, output, None if request.passes(output) else await request.take(output)
         except asyncio.CancelledError:
             if self._error is None:
                 raise
@@ -140,12 +138,10 @@ class EngineStream(OutputStream):
     async def _follow(self, index: int, request: AsyncRequest) -> None:
         """Run one request, and queue its outputs or its error."""
         try:
-            with launch.own_errors(self._connection.engine):
-                stream = request.start(self._connection.engine)
-                async with request.followed(stream):
-                    async for output in stream:
-                        result = None if request.passes(output) else await request.take(output)
-                        self._queue.put_nowait((index, output, result))
+            async with request.on(self._connection.engine) as stream:
+                async for output in stream:
+                    result = None if request.passes(output) else await request.take(output)
+                    self._queue.put_nowait((index, output, result))
         except Exception as error:
             self._connection.failed(error)
             self._queue.put_nowait(error)
@@ -216,10 +212,13 @@ class AsyncRequest:
         if self._request.rows is None and not self._has_saves and params.output_kind.name == "CUMULATIVE":
             params.output_kind = type(params.output_kind).FINAL_ONLY
 
-    def start(self, engine: Any) -> AsyncGenerator[Any]:
-        """The outputs of an `AsyncLLM`. Closing them aborts the request."""
-        stream: AsyncGenerator[Any] = engine.generate(self._request.prompt, self._request.params, secrets.token_hex(8))
-        return stream
+    @contextlib.asynccontextmanager
+    async def on(self, engine: Any) -> AsyncIterator[AsyncGenerator[Any]]:
+        """Run on an `AsyncLLM` in the block, which gets vLLM's outputs. Leaving it early aborts the request."""
+        with launch.own_errors(engine):
+            stream = engine.generate(self._request.prompt, self._request.params, secrets.token_hex(8))
+            async with self.followed(stream):
+                yield stream
 
     async def outputs(self, stream: AsyncGenerator[Any]) -> AsyncGenerator[tuple[Any, InvokeResult | None]]:
         """The outputs of a stream of vLLM's, with saves, captures and answers on them, and with the last one the result."""

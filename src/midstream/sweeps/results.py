@@ -471,7 +471,9 @@ class SweepDifference(SweepResult):
         for what in ("pairs", "direction", "grid"):
             one, two = (getattr(each.outline, what) for each in (result, other))
             if one != two and not (what == "grid" and _are_alike(one, two)):
-                raise ParameterError(f"These two sweeps have not the same {what}, so their cells cannot be compared.")
+                raise ParameterError(
+                    f"These two sweeps do not have the same {what}, so their cells cannot be compared."
+                )
         if result.metric != other.metric:
             raise ParameterError(f"These two sweeps have the metrics {result._metric_name} and {other._metric_name}.")
         super().__init__(msgspec.structs.replace(result.outline, coarse=None), result.metric)

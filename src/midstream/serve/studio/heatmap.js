@@ -1,5 +1,5 @@
-// The figure of one site: layers as rows, the first at the bottom, tokens as columns, and a cell for each pair of them. It is an ARIA grid: one cell takes part
-// in the tab order, and the arrow keys move between cells.
+// The figure of one site: layers as rows, the first at the bottom, tokens or heads as columns, and a cell for each pair of them. It is an
+// ARIA grid: one cell takes part in the tab order, and the arrow keys move between cells.
 
 import { make, number } from "./dom.js";
 import { visible } from "./tokens.js";
@@ -68,18 +68,18 @@ export class Heatmap {
     this.element = make("figure", {}, make("figcaption", {}, site), make("div", { class: "scroll" }, this.grid));
   }
 
-  /** `place`: the row's place from the top, from 1. */
-  addRow(row, group, columns, place) {
+  /** `fromTop`: which row of the figure it is, from 1. */
+  addRow(row, group, columns, fromTop) {
     const name = group.length > 1 ? `${group[0]}–${group.at(-1)}` : String(group[0]);
-    const line = make("div", { role: "row", "aria-rowindex": place });
+    const line = make("div", { role: "row", "aria-rowindex": fromTop });
     line.append(make("span", { role: "rowheader", class: "layer", "aria-label": `layer ${name}` }, name));
     this.places.push([]);
     for (const [column, { label, positions, head }] of columns.entries()) {
       const element = make("span", { role: "gridcell", tabindex: -1, "aria-colindex": column + 2, class: "cell pending" });
-      const cell = { site: this.site, row, column, layers: group, label, head, positions: positions[0], element, cell: null };
-      element.place = cell;
-      this.places[row].push(cell);
-      this.describe(cell);
+      const place = { site: this.site, row, column, layers: group, label, head, positions: positions[0], element, cell: null };
+      element.place = place;
+      this.places[row].push(place);
+      this.describe(place);
       line.append(element);
     }
     this.grid.prepend(line);

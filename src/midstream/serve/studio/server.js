@@ -1,7 +1,8 @@
 // Requests to the server that the page came from, with the API key of this browser tab.
 
 const KEY = "midstream-api-key";
-const root = new URL("..", document.baseURI); // the page is at ROOT/midstream/studio
+/** Where the server is: the page is at ROOT/midstream/studio. */
+export const root = new URL("..", document.baseURI);
 
 /** An answer of the server that is an error. `param` names the field at fault, if one is known. */
 export class ServerError extends Error {

@@ -94,7 +94,7 @@ async function makeVector() {
   const [more, less, name] = ["more", "less", "name"].map((field) => find(field).value);
   const layers = layersOf(find("layers").value);
   if (!more || !less || !name) return note("making", "Enter two prompts and a name.", "error");
-  if (layers === null || layers === "all") return note("making", "Write below which layer to read, such as 5.", "error");
+  if (layers === null || layers === "all") return note("making", "Write the layer to read into the field Layers, such as 5.", "error");
   const capture = { kind: "capture", site: find("site").value, layers: [layers[0]], positions: "last_prompt", dtype: "float32" };
   note("making", "Reading both prompts…");
   try {

@@ -3,7 +3,7 @@
 import { find, isWrong, make, note, number, percent } from "./dom.js";
 import { eventsOf } from "./events.js";
 import { columnsOf, Heatmap, nameOf, Scale } from "./heatmap.js";
-import { failure, respond, settled, tokenize } from "./server.js";
+import { failure, respond, root, settled, tokenize } from "./server.js";
 import { comparison, textsOf, visible } from "./tokens.js";
 
 const SWEEPS = "v1/midstream/sweeps";
@@ -332,7 +332,7 @@ class Sweep {
     const { heads, positions } = this.body;
     const rest = { sites, metric, direction, ...(heads ? { heads, positions } : {}) };
     const given = Object.entries(rest).map(([name, value]) => `${name}=${JSON.stringify(value)}`);
-    const server = new URL("../", location).href.replace(/\/$/, "");
+    const server = root.href.replace(/\/$/, "");
     return `from midstream import Remote
 
 model = Remote(${JSON.stringify(server)})  # api_key=, if the server needs one
