@@ -376,9 +376,9 @@ def converted(rows: torch.Tensor, dtype: str | None, what: str) -> torch.Tensor:
     if dtype is None or rows.dtype == getattr(torch, dtype):
         return rows
     new = rows.to(getattr(torch, dtype))
-    if new.isinf().any() and not rows.isinf().any():
+    if (lost := new.isinf() & rows.isfinite()).any():
         raise CaptureError(
-            f"{what}: {float(rows.abs().max()):.3g} is too large for {dtype}. Capture in a dtype with a wider range."
+            f"{what}: {float(rows[lost].abs().max()):.3g} is too large for {dtype}. Capture in a dtype with a wider range."
         )
     return new
 
