@@ -276,11 +276,10 @@ class ForwardSource:
         marks: dict[int, list[str]] = {}
         for name, number in zip(self.names, self.lines, strict=True):
             marks.setdefault(number, []).append(name)
-        rows = []
-        for number, text in enumerate(self.text.splitlines(), start=1):
-            here = ", ".join(marks.get(number, ()))
-            rows.append(f"{here:>40} | {text}")
-        return "\n".join(rows)
+        notes = {number: ", ".join(names) for number, names in marks.items()}
+        width = max(map(len, notes.values()), default=0)
+        lines = enumerate(self.text.splitlines(), start=1)
+        return "\n".join(f"{notes.get(number, ''):>{width}} | {text}" for number, text in lines)
 
 
 class _Dispatch(ast.NodeTransformer):
