@@ -954,7 +954,10 @@ def test_j8_an_own_module_is_attached_on_transformers(plain):
     close(features[0], sae.encoder(plain.run(PARIS).sites["mlp_out", 4]))
     with pytest.raises(TraceError, match="has a mlp already"):
         hf.model.layers[4].mlp = sae
-    with pytest.raises(TraceError, match="Apply its parts"), hf.trace(PARIS):
+    with (
+        pytest.raises(TraceError, match=r"Write `y = sae\(x\)`, without hook=True, and .* `sae\.encoder\(x\)`"),
+        hf.trace(PARIS),
+    ):
         hf.model.layers[4].sae(hf.layers_output[4], hook=True)
     with pytest.raises(TraceError, match="before the trace"), hf.trace(PARIS):
         _ = hf.layers_output[0]
@@ -1124,17 +1127,17 @@ def test_j7_a_class_that_cannot_be_a_name_is_refused():
 
 def test_j7_calls_of_a_forward_have_nnsights_names(hf, engine):
     names = dir(hf.model.layers[0].self_attn.source)
-    assert {"self_q_proj_0", "self_q_proj_0_view_0", "self_q_proj_0_view_0_transpose_0", "attention_interface_0"} <= {
+    assert {"self_q_proj_0", "view_0", "transpose_0", "query_states_0", "attention_interface_1", "attn_output_1"} <= {
         *names
     }
     assert "self_o_proj_0" in dir(engine.model.layers[0].self_attn.source)
-    assert "attention_interface_0" in repr(hf.model.layers[0].self_attn.source.attention_interface_0)
+    assert "attention_interface_1" in repr(hf.model.layers[0].self_attn.source.attention_interface_1)
 
 
 def test_j7_calls_in_a_function_that_the_forward_calls_are_read_and_written(hf, plain):
     layer = plain.model.model.layers[2].self_attn
     with hf.trace(PARIS):
-        call = hf.model.layers[2].self_attn.source.attention_interface_0
+        call = hf.model.layers[2].self_attn.source.attention_interface_1
         inner = call.source.torch_nn_functional_scaled_dot_product_attention_0
         query = inner.input.save()
         heads = inner.output.save()
@@ -1149,7 +1152,7 @@ def test_j7_sources_say_what_they_have(hf):
     with pytest.raises(TraceError, match=r"calls the module model\.layers\.2\.mlp"), hf.trace(PARIS):
         _ = hf.model.layers[2].source.self_mlp_0.source
     with pytest.raises(NeverReachedError, match=r"has the calls .*scaled_dot_product_attention_0"), hf.trace(PARIS):
-        _ = hf.model.layers[2].self_attn.source.attention_interface_0.source.softmax_0.output
+        _ = hf.model.layers[2].self_attn.source.attention_interface_1.source.softmax_0.output
 
 
 def test_j7_a_call_of_a_forward_is_skipped(model, plain):

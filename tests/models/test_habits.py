@@ -71,12 +71,19 @@ def test_the_tree_is_walked_as_modules_are(model: Any) -> None:
 
 def test_a_source_within_a_source_is_printed_outside_of_a_trace(model: Any) -> None:
     source = model.model.layers[3].self_attn.source
-    inner = [name for name in dir(source) if name.startswith("apply_rotary_pos_emb")]
-    if inner:  # transformers' own forward
-        assert "rotate_half_0" in str(getattr(source, inner[0]).source)
-        assert "once the forward has called it" in str(source.attention_interface_0.source)  # a variable of the forward
-    with pytest.raises(TraceError, match=r"read model|only in a trace"):
-        str(next(getattr(source, name) for name in dir(source) if "o_proj" in name).source)
+    if isinstance(model, LanguageModel):  # transformers' own forward
+        inner = source.apply_rotary_pos_emb_0.source
+        assert "rotate_half_0" in str(inner) and "rotate_half_0" in dir(inner)
+        assert "once the forward has called it" in str(source.attention_interface_1.source)  # a variable of the forward
+    else:
+        inner = model.model.source.get_pp_group_0
+        assert "return _PP" in str(inner.source) and "get_pp_group()" in repr(inner)
+        with pytest.raises(TraceError, match=r"source\.get_pp_group_0\.output exists only in a trace"):
+            _ = inner.output
+    with pytest.raises(TraceError, match=r"calls the module model\.layers\.3\.self_attn\.o_proj: read model\."):
+        str(source.self_o_proj_0.source)
+    with pytest.raises(TraceError, match=r"source\.attn_output_0 is an assignment and calls nothing"):
+        str(source.attn_output_0.source)
 
 
 def test_an_unknown_call_in_a_source_lists_those_that_are_there(model: Any) -> None:

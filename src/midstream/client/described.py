@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -20,7 +20,7 @@ from midstream.errors import TraceError, UnknownModuleError
 from midstream.plan.values import ModelFacts, Plan
 from midstream.sites import ACCESSORS, LAYER_SITES, Binding
 from midstream.trace.block import Block
-from midstream.trace.envoy import OF_NNSIGHT, nearest, where_layers_are
+from midstream.trace.envoy import OF_NNSIGHT, lines_of, nearest, where_layers_are
 from midstream.trace.program import BlockProgram, FunctionProgram, Program, ShippedCode, ship
 from midstream.trace.record import Model
 from midstream.trace.tracer import BodyTracer
@@ -119,7 +119,7 @@ class ModuleHandle:
     @property
     def source(self) -> SourceText:
         """The module's forward with the calls in it, which a trace can read and write: `print(model.model.layers[0].source)`."""
-        return SourceText(self._path, *self._read("source", partial(_source, self._path)))
+        return SourceText(f"{self._path}.source", *self._read("source", partial(_source, self._path)))
 
     def __getitem__(self, index: int | slice | str) -> Any:
         children = self._children
@@ -151,23 +151,53 @@ class ModuleHandle:
 
 
 class SourceText:
-    """The text of a module's forward, with the names of the calls in it at their lines."""
+    """The text of a forward or of a function that it calls, with the names of the calls in it at their lines.
 
-    def __init__(self, path: str, text: str, names: Sequence[str]) -> None:
-        self._path, self._text, self._names = path, text, names
+    Args:
+        path: of the source: `model.layers.3.mlp.source`.
+        inside: name of a call -> the text of its source and the names in it, or why it has none.
+    """
 
-    def __getattr__(self, name: str) -> Any:
+    def __init__(self, path: str, text: str, names: Sequence[str], inside: Mapping[str, Any]) -> None:
+        self._path, self._text, self._names, self._inside = path, text, names, inside
+
+    def __getattr__(self, name: str) -> CallText:
+        if name in self.__dict__.get("_names", ()):
+            return CallText(f"{self._path}.{name}", lines_of(name, self._text), self._inside.get(name))
         if name.startswith("_"):
             raise AttributeError(name)
-        if name not in self._names:
-            raise UnknownModuleError(f"{self._path}.source has no call {name}{nearest(name, list(self._names))}")
-        raise TraceError(f"{self._path}.source.{name} exists only in a trace: `with model.trace(prompt):`.")
+        raise UnknownModuleError(
+            f"{self._path} has no call {name}{nearest(name, list(self._names))} It has {', '.join(self._names) or 'none'}."
+        )
 
     def __dir__(self) -> Sequence[str]:
         return self._names
 
     def __repr__(self) -> str:
         return self._text
+
+
+class CallText:
+    """A call in a forward outside of a trace: it has a source to print and no values."""
+
+    def __init__(self, path: str, lines: str, inside: Any) -> None:
+        self._path, self._lines, self._inside = path, lines, inside
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if name != "source" or self._inside is None:
+            raise TraceError(f"{self._path}.{name} exists only in a trace: `with model.trace(prompt):`.")
+        if isinstance(self._inside, str):
+            raise TraceError(self._inside)
+        text, names = self._inside
+        return SourceText(f"{self._path}.source", text, names, {})
+
+    def __dir__(self) -> Sequence[str]:
+        return ["source", *_VALUES, "skip"]
+
+    def __repr__(self) -> str:
+        return self._lines
 
 
 def _parameter(path: str, name: str, model: Any) -> Any:
@@ -180,7 +210,15 @@ def _state(path: str, model: Any) -> Any:
 
 def _source(path: str, model: Any) -> Any:
     source = _module(model, path).source
-    return str(source), dir(source)
+    return str(source), dir(source), {name: _source_inside(getattr(source, name)) for name in dir(source)}
+
+
+def _source_inside(call: Any) -> Any:
+    try:
+        inside = call.inside()
+    except TraceError as error:
+        return str(error)
+    return str(inside), dir(inside)
 
 
 def _module(model: Any, path: str) -> Any:

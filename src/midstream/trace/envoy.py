@@ -21,7 +21,7 @@ from midstream.arch.detect import Sizes, text_config
 from midstream.errors import ShapeError, TraceError, UnknownModuleError, UnknownSiteError
 from midstream.sites import ACCESSORS, LAYER_SITES, Binding, Key, hook_hint, site_of
 from midstream.trace.body import current_body, is_in_body
-from midstream.trace.forward import Forward, forward_source
+from midstream.trace.forward import Forward, ForwardSource, forward_source
 from midstream.trace.remote import RemoteValue, real
 from midstream.trace.tracer import BodyTracer
 
@@ -95,8 +95,13 @@ class CallPoints:
         current_body().write((*self._key, "input"), lambda visit: visit.set_first(real(value)))
 
 
+def lines_of(name: str, source: str) -> str:
+    """The lines of a printed source at which there is this call."""
+    return "\n".join(line for line in source.splitlines() if name in line.partition("|")[0].replace(",", " ").split())
+
+
 class SourceCall(CallPoints):
-    """One call inside a module's forward."""
+    """One call inside a module's forward, or one assignment, whose `output` is the assigned value."""
 
     def __init__(self, forward: Forward, path: str, name: str) -> None:
         self._forward = forward
@@ -104,20 +109,33 @@ class SourceCall(CallPoints):
 
     @property
     def source(self) -> InnerSource:
-        """The calls inside the function that is called here. Raises TraceError for the call of a module, which has a source of its own."""
+        """The calls inside the function that is called here. Raises TraceError for an assignment, and for the call of a module, which has a
+        source of its own.
+        """
+        inside, (path, _, name) = self.inside(), self._key
+        if is_in_body() and self._forward.stage.has((path, "output")):
+            self._forward.source.open(path, name)
+        return inside
+
+    def inside(self) -> InnerSource:
+        """`source`, without having the forward report those calls."""
         path, _, name = self._key
+        source = Source(self._forward, path)._source
+        if source.is_assignment(name):
+            calls = source.calls_of(name)
+            hint = f" The calls of that name: {', '.join(calls)}." if calls else ""
+            raise TraceError(
+                f"{path}.source.{name} is an assignment and calls nothing; its value is its .output.{hint}"
+            )
         if self._forward.stage.has((path, "output")):
             own = self._forward.source.module_point((path, "source", name, "output"))
             if len(own) == 2:
                 raise TraceError(f"{path}.source.{name} calls the module {own[0]}: read model.{own[0]}.source.")
-            if is_in_body():
-                self._forward.source.open(path, name)
         return InnerSource(self._forward, path, name)
 
     def __repr__(self) -> str:
         path, _, name = self._key
-        lines = str(Source(self._forward, path)).splitlines()
-        return "\n".join(line for line in lines if name in line.partition("|")[0].replace(",", " ").split())
+        return lines_of(name, str(Source(self._forward, path)))
 
 
 class InnerSource:
@@ -131,9 +149,15 @@ class InnerSource:
             raise AttributeError(name)
         return SourceCall(self._forward, self._path, f"{self._name}.{name}")
 
+    @property
+    def _found(self) -> ForwardSource | None:
+        return Source(self._forward, self._path)._source.within(self._name)
+
+    def __dir__(self) -> list[str]:
+        return list(found.names) if (found := self._found) is not None else []
+
     def __repr__(self) -> str:
-        found = Source(self._forward, self._path)._source.within(self._name)
-        if found is not None:
+        if (found := self._found) is not None:
             return str(found)
         return (
             f"<The calls in {self._path}.source.{self._name} are known once the forward has called it. Use one in a trace; an unknown "
@@ -142,7 +166,7 @@ class InnerSource:
 
 
 class Source:
-    """`module.source`: the calls in the module's forward by name. `print(module.source)` shows them beside the code."""
+    """`module.source`: the calls and assignments in the module's forward by name. `print(module.source)` shows them beside the code."""
 
     def __init__(self, forward: Forward, path: str) -> None:
         self._path, self._forward = path, forward
@@ -201,17 +225,23 @@ class Envoy(CallPoints):
 
     @property
     def source(self) -> Source:
-        """The calls inside this module's Python forward."""
+        """The calls and assignments inside this module's Python forward."""
         return Source(self._forward, self._path)
 
     def __call__(self, *args: Any, hook: bool = False, **kwargs: Any) -> Any:
         """Apply the module to values of the trace. This does not touch the running forward."""
         if hook:
-            raise TraceError(
-                f"hook=True: the values in a module that a trace applies cannot be read. Apply its parts: {self._path}.part(x)."
-            )
+            raise self._cannot_hook()
         call = self._forward.peers.applied(self._path, self._module)
         return self._computed(self._path, lambda: self._apart(call, real(args), real(kwargs)))
+
+    def _cannot_hook(self) -> TraceError:
+        name, parts = self._path.rpartition(".")[2] or "model", [each for each in self._children if each.isidentifier()]
+        part = f", and call its parts where you need their values: `{name}.{parts[0]}(x)`" if parts else ""
+        return TraceError(
+            f"{name}(x, hook=True): the trace's code makes this call. Only the modules that the model's own forward pass calls have an "
+            f".output and .input here. Write `y = {name}(x)`, without hook=True{part}."
+        )
 
     def _apart(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         peers = self._forward.peers

@@ -6,13 +6,14 @@ Hooks are on the model only while a trace is alive, and only at the points that 
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import inspect
 import textwrap
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import CodeType, FunctionType
+from types import CellType, CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -218,18 +219,26 @@ class Forward:
 
 # `.source`
 
-_DISPATCH = "__midstream_call__"
+_DISPATCH, _ASSIGNED = "__midstream_call__", "__midstream_assigned__"
+_READ_THE_FRAME = (
+    "locals",
+    "globals",
+    "vars",
+    "dir",
+    "eval",
+    "exec",
+)  # builtins that have to be called by the forward itself
 
 
 @dataclass(frozen=True)
 class ForwardSource:
-    """A forward's text and the code that reports its calls.
+    """A forward's text and the code that reports its calls and assignments.
 
     Attributes:
-        names: of the calls.
-        lines: of the calls, counted from the first line of `text`.
+        names: of the calls and assignments, as nnsight 0.8.1 has them, in the order in which they run.
+        lines: of the calls and assignments, counted from the first line of `text`.
         called: name of a call -> what it calls, as the code says it.
-        scope: the globals that the code uses.
+        scope: the variables from outside of the forward that its code may use.
     """
 
     text: str
@@ -243,6 +252,15 @@ class ForwardSource:
         """The attribute of the module that a call calls: `mlp.down_proj` for `self.mlp.down_proj(x)`; "" if it calls none."""
         owner, _, attribute = self.called.get(name, "").partition(".")
         return attribute if owner == "self" and attribute.replace(".", "").isidentifier() else ""
+
+    def is_assignment(self, name: str) -> bool:
+        """Whether this is the name of an assignment, which calls no function."""
+        return name in self.names and name not in self.called
+
+    def calls_of(self, name: str) -> list[str]:
+        """The calls with the same name but for the number."""
+        stem = name.rpartition("_")[0]
+        return [each for each in self.called if each.rpartition("_")[0] == stem]
 
     def within(self, name: str) -> ForwardSource | None:
         """The source of the function that a call calls, if that can be told without a forward: it is a global."""
@@ -258,88 +276,171 @@ class ForwardSource:
         marks: dict[int, list[str]] = {}
         for name, number in zip(self.names, self.lines, strict=True):
             marks.setdefault(number, []).append(name)
-        rows = []
-        for number, text in enumerate(self.text.splitlines(), start=1):
-            here = ", ".join(marks.get(number, ()))
-            rows.append(f"{here:>40} | {text}")
-        return "\n".join(rows)
+        notes = {number: ", ".join(names) for number, names in marks.items()}
+        width = max(map(len, notes.values()), default=0)
+        lines = enumerate(self.text.splitlines(), start=1)
+        return "\n".join(f"{notes.get(number, ''):>{width}} | {text}" for number, text in lines)
 
 
 class _Dispatch(ast.NodeTransformer):
+    """Has a forward report its calls and assignments.
+
+    `f(x)` becomes `__midstream_call__("f_0", f, x)`, and `h = x` becomes `h = __midstream_call__("h_0", __midstream_assigned__, x)`.
+    """
+
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
-        self.calls: list[tuple[str, int]] = []
+        self.found: list[tuple[str, int]] = []
         self.called: dict[str, str] = {}
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        if isinstance(node.func, ast.Name) and node.func.id in ("super", "locals", "isinstance", "getattr", "hasattr"):
-            return self.generic_visit(node)
+        match node:
+            case ast.Call(func=ast.Name(id="super"), args=[], keywords=[]):
+                return node
+            case ast.Call(func=ast.Name(id=name)) if name in _READ_THE_FRAME:
+                return self.generic_visit(node)
         called = ast.unparse(node.func)
         self.generic_visit(node)
-        stem = _stem(node.func)
-        name = f"{stem}_{self.counts[stem]}"
-        self.counts[stem] += 1
-        self.calls.append((name, node.lineno))
+        name = self._name("_".join(filter(None, _parts(node.func))) or "call", node.lineno)
         self.called[name] = called
-        dispatched = ast.Call(
-            ast.Name(_DISPATCH, ast.Load()), [ast.Constant(name), node.func, *node.args], node.keywords
-        )
-        return ast.copy_location(dispatched, node)
+        return _dispatched(name, node.func, node.args, node.keywords, node)
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        node.decorator_list = []
-        node.body = [self.visit(statement) for statement in node.body]
+    def visit_Assign(self, node: ast.Assign) -> ast.AST:
+        node.value = self.visit(node.value)  # it runs before the calls in the targets
+        node.targets = [self.visit(target) for target in node.targets]
+        if len(node.targets) == 1:
+            node.value = self._assigned(node.targets[0], node.value, node)
         return node
 
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
+        if node.value is not None:
+            node.value = self._assigned(node.target, self.visit(node.value), node)
+        return node
 
-def _stem(called: ast.expr) -> str:
-    """The name of a call without its number: `self_c_attn_0_split` for `self.c_attn(x).split(...)`. Calls in it have names already."""
-    match called:
+    def _assigned(self, target: ast.expr, value: ast.expr, statement: ast.stmt) -> ast.expr:
+        """The value, reported under the target's name. `a, b = x, y` is two assignments; `a, b = f(x)` has no name of its own."""
+        match target, value:
+            case ((ast.Tuple(elts=targets) | ast.List(elts=targets)), (ast.Tuple(elts=values) | ast.List(elts=values))):
+                if len(targets) == len(values) and not any(isinstance(each, ast.Starred) for each in targets + values):
+                    value.elts = [self._assigned(*pair, statement) for pair in zip(targets, values, strict=True)]
+                return value
+        parts = _parts(target)
+        if not parts[0]:
+            return value
+        name = self._name("_".join(parts), statement.lineno)
+        return _dispatched(name, ast.Name(_ASSIGNED, ast.Load()), [value], [], statement)
+
+    def _name(self, stem: str, line: int) -> str:
+        name = f"{stem}_{self.counts[stem]}"
+        self.counts[stem] += 1
+        self.found.append((name, line))
+        return name
+
+
+def _dispatched(
+    name: str, function: ast.expr, args: list[ast.expr], keywords: list[ast.keyword], place: ast.AST
+) -> ast.Call:
+    call = ast.Call(ast.Name(_DISPATCH, ast.Load()), [ast.Constant(name), function, *args], keywords)
+    return ast.copy_location(call, place)
+
+
+def _parts(expression: ast.expr) -> list[str]:
+    """The names in an expression: `self`, `up` for `self.up` and `self.up[0]`. The first is "" if the expression begins with something
+    else than a variable: "", `split` for `self.up(x).split`.
+    """
+    match expression:
         case ast.Name(id=name):
-            return name
+            return [name]
         case ast.Attribute(value=value, attr=name):
-            return f"{_stem(value)}_{name}"
-        case ast.Call(func=ast.Name(id=name), args=[ast.Constant(value=str(inner)), *_]) if name == _DISPATCH:
-            return inner
-    words = "".join(c if c.isalnum() else " " for c in ast.unparse(called)).split()
-    return "_".join(words) or "call"
+            return [*_parts(value), name]
+        case ast.Subscript(value=value):
+            return _parts(value)
+    return [""]
 
 
 @functools.cache
 def forward_source(forward: FunctionType) -> ForwardSource:
-    """Read and rewrite a forward. Raises SourceUnavailableError if it has no Python source, or calls `super()`."""
-    forward = inspect.unwrap(forward)
-    try:
-        text = textwrap.dedent(inspect.getsource(forward))
-    except (OSError, TypeError):
-        raise SourceUnavailableError(
-            f"{forward!r} has no Python source; use the module's .input and .output."
-        ) from None
-    if "__class__" in forward.__code__.co_freevars:
-        raise SourceUnavailableError(
-            f"{forward.__qualname__} calls super(), which .source cannot follow; use .input and .output."
-        )
-    tree = ast.parse(text)
+    """Read and rewrite a forward, without its decorators. Raises SourceUnavailableError if it has no Python source."""
+    forward = _undecorated(forward)
+    text, function = _definition(forward)
+    function.decorator_list = []
     dispatch = _Dispatch()
-    function = dispatch.visit(tree.body[0])
-    tree.body = [ast.fix_missing_locations(_in_factory(function, forward.__code__.co_freevars))]
+    function.body = [dispatch.visit(statement) for statement in function.body]
+    tree = ast.Module([_in_factory(function, forward.__code__.co_freevars)], [])
     module = compile(ast.fix_missing_locations(tree), forward.__code__.co_filename, "exec")
-    names, lines = zip(*dispatch.calls, strict=True) if dispatch.calls else ((), ())
-    return ForwardSource(text, names, lines, module, dispatch.called, forward.__globals__)
+    names, lines = zip(*dispatch.found, strict=True) if dispatch.found else ((), ())
+    return ForwardSource(text, names, lines, module, dispatch.called, ChainMap(_closure(forward), forward.__globals__))
+
+
+def _definition(function: FunctionType) -> tuple[str, ast.FunctionDef]:
+    """The text of a function, and its syntax tree. Raises SourceUnavailableError."""
+    try:
+        text = textwrap.dedent(inspect.getsource(function.__code__))
+        (definition,) = ast.parse(text).body
+        if isinstance(definition, ast.FunctionDef):
+            return text, definition
+    except (OSError, TypeError, AttributeError, SyntaxError, ValueError):
+        pass
+    raise SourceUnavailableError(f"{function!r} has no Python source; use the module's .input and .output.")
 
 
 def _in_factory(function: ast.FunctionDef, free: tuple[str, ...]) -> ast.FunctionDef:
-    """`def factory(free...): def forward(...): ...; return forward`, so that closures keep working."""
+    """`def factory(free...): def forward(...): ...; return forward`, so that closures and `super()` keep working."""
     arguments = ast.arguments([], [ast.arg(name) for name in free], None, [], [], None, [])
     returned = ast.Return(ast.Name(function.name, ast.Load()))
     return ast.FunctionDef("__factory__", arguments, [function, returned], [], None, None, type_params=[])  # type: ignore[call-arg]
 
 
-def _rewritten(plain: Any, source: ForwardSource, caller: Callable[..., Any]) -> Any:
-    """The function whose source this is, with its calls made by `caller`."""
-    names = {**plain.__globals__, _DISPATCH: caller}
-    exec(source.code, names)
-    return names["__factory__"](*[cell.cell_contents for cell in plain.__closure__ or ()])
+def _closure(function: FunctionType) -> dict[str, Any]:
+    """The variables of the functions around this one that it uses."""
+    found = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # a variable without a value yet
+            found[name] = cell.cell_contents
+    return found
+
+
+def _decorated(wrapper: Any) -> str | None:
+    """The variable in which a decorator's function has the function that it wraps and calls.
+
+    None if it calls none of its closure, or several: such a function is traced itself, so that the call that is made shows up.
+    """
+    if not isinstance(wrapper, FunctionType) or not wrapper.__closure__:
+        return None
+    try:
+        _, definition = _definition(wrapper)
+    except SourceUnavailableError:
+        return None
+    called = {
+        node.func.id for node in ast.walk(definition) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
+    held = [name for name, value in _closure(wrapper).items() if name in called and isinstance(value, FunctionType)]
+    return held[0] if len(held) == 1 and _closure(wrapper)[held[0]] is not wrapper else None
+
+
+def _undecorated(function: Any) -> Any:
+    while (name := _decorated(function)) is not None:
+        function = _closure(function)[name]
+    return function
+
+
+def _rewritten(function: FunctionType, source: ForwardSource, caller: Callable[..., Any]) -> FunctionType:
+    """The function with its decorators, and with the calls in its source made by `caller`."""
+    if (name := _decorated(function)) is not None:
+        inner = _rewritten(_closure(function)[name], source, caller)
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        closure = tuple(CellType(inner) if free == name else cell for free, cell in cells)
+        made = FunctionType(function.__code__, function.__globals__, function.__name__, None, closure)
+    else:
+        names = {**function.__globals__, _DISPATCH: caller, _ASSIGNED: _assigned}
+        exec(source.code, names)
+        made = names["__factory__"](*[cell.cell_contents for cell in function.__closure__ or ()])
+    made.__defaults__, made.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+    return made
+
+
+def _assigned(value: Any) -> Any:
+    return value
 
 
 class SourceHooks:
@@ -372,8 +473,7 @@ class SourceHooks:
         if path in self._handles:
             return
         module = self._modules[path]
-        plain = inspect.unwrap(type(module).forward)
-        made = _rewritten(plain, self.of(path), self._caller(path))
+        made = _rewritten(type(module).forward, self.of(path), self._caller(path))  # type: ignore[arg-type]
         self._handles[path] = hooks.replace_forward(module, made.__get__(module))
 
     def _caller(self, path: str, within: str = "") -> Callable[..., Any]:
@@ -399,14 +499,13 @@ class SourceHooks:
 
     def _reporting(self, path: str, name: str, function: Any) -> Any:
         """The function, rewritten to report its calls; itself if it is not a Python function with source."""
-        plain = inspect.unwrap(getattr(function, "__func__", function))
+        plain = getattr(function, "__func__", function)
         try:
             source = forward_source(plain)
         except (SourceUnavailableError, AttributeError, TypeError):
             return function
         self._opened[path, name] = source
         made = _rewritten(plain, source, self._caller(path, f"{name}."))
-        made.__defaults__, made.__kwdefaults__ = plain.__defaults__, plain.__kwdefaults__
         return made.__get__(function.__self__) if hasattr(function, "__func__") else made
 
     def remove(self) -> None:
