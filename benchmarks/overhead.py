@@ -260,7 +260,7 @@ def run_stock(engine: Any, load: Load, loop: asyncio.Runner) -> Run:
 
 
 def run_midstream(model: VLLM, row: Row, load: Load, loop: asyncio.Runner) -> Run:
-    from midstream.client.requests import Invoke, plans_of, raise_failures
+    from midstream.requests.invokes import Invoke, plans_of, raise_failures
     from midstream.trace.program import FunctionProgram
 
     prompts = load.prompts()

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from midstream.bundled import demo_model
     from midstream.capture.directory import open_captures
-    from midstream.client.language_model import LanguageModel
-    from midstream.client.remote import Remote
-    from midstream.client.vllm import VLLM
     from midstream.engine.launch import engine_arguments
     from midstream.plan.values import Capture, Clamp, Consumer, Patch, Plan, RecordedRun, Span, Steer
+    from midstream.remote.model import Remote
     from midstream.sweeps.results import SweepResult
     from midstream.trace.tracer import backward, save
+    from midstream.transformers.model import LanguageModel
+    from midstream.vllm.model import VLLM
 
 __version__ = "0.1.0"
 __all__ = [
@@ -41,15 +41,15 @@ _HOMES = {
     "Capture": "midstream.plan.values",
     "Clamp": "midstream.plan.values",
     "Consumer": "midstream.plan.values",
-    "LanguageModel": "midstream.client.language_model",
+    "LanguageModel": "midstream.transformers.model",
     "Patch": "midstream.plan.values",
     "Plan": "midstream.plan.values",
     "RecordedRun": "midstream.plan.values",
-    "Remote": "midstream.client.remote",
+    "Remote": "midstream.remote.model",
     "Span": "midstream.plan.values",
     "Steer": "midstream.plan.values",
     "SweepResult": "midstream.sweeps.results",
-    "VLLM": "midstream.client.vllm",
+    "VLLM": "midstream.vllm.model",
     "backward": "midstream.trace.tracer",
     "demo_model": "midstream.bundled",
     "engine_arguments": "midstream.engine.launch",

@@ -315,8 +315,8 @@ def compare(
         layers: the layers to read; all if None.
         engine: arguments of the vLLM engine.
     """
-    from midstream.client.language_model import LanguageModel
-    from midstream.client.vllm import VLLM
+    from midstream.transformers.model import LanguageModel
+    from midstream.vllm.model import VLLM
 
     device = "cuda" if torch.cuda.is_available() else None
     hf = LanguageModel(model, rename=rename, device=device, dtype=getattr(torch, dtype), attn_implementation="eager")

@@ -19,8 +19,8 @@ from engines import start
 from oracle import Plain, close
 
 from midstream import Capture, Steer, open_captures
-from midstream.client import vllm_async
 from midstream.errors import EngineClosedError, InterventionError, InterventionErrorGroup, MidstreamError, TraceError
+from midstream.vllm import async_engine as vllm_async
 
 if TYPE_CHECKING:
     from midstream import VLLM, LanguageModel

@@ -14,8 +14,9 @@ import torch
 from engines import alive
 
 from midstream import Capture, Steer
-from midstream.client import remote, vllm
 from midstream.errors import MidstreamError
+from midstream.remote import model as remote
+from midstream.vllm import model as vllm
 
 if TYPE_CHECKING:
     from midstream import VLLM

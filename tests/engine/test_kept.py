@@ -15,9 +15,9 @@ from plain_forward import PlainForward
 
 import midstream
 from midstream import Capture, Steer, demo_model
-from midstream.client import vllm
 from midstream.errors import MidstreamError
 from midstream.sites import LAYER_SITES
+from midstream.vllm import model as vllm
 
 if TYPE_CHECKING:
     from oracle import Plain

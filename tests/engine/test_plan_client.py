@@ -72,7 +72,7 @@ def test_d1_extra_args_carry_a_plan_as_well(engine: VLLM, plain: Plain) -> None:
 
 
 def test_d1_other_extra_args_stay(engine: VLLM) -> None:
-    from midstream.client.requests import Invoke
+    from midstream.requests.invokes import Invoke
 
     plan = Plan.of(Steer("resid_post", vector=vector()))
     (request,) = engine._requests([Invoke(FRANCE, None, {"extra_args": {"mine": 1}}, plan)], [[1, 2]], None)

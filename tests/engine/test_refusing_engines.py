@@ -23,8 +23,8 @@ EIFFEL = "The Eiffel Tower is in the city of"
 @pytest.fixture(scope="module")
 def closed_to_traces() -> Iterator[VLLM]:
     """An engine that was started without traces allowed, as a server is by default."""
-    from midstream.client import vllm
     from midstream.settings import Settings
+    from midstream.vllm import model as vllm
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vllm, "Settings", lambda **given: Settings(**{**given, "allow_traces": False}))

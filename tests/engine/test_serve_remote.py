@@ -35,7 +35,6 @@ from oracle import Plain
 from servers import ADMIN, KEYS, Server
 
 from midstream import Capture, Patch, Plan, Remote, Span, Steer, open_captures
-from midstream.client import remote
 from midstream.errors import (
     InterventionError,
     MidstreamError,
@@ -46,6 +45,7 @@ from midstream.errors import (
     RemoteError,
     UnsendableError,
 )
+from midstream.remote import model as remote
 from midstream.runtime.request import Tier
 
 pytestmark = pytest.mark.engine

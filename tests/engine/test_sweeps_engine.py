@@ -16,9 +16,9 @@ import pytest
 from engines import alive
 from servers import memory
 
-from midstream.client import sweeping
-from midstream.client.requests import Invoke
 from midstream.errors import ParameterError
+from midstream.requests.invokes import Invoke
+from midstream.sweeps import running as sweeping
 
 if TYPE_CHECKING:
     from midstream import VLLM
@@ -41,7 +41,7 @@ def test_h5_cells_whose_source_has_gone_are_void_and_never_the_baseline(
 ) -> None:
     """Seen failing where errors of the cells' requests are not looked at."""
     for limit in ("_FIRST_REQUESTS", "_BATCH"):  # few cells have begun when the source goes
-        monkeypatch.setattr(f"midstream.client.vllm_engine.{limit}", 4)
+        monkeypatch.setattr(f"midstream.vllm.engine.{limit}", 4)
     stream = engine.sweep(*PAIR, stream=True)
     running = iter(stream)
     cells = [next(running) for _ in range(3)]
@@ -95,7 +95,7 @@ def test_h7_a_killed_sweep_continues_where_it_stopped(engine: VLLM, tmp_path: Pa
         import torch
 
         from midstream import LanguageModel, demo_model
-        from midstream.client import language_model
+        from midstream.transformers import model as language_model
 
         language_model.BATCH_TOKENS = 24  # four prompts
         model = LanguageModel(demo_model(), dtype=torch.float32)

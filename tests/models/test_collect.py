@@ -28,8 +28,8 @@ from midstream import Capture, LanguageModel, Span, Steer, demo_model, open_capt
 from midstream.capture.consumers import CaptureInfo
 from midstream.capture.directory import DirectorySink, Store, remove_orphans
 from midstream.client import collecting
-from midstream.client.language_model_batch import RunningPlan
 from midstream.errors import CaptureError, NotCapturedError, ParameterError, PlanError, PromptError
+from midstream.transformers.batch import RunningPlan
 
 if TYPE_CHECKING:
     from midstream import VLLM

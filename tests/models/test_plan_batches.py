@@ -15,9 +15,9 @@ from oracle import Plain, close, differs
 from plan_cases import EIFFEL, FRANCE, GREEDY, ITALY, after_rows, everything, generated_with, toward_rome, vector
 
 from midstream import Capture, Clamp, LanguageModel, Patch, Plan, Steer
-from midstream.client import language_model
-from midstream.client.requests import Invoke
 from midstream.errors import NotFiniteError
+from midstream.requests.invokes import Invoke
+from midstream.transformers import model as language_model
 
 SPAIN, POLAND = "The capital of Spain is", "The capital of Poland is"  # 5 tokens each, as of FRANCE and ITALY
 

@@ -83,8 +83,8 @@ def on_transformers(rows: Path, log: Any) -> None:
     import torch
 
     from midstream import LanguageModel, demo_model
-    from midstream.client import language_model
-    from midstream.client.language_model_batch import PaddedBatch
+    from midstream.transformers import model as language_model
+    from midstream.transformers.batch import PaddedBatch
 
     language_model.BATCH_TOKENS = 64  # a few prompts
     really = PaddedBatch.run

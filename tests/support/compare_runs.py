@@ -28,8 +28,8 @@ from engines import left
 from transformers import AutoModelForCausalLM
 
 from midstream import VLLM, Capture, LanguageModel, Steer, compare
-from midstream.client import vllm as client
 from midstream.sites import ACCESSORS, LAYER_SITES
+from midstream.vllm import model as client
 
 PROMPTS = ["The river runs from the mountains to the sea", "The capital of France is"]
 # Clean, corrupt, and the tokens of answer and foil.

@@ -27,8 +27,8 @@ from torch import nn
 
 from midstream.arch import Architecture
 from midstream.arch.aliases import Aliases
-from midstream.client.kept import CapturedSteps
-from midstream.client.lowering import Lowered, Tier, lowered_requests
+from midstream.lowering.kept import CapturedSteps
+from midstream.lowering.tiers import Lowered, Tier, lowered_requests
 from midstream.plan.ops import Apply, Clamp, Patch, Steer
 from midstream.plan.running import run
 from midstream.plan.vectors import Zeros

@@ -16,15 +16,15 @@ from capture_tools import capture_threads, wait_until
 from midstream.capture.directory import open_captures
 from midstream.capture.rows import Captured, routes
 from midstream.capture.sinks import Sinks
-from midstream.client import vllm_captures
-from midstream.client.requests import PreparedPlan
-from midstream.client.vllm_captures import RowReceiver, RowThread
 from midstream.errors import CaptureError, EngineClosedError
 from midstream.plan.captures import Layout
 from midstream.plan.values import Capture, ModelFacts, Plan
+from midstream.requests.invokes import PreparedPlan
 from midstream.trace.program import Outcome
 from midstream.transport.receiver import Mailbox, Receiver
 from midstream.transport.sender import Sender
+from midstream.vllm import captures as vllm_captures
+from midstream.vllm.captures import RowReceiver, RowThread
 
 LAYERS, WIDTH, LENGTH = 4, 3, 5
 FACTS = ModelFacts(LAYERS, {("resid_post", layer): WIDTH for layer in range(LAYERS)}, "float32")

@@ -12,10 +12,10 @@ from recorded import LENGTH, MODEL, V, captured, checked, found, lowered
 
 import midstream
 from midstream.capture.rows import Captured
-from midstream.client.kept import CapturedSteps
-from midstream.client.lowering import Tier
 from midstream.client.model import StandingEdit
 from midstream.errors import CaptureError, NeverReachedError
+from midstream.lowering.kept import CapturedSteps
+from midstream.lowering.tiers import Tier
 from midstream.plan.running import run
 from midstream.trace.program import RETURNED, FunctionProgram
 from midstream.trace.tracer import save

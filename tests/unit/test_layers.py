@@ -1,5 +1,5 @@
-"""Which module may import which (style.md): `sites < arch < plan, trace < capture, transport < ranks <
-runtime < engine < client < serve, studies`.
+"""Which module may import which (style.md): `sites < arch < plan, trace < capture, transport < ranks < runtime < engine,
+lowering, requests < sweeps < client < remote, transformers, vllm < serve`.
 
 Read off the source, so that an import inside a function or under TYPE_CHECKING counts like any other. A module that is
 new at the top of the package has to be entered below, as a leaf or as an entry point.
@@ -26,13 +26,17 @@ LAYERS = {
     "trace": 2,
     "capture": 3,
     "transport": 3,
-    "sweeps": 3,
     "ranks": 4,
     "runtime": 5,
     "engine": 6,
-    "client": 7,
-    "serve": 8,
-    "studies": 8,
+    "lowering": 6,
+    "requests": 6,
+    "sweeps": 7,
+    "client": 8,
+    "remote": 9,
+    "transformers": 9,
+    "vllm": 9,
+    "serve": 10,
 }
 LEAVES = {
     "errors",
@@ -63,6 +67,11 @@ WITHOUT_VLLM = {
     "sweeps",
     "ranks",
     "runtime",
+    "lowering",
+    "requests",
+    "client",
+    "remote",
+    "transformers",
     "inspect_ai",
 } | LEAVES
 
@@ -160,7 +169,7 @@ def test_checker_finds_a_circle() -> None:
         ("midstream.sites.layouts", "from midstream.engine import worker", "not lie below sites"),
         ("midstream.sites.layouts", "from ..arch import find", "not lie below sites"),
         ("midstream.plan.steer", "from .. import trace", "not lie below plan"),
-        ("midstream.plan.steer", "def f():\n    import midstream.client.vllm", "plan.steer:2"),
+        ("midstream.plan.steer", "def f():\n    import midstream.vllm.model", "plan.steer:2"),
         ("midstream.plan.values", "from midstream.capture import segment", "not lie below plan"),
         ("midstream.capture.directory", "from midstream.client import results", "not lie below capture"),
         ("midstream.capture.directory", "import vllm", "imports vllm;"),
@@ -168,10 +177,10 @@ def test_checker_finds_a_circle() -> None:
         ("midstream.engine.worker", "if TYPE_CHECKING:\n    from midstream.serve import app", "not lie below engine"),
         ("midstream.engine.worker", "import midstream", "not lie below engine"),
         ("midstream.engine.worker", "from midstream.demo import main", "not lie below engine"),
-        ("midstream.serve.app", "from midstream.studies import sweep", "not lie below serve"),
+        ("midstream.vllm.model", "from midstream.serve import app", "not lie below vllm"),
         ("midstream.errors", "from midstream.sites import Site", "not lie below errors"),
-        ("midstream.client.vllm", "def f():\n    import vllm", "imports vllm;"),
-        ("midstream.client.vllm", "from vllm.v1.engine import core", "imports vllm.v1.engine.core;"),
+        ("midstream.vllm.model", "def f():\n    import vllm", "imports vllm;"),
+        ("midstream.vllm.model", "from vllm.v1.engine import core", "imports vllm.v1.engine.core;"),
         ("midstream.trace.body", "importlib.import_module('vllm.config')", "imports vllm.config;"),
         ("midstream.cli", "import vllm", "imports vllm;"),
         ("midstream.gadgets", "", "midstream/gadgets is new"),
@@ -196,11 +205,11 @@ def test_checker_finds_a_violation(module: str, source: str, reason: str) -> Non
         ),
         ("midstream.engine", "from .worker import Worker\nfrom ..sites import Site", True),
         (
-            "midstream.client.vllm",
-            "from . import vllm\nfrom .vllm import VLLM\nfrom midstream.engine import plugin",
+            "midstream.vllm.model",
+            "from . import engine\nfrom .engine import EngineConnection\nfrom midstream.engine import plugin",
             False,
         ),
-        ("midstream.serve.app", "import vllm\nfrom midstream.client import vllm", False),
+        ("midstream.serve.app", "import vllm\nfrom midstream.vllm import model", False),
     ],
 )
 def test_checker_allows_what_points_down(module: str, source: str, is_package: bool) -> None:

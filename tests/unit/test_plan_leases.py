@@ -6,11 +6,11 @@ import pytest
 
 from midstream import Patch, Plan, RecordedRun
 from midstream.capture.rows import Routes
-from midstream.client.requests import PreparedPlan
-from midstream.client.vectors_and_runs import Runs
-from midstream.client.vllm_async import EngineStream
-from midstream.client.vllm_engine import EngineRequest
 from midstream.plan.values import ModelFacts
+from midstream.requests.invokes import PreparedPlan
+from midstream.requests.vectors_and_runs import Runs
+from midstream.vllm.async_engine import EngineStream
+from midstream.vllm.engine import EngineRequest
 
 RUN = RecordedRun("a", "a", (1,), ("resid_post",), (0,), (0,))
 

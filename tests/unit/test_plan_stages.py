@@ -20,11 +20,11 @@ from test_link import linked
 
 from midstream import Capture, Clamp, Patch, Plan, Steer, open_captures
 from midstream.capture.rows import RowChunk
-from midstream.client.vectors_and_runs import Runs, run_now
 from midstream.errors import CaptureError, PlanError
 from midstream.plan.captures import Layout
 from midstream.plan.compile import CompiledPlan, PlanKeys, compile_plan
 from midstream.plan.values import Named, RecordedRun
+from midstream.requests.vectors_and_runs import Runs, run_now
 from midstream.runtime.points import Pipeline
 from midstream.runtime.request import Memory, plan_bytes
 from midstream.runtime.sending import LocalSinks

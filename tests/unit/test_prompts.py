@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from midstream.client.prompts import encode, prompts_of
 from midstream.errors import PromptError
+from midstream.requests.prompts import encode, prompts_of
 
 
 def no_tokenizer() -> Any:

@@ -23,7 +23,7 @@ import torch
 from recorded import LENGTH, WIDTH, V, captured, checked, found, in_forward, planned, said, steer
 
 import midstream
-from midstream.client.lowering import Tier
+from midstream.lowering.tiers import Tier
 from midstream.trace import stand_in
 from midstream.trace.stand_in import Ended
 

@@ -29,7 +29,7 @@ from recorded import (
     without_simple_edits,
 )
 
-from midstream.client.lowering import Tier
+from midstream.lowering.tiers import Tier
 from midstream.plan.ops import Apply
 
 

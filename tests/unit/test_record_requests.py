@@ -8,7 +8,7 @@ import pytest
 import torch
 from recorded import LENGTH, UNIT, WIDTH, V, captured, checked, found, lowered, patch, planned, said, steer
 
-from midstream.client.lowering import Tier
+from midstream.lowering.tiers import Tier
 from midstream.trace.program import FunctionProgram
 from midstream.trace.record import fingerprint
 

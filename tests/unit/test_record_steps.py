@@ -11,8 +11,8 @@ import torch
 from recorded import LAYERS, LENGTH, ROWS, WIDTH, V, captured, checked, found, in_forward, patch, said, steer
 
 import midstream
-from midstream.client import lowering
-from midstream.client.lowering import Tier
+from midstream.lowering import tiers as lowering
+from midstream.lowering.tiers import Tier
 
 # Steps.
 

@@ -30,7 +30,7 @@ import pytest
 import torch
 from recorded import LENGTH, WIDTH, V, checked, found, lowered, planned, said, steer
 
-from midstream.client.lowering import Tier
+from midstream.lowering.tiers import Tier
 
 
 def state_of_the_world():

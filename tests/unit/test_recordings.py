@@ -9,8 +9,8 @@ import pytest
 import torch
 from recorded import LENGTH, MODEL, WIDTH, V, checked, found
 
-from midstream.client import recordings
 from midstream.lazy import lazy_copy, unwritten
+from midstream.lowering import recordings
 from midstream.runtime.request import Tier
 from midstream.trace.graph import same_tensor
 

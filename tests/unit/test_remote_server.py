@@ -6,7 +6,7 @@ import http.server
 import os
 import threading
 
-from midstream.client.remote import ServerConnection
+from midstream.remote.model import ServerConnection
 
 
 class Ports(http.server.BaseHTTPRequestHandler):

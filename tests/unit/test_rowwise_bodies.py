@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from recorded import model
 
-from midstream.client.passes import rows_of
-from midstream.client.rowwise import NotRowwise, programs_of
+from midstream.lowering.passes import rows_of
+from midstream.lowering.rowwise import NotRowwise, programs_of
 from midstream.plan.running import run
 from midstream.trace.program import FunctionProgram
 from midstream.trace.record import record

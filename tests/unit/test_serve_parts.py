@@ -27,12 +27,11 @@ pytest.importorskip("vllm")
 
 from midstream.capture.rows import Captured, RowChunk, gather
 from midstream.cli import main
-from midstream.client.sweeping import Turns
-from midstream.client.vectors_and_runs import Runs
 from midstream.engine.admission import json_size
 from midstream.errors import MidstreamError
 from midstream.plan.captures import Layout, RowSelection
 from midstream.plan.values import RecordedRun
+from midstream.requests.vectors_and_runs import Runs
 from midstream.serve import captures, command, requests
 from midstream.serve.captures import CaptureStore, Held
 from midstream.serve.command import allowed_plugins, server_flags, tensor_ranks
@@ -40,6 +39,7 @@ from midstream.serve.plugin import Plugin, RunToRecord
 from midstream.serve.requests import Refused, check_share
 from midstream.serve.sweeps import SweepToRun
 from midstream.settings import SCHEDULER, WORKER, Settings
+from midstream.sweeps.running import Turns
 
 MINE, THEIRS = b"m" * 32, b"t" * 32
 WIDTH = 8

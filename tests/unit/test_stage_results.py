@@ -13,19 +13,19 @@ import torch
 
 from midstream.capture.directory import open_captures
 from midstream.capture.rows import RowChunk
-from midstream.client.requests import raise_failures
-from midstream.client.vllm_async import _Saves
-from midstream.client.vllm_engine import collect
 from midstream.errors import EngineClosedError, InterventionError, StageFailedError
 from midstream.plan.captures import Layout, Plane
 from midstream.plan.values import Capture, Plan
 from midstream.ranks.merge import Absent
+from midstream.requests.invokes import raise_failures
 from midstream.runtime.request import users_id
 from midstream.runtime.sending import LocalSinks
 from midstream.trace.program import Failure, Outcome
 from midstream.trace.tracer import Result
 from midstream.transport.receiver import Mailbox, Receiver
 from midstream.transport.sender import Sender
+from midstream.vllm.async_engine import _Saves
+from midstream.vllm.engine import collect
 
 KEY = ("trace", 0)
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import nn
 
-from midstream.client.vectors_and_runs import HeldWeights
 from midstream.errors import TraceError
+from midstream.requests.vectors_and_runs import HeldWeights
 from midstream.trace.program import FunctionProgram, ShippedCode, copies, ship, unship
 from midstream.trace.weights import LEAST_BYTES, Weight, on_device
 

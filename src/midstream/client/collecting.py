@@ -18,11 +18,11 @@ import numpy as np
 
 from midstream.capture.consumers import Collected
 from midstream.capture.directory import open_captures, remove_orphans
-from midstream.client.prompts import Prompt, encode
-from midstream.client.requests import Invoke
 from midstream.errors import CaptureError, ParameterError, PlanError, PromptError
 from midstream.plan.values import Capture, Consumer, Plan, has_spans, with_digests
 from midstream.plan.vectors import digest
+from midstream.requests.invokes import Invoke
+from midstream.requests.prompts import Prompt, encode
 
 _log = logging.getLogger(__name__)
 PART = 4096  # prompts submitted at a time; memory held for a prompt is freed with its part

@@ -12,12 +12,12 @@ import torch
 from midstream.arch import Architecture
 from midstream.arch.aliases import Aliases
 from midstream.arch.detect import show_tree
-from midstream.client.lowering import explained
 from midstream.client.model import TraceModel
-from midstream.client.requests import Invoke
 from midstream.client.tracing import BlockContext
 from midstream.errors import TraceError, UnknownModuleError
+from midstream.lowering.tiers import explained
 from midstream.plan.values import ModelFacts, Plan
+from midstream.requests.invokes import Invoke
 from midstream.sites import ACCESSORS, LAYER_SITES, Binding
 from midstream.trace.block import Block
 from midstream.trace.envoy import OF_NNSIGHT, lines_of, nearest, where_layers_are

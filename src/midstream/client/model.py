@@ -16,8 +16,12 @@ from typing import Any, Literal, Self, cast, overload
 from midstream.arch.detect import Sizes
 from midstream.capture.directory import Store
 from midstream.client.collecting import Collection
-from midstream.client.prompts import Prompt, prompt_in, prompts_of
-from midstream.client.requests import (
+from midstream.client.tracing import BlockContext, Session, Tracer, in_with_header, warn_of_functions
+from midstream.errors import ParameterError, PlanError, PromptError, TraceError, UnsendableError
+from midstream.plan import fields
+from midstream.plan.values import Capture, ModelFacts, Plan, RecordedRun
+from midstream.progress import Bar
+from midstream.requests.invokes import (
     Answers,
     Invoke,
     InvokeResult,
@@ -28,14 +32,10 @@ from midstream.client.requests import (
     raise_failures,
     sampling,
 )
-from midstream.client.sweeping import Sweeping, SweepStream
-from midstream.client.tracing import BlockContext, Session, Tracer, in_with_header, warn_of_functions
-from midstream.client.vectors_and_runs import Runs, Vectors, run_now
-from midstream.errors import ParameterError, PlanError, PromptError, TraceError, UnsendableError
-from midstream.plan import fields
-from midstream.plan.values import Capture, ModelFacts, Plan, RecordedRun
-from midstream.progress import Bar
+from midstream.requests.prompts import Prompt, prompt_in, prompts_of
+from midstream.requests.vectors_and_runs import Runs, Vectors, run_now
 from midstream.sweeps.request import Metric, SweepRequest
+from midstream.sweeps.running import Sweeping, SweepStream
 from midstream.trace.block import Block
 from midstream.trace.body import current_body, is_in_body
 from midstream.trace.envoy import inside

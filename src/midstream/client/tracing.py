@@ -13,10 +13,10 @@ from operator import itemgetter
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, Protocol
 
-from midstream.client.prompts import Prompt, prompt_in, prompts_of
-from midstream.client.requests import Invoke, InvokeResult, raise_failures, sampling
 from midstream.errors import TraceError
 from midstream.plan.values import Plan
+from midstream.requests.invokes import Invoke, InvokeResult, raise_failures, sampling
+from midstream.requests.prompts import Prompt, prompt_in, prompts_of
 from midstream.trace.block import Block, capture, in_place_of, link, push, skip, skipped
 from midstream.trace.program import BlockProgram, FunctionProgram, Program, code_of
 from midstream.trace.saves import CONTAINERS, attributes_of, refuse

@@ -22,7 +22,6 @@ from prometheus_client import REGISTRY, Metric
 from prometheus_client.core import GaugeMetricFamily
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from midstream.client.vllm import VLLM
 from midstream.engine.admission import on_a_thread
 from midstream.engine.plugin import apply
 from midstream.engine.seams import Role
@@ -53,6 +52,7 @@ from midstream.serve.requests import (
 )
 from midstream.settings import NAME, WORKER, Settings
 from midstream.sites import LAYER_SITES
+from midstream.vllm.model import VLLM
 
 MAX_UPLOAD_BYTES = 64 << 20
 MAX_RUN_BYTES = 8 << 20  # of the body that asks for a recorded run: a prompt of a million token ids

@@ -15,10 +15,6 @@ import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from midstream.client.lowering import Lowering
-from midstream.client.remote_calls import MAX_PROMPTS, Asked, Call, OutputWriter
-from midstream.client.requests import Invoke, answers_of, token_ids
-from midstream.client.streams import OutputStream
 from midstream.engine.admission import on_a_thread
 from midstream.engine.launch import checked_parameters
 from midstream.errors import (
@@ -29,8 +25,12 @@ from midstream.errors import (
     TraceError,
     TracesNotAllowedError,
 )
+from midstream.lowering.tiers import Lowering
 from midstream.plan.values import Plan
 from midstream.plan.wire import MAX_STRANGERS_BYTES
+from midstream.remote.calls import MAX_PROMPTS, Asked, Call, OutputWriter
+from midstream.requests.invokes import Invoke, answers_of, token_ids
+from midstream.requests.streams import OutputStream
 from midstream.runtime.request import Tier
 from midstream.serve.requests import MAX_ANSWERS, Server, answering_errors, at_fault, problem, received, server_of
 from midstream.settings import NAME, Settings

@@ -28,17 +28,17 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import ClientDisconnect
 
-from midstream.client.requests import Invoke, answers_of
-from midstream.client.vllm import VLLM
-from midstream.client.vllm_async import submitted
 from midstream.engine.admission import json_size, misspelt, on_a_thread, refused, unread
 from midstream.errors import CaptureError, ChannelError, EngineClosedError, MidstreamError, PlanError
 from midstream.plan import fields
 from midstream.plan.values import Plan, Span, check_strangers
 from midstream.plan.wire import MAX_STRANGERS_BYTES
+from midstream.requests.invokes import Invoke, answers_of
 from midstream.runtime.request import Envelope
 from midstream.serve.captures import MAX_INLINE_BYTES, CaptureStore
 from midstream.settings import NAME
+from midstream.vllm.async_engine import submitted
+from midstream.vllm.model import VLLM
 
 MAX_RECEIVING_BYTES = 256 << 20  # of all bodies that are being received
 _STALLED_SECONDS = 30.0  # a body of which nothing comes for so long is given up

@@ -13,9 +13,8 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from typing_extensions import TypedDict
 
-from midstream.client.prompts import is_chat, prompts_of
-from midstream.client.sweeping import SweepStream
 from midstream.errors import MidstreamError
+from midstream.requests.prompts import is_chat, prompts_of
 from midstream.serve.remote import Messages, alive
 from midstream.serve.requests import (
     Listed,
@@ -32,6 +31,7 @@ from midstream.serve.requests import (
 )
 from midstream.settings import NAME
 from midstream.sweeps.events import Event, Outline, encoded
+from midstream.sweeps.running import SweepStream
 
 MAX_BODY_BYTES = 4 << 20
 MAX_PAIRS = 64

@@ -41,7 +41,7 @@ class Recorded:
         lengths: the shortest and the longest prompt that each recording is for, if it is for more than its own.
 
     Attributes:
-        lowered: what `client.lowering` has found of requests. Keys have ids of recordings, which the values hold.
+        lowered: what `lowering.tiers` has found of requests. Keys have ids of recordings, which the values hold.
     """
 
     def __init__(

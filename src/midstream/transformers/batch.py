@@ -25,13 +25,13 @@ from midstream.arch import Architecture
 from midstream.capture.consumers import CaptureInfo
 from midstream.capture.rows import Captured, RowChunk
 from midstream.capture.sinks import RequestCapture, Sinks
-from midstream.client.requests import FORWARD_ARGUMENTS, Invoke, InvokeResult, PreparedPlan, saves_of
 from midstream.errors import NotFiniteError, ParameterError, TraceError
 from midstream.plan.captures import Layout, Plane
 from midstream.plan.compile import compile_plan
 from midstream.plan.ops.edit import Op, apply
 from midstream.plan.running import run
 from midstream.plan.values import not_finite
+from midstream.requests.invokes import FORWARD_ARGUMENTS, Invoke, InvokeResult, PreparedPlan, saves_of
 from midstream.runtime.store import RunStore
 from midstream.sites import LAYER_SITES, Binding, NotFinite, Point
 from midstream.trace.body import Body, StopTrace

@@ -14,20 +14,27 @@ from midstream.arch.aliases import Rename, names_alone
 from midstream.capture.rows import Routes
 from midstream.capture.sinks import Sinks
 from midstream.client.described import DescribedModel
-from midstream.client.kept import Ending
-from midstream.client.lowering import Lowered, Lowering, lower_trace
 from midstream.client.model import loading_arguments
-from midstream.client.requests import Invoke, InvokeResult, PreparedPlan, engine_params, token_ids, without_destinations
-from midstream.client.vllm_async import EngineStream
-from midstream.client.vllm_captures import RowReceiver
-from midstream.client.vllm_engine import EngineConnection, EngineRequest, run_continuously, run_requests
 from midstream.engine import launch
 from midstream.errors import MidstreamError, ParameterError, PlanError, TraceError
+from midstream.lowering.kept import Ending
+from midstream.lowering.tiers import Lowered, Lowering, lower_trace
 from midstream.plan.values import Plan
+from midstream.requests.invokes import (
+    Invoke,
+    InvokeResult,
+    PreparedPlan,
+    engine_params,
+    token_ids,
+    without_destinations,
+)
 from midstream.runtime.request import Envelope, PlanRequest, Tier, TraceRequest, packed, requests_of
 from midstream.settings import GRAPH_BYTES, NAME, RECORD_BYTES, TRACE_SHARE, WEIGHT_BYTES, Settings, chosen_graph_sites
 from midstream.trace.program import ShippedCode
 from midstream.trace.weights import Weight
+from midstream.vllm.async_engine import EngineStream
+from midstream.vllm.captures import RowReceiver
+from midstream.vllm.engine import EngineConnection, EngineRequest, run_continuously, run_requests
 
 _GROUP = 32  # invokes that become requests at a time
 

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from midstream.client.kept import Ending, KeptTrace, Reads
-from midstream.client.passes import Rows, changes, rows_of
-from midstream.client.recordings import Recorded, Recorder
-from midstream.client.rowwise import NotRowwise, programs_of
 from midstream.errors import PlanError
+from midstream.lowering.kept import Ending, KeptTrace, Reads
+from midstream.lowering.passes import Rows, changes, rows_of
+from midstream.lowering.recordings import Recorded, Recorder
+from midstream.lowering.rowwise import NotRowwise, programs_of
 from midstream.plan.ops.apply import Apply
 from midstream.plan.ops.edit import Edit, RowChange, changed, kinds, point_of
 from midstream.plan.program import Program as RowProgram

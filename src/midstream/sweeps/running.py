@@ -33,12 +33,12 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from midstream.client.prompts import Prompt, encode, offsets_of, prompts_of
-from midstream.client.requests import Answers, Invoke, InvokeResult
-from midstream.client.vectors_and_runs import run_now
 from midstream.errors import MidstreamError, ParameterError, PlanError, PromptError
 from midstream.plan.values import Capture, Patch, Plan, RecordedRun
 from midstream.progress import Bar
+from midstream.requests.invokes import Answers, Invoke, InvokeResult
+from midstream.requests.prompts import Prompt, encode, offsets_of, prompts_of
+from midstream.requests.vectors_and_runs import run_now
 from midstream.sweeps.events import (
     LOWEST,
     Baselines,

@@ -4,7 +4,7 @@
     block = Reader(read, line).block(value)          # the same
 
 Each tensor of the recording is followed through the graph: which rows of the value it is about, and where its axis of rows lies
-(`client.blocks`). The rules of `plan.rowwise` decide whether an operation keeps rows apart. A program that gives what the recording gives
+(`lowering.blocks`). The rules of `plan.rowwise` decide whether an operation keeps rows apart. A program that gives what the recording gives
 for its T tokens, and keeps rows apart, is right for any number of rows. So recordings of any length will do, a single token's, too.
 """
 
@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from midstream.client.blocks import SAME, Block, Blocks, No
-from midstream.client.passes import Rows as Choice
 from midstream.errors import PlanError
+from midstream.lowering.blocks import SAME, Block, Blocks, No
+from midstream.lowering.passes import Rows as Choice
 from midstream.plan.building import Builder
 from midstream.plan.program import Program
 from midstream.plan.steps import DType, arguments_in

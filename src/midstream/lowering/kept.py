@@ -19,10 +19,10 @@ import numpy as np
 import torch
 
 from midstream.capture.rows import Captured
-from midstream.client.passes import Rows as Choice
-from midstream.client.passes import rows_of
-from midstream.client.rowwise import NotRowwise, Reader
 from midstream.errors import CaptureError, PlanError
+from midstream.lowering.passes import Rows as Choice
+from midstream.lowering.passes import rows_of
+from midstream.lowering.rowwise import NotRowwise, Reader
 from midstream.plan.building import Builder, Result
 from midstream.plan.program import MAX_RESULTS, Program
 from midstream.plan.running import unpacked

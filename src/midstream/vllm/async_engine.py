@@ -13,11 +13,15 @@ from contextlib import AsyncExitStack
 from functools import cache, partial
 from typing import Any
 
-from midstream.client.requests import InvokeResult, runs_of, sample_saves
-from midstream.client.streams import Item, OutputStream
-from midstream.client.vectors_and_runs import Runs
-from midstream.client.vllm_captures import RESULT_SECONDS, rows_missing, sample_index
-from midstream.client.vllm_engine import (
+from midstream.engine import launch
+from midstream.errors import ChannelClosedError
+from midstream.requests.invokes import InvokeResult, runs_of, sample_saves
+from midstream.requests.streams import Item, OutputStream
+from midstream.requests.vectors_and_runs import Runs
+from midstream.trace.program import Outcome
+from midstream.transport.receiver import Mailbox
+from midstream.vllm.captures import RESULT_SECONDS, rows_missing, sample_index
+from midstream.vllm.engine import (
     EngineConnection,
     EngineRequest,
     graded,
@@ -28,10 +32,6 @@ from midstream.client.vllm_engine import (
     traced_result,
     weights_of,
 )
-from midstream.engine import launch
-from midstream.errors import ChannelClosedError
-from midstream.trace.program import Outcome
-from midstream.transport.receiver import Mailbox
 
 _SINK_THREADS = 1024  # how many requests can wait for their sinks at a time
 _LONG_SECONDS = 0.002  # a reading that takes longer is done on another thread the next time

@@ -11,8 +11,8 @@ import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator
 from typing import Any
 
-from midstream.client.requests import InvokeResult, raise_failures
 from midstream.errors import TraceError
+from midstream.requests.invokes import InvokeResult, raise_failures
 
 # The number of a request, its output, and its result if it has finished.
 Item = tuple[int, Any, InvokeResult | None]

@@ -16,8 +16,6 @@ from typing import Any
 from midstream.capture.consumers import CaptureInfo, Collected
 from midstream.capture.rows import Captured, Piece
 from midstream.capture.sinks import RequestCapture, Sinks
-from midstream.client.kept import Ending
-from midstream.client.requests import PreparedPlan
 from midstream.errors import (
     CaptureError,
     ChannelClosedError,
@@ -26,6 +24,8 @@ from midstream.errors import (
     PlanError,
     UnsendableError,
 )
+from midstream.lowering.kept import Ending
+from midstream.requests.invokes import PreparedPlan
 from midstream.runtime.request import users_id
 from midstream.trace.program import Outcome
 from midstream.transport.receiver import Mailbox

@@ -21,11 +21,15 @@ from midstream import errors
 from midstream.capture.consumers import CaptureInfo, Collected
 from midstream.capture.sinks import RequestCapture, Sinks
 from midstream.client.described import DescribedModel
-from midstream.client.kept import Ending
-from midstream.client.lowering import Lowering, lower_trace
-from midstream.client.prompts import Prompt, encode, prompts_of
-from midstream.client.remote_calls import MAX_PROMPTS, MAX_TOKENS, Asked, Call, Progress, raw
-from midstream.client.requests import (
+from midstream.errors import ChannelError, MidstreamError, ParameterError, PlanError, RemoteError
+from midstream.lowering.kept import Ending
+from midstream.lowering.tiers import Lowering, lower_trace
+from midstream.plan.fields import nearest
+from midstream.plan.values import Plan, RecordedRun, Span, check_strangers
+from midstream.plan.vectors import read_vectors, written_vectors
+from midstream.plan.wire import MAX_STRANGERS_BYTES
+from midstream.remote.calls import MAX_PROMPTS, MAX_TOKENS, Asked, Call, Progress, raw
+from midstream.requests.invokes import (
     Answers,
     Invoke,
     InvokeResult,
@@ -35,13 +39,9 @@ from midstream.client.requests import (
     token_ids,
     without_destinations,
 )
-from midstream.client.streams import Item, OutputStream
-from midstream.client.vectors_and_runs import RunInfo, Runs, Vectors
-from midstream.errors import ChannelError, MidstreamError, ParameterError, PlanError, RemoteError
-from midstream.plan.fields import nearest
-from midstream.plan.values import Plan, RecordedRun, Span, check_strangers
-from midstream.plan.vectors import read_vectors, written_vectors
-from midstream.plan.wire import MAX_STRANGERS_BYTES
+from midstream.requests.prompts import Prompt, encode, prompts_of
+from midstream.requests.streams import Item, OutputStream
+from midstream.requests.vectors_and_runs import RunInfo, Runs, Vectors
 from midstream.runtime.request import Tier
 from midstream.settings import NAME
 from midstream.sweeps.events import Event, Outline, decoded

@@ -17,13 +17,12 @@ from midstream.arch import detect
 from midstream.arch.aliases import Aliases, Rename
 from midstream.arch.detect import show_tree
 from midstream.capture.sinks import Sinks
-from midstream.client.language_model_batch import BatchInvoke, BatchRequest, PaddedBatch, RunningPlan, plan_hooks
 from midstream.client.model import TraceModel, loading_arguments
-from midstream.client.prompts import prompts_of
-from midstream.client.requests import Invoke, InvokeResult, runs_of, token_ids
-from midstream.client.vectors_and_runs import Runs, Vectors, run_now
 from midstream.errors import MidstreamError, ParameterError, PlanError, PromptError
 from midstream.plan.values import ModelFacts
+from midstream.requests.invokes import Invoke, InvokeResult, runs_of, token_ids
+from midstream.requests.prompts import prompts_of
+from midstream.requests.vectors_and_runs import Runs, Vectors, run_now
 from midstream.runtime.store import RunStore, make_run
 from midstream.settings import RECORD_BYTES
 from midstream.sites import ACCESSORS, LAYER_SITES
@@ -31,6 +30,7 @@ from midstream.trace.envoy import CallPoints, ModelEnvoy, SitePerLayer
 from midstream.trace.envoy import Generator as Generation
 from midstream.trace.interleaver import Interleaver
 from midstream.trace.program import FunctionProgram, copies
+from midstream.transformers.batch import BatchInvoke, BatchRequest, PaddedBatch, RunningPlan, plan_hooks
 
 
 def _device(device: Any, device_map: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Operations on the tensors of a recorded write, as steps of a program: see `client.rowwise`.
+"""Operations on the tensors of a recorded write, as steps of a program: see `lowering.rowwise`.
 
 A `Block` is a tensor with rows: the recorded one has them on some axis or lacks the axis, and the program's on the first. Sizes that mean
 the number of rows become `Rows`.
@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from midstream.client.passes import Rows as Choice
-from midstream.client.passes import rows_of
+from midstream.lowering.passes import Rows as Choice
+from midstream.lowering.passes import rows_of
 from midstream.plan.building import Builder, Result
 from midstream.plan.rowwise import ELEMENTWISE, RULES, overload
 from midstream.plan.steps import DType, Ref, Rows, arguments_in

@@ -16,11 +16,6 @@ from typing import Any
 
 from midstream.capture.rows import Captured
 from midstream.capture.sinks import Sinks
-from midstream.client.kept import Ending
-from midstream.client.requests import Answers, InvokeResult, PreparedPlan, runs_of, sample_saves
-from midstream.client.sweeping import Turns
-from midstream.client.vectors_and_runs import HeldWeights, Runs, Vectors, run_now
-from midstream.client.vllm_captures import RESULT_SECONDS, RowReceiver, RowThread, sample_index
 from midstream.engine import launch
 from midstream.errors import (
     NOT_FINITE,
@@ -32,12 +27,17 @@ from midstream.errors import (
     TraceError,
     UnsendableError,
 )
+from midstream.lowering.kept import Ending
 from midstream.ranks.merge import merged_description, merged_outcomes
+from midstream.requests.invokes import Answers, InvokeResult, PreparedPlan, runs_of, sample_saves
+from midstream.requests.vectors_and_runs import HeldWeights, Runs, Vectors, run_now
 from midstream.runtime.request import TraceRequest
 from midstream.settings import Settings
+from midstream.sweeps.running import Turns
 from midstream.trace.program import STOPPED, Outcome, put_results
 from midstream.trace.weights import Weight
 from midstream.transport.receiver import Mailbox, Receiver
+from midstream.vllm.captures import RESULT_SECONDS, RowReceiver, RowThread, sample_index
 
 _FIRST_REQUESTS = 32  # submitted before the first step, so that the first results come soon
 _BATCH = 256  # requests added at a time; with larger steps, the GPU idles while the engine prepares the next step

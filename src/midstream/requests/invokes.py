@@ -17,8 +17,6 @@ import torch
 from midstream.capture.consumers import Collected
 from midstream.capture.rows import Routes, RowChunk, empty_chunk, identity, routes
 from midstream.capture.sinks import destination
-from midstream.client.prompts import Prompt, encode, is_multimodal, offsets_of
-from midstream.client.vectors_and_runs import Runs, Vectors
 from midstream.errors import (
     InterventionErrorGroup,
     MidstreamError,
@@ -42,6 +40,8 @@ from midstream.plan.values import (
     resolve_spans,
     with_digests,
 )
+from midstream.requests.prompts import Prompt, encode, is_multimodal, offsets_of
+from midstream.requests.vectors_and_runs import Runs, Vectors
 from midstream.runtime.request import Memory, plan_bytes
 from midstream.trace.block import Block
 from midstream.trace.program import BlockProgram, Outcome, Program

@@ -12,9 +12,9 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 
 from midstream.capture.rows import Captured
-from midstream.client.kept import Ending
-from midstream.client.requests import InvokeResult, sample_saves
 from midstream.errors import MidstreamError, RemoteError
+from midstream.lowering.kept import Ending
+from midstream.requests.invokes import InvokeResult, sample_saves
 from midstream.runtime.request import Tier
 from midstream.trace.program import Failure, Outcome
 from midstream.trace.tracer import Result
