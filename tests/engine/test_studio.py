@@ -30,6 +30,18 @@ pytestmark = pytest.mark.engine
 KEY, HIDDEN = "my-key", 256
 CLEAN, CORRUPT, ANSWER, FOIL = "The capital of France is", "The capital of Italy is", " Paris", " Rome"
 SWEEP = {"clean": CLEAN, "corrupt": CORRUPT, "answer": ANSWER, "foil": FOIL, "sites": ["resid_post"]}
+SPAIN = {
+    "clean": "The capital of Spain is",
+    "corrupt": "The capital of Germany is",
+    "answer": " Madrid",
+    "foil": " Berlin",
+}
+JAPAN = {
+    "clean": "The capital of Japan is",
+    "corrupt": "The capital of China is",
+    "answer": " Tokyo",
+    "foil": " Beijing",
+}
 LAYERS = 8
 
 
@@ -122,8 +134,42 @@ class Page:
     def sweep(self, **fields: str) -> None:
         """Fill in the form, and run it to its end."""
         self.fill(**{"clean": CLEAN, "corrupt": CORRUPT, "answer": ANSWER, "foil": FOIL, **fields})
+        self.start()
+
+    def add(self, **fields: str) -> None:
+        """Add a pair to the form."""
+        self["add"].click()
+        self.fill(**fields)
+
+    def start(self) -> None:
+        """Run the sweep that the form describes to its end."""
         self["run"].click()
-        self.wait(lambda: "noise floor" in self.text("progress"))
+        self.wait(lambda: self["run"].is_enabled() and "noise floor" in self.text("progress"))
+
+    def show(self, pair: int | str) -> None:
+        """Choose the pair in the heatmaps, or "mean"."""
+        self["shown"].find_element("css selector", f"[value='{pair}']").click()
+
+    def readout(self) -> dict[str, str]:
+        return dict(zip(self.texts("#readout dt"), self.texts("#readout dd"), strict=True))
+
+    def copied(self, directory: Path) -> str:
+        """What "Copy as Python" gives. A browser without a clipboard saves it in the directory."""
+        grant = {"permissions": ["clipboardReadWrite", "clipboardSanitizedWrite"]}
+        self.browser.execute_cdp_cmd("Browser.grantPermissions", grant)
+        self["copy"].click()
+        self.wait(lambda: self.text("taking-note"))
+        if self.text("taking-note") == "Copied.":
+            return str(self.browser.execute_async_script("navigator.clipboard.readText().then(arguments[0])"))
+        self.wait((directory / "sweep.py").exists)
+        return (directory / "sweep.py").read_text()
+
+    def exported(self, directory: Path) -> list[dict[str, str]]:
+        """The rows of "Export the cells"."""
+        self["export"].click()
+        self.wait((directory / "sweep.csv").exists)
+        with (directory / "sweep.csv").open(newline="") as file:
+            return list(csv.DictReader(file))
 
     def press(self, *keys: str) -> None:
         """Press keys wherever the focus is."""
@@ -256,23 +302,14 @@ def test_h11_heads_are_patched_one_by_one(page: Page) -> None:
     found = events(page.server, sites=["attn_z"], layers=[4], heads=[1], positions="together", top=10)
     (patched,) = (each["top"] for each in found if each["event"] == "cell")
     assert page.texts("#top section:nth-child(1) code")[0] == patched[0][0].replace(" ", "·")
-    assert dict(zip(page.texts("#readout dt"), page.texts("#readout dd"), strict=True))["Head"] == "1"
+    assert page.readout()["Head"] == "1"
 
 
 def test_h11_a_sweep_is_taken_away_as_python_and_as_a_table(page: Page, tmp_path: Path) -> None:
     page.browser.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(tmp_path)})
-    page.browser.execute_cdp_cmd(
-        "Browser.grantPermissions", {"permissions": ["clipboardReadWrite", "clipboardSanitizedWrite"]}
-    )
     assert not page["taking"].is_displayed()
     page.sweep()
-    page["copy"].click()
-    page.wait(lambda: page.text("taking-note"))
-    if page.text("taking-note") == "Copied.":
-        text = page.browser.execute_async_script("navigator.clipboard.readText().then(arguments[0])")
-    else:
-        page.wait((tmp_path / "sweep.py").exists)
-        text = (tmp_path / "sweep.py").read_text()
+    text = page.copied(tmp_path)
     (call,) = (
         each
         for each in ast.walk(ast.parse(text))
@@ -287,14 +324,12 @@ def test_h11_a_sweep_is_taken_away_as_python_and_as_a_table(page: Page, tmp_path
         {"sites": ["resid_post"], "metric": "logit_diff", "direction": "denoising"},
     )
     assert f'Remote("{page.server.url}")' in text
-    page["export"].click()
-    page.wait((tmp_path / "sweep.csv").exists)
-    rows = list(csv.DictReader((tmp_path / "sweep.csv").open(newline="")))
+    rows = page.exported(tmp_path)
     cells = {(each["layers"][0], each["positions"][0]): each for each in events(page.server) if each["event"] == "cell"}
     assert len(rows) == len(cells) == LAYERS * 5
     for row in rows:
         cell = cells[int(row["layer"]), int(row["position"])]
-        assert (row["site"], row["column"]) == ("resid_post", cell["token"])
+        assert (row["pair"], row["site"], row["token"], row["column"]) == ("0", "resid_post", *[cell["token"]] * 2)
         assert float(row["value"]) == pytest.approx(cell["value"], abs=2e-3)
         assert float(row["logprob"]) == pytest.approx(cell["logprobs"][0], abs=2e-3)
 
@@ -304,7 +339,7 @@ def test_h11_a_cell_with_the_pointer_or_the_focus_on_it_shows_its_value(page: Pa
     from selenium.webdriver import ActionChains
 
     ActionChains(page.browser).move_to_element(page.cell(2, 3)).perform()
-    shown = dict(zip(page.texts("#readout dt"), page.texts("#readout dd"), strict=True))
+    shown = page.readout()
     assert (shown["Site"], shown["Layer"], shown["Token"], shown["Position"]) == ("resid_post", "2", "·Italy", "3")
     value = page.labels()["resid_post", 2, 3].rpartition(": ")[2]
     assert shown["logit difference"] == value and set(shown) >= {"Change", "Recovered", "log p(·Paris)"}
@@ -385,11 +420,17 @@ def test_h11_what_is_missing_is_said_at_each_field(page: Page) -> None:
 
 
 def test_h11_the_servers_own_error_is_shown_at_the_field_it_names(page: Page) -> None:
-    page.expected = "sweeps .* 400"
-    page.fill(clean=CLEAN, corrupt=CORRUPT, answer=ANSWER, foil=ANSWER)
-    page["run"].click()
-    page.wait(lambda: "the same token as the answer" in page.text("foil-note"))
-    assert page["foil"].get_attribute("aria-invalid") == "true" and page["run"].is_enabled()
+    """With several pairs it is shown above the heatmaps: the server does not say which pair it is."""
+    with answering(page, "/sweeps", 400, '{"error": {"message": "This foil is odd.", "param": "foil"}}'):
+        page.fill(clean=CLEAN, corrupt=CORRUPT, answer=ANSWER, foil=FOIL)
+        page["run"].click()
+        page.wait(lambda: page.text("foil-note") == "This foil is odd.")
+        page.wait(page["run"].is_enabled)
+        assert page["foil"].get_attribute("aria-invalid") == "true" and page.focused()["id"] == "foil"
+        page.add(**SPAIN)
+        page["run"].click()
+        page.wait(lambda: page.text("sweep-alert") == "This foil is odd.")
+        assert page.text("foil-note").endswith("is token 1048")
 
 
 def test_h11_tokens_without_a_counterpart_are_void_with_a_reason(page: Page) -> None:
@@ -410,6 +451,215 @@ def test_h11_what_a_user_writes_stays_text(page: Page) -> None:
     page["run"].click()
     page.wait(lambda: "noise floor" in page.text("progress"))
     assert not page.all("img, b") and page.texts("[role=columnheader]")
+
+
+# -------------------------------------------------------------------------------------------------------- several pairs
+
+
+def ran(text: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Run the code of "Copy as Python" as it is, with the API key in the environment. Returns its `result`."""
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    monkeypatch.setenv("MIDSTREAM_API_KEY", KEY)
+    names: dict[str, Any] = {}
+    exec(compile(text, "sweep.py", "exec"), names)
+    pyplot.close("all")
+    names["model"].close()
+    return names["result"]
+
+
+def assert_shows(page: Page, values_by_site: dict[str, Any]) -> None:
+    """The heatmaps show these values `[layers, columns]`; NaN is void."""
+    labels = page.labels()
+    assert len(labels) == sum(values.size for values in values_by_site.values())
+    for (site, row, column), label in labels.items():
+        value = values_by_site[site][row, column]
+        if np.isnan(value):
+            assert ": void: " in label
+        else:
+            assert value_of(label) == pytest.approx(value, abs=2e-3)
+
+
+@pytest.mark.parametrize("metric, direction", [("logit_diff", "denoising"), ("recovered", "noising")])
+def test_h11_a_sweep_over_several_pairs_agrees_with_the_python_client(
+    page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, metric: str, direction: str
+) -> None:
+    page.browser.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(tmp_path)})
+    page["site-mlp_out"].click()
+    for name, value in (("metric", metric), ("direction", direction)):
+        page[name].find_element("css selector", f"[value={value}]").click()
+    page.fill(clean=CLEAN, corrupt=CORRUPT, answer=ANSWER, foil=FOIL)
+    page.add(**SPAIN)
+    page.add(**JAPAN)
+    assert page.texts("#pairs .pick span:nth-child(2)") == ["France → Italy", "Spain → Germany", "Japan → China"]
+    page.start()
+    result = ran(page.copied(tmp_path), monkeypatch)
+    assert [pair.answer for pair in result.outline.pairs] == [ANSWER, " Madrid", " Tokyo"]
+    assert (result.metric, result.outline.direction) == (metric, direction)
+
+    def header() -> list[str]:
+        return page.texts("figure:first-child [role=columnheader]")
+
+    assert page["shown"].get_attribute("value") == "mean"
+    assert_shows(page, result.values)
+    assert (
+        header()
+        == ["The", "·capital", "·of", "3", "·is"]
+        == [each.label.replace(" ", "·") for each in result.outline.grid.columns]
+    )
+    page.cell(4, 3).click()
+    shown, name = page.readout(), "recovered" if metric == "recovered" else "logit difference"
+    assert (shown["Token"], shown["Position"], shown["Pairs"]) == ("differs by pair", "3", "3 of 3")
+    site, numbers = (
+        shown["Site"],
+        {each: float(shown[each].replace("−", "-")) for each in (name, "Change", "Standard error")},
+    )
+    assert numbers[name] == pytest.approx(result.values[site][4, 3], abs=2e-3)
+    assert numbers["Change"] == pytest.approx(result.values[site][4, 3] - result.baseline, abs=2e-3)
+    assert numbers["Standard error"] == pytest.approx(result.standard_error[site][4, 3], abs=2e-3)
+    assert page.text("top-note").startswith("Choose one pair") and not page.all("#top li")
+
+    for pair, token in enumerate(
+        ["·France", "·Spain", "·Japan"] if direction == "noising" else ["·Italy", "·Germany", "·China"]
+    ):
+        page.show(pair)
+        assert_shows(page, {site: values[pair] for site, values in result.by_pair.items()})
+        assert header() == ["The", "·capital", "·of", token, "·is"]
+        assert page.texts("figure:first-child .label.changed") == [token]
+    assert page.readout()["Token"] == token and "log p(·Tokyo)" in page.readout()
+    page.show("mean")
+    assert_shows(page, result.values)
+
+    frame, rows = result.to_dataframe(), page.exported(tmp_path)
+    assert len(rows) == len(frame) == 3 * 2 * LAYERS * 5
+    for row, (_, known) in zip(rows, frame.iterrows(), strict=True):
+        assert {*row} == {*frame.columns}
+        for column in ("pair", "site", "layer", "position", "token", "column"):
+            assert row[column] == str(known[column])
+        for column in ("logprob", "foil_logprob", "value", "recovered"):
+            assert float(row[column]) == pytest.approx(known[column], abs=2e-3)
+
+
+def test_h11_a_click_runs_the_cell_of_the_shown_pair_again(page: Page, server: Server) -> None:
+    page.fill(clean=CLEAN, corrupt=CORRUPT, answer=ANSWER, foil=FOIL)
+    page.add(**SPAIN)
+    page.start()
+    page.show(1)
+    page.cell(4, 3).click()
+    page.wait(lambda: len(page.all("#top li")) == 20)
+    found = events(server, **SPAIN, layers=[4], positions=[3], top=10)
+    (patched,) = (each["top"] for each in found if each["event"] == "cell")
+    assert page.texts("#top section:first-child code")[:2] == [token.replace(" ", "·") for token, _ in patched[:2]]
+    assert {*page.texts("#top .answer code")} == {"·Madrid"}
+    page.show(0)  # these tokens were the other pair's
+    assert not page.all("#top li, .cell.chosen")
+
+
+def test_h11_a_pair_without_a_counterpart_is_left_out_of_the_mean(
+    page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the patched prompts need one length."""
+    page.browser.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(tmp_path)})
+    page.fill(clean=CLEAN, corrupt=CORRUPT, answer=ANSWER, foil=FOIL)
+    page.add(**{**SPAIN, "clean": "The capital of the country Spain is"})
+    page.start()
+    result = ran(page.copied(tmp_path), monkeypatch)
+    assert_shows(page, result.values)
+    page.cell(2, 3).click()
+    assert page.readout()["Pairs"] == "1 of 2"
+    page.show(1)
+    assert_shows(page, {"resid_post": result.by_pair["resid_post"][1]})
+    assert page.texts(".label.unaligned") == ["·Germany"]
+    rows, frame = page.exported(tmp_path), result.to_dataframe()
+    assert len(rows) == len(frame)
+    assert [bool(row["void"]) for row in rows] == frame["void"].notna().tolist()
+
+
+def test_h11_pairs_of_different_lengths_are_an_error_that_names_the_pair(page: Page) -> None:
+    longer = {**SPAIN, "corrupt": "The big capital of Germany is"}
+    page.fill(clean=CLEAN, corrupt=CORRUPT, answer=ANSWER, foil=FOIL)
+    page.add(**longer)
+    message = "6 tokens, and pair 0 has 5. A sweep over tokens needs corrupt prompts of one length."
+    page.wait(lambda: page.text("pairs-note") == f"Pair 1, corrupt prompt: {message}")
+    assert page.text("corrupt-note") == message
+    page.all("#pairs .pick")[0].click()
+    assert page.text("corrupt-note") == "5 tokens"
+    page["run"].click()
+    page.wait(lambda: page["run"].is_enabled() and page.focused()["id"] == "corrupt")
+    assert page["corrupt"].get_attribute("value") == longer["corrupt"] and not page.all("[role=grid]")
+    page["direction"].find_element("css selector", "[value=noising]").click()  # patches the clean prompts
+    assert not page.text("pairs-note")
+    page["direction"].find_element("css selector", "[value=denoising]").click()
+    assert page.text("pairs-note")
+    page["heads"].click()  # patches all tokens together
+    assert not page.text("pairs-note")
+    page.start()
+    found = events(
+        page.server,
+        **{name: [SWEEP[name], longer[name]] for name in longer},
+        **{"sites": ["attn_z"], "heads": "all", "positions": "together"},
+    )
+    cells = [each for each in found if each["event"] == "cell"]
+    values = np.full((2, LAYERS, len(found[0]["grid"]["heads"])), np.nan)
+    for cell in cells:
+        values[cell["pair"], cell["index"][0], cell["index"][1]] = cell["value"]
+    assert_shows(page, {"attn_z": values.mean(0)})
+
+
+def test_h11_mistakes_in_any_pair_name_the_pair_and_lead_to_it(page: Page) -> None:
+    page.fill(clean=CLEAN, corrupt=CORRUPT, answer=ANSWER, foil=FOIL)
+    page.add(**{**SPAIN, "answer": "terrible"})
+    page.wait(lambda: re.fullmatch(r"Pair 1, answer: 2 tokens: \w+ \| \w+\. One is needed\.", page.text("pairs-note")))
+    page["add"].click()
+    assert len(page.all("#pairs .pick.error")) == 1  # an empty pair is no mistake before a sweep is asked for
+    page["run"].click()
+    page.wait(lambda: page["run"].is_enabled() and page.focused()["id"] == "answer")
+    assert page["answer"].get_attribute("value") == "terrible" and not page.all("[role=grid]")
+    assert page.text("pairs-note").splitlines()[1:] == [
+        "Pair 2, clean prompt: Enter a prompt.",
+        "Pair 2, corrupt prompt: Enter a prompt.",
+        "Pair 2, answer: Enter an answer of one token.",
+        "Pair 2, foil: The logit difference needs a foil.",
+    ]
+    page.fill(answer=" Berlin")
+    page.wait(
+        lambda: "Pair 1, foil: This is the same token as the answer. Enter another one." in page.text("pairs-note")
+    )
+    page.fill(answer=" Madrid")
+    page.all("#pairs .remove")[2].click()
+    page["foil"].send_keys("\b" * 10)
+    page["metric"].find_element("css selector", "[value=logprob]").click()
+    page.wait(
+        lambda: page.text("pairs-note") == "Pair 1, foil: Another pair has a foil, so this one needs a foil, too."
+    )
+    page.all("#pairs .pick")[0].click()
+    page["foil"].send_keys("\b" * 10)
+    page.wait(lambda: not page.text("pairs-note"))
+    page.start()
+    assert len(page.labels()) == LAYERS * 5
+
+
+def test_h11_pairs_are_kept_in_the_tab_until_they_are_removed(page: Page) -> None:
+    assert not page["pairs"].is_displayed() and not page["shown"].is_displayed()
+    page.fill(clean=CLEAN, corrupt=CORRUPT, answer=ANSWER, foil=FOIL)
+    page.add(**SPAIN)
+    page.add(**JAPAN)
+    page.browser.refresh()
+    titles = "#pairs .pick span:nth-child(2)"
+    page.wait(lambda: page.texts(titles) == ["France → Italy", "Spain → Germany", "Japan → China"])
+    assert [page[name].get_attribute("value") for name in SPAIN] == [SWEEP[name] for name in SPAIN]
+    assert not page.run("return Object.keys(localStorage).length")
+    page.all("#pairs .remove")[1].click()
+    assert page.texts(titles) == ["France → Italy", "Japan → China"] and page.text("clean-note") == "5 tokens"
+    page.all("#pairs .remove")[0].click()
+    assert not page["pairs"].is_displayed() and page["clean"].get_attribute("value") == JAPAN["clean"]
+    assert page.focused()["id"] == "add"
+    page.browser.refresh()
+    page.wait(lambda: page.text("answer-note") == "·Tokyo is token 1069")
+    page.start()
+    assert page.texts("[role=columnheader]")[3] == "·China" and not page["shown"].is_displayed()
 
 
 # ------------------------------------------------------------------------------------------------- keyboard and themes

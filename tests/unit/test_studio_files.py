@@ -158,6 +158,19 @@ def test_h11_tokens_correspond_as_in_the_sweep(node: Path) -> None:
     assert compared == ["same", "unaligned", "same", "same"]
 
 
+def test_h11_a_pair_is_named_by_what_differs(node: Path) -> None:
+    pairs = [
+        (["The", " capital", " of", " France", " is"], ["The", " capital", " of", " Italy", " is"]),
+        (["The", " France"], ["The", " United", " Kingdom"]),
+        (["a", " b"], ["a"]),
+        (["a", " b"], ["a", " b"]),
+    ]
+    script = f"""
+    import {{ difference }} from "./tokens.js";
+    for (const pair of {json.dumps(pairs)}) console.log(JSON.stringify(difference(...pair)));"""
+    assert evaluated(node, script) == ["France → Italy", "France → United Kingdom", "b → ∅", "a b"]
+
+
 def test_h11_layers_are_read_from_text(node: Path) -> None:
     texts = ["all", "3", " 3, 5-7 ", "", "x", "3,", "-1", "7-5"]
     script = f"""

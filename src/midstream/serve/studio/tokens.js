@@ -65,3 +65,12 @@ export function comparison(base, other) {
     return base[i] === other[position] ? "same" : "changed";
   });
 }
+
+/** What differs between two prompts, given as texts of tokens: `France → Italy`. The first prompt's text if nothing does. */
+export function difference(one, other) {
+  const [a, b] = [[one, other], [other, one]].map(([base, rest]) => {
+    const kinds = comparison(base, rest);
+    return base.filter((_, i) => kinds[i] !== "same").join("").trim();
+  });
+  return a || b ? `${a || "∅"} → ${b || "∅"}` : one.join("");
+}

@@ -2,50 +2,46 @@
 
 import { find, isWrong, make, note, number, percent } from "./dom.js";
 import { eventsOf } from "./events.js";
-import { columnsOf, Heatmap, nameOf, Scale } from "./heatmap.js";
-import { failure, respond, root, settled, tokenize } from "./server.js";
-import { comparison, textsOf, visible } from "./tokens.js";
+import { columnsOf, Heatmap, mean, nameOf, Scale, UNALIGNED } from "./heatmap.js";
+import { checkPairs, fillPair, focusWrongPair, listenToPairs, readAll, refuse, showPairs, textsOfPairs } from "./pairs.js";
+import { failure, respond, root } from "./server.js";
+import { difference, visible } from "./tokens.js";
 
 const SWEEPS = "v1/midstream/sweeps";
-const FIELDS = ["clean", "corrupt", "answer", "foil", "sites", "metric", "direction"];
+const FIELDS = ["sites", "metric", "direction"]; // those beside the pairs
 const METRICS = { logit_diff: "logit difference", logprob: "log-probability", recovered: "recovered" };
 const TOP = 10;
-const prompts = { clean: null, corrupt: null }; // the tokens of each: `{ids, texts}`
+const HINT = "Point at a cell to read it. Click it, or press Enter, for its top tokens.";
+const SEVERAL = "differs by pair";
+let running = null; // the sweep whose events come
 let sweep = null; // the one on the page
 let asking = null; // aborts the question for a cell's top tokens
 
 export function listen() {
-  for (const name of ["clean", "corrupt"]) {
-    const reading = settled((signal) => readPrompt(name, signal));
-    find(name).addEventListener("input", () => {
-      note(name, "");
-      reading();
-    });
-  }
-  for (const name of ["answer", "foil"]) {
-    const checking = settled((signal) => checkToken(name, signal));
-    find(name).addEventListener("input", checking);
-    find(`${name}-space`).addEventListener("click", () => {
-      find(name).value = ` ${find(name).value}`;
-      find(name).focus();
-      checkToken(name);
-    });
-  }
+  listenToPairs(() => ({
+    metric: find("metric").value,
+    patched: find("direction").value === "noising" ? "clean" : "corrupt",
+    isByToken: !find("heads").checked,
+  }));
   find("site-list").addEventListener("change", () => note("sites", ""));
   find("heads").addEventListener("change", () => {
     find("site-list").inert = find("heads").checked; // only attn_z has heads
     note("sites", "");
+    showPairs();
   });
-  find("metric").addEventListener("change", () => {
-    note("metric", "");
-    if (!find("foil").value) note("foil", "");
-  });
+  for (const name of ["metric", "direction"]) {
+    find(name).addEventListener("change", () => {
+      note(name, "");
+      showPairs();
+    });
+  }
   find("sweep").addEventListener("submit", (event) => {
     event.preventDefault();
     run();
   });
-  find("cancel").addEventListener("click", () => sweep?.controller.abort());
+  find("cancel").addEventListener("click", () => running?.controller.abort());
   find("example").addEventListener("click", fillExample);
+  find("shown").addEventListener("change", () => sweep.view(find("shown").value === "mean" ? null : Number(find("shown").value)));
   find("copy").addEventListener("click", copy);
   find("export").addEventListener("click", () => save("sweep.csv", sweep.table()));
 }
@@ -61,8 +57,7 @@ export function connected(capabilities) {
       return make("label", { for: box.id }, box, site);
     }),
   );
-  for (const name of ["clean", "corrupt"]) readPrompt(name);
-  for (const name of ["answer", "foil"]) checkToken(name);
+  readAll();
 }
 
 function chosenSites() {
@@ -70,84 +65,24 @@ function chosenSites() {
 }
 
 function fillExample() {
-  const example = { clean: "The capital of France is", corrupt: "The capital of Italy is", answer: " Paris", foil: " Rome" };
-  for (const [name, text] of Object.entries(example)) {
-    find(name).value = text;
-    find(name).dispatchEvent(new Event("input"));
-  }
+  fillPair({ clean: "The capital of France is", corrupt: "The capital of Italy is", answer: " Paris", foil: " Rome" });
   find("run").focus();
-}
-
-// Prompts and answers, checked while they are typed.
-
-async function readPrompt(name, signal) {
-  const text = find(name).value;
-  prompts[name] = null;
-  if (text) {
-    try {
-      const { ids, strings } = await tokenize(text, { special: true, signal });
-      prompts[name] = { ids, texts: textsOf(strings, text) };
-    } catch (error) {
-      if (error.name === "AbortError") return;
-      note(name, error.message, "error");
-    }
-  }
-  showChips("clean", "corrupt");
-  showChips("corrupt", "clean");
-}
-
-function showChips(name, other) {
-  const own = prompts[name];
-  const kinds = own && prompts[other] ? comparison(own.ids, prompts[other].ids) : [];
-  find(`${name}-tokens`).replaceChildren(
-    ...(own?.texts ?? []).map((text, i) => {
-      const kind = kinds[i] ?? "same";
-      const chip = make("li", { class: kind, title: `position ${i}, token ${own.ids[i]}` }, visible(text));
-      if (kind === "changed") chip.append(make("span", { class: "unseen" }, " (differs)"));
-      if (kind === "unaligned") chip.append(make("span", { class: "unseen" }, " (no counterpart)"));
-      return chip;
-    }),
-  );
-  const alone = kinds.filter((kind) => kind === "unaligned").length;
-  if (own && !isWrong(name)) note(name, `${own.ids.length} tokens${alone ? `, ${alone} without a counterpart` : ""}`);
-}
-
-/** Check that a field holds one token, and say which. */
-async function checkToken(name, signal) {
-  const text = find(name).value;
-  find(`${name}-space`).hidden = true;
-  if (!text) return note(name, "");
-  try {
-    const { ids, strings } = await tokenize(text, { special: false, signal });
-    if (ids.length === 1) return note(name, `${visible(textsOf(strings, text)[0])} is token ${ids[0]}`, "good");
-    const pieces = textsOf(strings, text).map(visible).join(" | ");
-    note(name, `${ids.length} tokens: ${pieces}. One is needed.`, "error");
-    if (!text.startsWith(" ")) {
-      const spaced = await tokenize(` ${text}`, { special: false, signal });
-      find(`${name}-space`).hidden = spaced.ids.length !== 1;
-    }
-  } catch (error) {
-    if (error.name === "AbortError") throw error;
-    note(name, `Cannot be checked: ${error.message}`); // the sweep checks it again
-  }
 }
 
 /** Check all fields; focus the first that is wrong. */
 async function isComplete(body) {
-  for (const name of ["clean", "corrupt"]) if (!body[name]) note(name, "Enter a prompt.", "error");
   note("metric", "");
   note("direction", "");
   note("sites", body.sites.length ? "" : "Tick at least one site.", body.sites.length ? "" : "error");
-  await Promise.all([checkToken("answer"), checkToken("foil")]);
-  if (!body.answer) note("answer", "Enter an answer of one token.", "error");
-  if (!body.foil && body.metric === "logit_diff") note("foil", "The logit difference needs a foil.", "error");
+  await checkPairs();
   return !focusWrong();
 }
 
 function focusWrong() {
+  if (focusWrongPair()) return true;
   const wrong = FIELDS.find(isWrong);
   if (wrong) (wrong === "sites" ? find("site-list").querySelector("input") : find(wrong))?.focus();
-  return wrong;
+  return wrong !== undefined;
 }
 
 // The sweep.
@@ -155,10 +90,7 @@ function focusWrong() {
 function bodyOfForm() {
   const byHead = find("heads").checked;
   return {
-    clean: find("clean").value,
-    corrupt: find("corrupt").value,
-    answer: find("answer").value,
-    foil: find("foil").value || null,
+    ...textsOfPairs(),
     sites: byHead ? ["attn_z"] : chosenSites(),
     layers: "all",
     positions: byHead ? "together" : "all",
@@ -180,9 +112,9 @@ async function run() {
   try {
     if (!(await isComplete(body))) return;
     asking?.abort();
-    sweep = new Sweep(body);
+    running = new Sweep(body);
     find("cancel").disabled = false;
-    await sweep.run();
+    await running.run();
   } catch (error) {
     showError(error);
   } finally {
@@ -192,9 +124,10 @@ async function run() {
 }
 
 function showError(error) {
-  const field = FIELDS.find((each) => error.param?.split(/[.[]/).includes(each));
-  if (field === undefined) return showAlert(error.message);
-  note(field, error.message, "error");
+  const names = error.param?.split(/[.[]/) ?? [];
+  const field = FIELDS.find((each) => names.includes(each));
+  if (field) note(field, error.message, "error");
+  else if (!names.some((name) => refuse(name, error.message))) return showAlert(error.message);
   focusWrong();
 }
 
@@ -205,6 +138,7 @@ class Sweep {
     this.body = body;
     this.controller = new AbortController();
     this.heatmaps = new Map();
+    this.baselines = []; // by pair
     this.scale = null;
     this.waiting = []; // cells that have come and are not drawn
     this.done = this.cells = 0;
@@ -229,11 +163,12 @@ class Sweep {
   }
 
   clear() {
+    sweep = this;
     find("figures").replaceChildren();
     find("empty").hidden = true;
-    find("legend").hidden = find("taking").hidden = true;
+    find("legend").hidden = find("taking").hidden = find("shown").hidden = true;
     find("readout").replaceChildren();
-    clearTop("Point at a cell to read it. Click it, or press Enter, for its top tokens.");
+    clearTop(HINT);
   }
 
   take(event) {
@@ -245,17 +180,11 @@ class Sweep {
   begin(outline) {
     this.outline = outline;
     this.cells = outline.cells;
-    const [pair] = outline.pairs;
-    const [own, other] = this.isNoising ? [pair.clean, pair.corrupt] : [pair.corrupt, pair.clean];
-    const changed = columnsOf(outline.grid).map(({ positions, sources, head }) => {
-      if (head !== undefined) return false;
-      const [at] = positions[0] ?? [];
-      const [source] = sources?.[0] ?? [];
-      return at !== undefined && source !== undefined && own[at] !== other?.[source];
-    });
+    this.shown = outline.pairs.length > 1 ? null : 0;
+    this.showChoice();
     const hands = { point: (place) => this.read(place), choose: (place) => this.choose(place) };
     for (const site of outline.grid.sites) {
-      const heatmap = new Heatmap(site, outline, changed, hands);
+      const heatmap = new Heatmap(site, outline, this.shown, hands);
       this.heatmaps.set(site, heatmap);
       find("figures").append(heatmap.element);
     }
@@ -272,12 +201,47 @@ class Sweep {
     return this.isNoising ? "clean" : "corrupt";
   }
 
-  /** The two prompts' values without a patch are the scale's ends. */
-  compare({ clean, corrupt }) {
+  /** The choice of a pair, if there are several. */
+  showChoice() {
+    const { pairs } = this.outline;
+    const titles = pairs.map(({ clean, corrupt }, pair) => [pair, `pair ${pair}: ${difference(clean, corrupt)}`]);
+    const choices = [["mean", `mean of ${pairs.length} pairs`], ...titles];
+    find("shown").replaceChildren(...choices.map(([value, text]) => make("option", { value }, text)));
+    find("shown").hidden = pairs.length === 1;
+  }
+
+  /** Show a pair, or the mean over the pairs if `shown` is null. */
+  view(shown) {
+    this.shown = shown;
+    asking?.abort();
+    clearTop(HINT);
+    for (const each of document.querySelectorAll(".cell.chosen")) each.classList.remove("chosen");
+    for (const heatmap of this.heatmaps.values()) heatmap.view(shown);
+    this.rescale();
+    if (this.pointed) this.read(this.pointed);
+  }
+
+  compare(baselines) {
+    this.baselines[baselines.pair] = baselines;
+    this.rescale();
+  }
+
+  get places() {
+    return [...this.heatmaps.values()].flatMap(({ places }) => places.flat());
+  }
+
+  /** The scale of what is shown. The two prompts' values without a patch are its ends; with the mean, their means over the pairs. */
+  rescale() {
     const metric = { logit_diff: ([a, b]) => a - b, logprob: ([a]) => a, recovered: null }[this.body.metric];
-    const [low, high] = metric ? [metric(corrupt), metric(clean)] : [0, 1];
-    this.scale = this.isNoising ? new Scale(high, low) : new Scale(low, high);
+    const baselines = this.baselines.filter((each) => this.shown === null || this.shown === each.pair);
+    this.scale = null;
+    if (baselines.length) {
+      const [low, high] = metric ? ["corrupt", "clean"].map((name) => mean(baselines.map((each) => metric(each[name])))) : [0, 1];
+      this.scale = this.isNoising ? new Scale(high, low) : new Scale(low, high);
+      for (const { cell } of this.places) if (typeof cell?.value === "number") this.scale.hold(cell.value);
+    }
     this.recolour();
+    if (this.isOver && this.scale) for (const heatmap of this.heatmaps.values()) heatmap.markQuiet(this.scale.centre, this.noiseFloor);
   }
 
   /** Cells are drawn together, once for each frame of the screen: a fast server sends thousands in a second. */
@@ -290,11 +254,14 @@ class Sweep {
     const cells = this.waiting.splice(0);
     if (!cells.length) return;
     this.done += cells.length;
-    const wider = cells.filter(({ value }) => value !== null && this.scale?.hold(value));
-    for (const cell of cells) this.heatmaps.get(cell.site).show(cell, this.scale);
-    if (wider.length) this.recolour();
-    else if (this.scale) this.legend();
-    if (cells.includes(this.pointed?.cell)) this.read(this.pointed);
+    const places = cells.map((cell) => this.heatmaps.get(cell.site).take(cell));
+    const isWider = places.map(({ cell }) => typeof cell?.value === "number" && this.scale?.hold(cell.value)).includes(true);
+    if (isWider) this.recolour();
+    else {
+      for (const place of places) this.heatmaps.get(place.site).colour(place, this.scale);
+      this.legend();
+    }
+    if (places.includes(this.pointed)) this.read(this.pointed);
     if (!this.isOver) this.showProgress();
   }
 
@@ -304,7 +271,8 @@ class Sweep {
   }
 
   legend() {
-    showLegend(this.scale, METRICS[this.body.metric], this.patched);
+    find("legend").hidden = !this.scale;
+    if (this.scale) showLegend(this.scale, METRICS[this.body.metric], this.patched);
   }
 
   showProgress() {
@@ -315,8 +283,9 @@ class Sweep {
 
   end({ noise_floor, cells, void: voids, seconds }) {
     this.isOver = true;
+    this.noiseFloor = noise_floor;
     this.draw();
-    for (const heatmap of this.heatmaps.values()) heatmap.markQuiet(this.scale.centre, noise_floor);
+    this.rescale(); // a mean over some of the pairs may have widened it
     const parts = [`${cells} cells in ${seconds.toFixed(1)} s`, `noise floor ${small(noise_floor)}`];
     if (voids) parts.push(`${voids} void`);
     find("progress").textContent = parts.join(" · ");
@@ -328,7 +297,8 @@ class Sweep {
   /** The same sweep in Python. A JSON string is one of Python's, too. */
   python() {
     const { clean, corrupt, answer, foil, sites, metric, direction } = this.body;
-    const texts = [clean, corrupt, answer, ...(foil === null ? [] : [foil])].map((text) => JSON.stringify(text));
+    const inPython = (texts) => (texts.length > 1 ? JSON.stringify(texts, null, 4).replaceAll("\n", "\n    ") : JSON.stringify(texts[0]));
+    const texts = [clean, corrupt, answer, ...(foil === null ? [] : [foil])].map(inPython);
     const { heads, positions } = this.body;
     const rest = { sites, metric, direction, ...(heads ? { heads, positions } : {}) };
     const given = Object.entries(rest).map(([name, value]) => `${name}=${JSON.stringify(value)}`);
@@ -344,13 +314,24 @@ for site in result.outline.grid.sites:
 `;
   }
 
-  /** All cells as comma-separated values. */
+  /** All cells of each pair as comma-separated values, with the columns of `SweepResult.to_dataframe`. */
   table() {
-    const places = [...this.heatmaps.values()].flatMap(({ places }) => places.flat());
-    const head = ["site", "layer", "position", "column", "logprob", "foil_logprob", "value", "recovered", "void"];
-    const rows = places.map(({ site, layers, positions, label, head, cell }) => {
-      const of = [cell?.logprobs?.[0], cell?.logprobs?.[1], cell?.value, cell?.recovered, cell?.void];
-      return [site, layers.join(" "), positions?.join(" "), head === undefined ? label : `head ${head}`, ...of];
+    const { grid, pairs } = this.outline;
+    const head = [
+      ...["pair", "site", "layer", ...(grid.heads ? ["head"] : []), "position", "token", "column"],
+      ...["logprob", "foil_logprob", "value", "recovered", "void"],
+    ];
+    const rows = pairs.flatMap((_, pair) => {
+      const columns = columnsOf(this.outline, pair);
+      return this.places.map(({ site, layers, column, cells }) => {
+        const { head, positions, token } = columns[column];
+        const cell = cells[pair];
+        return [
+          ...[pair, site, layers.join(" "), ...(grid.heads ? [head] : [])],
+          ...[positions?.join(" "), positions && token, grid.columns[grid.heads ? 0 : column].label],
+          ...[cell?.logprobs?.[0], cell?.logprobs?.[1], cell?.value, cell?.recovered, positions ? cell?.void : UNALIGNED],
+        ];
+      });
     });
     return [head, ...rows].map((row) => row.map(quoted).join(",") + "\r\n").join("");
   }
@@ -362,23 +343,31 @@ for site in result.outline.grid.sites:
     const rows = [
       ["Site", place.site],
       ["Layer", place.layers.join(", ")],
-      place.head === undefined ? ["Token", visible(place.label)] : ["Head", String(place.head)],
-      ["Position", place.positions?.join(", ") ?? "–"],
+      place.head === undefined ? ["Token", place.token === undefined ? SEVERAL : visible(place.token)] : ["Head", String(place.head)],
+      ["Position", place.positions === undefined ? SEVERAL : (place.positions?.join(", ") ?? "–")],
     ];
-    if (cell?.void || place.positions === null) rows.push(["Void", cell?.void ?? "No token of the other prompt corresponds."]);
+    if (this.shown === null && cell) rows.push(["Pairs", `${cell.count} of ${this.outline.pairs.length}`]);
+    if (cell?.void || place.positions === null) rows.push(["Void", cell?.void ?? `N${UNALIGNED.slice(1)}.`]);
     else if (!cell) rows.push(["Value", "not run yet"]);
     else {
       rows.push([METRICS[this.body.metric], number(cell.value)]);
       if (this.scale) rows.push(["Change", number(cell.value - this.scale.centre)]);
       if (this.body.metric !== "recovered") rows.push(["Recovered", number(cell.recovered)]);
+      if (cell.standardError !== undefined) rows.push(["Standard error", number(cell.standardError)]);
       for (const [i, name] of ["answer", "foil"].entries()) {
-        if (cell.logprobs?.[i] !== undefined) rows.push([`log p(${visible(this.body[name])})`, number(cell.logprobs[i])]);
+        if (cell.logprobs?.[i] !== undefined) rows.push([`log p(${visible(this.body[name][cell.pair])})`, number(cell.logprobs[i])]);
       }
       if (place.isQuiet) rows.push(["Noise", "within the noise floor"]);
     }
     find("readout").replaceChildren(
       ...rows.flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)]),
     );
+  }
+
+  /** A pair's part of the body. */
+  bodyOf(pair) {
+    const { clean, corrupt, answer, foil } = this.body;
+    return { clean: [clean[pair]], corrupt: [corrupt[pair]], answer: [answer[pair]], foil: foil && [foil[pair]] };
   }
 
   /** Ask for a cell's top tokens, by the same sweep of that cell alone. */
@@ -388,11 +377,12 @@ for site in result.outline.grid.sites:
     for (const each of document.querySelectorAll(".cell.chosen")) each.classList.remove("chosen");
     place.element.classList.add("chosen");
     this.read(place);
+    if (this.shown === null) return clearTop("Choose one pair above the heatmap to see its next tokens.");
     if (!place.cell || place.cell.void !== null) return clearTop("This cell has no run of its own.");
     clearTop(`Running layer ${place.layers.join(", ")} at ${nameOf(place)} again…`);
     const { head, positions } = place;
     const places = head === undefined ? { positions } : { heads: [head] };
-    const one = { ...this.body, sites: [place.site], layers: place.layers, ...places, top: TOP };
+    const one = { ...this.body, ...this.bodyOf(this.shown), sites: [place.site], layers: place.layers, ...places, top: TOP };
     try {
       const response = await respond(SWEEPS, { body: one, signal: controller.signal });
       const found = {};
@@ -462,7 +452,6 @@ function showLegend(scale, metric, patched) {
       return tick;
     }),
   );
-  find("legend").hidden = false;
 }
 
 // A cell's top tokens.
@@ -477,7 +466,7 @@ function clearTop(text, kind = "") {
 function showTop(place, { patched, plain }, sweep) {
   clearTop(`${place.site}, layer ${place.layers.join(", ")}, ${nameOf(place)}`);
   find("top-title").hidden = false;
-  const { answer, foil } = sweep.body;
+  const { answer, foil } = sweep.outline.pairs[sweep.shown];
   const list = (title, top) => {
     const items = (top ?? []).map(([token, logprob]) => {
       const kind = token === answer ? "answer" : token === foil ? "foil" : "";
