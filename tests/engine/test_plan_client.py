@@ -325,14 +325,14 @@ def test_an_interrupted_call_leaves_nothing_behind(engine: VLLM, plain: Plain, m
     from midstream.engine import launch
 
     run = engine.record(ITALY, sites="resid_post", layers=3)
-    generate = type(engine.engine).generate
+    enqueue = type(engine.engine).enqueue
 
     def interrupted(llm: Any, *args: Any, **kwargs: Any) -> Any:
         monkeypatch.undo()
         threading.Timer(0.3, lambda: _interrupt()).start()
-        return generate(llm, *args, **kwargs)
+        return enqueue(llm, *args, **kwargs)
 
-    monkeypatch.setattr(type(engine.engine), "generate", interrupted)
+    monkeypatch.setattr(type(engine.engine), "enqueue", interrupted)
     to = (lambda *_: None) if where == "sink" else None
     plan = [Patch("resid_post", layer=3, position=0, source=run), Capture("resid_post", positions="all", to=to)]
     with pytest.raises(KeyboardInterrupt):
@@ -341,7 +341,7 @@ def test_an_interrupted_call_leaves_nothing_behind(engine: VLLM, plain: Plain, m
     assert engine.generate(FRANCE, max_tokens=2, **GREEDY)[0].outputs[0].token_ids == plain.generate(FRANCE, 2)
     assert engine.runs.listing()[0].leases == 0 and engine._connection.receiver.open_mailboxes == 0
     assert not engine.sinks.stats["requests"]
-    assert not [t for t in threading.enumerate() if t.name == "midstream-captures"]
+    assert not asyncio.all_tasks(engine._connection._stepper._rows)
     engine.runs.delete(run.name)
 
 

@@ -133,21 +133,29 @@ def halve_and_read(model):
 
 def run_beside(model: VLLM, untraced: list[list[int]], traced: list[list[int]]) -> tuple[list[Any], list[Any]]:
     """Untraced and traced requests by turns in one queue: outputs of the former, values of the latter."""
-    generate, served = launch.generate, []
+    submit, step, names, ended = launch.submit, launch.step, [], {}
 
-    def with_others(llm: Any, prompts: list[Any], params: list[Any], *rest: Any) -> list[Any]:
+    def submit_with_others(llm: Any, prompts: list[Any], params: list[Any]) -> list[str]:
         own = launch.sampling_params({"max_tokens": 3, "temperature": 0.0, "ignore_eos": True}, None)
         queue = [({"prompt_token_ids": ids}, own) for ids in untraced]
         for place, request in enumerate(zip(prompts, params, strict=True)):
             queue.insert(2 * place + 1, request)
-        outputs = generate(llm, [prompt for prompt, _ in queue], [one for _, one in queue], *rest)
-        served.extend(output for output, (_, one) in zip(outputs, queue, strict=True) if one is own)
-        return [output for output, (_, one) in zip(outputs, queue, strict=True) if one is not own]
+        submitted = submit(llm, [prompt for prompt, _ in queue], [one for _, one in queue])
+        names.extend(name for name, (_, one) in zip(submitted, queue, strict=True) if one is own)
+        return [name for name, (_, one) in zip(submitted, queue, strict=True) if one is not own]
+
+    def step_and_keep(llm: Any) -> list[Any]:
+        outputs = step(llm)
+        ended.update((output.request_id, output) for output in outputs)
+        return outputs
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "generate", with_others)
+        patch.setattr(launch, "submit", submit_with_others)
+        patch.setattr(launch, "step", step_and_keep)
         values = model.run(halve_and_read, traced, max_tokens=3, temperature=0.0)
-    return served, values
+        while not ended.keys() >= set(names):
+            launch.step(model.engine)
+    return [ended[name] for name in names], values
 
 
 def test_a5_others_are_chunked_while_a_traced_prompt_is_never_split(chunked, plain):

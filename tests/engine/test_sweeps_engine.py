@@ -40,8 +40,8 @@ def test_h5_cells_whose_source_has_gone_are_void_and_never_the_baseline(
     engine: VLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Seen failing where errors of the cells' requests are not looked at."""
-    for limit in ("_FIRST_REQUESTS", "_BATCH"):  # few cells have begun when the source goes
-        monkeypatch.setattr(f"midstream.vllm.engine.{limit}", 4)
+    for limit in ("ASYNC_GROUP", "ASYNC_GROUPS"):  # few cells have begun when the source goes
+        monkeypatch.setattr(f"midstream.sweeps.running.{limit}", 4)
     stream = engine.sweep(*PAIR, stream=True)
     running = iter(stream)
     cells = [next(running) for _ in range(3)]

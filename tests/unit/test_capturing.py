@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-import threading
+import asyncio
 import time
-from collections.abc import Iterator
-from contextlib import closing
-from pathlib import Path
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from capture_tools import capture_threads, wait_until
 
-from midstream.capture.directory import open_captures
 from midstream.capture.rows import Captured, routes
 from midstream.capture.sinks import Sinks
 from midstream.errors import CaptureError, EngineClosedError
 from midstream.plan.captures import Layout
 from midstream.plan.values import Capture, ModelFacts, Plan
-from midstream.requests.invokes import PreparedPlan
+from midstream.requests.invokes import InvokeResult, PreparedPlan
 from midstream.trace.program import Outcome
 from midstream.transport.receiver import Mailbox, Receiver
 from midstream.transport.sender import Sender
-from midstream.vllm import captures as vllm_captures
-from midstream.vllm.captures import RowReceiver, RowThread
+from midstream.vllm import stream
+from midstream.vllm.captures import RowReceiver
+from midstream.vllm.engine import EngineRequest
+from midstream.vllm.stream import RunningRequest
 
 LAYERS, WIDTH, LENGTH = 4, 3, 5
 FACTS = ModelFacts(LAYERS, {("resid_post", layer): WIDTH for layer in range(LAYERS)}, "float32")
@@ -41,7 +41,8 @@ class Channel:
         ]
         self.receiver = Receiver()
         names = [str(stage) for stage in range(stages)]
-        self.box: Mailbox = self.receiver.expect_all([each.key for each in self.receivers], names)
+        self.boxes = [self.receiver.expect(each.key, names) for each in self.receivers]
+        self.stages = stages
         self.senders = [Sender(self.receiver.address, name) for name in names]
         each = LAYERS // stages
         self.layouts = [
@@ -69,7 +70,8 @@ class Channel:
     def close(self) -> None:
         for sender in self.senders:
             sender.close()
-        self.box.close()
+        for box in self.boxes:
+            box.close()
         self.receiver.close()
 
 
@@ -89,40 +91,97 @@ def channel() -> Iterator[Any]:
     wait_until(lambda: not capture_threads() - others)
 
 
-def check(channel: Channel, number: int, positions: list[int], generated: int) -> None:
-    captured = channel.receivers[number].result([generated])
+def check(channel: Channel, number: int, positions: list[int], captured: Any) -> None:
     for layer in range(LAYERS):
         expected = torch.tensor([100.0 * number + 10 * p + layer for p in positions])[:, None].expand(-1, WIDTH)
         assert torch.equal(captured["resid_post", layer], expected)
         assert captured.positions["resid_post", layer] == positions
 
 
+class Running:
+    """A request of a channel that runs on a model engine. `end` ends it, with so many tokens."""
+
+    def __init__(self, here: Channel, number: int, is_async: bool = False) -> None:
+        rows, params = here.receivers[number], SamplingParams(n=1, output_kind=Kind("FINAL_ONLY"))
+        connection: Any = Connection(is_async, here.stages)
+        prompt = {"prompt_token_ids": [7] * LENGTH}
+        request: Any = EngineRequest(prompt, params, None, rows._plan, rows, {})
+        self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        running = RunningRequest(request, None, here.boxes[number], connection)
+        self.result: asyncio.Task[InvokeResult] = asyncio.create_task(self._run(running))
+
+    def end(self, tokens: int) -> None:
+        self._ended.set_result(tokens)
+
+    async def _run(self, running: RunningRequest) -> InvokeResult:
+        (result,) = [result async for _, result in running.outputs(self._outputs())]
+        assert result is not None
+        return result
+
+    async def _outputs(self) -> AsyncGenerator[Any]:
+        sample = SimpleNamespace(index=0, token_ids=[1] * await self._ended, finish_reason="length", stop_reason=None)
+        yield SimpleNamespace(finished=True, outputs=[sample], request_id="r")
+
+
+class Kind(NamedTuple):
+    name: str
+
+
+class SamplingParams(NamedTuple):
+    n: int
+    output_kind: Kind
+
+
+class Connection(NamedTuple):
+    is_async: bool
+    stages: int
+
+    def follow(self, rows: RowReceiver, box: Mailbox, pool: Any) -> asyncio.Future[None]:
+        return asyncio.ensure_future(rows.follow(box, pool if self.is_async else None))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
 @pytest.mark.parametrize("stages", [1, 2])
-def test_d4_rows_are_taken_and_put_together_while_the_engine_runs(channel: Any, stages: int) -> None:
-    """Rows of prompts are ready for `result` before the number of generated tokens is known."""
+@pytest.mark.parametrize("is_async", [False, True])
+def test_d4_rows_are_taken_while_the_engine_runs(channel: Any, stages: int, is_async: bool) -> None:
     here = channel("all_prompt", requests=3, stages=stages)
-    with closing(RowThread(here.receivers, here.box)) as thread:
+
+    async def run() -> None:
+        running = [Running(here, number, is_async) for number in range(3)]
         for stage in range(stages):
             here.send({0: [0, 1], 2: [0]}, final=False, stage=stage)
             here.send({2: [1, 2, 3, 4], 0: [2, 3, 4], 1: list(range(5))}, stage=stage)
-        thread.wait()
-        assert all(each._samples[0].capture._captured is not None for each in here.receivers)
+        await until(lambda: all(each.is_complete for each in here.receivers))
+        for number, each in enumerate(running):
+            each.end(1 + number)
+            check(here, number, list(range(5)), (await each.result).output.captures)
+
+    asyncio.run(run())
     assert not channel.threads()
-    for number in range(3):
-        check(here, number, list(range(5)), generated=1 + number)
 
 
 def test_d4_generated_rows_wait_for_the_end(channel: Any) -> None:
     """Rows that asynchronous scheduling computed past the end are left out."""
     here = channel("all", requests=2)
-    with closing(RowThread(here.receivers, here.box)) as thread:
+
+    async def run() -> None:
+        running = [Running(here, number) for number in range(2)]
         here.send({0: list(range(8)), 1: list(range(8))})
-        thread.wait()
-    check(here, 0, list(range(7)), generated=3)
-    check(here, 1, list(range(5)), generated=1)
+        for number, each in enumerate(running):
+            each.end(3 - 2 * number)
+        check(here, 0, list(range(7)), (await running[0].result).output.captures)
+        check(here, 1, list(range(5)), (await running[1].result).output.captures)
+
+    asyncio.run(run())
 
 
-def test_i1_code_that_keeps_rows_runs_as_its_request_ends_while_others_run(channel: Any) -> None:
+@pytest.mark.parametrize("is_async", [False, True])
+def test_i1_code_that_keeps_rows_runs_as_its_request_ends_while_others_run(channel: Any, is_async: bool) -> None:
     here = channel("all", requests=3)
     ran: list[tuple[int, int, bool]] = []
 
@@ -133,128 +192,110 @@ def test_i1_code_that_keeps_rows_runs_as_its_request_ends_while_others_run(chann
 
     for each in here.receivers:
         each.here = code
-    with closing(RowThread(here.receivers, here.box)) as thread:
+
+    async def run() -> None:
+        first, second, third = (Running(here, number, is_async) for number in range(3))
         here.send({0: list(range(8))})
-        thread.end("r1", [3])  # its rows come after its end
+        second.end(3)  # its rows come after its end
+        await asyncio.sleep(0.1)
+        assert ran == []
         here.send({1: list(range(7))})
-        thread.end("r0", [2])
-        wait_until(lambda: sorted(ran) == [(0, 2, True), (1, 3, True)])
+        await second.result
+        first.end(2)
+        await first.result
+        assert ran == [(1, 3, True), (0, 2, True)] and not third.result.done()
         here.send({2: [0, 1, 3, 4]})
-        thread.end("r2", [1])
-        thread.wait()  # the error of one is no other's
-    with pytest.raises(CaptureError, match="1 row did not come"):
-        here.receivers[2].outcome(1)
-    assert sorted(
-        each.outcome(count).values["return"] for each, count in zip(here.receivers, [2, 3], strict=False)
-    ) == [1, 2]
+        third.end(1)
+        assert "1 row did not come" in str((await third.result).error)  # the error of one is no other's
+        values = [(await each.result).output.saves["return"] for each in (second, first)]
+        assert values == [1, 2]
+
+    asyncio.run(run())
     assert len(ran) == 2
 
 
-@pytest.mark.parametrize("dies", [False, True])
-def test_f3_a_call_that_ends_early_waits_for_no_code(channel: Any, dies: bool) -> None:
-    """All rows of one request have come, and it has not ended. Seen hanging."""
+def test_f3_a_call_that_ends_early_waits_for_no_rows(channel: Any) -> None:
+    """Some rows of one request have come, and it has not ended."""
     here = channel("all_prompt", requests=2)
-    for each in here.receivers:
-        each.here = lambda captures, tokens: Outcome()
-    thread = RowThread(here.receivers, here.box)
-    here.send({0: list(range(5))})
-    wait_until(lambda: here.receivers[0].is_complete)
-    if dies:
-        here.senders[0].close()
-        wait_until(lambda: thread._tasks[0].done())
-    closing_thread = threading.Thread(target=thread.close, daemon=True)
-    closing_thread.start()
-    closing_thread.join(10)
-    assert not closing_thread.is_alive() and not channel.threads()
+
+    async def run() -> None:
+        running = [Running(here, number) for number in range(2)]
+        here.send({0: list(range(5)), 1: [0]}, final=False)
+        await asyncio.sleep(0.1)
+        for each in running:
+            each.result.cancel()
+        async with asyncio.timeout(10):
+            await asyncio.gather(*(each.result for each in running), return_exceptions=True)
+
+    asyncio.run(run())
+    assert not channel.threads()
 
 
-def test_f3_code_that_takes_long_is_no_lack_of_rows(channel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seen failing: rows that had come were missed while code ran."""
-    monkeypatch.setattr(vllm_captures, "RESULT_SECONDS", 0.2)
+def test_f3_a_sink_that_takes_long_is_no_lack_of_rows(channel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen failing where only whole messages count as progress."""
+    monkeypatch.setattr(stream, "RESULT_SECONDS", 0.2)
     here = channel("all")
-    here.receivers[0].here = lambda captures, tokens: (time.sleep(0.7), Outcome())[1]
-    with closing(RowThread(here.receivers, here.box)) as thread:
+    take = here.receivers[0]._take
+    monkeypatch.setattr(here.receivers[0], "_take", lambda *message: (time.sleep(0.7), take(*message)))
+
+    async def run() -> None:
+        running = Running(here, 0)
+        monkeypatch.setattr(RowReceiver, "has_sinks", property(lambda _: True))
+        box, rows = here.boxes[0], here.receivers[0]
+        monkeypatch.setattr(Connection, "follow", lambda *_: asyncio.ensure_future(rows.follow(box, stream._pool())))
         here.send({0: list(range(6))})
-        thread.end("r0", [2])
-        thread.wait()
+        running.end(2)
+        assert (await running.result).error is None
 
-
-def test_i1_code_runs_while_messages_wait(channel: Any) -> None:
-    here, order = channel("all", requests=20), []
-
-    def code(captures: Captured, tokens: int) -> Outcome:
-        order.append("code")
-        return Outcome()
-
-    for each in here.receivers:
-        each.here = code
-        each.take = lambda header, value, take=each.take: (time.sleep(0.02), order.append("rows"), take(header, value))
-    for number in range(20):
-        here.send({number: list(range(6))})
-    with closing(RowThread(here.receivers, here.box)) as thread:
-        for number in range(20):
-            thread.end(f"r{number}", [2])
-        thread.wait()
-    assert order.index("code") < 10
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize(
     ("sent", "message"),
-    [([0, 1, 2, 2, 3, 4], "position 2 came more than once"), ([0, 1, 3, 4], r"1 row did not come \(position 2\)")],
+    [([0, 1, 2, 2, 3, 4], "position 2 came more than once"), ([0, 1, 3, 4], r"1 row did not come (position 2)")],
 )
 def test_d4_a_row_that_is_there_twice_or_not_at_all_is_that_requests_error(
     channel: Any, sent: list[int], message: str
 ) -> None:
     here = channel("all_prompt", requests=2)
-    with closing(RowThread(here.receivers, here.box)) as thread:
+
+    async def run() -> None:
+        running = [Running(here, number) for number in range(2)]
         here.send({0: sent, 1: list(range(5))})
-        thread.wait()
-    with pytest.raises(CaptureError, match=message):
-        here.receivers[0].result([4])
-    check(here, 1, list(range(5)), generated=4)
+        for each in running:
+            each.end(4)
+        error = (await running[0].result).error
+        assert isinstance(error, CaptureError) and message in str(error)
+        check(here, 1, list(range(5)), (await running[1].result).output.captures)
+
+    asyncio.run(run())
 
 
 def test_f3_an_engine_that_dies_is_told_of(channel: Any) -> None:
     here = channel("all_prompt", requests=2)
-    with closing(RowThread(here.receivers, here.box)) as thread:
+
+    async def run() -> None:
+        running = [Running(here, number) for number in range(2)]
         here.send({0: list(range(5))})
         here.senders[0].close()
+        running[1].end(1)
         with pytest.raises(EngineClosedError, match="before the captured rows came"):
-            thread.wait()
-    assert not channel.threads()
+            await running[1].result
+        running[0].end(1)
+        check(here, 0, list(range(5)), (await running[0].result).output.captures)
+
+    asyncio.run(run())
 
 
 def test_f3_rows_that_do_not_come_are_not_waited_for_forever(channel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_captures, "RESULT_SECONDS", 0.1)
+    monkeypatch.setattr(stream, "RESULT_SECONDS", 0.1)
     here = channel("all_prompt", requests=2)
-    with closing(RowThread(here.receivers, here.box)) as thread:
+
+    async def run() -> None:
+        running = Running(here, 1)
         here.send({0: list(range(5))})
+        running.end(1)
         with pytest.raises(CaptureError, match="have not come"):
-            thread.wait()
-    assert not channel.threads()
+            await running.result
 
-
-def test_f7_a_request_is_listed_once_it_has_ended_while_others_run(tmp_path: Path) -> None:
-    """Seen lost: all of them, where the process was killed before the last had ended."""
-    plan = Plan((Capture("resid_post", positions="all", to=str(tmp_path)),))
-    found, sinks = routes(plan.captures, LENGTH, range(LAYERS)), Sinks()
-    both = [RowReceiver(PreparedPlan(plan, [7] * LENGTH, found, FACTS), 1, sinks) for _ in range(2)]
-    receiver = Receiver()
-    sender = Sender(receiver.address, "0")
-    thread = RowThread([], None, [(each, receiver.expect(each.key, ["0"])) for each in both])
-    try:
-        layout = Layout.of(((("resid_post", layer, "before")) for layer in range(LAYERS)), lambda _: WIDTH)
-        for each, name, final in ((both[0], "first", True), (both[1], "second", False)):
-            piece = (0, layout, torch.ones(LENGTH + 3, LAYERS * WIDTH), 0, LENGTH + 3)
-            header = {"key": each.key, "request": name, "final": final, "stage": 0, "confirmed": 0}
-            sender.send(header, {"pieces": [piece], "error": None})
-        thread.end("first", [2])
-        wait_until(lambda: any(tmp_path.glob("index-*.jsonl")) and "first" in open_captures(tmp_path))
-        store = open_captures(tmp_path)
-        assert list(store) == ["first"]
-        assert store["first"].positions["resid_post", 2] == list(range(LENGTH + 1))  # not what was run past the end
-    finally:
-        thread.close()
-        sender.close()
-        receiver.close()
-        sinks.close()
+    asyncio.run(run())

@@ -6,7 +6,7 @@ import itertools
 import sys
 import uuid
 import warnings
-from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,7 @@ from midstream.requests.invokes import (
     sampling,
 )
 from midstream.requests.prompts import Prompt, prompt_in, prompts_of
+from midstream.requests.streams import OutputStream
 from midstream.requests.vectors_and_runs import Runs, Vectors, run_now
 from midstream.sweeps.request import Metric, SweepRequest
 from midstream.sweeps.running import Sweeping, SweepStream
@@ -151,6 +152,7 @@ class TraceModel(Sizes):
     _plan: Plan = Plan()
     _planner: tuple[Any, Planner] | None = None  # what it was made with
     _is_async = False
+    has_engine = True  # which runs requests as they come
     _has_logprobs = True  # whether it takes logprobs=
     _ships = False  # whether traces run in another process, on copies of what they use
 
@@ -166,27 +168,13 @@ class TraceModel(Sizes):
 
     # Each model provides these.
 
-    def _stream(self, invokes: Iterator[Invoke]) -> Generator[tuple[int, InvokeResult]]:
-        """The number and the result of each invoke, as they end. An invoke is taken when there is room for it.
-
-        On a sync model, for invokes without a trace and captures. The caller holds leases on the recorded runs.
-        """
-        for number, invoke in enumerate(invokes):
-            try:
-                (result,) = self._run([invoke])
-            except PlanError as error:  # a recorded run is gone
-                result = InvokeResult([], None, error=error)
-            yield number, result
-
     def _run(
         self, invokes: list[Invoke], together: bool = False, ended: Callable[[int], object] = lambda _: None
-    ) -> Any:
-        """Run `invokes` to their end; `together` if they must be in the same steps.
+    ) -> OutputStream:
+        """Requests of `invokes`, which run once the stream is used; `together` if they must be in the same steps.
 
         Args:
             ended: called as invokes end, with how many.
-
-        Returns their InvokeResults. On an async engine, an OutputStream, which runs them once it is awaited or iterated over.
         """
         raise NotImplementedError
 
@@ -210,15 +198,12 @@ class TraceModel(Sizes):
     def _bar(self, progress: bool | None, total: int, unit: str = "request") -> Bar:
         return Bar(self.progress if progress is None else progress, total, unit)
 
-    def _run_with_bar(self, invokes: list[Invoke], together: bool = False, *, progress: bool | None) -> Any:
+    def _run_with_bar(self, invokes: list[Invoke], together: bool = False, *, progress: bool | None) -> OutputStream:
         """As `_run`, with a progress bar."""
         bar = self._bar(progress, len(invokes))
-        if self._is_async:
-            stream = self._run(invokes, together, bar.update)
-            stream.bar = bar
-            return stream
-        with bar:
-            return self._run(invokes, together, bar.update)
+        stream = self._run(invokes, together, bar.update)
+        stream.bar = bar
+        return stream
 
     @property
     def planner(self) -> Planner:
@@ -237,13 +222,11 @@ class TraceModel(Sizes):
         composed = {id(each.plan): (edits if each.record else self.plan) + each.plan for each in invokes}
         return [replace(invoke, plan=composed[id(invoke.plan)]) for invoke in invokes]
 
-    async def _results(self, running: Any) -> list[InvokeResult]:
-        """The results of requests, from what `_run` has returned. Raises their errors."""
-        if self._is_async:
-            await running
-            return running.results  # type: ignore[no-any-return]
-        raise_failures(running)
-        return running  # type: ignore[no-any-return]
+    async def _results(self, running: OutputStream) -> list[InvokeResult]:
+        """The results of requests. Raises their errors."""
+        results = await running.gathered()
+        raise_failures(results)
+        return results
 
     def _finish(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """The coroutine's result; the coroutine itself on an async engine, for the user to await."""
@@ -418,8 +401,7 @@ class TraceModel(Sizes):
         running = self._run_with_bar(invokes, progress=progress)
         if self._is_async:
             return running
-        raise_failures(running)
-        return [result.output for result in running]
+        return [result.output for result in self._finish(self._results(running))]
 
     def collect(
         self,
@@ -546,7 +528,7 @@ class TraceModel(Sizes):
         invoke = Invoke(prompt, None, {"max_tokens": 1, "temperature": 0.0}, plan, record=record)
         return self._recorded(self._run([invoke]), record)
 
-    async def _recorded(self, running: Any, record: RecordAs) -> RecordedRun:
+    async def _recorded(self, running: OutputStream, record: RecordAs) -> RecordedRun:
         (result,) = await self._results(running)
         assert result.plan is not None
         return await self.runs.add(result.plan.recorded_run(*record[:2]))
@@ -616,7 +598,9 @@ class TraceModel(Sizes):
         _refuse_in_trace("sweep")
         asked = SweepRequest.of(sites, layers, positions, heads, metric, direction, source, coarse, best, top)
         sweeping = self._sweeping(clean, corrupt, answer, foil, asked, to)
-        running = SweepStream(sweeping, self._is_async, partial(self._bar, progress, unit="cell"))
+        running = SweepStream(
+            sweeping, None if self._is_async else self._finish, partial(self._bar, progress, unit="cell")
+        )
         return running if stream or self._is_async else running.run()
 
     def _sweeping(self, clean: Any, corrupt: Any, answer: Any, foil: Any, asked: SweepRequest, to: Any) -> Any:

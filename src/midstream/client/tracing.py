@@ -6,7 +6,7 @@ import dis
 import sys
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from operator import itemgetter
@@ -17,6 +17,7 @@ from midstream.errors import TraceError
 from midstream.plan.values import Plan
 from midstream.requests.invokes import Invoke, InvokeResult, raise_failures, sampling
 from midstream.requests.prompts import Prompt, prompt_in, prompts_of
+from midstream.requests.streams import OutputStream
 from midstream.trace.block import Block, capture, in_place_of, link, push, skip, skipped
 from midstream.trace.program import BlockProgram, FunctionProgram, Program, code_of
 from midstream.trace.saves import CONTAINERS, attributes_of, refuse
@@ -53,7 +54,7 @@ class Backend(Protocol):
     """The model that a trace runs on.
 
     Attributes:
-        _is_async: whether `_run_with_bar` returns a stream of outputs, and not the results.
+        _is_async: whether the user awaits what `_finish` and `_run_with_bar` return.
         _ships: whether traces run in another process, on copies of what they use.
         _generation: as of `TraceModel`.
     """
@@ -64,7 +65,9 @@ class Backend(Protocol):
     @property
     def _generation(self) -> Mapping[str, Any]: ...
 
-    def _run_with_bar(self, invokes: list[Invoke], together: bool, *, progress: bool | None) -> Any: ...
+    def _run_with_bar(self, invokes: list[Invoke], together: bool, *, progress: bool | None) -> OutputStream: ...
+
+    def _finish(self, coroutine: Coroutine[Any, Any, Any]) -> Any: ...
 
     def chosen_edits(self, edits: Any) -> Sequence[Program] | None: ...
 
@@ -276,7 +279,7 @@ class Tracer(BlockContext):
             self.backend.gives_one = len(self.invokes) == 1
             self.backend.when_done = lambda results: _warn(place, self._left_warnings(results))
             return
-        results: list[InvokeResult] = running
+        results: list[InvokeResult] = self._model._finish(running.gathered())
         self.outputs = [
             output
             for invoke, result in zip(self.invokes, results, strict=True)

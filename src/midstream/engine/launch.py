@@ -18,7 +18,7 @@ import msgspec
 
 from midstream.arch.aliases import Rename, names_alone
 from midstream.engine.log import new_log
-from midstream.engine.plugin import PREFIX, SOCKETS, Replacement, register
+from midstream.engine.plugin import PREFIX, SOCKETS, register
 from midstream.errors import EngineClosedError, MidstreamError, ParameterError, PromptError
 from midstream.plan.fields import nearest
 from midstream.plan.values import Plan
@@ -330,23 +330,6 @@ def wake_waiting_callers(llm: Any) -> None:
             answer.set_exception(EngineDeadError())
 
 
-def generate(llm: Any, prompts: list[dict[str, Any]], params: list[Any], finished: Callable[[Any], None]) -> list[Any]:
-    """Run requests on a `vllm.LLM` to their end. If interrupted, it aborts them.
-
-    Args:
-        finished: called with each request's output as soon as the request has ended, between two steps.
-    """
-    with own_errors(llm), _reporting_finished(llm.llm_engine, finished):
-        try:
-            return llm.generate(prompts, params, use_tqdm=False)
-        except BaseException:
-            # The interruption matters more than an error here, and a dead engine has dropped the requests.
-            with contextlib.suppress(Exception):
-                if pending := list(llm.llm_engine.output_processor.request_states):
-                    llm.llm_engine.abort_request(pending, internal=True)
-            raise
-
-
 def submit(llm: Any, prompts: Sequence[dict[str, Any]], params: Sequence[Any]) -> list[str]:
     """Submit requests to a `vllm.LLM`, and return their ids, as outputs have them. `step` runs them."""
     with own_errors(llm):
@@ -364,22 +347,6 @@ def abort(llm: Any, names: list[str]) -> None:
     # What ended the caller's work matters more than an error here, and a dead engine has dropped the requests.
     with contextlib.suppress(Exception):
         llm.llm_engine.abort_request(names)
-
-
-@contextlib.contextmanager
-def _reporting_finished(engine: Any, finished: Callable[[Any], None]) -> Iterator[None]:
-    """Call `finished` with each output in the block. `vllm.LLM.generate` returns no output before the last request has ended."""
-    step = engine.step
-
-    def step_and_report() -> list[Any]:
-        outputs = step()
-        for output in outputs:
-            if output.finished:
-                finished(output)
-        return outputs
-
-    with Replacement("vllm.v1.engine.llm_engine.LLMEngine.step", engine, step_and_report):
-        yield
 
 
 @contextlib.contextmanager

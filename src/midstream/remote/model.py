@@ -40,8 +40,8 @@ from midstream.requests.invokes import (
     without_destinations,
 )
 from midstream.requests.prompts import Prompt, encode, prompts_of
-from midstream.requests.streams import Item, OutputStream
-from midstream.requests.vectors_and_runs import RunInfo, Runs, Vectors
+from midstream.requests.streams import Called, Item, OutputStream
+from midstream.requests.vectors_and_runs import RunInfo, Runs, Vectors, run_now
 from midstream.runtime.request import Tier
 from midstream.settings import NAME
 from midstream.sweeps.events import Event, Outline, decoded
@@ -377,7 +377,7 @@ class Remote(DescribedModel):
         self._description = self._connection.ask("GET", "description").json()
         self.model_name = self._description["model"]
         self.vectors = RemoteVectors(self._connection)
-        self.runs = RemoteRuns(self._asked, self._is_async)
+        self.runs = RemoteRuns(self._asked, None if self._is_async else run_now)
         self.sinks = Sinks()
 
     @property
@@ -496,25 +496,29 @@ class Remote(DescribedModel):
 
     def _run(
         self, invokes: list[Invoke], together: bool = False, ended: Callable[[int], object] = lambda _: None
-    ) -> list[InvokeResult] | OutputStream:
+    ) -> OutputStream:
         invokes = [replace(invoke, prompt=self._sent(invoke.prompt)) for invoke in self._with_plan(invokes)]
         parts = [invokes] if together else list(_parts(invokes))
         calls = [self._call(part, together) for part in parts]
         deliveries = [self._deliveries(part) for part in parts]
         if self._is_async:
             return RemoteStream(self._connection, calls, deliveries, ended)
-        results = []
-        for (call, endings), delivered in zip(calls, deliveries, strict=True):
-            progress = Progress(endings)
-            for index, _, result in self._connection.messages(call, progress):
-                if result is not None:
-                    ended(1)
-                    if index in delivered:
-                        delivered[index].take(result)
-            for index, delivery in delivered.items():
-                delivery.finish(progress.results[index])
-            results += [progress.results[i] for i in range(len(call.asked))]
-        return results
+
+        def run() -> list[InvokeResult]:
+            results = []
+            for (call, endings), delivered in zip(calls, deliveries, strict=True):
+                progress = Progress(endings)
+                for index, _, result in self._connection.messages(call, progress):
+                    if result is not None:
+                        ended(1)
+                        if index in delivered:
+                            delivered[index].take(result)
+                for index, delivery in delivered.items():
+                    delivery.finish(progress.results[index])
+                results += [progress.results[i] for i in range(len(call.asked))]
+            return results
+
+        return Called(run)
 
     def _call(self, invokes: Sequence[Invoke], together: bool) -> tuple[Call, list[Ending | None]]:
         """The call, and what makes the outcomes of traces that plans do: the server gets no code of these."""

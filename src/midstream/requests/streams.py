@@ -61,16 +61,28 @@ class OutputStream(Awaitable[Any]):
         return self._to_the_end().__await__()
 
     def __aiter__(self) -> AsyncIterator[Any]:
+        self._use()
+        return self._iterate()
+
+    def _use(self) -> None:
         if self._is_used:
             raise TraceError("The outputs of a trace can be iterated over once; the final ones are in `outputs`.")
         self._is_used = True
-        return self._iterate()
+
+    async def gathered(self) -> list[InvokeResult]:
+        """The results of all requests, once they have finished. Errors of single requests are in their results."""
+        self.wants_last = True
+        done: dict[int, InvokeResult] = {}
+        with self.bar:
+            async for index, _, result in self.items():
+                if result is not None:
+                    done[index] = result
+                    self._ended(1)
+        return [done[index] for index in sorted(done)]
 
     async def _to_the_end(self) -> Any:
-        self.wants_last = True
-        with self.bar:
-            async for _ in self:
-                pass
+        self._use()
+        self._keep(await self.gathered())
         return self.outputs[0] if self.gives_one else self.outputs
 
     async def _iterate(self) -> AsyncIterator[Any]:
@@ -83,7 +95,32 @@ class OutputStream(Awaitable[Any]):
                     if result.error is not None or any(outcome.failure is not None for outcome in result.outcomes):
                         continue
                 yield output
-        self.results = [done[index] for index in sorted(done)]
+        self._keep([done[index] for index in sorted(done)])
+
+    def _keep(self, results: list[InvokeResult]) -> None:
+        self.results = results
         self.outputs[:] = [result.output for result in self.results]
         raise_failures(self.results)
         self.when_done(self.results)
+
+
+class Called(OutputStream):
+    """The outputs of requests that a function runs to their end, in this process or with calls that wait.
+
+    Args:
+        run: runs them, and returns their results.
+    """
+
+    def __init__(self, run: Callable[[], list[InvokeResult]]) -> None:
+        super().__init__()
+        self._run = run
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[AsyncIterator[Item]]:
+        results = self._run()
+
+        async def items() -> AsyncGenerator[Item]:
+            for index, result in enumerate(results):
+                yield index, result.output, result
+
+        yield items()

@@ -42,15 +42,10 @@ def run_now(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 class Vectors(MutableMapping[str, Vector]):
-    """Vectors by name. A plan that names a vector uses the one that has the name when the request is submitted.
+    """Vectors by name. A plan that names a vector uses the one that has the name when the request is submitted."""
 
-    Args:
-        changed: called after each change. It may take the changes and send them to the workers.
-    """
-
-    def __init__(self, changed: Callable[[], None] = lambda: None) -> None:
+    def __init__(self) -> None:
         self._vectors: dict[str, Vector] = {}
-        self._changed = changed
         self._set: dict[str, Vector] = {}
         self._deleted: list[str] = []
 
@@ -67,7 +62,6 @@ class Vectors(MutableMapping[str, Vector]):
         del self._vectors[name]
         self._set.pop(name, None)
         self._deleted.append(name)
-        self._changed()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._vectors)
@@ -111,7 +105,6 @@ class Vectors(MutableMapping[str, Vector]):
             Named(name)  # raises for an invalid name
         self._vectors |= vectors
         self._set |= vectors
-        self._changed()
 
 
 class RunInfo(NamedTuple):
@@ -132,11 +125,16 @@ class RunInfo(NamedTuple):
 
 
 class Runs(Mapping[str, RecordedRun]):
-    """The recorded runs by name. On an async engine, `await runs.listing()` and `await runs.delete(name)`."""
+    """The recorded runs by name. On an async engine, `await runs.listing()` and `await runs.delete(name)`.
 
-    def __init__(self, ask: AskWorkers, is_async: bool) -> None:
+    Args:
+        finish: runs a coroutine to its end; None on an async engine, whose user awaits it.
+    """
+
+    def __init__(self, ask: AskWorkers, finish: Callable[[Coroutine[Any, Any, Any]], Any] | None) -> None:
         self._ask = ask
-        self._is_async = is_async
+        self._is_async = finish is None
+        self._finish = finish or (lambda coroutine: coroutine)
         self._handles: dict[str, RecordedRun] = {}  # by name; the workers may have dropped some
 
     def __getitem__(self, name: str) -> RecordedRun:
@@ -164,14 +162,17 @@ class Runs(Mapping[str, RecordedRun]):
 
     def listing(self) -> Any:
         """A RunInfo for each run, the least recently used first. Awaitable on an async engine."""
-        return self._list() if self._is_async else run_now(self._list())
+        return self._finish(self._list())
 
     def delete(self, name: str) -> Any:
         """Forget a run. Running requests that use it go on. Awaitable on an async engine. Raises KeyError for an unknown name."""
-        handle = self._handles[name] if self._is_async else self[name]
-        del self._handles[name]
-        deletion = self._delete(handle)
-        return deletion if self._is_async else run_now(deletion)
+        if not self._is_async:
+            self[name]  # raises if the workers have dropped it
+        return self._finish(self._delete(self._handles.pop(name)))
+
+    async def drop(self, name: str) -> None:
+        """As `delete`, for a coroutine."""
+        await self._delete(self._handles.pop(name))
 
     async def add(self, run: RecordedRun) -> RecordedRun:
         """Add a recorded run, in the place of an older one of its name."""

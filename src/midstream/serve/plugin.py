@@ -221,8 +221,7 @@ async def upload_vectors(request: Request, replace: bool = False) -> Any:
     check_share("bytes of vectors", _bytes(mine), _bytes(together), MAX_VECTOR_BYTES, _bytes(before))
     vectors.update(found)
     server.owners |= dict.fromkeys((("vectors", name) for name in found), owner)
-    async with server.model.connection.sending:
-        await server.model.connection.send_vectors()
+    await server.model.connection.send_vectors()
     return {"vectors": {name: _about(vector) for name, vector in found.items()}}
 
 

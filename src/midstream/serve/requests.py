@@ -37,8 +37,8 @@ from midstream.requests.invokes import Invoke, answers_of
 from midstream.runtime.request import Envelope
 from midstream.serve.captures import MAX_INLINE_BYTES, CaptureStore
 from midstream.settings import NAME
-from midstream.vllm.async_engine import submitted
 from midstream.vllm.model import VLLM
+from midstream.vllm.stream import RunningRequest
 
 MAX_RECEIVING_BYTES = 256 << 20  # of all bodies that are being received
 _STALLED_SECONDS = 30.0  # a body of which nothing comes for so long is given up
@@ -444,7 +444,8 @@ class Served:
 
         async def outputs() -> AsyncGenerator[Any]:
             with _refusing(), self._server.counted():
-                async with submitted(model.connection, [request]) as (running,):
+                async with model.connection.ready([request]) as (mailboxes,):
+                    running = RunningRequest(request, *mailboxes, model.connection)
                     stream = generate(request.prompt, request.params, request_id, **rest)
                     async with contextlib.aclosing(running.outputs(stream)) as found:
                         async for output, result in found:

@@ -21,6 +21,7 @@ from collections.abc import (
     Awaitable,
     Callable,
     Container,
+    Coroutine,
     Generator,
     Iterable,
     Iterator,
@@ -38,7 +39,6 @@ from midstream.plan.values import Capture, Patch, Plan, RecordedRun
 from midstream.progress import Bar
 from midstream.requests.invokes import Answers, Invoke, InvokeResult
 from midstream.requests.prompts import Prompt, encode, offsets_of, prompts_of
-from midstream.requests.vectors_and_runs import run_now
 from midstream.sweeps.events import (
     LOWEST,
     Baselines,
@@ -57,6 +57,7 @@ from midstream.sweeps.results import SweepResult
 
 # Requests in a group, and groups of a sweep at a time: few, because the event loop serves others, too.
 ASYNC_GROUP, ASYNC_GROUPS = 32, 16
+PROCESS_GROUP = 128  # jobs on a model in this process
 # The groups of all sweeps together fill this many of the engine's batches at most: a request that comes later waits behind them.
 _BATCHES = 4
 _BASELINES, _IDENTITIES = 2, 6  # noise runs among the cells of each pair
@@ -168,7 +169,7 @@ class Sweeping:
         config = self._model._text_config
         return int(getattr(config, "num_attention_heads", None) or 0)
 
-    # Running. On a sync engine no await ever waits.
+    # Running. On a model in this process no await ever waits.
 
     async def events(self) -> AsyncGenerator[Event]:
         """The sweep's events. Closing the generator ends the running requests and deletes the recorded runs."""
@@ -250,8 +251,8 @@ class Sweeping:
             jobs = self._jobs(number, cells, grid, source, own)
             yield await self._baselines(number)
             given = (base.ids, self._answers[number], jobs)
-            is_async, count = self._model._is_async, len(cells) + _noise_runs(len(cells))
-            running = self._run_async(*given, count) if is_async else self._run_sync(*given)
+            count = len(cells) + _noise_runs(len(cells))
+            running = self._run_on_engine(*given, count) if self._model.has_engine else self._run(*given)
             async with contextlib.aclosing(running) as done:
                 async for event in done:
                     yield event
@@ -261,7 +262,7 @@ class Sweeping:
         """The source of the patches, and the patched prompt's own run. Recorded runs are leased during the block and then deleted."""
         runs: list[RecordedRun] = []
         recording: Any = self._recorded(number, grid, runs)
-        if not self._model._is_async:
+        if not self._model.has_engine:
             try:
                 yield await recording
             finally:
@@ -299,9 +300,7 @@ class Sweeping:
         for run in runs:
             with contextlib.suppress(MidstreamError, KeyError):  # a dead engine has no runs to delete
                 await self._model.runs.release([run.id])
-                deletion = self._model.runs.delete(run.name)
-                if self._model._is_async:
-                    await deletion
+                await self._model.runs.drop(run.name)
 
     async def _mean(self, sites: list[str], layers: list[int]) -> dict[Any, np.ndarray]:
         """The mean of each site and layer over all tokens of the patched prompts: float32 `[width]`."""
@@ -372,33 +371,35 @@ class Sweeping:
         mask[cell.head] = 1
         return mask.reshape(-1)
 
-    async def _run_sync(self, ids: list[int], answers: Answers, jobs: Iterator[Job]) -> AsyncGenerator[Event]:
-        started: dict[int, tuple[Job, dict[int, InvokeResult]]] = {}
+    async def _run(self, ids: list[int], answers: Answers, jobs: Iterator[Job]) -> AsyncGenerator[Event]:
+        """The events of jobs as they end, one group after the other."""
+        for group in _groups(jobs, PROCESS_GROUP):
+            async for event in self._run_group(ids, answers, group):
+                if event is not None:
+                    yield event
 
-        def invokes() -> Iterator[Invoke]:
-            for number, job in enumerate(jobs):
-                started[number] = job, {}
-                yield from self._invokes(ids, answers, job)
-
-        with contextlib.closing(self._model._stream(invokes())) as results:
-            for index, result in results:
-                number, part = divmod(index, self._parts)
-                job, parts = started[number]
-                parts[part] = result
-                if len(parts) == self._parts:
-                    del started[number]
-                    if (event := self._ended(job, [parts[i] for i in sorted(parts)], answers)) is not None:
-                        yield event
-
-    async def _run_async(
+    async def _run_on_engine(
         self, ids: list[int], answers: Answers, jobs: Iterator[Job], count: int
     ) -> AsyncGenerator[Event]:
+        """The events of jobs as they end, with several groups at a time, which take turns with those of other sweeps."""
         queue: asyncio.Queue[Event | BaseException | None] = asyncio.Queue()
-        groups, tasks = _groups(jobs, self._turns.jobs(len(ids) * self._parts)), set[asyncio.Task[None]]()
+        turns: Turns = self._model.connection.sweep_turns
+        groups, tasks = _groups(jobs, turns.jobs(len(ids) * self._parts)), set[asyncio.Task[None]]()
+
+        async def run(group: list[Job]) -> None:
+            try:
+                async with (
+                    turns.taken(self, len(group) * self._parts * len(ids)),
+                    contextlib.aclosing(self._run_group(ids, answers, group)) as events,
+                ):
+                    async for event in events:
+                        queue.put_nowait(event)
+            except Exception as error:
+                queue.put_nowait(error)
 
         def start(_: Any = None) -> None:
             if (group := next(groups, None)) is not None:
-                task = asyncio.create_task(self._run_group(ids, answers, group, queue))
+                task = asyncio.create_task(run(group))
                 task.add_done_callback(start)
                 tasks.add(task)
 
@@ -417,10 +418,8 @@ class Sweeping:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _run_group(
-        self, ids: list[int], answers: Answers, group: list[Job], queue: asyncio.Queue[Event | BaseException | None]
-    ) -> None:
-        """Run a group. Puts the event of each job into the queue as it ends, None for a job without an event, or an error."""
+    async def _run_group(self, ids: list[int], answers: Answers, group: list[Job]) -> AsyncGenerator[Event | None]:
+        """The event of each job of a group as it ends; None for a job without an event."""
         results: dict[int, InvokeResult] = {}
         waiting = set(range(len(group)))
 
@@ -429,26 +428,17 @@ class Sweeping:
 
         try:
             invokes = [invoke for job in group for invoke in self._invokes(ids, answers, job)]
-            async with self._turns.taken(self, len(invokes) * len(ids)):
-                items: Any = self._model._run(invokes).items()
-                async with contextlib.aclosing(items):
-                    async for index, _, result in items:
-                        if result is None:
-                            continue
-                        results[index], job = result, index // self._parts
-                        if all(part in results for part in parts(job)):
-                            waiting.discard(job)
-                            queue.put_nowait(self._ended(group[job], [results[part] for part in parts(job)], answers))
+            async with contextlib.aclosing(self._model._run(invokes).items()) as items:
+                async for index, _, result in items:
+                    if result is None:
+                        continue
+                    results[index], job = result, index // self._parts
+                    if all(part in results for part in parts(job)):
+                        waiting.discard(job)
+                        yield self._ended(group[job], [results[part] for part in parts(job)], answers)
         except PlanError as error:  # a recorded run is gone
             for job in waiting:
-                queue.put_nowait(self._ended(group[job], [InvokeResult([], None, error=error)], answers))
-        except Exception as error:
-            queue.put_nowait(error)
-
-    @property
-    def _turns(self) -> Turns:
-        """Of all sweeps on the async engine."""
-        return self._model.connection.sweep_turns  # type: ignore[no-any-return]
+                yield self._ended(group[job], [InvokeResult([], None, error=error)], answers)
 
     @property
     def _parts(self) -> int:
@@ -618,15 +608,23 @@ class SweepStream:
 
     On an async engine use `async for`, or await the result. Leaving the loop, or `close()`, ends the sweep.
 
+    Args:
+        finish: runs a coroutine to its end; None on an async engine, whose user awaits it.
+
     Attributes:
         result: the cells that have come so far.
     """
 
-    def __init__(self, sweeping: Any, is_async: bool, bar: Callable[[int], Bar]) -> None:
-        self._sweeping, self._is_async, self._bar = sweeping, is_async, bar
+    def __init__(
+        self, sweeping: Any, finish: Callable[[Coroutine[Any, Any, Any]], Any] | None, bar: Callable[[int], Bar]
+    ) -> None:
+        self._sweeping, self._finish, self._bar = sweeping, finish, bar
         self._events: AsyncGenerator[Event] = sweeping.events()
-        if not is_async:
-            run_now(anext(self._events))  # type: ignore[arg-type]  # raises what is wrong with the arguments
+        if finish is not None:
+            finish(self._next())  # raises what is wrong with the arguments
+
+    async def _next(self) -> Event | None:
+        return await anext(self._events, None)
 
     @property
     def result(self) -> SweepResult:
@@ -640,14 +638,10 @@ class SweepStream:
         return self._events
 
     def __iter__(self) -> Generator[Cell]:
-        if self._is_async:
+        if self._finish is None:
             raise MidstreamError("This sweep is on an async engine. Write `async for cell in model.sweep(...)`.")
         try:
-            while True:
-                try:
-                    event = run_now(anext(self._events))  # type: ignore[arg-type]
-                except StopAsyncIteration:
-                    return
+            while (event := self._finish(self._next())) is not None:
                 if isinstance(event, Cell):
                     yield event
         finally:
@@ -664,7 +658,7 @@ class SweepStream:
 
     async def _to_the_end(self) -> SweepResult:
         async with contextlib.aclosing(self._events) as events:
-            if self._is_async:
+            if self._finish is None:
                 await anext(events, None)  # the outline
             with self._bar(self.result.outline.cells) as bar:
                 async for event in events:
@@ -673,7 +667,8 @@ class SweepStream:
 
     def run(self) -> SweepResult:
         """Run the sweep to its end. Only for sync engines."""
-        return run_now(self._to_the_end())  # type: ignore[no-any-return]
+        assert self._finish is not None
+        return self._finish(self._to_the_end())  # type: ignore[no-any-return]
 
     def draw(self, site: str | None = None, *, seconds: float = 0.5) -> SweepResult:
         """Run the sweep to its end in a notebook, with a figure that fills while the cells come. Needs IPython and matplotlib.
@@ -703,4 +698,8 @@ class SweepStream:
 
     def close(self) -> None:
         """End the sweep, and delete its recorded runs. Only for sync engines."""
-        run_now(self._events.aclose())  # type: ignore[arg-type]
+        assert self._finish is not None
+        self._finish(self._end())
+
+    async def _end(self) -> None:
+        await self._events.aclose()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -18,10 +18,11 @@ from midstream.arch.aliases import Aliases, Rename
 from midstream.arch.detect import show_tree
 from midstream.capture.sinks import Sinks
 from midstream.client.model import TraceModel, loading_arguments
-from midstream.errors import MidstreamError, ParameterError, PlanError, PromptError
+from midstream.errors import MidstreamError, ParameterError, PromptError
 from midstream.plan.values import ModelFacts
 from midstream.requests.invokes import Invoke, InvokeResult, runs_of, token_ids
 from midstream.requests.prompts import prompts_of
+from midstream.requests.streams import Called, OutputStream
 from midstream.requests.vectors_and_runs import Runs, Vectors, run_now
 from midstream.runtime.store import RunStore, make_run
 from midstream.settings import RECORD_BYTES
@@ -51,9 +52,9 @@ _SPREAD = ("balanced", "balanced_low_0", "sequential")  # values of device_map f
 BATCH_TOKENS = 2048  # of prompts with plans that run together, and of what they generate
 
 
-def _batch_size(tokens: int, invoke: Invoke) -> int:
-    """How many prompts like this one, of so many tokens, run together."""
-    return max(BATCH_TOKENS // (tokens + invoke.params["max_tokens"]), 1)
+def batch_size(tokens: int, max_tokens: int) -> int:
+    """How many prompts of so many tokens run together."""
+    return max(BATCH_TOKENS // (tokens + max_tokens), 1)
 
 
 def _loaded(name: str, arguments: Mapping[str, Any]) -> nn.Module:
@@ -109,6 +110,8 @@ class LanguageModel(TraceModel):
 
     _has_logprobs = False
 
+    has_engine = False
+
     def __init__(
         self,
         model: str | nn.Module,
@@ -135,7 +138,7 @@ class LanguageModel(TraceModel):
         self.edits, self.progress = {}, progress
         self.vectors = Vectors()
         self._run_store = RunStore(record_bytes)
-        self.runs = Runs(self._ask_runs, False)
+        self.runs = Runs(self._ask_runs, run_now)
         self.sinks = Sinks()
         weakref.finalize(self, self.sinks.close)
         self._lock = threading.RLock()
@@ -213,7 +216,10 @@ class LanguageModel(TraceModel):
 
     def _run(
         self, invokes: list[Invoke], together: bool = False, ended: Callable[[int], object] = lambda _: None
-    ) -> list[InvokeResult]:
+    ) -> OutputStream:
+        return Called(lambda: self._run_now(invokes, ended))
+
+    def _run_now(self, invokes: list[Invoke], ended: Callable[[int], object]) -> list[InvokeResult]:
         """Run traces as one batch, and requests without traces in the batches of `_batches`."""
         invokes = self._on_copies(invokes)
         prompts = [[] if each.prompt is None else prompts_of(each.prompt)[0] for each in invokes]
@@ -267,18 +273,6 @@ class LanguageModel(TraceModel):
 
         return keeps
 
-    def _stream(self, invokes: Iterator[Invoke]) -> Generator[tuple[int, InvokeResult]]:
-        numbers = itertools.count()
-        for first in invokes:
-            size = _batch_size(len(self._token_ids(first)), first)
-            group = [first, *itertools.islice(invokes, size - 1)]
-            try:
-                results = self._run(group)
-            except PlanError as error:  # a recorded run is gone
-                results = [InvokeResult([], None, error=error) for _ in group]
-            for result in results:
-                yield next(numbers), result
-
     def _batches(self, invokes: Sequence[BatchInvoke]) -> Iterator[list[BatchInvoke]]:
         """The batches of invokes with plans: greedy ones of equal length and parameters together, so that none is padded; others alone."""
         alike: dict[Any, list[BatchInvoke]] = {}
@@ -289,7 +283,7 @@ class LanguageModel(TraceModel):
             key = id(each) if is_alone else (len(each.requests[0].prompt), repr(sorted(params.items())))
             alike.setdefault(key, []).append(each)
         for group in alike.values():
-            size = _batch_size(len(group[0].requests[0].prompt), group[0].invoke)
+            size = batch_size(len(group[0].requests[0].prompt), group[0].invoke.params["max_tokens"])
             yield from (group[first : first + size] for first in range(0, len(group), size))
 
     def _token_ids(self, invoke: Invoke) -> list[int]:

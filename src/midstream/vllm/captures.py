@@ -5,10 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-import threading
-from collections import defaultdict
-from collections.abc import Coroutine, Iterator, Sequence
-from concurrent import futures
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
@@ -186,13 +183,6 @@ class RowReceiver:
                 self._outcome = self.here(found, generated)
         return self._outcome
 
-    def gather_early(self) -> None:
-        """Gather rows of the prompt while the engine runs. All rows are here."""
-        for sample in self._samples:
-            if sample.capture is not None:
-                with contextlib.suppress(CaptureError):  # `result` raises it
-                    sample.capture.gather_early(len(self._plan.prompt))
-
     def discard(self) -> None:
         """Drop the rows: nobody will ask for the result."""
         self._is_discarded = True
@@ -201,98 +191,11 @@ class RowReceiver:
                 sample.capture.discard()
 
 
-class RowThread:
-    """Takes captured rows in a thread, while the caller's thread runs the engine. It also makes the outcomes of traces that only keep what
-    a plan captures.
-
-    Args:
-        receivers: the receivers of requests without sinks. Their rows come to one mailbox, `shared`.
-        followed: the receiver and the mailbox of each request with sinks. Its end goes to the sinks while other requests run.
-    """
-
-    def __init__(
-        self,
-        receivers: Sequence[RowReceiver],
-        shared: Mailbox | None,
-        followed: Sequence[tuple[RowReceiver, Mailbox]] = (),
-    ) -> None:
-        self._receivers = [*receivers, *(receiver for receiver, _ in followed)]
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="midstream-captures", daemon=True)
-        self._thread.start()
-        self._generated: defaultdict[str, asyncio.Future[Sequence[int]]] = defaultdict(self._loop.create_future)
-        tasks: list[Coroutine[Any, Any, None]] = [self._follow(receiver, box) for receiver, box in followed]
-        tasks += [self._take_all(receivers, shared)] if shared is not None else []
-        self._tasks = [asyncio.run_coroutine_threadsafe(task, self._loop) for task in tasks]
-
-    def end(self, request_id: str, generated: Sequence[int]) -> None:
-        """A request has ended with so many tokens in each sample. Its last rows may come later."""
-
-        def tell() -> None:
-            if not (future := self._generated[request_id]).done():
-                future.set_result(generated)
-
-        self._loop.call_soon_threadsafe(tell)
-
-    async def _follow(self, receiver: RowReceiver, box: Mailbox) -> None:
-        await receiver.follow(box)
-        if receiver.request_id:
-            receiver.end(await self._generated[receiver.request_id])
-
-    async def _take_all(self, receivers: Sequence[RowReceiver], box: Mailbox) -> None:
-        """Take the rows that come to a mailbox, until all receivers are complete."""
-        waiting, running = {receiver.key: receiver for receiver in receivers}, []
-        try:
-            while waiting:
-                message = await _next(box)
-                if (receiver := waiting.get(message[0]["key"])) is not None:
-                    receiver.take(*message)
-                    if receiver.is_complete:
-                        del waiting[receiver.key]
-                        receiver.gather_early()
-                        if receiver.here is not None and receiver.request_id:
-                            running.append(asyncio.create_task(self._run(receiver)))
-                            await asyncio.sleep(0)  # `_next` lets no other task run while messages wait
-            await asyncio.gather(*running)
-        finally:
-            for task in running:
-                task.cancel()
-
-    async def _run(self, receiver: RowReceiver) -> None:
-        """Run the code of a request's trace while other requests run."""
-        (generated,) = await self._generated[receiver.request_id]
-        with contextlib.suppress(MidstreamError):  # `put_captures` asks again, and gets it
-            receiver.outcome(generated)
-
-    def wait(self) -> None:
-        """Wait for all rows, after the requests have ended. Raises CaptureError if no more rows arrive."""
-        for task in self._tasks:
-            while not futures.wait([task], RESULT_SECONDS).done:
-                if not any([receiver.has_progressed() for receiver in self._receivers]):
-                    raise rows_missing()
-            task.result()
-
-    def close(self) -> None:
-        """End the thread; rows that have not arrived are not waited for."""
-        for task in self._tasks:
-            task.cancel()
-        asyncio.run_coroutine_threadsafe(_settle(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-
 async def _next(box: Mailbox) -> tuple[dict[str, Any], Any]:
     try:
         return await box.aget()
     except ChannelClosedError as error:
         raise EngineClosedError(f"The engine has gone before the captured rows came: {error}") from error
-
-
-async def _settle() -> None:
-    """Wait for the other tasks of this loop."""
-    rest = asyncio.all_tasks() - {asyncio.current_task()}
-    await asyncio.gather(*rest, return_exceptions=True)
 
 
 def rows_missing() -> CaptureError:

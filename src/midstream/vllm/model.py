@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import secrets
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal, Self
@@ -22,7 +21,6 @@ from midstream.lowering.tiers import Lowered, Lowering, lower_trace
 from midstream.plan.values import Plan
 from midstream.requests.invokes import (
     Invoke,
-    InvokeResult,
     PreparedPlan,
     engine_params,
     token_ids,
@@ -32,11 +30,9 @@ from midstream.runtime.request import Envelope, PlanRequest, Tier, TraceRequest,
 from midstream.settings import GRAPH_BYTES, NAME, RECORD_BYTES, TRACE_SHARE, WEIGHT_BYTES, Settings, chosen_graph_sites
 from midstream.trace.program import ShippedCode
 from midstream.trace.weights import Weight
-from midstream.vllm.async_engine import EngineStream
 from midstream.vllm.captures import RowReceiver
-from midstream.vllm.engine import EngineConnection, EngineRequest, run_continuously, run_requests
-
-_GROUP = 32  # invokes that become requests at a time
+from midstream.vllm.engine import EngineConnection, EngineRequest
+from midstream.vllm.stream import EngineStream
 
 
 class VLLM(DescribedModel):
@@ -175,8 +171,7 @@ class VLLM(DescribedModel):
 
         A list with a dict for each worker; awaitable with `mode="async"`.
         """
-        self._connection.drop_interrupted()
-        return self._connection.ask("midstream_gauges")
+        return self._connection.finish(self._connection.gauges())
 
     @property
     def description(self) -> dict[str, Any]:
@@ -199,28 +194,17 @@ class VLLM(DescribedModel):
     def is_sharded(self) -> bool:
         return self.vllm_config.parallel_config.tensor_parallel_size > 1
 
+    def _finish(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return self._connection.finish(coroutine)
+
     def __repr__(self) -> str:
         return "<VLLM, closed>" if self._connection.is_closed else super().__repr__()
 
     # Running.
 
-    def _stream(self, invokes: Iterator[Invoke]) -> Generator[tuple[int, InvokeResult]]:
-        def requests() -> Iterator[EngineRequest | PlanError]:
-            while group := self._with_plan(list(itertools.islice(invokes, _GROUP))):
-                try:
-                    yield from self._requests(
-                        group,
-                        [token_ids(invoke, lambda: self.tokenizer, self._architectures) for invoke in group],
-                        None,
-                    )
-                except PlanError as error:  # a recorded run is gone
-                    yield from [error] * len(group)
-
-        return run_continuously(self._connection, requests())
-
     def _run(
         self, invokes: list[Invoke], together: bool = False, ended: Callable[[int], object] = lambda _: None
-    ) -> list[InvokeResult] | EngineStream:
+    ) -> EngineStream:
         invokes = self._with_plan([_with_carried_plan(invoke) for invoke in invokes])
         prompts = [token_ids(invoke, lambda: self.tokenizer, self._architectures) for invoke in invokes]
         code = self._code(invokes)
@@ -228,9 +212,6 @@ class VLLM(DescribedModel):
         if code is not None and self._connection.is_described:
             steps = [self._most_steps(invoke, ids) for invoke, ids in zip(invokes, prompts, strict=True)]
             lowering = lower_trace(self._programs(invokes), code, self._known, list(map(len, prompts)), steps)
-        if not self._is_async:
-            requests = self._requests(invokes, prompts, code, together, lowering)
-            return run_requests(self._connection, requests, ended)
         if not self._connection.is_described and any(invoke.plan for invoke in invokes):
             # Plans are checked once the engine has started.
             return EngineStream(self._connection, lambda: self._requests(invokes, prompts, code, together), ended)

@@ -1,48 +1,46 @@
-"""Requests on an async vLLM engine."""
+"""Requests on a vLLM engine: their outputs, with saved values, captures and answers on them."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
 import time
 import typing
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from functools import cache, partial
 from typing import Any
 
+from midstream.capture.rows import Captured
 from midstream.engine import launch
-from midstream.errors import ChannelClosedError
-from midstream.requests.invokes import InvokeResult, runs_of, sample_saves
+from midstream.errors import (
+    NOT_FINITE,
+    ChannelClosedError,
+    EngineClosedError,
+    MidstreamError,
+    NotFiniteError,
+    PlanError,
+    TraceError,
+    UnsendableError,
+)
+from midstream.ranks.merge import merged_outcomes
+from midstream.requests.invokes import Answers, InvokeResult, sample_saves
 from midstream.requests.streams import Item, OutputStream
-from midstream.requests.vectors_and_runs import Runs
-from midstream.trace.program import Outcome
+from midstream.trace.program import STOPPED, Outcome, put_results
 from midstream.transport.receiver import Mailbox
 from midstream.vllm.captures import RESULT_SECONDS, rows_missing, sample_index
-from midstream.vllm.engine import (
-    EngineConnection,
-    EngineRequest,
-    graded,
-    merge_stages,
-    put_captures,
-    results_lost,
-    trace_ids,
-    traced_result,
-    weights_of,
-)
+from midstream.vllm.engine import EngineConnection, EngineRequest
 
 _SINK_THREADS = 1024  # how many requests can wait for their sinks at a time
 _LONG_SECONDS = 0.002  # a reading that takes longer is done on another thread the next time
-_DROP_SECONDS = 10.0  # a trace that is being abandoned may block a worker
 # The number of a request, its output, and its result if it has finished; or an error.
 _Queued = Item | BaseException
 _StageMessage = tuple[dict[str, Any], list[Outcome]]
 
 
 class EngineStream(OutputStream):
-    """The outputs of requests on an `AsyncLLM`.
+    """The outputs of requests on a vLLM engine.
 
     Args:
         prepare: returns the requests; called when the engine has started.
@@ -81,7 +79,8 @@ class EngineStream(OutputStream):
         self._loop = asyncio.get_running_loop()
         requests = self._prepare()
         async with AsyncExitStack() as stack:
-            each = await stack.enter_async_context(submitted(connection, requests))
+            boxes = await stack.enter_async_context(connection.ready(requests))
+            each = [RunningRequest(request, *both, connection) for request, both in zip(requests, boxes, strict=True)]
             connection.streams.add(self)
             stack.callback(connection.streams.discard, self)
             if self.wants_last:
@@ -91,18 +90,14 @@ class EngineStream(OutputStream):
             items = self._single(each[0]) if len(each) == 1 else self._merged(each)
             yield await stack.enter_async_context(contextlib.aclosing(items))
 
-    async def _drop(self, requests: Sequence[EngineRequest], each: Sequence[AsyncRequest]) -> None:
-        """Have the workers forget the traces of requests that did not come to their end."""
-        unfinished = not all(request.is_finished for request in each)
-        if unfinished and (traces := trace_ids(requests)) and self._connection.is_open:
-            drop = self._connection.ask("midstream_drop", traces)
-            with contextlib.suppress(Exception):  # a dead engine has dropped them
-                await asyncio.wait_for(drop, _DROP_SECONDS)
+    async def _drop(self, requests: Sequence[EngineRequest], each: Sequence[RunningRequest]) -> None:
+        if not all(request.is_finished for request in each):
+            await self._connection.drop(requests)
 
-    async def _single(self, request: AsyncRequest) -> AsyncGenerator[Item]:
+    async def _single(self, request: RunningRequest) -> AsyncGenerator[Item]:
         """The outputs of one request, without a task and a queue, which cost each token something too."""
         try:
-            async with request.on(self._connection.engine) as stream:
+            async with request.submitted() as stream:
                 while self._error is None:
                     self._waiting = asyncio.current_task()
                     output = await anext(stream, None)
@@ -119,7 +114,7 @@ class EngineStream(OutputStream):
             raise
         raise self._error
 
-    async def _merged(self, each: Sequence[AsyncRequest]) -> AsyncGenerator[Item]:
+    async def _merged(self, each: Sequence[RunningRequest]) -> AsyncGenerator[Item]:
         """The outputs of several requests as they come."""
         tasks = [asyncio.create_task(self._follow(index, request)) for index, request in enumerate(each)]
         left = len(tasks)
@@ -135,10 +130,10 @@ class EngineStream(OutputStream):
                 task.cancel()  # vLLM aborts a request whose consumer is cancelled
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _follow(self, index: int, request: AsyncRequest) -> None:
+    async def _follow(self, index: int, request: RunningRequest) -> None:
         """Run one request, and queue its outputs or its error."""
         try:
-            async with request.on(self._connection.engine) as stream:
+            async with request.submitted() as stream:
                 async for output in stream:
                     result = None if request.passes(output) else await request.take(output)
                     self._queue.put_nowait((index, output, result))
@@ -147,59 +142,23 @@ class EngineStream(OutputStream):
             self._queue.put_nowait(error)
 
 
-@contextlib.asynccontextmanager
-async def submitted(
-    connection: EngineConnection, requests: Sequence[EngineRequest]
-) -> AsyncIterator[list[AsyncRequest]]:
-    """Requests that may run in the block: the workers have the vectors and keep the runs that they need, and mailboxes are open.
-
-    Raises PlanError if a run that they need is gone.
-    """
-    async with AsyncExitStack() as stack:
-        async with connection.sending:
-            await connection.send_vectors()
-        if runs := runs_of([request.plan for request in requests]):
-            lease = asyncio.ensure_future(connection.runs.lease(runs))
-            stack.push_async_callback(_released, connection.runs, runs, lease)
-            await asyncio.shield(lease)
-        await stack.enter_async_context(connection.weights.used(weights_of(requests)))
-        boxes = connection.mailboxes(requests, stack)
-        yield [AsyncRequest(request, *both, connection.stages) for request, both in zip(requests, boxes, strict=True)]
-
-
-_releasing: set[asyncio.Task[None]] = set()
-
-
-async def _released(runs: Runs, ids: list[str], lease: Awaitable[Any]) -> None:
-    """Release leases in a task of its own: a server cancels a request's task again at each of its awaits."""
-    task = asyncio.create_task(_release(runs, ids, lease))
-    _releasing.add(task)  # asyncio holds its tasks weakly
-    task.add_done_callback(_releasing.discard)
-    await asyncio.shield(task)
-
-
-async def _release(runs: Runs, ids: list[str], lease: Awaitable[Any]) -> None:
-    """Release leases once `lease` is done: the task that waited for it may have been cancelled."""
-    with contextlib.suppress(Exception):  # a lease that failed has nothing to release, and a dead engine holds none
-        await lease
-        await runs.release(ids)
-
-
-class AsyncRequest:
+class RunningRequest:
     """One running request.
 
     Attributes:
         is_finished: whether its last output has been taken.
     """
 
-    def __init__(self, request: EngineRequest, saves: Mailbox | None, rows: Mailbox | None, stages: int) -> None:
-        self._request, self._row_box = request, rows
+    def __init__(
+        self, request: EngineRequest, saves: Mailbox | None, rows: Mailbox | None, connection: EngineConnection
+    ) -> None:
+        self._request, self._row_box, self._connection = request, rows, connection
         self._samples: int = request.params.n
-        self._has_saves, self._saves = saves is not None, _Saves(saves, self._samples, stages)
+        self._has_saves, self._saves = saves is not None, _Saves(saves, self._samples, connection.stages)
         self._generated = [0] * self._samples
         self._seen: dict[int, Any] = {}  # the last output of each sample
         self._answers: dict[str | int, float] | None = None
-        self._following: asyncio.Task[None] | None = None  # takes captured rows as they arrive
+        self._following: asyncio.Future[None] | None = None  # takes captured rows as they arrive
         self.is_finished = False
         is_cumulative = request.params.output_kind.name != "DELTA"
         self._is_plain = (
@@ -213,10 +172,10 @@ class AsyncRequest:
             params.output_kind = type(params.output_kind).FINAL_ONLY
 
     @contextlib.asynccontextmanager
-    async def on(self, engine: Any) -> AsyncIterator[AsyncGenerator[Any]]:
-        """Run on an `AsyncLLM` in the block, which gets vLLM's outputs. Leaving it early aborts the request."""
-        with launch.own_errors(engine):
-            stream = engine.generate(self._request.prompt, self._request.params, secrets.token_hex(8))
+    async def submitted(self) -> AsyncIterator[AsyncGenerator[Any]]:
+        """Run on the engine in the block, which gets vLLM's outputs. Leaving it early aborts the request."""
+        with launch.own_errors(self._connection.engine):
+            stream = self._connection.generate(self._request)
             async with self.followed(stream):
                 yield stream
 
@@ -233,7 +192,7 @@ class AsyncRequest:
             if self._request.rows is None or self._row_box is None:
                 yield
                 return
-            self._following = asyncio.create_task(self._request.rows.follow(self._row_box, _pool()))
+            self._following = self._connection.follow(self._request.rows, self._row_box, _pool())
             try:
                 yield
             finally:
@@ -277,12 +236,14 @@ class AsyncRequest:
         rows, following = self._request.rows, self._following
         if rows is None or following is None:
             return put_captures(result, self._request, self._generated)
-        while not (await asyncio.wait([following], timeout=RESULT_SECONDS))[0]:
-            if not rows.has_progressed():
+        while not following.done():
+            done, _ = await asyncio.wait([following], timeout=RESULT_SECONDS)
+            if not done and not rows.has_progressed():
                 raise rows_missing()
         following.result()
         put = partial(put_captures, result, self._request, self._generated)
-        if rows.has_sinks or rows.here is not None:  # sinks and a trace's code may take long
+        # Sinks and a trace's code may take long, and an async engine's event loop serves others, too.
+        if self._connection.is_async and (rows.has_sinks or rows.here is not None):
             await asyncio.get_running_loop().run_in_executor(_pool(), put)
         else:
             put()
@@ -353,3 +314,82 @@ class _Saves:
 
 def _step(message: _StageMessage) -> int:
     return message[1][0].steps
+
+
+# Results.
+
+
+def graded(output: Any, answers: Answers) -> dict[str | int, float] | None:
+    """The answers' log-probabilities, in nats; None if the output has no first token."""
+    if not answers:
+        return {}
+    if not (logprobs := output.outputs[0].logprobs):
+        return None
+    return {answer: logprobs[0][token].logprob for answer, token in answers.items()}
+
+
+def counts_of(output: Any) -> list[int]:
+    """The number of tokens of each sample."""
+    return [len(sample.token_ids) for sample in output.outputs]
+
+
+def put_captures(result: InvokeResult, request: EngineRequest, counts: Sequence[int]) -> None:
+    """Put the captures of a request that has ended on its output, or the error on its result. All its rows have come.
+
+    Args:
+        counts: the number of tokens of each sample.
+    """
+    output, rows, result.plan = result.output, request.rows, request.plan
+    output.captures = None
+    if rows is not None:
+        rows.end(counts)
+    outcomes: list[Outcome] = []  # of a trace without code in the engine; none of them has `tracer.result`
+    try:
+        _raise_if_refused(output)
+        captures: Any = Captured.nothing(output.request_id)
+        if rows is not None and rows.here is not None:
+            outcomes = [rows.outcome(*counts)]
+        elif rows is not None:
+            captures = rows.result(counts)
+        elif request.ending is not None:
+            outcomes = [request.ending(captures, count) for count in counts]
+    except MidstreamError as error:
+        result.error = error
+        return
+    output.captures = captures
+    if outcomes:
+        result.outcomes = outcomes
+        output.saves = sample_saves([[outcome] for outcome in outcomes])
+
+
+def _raise_if_refused(output: Any) -> None:
+    """Raise PlanError or NotFiniteError if the engine ended the request because of its plan or trace."""
+    for sample in output.outputs:
+        if sample.finish_reason == "error" and isinstance(sample.stop_reason, str):
+            raise (NotFiniteError if sample.stop_reason.startswith(NOT_FINITE) else PlanError)(sample.stop_reason)
+
+
+def results_lost(error: ChannelClosedError) -> MidstreamError:
+    return EngineClosedError(f"The engine has gone before a trace's results came: {error}")
+
+
+def merge_stages(messages: Iterable[tuple[dict[str, Any], list[Outcome]]], samples: int) -> list[list[Outcome]]:
+    """The outcomes of each of a request's samples, merged from the messages of the pipeline stages."""
+    each: dict[int, dict[int, list[Outcome]]] = {}
+    for header, outcomes in messages:
+        if isinstance(outcomes, UnsendableError):
+            raise TraceError(f"The saved values of the trace could not be sent: {outcomes}.")
+        each.setdefault(sample_index(header["request"], samples), {})[header["stage"]] = outcomes
+    return [merged_outcomes([of_stage for _, of_stage in sorted(each[sample].items())]) for sample in sorted(each)]
+
+
+def traced_result(samples: Sequence[list[Outcome]], output: Any) -> InvokeResult:
+    """The result of a traced request, with the saved values on its output."""
+    error = put_results((outcome for sample in samples for outcome in sample), output)
+    output.saves = sample_saves(samples)
+    for outcomes_of_sample, sample in zip(samples, output.outputs, strict=False):
+        if any(outcome.stopped for outcome in outcomes_of_sample) and sample.finish_reason == "length":
+            sample.finish_reason, sample.stop_reason = "stop", STOPPED  # the engine has ended it by max_tokens
+    # Of the edits' outcomes only errors are needed from here on.
+    outcomes = [o for own, *edits in samples for o in (own, *(edit for edit in edits if edit.failure is not None))]
+    return InvokeResult(outcomes, output, error=error)

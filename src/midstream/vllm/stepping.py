@@ -1,0 +1,138 @@
+"""A `vllm.LLM` as coroutines use it: whenever all of them wait, it makes a step."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import selectors
+import threading
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from midstream.engine import launch
+
+
+@dataclass(eq=False)
+class _Submission:
+    """A request on its way. `output` gets its last output."""
+
+    prompt: dict[str, Any]
+    params: Any
+    output: asyncio.Future[Any]
+
+
+class Stepper:
+    """Runs coroutines for callers without an event loop, on the caller's thread, and the requests that they make on a `vllm.LLM`."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+        self._lock = threading.RLock()
+        self._loop = asyncio.SelectorEventLoop(_Selector(self._step))
+        self._rows = asyncio.new_event_loop()  # on a thread of its own
+        self._thread = threading.Thread(target=self._rows.run_forever, name="midstream-rows", daemon=True)
+        self._thread.start()
+        self._new: list[_Submission] = []
+        self._running: dict[str, _Submission] = {}  # by vLLM's ids
+        self._is_interrupted = False
+
+    def finish(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """The coroutine's result. Calls from several threads run one after the other."""
+        with self._lock, _no_running_loop():
+            task = self._loop.create_task(coroutine)
+            try:
+                return self._loop.run_until_complete(task)
+            except BaseException:
+                if not task.done():  # the user has interrupted it, maybe because a trace of theirs does not end
+                    task.cancel()
+                    self._is_interrupted = True
+                    with contextlib.suppress(asyncio.CancelledError):
+                        self._loop.run_until_complete(task)
+                raise
+            finally:
+                self._is_interrupted = False
+
+    def follow(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Future[None]:
+        """Run a coroutine that goes on during steps, in which the engine may wait for it."""
+        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._rows), loop=self._loop)
+
+    async def generate(self, prompt: dict[str, Any], params: Any) -> AsyncGenerator[Any]:
+        """The last output of a request. Closing the generator aborts it."""
+        request = _Submission(prompt, params, self._loop.create_future())
+        if not self._new:  # requests that are made together are submitted together
+            self._loop.call_soon(self._submit)
+        self._new.append(request)
+        try:
+            yield await request.output
+        finally:
+            if names := [name for name, each in self._running.items() if each is request]:
+                del self._running[names[0]]
+                launch.abort(self._llm, names)
+
+    def _submit(self) -> None:
+        requests, self._new = [each for each in self._new if not each.output.done()], []
+        try:
+            names = launch.submit(self._llm, [each.prompt for each in requests], [each.params for each in requests])
+        except Exception as error:
+            _fail(requests, error)
+        else:
+            self._running.update(zip(names, requests, strict=True))
+
+    def _step(self) -> bool:
+        """Make a step if there are requests. Returns whether there were."""
+        if not self._running or self._is_interrupted:
+            return False
+        try:
+            outputs = launch.step(self._llm)
+        except Exception as error:
+            requests, self._running = list(self._running.values()), {}
+            _fail(requests, error)
+        else:
+            for output in outputs:
+                request = self._running.pop(output.request_id, None)
+                if request is not None and not request.output.done():
+                    request.output.set_result(output)
+        return True
+
+    def close(self) -> None:
+        """End the threads."""
+        self._rows.call_soon_threadsafe(self._rows.stop)
+        self._thread.join()
+        self._rows.close()
+        self._loop.close()
+
+
+class _Selector(selectors.DefaultSelector):
+    """An event loop asks its selector to wait when no coroutine can go on."""
+
+    def __init__(self, step: Callable[[], bool]) -> None:
+        super().__init__()
+        self._step = step
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        """As of selectors, with a step of the engine in place of the waiting."""
+        if (timeout is None or timeout > 0) and self._step():
+            timeout = 0
+        return super().select(timeout)
+
+
+@contextlib.contextmanager
+def _no_running_loop() -> Iterator[None]:
+    """Take the event loop off this thread that the caller may run on it, as a notebook does, so that another can run."""
+    loop = asyncio._get_running_loop()
+    task = asyncio.current_task(loop) if loop is not None else None
+    if loop is not None and task is not None:
+        asyncio.tasks._leave_task(loop, task)
+    asyncio._set_running_loop(None)
+    try:
+        yield
+    finally:
+        asyncio._set_running_loop(loop)
+        if loop is not None and task is not None:
+            asyncio.tasks._enter_task(loop, task)
+
+
+def _fail(requests: list[_Submission], error: Exception) -> None:
+    for request in requests:
+        if not request.output.done():
+            request.output.set_exception(error)
