@@ -20,7 +20,7 @@ from oracle import Plain, close
 
 from midstream import Capture, Steer, open_captures
 from midstream.errors import EngineClosedError, InterventionError, InterventionErrorGroup, MidstreamError, TraceError
-from midstream.vllm import async_engine as vllm_async
+from midstream.vllm import stream as vllm_stream
 
 if TYPE_CHECKING:
     from midstream import VLLM, LanguageModel
@@ -508,7 +508,7 @@ def test_d5_a_slow_function_holds_up_no_other_requests_rows(
     model: VLLM, drive: Drive, plain: Plain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Seen failing with four threads for all sinks: the rows of the other had come, and were said to be missing."""
-    monkeypatch.setattr(vllm_async, "RESULT_SECONDS", 3.0)
+    monkeypatch.setattr(vllm_stream, "RESULT_SECONDS", 3.0)
 
     def slow(*_: Any) -> None:
         time.sleep(0.05)

@@ -9,7 +9,7 @@ from midstream.capture.rows import Routes
 from midstream.plan.values import ModelFacts
 from midstream.requests.invokes import PreparedPlan
 from midstream.requests.vectors_and_runs import Runs
-from midstream.vllm.async_engine import EngineStream
+from midstream.vllm.stream import EngineStream
 from midstream.vllm.engine import EngineRequest
 
 RUN = RecordedRun("a", "a", (1,), ("resid_post",), (0,), (0,))

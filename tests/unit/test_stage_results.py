@@ -24,7 +24,7 @@ from midstream.trace.program import Failure, Outcome
 from midstream.trace.tracer import Result
 from midstream.transport.receiver import Mailbox, Receiver
 from midstream.transport.sender import Sender
-from midstream.vllm.async_engine import _Saves
+from midstream.vllm.stream import _Saves
 from midstream.vllm.engine import collect
 
 KEY = ("trace", 0)

@@ -187,7 +187,7 @@ _SERVER = (
          "Lets running requests end, and their last outputs arrive, before the engine ends.",
          signature="(timeout=timeout)", role=Role.SERVER),
     Seam("vllm.v1.engine.output_processor.OutputProcessor", READS, "midstream.serve.requests.draining",
-         "Whether requests run.", members="has_unfinished_requests()", role=Role.FRONT_END),
+         "Whether requests run.", members="has_unfinished_requests()"),
     Seam("vllm.v1.engine.async_llm.AsyncLLM", READS, "midstream.serve.requests.draining", "Which requests run.",
          members="errored; output_processor"),
     Seam("vllm.plugins.endpoint_plugins.interface.EndpointPlugin", READS, "midstream.serve.plugin.Plugin",
