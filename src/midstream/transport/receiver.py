@@ -7,8 +7,8 @@
     header, value = box.get(timeout=60)                    # or: await box.aget()
     box.close()
 
-`send` pickles the value without its tensors, queues it and returns. The sender's thread copies the tensors (`staging`) and writes the
-frame (`wire`). On one host the bytes lie in a memfd that the client maps, so the copy into it is the only one. Here a thread for each
+`send` pickles the value without its tensors, queues it and returns. The sender's `Copier` copies the tensors to host memory, and its
+thread writes the frame (`wire`). On one host the bytes lie in a memfd that the client maps, so the copy into it is the only one. Here a thread for each
 worker routes messages to mailboxes. The reader of a mailbox unpickles the values; messages that were sent together are unpickled by the
 receiving thread.
 
