@@ -17,8 +17,9 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from figures import Results
 from overhead import FEATURES, LOADS, PARAMS, long_prompts, sae
-from side_by_side import SHAPES, add_arguments, describe_machine, engine_arguments, in_turns, mean, median, settle
+from side_by_side import SHAPES, add_arguments, engine_arguments, in_turns, mean, settle
 
 COUNT, (PROMPT, _), (TOKENS, _) = LOADS["equal"]
 LONG = 512  # prompt tokens where every layer is saved
@@ -115,12 +116,15 @@ def main() -> None:
     }
     rows = {name: row for name, row in rows.items() if any(text in name for text in arguments.only)}
     measured = in_turns({name: [functools.partial(seconds_of, *row)] for name, row in rows.items()}, arguments)
-    print(f"\n{describe_machine()}\n{arguments.shape} shape; {COUNT} requests, traced except in the first run\n")
+    system = f"nnsight, {'taps' if arguments.taps else 'eager'}"
+    results = Results(arguments, "traces", f"equal, sync, {COUNT} requests", packages=["nnsight"], system=system)
+    print(f"\n{results.machine}\n{arguments.shape} shape; {COUNT} requests, traced except in the first run\n")
     print("| run | s | tok/s |\n|---|---|---|")
     for name, rounds in measured.items():
         seconds = mean(rounds, float)
-        rate = median(COUNT * TOKENS / np.array(seconds), 0) if rows[name][1] == PROMPT else ""
-        print(f"| {name} | {median(seconds, 2)} | {rate} |")
+        rate = COUNT * TOKENS / np.array(seconds) if rows[name][1] == PROMPT else None
+        cells = ["" if rate is None else results.add(name, "throughput", "tok/s", rate)]
+        print(f"| {name} | {results.add(name, 'time', 's', seconds)} | {cells[0]} |")
 
 
 if __name__ == "__main__":
