@@ -87,7 +87,7 @@ class Results:
         if len(rounds) > 1:
             draws = np.random.default_rng(0).choice(rounds, (RESAMPLES, len(rounds)))
             figure["low"], figure["high"] = np.percentile(np.median(draws, axis=1), [2.5, 97.5]).tolist()
-        figure = {name: round(each, digits) if isinstance(each, float) else each for name, each in figure.items()}
+        figure = {name: round(each, digits or None) if isinstance(each, float) else each for name, each in figure.items()}
         if self._file is not None:
             with self._file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({**self._common, **figure, "rounds": len(rounds)}, ensure_ascii=False) + "\n")
@@ -100,9 +100,10 @@ def ratio(before: Sequence[float], after: Sequence[float]) -> np.ndarray:
 
 
 def text(figure: Mapping[str, Any]) -> str:
-    """The value without its unit, and its interval in parentheses."""
-    digits = DIGITS.get(figure["unit"], 3)
-    value, *interval = (f"{figure[name]:,.{digits}f}" for name in ("value", "low", "high") if name in figure)
+    """The value without its unit, and its interval in parentheses: with the digits that the file has."""
+    found = [figure[name] for name in ("value", "low", "high") if name in figure]
+    digits = max(len(str(each).partition(".")[2]) for each in found)
+    value, *interval = (f"{each:,.{digits}f}" for each in found)
     return f"{value} ({interval[0]} to {interval[1]})" if interval else value
 
 
