@@ -87,7 +87,9 @@ class Results:
         if len(rounds) > 1:
             draws = np.random.default_rng(0).choice(rounds, (RESAMPLES, len(rounds)))
             figure["low"], figure["high"] = np.percentile(np.median(draws, axis=1), [2.5, 97.5]).tolist()
-        figure = {name: round(each, digits or None) if isinstance(each, float) else each for name, each in figure.items()}
+        figure = {
+            name: round(each, digits or None) if isinstance(each, float) else each for name, each in figure.items()
+        }
         if self._file is not None:
             with self._file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({**self._common, **figure, "rounds": len(rounds)}, ensure_ascii=False) + "\n")
