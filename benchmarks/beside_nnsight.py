@@ -17,8 +17,9 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from figures import Results
 from overhead import FEATURES, LOADS, PARAMS, long_prompts, sae
-from side_by_side import SHAPES, add_arguments, describe_machine, engine_arguments, in_turns, mean, median, settle
+from side_by_side import SHAPES, add_arguments, engine_arguments, in_turns, mean, settle
 
 COUNT, (PROMPT, _), (TOKENS, _) = LOADS["equal"]
 LONG = 512  # prompt tokens where every layer is saved
@@ -105,9 +106,9 @@ def main() -> None:
     rows: dict[str, tuple[Callable[[Any, list[list[int]]], None], int]] = {
         "no trace": (plain, PROMPT),
         "reads one layer of its prompt": (functools.partial(reads, layer=middle), PROMPT),
-        "adds a vector in every step": (functools.partial(adds, layer=middle, vector=vector), PROMPT),
-        "replaces an MLP's output by its tanh in every step": (functools.partial(squashes_mlp, layer=middle), PROMPT),
-        f"an SAE's gate, {FEATURES:,} features, in every step": (
+        "adds at the module's output": (functools.partial(adds, layer=middle, vector=vector), PROMPT),
+        "replaces an MLP's output by its tanh": (functools.partial(squashes_mlp, layer=middle), PROMPT),
+        f"an SAE's gate, {FEATURES:,} features": (
             functools.partial(gates, layer=middle, width=hidden),
             PROMPT,
         ),
@@ -115,12 +116,18 @@ def main() -> None:
     }
     rows = {name: row for name, row in rows.items() if any(text in name for text in arguments.only)}
     measured = in_turns({name: [functools.partial(seconds_of, *row)] for name, row in rows.items()}, arguments)
-    print(f"\n{describe_machine()}\n{arguments.shape} shape; {COUNT} requests, traced except in the first run\n")
+    system: dict[str, Any] = {"packages": ["nnsight"], "system": f"nnsight, {'taps' if arguments.taps else 'eager'}"}
+    traces = Results(arguments, "traces", f"equal, sync, {COUNT} requests", **system)
+    captures = Results(arguments, "captures", f"every layer of {COUNT} x {LONG} tokens", **system)
+    print(f"\n{traces.machine}\n{arguments.shape} shape; {COUNT} requests, traced except in the first run\n")
     print("| run | s | tok/s |\n|---|---|---|")
     for name, rounds in measured.items():
         seconds = mean(rounds, float)
-        rate = median(COUNT * TOKENS / np.array(seconds), 0) if rows[name][1] == PROMPT else ""
-        print(f"| {name} | {median(seconds, 2)} | {rate} |")
+        if rows[name][1] == LONG:
+            print(f"| {name} | {captures.add('by a trace', 'time', 's', seconds)} | |")
+        else:
+            rate = traces.add(name, "throughput", "tok/s", COUNT * TOKENS / np.array(seconds))
+            print(f"| {name} | {traces.add(name, 'time', 's', seconds)} | {rate} |")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ import argparse
 import asyncio
 import functools
 import itertools
-import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -33,16 +32,14 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from figures import Results, ratio
 from side_by_side import (
     Measured,
     Run,
     Runs,
     add_arguments,
-    describe_machine,
     in_turns,
     mean,
-    median,
-    ratio,
     run_async,
     run_sync,
     settle,
@@ -130,7 +127,7 @@ def plan_rows(model: Any, load: Load) -> list[Row]:
         Row("every request steered, one layer", [Steer("resid_post", layers=[middle], vector=vector)]),
         Row("every request steered, all layers", [Steer("resid_post", vector=vector)]),
         Row("every request steered at an MLP's output", [Steer("mlp_out", layers=[middle], vector=vector)]),
-        Row(f"{load.count} different plans", different_plans(model.hidden_size, model.num_layers, load.count)),
+        Row("a different plan in each request", different_plans(model.hidden_size, model.num_layers, load.count)),
         Row("last prompt token captured, all layers", [Capture("resid_post")]),
         Row("every token captured, one layer", [Capture("resid_post", layers=[middle], positions="all")]),
     ]
@@ -317,28 +314,36 @@ def compare(arguments: argparse.Namespace, rows_of: Callable[[Any, Load], list[R
 
 def print_table(measured: Measured[Run], rows: list[Row], load: Load, arguments: argparse.Namespace) -> None:
     stock = measured[rows[0].name]
+    results = Results(arguments, arguments.what, f"{arguments.load}, {arguments.mode}, {load.count} requests")
     model = "bundled model" if arguments.cpu else f"{arguments.shape} shape, {arguments.runner}"
     print(
-        f"\n{describe_machine()}\n{model}{', eager' if arguments.eager else ''}, {arguments.pp} stages x {arguments.tp} ranks, "
+        f"\n{results.machine}\n{model}{', eager' if arguments.eager else ''}, {arguments.pp} stages x {arguments.tp} ranks, "
         f"{arguments.engines} engines of each kind; load {arguments.load}, {arguments.mode}: {load.count} requests, "
         f"{load.tokens:,} generated tokens; {len(stock)} rounds\n"
     )
     is_sync = arguments.mode == "sync"
-    print(f"| run | tok/s | of stock | the others, of stock |{' a step | of stock |' if is_sync else ''}")
+    print(f"| run | tok/s | of stock | the others, of stock |{' a step, µs | of stock |' if is_sync else ''}")
     print("|---" * (6 if is_sync else 4) + "|")
     for row in rows:
-        rounds = measured[row.name]
-        seconds, others = mean(rounds, lambda run: run.seconds), row.others(load)
-        cells = [row.name, f"{load.tokens / statistics.median(seconds):,.0f}"]
-        cells.append(ratio(mean(stock, lambda run: run.seconds), seconds))
+        rounds, others = measured[row.name], row.others(load)
+
+        def of_stock(measure: str, seconds: Callable[[Run], float], name: str = row.name) -> str:
+            """Empty for stock vLLM itself."""
+            its = measured[name]
+            relative = ratio(mean(stock, seconds), mean(its, seconds))
+            return "" if its is stock else results.add(name, measure, "of stock", relative)
 
         def waited(run: Run, others: list[int] = others) -> float:
             return sum(run.requests[i] for i in others)
 
-        cells.append(ratio(mean(stock, waited), mean(rounds, waited)) if others else "")
+        rate = load.tokens / np.array(mean(rounds, lambda run: run.seconds))
+        cells = [row.name, results.add(row.name, "throughput", "tok/s", rate)]
+        cells.append(of_stock("throughput", lambda run: run.seconds))
+        cells.append(of_stock("the others", waited) if others else "")
         if is_sync:
-            steps = mean(rounds, lambda run: run.step or 0)
-            cells += [f"{statistics.median(steps) * 1e3:.3f} ms", ratio(mean(stock, lambda run: run.step or 0), steps)]
+            steps = 1e6 * np.array(mean(rounds, lambda run: run.step or 0))
+            cells.append(results.add(row.name, "step", "µs", steps))
+            cells.append(of_stock("step", lambda run: run.step or 0))
         print(f"| {' | '.join(cells)} |")
 
 
@@ -391,10 +396,12 @@ def captures(arguments: argparse.Namespace) -> None:
         }
         measured = in_turns(runs, arguments)
     (size,) = sizes
-    print(f"\n{describe_machine()}\nevery layer of {count} x {length} tokens, {size / 1e9:.2f} GB")
+    results = Results(arguments, "captures", f"every layer of {count} x {length} tokens")
+    print(f"\n{results.machine}\nevery layer of {count} x {length} tokens, {size / 1e9:.2f} GB")
     for name, rounds in measured.items():
         seconds = mean(rounds, float)
-        print(f"captured {name}: {median(seconds)} s, {size / statistics.median(seconds) / 1e9:.2f} GB/s")
+        rate = results.add(name, "rate", "GB/s", size / np.array(seconds) / 1e9)
+        print(f"captured {name}: {results.add(name, 'time', 's', seconds)} s, {rate} GB/s")
 
 
 def stages(arguments: argparse.Namespace) -> None:
@@ -411,9 +418,12 @@ def stages(arguments: argparse.Namespace) -> None:
         runs: Runs[Run] = {"one rank": [lambda: traced(alone)], "several": [lambda: traced(model)]}
         measured = in_turns(runs, arguments)
         before, after = (mean(measured[name], lambda run: run.seconds) for name in runs)
+        results = Results(arguments, "traces", "every layer of 8 x 32 tokens saved")
         print(
-            f"\n{describe_machine()}\na trace that saves every layer of 8 x 32 tokens: {ratio(after, before)} x "
-            f"the time on one rank ({statistics.median(after) * 1e3:.1f} ms, {statistics.median(before) * 1e3:.1f} ms)"
+            f"\n{results.machine}\na trace that saves every layer of 8 x 32 tokens: "
+            f"{results.add('several', 'time', 'of one rank', ratio(after, before))} x the time on one rank "
+            f"({results.add('several', 'time', 'ms', 1e3 * np.array(after))} ms, "
+            f"{results.add('one rank', 'time', 'ms', 1e3 * np.array(before))} ms)"
         )
 
 
@@ -428,9 +438,11 @@ def starts(arguments: argparse.Namespace) -> None:
 
     runs = {"stock vLLM": [lambda: seconds_of(True)], "midstream": [lambda: seconds_of(False)]}
     before, after = (mean(rounds, float) for rounds in in_turns(runs, arguments).values())
+    results = Results(arguments, "serving", "engine starts, caches filled")
     print(
-        f"\n{describe_machine()}\nwith caches filled: stock vLLM {median(before, 1)} s, midstream {median(after, 1)} s, "
-        f"{ratio(after, before)} x"
+        f"\n{results.machine}\nwith caches filled: stock vLLM {results.add('stock vLLM', 'start', 's', before)} s, "
+        f"midstream {results.add('midstream', 'start', 's', after)} s, "
+        f"{results.add('midstream', 'start', 'of stock', ratio(after, before))} x"
     )
 
 

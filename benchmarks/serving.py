@@ -39,18 +39,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
+from figures import Results, ratio
 from overhead import LOADS, RATE, Load, long_prompts
 from side_by_side import (
     Measured,
     Runs,
     add_arguments,
-    describe_machine,
     engine_arguments,
     in_turns,
     mean,
-    median,
     pin,
-    ratio,
     settle,
 )
 
@@ -292,29 +290,36 @@ def print_table(measured: Measured[Result], rows: list[Row], load: Load, argumen
     def of(name: str, key: str) -> list[float]:
         return mean(measured[name], lambda result: result[key])
 
-    def ms(seconds: list[float]) -> str:
-        return f"{statistics.median(seconds) * 1e3:.2f}"
+    def ms(row: str, measure: str, seconds: Any) -> str:
+        return results.add(row, measure, "ms", 1e3 * np.array(seconds))
 
     model = "bundled model" if arguments.cpu else f"{arguments.shape} shape, {arguments.runner}"
     stock = rows[0].name
+    results = Results(arguments, "serving", f"{arguments.load}, {load.count} requests")
     print(
-        f"\n{describe_machine()}\n{model}{', eager' if arguments.eager else ''}; load {arguments.load}: {load.count} requests, "
+        f"\n{results.machine}\n{model}{', eager' if arguments.eager else ''}; load {arguments.load}: {load.count} requests, "
         f"{load.tokens:,} generated tokens; burstiness {arguments.burstiness}; {len(measured[stock])} rounds\n\n"
         "| run | tok/s | of stock | TTFT, ms | of stock | more, ms | TPOT, ms | of stock |\n" + "|---" * 8 + "|"
     )
     for row in rows:
-        seconds, (ttft, tpot) = of(row.name, "seconds"), (of(slow(row.name), key) for key in ("ttft", "tpot"))
+        name, own = row.name, row.name == stock
+        seconds, (ttft, tpot) = of(name, "seconds"), (of(slow(name), key) for key in ("ttft", "tpot"))
         stock_ttft, stock_tpot = (of(slow(stock), key) for key in ("ttft", "tpot"))
-        cells = [row.name, f"{load.tokens / statistics.median(seconds):,.0f}", ratio(of(stock, "seconds"), seconds)]
-        more = (np.array(ttft) - np.array(stock_ttft)) * 1e3
-        cells += [ms(ttft), ratio(ttft, stock_ttft), median(more, 2), ms(tpot), ratio(tpot, stock_tpot)]
+        cells = [name, results.add(name, "throughput", "tok/s", load.tokens / np.array(seconds))]
+        cells.append("" if own else results.add(name, "throughput", "of stock", ratio(of(stock, "seconds"), seconds)))
+        cells.append(ms(name, "TTFT", ttft))
+        cells.append("" if own else results.add(name, "TTFT", "of stock", ratio(ttft, stock_ttft)))
+        cells.append("" if own else ms(name, "extra TTFT", np.array(ttft) - np.array(stock_ttft)))
+        cells.append(ms(name, "TPOT", tpot))
+        cells.append("" if own else results.add(name, "TPOT", "of stock", ratio(tpot, stock_tpot)))
         print(f"| {' | '.join(cells)} |")
-    results = measured[CAPTURES]
-    size = results[0][0]["size"]
+    tokens, size = captured_tokens(arguments), measured[CAPTURES][0][0]["size"]
+    plain, with_captures = f"a prompt of {tokens} tokens", f"all layers of {tokens} tokens captured"
     print(
-        f"\nAll layers of {captured_tokens(arguments)} tokens captured, {size / 1e6:.0f} MB: the request takes "
-        f"{median(1e3 * np.array(of(CAPTURES, 'more')), 1)} ms longer than without ({ms(of(CAPTURES, 'with'))} ms, "
-        f"{ms(of(CAPTURES, 'plain'))} ms); download {median(np.array(of(CAPTURES, 'rate')) / 1e9, 2)} GB/s"
+        f"\n{with_captures}, {size / 1e6:.0f} MB: the request takes {ms(with_captures, 'extra time', of(CAPTURES, 'more'))} ms "
+        f"longer than without ({ms(with_captures, 'time', of(CAPTURES, 'with'))} ms, "
+        f"{ms(plain, 'time', of(CAPTURES, 'plain'))} ms); download "
+        f"{results.add(with_captures, 'download', 'GB/s', np.array(of(CAPTURES, 'rate')) / 1e9)} GB/s"
     )
 
 

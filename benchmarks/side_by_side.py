@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import datetime
 import functools
 import itertools
 import json
 import os
-import platform
 import shutil
 import statistics
 import tempfile
@@ -20,7 +18,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
 import psutil
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -43,7 +40,6 @@ LLAMA_31_8B = {
 SHAPES = {"qwen3-0.6b": QWEN3_06B, "llama-3.1-8b": LLAMA_31_8B}
 STARTED = time.monotonic()
 AWAKE_SECONDS = 1.2  # vLLM's workers poll for work for a second, and each takes a core for that time
-RESAMPLES = 2000
 
 
 class Run(NamedTuple):
@@ -85,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seconds", type=float, default=360, help="after the start of the program; no round begins later"
     )
-    parser.add_argument("--json", type=Path, help="also write the times of every run to this file")
+    parser.add_argument("--json", type=Path, help="also append each figure to this file (see figures.py)")
 
 
 def settle(arguments: argparse.Namespace) -> None:
@@ -261,34 +257,9 @@ def in_turns(runs: Runs[R], arguments: argparse.Namespace) -> Measured[R]:
         if number:
             for name, each in found.items():
                 measured[name].append([each[engine] for engine in sorted(each)])
-            if arguments.json is not None:
-                arguments.json.write_text(json.dumps(measured))
     return measured
-
-
-# Ratios.
 
 
 def mean(rounds: Sequence[Sequence[R]], of: Callable[[R], float]) -> list[float]:
     """`of` each round, as the mean over its engines."""
     return [statistics.mean(map(of, engines)) for engines in rounds]
-
-
-def ratio(before: Sequence[float], after: Sequence[float]) -> str:
-    """`before / after` of each round, as `median` writes it."""
-    return median(np.array(before) / np.array(after))
-
-
-def median(rounds: Sequence[float] | np.ndarray, digits: int = 3) -> str:
-    """The median over the rounds with its 95 % bootstrap interval: rounds are drawn again, with replacement."""
-    draws = np.random.default_rng(0).choice(rounds, (RESAMPLES, len(rounds)))
-    low, high = np.percentile(np.median(draws, axis=1), [2.5, 97.5])
-    return f"{np.median(rounds):.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
-
-
-def describe_machine() -> str:
-    import torch
-    import vllm
-
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {os.cpu_count()} cores"
-    return f"{device}; vLLM {vllm.__version__}, torch {torch.__version__}, Python {platform.python_version()}; {datetime.date.today()}"

@@ -18,23 +18,14 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
-from side_by_side import (
-    STARTED,
-    add_arguments,
-    describe_machine,
-    engine_arguments,
-    median,
-    ratio,
-    settle,
-    start_engine,
-)
+from figures import Results, ratio
+from side_by_side import STARTED, add_arguments, engine_arguments, settle, start_engine
 
 SITES = ["resid_post", "resid_mid"]
 HOOKS = {"resid_post": "blocks.{}.hook_resid_post", "resid_mid": "blocks.{}.hook_resid_mid"}
@@ -177,8 +168,6 @@ def rounds_of(arguments: argparse.Namespace, runs: dict[str, Callable[[], Any]],
             result = run()
             if number:
                 found.setdefault(name, []).append(result)
-        if arguments.json is not None:
-            arguments.json.write_text(json.dumps(found))
 
 
 def main() -> None:
@@ -222,14 +211,20 @@ def main() -> None:
     model_name = "bundled model" if arguments.cpu else f"{arguments.shape} shape, {arguments.runner}"
     rates = {name: [each[0] if isinstance(each, tuple) else each for each in rounds] for name, rounds in found.items()}
     ours = rates["midstream"]
+    packages = ["transformer_lens"] if arguments.transformer_lens else []
+    results = Results(arguments, "sweeps", f"{arguments.tokens} tokens, {cells} cells", packages=packages)
     print(
-        f"\n{describe_machine()}\n{model_name}; {arguments.tokens} tokens, {cells} cells in a sweep, {len(ours)} rounds\n\n"
+        f"\n{results.machine}\n{model_name}; {arguments.tokens} tokens, {cells} cells in a sweep, {len(ours)} rounds\n\n"
         "| run | cells a second | midstream relative to it |\n|---|---|---|"
     )
     for name, rates_here in rates.items():
         pairs_of = min(len(ours), len(rates_here))
-        print(f"| {name} | {median(rates_here, 0)} | {ratio(ours[:pairs_of], rates_here[:pairs_of])} |")
-    print(f"\nThe first cell came after {median([first for _, first in found['midstream']])} s.")
+        relative = ratio(ours[:pairs_of], rates_here[:pairs_of])
+        cells = [name, results.add(name, "speed", "cells/s", rates_here)]
+        cells.append("" if name == "midstream" else results.add("midstream", "speed", f"of {name}", relative))
+        print(f"| {' | '.join(cells)} |")
+    firsts = [first for _, first in found["midstream"]]
+    print(f"\nThe first cell came after {results.add('midstream', 'first cell', 'ms', 1e3 * np.array(firsts))} ms.")
 
 
 def lens_runs(path: str, arguments: argparse.Namespace, prompts: Iterator[tuple[list[int], list[int]]]) -> Any:

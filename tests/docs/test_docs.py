@@ -204,10 +204,10 @@ def test_a7_code_runs_with_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 RECIPES = {
-    "ablation": "mlps_output",
-    "steering": "layers_output",
+    "ablation": "mlp_out",
+    "steering": "resid_post",
     "logit-lens": "project_on_vocab",
-    "activation-patching": "layers_output",
+    "activation-patching": "resid_post",
     "one-trace-patching": "barrier",
     "activation-cache": "tracer.cache",
     "head-ablation": "attn_z",
@@ -239,7 +239,10 @@ def test_a7_every_page_says_what_comes_out(page: str) -> None:
     assert checked or any(output for _, output in paired(blocks))
 
 
-@pytest.mark.parametrize("page", PAGES)
+RESULTS = [str(page.relative_to(ROOT)) for page in (ROOT / "benchmarks" / "results").glob("*.md")]
+
+
+@pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md", *RESULTS])
 def test_links_lead_somewhere(page: str) -> None:
     text = re.sub(r"```.*?```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.S)
     for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text):

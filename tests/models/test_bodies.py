@@ -373,7 +373,8 @@ def test_f3_outside_of_a_trace_it_is_said_where_things_are(engine):
     for ask in (lambda: engine.project_on_vocab(torch.zeros(1, 256)), lambda: engine.steer(2, torch.zeros(256))):
         with pytest.raises(TraceError, match="exists only in a trace"):
             ask()
-    for ask in (lambda: engine.lm_head.output, lambda: engine.model.layers[3].input):
+    sites = (lambda: engine.layers_output[3], lambda: engine.resid_post[3])
+    for ask in (*sites, lambda: engine.lm_head.output, lambda: engine.model.layers[3].input):
         with pytest.raises(TraceError, match="exists only in a trace"):
             ask()
 

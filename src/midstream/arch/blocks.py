@@ -297,7 +297,7 @@ class Block:
         self.mlp = self._part("mlp", "mlp_proj") or self._bare_mlp()
 
     def bind(self, index: int, config: Any, head_dim: int | None) -> Sites:
-        """The bindings of this block, except `resid_pre` and `resid_post` (see `streams`)."""
+        """The bindings of this block, except `resid_pre` and `resid_post` (see `bind_streams`)."""
         sites: dict[str, Binding | None] = {}
         if self.attn is not None:
             sites["attn_in"] = Binding(self.attn.first.path, "input", self.attn.source.ref)

@@ -336,7 +336,7 @@ class DescribedModel(TraceModel):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or "_connection" not in self.__dict__:
             raise AttributeError(name)
-        if name in ACCESSORS or name in _IN_TRACES:
+        if name in (*ACCESSORS, *LAYER_SITES, *_IN_TRACES):
             raise TraceError(
                 f"model.{name} exists only in a trace: `with model.trace(prompt):` or `model.run(fn, prompt)`."
             )

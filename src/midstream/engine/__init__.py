@@ -1,1 +1,4 @@
-"""The only folder that imports vLLM: its launch, its patches, and midstream's worker and scheduler inside of it."""
+"""midstream inside of vLLM: it starts the engine, replaces parts of vLLM (`seams`), and adds its own worker and scheduler.
+
+Besides this folder, only `serve` imports vLLM.
+"""

@@ -4,7 +4,7 @@ The buffers that a recorded CUDA graph holds on to have fixed addresses: the pro
 word with the table's address. The table and the ops lie behind that word, so they may grow and move: there is no limit on how many
 plans, vectors, sites or positions a batch has. Uploads are ordered by the stream that the forward runs on and never waited for.
 
-`midstream.runtime.tables` is the same in plain PyTorch, the path on the CPU.
+`DeviceTables` does this on a GPU. `CpuTables` applies the ops in plain PyTorch instead.
 """
 
 from __future__ import annotations

@@ -7,10 +7,10 @@
     header, value = box.get(timeout=60)                    # or: await box.aget()
     box.close()
 
-`send` pickles the value without its tensors, queues it and returns. The sender's thread copies the tensors (`staging`) and writes the
-frame (`wire`). On one host the bytes lie in a memfd that the client maps, so the copy into it is the only one. Here a thread for each
-worker routes messages to mailboxes. The reader of a mailbox unpickles the values; messages that were sent together are unpickled by the
-receiving thread.
+`send` pickles the value without its tensors, queues it and returns. The sender's `Copier` copies the tensors to host memory, and its
+thread writes the frame (`wire`). On one host the bytes lie in a memfd that the client maps, so the copy into it is the only one. Here a
+thread for each worker routes messages to mailboxes. The reader of a mailbox unpickles the values; messages that were sent together are
+unpickled by the receiving thread.
 
 Tensors arrive on the CPU, contiguous, without grad. They lie in the memory of the message that brought them, which is freed with the
 last of them. Messages of one stream share the tensors that they have in common.
