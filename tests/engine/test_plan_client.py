@@ -155,6 +155,7 @@ def test_e11_multimodal_prompts_are_refused(engine: VLLM) -> None:
 def test_d8_what_only_the_workers_find_is_raised_and_the_others_are_kept(engine: VLLM, plain: Plain) -> None:
     """Somebody has taken the vector away behind the client's back."""
     engine.vectors["gone"] = vector()
+    engine.generate(FRANCE, max_tokens=1)  # the workers get the vector
     engine.engine.collective_rpc("midstream_delete_vectors", args=(["gone"],))
     try:
         plans = [
