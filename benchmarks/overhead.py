@@ -257,7 +257,7 @@ def run_stock(engine: Any, load: Load, loop: asyncio.Runner) -> Run:
 
 
 def run_midstream(model: VLLM, row: Row, load: Load, loop: asyncio.Runner) -> Run:
-    from midstream.requests.invokes import Invoke, plans_of, raise_failures
+    from midstream.requests.invokes import Invoke, plans_of
     from midstream.trace.program import FunctionProgram
 
     prompts = load.prompts()
@@ -266,8 +266,8 @@ def run_midstream(model: VLLM, row: Row, load: Load, loop: asyncio.Runner) -> Ru
         """As `model.generate` and `model.run` do, but with each request's own number of tokens."""
         program = FunctionProgram(row.trace) if row.trace is not None else None
         plans = plans_of(row.plan, load.count)
-        results: Any = model._run([Invoke(*each) for each in zip(prompts, repeat(program), load.params, plans)])
-        raise_failures(results)
+        running = model._run([Invoke(*each) for each in zip(prompts, repeat(program), load.params, plans)])
+        model._finish(model._results(running))
 
     if model.mode == "sync":
         return run_sync(generate)

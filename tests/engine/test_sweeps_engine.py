@@ -95,9 +95,9 @@ def test_h7_a_killed_sweep_continues_where_it_stopped(engine: VLLM, tmp_path: Pa
         import torch
 
         from midstream import LanguageModel, demo_model
-        from midstream.transformers import model as language_model
+        from midstream.sweeps import running
 
-        language_model.BATCH_TOKENS = 24  # four prompts
+        running.PROCESS_GROUP = 4
         model = LanguageModel(demo_model(), dtype=torch.float32)
         run, count = model._run, 0
 
@@ -152,7 +152,7 @@ def test_answers_leave_the_likeliest_tokens_of_other_requests_alone(engine: VLLM
     (alone,) = engine.generate(CLEAN, **asked)
     (answers,) = engine._answer_tokens([[" Rome"]], 1)
     invokes = [Invoke(CLEAN, None, asked), Invoke(CORRUPT, None, GREEDY, answers=answers), Invoke(CLEAN, None, asked)]
-    results = [result.output for result in engine._run(invokes)]
+    results = [result.output for result in engine._finish(engine._run(invokes).gathered())]
     expected = {token: each.logprob for token, each in alone.outputs[0].logprobs[0].items()}
     assert len(expected) == 5
     for output in (results[0], results[2]):

@@ -173,7 +173,7 @@ def test_f2_requests_with_other_parameters_samples_or_edits_run_apart(hf: Langua
         for prompt, most in ((FRANCE, 2), (ITALY, 3), (SPAIN, 2))
     ]
     with batches(hf) as seen:
-        results = hf._run(invokes)
+        results = hf._finish(hf._run(invokes).gathered())
     assert seen == [(2, 5), (1, 5)]
     assert [len(result.output.token_ids) for result in results] == [2, 3, 2]
 

@@ -9,8 +9,8 @@ from midstream.capture.rows import Routes
 from midstream.plan.values import ModelFacts
 from midstream.requests.invokes import PreparedPlan
 from midstream.requests.vectors_and_runs import Runs
-from midstream.vllm.stream import EngineStream
 from midstream.vllm.engine import EngineRequest
+from midstream.vllm.stream import EngineStream
 
 RUN = RecordedRun("a", "a", (1,), ("resid_post",), (0,), (0,))
 

@@ -24,8 +24,8 @@ from midstream.trace.program import Failure, Outcome
 from midstream.trace.tracer import Result
 from midstream.transport.receiver import Mailbox, Receiver
 from midstream.transport.sender import Sender
-from midstream.vllm.stream import _Saves
 from midstream.vllm.engine import collect
+from midstream.vllm.stream import _Saves
 
 KEY = ("trace", 0)
 
