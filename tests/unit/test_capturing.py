@@ -23,6 +23,7 @@ from midstream.requests.invokes import PreparedPlan
 from midstream.trace.program import Outcome
 from midstream.transport.receiver import Mailbox, Receiver
 from midstream.transport.sender import Sender
+from midstream.transport.wire import Header
 from midstream.vllm import captures as vllm_captures
 from midstream.vllm.captures import RowReceiver, RowThread
 
@@ -56,13 +57,7 @@ class Channel:
             layers = torch.tensor([float(plane.layer) for plane in layout]).repeat_interleave(WIDTH)
             rows = torch.stack([100 * number + 10 * position + layers for position in positions])
             pieces = [(position, layout, rows, i, 1) for i, position in enumerate(positions)]
-            header = {
-                "key": self.receivers[number].key,
-                "request": f"r{number}",
-                "final": final,
-                "stage": stage,
-                "confirmed": 0,
-            }
+            header = Header(self.receivers[number].key, f"r{number}", final, stage)
             messages.append((header, {"pieces": pieces, "error": None}))
         self.senders[stage].send_together(messages)
 
@@ -246,8 +241,7 @@ def test_f7_a_request_is_listed_once_it_has_ended_while_others_run(tmp_path: Pat
         layout = Layout.of(((("resid_post", layer, "before")) for layer in range(LAYERS)), lambda _: WIDTH)
         for each, name, final in ((both[0], "first", True), (both[1], "second", False)):
             piece = (0, layout, torch.ones(LENGTH + 3, LAYERS * WIDTH), 0, LENGTH + 3)
-            header = {"key": each.key, "request": name, "final": final, "stage": 0, "confirmed": 0}
-            sender.send(header, {"pieces": [piece], "error": None})
+            sender.send(Header(each.key, name, final, 0), {"pieces": [piece], "error": None})
         thread.end("first", [2])
         wait_until(lambda: any(tmp_path.glob("index-*.jsonl")) and "first" in open_captures(tmp_path))
         store = open_captures(tmp_path)

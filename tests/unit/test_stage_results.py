@@ -24,6 +24,7 @@ from midstream.trace.program import Failure, Outcome
 from midstream.trace.tracer import Result
 from midstream.transport.receiver import Mailbox, Receiver
 from midstream.transport.sender import Sender
+from midstream.transport.wire import Header
 from midstream.vllm.async_engine import _Saves
 from midstream.vllm.engine import collect
 
@@ -41,7 +42,7 @@ class Stages:
         self, stage: int, values: dict[str, Any], steps: int, final: bool, sample: str = "r", error: Any = None
     ) -> None:
         failure = Failure.of(error) if error is not None else None
-        header = {"key": KEY, "request": sample, "final": final, "stage": stage}
+        header = Header(KEY, sample, final, stage)
         self.senders[stage].send(header, [Outcome(values, failure=failure, name=f"{sample}/0", steps=steps)])
 
     def flush(self, stage: int) -> None:

@@ -3,11 +3,11 @@
     receiver = Receiver()                                  # client, once per engine
     box = receiver.expect(("req-1", 0))                    # before the request is submitted
     sender = Sender(receiver.address, name="rank 0")       # worker; the address came by RPC
-    sender.send({"key": ("req-1", 0)}, {"h": tensor})      # returns at once
+    sender.send(Header(("req-1", 0), ...), {"h": tensor})  # returns at once
     header, value = box.get(timeout=60)                    # or: await box.aget()
     box.close()
 
-`send` pickles the value without its tensors, queues it and returns. The sender's thread copies the tensors (`staging`) and writes the
+`send` pickles the value without its tensors (`codec`), queues it and returns. The sender's thread copies the tensors and writes the
 frame (`wire`). On one host the bytes lie in a memfd that the client maps, so the copy into it is the only one. Here a thread for each
 worker routes messages to mailboxes. The reader of a mailbox unpickles the values; messages that were sent together are unpickled by the
 receiving thread.
@@ -22,7 +22,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import pickle
 import secrets
 import socket
 import struct
@@ -32,17 +31,20 @@ from collections import deque
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import answer_challenge, deliver_challenge
 from typing import Any, Self
 
+import msgspec
 import torch
 
 from midstream.errors import ChannelClosedError, ChannelError, UnsendableError
 from midstream.queues import ByteBudget
-from midstream.transport import wire
+from midstream.transport import codec, wire
 
 _log = logging.getLogger(__name__)
 _HANDSHAKE_SECONDS = 10.0  # how long a connection without the key may hold a thread
 _STRANGERS = 64  # connections without the key, with a thread each; one more drops the oldest. An engine has fewer ranks
+_NAME_BYTES = 256
 _PEER = struct.Struct("3i")  # SO_PEERCRED: process id, user, group
 
 
@@ -50,11 +52,11 @@ _PEER = struct.Struct("3i")  # SO_PEERCRED: process id, user, group
 class Message:
     """A message as it arrived. `load` unpickles the value; the reader calls it, because it may take long."""
 
-    header: dict[str, Any]
+    header: Any
     size: int  # bytes of the payload
     load: Callable[[], Any]
 
-    def open(self) -> tuple[dict[str, Any], Any]:
+    def open(self) -> tuple[Any, Any]:
         return self.header, self.load()
 
 
@@ -88,7 +90,7 @@ class Mailbox:
 
     # For the reader.
 
-    def get(self, timeout: float | None = None) -> tuple[dict[str, Any], Any]:
+    def get(self, timeout: float | None = None) -> tuple[Any, Any]:
         """The next (header, value), waiting for it up to `timeout` seconds.
 
         Raises TimeoutError; and ChannelClosedError once nothing is left and nothing more can come.
@@ -100,13 +102,13 @@ class Mailbox:
         assert message is not None
         return message.open()
 
-    def get_nowait(self) -> tuple[dict[str, Any], Any] | None:
+    def get_nowait(self) -> tuple[Any, Any] | None:
         """The next (header, value) if it is here, else None. Raises ChannelClosedError as `get` does."""
         with self._changed:
             message = self._take()
         return message.open() if message else None
 
-    async def aget(self) -> tuple[dict[str, Any], Any]:
+    async def aget(self) -> tuple[Any, Any]:
         """`get` for asyncio, without a timeout: `asyncio.wait_for` adds one, and loses no message when it fires."""
         loop = asyncio.get_running_loop()
         while True:
@@ -198,6 +200,7 @@ class Receiver:
             encrypted nor signed after the handshake, so the network has to be trusted.
         paced_bytes: bound of the bytes that wait in `paced` mailboxes together, plus one frame of each worker. Beyond it no worker is
             read from until readers have taken some.
+        headers: the type of the headers, a msgspec.Struct.
         handle: takes every message, on the thread that received it. There are no mailboxes then.
 
     Attributes:
@@ -212,9 +215,11 @@ class Receiver:
         host: str | None = None,
         *,
         paced_bytes: int = 256 << 20,
+        headers: Any = wire.Header,
         handle: Callable[[Message], None] | None = None,
     ) -> None:
         self.when_gone: Callable[[str], None] | None = None
+        self._header = msgspec.msgpack.Decoder(headers).decode
         self._handle = handle
         name = f"midstream-{os.getpid()}-{secrets.token_hex(8)}"
         self._key = secrets.token_bytes(32)
@@ -350,13 +355,15 @@ class Receiver:
         in_order = False
         try:
             sock.settimeout(_HANDSHAKE_SECONDS)
-            name, answer = wire.welcome(sock, self._key)
+            peer: Any = wire.Peer(sock)
+            deliver_challenge(peer, self._key)
+            name = peer.recv_bytes(_NAME_BYTES).decode(errors="replace")
             with self._lock:
                 if sock not in self._connections:
                     raise ChannelError(f"{name!r} was dropped: {_STRANGERS} newer connections had not shown the key")
                 self._connections[sock] = name
                 self._gone.discard(name)
-            sock.sendall(answer)
+            answer_challenge(peer, self._key)
             sock.settimeout(None)
             self._read(sock)
             in_order = True
@@ -407,12 +414,8 @@ class Receiver:
     ) -> None:
         body = wire.read(sock, frame.body)
         payload = wire.read_payload(sock, frame.payload) if descriptor is None else None
-        header = pickle.loads(frame.header)
-        keys = header["keys"] if "keys" in header else [header["key"]]
-        mailboxes = [self._mailboxes.get(key) for key in keys]
-        takers = [self._handle or (mailbox.deliver if mailbox is not None else None) for mailbox in mailboxes]
-        with self._lock:
-            self.dropped += takers.count(None)
+        headers = [self._header(each) for each in frame.headers]
+        takers = [self._handle or self._taker(header.key) for header in headers]
         if not any(takers):
             if frame.stream is not None:
                 streams.pop(frame.stream, None)
@@ -422,28 +425,28 @@ class Receiver:
             if payload is None:
                 assert descriptor is not None
                 payload = wire.map_payload(descriptor, frame.payload)
-            load = partial(wire.unpack, body, wire.resolve(payload, frame.table, known))
+            load = partial(codec.unpack, body, codec.resolve(payload, frame.table, known))
         except Exception as error:  # no room to map it, say: this message is lost, and the channel goes on
             load = partial(UnsendableError, "(unknown here)", f"taking it in failed: {error!r}")
-        message = Message(header, frame.payload, load)
-        # Messages sent together are unpickled here: their readers have just ended a run of many requests and are busy.
-        messages = _apart(message, keys) if "keys" in header else [message]
-        for take, each in zip(takers, messages, strict=True):
+        loads = [load]
+        if len(headers) > 1:  # unpickled here: their readers have just ended a run of many requests and are busy
+            values = load()
+            values = [values] * len(headers) if isinstance(values, UnsendableError) else values
+            loads = [partial(_opened, value) for value in values]
+        for take, header, load in zip(takers, headers, loads, strict=True):
             if take is not None:
-                take(each)
+                take(Message(header, frame.payload // len(headers), load))
+
+    def _taker(self, key: Hashable) -> Callable[[Message], None] | None:
+        if (mailbox := self._mailboxes.get(key)) is not None:
+            return mailbox.deliver
+        with self._lock:
+            self.dropped += 1
+        return None
 
 
-def _apart(message: Message, keys: Sequence[Hashable]) -> list[Message]:
-    """The messages that were sent together, one for each of `keys`; UnsendableErrors if they cannot be read."""
-    values = message.load()
-    if isinstance(values, UnsendableError):
-        values = [({"key": key}, values) for key in keys]
-    size = message.size // len(keys)
-    return [Message(header, size, _already(value)) for header, value in values]
-
-
-def _already(value: Any) -> Callable[[], Any]:
-    return lambda: value
+def _opened(value: Any) -> Any:
+    return codec.unpack(value.body, value.tensors) if isinstance(value, codec.Packed) else value
 
 
 def _is_welcome(sock: socket.socket) -> bool:

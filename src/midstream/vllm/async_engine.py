@@ -20,6 +20,7 @@ from midstream.requests.streams import Item, OutputStream
 from midstream.requests.vectors_and_runs import Runs
 from midstream.trace.program import Outcome
 from midstream.transport.receiver import Mailbox
+from midstream.transport.wire import Header
 from midstream.vllm.captures import RESULT_SECONDS, rows_missing, sample_index
 from midstream.vllm.engine import (
     EngineConnection,
@@ -38,7 +39,7 @@ _LONG_SECONDS = 0.002  # a reading that takes longer is done on another thread t
 _DROP_SECONDS = 10.0  # a trace that is being abandoned may block a worker
 # The number of a request, its output, and its result if it has finished; or an error.
 _Queued = Item | BaseException
-_StageMessage = tuple[dict[str, Any], list[Outcome]]
+_StageMessage = tuple[Header, list[Outcome]]
 
 
 class EngineStream(OutputStream):
@@ -323,7 +324,7 @@ class _Saves:
     async def final(self) -> list[list[Outcome]]:
         if self._box is None:
             return []
-        while sum(each[-1][0]["final"] for each in self._each()) < self._samples * self._stages:
+        while sum(each[-1][0].final for each in self._each()) < self._samples * self._stages:
             try:
                 self._keep(await asyncio.wait_for(self._box.aget(), RESULT_SECONDS))
             except ChannelClosedError as error:
@@ -338,7 +339,7 @@ class _Saves:
         found = []
         for stages in self._received.values():
             if len(stages) == self._stages:
-                step = min((_step(each[-1]) for each in stages.values() if not each[-1][0]["final"]), default=None)
+                step = min((_step(each[-1]) for each in stages.values() if not each[-1][0].final), default=None)
                 for each in stages.values():
                     while step is not None and len(each) > 1 and _step(each[1]) <= step:
                         del each[0]
@@ -347,8 +348,8 @@ class _Saves:
 
     def _keep(self, message: _StageMessage) -> None:
         header = message[0]
-        stages = self._received.setdefault(sample_index(header["request"], self._samples), {})
-        stages.setdefault(header["stage"], []).append(message)
+        stages = self._received.setdefault(sample_index(header.request, self._samples), {})
+        stages.setdefault(header.stage, []).append(message)
 
 
 def _step(message: _StageMessage) -> int:

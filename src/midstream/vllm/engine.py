@@ -37,6 +37,7 @@ from midstream.sweeps.running import Turns
 from midstream.trace.program import STOPPED, Outcome, put_results
 from midstream.trace.weights import Weight
 from midstream.transport.receiver import Mailbox, Receiver
+from midstream.transport.wire import Header
 from midstream.vllm.captures import RESULT_SECONDS, RowReceiver, RowThread, sample_index
 
 _FIRST_REQUESTS = 32  # submitted before the first step, so that the first results come soon
@@ -464,13 +465,13 @@ def results_lost(error: ChannelClosedError) -> MidstreamError:
     return EngineClosedError(f"The engine has gone before a trace's results came: {error}")
 
 
-def merge_stages(messages: Iterable[tuple[dict[str, Any], list[Outcome]]], samples: int) -> list[list[Outcome]]:
+def merge_stages(messages: Iterable[tuple[Header, list[Outcome]]], samples: int) -> list[list[Outcome]]:
     """The outcomes of each of a request's samples, merged from the messages of the pipeline stages."""
     each: dict[int, dict[int, list[Outcome]]] = {}
     for header, outcomes in messages:
         if isinstance(outcomes, UnsendableError):
             raise TraceError(f"The saved values of the trace could not be sent: {outcomes}.")
-        each.setdefault(sample_index(header["request"], samples), {})[header["stage"]] = outcomes
+        each.setdefault(sample_index(header.request, samples), {})[header.stage] = outcomes
     return [merged_outcomes([of_stage for _, of_stage in sorted(each[sample].items())]) for sample in sorted(each)]
 
 
