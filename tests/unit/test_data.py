@@ -140,7 +140,7 @@ def test_errors_come_back_in_their_class() -> None:
 
 def message(tree: Any, table: Any = (), size: int = 0) -> bytes:
     body = msgspec.msgpack.encode(tree)
-    return headed(["message", [], None, list(table), len(body), size]) + body + bytes(max(size, 0))
+    return headed(["message", [[[], list(table), len(body), size]], None]) + body + bytes(max(size, 0))
 
 
 def headed(head: Any) -> bytes:
@@ -161,14 +161,21 @@ def test_nothing_but_messages_is_read() -> None:
         message([]),
         message(1, size=-5),
         headed(["goodbye"]),
+        headed(["message", [], None]),
         headed(["end", "stream"]),
         struct.pack("<I", 9002) + b"\x96" + b"\x91" * 9000 + b"\x01",
-        headed(["message", [], None, [], 9001, 0]) + b"\x91" * 9000 + b"\x01",
+        headed(["message", [[[], [], 9001, 0]], None]) + b"\x91" * 9000 + b"\x01",
     ):
         with pytest.raises(ChannelError):
             list(Reader().feed(data))
     (found,) = Reader().feed(message(["error", "os", "exec", "text", ["list"]]))
     assert type(found) is MidstreamError
-    for tree in (["dtype", "load"], ["device", "nowhere"], ["named", "x y", ["list", "a"], 1], ["named", "x", ["list", "a b"], 1], ["ellipsis", 1]):
+    for tree in (
+        ["dtype", "load"],
+        ["device", "nowhere"],
+        ["named", "x y", ["list", "a"], 1],
+        ["named", "x", ["list", "a b"], 1],
+        ["ellipsis", 1],
+    ):
         with pytest.raises(ChannelError):
             list(Reader().feed(message(tree)))

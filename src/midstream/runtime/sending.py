@@ -331,7 +331,7 @@ class Reports:
         if final and not (trace.stream or trace.together or any(outcome.failure for outcome in outcomes)):
             packed = pack(outcomes)  # now: code that runs before the flush may change the containers
             if (size := packed.size + len(packed.body)) > _SMALL_BYTES:
-                return self._with_sender(lambda sender: sender.send(header, packed))
+                return self._with_sender(lambda sender: sender.send_packed([(header, packed)]))
             self._small.append((header, packed))
             self._small_bytes += size
             return self.flush() if self._small_bytes >= _TOGETHER_BYTES else None
@@ -347,7 +347,7 @@ class Reports:
         """Send the outcomes that wait in one message, so that requests that end in the same step share its cost."""
         small, self._small, self._small_bytes = self._small, [], 0
         if small:
-            self._with_sender(lambda sender: sender.send_together(small))
+            self._with_sender(lambda sender: sender.send_packed(small))
 
     def _with_sender(self, send: Callable[[Sender], None]) -> None:
         if self.sender is None:

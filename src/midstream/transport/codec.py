@@ -82,15 +82,13 @@ class Packed(NamedTuple):
 
 
 def pack(value: Any, stream: Stream | None = None, *, exact: bool = False, as_data: bool = False) -> Packed:
-    """Cut `value` in two, unless it is. Parts that cannot be written are replaced by an `UnsendableError`; this never raises for them.
+    """Cut `value` in two. Parts that cannot be written are replaced by an `UnsendableError`; this never raises for them.
 
     Args:
         stream: its tensors are not sent again unless they have changed.
         exact: send tensors made in inference mode even if `stream` has carried them: their changes cannot be seen.
         as_data: write the value as data, not as a pickle.
     """
-    if isinstance(value, Packed):
-        return value
     body, found = _as_data(value) if as_data else _pickled(value)
     known = [stream.find(tensor) if stream and not (exact and tensor.is_inference()) else None for tensor in found]
     new = [tensor for tensor, number in zip(found, known, strict=True) if number is None]

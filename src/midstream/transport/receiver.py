@@ -412,11 +412,12 @@ class Receiver:
         descriptor: int | None,
         streams: dict[str, dict[int, torch.Tensor]],
     ) -> None:
-        body = wire.read(sock, frame.body)
-        payload = wire.read_payload(sock, frame.payload) if descriptor is None else None
-        headers = [self._header(each) for each in frame.headers]
-        takers = [self._handle or self._taker(header.key) for header in headers]
-        if not any(takers):
+        bodies = [wire.read(sock, part.body) for part in frame.parts]
+        size = sum(part.payload for part in frame.parts)
+        payload = wire.read_payload(sock, size) if descriptor is None else None
+        parts = [[self._header(each) for each in part.headers] for part in frame.parts]
+        takers = [[self._handle or self._taker(header.key) for header in headers] for headers in parts]
+        if not any(map(any, takers)):
             if frame.stream is not None:
                 streams.pop(frame.stream, None)
             return
@@ -424,18 +425,23 @@ class Receiver:
         try:
             if payload is None:
                 assert descriptor is not None
-                payload = wire.map_payload(descriptor, frame.payload)
-            load = partial(codec.unpack, body, codec.resolve(payload, frame.table, known))
+                payload = wire.map_payload(descriptor, size)
+            payloads = payload.split([part.payload for part in frame.parts])
+            loads = [
+                partial(codec.unpack, body, codec.resolve(payload, part.table, known))
+                for part, body, payload in zip(frame.parts, bodies, payloads, strict=True)
+            ]
         except Exception as error:  # no room to map it, say: this message is lost, and the channel goes on
-            load = partial(UnsendableError, "(unknown here)", f"taking it in failed: {error!r}")
-        loads = [load]
-        if len(headers) > 1:  # unpickled here: their readers have just ended a run of many requests and are busy
-            values = load()
-            values = [values] * len(headers) if isinstance(values, UnsendableError) else values
-            loads = [partial(_opened, value) for value in values]
-        for take, header, load in zip(takers, headers, loads, strict=True):
-            if take is not None:
-                take(Message(header, frame.payload // len(headers), load))
+            loads = [partial(UnsendableError, "(unknown here)", f"taking it in failed: {error!r}")] * len(parts)
+        for part, headers, its_takers, load in zip(frame.parts, parts, takers, loads, strict=True):
+            its_loads: list[Callable[[], Any]] = [load]
+            if len(headers) > 1:  # unpickled here: their readers have just ended a run of many requests and are busy
+                values = load()
+                lost = isinstance(values, UnsendableError)
+                its_loads = [partial(_itself, value) for value in ([values] * len(headers) if lost else values)]
+            for take, header, each in zip(its_takers, headers, its_loads, strict=True):
+                if take is not None:
+                    take(Message(header, part.payload // len(headers), each))
 
     def _taker(self, key: Hashable) -> Callable[[Message], None] | None:
         if (mailbox := self._mailboxes.get(key)) is not None:
@@ -445,8 +451,8 @@ class Receiver:
         return None
 
 
-def _opened(value: Any) -> Any:
-    return codec.unpack(value.body, value.tensors) if isinstance(value, codec.Packed) else value
+def _itself(value: Any) -> Any:
+    return value
 
 
 def _is_welcome(sock: socket.socket) -> bool:

@@ -38,25 +38,24 @@ SLOTS = 16  # 128 MiB pinned in all, from the first CUDA tensor on
 _ALONE_BYTES = 4 << 20  # a smaller copy takes less time than waking a thread
 
 
+_Part = tuple[Sequence[msgspec.Struct], Packed]
+
+
 class _Frame:
     """A frame to write. Its tensors are copied first: into a memfd if they are large and the client can take one.
 
+    Args:
+        parts: none if the frame ends `stream`.
+
     Attributes:
-        packed: the value; None if the frame ends `stream`.
         size: bytes that it counts in the queue.
     """
 
     def __init__(
-        self,
-        headers: Sequence[msgspec.Struct],
-        stream: str | None,
-        packed: Packed | None,
-        ready: Mapping[torch.device, torch.cuda.Event],
+        self, parts: Sequence[_Part], stream: str | None, ready: Mapping[torch.device, torch.cuda.Event]
     ) -> None:
-        self.packed = packed
-        self.size = len(packed.body) + packed.size if packed is not None else 0
-        self._headers = [msgspec.Raw(wire.encode(header)) for header in headers]
-        self._stream, self._ready = stream, ready
+        self.size = sum(len(packed.body) + packed.size for _, packed in parts)
+        self._parts, self._stream, self._ready = parts, stream, ready
         self._descriptor: int | None = None
         self._payload: torch.Tensor | None = None
         self._memory = contextlib.ExitStack()  # the memfd and its mapping
@@ -64,14 +63,17 @@ class _Frame:
 
     def begin(self, copier: Copier, takes_descriptors: bool) -> None:
         """Begin to copy the tensors."""
-        if self.packed is None:
-            return
+        tensors, offsets, size = list[torch.Tensor](), list[int](), 0
+        for _, packed in self._parts:
+            tensors += packed.tensors
+            offsets += [size + offset for offset in packed.offsets]
+            size += packed.size
         try:
-            if takes_descriptors and self.packed.size > wire.INLINE_LIMIT:
-                self._payload = self._map(self.packed.size)
+            if takes_descriptors and size > wire.INLINE_LIMIT:
+                self._payload = self._map(size)
             else:
-                self._payload = torch.empty(self.packed.size, dtype=torch.uint8)
-            self._copies = copier.begin(self._payload, self.packed.tensors, self.packed.offsets, self._ready)
+                self._payload = torch.empty(size, dtype=torch.uint8)
+            self._copies = copier.begin(self._payload, tensors, offsets, self._ready)
         except Exception as error:
             self._lose(error)
 
@@ -92,22 +94,26 @@ class _Frame:
 
     def write(self, sock: socket.socket) -> None:
         """Wait for the copy, and send the frame."""
-        if self.packed is None:
-            assert self._stream is not None
-            return wire.write(sock, wire.StreamEnd(self._stream))
         try:
             finish(self._copies)
         except Exception as error:
             self._lose(error)
-        packed = self.packed
-        head = wire.MessageFrame(self._headers, self._stream, packed.table, len(packed.body), packed.size)
-        wire.write(sock, head, packed.body, self._payload, self._descriptor)
+        if not self._parts:
+            assert self._stream is not None
+            return wire.write(sock, wire.StreamEnd(self._stream))
+        parts = [
+            wire.part([msgspec.Raw(wire.encode(header)) for header in headers], packed)
+            for headers, packed in self._parts
+        ]
+        body = b"".join([packed.body for _, packed in self._parts])
+        wire.write(sock, wire.MessageFrame(parts, self._stream), body, self._payload, self._descriptor)
 
     def _lose(self, error: Exception) -> None:
-        """Send an error in place of the value."""
+        """Send an error in place of each value."""
         _log.error("results channel: a result could not be copied", exc_info=error)
         self.close()
-        self.packed = pack(UnsendableError("result", f"copying it failed: {error!r}"))
+        lost = pack(UnsendableError("result", f"copying it failed: {error!r}"))
+        self._parts = [(headers, lost) for headers, _ in self._parts]
 
     def close(self) -> None:
         """Wait for the copy, and free its memory and descriptor. Idempotent."""
@@ -163,22 +169,24 @@ class Sender:
             ChannelClosedError: the channel is closed.
         """
         known = self._streams.setdefault(stream, Stream()) if stream is not None else None
-        self._put([header], stream, pack(value, known, exact=exact), ready)
+        self._put([([header], pack(value, known, exact=exact))], stream, ready)
 
     def send_together(self, messages: Sequence[tuple[msgspec.Struct, Any]]) -> None:
-        """As `send` for each (header, value), in one frame. What they share, tensors too, is sent once.
-
-        A value that is `Packed` shares nothing, and is unpickled by its own reader.
-        """
+        """As `send` for each (header, value), in one frame: what they share, tensors too, is sent once."""
         if len(messages) == 1:
             self.send(*messages[0])
         elif messages:
-            self._put([header for header, _ in messages], None, pack([value for _, value in messages]), None)
+            self._put([([header for header, _ in messages], pack([value for _, value in messages]))])
+
+    def send_packed(self, messages: Sequence[tuple[msgspec.Struct, Packed]]) -> None:
+        """As `send` for each (header, value), in one frame. The values share nothing: each is read alone."""
+        if messages:
+            self._put([([header], packed) for header, packed in messages])
 
     def end(self, stream: str) -> None:
         """Forget a stream, here and on the client. Every stream has to be ended, also one whose request was aborted."""
         if self._streams.pop(stream, None) is not None:
-            self._put([], stream, None, {})
+            self._put([], stream)
 
     def close(self, flush: bool = True, timeout: float = 30.0) -> None:
         """Send what is queued (`flush`) or drop it, and disconnect; cut off after `timeout` seconds. Idempotent."""
@@ -202,20 +210,19 @@ class Sender:
 
     def _put(
         self,
-        headers: Sequence[msgspec.Struct],
-        stream: str | None,
-        packed: Packed | None,
-        ready: Mapping[torch.device, torch.cuda.Event] | None,
+        parts: Sequence[_Part],
+        stream: str | None = None,
+        ready: Mapping[torch.device, torch.cuda.Event] | None = None,
     ) -> None:
         if ready is None:
-            ready = mark_ready(packed.tensors if packed is not None else ())
-        frame = _Frame(headers, stream, packed, ready)
+            ready = mark_ready([tensor for _, packed in parts for tensor in packed.tensors])
+        frame = _Frame(parts, stream, ready)
         with self._queue.changed:
             if not self._queue.put(frame, frame.size):
                 error = self._queue.error
                 raise ChannelClosedError(f"results channel of {self.name}: {error or 'closed'}") from error
             self._bytes += frame.size
-            self._messages += packed is not None
+            self._messages += bool(parts)
 
     def _run(self) -> None:
         frames: deque[_Frame] = deque()  # at most two: while the older one is written, the other's tensors are copied

@@ -49,21 +49,35 @@ class Header(msgspec.Struct, array_like=True, frozen=True):
     confirmed: int = 0
 
 
-class MessageFrame(msgspec.Struct, tag="message", array_like=True):
-    """The head of a message.
+class Part(msgspec.Struct, array_like=True):
+    """One packed value of a message.
 
     Attributes:
         headers: read before anything else to find the mailbox. If there are several, the value is a list with a value for each.
-        stream: the stream that the message belongs to, if any.
-        table: the message's tensors.
+        table: the value's tensors.
         body, payload: their sizes in bytes.
     """
 
     headers: list[msgspec.Raw]
-    stream: str | None
     table: list[Entry]
     body: Size
     payload: Size
+
+
+def part(headers: list[msgspec.Raw], packed: Packed) -> Part:
+    return Part(headers, packed.table, len(packed.body), packed.size)
+
+
+class MessageFrame(msgspec.Struct, tag="message", array_like=True):
+    """The head of a message.
+
+    Attributes:
+        parts: their bodies follow one another, and so do their payloads.
+        stream: the stream that the message belongs to, if any.
+    """
+
+    parts: list[Part]
+    stream: str | None = None
 
 
 class StreamEnd(msgspec.Struct, tag="end", array_like=True):
@@ -194,7 +208,7 @@ class Peer:
 
 def pieces(packed: Packed) -> Iterator[bytes]:
     """The message of a value that was packed as data, in pieces of 64 KiB to about 1 MiB; the last one may be shorter."""
-    parts = [_begun(MessageFrame([], None, packed.table, len(packed.body), packed.size), packed.body)]
+    parts = [_begun(MessageFrame([part([], packed)]), packed.body)]
     held = at = 0
     for tensor, offset in zip(packed.tensors, packed.offsets, strict=True):
         parts.append(bytes(offset - at))
@@ -230,7 +244,7 @@ class Reader:
                 yield done.value
                 self._reading = self._message()
                 self._wanted = next(self._reading)
-            except (msgspec.MsgspecError, RecursionError) as error:
+            except (RecursionError, ValueError) as error:
                 raise ChannelError(f"{NO_MESSAGE}: {error}") from error
 
     def _message(self) -> Generator[int, bytearray, Any]:
@@ -238,7 +252,7 @@ class Reader:
         (size,) = _LENGTH.unpack((yield _LENGTH.size))
         if size > _MAX_HEAD_BYTES:
             raise ChannelError(NO_MESSAGE)
-        head = _decode_message((yield size))
+        (head,) = _decode_message((yield size)).parts
         body, payload = (yield head.body), (yield head.payload)
         flat = torch.frombuffer(payload, dtype=torch.uint8) if payload else torch.empty(0, dtype=torch.uint8)
         return unpack_data(body, flat, head.table, self._known)
