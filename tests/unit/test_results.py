@@ -871,7 +871,7 @@ def begin_a_frame(kept, part):
     """Write the beginning of a message after everything that is queued, and stop there."""
     drained(kept["sender"])
     sock, body = kept["sender"]._sock, b"0123456789"
-    head = wire.encode(wire.MessageFrame([wire.Part([msgspec.Raw(wire.encode(Header(KEY)))], [], len(body), 1 << 30)]))
+    head = wire.encode(wire.Frame([wire.Part([msgspec.Raw(wire.encode(Header(KEY)))], [], len(body), 1 << 30)]))
     frame = struct.pack("<I", len(head)) + head + body
     if part == "descriptor":
         descriptor = os.memfd_create("midstream-results")

@@ -393,13 +393,12 @@ class Receiver:
         while True:
             frame, descriptor = wire.read_frame(sock)
             try:
-                match frame:
-                    case wire.Goodbye():
-                        return
-                    case wire.StreamEnd(stream=stream):
-                        streams.pop(stream, None)
-                    case wire.MessageFrame():
-                        self._deliver(sock, frame, descriptor, streams)
+                if frame.parts:
+                    self._deliver(sock, frame, descriptor, streams)
+                elif frame.stream is None:
+                    return
+                else:
+                    streams.pop(frame.stream, None)
             finally:
                 if descriptor is not None:
                     os.close(descriptor)
@@ -408,7 +407,7 @@ class Receiver:
     def _deliver(
         self,
         sock: socket.socket,
-        frame: wire.MessageFrame,
+        frame: wire.Frame,
         descriptor: int | None,
         streams: dict[str, dict[int, torch.Tensor]],
     ) -> None:

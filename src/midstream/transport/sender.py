@@ -98,15 +98,12 @@ class _Frame:
             finish(self._copies)
         except Exception as error:
             self._lose(error)
-        if not self._parts:
-            assert self._stream is not None
-            return wire.write(sock, wire.StreamEnd(self._stream))
         parts = [
             wire.part([msgspec.Raw(wire.encode(header)) for header in headers], packed)
             for headers, packed in self._parts
         ]
         body = b"".join([packed.body for _, packed in self._parts])
-        wire.write(sock, wire.MessageFrame(parts, self._stream), body, self._payload, self._descriptor)
+        wire.write(sock, wire.Frame(parts, self._stream), body, self._payload, self._descriptor)
 
     def _lose(self, error: Exception) -> None:
         """Send an error in place of each value."""
@@ -237,7 +234,7 @@ class Sender:
                         frame.begin(self._copier, takes_descriptors)
                     if frames and (frame is None or len(frames) > 1):
                         self._write(frames.popleft())
-            wire.write(self._sock, wire.Goodbye())
+            wire.write(self._sock, wire.Frame())
         except BaseException as error:
             if not self._queue.closed:
                 level = logging.INFO if isinstance(error, ConnectionError) else logging.ERROR  # the client has gone

@@ -1,8 +1,8 @@
 """Messages on a socket and in an HTTP response.
 
-    length of the head | head (msgspec: a `MessageFrame`) | body | payload
+    length of the head | head (msgspec: a `Frame`) | bodies | payloads
 
-is one message; `codec` says what body and payload are. On one host a large payload is not part of the frame: it lies in a memfd whose
+is one message; `codec` says what a body and a payload are. On one host a large payload is not part of the frame: it lies in a memfd whose
 descriptor travels beside the head. A memfd has no name, so nothing is left behind however the processes end.
 """
 
@@ -68,32 +68,20 @@ def part(headers: list[msgspec.Raw], packed: Packed) -> Part:
     return Part(headers, packed.table, len(packed.body), packed.size)
 
 
-class MessageFrame(msgspec.Struct, tag="message", array_like=True):
-    """The head of a message.
+class Frame(msgspec.Struct, array_like=True):
+    """The head of a message. Without parts it ends its stream, whose tensors can be forgotten; or, without a stream, the connection.
 
     Attributes:
         parts: their bodies follow one another, and so do their payloads.
         stream: the stream that the message belongs to, if any.
     """
 
-    parts: list[Part]
+    parts: list[Part] = []
     stream: str | None = None
 
 
-class StreamEnd(msgspec.Struct, tag="end", array_like=True):
-    """No more messages of this stream come: its tensors can be forgotten."""
-
-    stream: str
-
-
-class Goodbye(msgspec.Struct, tag="goodbye", array_like=True):
-    """The sender closes in good order."""
-
-
-Frame = MessageFrame | StreamEnd | Goodbye
 encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Frame).decode
-_decode_message = msgspec.msgpack.Decoder(MessageFrame).decode
 
 
 def write(
@@ -208,7 +196,7 @@ class Peer:
 
 def pieces(packed: Packed) -> Iterator[bytes]:
     """The message of a value that was packed as data, in pieces of 64 KiB to about 1 MiB; the last one may be shorter."""
-    parts = [_begun(MessageFrame([part([], packed)]), packed.body)]
+    parts = [_begun(Frame([part([], packed)]), packed.body)]
     held = at = 0
     for tensor, offset in zip(packed.tensors, packed.offsets, strict=True):
         parts.append(bytes(offset - at))
@@ -252,7 +240,7 @@ class Reader:
         (size,) = _LENGTH.unpack((yield _LENGTH.size))
         if size > _MAX_HEAD_BYTES:
             raise ChannelError(NO_MESSAGE)
-        (head,) = _decode_message((yield size)).parts
+        (head,) = _decode((yield size)).parts
         body, payload = (yield head.body), (yield head.payload)
         flat = torch.frombuffer(payload, dtype=torch.uint8) if payload else torch.empty(0, dtype=torch.uint8)
         return unpack_data(body, flat, head.table, self._known)
