@@ -29,7 +29,7 @@ from midstream.errors import (
 from midstream.lowering.tiers import Lowering
 from midstream.plan.values import Plan
 from midstream.plan.wire import MAX_STRANGERS_BYTES
-from midstream.remote.calls import MAX_PROMPTS, Asked, Call, OutputWriter
+from midstream.remote.calls import MAX_PROMPTS, Asked, Call, UpdateWriter
 from midstream.requests.invokes import Invoke, answers_of, token_ids
 from midstream.requests.streams import OutputStream
 from midstream.runtime.request import Tier
@@ -241,7 +241,7 @@ async def _messages(server: Server, stream: OutputStream, call: Call) -> AsyncGe
 
 
 async def _values(stream: OutputStream, call: Call) -> AsyncGenerator[Any]:
-    writers = [OutputWriter(index) for index in range(len(call.asked))]
+    writers = [UpdateWriter(index) for index in range(len(call.asked))]
     loop, items = asyncio.get_running_loop(), alive(stream.items())
     last = loop.time()
     try:

@@ -216,6 +216,15 @@ def _pickle(value: Any, kind: type[_Pickler]) -> tuple[bytes, list[torch.Tensor]
 # ------------------------------------------------------------------------------------------------------------- as data
 
 
+def data_kind(
+    cls: type, parts: Callable[[Any], Iterable[Any]] | None = None, make: Callable[..., Any] | None = None
+) -> None:
+    """Add a class to the types that are written as data: by default one that is made of its fields, and of nothing else."""
+    names: tuple[str, ...] = getattr(cls, "__match_args__", ())
+    _KINDS[cls.__name__] = _Kind(cls, parts or (lambda value: [getattr(value, name) for name in names]), make or cls)
+    _NAMES[cls] = cls.__name__
+
+
 def unpack_data(
     body: bytes | bytearray, payload: torch.Tensor, table: Sequence[Entry], known: dict[int, torch.Tensor]
 ) -> Any:
