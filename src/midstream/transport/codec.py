@@ -27,7 +27,7 @@ from cloudpickle.cloudpickle import _class_setstate
 
 from midstream import errors
 from midstream.errors import ChannelError, MidstreamError, UnsendableError, text_of
-from midstream.trace.program import is_sent
+from midstream.trace.program import OUT_OF_BAND, is_sent, itself
 from midstream.trace.tracer import Cache, CacheEntry, Result
 from midstream.trace.tree import is_raw, movable
 
@@ -93,13 +93,11 @@ def pack(value: Any, stream: Stream | None = None, *, exact: bool = False, as_da
     known = [stream.find(tensor) if stream and not (exact and tensor.is_inference()) else None for tensor in found]
     new = [tensor for tensor, number in zip(found, known, strict=True) if number is None]
     offsets, size = lay_out(new)
-    places = iter(offsets)
-    table = [
-        Entry(number)
-        if number is not None
-        else Entry(stream.add(tensor) if stream else None, str(tensor.dtype)[6:], tuple(tensor.shape), next(places))
-        for tensor, number in zip(found, known, strict=True)
-    ]
+    entries = (
+        Entry(stream.add(tensor) if stream else None, str(tensor.dtype)[6:], tuple(tensor.shape), offset)
+        for tensor, offset in zip(new, offsets, strict=True)
+    )
+    table = [Entry(number) if number is not None else next(entries) for number in known]
     with torch._C.DisableTorchFunctionSubclass():  # a parameter class may wrap what detach returns
         return Packed(body, table, [tensor.detach() for tensor in new], offsets, size)
 
@@ -151,14 +149,11 @@ def unpack(body: bytes | bytearray, tensors: Sequence[torch.Tensor | None]) -> A
         return UnsendableError("(unknown here)", f"rebuilding it failed: {error!r}")
 
 
-_TENSOR = pickle.PickleBuffer(bytearray())  # in place of a tensor, whose bytes the device may have; `unpack` puts it in
-
-
 class _Pickler(cloudpickle.Pickler):
     """Pickles a value, with its tensors as out-of-band buffers."""
 
     def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, pickle.HIGHEST_PROTOCOL, buffer_callback=lambda buffer: buffer is not _TENSOR)
+        super().__init__(file, pickle.HIGHEST_PROTOCOL, buffer_callback=lambda buffer: buffer is not OUT_OF_BAND)
         self.tensors: list[torch.Tensor] = []
 
     def reducer_override(self, obj: Any) -> Any:  # unlike persistent_id, not called for every number and string
@@ -167,17 +162,13 @@ class _Pickler(cloudpickle.Pickler):
                 return there.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
             return super().reducer_override(obj)
         self.tensors.append(obj)  # called once for each tensor: pickle remembers what it has seen
-        return _itself, (_TENSOR,)
+        return itself, (OUT_OF_BAND,)
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         found = super().find_class(module, name)
         return _fill_copies if found is _class_setstate else found
-
-
-def _itself(value: Any) -> Any:
-    return value
 
 
 def _fill_copies(kind: type, state: Any) -> Any:

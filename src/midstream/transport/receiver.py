@@ -39,6 +39,7 @@ import torch
 
 from midstream.errors import ChannelClosedError, ChannelError, UnsendableError
 from midstream.queues import ByteBudget
+from midstream.trace.program import itself
 from midstream.transport import codec, wire
 
 _log = logging.getLogger(__name__)
@@ -413,7 +414,8 @@ class Receiver:
     ) -> None:
         bodies = [wire.read(sock, part.body) for part in frame.parts]
         size = sum(part.payload for part in frame.parts)
-        payload = wire.read_payload(sock, size) if descriptor is None else None
+        payload = torch.empty(size if descriptor is None else 0, dtype=torch.uint8)
+        wire.read_into(sock, payload.numpy().data)
         parts = [[self._header(each) for each in part.headers] for part in frame.parts]
         takers = [[self._handle or self._taker(header.key) for header in headers] for headers in parts]
         if not any(map(any, takers)):
@@ -422,8 +424,7 @@ class Receiver:
             return
         known = streams.setdefault(frame.stream, {}) if frame.stream is not None else {}
         try:
-            if payload is None:
-                assert descriptor is not None
+            if descriptor is not None:
                 payload = wire.map_payload(descriptor, size)
             payloads = payload.split([part.payload for part in frame.parts])
             loads = [
@@ -437,7 +438,7 @@ class Receiver:
             if len(headers) > 1:  # unpickled here: their readers have just ended a run of many requests and are busy
                 values = load()
                 lost = isinstance(values, UnsendableError)
-                its_loads = [partial(_itself, value) for value in ([values] * len(headers) if lost else values)]
+                its_loads = [partial(itself, value) for value in ([values] * len(headers) if lost else values)]
             for take, header, each in zip(its_takers, headers, its_loads, strict=True):
                 if take is not None:
                     take(Message(header, part.payload // len(headers), each))
@@ -448,10 +449,6 @@ class Receiver:
         with self._lock:
             self.dropped += 1
         return None
-
-
-def _itself(value: Any) -> Any:
-    return value
 
 
 def _is_welcome(sock: socket.socket) -> bool:

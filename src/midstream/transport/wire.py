@@ -134,13 +134,6 @@ def read_frame(sock: socket.socket) -> tuple[Frame, int | None]:
         raise
 
 
-def read_payload(sock: socket.socket, size: int) -> torch.Tensor:
-    """A payload of `size` bytes from the socket: uint8, flat."""
-    payload = torch.empty(size, dtype=torch.uint8)
-    _read_into(sock, payload.numpy().data)
-    return payload
-
-
 def map_payload(descriptor: int, size: int) -> torch.Tensor:
     """The payload in a memfd: uint8, flat, unmapped when its last user dies. Raises RuntimeError.
 
@@ -153,11 +146,12 @@ def map_payload(descriptor: int, size: int) -> torch.Tensor:
 def read(sock: socket.socket, size: int) -> bytearray:
     """Exactly `size` bytes. Raises ConnectionError at the end of the connection."""
     data = bytearray(size)
-    _read_into(sock, memoryview(data))
+    read_into(sock, memoryview(data))
     return data
 
 
-def _read_into(sock: socket.socket, memory: memoryview) -> None:
+def read_into(sock: socket.socket, memory: memoryview) -> None:
+    """As `read`, as many bytes as the memory has."""
     while memory:
         count = sock.recv_into(memory, 0, socket.MSG_WAITALL)
         if not count:
