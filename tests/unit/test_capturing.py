@@ -42,7 +42,7 @@ class Channel:
         ]
         self.receiver = Receiver()
         names = [str(stage) for stage in range(stages)]
-        self.box: Mailbox = self.receiver.expect_all([each.key for each in self.receivers], names)
+        self.box: Mailbox = self.receiver.expect(*[each.key for each in self.receivers], senders=names)
         self.senders = [Sender(self.receiver.address, name) for name in names]
         each = LAYERS // stages
         self.layouts = [
@@ -236,7 +236,7 @@ def test_f7_a_request_is_listed_once_it_has_ended_while_others_run(tmp_path: Pat
     both = [RowReceiver(PreparedPlan(plan, [7] * LENGTH, found, FACTS), 1, sinks) for _ in range(2)]
     receiver = Receiver()
     sender = Sender(receiver.address, "0")
-    thread = RowThread([], None, [(each, receiver.expect(each.key, ["0"])) for each in both])
+    thread = RowThread([], None, [(each, receiver.expect(each.key, senders=["0"])) for each in both])
     try:
         layout = Layout.of(((("resid_post", layer, "before")) for layer in range(LAYERS)), lambda _: WIDTH)
         for each, name, final in ((both[0], "first", True), (both[1], "second", False)):

@@ -754,8 +754,8 @@ def test_one_mailbox_for_several_keys(receiver):
     """A run of many requests receives its rows this way. Some are sent together with those of others."""
     with receiver.expect("b") as other, linked(receiver) as sender:
         with pytest.raises(ChannelError, match="'b' are expected already"):
-            receiver.expect_all(["a", "b"])
-        with receiver.expect_all(["a", "c"], senders=["here"]) as box:  # nothing was left of the one before
+            receiver.expect("a", "b")
+        with receiver.expect("a", "c", senders=["here"]) as box:  # nothing was left of the one before
             assert receiver.open_mailboxes == 2
             sender.send(Header("c"), 0)
             sender.send_together([(Header(key), (key, torch.full((2,), i))) for i, key in enumerate("abc")])

@@ -36,7 +36,7 @@ class Stages:
 
     def __init__(self, receiver: Receiver) -> None:
         self.senders = [Sender(receiver.address, f"rank {stage}") for stage in (0, 1)]
-        self.box: Mailbox = receiver.expect(KEY, [sender.name for sender in self.senders])
+        self.box: Mailbox = receiver.expect(KEY, senders=[sender.name for sender in self.senders])
 
     def send(
         self, stage: int, values: dict[str, Any], steps: int, final: bool, sample: str = "r", error: Any = None

@@ -257,16 +257,12 @@ class Receiver:
         with self._lock:
             return sorted(name for name in self._connections.values() if name is not None)
 
-    def expect(self, key: Hashable, senders: Collection[str] = (), *, paced: bool = False) -> Mailbox:
-        """A mailbox for the messages whose header has this key. Call it before the workers can send any.
+    def expect(self, *keys: Hashable, senders: Collection[str] = (), paced: bool = False) -> Mailbox:
+        """A mailbox for the messages whose header has one of these keys. Call it before the workers can send any.
 
         Once one of `senders` has gone, the mailbox raises ChannelClosedError when it is empty. `paced`: the reader takes messages as
         they come and waits for nothing else, so a full mailbox may hold the workers up.
         """
-        return self.expect_all([key], senders, paced=paced)
-
-    def expect_all(self, keys: Sequence[Hashable], senders: Collection[str] = (), *, paced: bool = False) -> Mailbox:
-        """One mailbox for the messages with any of these keys, at least one."""
         mailbox = Mailbox(keys, frozenset(senders), self._forget, self._paced if paced else None)
         with self._lock:
             if self._closed:

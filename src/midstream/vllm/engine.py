@@ -237,15 +237,15 @@ class EngineConnection:
             return box
 
         late = [each.rows.key for each in requests if share and each.rows is not None and not each.rows.has_sinks]
-        shared = opened(receiver.expect_all(late, self._senders)) if late else None
+        shared = opened(receiver.expect(*late, senders=self._senders)) if late else None
         boxes = []
         for request in requests:
             trace, rows, row_box = request.trace, request.rows, None
             key = (trace.trace, trace.index) if trace is not None else None
-            trace_box = opened(receiver.expect(key, self._senders)) if key is not None else None
+            trace_box = opened(receiver.expect(key, senders=self._senders)) if key is not None else None
             if rows is not None:
                 late_rows = None if rows.has_sinks else shared
-                row_box = late_rows or opened(receiver.expect(rows.key, self._senders, paced=rows.has_sinks))
+                row_box = late_rows or opened(receiver.expect(rows.key, senders=self._senders, paced=rows.has_sinks))
                 stack.callback(rows.discard)
             boxes.append((trace_box, row_box))
         return boxes
