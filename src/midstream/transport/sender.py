@@ -38,7 +38,7 @@ SLOTS = 16  # 128 MiB pinned in all, from the first CUDA tensor on
 _ALONE_BYTES = 4 << 20  # a smaller copy takes less time than waking a thread
 
 
-_Part = tuple[Sequence[msgspec.Struct], Packed]
+_Part = tuple[list[msgspec.Raw], Packed]  # a value with its headers
 
 
 class _Frame:
@@ -98,12 +98,9 @@ class _Frame:
             finish(self._copies)
         except Exception as error:
             self._lose(error)
-        parts = [
-            wire.part([msgspec.Raw(wire.encode(header)) for header in headers], packed)
-            for headers, packed in self._parts
-        ]
+        frame = wire.Frame([wire.part(*part) for part in self._parts], self._stream)
         body = b"".join([packed.body for _, packed in self._parts])
-        wire.write(sock, wire.Frame(parts, self._stream), body, self._payload, self._descriptor)
+        wire.write(sock, frame, body, self._payload, self._descriptor)
 
     def _lose(self, error: Exception) -> None:
         """Send an error in place of each value."""
@@ -166,19 +163,20 @@ class Sender:
             ChannelClosedError: the channel is closed.
         """
         known = self._streams.setdefault(stream, Stream()) if stream is not None else None
-        self._put([([header], pack(value, known, exact=exact))], stream, ready)
+        self._put([([_raw(header)], pack(value, known, exact=exact))], stream, ready)
 
     def send_together(self, messages: Sequence[tuple[msgspec.Struct, Any]]) -> None:
         """As `send` for each (header, value), in one frame: what they share, tensors too, is sent once."""
         if len(messages) == 1:
             self.send(*messages[0])
         elif messages:
-            self._put([([header for header, _ in messages], pack([value for _, value in messages]))])
+            headers = [_raw(header) for header, _ in messages]
+            self._put([(headers, pack([value for _, value in messages]))])
 
     def send_packed(self, messages: Sequence[tuple[msgspec.Struct, Packed]]) -> None:
         """As `send` for each (header, value), in one frame. The values share nothing: each is read alone."""
         if messages:
-            self._put([([header], packed) for header, packed in messages])
+            self._put([([_raw(header)], packed) for header, packed in messages])
 
     def end(self, stream: str) -> None:
         """Forget a stream, here and on the client. Every stream has to be ended, also one whose request was aborted."""
@@ -253,6 +251,10 @@ class Sender:
         finally:
             frame.close()
             self._queue.task_done()
+
+
+def _raw(header: msgspec.Struct) -> msgspec.Raw:
+    return msgspec.Raw(wire.encode(header))
 
 
 def _connect(address: Mapping[str, Any], name: str) -> socket.socket:
