@@ -422,7 +422,8 @@ class Receiver:
         try:
             if descriptor is not None:
                 payload = wire.map_payload(descriptor, size)
-            payloads = payload.split([part.payload for part in frame.parts])
+            sizes = [part.payload for part in frame.parts]
+            payloads = payload.split(sizes) if len(sizes) > 1 else (payload,)
             loads = [
                 partial(codec.unpack, body, codec.resolve(payload, part.table, known))
                 for part, body, payload in zip(frame.parts, bodies, payloads, strict=True)
